@@ -52,7 +52,7 @@ NEW, WRITE_SIZE = 7, 13
 FIRST, NUM_TOKENS, MASK, MASK_ROW = range(4)
 KEYS, KEY_HEAD, VALUES, VALUE_HEAD, NUM_KEYS = range(5)
 
-_BLOCK = 64  # keys that the first cache holds
+BLOCK = 64  # keys that the first cache holds
 _MOST_ROWS = 64  # of a task
 _VECTORS = 4 if LANES == 16 else 2  # of values whose sums registers hold, for ROWS rows
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
@@ -61,7 +61,7 @@ _F = np.float32
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _as_float(typing_context: Any, bits: Any) -> Any:
+def as_float(typing_context: Any, bits: Any) -> Any:
     """Return the float32 of some bits."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -71,7 +71,7 @@ def _as_float(typing_context: Any, bits: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _add_values(typing_context: Any, of: Any) -> Any:
+def _sum_values(typing_context: Any, of: Any) -> Any:
     """Add values to the results of some rows, each times the row's weight for it.
 
     Args:
@@ -108,7 +108,7 @@ def _write_sums(
     vectors: range,
     given: Any,
 ) -> None:
-    """Write the code of `_add_values` for one format and size, given the rest of what it takes."""
+    """Write the code of `_sum_values` for one format and size, given the rest of what it takes."""
     weights, weight_step, values, value_step, results, result_step, num_values = given
     places = [
         [
@@ -142,7 +142,7 @@ def _write_sums(
 
 
 @numba.njit(nogil=True, error_model="numpy")
-def _fill(numbers, by):  # type: ignore[no-untyped-def]
+def fill(numbers, by):  # type: ignore[no-untyped-def]
     for i in range(len(numbers)):
         numbers[i] = by
 
@@ -156,34 +156,39 @@ def _largest(scores):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, error_model="numpy", fastmath=_FAST)
-def _exponentiate(scores, peak):  # type: ignore[no-untyped-def]
-    """Replace each score by e to the power of what it has above the peak; return their sum.
+def exponential(number):  # type: ignore[no-untyped-def]
+    """Return e to the power of a number up to 87; of one below -87 about that of -87.
 
     2 to the power of a whole number is a float's exponent, of the rest, which is up to a half, a
     Taylor series of six terms up to 1e-7 of it.
     """
+    bounded = max(number * _F(1.4426950408889634), _F(-126))
+    whole = np.floor(bounded + _F(0.5))
+    rest = bounded - whole
+    series = _F(1.5403530e-4)
+    series = series * rest + _F(1.3333558e-3)
+    series = series * rest + _F(9.6181291e-3)
+    series = series * rest + _F(5.5504109e-2)
+    series = series * rest + _F(2.4022651e-1)
+    series = series * rest + _F(6.9314718e-1)
+    series = series * rest + _F(1)
+    return series * as_float(np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)))
+
+
+@numba.njit(nogil=True, error_model="numpy", fastmath=_FAST)
+def _exponentiate(scores, peak):  # type: ignore[no-untyped-def]
+    """Replace each score by e to the power of what it has above the peak; return their sum."""
     total = _F(0)
     for i in range(len(scores)):
-        power = (scores[i] - peak) * _F(1.4426950408889634)
-        bounded = max(power, _F(-126))
-        whole = np.floor(bounded + _F(0.5))
-        rest = bounded - whole
-        series = _F(1.5403530e-4)
-        series = series * rest + _F(1.3333558e-3)
-        series = series * rest + _F(9.6181291e-3)
-        series = series * rest + _F(5.5504109e-2)
-        series = series * rest + _F(2.4022651e-1)
-        series = series * rest + _F(6.9314718e-1)
-        series = series * rest + _F(1)
-        result = series * _as_float(np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)))
-        result = _F(0) if power < _F(-126) else result
+        above = scores[i] - peak
+        result = _F(0) if above < _F(-87) else exponential(above)
         scores[i] = result
         total += result
     return total
 
 
 @numba.njit(nogil=True, error_model="numpy")
-def _take_query(source, target, format_, scaling):  # type: ignore[no-untyped-def]
+def take_query(source, target, format_, scaling):  # type: ignore[no-untyped-def]
     """Scale a query, and arrange it as tiles take inputs of a format: pairs of bfloat16 apart."""
     size = len(source)
     num_paired = size // PER_LINE * PER_LINE if format_ == BFLOAT16 else 0
@@ -196,8 +201,8 @@ def _take_query(source, target, format_, scaling):  # type: ignore[no-untyped-de
 
 
 @numba.njit(nogil=True, error_model="numpy")
-def _add(format_, scores, num_rows, values, num_values, size, results):  # type: ignore[no-untyped-def]
-    """Add values, weighted by scores [num_rows, _BLOCK], to results [num_rows, size]."""
+def add_values(format_, scores, num_rows, values, num_values, size, results):  # type: ignore[no-untyped-def]
+    """Add values, weighted by scores [num_rows, BLOCK], to results [num_rows, size]."""
     width, start = 4 if format_ == FLOAT32 else 2, 0
     while start < size:
         num_vectors = _VECTORS if start + LANES * _VECTORS <= size else 1
@@ -206,24 +211,24 @@ def _add(format_, scores, num_rows, values, num_values, size, results):  # type:
                 format_,
                 min(ROWS, num_rows - row),
                 num_vectors,
-                scores.ctypes.data + 4 * row * _BLOCK,
-                4 * _BLOCK,
+                scores.ctypes.data + 4 * row * BLOCK,
+                4 * BLOCK,
                 values + width * start,
                 width * size,
                 results.ctypes.data + 4 * (row * size + start),
                 4 * size,
                 num_values,
             )
-            _add_values(of_sums)
+            _sum_values(of_sums)
         start += LANES * num_vectors
 
 
 @numba.njit(nogil=True, error_model="numpy")
-def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
+def weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
     """Turn scores of a row into weights, and what it has summed so far into that of these."""
     new_peak = max(peak[0], _largest(scores))
     if new_peak == -np.inf:  # it has seen nothing yet
-        _fill(scores, _F(0))
+        fill(scores, _F(0))
         return
     if new_peak > peak[0]:
         shrink = _F(np.exp(peak[0] - new_peak))
@@ -245,10 +250,10 @@ def attend_job(address: Any) -> None:
     scaling = numba.carray(pointer(d.ctypes.data + 8 * SCALING), (1,), np.float32)[0]
     width = 4 if format_ == FLOAT32 else 2
     thread = take(d.ctypes.data + 8 * NEXT_THREAD, 1)
-    row_size = _BLOCK + key_size + value_size + 2
+    row_size = BLOCK + key_size + value_size + 2
     scratch = d[SCRATCH] + 4 * thread * _MOST_ROWS * row_size
-    scores = numba.carray(pointer(scratch), (_MOST_ROWS, _BLOCK), np.float32)
-    scratch += 4 * _MOST_ROWS * _BLOCK
+    scores = numba.carray(pointer(scratch), (_MOST_ROWS, BLOCK), np.float32)
+    scratch += 4 * _MOST_ROWS * BLOCK
     queries = numba.carray(pointer(scratch), (_MOST_ROWS, key_size), np.float32)
     scratch += 4 * _MOST_ROWS * key_size
     sums = numba.carray(pointer(scratch), (_MOST_ROWS, value_size), np.float32)
@@ -269,19 +274,19 @@ def attend_job(address: Any) -> None:
                 token = first + (start + row) % num_tokens
                 source = d[QUERIES] + query_head * d[QUERY_HEAD] + token * d[QUERY_TOKEN]
                 query = numba.carray(pointer(source), (key_size,), np.float32)
-                _take_query(query, queries[row], format_, scaling)
-                _fill(sums[row], _F(0))
+                take_query(query, queries[row], format_, scaling)
+                fill(sums[row], _F(0))
                 peaks[row], totals[row] = -np.inf, _F(0)
             num_keys = places[part, NUM_KEYS]
             keys = places[part, KEYS] + head * places[part, KEY_HEAD]
             values = places[part, VALUES] + head * places[part, VALUE_HEAD]
-            for key in range(0, num_keys, _BLOCK):
-                num = min(_BLOCK, num_keys - key)
+            for key in range(0, num_keys, BLOCK):
+                num = min(BLOCK, num_keys - key)
                 of_block = keys + width * key * key_size
                 for row in range(num_rows):
-                    _fill(scores[row], _F(0))
+                    fill(scores[row], _F(0))
                 x = queries.ctypes.data, 4 * key_size, num_rows
-                y = scores.ctypes.data, 4 * _BLOCK
+                y = scores.ctypes.data, 4 * BLOCK
                 add_products(format_, x, (of_block, width * key_size, num), y, key_size)
                 for row in range(num_rows):
                     of_row = scores[row, :num]
@@ -290,9 +295,9 @@ def attend_job(address: Any) -> None:
                         sees = numba.carray(pointer(place), (num,), np.uint8)
                         for i in range(num):
                             of_row[i] = of_row[i] if sees[i] else -_F(np.inf)
-                    _weigh(of_row, peaks[row : row + 1], totals[row : row + 1], sums[row])
+                    weigh(of_row, peaks[row : row + 1], totals[row : row + 1], sums[row])
                 of_block = values + width * key * value_size
-                _add(format_, scores, num_rows, of_block, num, value_size, sums)
+                add_values(format_, scores, num_rows, of_block, num, value_size, sums)
             for row in range(num_rows):
                 query_head = head * num_sharing + (start + row) // num_tokens
                 token = first + (start + row) % num_tokens
@@ -330,4 +335,4 @@ def write_job(address: Any) -> None:
 
 def scratch_size(key_size: int, value_size: int) -> int:
     """Return how many float32 each thread of a job needs."""
-    return _MOST_ROWS * (_BLOCK + key_size + value_size + 2)
+    return _MOST_ROWS * (BLOCK + key_size + value_size + 2)

@@ -20,7 +20,7 @@ from lade.prewarming.tables import cache_folder
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profile
 from lade.probing.selfcheck import check_tokens, plain_of, unchanged_random_state
-from lade.products.linear import Products
+from lade.products.choice import FastViews
 from lade.targets.base import Target
 from lade.transfer import Launched
 from lade.tree import Tree
@@ -112,7 +112,7 @@ def _in_turn(
     target: Target,
     sizes: Sequence[int],
     max_sec: float,
-    products: Products | None,
+    products: FastViews | None,
 ) -> dict[int, list[float]]:
     """Measure as many sizes, and as often, as there is time for; the first two at least."""
     found: dict[int, list[float]] = {}

@@ -16,7 +16,9 @@ from lade.probing.own_code import functions_at_present
 from lade.probing.spot_checks import FIRST_CHECK
 from lade.probing.structure import Structure
 from lade.probing.values import Values
-from lade.products.linear import Products, products_for
+from lade.forward.job import forwards_for
+from lade.products.choice import FastViews
+from lade.products.linear import products_for
 from lade.targets.layout import TreeLayout, tree_layout
 from lade.targets.prefixes import PrefixStore
 from ngram_pool import SuccessorTable
@@ -85,8 +87,8 @@ class Profile:
     prewarmed: Known[SuccessorTable | None] | None = None
     #: What drafters have found out about it and keep, by a name of their own.
     of_drafters: dict[str, Any] = field(default_factory=dict)
-    #: Lade's own products, and where they are faster than torch's; None where they cannot run.
-    products: Known[Products | None] | None = None
+    #: Lade's own forwards or products, where they are faster; None where they cannot run.
+    products: Known[FastViews | None] | None = None
     #: What its layers keep, once it was asked for.
     layout: TreeLayout | None = None
     #: Memory of the last call, steps recorded on it, and the compiled model.
@@ -101,10 +103,10 @@ class Profile:
         self.layout = self.layout or tree_layout(model)
         return self.layout
 
-    def products_for(self, model: Model) -> Products | None:
-        """Return which products are used for the model's layers; None where lade's cannot run."""
+    def products_for(self, model: Model) -> FastViews | None:
+        """Return what runs the model's forwards, or its products; None where lade's cannot run."""
         if self.products is None:
-            self.products = Known(products_for(model))
+            self.products = Known(forwards_for(model) or products_for(model))
         return self.products.value
 
     def costs_of(

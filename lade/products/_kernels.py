@@ -97,7 +97,7 @@ def _tile(typing_context: Any, of: Any) -> Any:
                 block = builder.append_basic_block("tile")
                 switch.add_case(_INT64(64 * of_format + 8 * rows + columns), block)
                 builder.position_at_end(block)
-                _Tile(builder, of_format, rows, columns).add(given)
+                Tile(builder, of_format, rows, columns).add(given)
                 builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
@@ -105,7 +105,7 @@ def _tile(typing_context: Any, of: Any) -> Any:
     return types.void(of), generate
 
 
-class _Tile:
+class Tile:
     """Writes the code of a tile of one size."""
 
     def __init__(self, builder: Any, format_: int, num_rows: int, num_columns: int) -> None:

@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 from lade.closeness import float32_precision
 from lade.compat import Model
 from lade.openmp import Run, runner
+from lade.products.choice import Choice, about
 from lade.view import viewed
 
 # Weights of fewer elements are done before a thread is told of them.
@@ -40,12 +41,6 @@ _FEWEST, _MOST, _SHARES = 12, 240, 4
 # memory, and the second cache holds most of it.
 _MANY_ROWS, _NUM_WIDENED = 65, 2**20
 
-# A product is timed when it runs first, as the others find the weights in the cache. Twice for
-# each, unless one is so much slower that another time would cost more than it can tell.
-_NUM_TIMES = 2
-_CLEAR, _CLEAR_SEC = 2.0, 3e-3
-# Calls until one is timed again, if all take about the same time, and in any case.
-_LEAST_CALLS, _MOST_CALLS = 100, 20_000
 # What asking which one is faster takes for each layer, with its share of making the view that asks.
 # Where lade's products save less in a forward, only one such forward in so many asks.
 _ASKING_SEC, _ASKED_EVERY = 10e-6, 64
@@ -72,7 +67,7 @@ class Products:
         self._run, self._job, self._most_rows = run, job, most_rows
         self.num_compared = 0
         # By dtype and size of the weights, and about the number of rows.
-        self._choices: dict[tuple[torch.dtype, int, int, int], _Choice] = {}
+        self._choices: dict[tuple[torch.dtype, int, int, int], Choice] = {}
         self._num_layers: Counter[tuple[torch.dtype, int, int]] = Counter()  # of the last view
         self._num_apart = Counter[int]()  # forwards without them, by about their number of rows
 
@@ -108,7 +103,7 @@ class Products:
         Where torch's products are about as fast, asking costs more than it saves: there only a few
         forwards ask, in case a busy machine made lade's look slow.
         """
-        about = _about(num_rows)
+        about = about(num_rows)
         saved = [
             number * self._choices[*layer, about].saved_sec
             for layer, number in self._num_layers.items()
@@ -131,18 +126,20 @@ class Products:
             return functional.linear(inputs, weight, bias)
         num_columns, num_inputs = weight.shape
         num_rows = inputs.numel() // num_inputs
-        about = _about(num_rows)
+        about = about(num_rows)
         key = weight.dtype, num_columns, num_inputs, about
         choice = self._choices.get(key)
         if choice is None:
             may_widen = num_rows >= _MANY_ROWS and weight.dtype is not torch.float32
-            choice = self._choices[key] = _Choice(3 if may_widen else 2)
+            choice = self._choices[key] = Choice(3 if may_widen else 2)
         if choice.best is None or choice.is_due():
             self.num_compared += 1
             # What many rows take grows with them: torch's product gains on lade's, so that the few
             # of a class must not speak for the many.
             scale = 2**about / num_rows if num_rows >= _MANY_ROWS else 1.0
-            return choice.compare(lambda which: self._by(which, inputs, weight, bias), scale)
+            return choice.compare(
+                lambda which: self._by(which, inputs, weight, bias), _is_close, scale
+            )
         return self._by(choice.best, inputs, weight, bias)
 
     def _by(self, which: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -180,11 +177,6 @@ class Products:
         )
         self._run(self._job, ctypes.addressof(job), num_threads)
         return results.to(dtype) if is_narrow else results
-
-
-def _about(num_rows: int) -> int:
-    """Return the class of a number of rows: up to a power of two, or above 1,024."""
-    return min((num_rows - 1).bit_length(), 11)
 
 
 def _widened(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -265,80 +257,6 @@ def _fits_bias(bias: Tensor, weight: Tensor) -> bool:
         and bias.is_contiguous()
         and not bias.is_neg()
     )
-
-
-class _Choice:
-    """Which of some products is the fastest, by the shortest times of a few calls.
-
-    A busy machine may make the wrong one look slow, so they are timed again now and then, in turn.
-
-    Attributes:
-        best: None as long as it is not known.
-    """
-
-    def __init__(self, num_products: int) -> None:
-        self.best: int | None = None
-        self._sec = [math.inf] * num_products  # the shortest of each
-        self._rivals: Sequence[int] = range(num_products)  # that run when they are compared
-        self._place, self._num_rounds = 0, 0  # in a round, each of them is the first once
-        self._num_left = 0  # calls until one is timed again
-
-    def compare(self, run: Callable[[int], Tensor], scale: float = 1.0) -> Tensor:
-        """Run the rivals, time the first, and return torch's result if it is one, else another.
-
-        Args:
-            run: runs a product.
-            scale: what its time is multiplied by, so that it can be held against others'.
-        """
-        rivals, is_known = self._rivals, self.best is not None
-        self._place = (self._place + 1) % len(rivals)
-        first = rivals[self._place]
-        start = perf_counter()
-        results = {first: run(first)}
-        self._sec[first] = min(self._sec[first], scale * (perf_counter() - start))
-        results |= {which: run(which) for which in rivals if which != first}
-        result = results.pop(rivals[0])
-        if not all(_is_close(other, result) for other in results.values()):
-            warnings.warn(
-                "lade's product for few rows differs from torch's, which is used instead; please "
-                f"report this with your CPU and {result.dtype} {list(result.shape)}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            self.best, self._num_left = _TORCHS, -1
-            return result if rivals[0] == _TORCHS else run(_TORCHS)
-        if is_known:
-            self._choose()
-        elif self._place == 0:
-            self._end_round()
-        return result
-
-    @property
-    def saved_sec(self) -> float:
-        """What a call saves by the best; as much as it takes while that is not known."""
-        return math.inf if self.best is None else self._sec[_TORCHS] - self._sec[self.best]
-
-    def is_due(self) -> bool:
-        """Count a call; return whether all products are to run."""
-        self._num_left -= 1
-        return self._num_left == 0
-
-    def _end_round(self) -> None:
-        """Choose, unless some rivals are to be timed once more."""
-        self._num_rounds += 1
-        fast = min(self._sec)
-        rivals = [i for i, sec in enumerate(self._sec) if sec < max(_CLEAR * fast, _CLEAR_SEC)]
-        if len(rivals) > 1 and self._num_rounds < _NUM_TIMES:
-            self._rivals = rivals
-        else:
-            self._rivals = range(len(self._sec))
-            self._choose()
-
-    def _choose(self) -> None:
-        fast, slow = min(self._sec), max(self._sec)
-        self.best = self._sec.index(fast)
-        # What takes so many times as long is tried so rarely that it costs a percent at most.
-        self._num_left = int(min(_LEAST_CALLS * (slow / fast) ** 2, _MOST_CALLS))
 
 
 def _is_close(mine: Tensor, theirs: Tensor) -> bool:

@@ -213,7 +213,7 @@ class JointCache(Cache):  # type: ignore[misc]
 
     def __init__(self, caches: Sequence[TreeCache], sizes: Sequence[int]) -> None:
         super().__init__(layers=caches[0].layers)  # some models ask what kinds they are
-        self._caches = caches
+        self.caches = caches
         self._sizes = [*sizes]
         self._calls = Calls(sizes, [None] * len(sizes))
 
@@ -222,12 +222,12 @@ class JointCache(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values into the caches; what is returned carries those of each call."""
         new = key_states, value_states
-        held = self._write(*new, [cache.layers[layer_idx] for cache in self._caches])
+        held = self._write(*new, [cache.layers[layer_idx] for cache in self.caches])
         if held is None:
             by_call = zip(*(torch.split(states, self._sizes, dim=2) for states in new), strict=True)
             tensors = [
                 cache.update(*of_call, layer_idx, *args, **kwargs)
-                for cache, of_call in zip(self._caches, by_call, strict=True)
+                for cache, of_call in zip(self.caches, by_call, strict=True)
             ]
             held = Held(lambda: tensors)
         return with_held(key_states, held), with_held(value_states, held)

@@ -271,15 +271,16 @@ class TreeCache(Cache):  # type: ignore[misc]
         }
         self._groups = groups
         self._storage = Storage([*groups.values()])
-        self._held: list[TreeCacheLayer] = []
+        #: The layers that keep anything.
+        self.held: list[TreeCacheLayer] = []
         layers: list[Any] = []
         for kind in kinds:
             if kind.kind == "empty":
                 layers.append(cache_utils.DummyLayer())
                 continue
-            index = sum(layer.window == kind.window for layer in held[: len(self._held)])
-            self._held.append(TreeCacheLayer(self._storage, groups[kind.window], index))
-            layers.append(self._held[-1])
+            index = sum(layer.window == kind.window for layer in held[: len(self.held)])
+            self.held.append(TreeCacheLayer(self._storage, groups[kind.window], index))
+            layers.append(self.held[-1])
         super().__init__(layers=layers)
 
     @property
@@ -320,7 +321,7 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     def first_slot(self, window: int | None) -> int:
         """Return the first slot held by layers with this window."""
-        for layer in self._held:
+        for layer in self.held:
             if layer._group.window == window:
                 return layer.offset
         return 0
@@ -352,7 +353,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         for window, group in self._groups.items():
             group.fixed = slots[window]
         self._storage.length = length
-        for layer in self._held:
+        for layer in self.held:
             layer.commit()  # uncommitted slots are overwritten
 
     def unfix(self) -> None:
@@ -363,7 +364,7 @@ class TreeCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Reset, keeping the allocation, for another prompt with as many rows."""
         self._storage.reset()
-        for layer in self._held:
+        for layer in self.held:
             layer.forget()
 
     def keep_all(self, may_be_nan: bool = False) -> None:
@@ -372,7 +373,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         Args:
             may_be_nan: whether to look for slots with NaN, as some models give for padding.
         """
-        num_pending = max(layer.num_pending for layer in self._held)
+        num_pending = max(layer.num_pending for layer in self.held)
         self._commit([length + num_pending for length in self.lengths])
         self._storage.end_prefill()
         for group in self._groups.values():
@@ -400,7 +401,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         These layers then look as before the nodes were run, but what a forward over them would
         write is there. For a single row, or rows of equal length.
         """
-        written = [layer for layer in self._held if layer.num_pending]
+        written = [layer for layer in self.held if layer.num_pending]
         if [*nodes] != [*range(len(nodes))] and written:
             order = integers_on(self.device or torch.device("cpu"), [*nodes])
             for layer in written:
@@ -409,7 +410,7 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     def drop_pending(self) -> None:
         """Forget the slots that were written since the last commit."""
-        for layer in self._held:
+        for layer in self.held:
             layer.commit()
 
     def select(self, places: Sequence[int]) -> None:
@@ -425,7 +426,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
             if isinstance(mine, TreeCacheLayer):
                 mine.take_over(theirs)
-        num_pending = max(layer.num_pending for layer in self._held)
+        num_pending = max(layer.num_pending for layer in self.held)
         self._commit([length + num_pending for length in self.lengths])
 
     def hand_over(self, cache: DynamicCache, *, copies: bool = False) -> None:
@@ -445,5 +446,5 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     def _commit(self, lengths: list[int]) -> None:
         self._storage.commit(lengths)
-        for layer in self._held:
+        for layer in self.held:
             layer.commit()

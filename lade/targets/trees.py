@@ -23,7 +23,7 @@ from lade.compat import (
     prepares_as_usual,
 )
 from lade.errors import MisfitError, in_one_line
-from lade.products.linear import Products
+from lade.products.choice import FastViews
 from lade.targets.base import Forward, Target
 from lade.targets.early import EarlyNodes, Halve, Halves
 from lade.targets.inputs import TOKEN_TYPES, chooses_logits, extended, is_text_alone, num_slots_of
@@ -78,7 +78,7 @@ class TreeTarget(Target):
         max_new_tokens: int,
         generation_config: GenerationConfig | None = None,
         attention: str | None = None,
-        products: Products | None = None,
+        products: FastViews | None = None,
     ) -> None:
         self.device: torch.device = input_ids.device
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size

@@ -1,0 +1,887 @@
+"""Every compiled function of this package, and nothing else: a decoder's forward as one job.
+
+All threads run the same phases in the same order. Of each they take pieces until none is left, and
+go on when all pieces are done, by whomever: a thread that comes late, or not at all, delays nobody.
+What a phase hands to the next one is rounded wherever torch would store it.
+"""
+
+import math
+from typing import Any
+
+import llvmlite.binding
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from lade.attention._kernels import (
+    BLOCK,
+    add_values,
+    as_float,
+    exponential,
+    fill,
+    take_query,
+    weigh,
+)
+from lade.forward.words import (
+    ACTIVATION,
+    ADDED,
+    ADDS_ONE,
+    ARRANGED,
+    ATTENDED,
+    BIAS,
+    CENTERS,
+    COS,
+    DOWN,
+    EPS,
+    EVERY,
+    FACTOR,
+    FIRST,
+    FLAGS,
+    FORMAT,
+    GATE,
+    GELU,
+    GELU_TANH,
+    HALVES,
+    HEAD,
+    HEAD_SIZE,
+    HIDDEN,
+    INNER,
+    INNER_SIZE,
+    IS_NORM,
+    IS_PARALLEL,
+    IS_WHOLE,
+    JOB_SIZE,
+    KEPT,
+    KEYS,
+    KEY_HEAD,
+    KEY_NORM,
+    LAST_NORM,
+    LAYERS,
+    LAYER_SIZE,
+    LOGITS,
+    MASK,
+    MASK_ROW,
+    MIXED,
+    NARROW,
+    NEXT_THREAD,
+    NORMED,
+    NORM_BIAS,
+    NORM_WEIGHT,
+    NUM_COLUMNS,
+    NUM_HEADS,
+    NUM_KEPT,
+    NUM_KEYS,
+    NUM_KEY_HEADS,
+    NUM_LAYERS,
+    NUM_NEW,
+    NUM_PARTS,
+    NUM_THREADS,
+    NUM_TOKENS,
+    OUT,
+    PARTS,
+    PHASES,
+    PHASES_OF_LAYER,
+    PLACES,
+    PLAIN,
+    POST_ATTENTION,
+    POST_MLP,
+    PRE_ATTENTION,
+    PRE_MLP,
+    QUERIES,
+    QUERY,
+    QUERY_NORM,
+    RELU_SQUARED,
+    ROUNDS,
+    SCALING,
+    SCRATCH,
+    SCRATCH_SIZE,
+    SEES,
+    SILU,
+    SIN,
+    SINKS,
+    SOFTCAP,
+    STATES,
+    TO_INNER,
+    TO_LOGITS,
+    TO_ROWS,
+    TURN,
+    TURNED,
+    UP,
+    VALUE,
+    VALUES,
+    VALUE_HEAD,
+    VOCAB_SIZE,
+    WEIGHT,
+    WIDE,
+)
+from lade.products._kernels import (
+    BFLOAT16,
+    COLUMNS,
+    DEPTH,
+    FLOAT16,
+    FLOAT32,
+    FLOATS,
+    LANES,
+    PER_LINE,
+    ROWS,
+    Tile,
+    add_products,
+    at,
+    job,
+    pointer,
+    take,
+)
+
+llvmlite.binding.initialize_native_asmparser()
+_FEATURES = llvmlite.binding.get_host_cpu_features()
+HAS_DOTS = LANES == 16 and bool(_FEATURES.get("avx512bf16"))
+
+_MOST_ROWS = 64  # of a piece of attention
+_UNIT, _MOST_COLUMNS = (32, 192) if LANES == 16 else (48, 192)
+_SPINS, _YIELDS = 2000, 20  # until a thread that waits yields, and then sleeps
+_FAST = {"contract", "reassoc", "nsz", "arcp"}
+_INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_F = np.float32
+
+_compiled = numba.njit(nogil=True, error_model="numpy")
+# What has one caller becomes part of it, before types are inferred: compiled alone it would be
+# optimized twice, with all that it calls.
+_part = numba.njit(nogil=True, error_model="numpy", inline="always")
+_summing = numba.njit(nogil=True, error_model="numpy", fastmath=_FAST)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _finish(typing_context: Any, address: Any, number: Any) -> Any:
+    """Add to an integer that threads share, after all that was written before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], _INT64.as_pointer())
+        return builder.atomic_rmw("add", place, arguments[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _look(typing_context: Any, address: Any) -> Any:
+    """Return an integer that threads share, before all that is read afterwards."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], _INT64.as_pointer())
+        return builder.load_atomic(place, "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _rest(typing_context: Any, how: Any) -> Any:
+    """Let the core do something else: 0 for some cycles, 1 for another thread, 2 for 20 µs."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        end = builder.append_basic_block("end")
+        switch = builder.switch(arguments[0], end)
+        for how, name in enumerate(("llvm.x86.sse2.pause", "sched_yield", "usleep")):
+            block = builder.append_basic_block("rest")
+            switch.add_case(_INT64(how), block)
+            builder.position_at_end(block)
+            if how or "sse2" in _FEATURES:
+                numbers = [_INT32(20)] if name == "usleep" else []
+                result = _INT32 if how else ir.VoidType()
+                kind = ir.FunctionType(result, [_INT32] * len(numbers))
+                called = cgutils.get_or_insert_function(builder.module, kind, name)
+                builder.call(called, numbers)
+            builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _from_half(typing_context: Any, bits: Any) -> Any:
+    """Return the float32 of a float16's bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), _FLOAT)
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _to_half(typing_context: Any, number: Any) -> Any:
+    """Return the bits of a float32 as float16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+class _Dots(Tile):
+    """A tile of sums of products of pairs, both as they are in memory."""
+
+    def _add_pairs(self, sums: Any, inputs: Any, weights: Any, index: Any) -> None:
+        build, kind = self._builder, ir.VectorType(_INT32, LANES)
+        dot = ir.FunctionType(FLOATS, [kind, kind, FLOATS])
+        pairs = [build.load(at(build, place, index, 2, kind), align=2) for place in weights]
+        for row in self._rows:
+            given = build.load(at(build, inputs[row], index, 2, kind), align=2)
+            for column, place in enumerate(sums[row]):
+                code, of = "vdpbf16ps $2, $1, $0", [given, pairs[column], build.load(place)]
+                build.store(build.asm(dot, code, "=v,v,v,0", of, False), place)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _dots(typing_context: Any, of: Any) -> Any:
+    """Do what `_tile` of `lade.products._kernels` does, in bfloat16 by its own instruction."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        num_rows, num_columns, *given = cgutils.unpack_tuple(builder, arguments[0])
+        end = builder.append_basic_block("end")
+        switch = builder.switch(builder.add(builder.mul(num_rows, _INT64(8)), num_columns), end)
+        sizes = [(rows, columns) for rows in range(1, ROWS + 1) for columns in (COLUMNS, 1)]
+        for rows, columns in sizes if HAS_DOTS else []:
+            block = builder.append_basic_block("dots")
+            switch.add_case(_INT64(8 * rows + columns), block)
+            builder.position_at_end(block)
+            _Dots(builder, BFLOAT16, rows, columns).add(given)
+            builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(of), generate
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+@_compiled
+def _row(address, size):  # type: ignore[no-untyped-def]
+    return numba.carray(pointer(address), (size,), np.float32)
+
+
+@_compiled
+def _copy(source, target):  # type: ignore[no-untyped-def]
+    for i in range(len(source)):
+        target[i] = source[i]
+
+
+@_compiled
+def _number(words, index):  # type: ignore[no-untyped-def]
+    return as_float(np.int32(words[index]))
+
+
+@_compiled
+def _round(row, format_):  # type: ignore[no-untyped-def]
+    """Round float32 to a format, to the nearest, ties to even."""
+    if format_ == BFLOAT16:
+        bits = numba.carray(pointer(row.ctypes.data), (len(row),), np.uint32)
+        for i in range(len(bits)):
+            odd = (bits[i] >> np.uint32(16)) & np.uint32(1)
+            bits[i] = (bits[i] + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
+    elif format_ == FLOAT16:
+        for i in range(len(row)):
+            row[i] = _from_half(_to_half(row[i]))
+
+
+@_compiled
+def _load(address, row, format_):  # type: ignore[no-untyped-def]
+    """Widen numbers of a format to float32."""
+    size = len(row)
+    if format_ == FLOAT32:
+        _copy(_row(address, size), row)
+        return
+    narrow = numba.carray(pointer(address), (size,), np.uint16)
+    if format_ == FLOAT16:
+        for i in range(size):
+            row[i] = _from_half(narrow[i])
+    else:
+        bits = numba.carray(pointer(row.ctypes.data), (size,), np.uint32)
+        for i in range(size):
+            bits[i] = np.uint32(narrow[i]) << np.uint32(16)
+
+
+@_compiled
+def _add_from(address, start, row, format_):  # type: ignore[no-untyped-def]
+    """Add numbers of a format, from `start` on, to a row."""
+    if format_ == FLOAT32:
+        numbers = _row(address + 4 * start, len(row))
+        for i in range(len(row)):
+            row[i] += numbers[i]
+        return
+    narrow = numba.carray(pointer(address + 2 * start), (len(row),), np.uint16)
+    for i in range(len(row)):
+        half = _from_half(narrow[i])
+        wide = as_float(np.int32(np.uint32(narrow[i]) << np.uint32(16)))
+        row[i] += half if format_ == FLOAT16 else wide
+
+
+@_compiled
+def _store(row, address, format_):  # type: ignore[no-untyped-def]
+    """Store float32 that are rounded to a format."""
+    size = len(row)
+    if format_ == FLOAT32:
+        _copy(row, _row(address, size))
+        return
+    narrow = numba.carray(pointer(address), (size,), np.uint16)
+    if format_ == FLOAT16:
+        for i in range(size):
+            narrow[i] = _to_half(row[i])
+    else:
+        bits = numba.carray(pointer(row.ctypes.data), (size,), np.uint32)
+        for i in range(size):
+            narrow[i] = np.uint16(bits[i] >> np.uint32(16))
+
+
+@_compiled
+def _arrange(row, address, start, whole, arranged):  # type: ignore[no-untyped-def]
+    """Put what is from `start` on in a row of `whole` numbers where products take it from."""
+    size = len(row)
+    if arranged == NARROW:
+        _store(row, address + 2 * start, BFLOAT16)
+        return
+    target = _row(address, whole)
+    if arranged == PLAIN:
+        _copy(row, _row(address + 4 * start, size))
+        return
+    num_paired = whole // PER_LINE * PER_LINE
+    if start % (2 * LANES) == 0:  # of whole pairs of vectors, firsts and then seconds
+        until = min(size, num_paired - start) // (2 * LANES) * (2 * LANES)
+        for first in range(0, until, 2 * LANES):
+            for i in range(LANES):
+                target[start + first + i] = row[first + 2 * i]
+                target[start + first + LANES + i] = row[first + 2 * i + 1]
+    else:
+        until = 0
+    for i in range(until, size):
+        place = start + i
+        if place < num_paired:
+            within = place % (2 * LANES)
+            target[place - within + within // 2 + within % 2 * LANES] = row[i]
+        else:
+            target[place] = row[i]
+
+
+@_summing
+def _sum(row):  # type: ignore[no-untyped-def]
+    total = _F(0)
+    for number in row:
+        total += number
+    return total
+
+
+@_summing
+def _sum_of_squares(row, mean):  # type: ignore[no-untyped-def]
+    total = _F(0)
+    for number in row:
+        total += (number - mean) * (number - mean)
+    return total
+
+
+@_compiled
+def _normalize(row, of, out, wide, format_):  # type: ignore[no-untyped-def]
+    """Normalize a row as LayerNorm or RMSNorm do; `wide` is of as many numbers."""
+    size, flags = _F(len(row)), of[FLAGS]
+    mean = _sum(row) / size if flags & CENTERS else _F(0)
+    factor = _F(1) / np.sqrt(_sum_of_squares(row, mean) / size + _number(of, EPS))
+    for i in range(len(row)):
+        out[i] = (row[i] - mean) * factor
+    if flags & ROUNDS:
+        _round(out, format_)
+    if of[NORM_WEIGHT] != 0:
+        _load(of[NORM_WEIGHT], wide, format_)
+        one = _F(1) if flags & ADDS_ONE else _F(0)
+        for i in range(len(row)):
+            out[i] = out[i] * (wide[i] + one)
+    if of[NORM_BIAS] != 0:
+        _load(of[NORM_BIAS], wide, format_)
+        for i in range(len(row)):
+            out[i] = out[i] + wide[i]
+    _round(out, format_)
+
+
+@_compiled
+def _turn(row, cos, sin, straight, turned, how, format_):  # type: ignore[no-untyped-def]
+    """Turn the first numbers of a head by the angles of its position."""
+    size = len(cos)
+    half = size // 2
+    for i in range(size):
+        straight[i] = row[i] * cos[i]
+    if how & HALVES:
+        for i in range(half):
+            turned[i] = -row[half + i] * sin[i]
+            turned[half + i] = row[i] * sin[half + i]
+    else:
+        for i in range(half):
+            turned[2 * i] = -row[2 * i + 1] * sin[2 * i]
+            turned[2 * i + 1] = row[2 * i] * sin[2 * i + 1]
+    if not how & WIDE:
+        _round(straight[:size], format_)
+        _round(turned[:size], format_)
+    for i in range(size):
+        row[i] = straight[i] + turned[i]
+    _round(row[:size], format_)
+
+
+@_summing
+def _squash(row):  # type: ignore[no-untyped-def]
+    """Replace each number by its hyperbolic tangent."""
+    for i in range(len(row)):
+        bounded = min(max(row[i], _F(-10)), _F(10))
+        power = exponential(_F(2) * bounded)
+        # Near 0 the difference would lose what the series keeps.
+        square = bounded * bounded
+        near = bounded * (_F(1) - square * (_F(1 / 3) - square * _F(2 / 15)))
+        far = (power - _F(1)) / (power + _F(1))
+        row[i] = near if square < _F(1e-3) else far
+
+
+@_summing
+def _silu(row):  # type: ignore[no-untyped-def]
+    for i in range(len(row)):
+        bounded = min(max(-row[i], _F(-87)), _F(87))
+        row[i] = row[i] / (_F(1) + exponential(bounded))
+
+
+@_compiled
+def _activate(row, how, wide):  # type: ignore[no-untyped-def]
+    """Replace numbers by what an activation makes of them; `wide` is of as many numbers."""
+    if how == SILU:
+        _silu(row)
+    elif how == GELU:
+        for i in range(len(row)):
+            row[i] = _F(0.5) * row[i] * (_F(1) + _F(math.erf(row[i] * _F(0.7071067811865476))))
+    elif how == GELU_TANH:
+        for i in range(len(row)):
+            number = row[i]
+            cubed = _F(0.044715) * number * number * number
+            wide[i] = _F(0.7978845608028654) * (number + cubed)
+        _squash(wide[: len(row)])
+        for i in range(len(row)):
+            row[i] = _F(0.5) * row[i] * (_F(1) + wide[i])
+    else:
+        for i in range(len(row)):
+            row[i] = max(row[i], _F(0))
+        if how == RELU_SQUARED:
+            for i in range(len(row)):
+                row[i] = row[i] * row[i]
+
+
+# --- pieces of a phase --------------------------------------------------------------------------
+
+
+@_compiled
+def _wait(phase, num_pieces):  # type: ignore[no-untyped-def]
+    """Wait until all pieces of a phase are done.
+
+    Who has one may have lost its core to another process: a core that sleeps is given to it.
+    """
+    num_looks = 0
+    while _look(phase + 64) < num_pieces:
+        num_looks += 1
+        _rest(0 if num_looks < _SPINS else 1 if num_looks < _SPINS + _YIELDS else 2)
+
+
+@_compiled
+def _share(num, num_threads, unit, most):  # type: ignore[no-untyped-def]
+    """Return how many a thread takes at once: several times each, but many enough to pay."""
+    return min(max(num // (8 * num_threads) // unit * unit, unit), most)
+
+
+@_part
+def _multiply(g, inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
+    """Write some columns of a product of arranged inputs, and its bias, rounded."""
+    format_, num = g[FORMAT], until - first
+    weight = of[WEIGHT] + (4 if format_ == FLOAT32 else 2) * first * num_inputs
+    for row in range(num_rows):
+        fill(_row(out + out_step * row, num), _F(0))
+    if g[ARRANGED] == NARROW:
+        column = 0
+        while column < num:
+            width = COLUMNS if column + COLUMNS <= num else 1
+            num_tiles, row = -(-num_rows // ROWS), 0
+            for tile in range(num_tiles):
+                stop = num_rows * (tile + 1) // num_tiles
+                of_tile = (
+                    stop - row,
+                    width,
+                    inputs + 2 * num_inputs * row,
+                    2 * num_inputs,
+                    weight + 2 * num_inputs * column,
+                    2 * num_inputs,
+                    out + out_step * row + 4 * column,
+                    out_step,
+                    num_inputs,
+                    tile,
+                    num_tiles,
+                )
+                _dots(of_tile)
+                row = stop
+            column += width
+    else:
+        width = 4 if format_ == FLOAT32 else 2
+        for k in range(0, num_inputs, DEPTH):
+            x = inputs + 4 * k, 4 * num_inputs, num_rows
+            w = weight + width * k, width * num_inputs, num
+            add_products(format_, x, w, (out, out_step), min(DEPTH, num_inputs - k))
+    for row in range(num_rows):
+        numbers = _row(out + out_step * row, num)
+        if of[BIAS] != 0:
+            _add_from(of[BIAS], first, numbers, format_)
+        _round(numbers, format_)
+
+
+@_part
+def _run_products(g, phase, num_rows, layer, given, products, result, num_all, scratch):  # type: ignore[no-untyped-def]
+    """Run products of the same inputs.
+
+    Args:
+        g, phase: the job, and the address of the phase.
+        num_rows: of the inputs.
+        layer: whose MLP it is, where it is one.
+        given: address of the inputs, and how many there are in a row.
+        products: three numbers of each.
+        result: what becomes of the columns, and where they go: TO_ROWS of `num_all` float32, those
+            of one product after those of the other; TO_LOGITS, the same in the job's format; or
+            TO_INNER, both with the same columns, the first activated and times the second.
+        num_all: number of columns.
+        scratch: of the thread.
+    """
+    format_, (inputs, num_inputs), (kind, target) = g[FORMAT], given, result
+    most = _MOST_COLUMNS // 2 if kind == TO_INNER else _MOST_COLUMNS
+    step, out_step = _share(num_all, g[NUM_THREADS], _UNIT, most), 4 * _MOST_COLUMNS
+    wide = _row(scratch + num_rows * out_step, _MOST_COLUMNS)
+    start = take(phase, step)
+    while start < num_all:
+        stop, before = min(start + step, num_all), 0
+        for product in range(0, len(products), 3):
+            of = products[product : product + 3]
+            if kind == TO_INNER:
+                first, until = start, stop if of[WEIGHT] != 0 else start
+                place = scratch + 2 * _MOST_COLUMNS * (product // 3)
+            else:
+                first, until = max(start - before, 0), min(stop - before, of[NUM_COLUMNS])
+                place = scratch + 4 * (before + first - start)
+                before += of[NUM_COLUMNS]
+            if first < until:
+                _multiply(g, inputs, num_inputs, num_rows, of, first, until, place, out_step)
+        for row in range(num_rows):
+            numbers = _row(scratch + out_step * row, stop - start)
+            if kind == TO_INNER:
+                _activate(numbers, layer[ACTIVATION], wide)
+                _round(numbers, format_)
+                if products[WEIGHT + 3] != 0:
+                    others = _row(scratch + out_step * row + out_step // 2, stop - start)
+                    for i in range(stop - start):
+                        numbers[i] = numbers[i] * others[i]
+                    _round(numbers, format_)
+                width = 2 if g[ARRANGED] == NARROW else 4
+                _arrange(numbers, target + width * num_all * row, start, num_all, g[ARRANGED])
+            else:
+                of_row = FLOAT32 if kind == TO_ROWS else format_
+                width = 4 if of_row == FLOAT32 else 2
+                _store(numbers, target + width * (num_all * row + start), of_row)
+        _finish(phase + 64, stop - start)
+        start = take(phase, step)
+    _wait(phase, num_all)
+
+
+@_compiled
+def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-def]
+    """Add what attention or MLP gave, after its norm if it has one."""
+    size, format_ = g[HIDDEN], g[FORMAT]
+    states, added = _row(g[STATES] + 4 * size * token, size), _row(scratch, size)
+    given = _row(g[ADDED] + 4 * size * token, size)
+    if layer[norm] & IS_NORM:
+        _normalize(given, layer[norm : norm + 4], added, _row(scratch + 4 * size, size), format_)
+    else:
+        _copy(given, added)
+    factor = _number(layer, FACTOR)
+    if factor != _F(1):
+        for i in range(size):
+            added[i] = added[i] * factor
+        _round(added, format_)
+    for i in range(size):
+        states[i] = states[i] + added[i]
+    _round(states, format_)
+
+
+@_compiled
+def _norm_states(g, of, token, place, scratch):  # type: ignore[no-untyped-def]
+    """Arrange the states of a token, after a norm if there is one, as the inputs at a place."""
+    size = g[HIDDEN]
+    states, normed = _row(g[STATES] + 4 * size * token, size), _row(scratch, size)
+    if of[FLAGS] & IS_NORM:
+        _normalize(states, of, normed, _row(scratch + 4 * size, size), g[FORMAT])
+    else:
+        _copy(states, normed)
+    width = 2 if g[ARRANGED] == NARROW else 4
+    _arrange(normed, g[NORMED] + width * size * place, 0, size, g[ARRANGED])
+
+
+@_part
+def _run_states(g, phase, tokens, layer, norm, of, is_parallel, scratch):  # type: ignore[no-untyped-def]
+    """Add to the states what the last phase gave, and arrange them for the next.
+
+    Args:
+        g, phase: the job, and the address of the phase.
+        tokens: which.
+        layer: that gave what is added, after its norm number `norm`; -1 if nothing is.
+        norm: see there.
+        of: norm of the inputs for what follows.
+        is_parallel: whether these are of the states as they were before.
+        scratch: of the thread.
+    """
+    num = len(tokens)
+    step = _share(num, g[NUM_THREADS], 1, 8)
+    start = take(phase, step)
+    while start < num:
+        stop = min(start + step, num)
+        for place in range(start, stop):
+            for turn in range(2):
+                if (turn == 0) == is_parallel:
+                    _norm_states(g, of, tokens[place], place, scratch)
+                elif norm >= 0:
+                    _add_to_states(g, layer, norm, tokens[place], scratch)
+        _finish(phase + 64, stop - start)
+        start = take(phase, step)
+    _wait(phase, num)
+
+
+@_part
+def _write_head(g, head, layer, places, part, token, scratch):  # type: ignore[no-untyped-def]
+    """Norm and turn a query or key, if it is, and put it where attention takes it from.
+
+    Args:
+        g: the job.
+        head: among those of queries, keys and values, which follow each other.
+        layer: its numbers.
+        places: of the layer.
+        part: which of them the token's keys and values go to, and the token's number among the
+            new ones there.
+        token: among those of all parts.
+        scratch: of the thread.
+    """
+    num_heads, num_key_heads, size, format_ = (
+        g[NUM_HEADS],
+        g[NUM_KEY_HEADS],
+        g[HEAD_SIZE],
+        g[FORMAT],
+    )
+    num_all = (num_heads + 2 * num_key_heads) * size
+    row = g[MIXED] + 4 * num_all * token
+    given, is_value = _row(row + 4 * head * size, size), head >= num_heads + num_key_heads
+    if is_value:
+        place = places[part[0]]
+        slot = place[NUM_KEYS] - part[2] + part[1]
+        target = place[VALUES] + (head - num_heads - num_key_heads) * place[VALUE_HEAD]
+        _store(given, target + (4 if format_ == FLOAT32 else 2) * slot * size, format_)
+        return
+    is_query = head < num_heads
+    of = layer[QUERY_NORM : QUERY_NORM + 4] if is_query else layer[KEY_NORM : KEY_NORM + 4]
+    out = _row(scratch, size)
+    if of[FLAGS] & IS_WHOLE:
+        first, num = (0, num_heads) if is_query else (num_heads, num_key_heads)
+        whole = _row(row + 4 * first * size, num * size)
+        normed = _row(scratch + 4 * size, num * size)
+        wide = _row(scratch + 4 * (1 + num) * size, num * size)
+        _normalize(whole, of, normed, wide, format_)
+        _copy(normed[(head - first) * size : (head - first + 1) * size], out)
+    elif of[FLAGS] & IS_NORM:
+        _normalize(given, of, out, _row(scratch + 4 * size, size), format_)
+    else:
+        _copy(given, out)
+    num_turned = layer[TURNED]
+    if num_turned > 0:
+        _turn(
+            out,
+            _row(layer[COS] + 4 * num_turned * token, num_turned),
+            _row(layer[SIN] + 4 * num_turned * token, num_turned),
+            _row(scratch + 4 * size, size),
+            _row(scratch + 8 * size, size),
+            layer[TURN],
+            format_,
+        )
+    if is_query:
+        _copy(out, _row(g[QUERIES] + 4 * (num_heads * token + head) * size, size))
+    else:
+        place = places[part[0]]
+        slot = place[NUM_KEYS] - part[2] + part[1]
+        target = place[KEYS] + (head - num_heads) * place[KEY_HEAD]
+        _store(out, target + (4 if format_ == FLOAT32 else 2) * slot * size, format_)
+
+
+@_part
+def _write_heads(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped-def]
+    num_heads = g[NUM_HEADS] + 2 * g[NUM_KEY_HEADS]
+    num = g[NUM_TOKENS] * num_heads
+    step = _share(num, g[NUM_THREADS], 1, num_heads)
+    start = take(phase, step)
+    while start < num:
+        stop, part = min(start + step, num), 0
+        for each in range(start, stop):
+            token = each // num_heads
+            while token >= parts[part, FIRST] + parts[part, NUM_NEW]:
+                part += 1
+            where = part, token - parts[part, FIRST], parts[part, NUM_NEW]
+            _write_head(g, each % num_heads, layer, places, where, token, scratch)
+        _finish(phase + 64, stop - start)
+        start = take(phase, step)
+    _wait(phase, num)
+
+
+@_part
+def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ignore[no-untyped-def]
+    """Attend from some rows of a part: those of a token, one for each head that shares a key head.
+
+    Without a mask, a token sees those before it, and itself.
+    """
+    size, format_, num_sharing = g[HEAD_SIZE], g[FORMAT], g[NUM_HEADS] // g[NUM_KEY_HEADS]
+    width, num_rows = 4 if format_ == FLOAT32 else 2, stop - start
+    scores = numba.carray(pointer(scratch), (_MOST_ROWS, BLOCK), np.float32)
+    scratch += 4 * _MOST_ROWS * BLOCK
+    queries = numba.carray(pointer(scratch), (_MOST_ROWS, size), np.float32)
+    scratch += 4 * _MOST_ROWS * size
+    sums = numba.carray(pointer(scratch), (_MOST_ROWS, size), np.float32)
+    scratch += 4 * _MOST_ROWS * size
+    peaks = _row(scratch, _MOST_ROWS)
+    totals = _row(scratch + 4 * _MOST_ROWS, _MOST_ROWS)
+    scaling, softcap = _number(layer, SCALING), _number(layer, SOFTCAP)
+    for row in range(num_rows):
+        token, query = divmod(start + row, num_sharing)
+        index = (part[FIRST] + token) * g[NUM_HEADS] + head * num_sharing + query
+        take_query(_row(g[QUERIES] + 4 * index * size, size), queries[row], format_, scaling)
+        fill(sums[row], _F(0))
+        peaks[row], totals[row] = -np.inf, _F(0)
+        if layer[SINKS] != 0:
+            _load(
+                layer[SINKS] + width * (head * num_sharing + query), peaks[row : row + 1], format_
+            )
+            totals[row] = _F(1)
+    mask, num_before = part[MASK], place[NUM_KEYS] - part[NUM_NEW]
+    num_seen = place[NUM_KEYS]
+    if mask == 0:
+        num_seen = num_before + (stop - 1) // num_sharing + 1
+    keys = place[KEYS] + head * place[KEY_HEAD]
+    values = place[VALUES] + head * place[VALUE_HEAD]
+    for key in range(0, num_seen, BLOCK):
+        num = min(BLOCK, num_seen - key)
+        for row in range(num_rows):
+            fill(scores[row], _F(0))
+        x, w = (
+            (queries.ctypes.data, 4 * size, num_rows),
+            (keys + width * key * size, width * size, num),
+        )
+        add_products(format_, x, w, (scores.ctypes.data, 4 * BLOCK), size)
+        for row in range(num_rows):
+            of_row, token = scores[row, :num], (start + row) // num_sharing
+            if softcap != _F(0):
+                for i in range(num):
+                    of_row[i] = of_row[i] / softcap
+                _squash(of_row)
+                for i in range(num):
+                    of_row[i] = of_row[i] * softcap
+            if mask != 0:
+                sees = numba.carray(pointer(mask + token * part[MASK_ROW] + key), (num,), np.uint8)
+                for i in range(num):
+                    of_row[i] = of_row[i] if sees[i] else -_F(np.inf)
+            else:
+                for i in range(max(num_before + token + 1 - key, 0), num):
+                    of_row[i] = -_F(np.inf)
+            weigh(of_row, peaks[row : row + 1], totals[row : row + 1], sums[row])
+        add_values(format_, scores, num_rows, values + width * key * size, num, size, sums)
+    whole = g[NUM_HEADS] * size
+    width = 2 if g[ARRANGED] == NARROW else 4
+    for row in range(num_rows):
+        for i in range(size):
+            sums[row, i] = sums[row, i] / totals[row]
+        _round(sums[row], format_)
+        token, query = divmod(start + row, num_sharing)
+        place_of_token = g[ATTENDED] + width * whole * (part[FIRST] + token)
+        first = (head * num_sharing + query) * size
+        _arrange(sums[row], place_of_token, first, whole, g[ARRANGED])
+
+
+@_part
+def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped-def]
+    num_parts, num_key_heads = g[NUM_PARTS], g[NUM_KEY_HEADS]
+    num_sharing = g[NUM_HEADS] // num_key_heads
+    # Groups of rows read keys and values again, but a thread without any has nothing to do.
+    wanted = -(-4 * g[NUM_THREADS] // (num_key_heads * num_parts))
+    piece, num_before = take(phase, 1), 0
+    for part in range(num_parts):
+        num_rows = num_sharing * parts[part, NUM_NEW]
+        of_group = min(max(-(-num_rows // wanted), 1), _MOST_ROWS)
+        num_groups = -(-num_rows // of_group)
+        while piece < num_before + num_key_heads * num_groups:
+            head, group = divmod(piece - num_before, num_groups)
+            start = group * of_group
+            stop = min(start + of_group, num_rows)
+            _attend_from(g, layer, parts[part], places[part], head, start, stop, scratch)
+            _finish(phase + 64, 1)
+            piece = take(phase, 1)
+        num_before += num_key_heads * num_groups
+    _wait(phase, num_before)
+
+
+@job
+def run_forward(address: Any) -> None:
+    """Run what other threads leave of a forward."""
+    g = numba.carray(address, (JOB_SIZE,), np.int64)
+    scratch = g[SCRATCH] + g[SCRATCH_SIZE] * take(g.ctypes.data + 8 * NEXT_THREAD, 1)
+    num_layers, num_parts, num_tokens = g[NUM_LAYERS], g[NUM_PARTS], g[NUM_TOKENS]
+    layers = numba.carray(pointer(g[LAYERS]), (num_layers, LAYER_SIZE), np.int64)
+    kept = numba.carray(pointer(g[KEPT]), (g[NUM_KEPT],), np.int64)
+    every = numba.carray(pointer(g[EVERY]), (num_tokens,), np.int64)
+    num_mixed = (g[NUM_HEADS] + 2 * g[NUM_KEY_HEADS]) * g[HEAD_SIZE]
+    num_attended = g[NUM_HEADS] * g[HEAD_SIZE]
+    for index in range(num_layers * PHASES_OF_LAYER + 2):
+        step, phase = index % PHASES_OF_LAYER, g[PHASES] + 128 * index
+        number = index // PHASES_OF_LAYER
+        is_end = number == num_layers
+        layer = layers[number - 1 if is_end else number]
+        of_parts = g[PARTS] + 32 * num_parts * layer[SEES]
+        parts = numba.carray(pointer(of_parts), (num_parts, 4), np.int64)
+        of_places = g[PLACES] + 40 * num_parts * number
+        places = numba.carray(pointer(of_places), (num_parts, 5), np.int64)
+        if step in (0, 5):
+            before, norm = layer, POST_ATTENTION
+            of = layer[PRE_MLP : PRE_MLP + 4]
+            if step == 0:
+                before, norm = layers[max(number - 1, 0)], POST_MLP if number > 0 else -1
+                of = layer[PRE_ATTENTION : PRE_ATTENTION + 4]
+                if is_end:
+                    of = g[LAST_NORM : LAST_NORM + 4]
+            is_parallel = step == 5 and layer[IS_PARALLEL] != 0
+            tokens = kept if is_end else every
+            _run_states(g, phase, tokens, before, norm, of, is_parallel, scratch)
+        elif step == 2:
+            _write_heads(g, phase, layer, parts, places, scratch)
+        elif step == 3:
+            _attend(g, phase, layer, parts, places, scratch)
+        else:
+            num_rows, given, num_all = num_tokens, (g[NORMED], g[HIDDEN]), g[HIDDEN]
+            products, result = layer[QUERY : VALUE + 3], (TO_ROWS, g[ADDED])
+            if is_end:
+                num_rows, num_all = g[NUM_KEPT], g[VOCAB_SIZE]
+                products, result = g[HEAD : HEAD + 3], (TO_LOGITS, g[LOGITS])
+            elif step == 1:
+                num_all, result = num_mixed, (TO_ROWS, g[MIXED])
+            elif step == 4:
+                given, products = (g[ATTENDED], num_attended), layer[OUT : OUT + 3]
+            elif step == 6:
+                num_all, result = layer[INNER_SIZE], (TO_INNER, g[INNER])
+                products = layer[GATE : UP + 3]
+            else:
+                given, products = (g[INNER], layer[INNER_SIZE]), layer[DOWN : DOWN + 3]
+            _run_products(g, phase, num_rows, layer, given, products, result, num_all, scratch)
+
+
+def scratch_size(num_tokens: int, hidden: int, num_heads: int, head_size: int) -> int:
+    """Return how many bytes each thread needs."""
+    of_rows = 2 * max(hidden, (num_heads + 1) * head_size)
+    of_attention = _MOST_ROWS * (BLOCK + 2 * head_size + 2)
+    of_products = (num_tokens + 1) * _MOST_COLUMNS
+    return -(-4 * max(of_rows, of_attention, of_products) // 4096) * 4096

@@ -1,0 +1,545 @@
+"""Forwards of a model as one compiled job, where that is faster than module by module.
+
+Between products torch spends as long on a CPU as on them: a layer is thirty calls, each of which
+wakes all threads. A job (`_kernels.py`) does the whole forward on the weights as they are, of any
+number of parts: tokens that follow one cache, such as a prompt, a tree, or those of one of several
+calls. What a model computes is read from it (`reading.py`); the first forwards of each size are
+held against the model's own, and the faster of both is used. Figures are in
+docs/internals/forward.md.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from lade.attempts import Attempt
+from lade.attention.joint import CallKeys
+from lade.closeness import distance, float32_precision, limit_of
+from lade.compat import CACHE, Model
+from lade.forward import words
+from lade.forward.reading import Plan, Rotary, UnreadableError, read, repeated, weights_of
+from lade.openmp import Run, runner
+from lade.products.choice import Choice, about
+from lade.products.linear import FORMATS, has_vectors
+from lade.targets.inputs import LOGITS_KEPT
+from lade.targets.joint import JointCache
+from lade.targets.kv_cache import TreeCache
+from lade.view import viewed
+
+_LINE = 32  # numbers that a row must be multiples of to stay in bfloat16
+_MOST_TOKENS = 128  # of a piece; a longer prompt is run in several
+_PLAINLY, _BY_JOB, _BY_DOTS = range(3)
+_LINEAR, _SDPA = functional.linear, functional.scaled_dot_product_attention
+_GIVEN = {
+    "input_ids",
+    "position_ids",
+    "attention_mask",
+    CACHE,
+    LOGITS_KEPT,
+    "return_dict",
+    "use_cache",
+}
+
+
+class _Part(NamedTuple):
+    """Tokens of a forward that follow one cache."""
+
+    cache: TreeCache
+    first: int  # among the tokens of all parts
+    num: int
+    masks: tuple[Tensor | None, ...]  # by kind: bool [num, num_keys], or None for all before it
+
+
+class _Request(NamedTuple):
+    """A forward that a job can run."""
+
+    input_ids: Tensor  # int64 [1, num_tokens]
+    positions: Tensor  # int64 [1, num_tokens]
+    parts: list[_Part]
+    kept: NDArray[np.int64]  # tokens whose logits are wanted
+
+
+class Forwards:
+    """Runs forwards of a model by jobs where that is faster.
+
+    Args:
+        model: what `plan` was read from.
+        run: calls a function on several threads.
+
+    Attributes:
+        why_not: why jobs are not used any more; None if they may be.
+        num_compared: forwards that ran in more than one way.
+    """
+
+    def __init__(self, model: Model, plan: Plan, run: Run) -> None:
+        from lade.forward import _kernels  # compiled as it is imported
+
+        self._kernels, self._plan, self._run = _kernels, plan, run
+        self.why_not: str | None = None
+        self.num_compared = 0
+        self._dtype = next(weights_of(plan)).dtype
+        self._limit = limit_of(model)
+        self._vocab_size = plan.head.out_features
+        self._hidden = plan.head.in_features
+        self._kinds = sorted({*plan.kinds})
+        self._has_windows = len(self._kinds) > 1 or self._kinds != ["full_attention"]
+        sizes = (1, plan.num_key_heads, 1, plan.head_size)
+        self._states = torch.empty(sizes, dtype=self._dtype)
+        self._choices: dict[int, Choice] = {}
+        self._workspaces: list[_Workspace] = []
+        self._weights = _Weights(plan, self._kinds, self._dtype)
+        self._lock = threading.Lock()
+        inner = {layer.products[-1].num_inputs for layer in plan.layers}  # type: ignore[union-attr]
+        self._inner = max(inner)
+        widths = {self._hidden, plan.num_heads * plan.head_size, *inner}
+        may_dot = self._dtype is torch.bfloat16 and _kernels.HAS_DOTS
+        self._has_dots = may_dot and not any(width % _LINE for width in widths)
+
+    def view(self, model: Model) -> Model:
+        """Return a view whose forwards run by a job where one is faster; the model if none can.
+
+        Args:
+            model: a view of the model, with the same modules where it counts.
+        """
+        leaves = {id(module) for module in model.modules() if not module._modules}
+        if self.why_not is not None or not self._plan.leaves <= leaves or not self._weights.fit():
+            return model
+        view: Any = None
+
+        def forward(mine: Any, *args: Any, **inputs: Any) -> Any:
+            plainly = type(mine).forward.__get__(mine)
+            is_whole = all(each is view._modules.get(name) for name, each in mine._modules.items())
+            request = self._request(inputs) if is_whole and not args else None
+            if request is None:
+                return plainly(*args, **inputs)
+            return self._choose(request, lambda: plainly(**inputs), inputs[CACHE])
+
+        def change(module: nn.Module) -> dict[str, Any] | None:
+            return {"forward": MethodType(forward, module)} if module is model else None
+
+        view = viewed(model, change)
+        return view
+
+    def pays(self, num_rows: int) -> bool:
+        """Return whether the next forward over so many tokens may run by a job."""
+        choice = self._choices.get(about(num_rows))
+        return self.why_not is None and (choice is None or choice.best != _PLAINLY)
+
+    # --- what runs --------------------------------------------------------------------------------
+
+    def _choose(self, request: _Request, plainly: Callable[[], Any], cache: Any) -> Any:
+        """Run a forward in the fastest way, or in several to find out which that is."""
+        num_tokens = request.input_ids.shape[1]
+        size = about(num_tokens)
+        choice = self._choices.get(size)
+        if choice is None:
+            choice = self._choices[size] = Choice(3 if self._has_dots else 2, is_large=True)
+        layers = [layer for part in request.parts for layer in part.cache.held]
+        pending = [layer.num_pending for layer in layers]
+
+        def run(which: int) -> Any:
+            for layer, num in zip(layers, pending, strict=True):
+                layer.num_pending = num
+            if which != _PLAINLY:
+                with Attempt() as attempt:
+                    logits = self._by_job(request, which == _BY_DOTS)
+                    if logits is not None:
+                        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+                if attempt.failure is not None:
+                    self.why_not = attempt.failure
+                return run(_PLAINLY)
+            return plainly()
+
+        if self.why_not is not None:
+            return plainly()
+        if choice.best is None or choice.is_due():
+            self.num_compared += 1
+            return choice.compare(run, self._is_close, 2**size / num_tokens)
+        return run(choice.best)
+
+    def _is_close(self, mine: Any, theirs: Any) -> bool:
+        error = distance(mine.logits.double(), theirs.logits.double())
+        if error > self._limit:
+            self.why_not = f"logits differ by {error:.2g} of their standard deviation"
+        return error <= self._limit
+
+    def _by_job(self, request: _Request, has_dots: bool) -> Tensor | None:
+        """Return logits [1, num_kept, vocab_size]; None, with nothing written, if impossible."""
+        plan, num = self._plan, request.input_ids.shape[1]
+        if len(request.parts) == 1 and num > _MOST_TOKENS and request.parts[0].masks[0] is None:
+            return self._in_pieces(request, has_dots)
+        places = []
+        num_seen = [
+            [mask is None or mask.shape[1] for mask in part.masks] for part in request.parts
+        ]
+        for number in range(len(plan.layers)):
+            kind = self._weights.kinds[number]
+            for part, seen in zip(request.parts, num_seen, strict=True):
+                place = part.cache.held[number].place(part.num, self._states, self._states)
+                if place is None or seen[kind] not in (True, place.num_keys):
+                    return None
+                places.append(place)
+        states = plan.embedding(request.input_ids)
+        if plan.scale != 1.0:
+            states = states * plan.scale
+        if states.dtype is not self._dtype or states.shape != (1, num, self._hidden):
+            return None
+        layers = self._weights.layers()
+        keep = self._set_angles(layers, states, request.positions)
+        states = states.to(torch.float32, copy=True)
+        logits = states.new_empty((1, len(request.kept), self._vocab_size), dtype=self._dtype)
+        num_threads = torch.get_num_threads()
+        job = np.zeros(words.JOB_SIZE, np.int64)
+        job[: words.FORMAT] = (
+            *(num, self._hidden, len(layers), plan.num_heads, plan.num_key_heads),
+            *(plan.head_size, self._vocab_size, num_threads),
+        )
+        arranged = words.PAIRS if self._dtype is torch.bfloat16 else words.PLAIN
+        job[words.FORMAT] = FORMATS[self._dtype]
+        job[words.ARRANGED] = words.NARROW if has_dots else arranged
+        parts = np.array(
+            [
+                (part.first, part.num, *_of_mask(part.masks[kind]))
+                for kind in range(len(self._kinds))
+                for part in request.parts
+            ]
+        )
+        of_places = np.array(places)
+        job[words.STATES], job[words.LAYERS] = states.data_ptr(), layers.ctypes.data
+        job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
+        job[words.PLACES] = of_places.ctypes.data
+        job[words.KEPT], job[words.NUM_KEPT] = request.kept.ctypes.data, len(request.kept)
+        job[words.LOGITS] = logits.data_ptr()
+        job[words.LAST_NORM : words.JOB_SIZE - 1] = self._weights.last
+        with self._workspace(num, num_threads) as workspace:
+            workspace.describe(job)
+            self._run(self._kernels.run_forward.address, job.ctypes.data, num_threads)
+        del keep
+        for part in request.parts:
+            for layer in part.cache.held:
+                layer.num_pending += part.num
+        return plan.finish(logits)
+
+    def _in_pieces(self, request: _Request, has_dots: bool) -> Tensor | None:
+        """Run a prompt in pieces, which see those before them."""
+        (part,) = request.parts
+        logits = []
+        for start in range(0, part.num, _MOST_TOKENS):
+            stop = min(start + _MOST_TOKENS, part.num)
+            inside = (request.kept >= start) & (request.kept < stop)
+            piece = request._replace(
+                input_ids=request.input_ids[:, start:stop],
+                positions=request.positions[:, start:stop],
+                parts=[part._replace(num=stop - start)],
+                kept=request.kept[inside] - start,
+            )
+            results = self._by_job(piece, has_dots)
+            if results is None:
+                return None
+            logits.append(results)
+        return torch.cat(logits, dim=1)
+
+    def _set_angles(
+        self, layers: NDArray[np.int64], states: Tensor, positions: Tensor
+    ) -> list[Tensor]:
+        """Let the model make its angles, and tell the layers where they are; return these."""
+        made: dict[tuple[int, bool], list[Tensor]] = {}
+        for number, rotary, repeats in self._weights.turning:
+            key = id(rotary), repeats
+            if key not in made:
+                given = {words.STATES_GIVEN: states, words.POSITIONS_GIVEN: positions}
+                made[key] = [
+                    repeated(each, repeats).to(torch.float32).contiguous()
+                    for each in _angles_of(rotary, given)
+                ]
+            cos, sin = made[key]
+            layers[number, words.COS], layers[number, words.SIN] = cos.data_ptr(), sin.data_ptr()
+        return [each for angles in made.values() for each in angles]
+
+    @contextmanager
+    def _workspace(self, num_tokens: int, num_threads: int) -> Iterator["_Workspace"]:
+        """Lend memory for so many tokens, which no other thread uses meanwhile."""
+        with self._lock:
+            found = self._workspaces.pop() if self._workspaces else None
+        if found is None or not found.fits(num_tokens, num_threads):
+            sizes = (self._hidden, self._inner, len(self._plan.layers))
+            found = _Workspace(self._kernels, self._plan, sizes, num_tokens, num_threads)
+        try:
+            yield found
+        finally:
+            self._workspaces.append(found)
+
+    # --- what is asked for ------------------------------------------------------------------------
+
+    def _request(self, inputs: dict[str, Any]) -> _Request | None:
+        """Return what a forward's inputs ask of a job, or None if it is not for one."""
+        rest = inputs.keys() - _GIVEN
+        if any(inputs[name] is not None and inputs[name] is not False for name in rest):
+            return None
+        if (
+            torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or functional.linear is not _LINEAR
+            or functional.scaled_dot_product_attention is not _SDPA
+            or not inputs.get("return_dict", True)
+        ):
+            return None
+        ids, cache = inputs.get("input_ids"), inputs.get(CACHE)
+        if ids is None or ids.dim() != 2 or len(ids) != 1 or not ids.shape[1]:
+            return None
+        num = ids.shape[1]
+        parts = self._parts(inputs.get("attention_mask"), cache, num)
+        if parts is None or any(len(part.cache.held) != len(self._plan.layers) for part in parts):
+            return None
+        positions = inputs.get("position_ids")
+        if positions is None:
+            if len(parts) > 1:
+                return None
+            positions = torch.arange(num)[None] + parts[0].cache.get_seq_length()
+        if positions.shape != ids.shape:
+            return None
+        kept: Any = inputs.get(LOGITS_KEPT, 0)
+        if isinstance(kept, Tensor):
+            kept = kept.tolist()
+        else:
+            kept = range(max(num - kept, 0) if kept else 0, num)
+        return _Request(ids, positions, parts, np.array(kept, np.int64))
+
+    def _parts(self, mask: Any, cache: Any, num: int) -> list[_Part] | None:
+        if type(cache) is TreeCache:
+            if len(cache.lengths) > 1:
+                return None
+            found = self._masks(mask, num)
+            return None if found is None else [_Part(cache, 0, num, found)]
+        if type(cache) is not JointCache:
+            return None
+        carriers = [mask[kind] if isinstance(mask, dict) else mask for kind in self._kinds]
+        calls = [carrier._lade_calls for carrier in carriers]
+        parts = []
+        for number, (of_call, nodes) in enumerate(zip(cache.caches, calls[0].nodes, strict=True)):
+            masks = []
+            for each in calls:
+                found = self._masks(each.masks[number], nodes.stop - nodes.start)
+                if found is None:
+                    return None
+                masks.append(found[0])
+            parts.append(_Part(of_call, nodes.start, nodes.stop - nodes.start, tuple(masks)))
+        return parts
+
+    def _masks(self, mask: Any, num: int) -> tuple[Tensor | None, ...] | None:
+        """Return the masks of a part by kind of layer; None if they are not for a job."""
+        if not isinstance(mask, dict):
+            mask = dict.fromkeys(self._kinds, mask)
+        found: list[Tensor | None] = []
+        for kind in self._kinds:
+            if kind not in mask:
+                return None
+            each = mask[kind]
+            if each is None or each.dim() == 2:
+                if each is not None and not bool(each.all()):
+                    return None
+                if self._has_windows and (num > 1 or each is not None):
+                    return None
+                found.append(None)
+                continue
+            if each.shape[:3] != (1, 1, num):
+                return None
+            each = each[0, 0]
+            if each.dtype is not torch.bool:
+                each = each == 0
+            found.append(each if each.stride(1) == 1 else each.contiguous())
+        return tuple(found)
+
+
+def _of_mask(mask: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if mask is None else (mask.data_ptr(), mask.stride(0))
+
+
+def _angles_of(rotary: Rotary, given: dict[Any, Tensor]) -> tuple[Tensor, ...]:
+    def put(value: Any) -> Any:
+        return given[value] if value in (words.STATES_GIVEN, words.POSITIONS_GIVEN) else value
+
+    args = map(put, rotary.args)
+    kwargs = {name: put(value) for name, value in rotary.kwargs.items()}
+    angles: tuple[Tensor, ...] = rotary.module(*args, **kwargs)
+    return angles
+
+
+class _Weights:
+    """Where a plan's weights are, as the job takes it; looked up anew for each forward.
+
+    Attributes:
+        kinds: of the masks of layers, by number.
+        turning: numbers of layers that have angles, what makes them, and whether they repeat.
+        last: the words of the last norm and of the head.
+    """
+
+    def __init__(self, plan: Plan, kinds: Sequence[str], dtype: torch.dtype) -> None:
+        self._dtype, self._width = dtype, dtype.itemsize
+        self._table = np.zeros((len(plan.layers) + 1, words.LAYER_SIZE), np.int64)
+        self.kinds = [kinds.index(kind) for kind in plan.kinds]
+        # Parameters of modules, by module and name, with the word that each goes to and the bytes
+        # that it begins after; the layer after the last has the last norm, and the head.
+        self._cells: list[tuple[dict[str, Any], str]] = []
+        self._places: list[int] = []
+        self._offsets: list[int] = []
+        self._shapes: list[tuple[int, ...]] = []
+        self.turning = [
+            (number, layer.rotary, layer.repeats_angles)
+            for number, layer in enumerate(plan.layers)
+            if layer.rotary is not None
+        ]
+        for number, layer in enumerate(plan.layers):
+            row = self._table[number]
+            for place, norm in zip(range(0, 24, 4), layer.norms, strict=True):
+                self._add_norm(number, place, norm)
+            for place, product in zip(range(24, 45, 3), layer.products, strict=True):
+                if product is not None:
+                    row[place + words.NUM_COLUMNS] = product.num
+                    start = product.first * self._width
+                    self._add(number, place, product.module, "weight", start * product.num_inputs)
+                    self._add(number, place + words.BIAS, product.module, "bias", start)
+            row[words.INNER_SIZE] = layer.products[-1].num_inputs  # type: ignore[union-attr]
+            row[words.ACTIVATION], row[words.TURN] = layer.activation, layer.turn
+            row[words.TURNED], row[words.SEES] = layer.num_turned, self.kinds[number]
+            row[words.SCALING] = _bits(layer.scaling)
+            row[words.SOFTCAP], row[words.FACTOR] = _bits(layer.softcap), _bits(layer.factor)
+            row[words.IS_PARALLEL] = layer.is_parallel
+            if layer.sinks is not None:
+                self._add(number, words.SINKS, layer.sinks, "sinks")
+        end = len(plan.layers)
+        self._add_norm(end, 0, plan.norm)
+        self._table[end, 4 + words.NUM_COLUMNS] = plan.head.out_features
+        self._add(end, 4, plan.head, "weight")
+        self._add(end, 4 + words.BIAS, plan.head, "bias")
+        self._index = np.array(self._places)
+        self._starts = np.array(self._offsets)
+        self._tensors: list[Tensor] = []
+        self._addresses: list[int] = []
+
+    def _add_norm(self, number: int, place: int, norm: Any) -> None:
+        if norm is None:
+            return
+        self._table[number, place + words.FLAGS] = norm.flags
+        self._table[number, place + words.EPS] = _bits(norm.eps)
+        self._add(number, place + words.NORM_WEIGHT, norm.module, "weight")
+        self._add(number, place + words.NORM_BIAS, norm.module, "bias")
+
+    def _add(self, number: int, place: int, module: nn.Module, name: str, start: int = 0) -> None:
+        weight = module._parameters.get(name)
+        if weight is not None:
+            self._cells.append((module._parameters, name))
+            self._places.append(number * words.LAYER_SIZE + place)
+            self._offsets.append(start)
+            self._shapes.append(tuple(weight.shape))
+
+    def fit(self) -> bool:
+        """Return whether all are plain matrices in memory, as they were when they were read."""
+        return all(
+            type(weight) in (Tensor, nn.Parameter)
+            and weight.dtype is self._dtype
+            and weight.is_cpu
+            and weight.shape == shape
+            and weight.is_contiguous()
+            and not weight.is_neg()
+            for weight, shape in zip(self._present(), self._shapes, strict=True)
+        )
+
+    def _present(self) -> list[Any]:
+        return [parameters.get(name) for parameters, name in self._cells]
+
+    def layers(self) -> NDArray[np.int64]:
+        """Return the words of all layers, [num_layers, LAYER_SIZE], as a copy."""
+        addresses = [each.data_ptr() for each in self._present()]
+        if addresses != self._addresses:
+            if not self.fit():
+                raise ValueError("weights are no plain matrices any more")
+            self._table.reshape(-1)[self._index] = np.array(addresses) + self._starts
+            self._addresses = addresses
+        return self._table[:-1].copy()
+
+    @property
+    def last(self) -> NDArray[np.int64]:
+        last: NDArray[np.int64] = self._table[-1, :7]
+        return last
+
+
+def _bits(number: float) -> int:
+    return int(np.float32(number).view(np.int32))
+
+
+class _Workspace:
+    """Memory that a job needs while it runs."""
+
+    def __init__(
+        self,
+        kernels: Any,
+        plan: Plan,
+        sizes: tuple[int, int, int],
+        num_tokens: int,
+        num_threads: int,
+    ) -> None:
+        hidden, inner, num_layers = sizes
+        self._num_tokens, self._num_threads = num_tokens, num_threads
+        heads, head = plan.num_heads, plan.head_size
+        of_heads = heads * head
+        mixed = of_heads + 2 * plan.num_key_heads * head
+        self._scratch = kernels.scratch_size(num_tokens, hidden, heads, head)
+        num_phases = num_layers * words.PHASES_OF_LAYER + 2
+        self._bytes = {
+            words.NORMED: 4 * num_tokens * hidden,
+            words.MIXED: 4 * num_tokens * mixed,
+            words.QUERIES: 4 * num_tokens * of_heads,
+            words.ATTENDED: 4 * num_tokens * of_heads,
+            words.INNER: 4 * num_tokens * inner,
+            words.ADDED: 4 * num_tokens * hidden,
+            words.PHASES: 128 * num_phases,
+            words.SCRATCH: self._scratch * num_threads,
+        }
+        # Each begins at a page: what two threads write is never in one line.
+        starts = np.cumsum([4096 + -(-num // 4096) * 4096 for num in self._bytes.values()])
+        self._memory = np.empty(int(starts[-1]) + 8192, np.uint8)
+        begin = -(-self._memory.ctypes.data // 4096) * 4096
+        self._addresses = {
+            word: begin + int(start) for word, start in zip(self._bytes, [0, *starts], strict=False)
+        }
+        first = self._addresses[words.PHASES] - self._memory.ctypes.data
+        self._phases = self._memory[first : first + 128 * num_phases]
+        self._every = np.arange(num_tokens)
+
+    def fits(self, num_tokens: int, num_threads: int) -> bool:
+        """Return whether it is large enough."""
+        return num_tokens <= self._num_tokens and num_threads <= self._num_threads
+
+    def describe(self, job: NDArray[np.int64]) -> None:
+        """Tell a job where it is."""
+        self._phases[:] = 0
+        for word, address in self._addresses.items():
+            job[word] = address
+        job[words.SCRATCH_SIZE] = self._scratch
+        job[words.EVERY] = self._every.ctypes.data
+
+
+def forwards_for(model: Model) -> Forwards | None:
+    """Return what runs a model's forwards by jobs; None where none can.
+
+    The first time on a machine, they are compiled, for some seconds.
+    """
+    run = runner() if has_vectors() else None
+    # What is summed in less than float32 is what the user asked for.
+    if run is None or float32_precision("cpu") != "highest" or model.dtype not in FORMATS:
+        return None
+    try:
+        plan = read(model)
+    except UnreadableError:
+        return None
+    return Forwards(model, plan, run)

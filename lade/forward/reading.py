@@ -1,0 +1,631 @@
+"""Read from a model how its decoder computes, so that one compiled job can do the same.
+
+Nothing is known of architectures: a short forward is watched, and each number that passes between
+modules must be what the plan says it is. What does not fit raises `UnreadableError`.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from lade.compat import Model, placeholders_of
+from lade.forward import words
+from lade.view import apart, with_attention
+
+_NUM_TOKENS = 5  # of the forward that is watched
+_WATCHED = "lade_watched"
+_sdpa = AttentionInterface()["sdpa"]
+# What a module tells attention that is honoured, or says nothing of the result.
+_HONOURED = {
+    *("dropout", "scaling", "softcap", "s_aux", "sliding_window", "is_causal", "position_ids"),
+    *("use_cache", "output_attentions", "output_hidden_states", "cache_position", "return_dict"),
+}
+_OUTS = ("o_proj", "out_proj", "dense", "c_proj")
+_FUNCTIONS: dict[int, Callable[[Tensor], Tensor]] = {
+    words.SILU: functional.silu,
+    words.GELU: functional.gelu,
+    words.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
+    words.RELU: functional.relu,
+    words.RELU_SQUARED: lambda x: functional.relu(x).square(),
+}
+
+
+class UnreadableError(Exception):
+    """A model computes something that a plan has no place for."""
+
+
+class Norm(NamedTuple):
+    """A norm of states, or of queries or keys."""
+
+    module: nn.Module
+    flags: int
+    eps: float
+
+
+class Product(NamedTuple):
+    """Some columns of a linear layer."""
+
+    module: nn.Linear
+    first: int
+    num: int
+
+    @property
+    def num_inputs(self) -> int:
+        """Numbers of a row of inputs."""
+        return self.module.in_features
+
+
+class Rotary(NamedTuple):
+    """A module that makes angles, and what it is called with besides states and positions."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Layer(NamedTuple):
+    """A decoder layer."""
+
+    norms: tuple[Norm | None, ...]  # before and after attention, MLP; of queries, keys
+    products: tuple[Product | None, ...]  # query, key, value, out, gate, up, down
+    activation: int
+    rotary: Rotary | None
+    num_turned: int
+    turn: int
+    repeats_angles: bool  # whether neighbours have one angle, given once
+    scaling: float
+    softcap: float
+    sinks: nn.Module | None
+    factor: float  # of what comes to the states
+    is_parallel: bool  # whether attention and MLP get the same states
+
+
+class Plan(NamedTuple):
+    """How a decoder computes logits from token ids."""
+
+    embedding: nn.Module
+    scale: float  # of what it gives
+    layers: tuple[Layer, ...]
+    kinds: tuple[str, ...]  # of masks, by layer
+    norm: Norm | None
+    head: nn.Linear
+    num_heads: int
+    num_key_heads: int
+    head_size: int
+    finish: Callable[[Tensor], Tensor]  # of the head's results, to logits
+    leaves: frozenset[int]  # ids of modules without others
+
+
+class _Call(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+
+class _Attention(NamedTuple):
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    kwargs: dict[str, Any]
+
+
+_watching: list[list[_Attention]] = []
+
+
+def _watched(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend as `sdpa`, and note what of."""
+    kept = {name: each for name, each in kwargs.items() if name in ("scaling", "is_causal")}
+    out, _ = _sdpa(module, query, key, value, mask, **kept)
+    _watching[-1].append(_Attention(module, query, key, value, out, kwargs))
+    return out, None
+
+
+AttentionInterface.register(_WATCHED, _watched)
+AttentionMaskInterface.register(_WATCHED, AttentionMaskInterface()["sdpa"])
+
+
+@torch.no_grad()
+def read(model: Model) -> Plan:
+    """Return how a model computes.
+
+    Raises:
+        UnreadableError: in a way that no plan tells, or code of others' own takes part.
+    """
+    if any(module.training for module in model.modules()):
+        raise UnreadableError("it is in training mode")
+    view = apart(with_attention(model, _WATCHED))
+    calls: dict[nn.Module, list[_Call]] = {}
+    for module in view.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise UnreadableError("it has hooks")
+        if "forward" in vars(module):
+            raise UnreadableError("a module has a forward of its own")
+        module.register_forward_hook(
+            lambda module, args, kwargs, out: calls.setdefault(module, []).append(
+                _Call(args, kwargs, out)
+            ),
+            with_kwargs=True,
+        )
+    text = model.config.get_text_config(decoder=True)
+    taken = {*placeholders_of(model), getattr(text, "pad_token_id", None)}
+    ids = [each for each in range(text.vocab_size // 2, text.vocab_size) if each not in taken]
+    input_ids = torch.tensor([ids[:_NUM_TOKENS]])
+    attended: list[_Attention] = []
+    _watching.append(attended)
+    try:
+        positions = torch.arange(input_ids.shape[1])[None]
+        output = view(input_ids=input_ids, position_ids=positions, use_cache=False)
+    finally:
+        _watching.pop()
+    reader = _Reader(view, calls, input_ids, positions)
+    plan = reader.plan(attended, output.logits)
+    leaves = frozenset(id(module) for module in model.modules() if not module._modules)
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)
+    originals = dict(zip(view.modules(), model.modules(), strict=True))
+    plan = _with_originals(plan._replace(leaves=leaves, kinds=tuple(kinds)), originals)
+    if any(type(each) not in (Tensor, nn.Parameter) for each in weights_of(plan)):
+        raise UnreadableError("its weights are not plain tensors")
+    return plan
+
+
+def _with_originals(value: Any, originals: dict[nn.Module, nn.Module]) -> Any:
+    """Return a plan with the model's modules instead of those of a view."""
+    if isinstance(value, nn.Module):
+        return originals[value]
+    if type(value) is tuple:
+        return tuple(_with_originals(each, originals) for each in value)
+    if isinstance(value, tuple):
+        return type(value)(*(_with_originals(each, originals) for each in value))
+    return value
+
+
+def modules_of(plan: Plan) -> Iterator[nn.Module]:
+    """Yield the modules whose weights a plan takes."""
+    yield plan.head
+    if plan.norm is not None:
+        yield plan.norm.module
+    for layer in plan.layers:
+        yield from (norm.module for norm in layer.norms if norm is not None)
+        yield from (product.module for product in layer.products if product is not None)
+
+
+def weights_of(plan: Plan) -> Iterator[Tensor]:
+    """Yield the weights that a plan takes."""
+    for module in modules_of(plan):
+        yield from (each for each in module._parameters.values() if each is not None)
+
+
+class _Reader:
+    """Holds what passed between modules in one forward against what a plan can tell."""
+
+    def __init__(
+        self,
+        view: Model,
+        calls: dict[nn.Module, list[_Call]],
+        input_ids: Tensor,
+        positions: Tensor,
+    ) -> None:
+        self._view, self._calls = view, calls
+        self._input_ids, self._positions = input_ids, positions
+        self._parents = {
+            child: module for module in view.modules() for child in module._modules.values()
+        }
+        self._norms: list[tuple[nn.Module, Tensor, Tensor]] = []  # of the layer, not yet used
+        self._activations: set[nn.Module] = set()  # of the layer
+
+    def plan(self, attended: list[_Attention], logits: Tensor) -> Plan:
+        if not attended:
+            raise UnreadableError("its attention is not transformers'")
+        first = attended[0]
+        sizes = first.query.shape[1], first.key.shape[1], first.query.shape[3]
+        if any(
+            (each.query.shape[1], each.key.shape[1], each.query.shape[3], each.value.shape[3])
+            != (*sizes, sizes[2])
+            for each in attended
+        ):
+            raise UnreadableError("its layers have heads of different sizes")
+        embedding, scale, states = self._embedded(attended[0])
+        layers = []
+        for each in attended:
+            layer, states = self._layer(each, states, sizes)
+            layers.append(layer)
+        head = self._view.get_output_embeddings()
+        if type(head) is not nn.Linear or head not in self._calls:
+            raise UnreadableError("its head is not a linear layer")
+        given, results = self._io(head)
+        norm = None
+        if not torch.equal(given, states):
+            found = [
+                module
+                for module in self._calls
+                if not module._modules and _is_from(self._calls[module], states, given)
+            ]
+            norm = _norm_of(one(found, "norm before its head"), states, given)
+        finish = _finish_of(results, logits, self._view)
+        none: frozenset[int] = frozenset()
+        return Plan(embedding, scale, tuple(layers), (), norm, head, *sizes, finish, none)
+
+    def _embedded(self, first: _Attention) -> tuple[nn.Module, float, Tensor]:
+        """Return the embedding, the factor of what it gives, and states of the first layer."""
+        states = self._states(self._parents[first.module])
+        for module, calls in self._calls.items():
+            if isinstance(module, nn.Embedding) and torch.equal(
+                calls[0].out.shape and calls[0].args[0], self._input_ids
+            ):
+                out = calls[0].out
+                if out.shape != states.shape:
+                    continue
+                if torch.equal(out, states):
+                    return module, 1.0, states
+                scale = float((states.double() / out.double()).nanmedian())
+                if torch.equal(out * scale, states):
+                    return module, scale, states
+                scale = round(scale, 6)
+                if torch.equal(out * scale, states):
+                    return module, scale, states
+        raise UnreadableError("its first layer does not get what an embedding gives")
+
+    def _io(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return what a module got and gave, which was called once."""
+        calls = self._calls.get(module, ())
+        if len(calls) != 1:
+            raise UnreadableError(f"{type(module).__name__} is called {len(calls)} times")
+        given = calls[0].args[0] if calls[0].args else next(iter(calls[0].kwargs.values()))
+        return given, calls[0].out
+
+    def _states(self, layer: nn.Module) -> Tensor:
+        call = self._calls[layer][0]
+        return call.args[0] if call.args else call.kwargs["hidden_states"]
+
+    def _layer(
+        self, attended: _Attention, states: Tensor, sizes: tuple[int, int, int]
+    ) -> tuple[Layer, Tensor]:
+        num_heads, num_key_heads, head_size = sizes
+        attention = attended.module
+        layer = self._parents[attention]
+        if len(self._calls[layer]) != 1 or not torch.equal(self._states(layer), states):
+            raise UnreadableError("a layer does not get what the one before it gives")
+        out = self._calls[layer][0].out
+        result = out[0] if isinstance(out, tuple) else out
+        leaves = [each for each in layer.modules() if not each._modules and each in self._calls]
+        self._norms = []
+        for each in leaves:
+            if "norm" in type(each).__name__.lower():
+                self._norms.append((each, *self._io(each)))
+        # Attention.
+        children = dict(attention.named_children())
+        widths = [head_size * num for num in (num_heads, num_key_heads, num_key_heads)]
+        if all(name in children for name in ("q_proj", "k_proj", "v_proj")):
+            mixed = [children[name] for name in ("q_proj", "k_proj", "v_proj")]
+            mixes = [
+                Product(_linear(each), 0, num) for each, num in zip(mixed, widths, strict=True)
+            ]
+        elif "qkv_proj" in children:
+            whole = _linear(children["qkv_proj"])
+            starts = (0, widths[0], widths[0] + widths[1])
+            mixes = [Product(whole, *each) for each in zip(starts, widths, strict=True)]
+        else:
+            raise UnreadableError("its attention has no projections of known names")
+        for product in mixes:
+            if product.first + product.num > product.module.out_features:
+                raise UnreadableError("projections have other sizes than heads")
+        given = self._io(mixes[0].module)[0]
+        query, key, value = (
+            self._io(each.module)[1][..., each.first : each.first + each.num] for each in mixes
+        )
+        rows = attended.value.transpose(1, 2).reshape(value.shape)
+        if any(self._io(each.module)[0] is not given for each in mixes) or not torch.equal(
+            rows, value
+        ):
+            raise UnreadableError("values are not what their projection gives")
+        out_linear = _linear(one([children[name] for name in _OUTS if name in children], "output"))
+        from_attention, attention_out = self._io(out_linear)
+        if not torch.equal(from_attention, attended.out.reshape(from_attention.shape)):
+            raise UnreadableError("something is between attention and its projection")
+        before = self._norm_between(states, given)
+        rotary, angles = self._rotary(layer)
+        query_norm, turn, repeats = self._turned(query, attended.query, angles, head_size)
+        key_norm, *others = self._turned(key, attended.key, angles, head_size)
+        if others != [turn, repeats]:
+            raise UnreadableError("queries and keys are turned in different ways")
+        num_turned = 0 if not turn else angles[0].shape[-1] * (2 if repeats is None else 1)
+        # MLP.
+        linears = [each for each in leaves if isinstance(each, nn.Linear)]
+        others_ = [each for each in linears if each not in {*(m.module for m in mixes), out_linear}]
+        gate, up, down, activation, inner_given, mlp_out = self._mlp(layer, others_, leaves)
+        # Residuals.
+        factor = float(getattr(layer, "residual_multiplier", 1.0))
+        after, added = self._after(attention_out)
+        is_parallel = inner_given is given or any(
+            each[1] is states and each[2] is inner_given for each in self._norms
+        )
+        between = states + added * factor if factor != 1.0 else states + added
+        if is_parallel:
+            before_mlp = before if inner_given is given else self._norm_between(states, inner_given)
+        else:
+            before_mlp = self._norm_between(between, inner_given)
+        after_mlp, added_mlp = self._after(mlp_out)
+        expected = between + (added_mlp * factor if factor != 1.0 else added_mlp)
+        if not _is_near(result, expected):
+            raise UnreadableError("a layer adds something else to its states")
+        if self._norms:
+            raise UnreadableError(f"{type(self._norms[0][0]).__name__} stands at an unknown place")
+        used = {*(m.module for m in mixes), out_linear, *others_}
+        self._check_rest(leaves, used)
+        settings = attended.kwargs
+        unknown = [k for k, v in settings.items() if v is not None and k not in _HONOURED]
+        unknown = [name for name in unknown if not isinstance(settings[name], bool | dict)]
+        if unknown or settings.get("dropout"):
+            raise UnreadableError(f"its attention is told of {', '.join(unknown) or 'dropout'}")
+        sinks = settings.get("s_aux")
+        if sinks is not None and attention._parameters.get("sinks") is not sinks:
+            raise UnreadableError("sinks are no parameter of its attention")
+        scaling = settings.get("scaling")
+        read = Layer(
+            (before, after, before_mlp, after_mlp, query_norm, key_norm),
+            (*mixes, Product(out_linear, 0, out_linear.out_features), gate, up, down),
+            activation,
+            rotary if turn else None,
+            num_turned,
+            turn,
+            bool(repeats),
+            head_size**-0.5 if scaling is None else float(scaling),
+            float(settings.get("softcap") or 0.0),
+            None if sinks is None else attention,
+            factor,
+            is_parallel,
+        )
+        return read, result
+
+    def _check_rest(self, leaves: list[nn.Module], used: set[nn.Module]) -> None:
+        """Raise if a module takes part that was not accounted for."""
+        for each in leaves:
+            if each in used or isinstance(each, nn.Dropout | nn.Identity):
+                continue
+            if "norm" in type(each).__name__.lower() or each in self._activations:
+                continue
+            raise UnreadableError(f"{type(each).__name__} takes part in a layer")
+
+    def _norm_between(self, given: Tensor, normed: Tensor) -> Norm | None:
+        """Return the norm whose result this is, of these states; None if it is these states."""
+        if normed is given or torch.equal(normed, given):
+            return None
+        for place, (module, mine, out) in enumerate(self._norms):
+            if torch.equal(out, normed) and _is_near(mine, given):
+                del self._norms[place]
+                return _norm_of(module, mine, out)
+        raise UnreadableError("states change on their way in another way than by a norm")
+
+    def _after(self, given: Tensor) -> tuple[Norm | None, Tensor]:
+        """Return the norm of what attention or MLP gave, if it has one, and what is added."""
+        for place, (module, mine, out) in enumerate(self._norms):
+            if mine.shape == given.shape and torch.equal(mine, given):
+                del self._norms[place]
+                return _norm_of(module, mine, out), out
+        return None, given
+
+    def _rotary(self, layer: nn.Module) -> tuple[Rotary | None, tuple[Tensor, ...]]:
+        """Return what made the angles of a layer, and these: cosines and sines."""
+        call = self._calls[layer][0]
+        candidates = [*call.args, *call.kwargs.values()]
+        angles = [
+            each
+            for each in candidates
+            if isinstance(each, tuple)
+            and len(each) == 2
+            and all(isinstance(a, Tensor) for a in each)
+        ]
+        if not angles:
+            return None, ()
+        found = angles[0]
+        for module, calls in self._calls.items():
+            for made in calls:
+                if isinstance(made.out, tuple) and len(made.out) == 2 and made.out[0] is found[0]:
+                    return self._rotary_of(module, made), found
+        raise UnreadableError("its angles are not what a module gives")
+
+    def _rotary_of(self, module: nn.Module, made: _Call) -> Rotary:
+        def kept(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.dtype == torch.int64:
+                if not torch.equal(value, self._positions):
+                    raise UnreadableError("its positions have several axes")
+                return words.POSITIONS_GIVEN
+            return words.STATES_GIVEN if isinstance(value, Tensor) else value
+
+        args = tuple(map(kept, made.args))
+        kwargs = {name: kept(value) for name, value in made.kwargs.items()}
+        if [*args, *kwargs.values()].count(words.POSITIONS_GIVEN) != 1:
+            raise UnreadableError("its angles are not of positions")
+        return Rotary(module, args, kwargs)
+
+    def _turned(
+        self, given: Tensor, turned: Tensor, angles: tuple[Tensor, ...], head_size: int
+    ) -> tuple[Norm | None, int, bool | None]:
+        """Return the norm of queries or keys, how they are turned, and whether angles repeat."""
+        heads = given.view(*given.shape[:2], -1, head_size).transpose(1, 2)
+        norm = None
+        for place, (module, mine, out) in enumerate(self._norms):
+            if torch.equal(mine.reshape(-1), given.reshape(-1)):
+                is_whole = mine.shape[-1] == given.shape[-1] != head_size
+                norm, heads = _norm_of(module, mine, out), out.view(given.shape)
+                heads = heads.view(*given.shape[:2], -1, head_size).transpose(1, 2)
+            elif torch.equal(mine.reshape(-1), heads.reshape(-1)):
+                is_whole, norm, heads = False, _norm_of(module, mine, out), out
+            else:
+                continue
+            if is_whole:
+                norm = norm._replace(flags=norm.flags | words.IS_WHOLE)
+            del self._norms[place]
+            break
+        if torch.equal(heads, turned):
+            return norm, 0, False
+        if len(angles) != 2 or angles[0].dim() != 3:
+            raise UnreadableError("queries change in another way than by angles")
+        best = min(
+            (float((_turned_by(heads, angles, how, repeats) - turned).abs().max()), how, repeats)
+            for how in (words.HALVES, words.NEIGHBOURS)
+            for how in (how, how | words.WIDE)
+            for repeats in (False, True)
+        )
+        if best[0] > _tolerance(turned):
+            raise UnreadableError("queries change in another way than by angles")
+        return norm, best[1], best[2]
+
+    def _mlp(
+        self, layer: nn.Module, linears: list[nn.Linear], leaves: list[nn.Module]
+    ) -> tuple[Product | None, Product | None, Product, int, Tensor, Tensor]:
+        """Return gate, up, down, the activation, what the MLP got and what it gave."""
+        named = {name.rpartition(".")[2]: each for name, each in layer.named_modules()}
+        if len(linears) == 3 and {"gate_proj", "up_proj", "down_proj"} <= named.keys():
+            gate, up, down = (_linear(named[f"{name}_proj"]) for name in ("gate", "up", "down"))
+            (given, gated), (_, upped) = self._io(gate), self._io(up)
+            products = Product(gate, 0, gate.out_features), Product(up, 0, up.out_features)
+        elif len(linears) == 2 and "gate_up_proj" in named:
+            both, down = _linear(named["gate_up_proj"]), _linear(named["down_proj"])
+            given, out = self._io(both)
+            half = both.out_features // 2
+            gated, upped = out.chunk(2, dim=-1)
+            products = Product(both, 0, half), Product(both, half, half)
+        elif len(linears) == 2:
+            first, down = sorted(linears, key=lambda each: each.out_features, reverse=True)
+            given, gated = self._io(first)
+            products, upped = (Product(_linear(first), 0, first.out_features), None), None
+            down = _linear(down)
+        else:
+            raise UnreadableError(f"a layer has {len(linears)} linear layers besides attention's")
+        inner, out = self._io(down)
+        errors = {}
+        for which, function in _FUNCTIONS.items():
+            acted = function(gated)
+            expected = acted if upped is None else acted * upped
+            errors[which] = float((expected - inner).abs().max())
+        activation = min(errors, key=errors.__getitem__)
+        if errors[activation] > _tolerance(inner):
+            raise UnreadableError("its MLP has another activation")
+        self._activations = {
+            each
+            for each in leaves
+            if not [*each.parameters(recurse=False)]
+            and each in self._calls
+            and torch.equal(self._io(each)[0], gated)
+        }
+        return *products, Product(down, 0, down.out_features), activation, given, out
+
+
+def one(found: list[Any], what: str) -> Any:
+    """Return the only one that was found."""
+    if len(found) != 1:
+        raise UnreadableError(f"it has {len(found)} modules that may be its {what}")
+    return found[0]
+
+
+def _linear(module: Any) -> nn.Linear:
+    if type(module) is not nn.Linear:
+        raise UnreadableError(f"{type(module).__name__} is not a plain linear layer")
+    return module
+
+
+def _is_from(calls: list[_Call], given: Tensor, out: Tensor) -> bool:
+    call = calls[0]
+    mine = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
+    if not isinstance(mine, Tensor) or not isinstance(call.out, Tensor):
+        return False
+    return mine.shape == given.shape and torch.equal(mine, given) and torch.equal(call.out, out)
+
+
+def _tolerance(values: Tensor) -> float:
+    """Return how far results may be apart that are rounded at other places."""
+    return 16 * torch.finfo(values.dtype).eps * float(values.abs().max())
+
+
+def _is_near(mine: Tensor, theirs: Tensor) -> bool:
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return False
+    return bool((mine - theirs).abs().max() <= _tolerance(theirs))
+
+
+def _turned_by(heads: Tensor, angles: tuple[Tensor, ...], how: int, repeats: bool) -> Tensor:
+    """Return heads [1, num_heads, num_tokens, head_dim] turned by angles [1, num_tokens, …]."""
+    cos, sin = (repeated(each, repeats)[:, None] for each in angles)
+    size, dtype = cos.shape[-1], heads.dtype
+    if size > heads.shape[-1]:
+        return torch.full_like(heads, math.inf)
+    if how & words.WIDE:
+        heads, cos, sin = heads.float(), cos.float(), sin.float()
+    turning, rest = heads[..., :size], heads[..., size:]
+    if how & words.HALVES:
+        across = torch.cat((-turning[..., size // 2 :], turning[..., : size // 2]), dim=-1)
+    else:
+        across = torch.stack((-turning[..., 1::2], turning[..., ::2]), dim=-1).flatten(-2)
+    return torch.cat((turning * cos + across * sin, rest), dim=-1).to(dtype)
+
+
+def repeated(angles: Tensor, repeats: bool) -> Tensor:
+    """Return angles, the first half of them twice in a row where neighbours share one."""
+    if not repeats:
+        return angles
+    return angles[..., : angles.shape[-1] // 2].repeat_interleave(2, dim=-1)
+
+
+def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> Norm:
+    """Return what kind of norm a module is, by what it gave."""
+    eps = next(
+        (
+            getattr(module, name)
+            for name in ("variance_epsilon", "eps", "epsilon")
+            if hasattr(module, name)
+        ),
+        None,
+    )
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if {*module._parameters} - {"weight", "bias"} or not isinstance(eps, float):
+        raise UnreadableError(f"{type(module).__name__} has other parameters than norms have")
+    if any(each is not None and each.numel() != given.shape[-1] for each in (weight, bias)):
+        raise UnreadableError(f"{type(module).__name__} has weights for each head")
+    errors = {}
+    for flags in range(0, 16, 2):
+        wide = given.float()
+        if flags & words.CENTERS:
+            wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        if flags & words.ROUNDS:
+            wide = wide.to(given.dtype).float()
+        if weight is not None:
+            wide = wide * (weight.float() + (1.0 if flags & words.ADDS_ONE else 0.0))
+        if bias is not None:
+            wide = wide + bias.float()
+        errors[flags] = float((wide.to(given.dtype) - out).abs().max())
+    flags = min(errors, key=errors.__getitem__)
+    if errors[flags] > _tolerance(out):
+        raise UnreadableError(f"{type(module).__name__} is no norm that is known")
+    return Norm(module, flags | words.IS_NORM, eps)
+
+
+def _finish_of(results: Tensor, logits: Tensor, view: Model) -> Callable[[Tensor], Tensor]:
+    """Return what makes logits of the results of the head."""
+    if torch.equal(results, logits):
+        return lambda each: each
+    text = view.config.get_text_config(decoder=True)
+    softcap = getattr(text, "final_logit_softcapping", None)
+    scale = getattr(text, "logit_scale", None)
+    divisor = getattr(text, "logits_scaling", None)
+    ways: list[Callable[[Tensor], Tensor]] = []
+    if softcap:
+        ways.append(lambda each: torch.tanh(each / softcap) * softcap)
+    if scale:
+        ways.append(lambda each: each * scale)
+    if divisor:
+        ways.append(lambda each: each / divisor)
+    for way in ways:
+        if torch.equal(way(results), logits):
+            return way
+    raise UnreadableError("its logits are not what its head gives")
