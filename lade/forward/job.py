@@ -8,9 +8,11 @@ held against the model's own, and the faster of both is used. Figures are in
 docs/internals/forward.md.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import getitem
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -22,7 +24,6 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.attempts import Attempt
-from lade.attention.joint import CallKeys
 from lade.closeness import distance, float32_precision, limit_of
 from lade.compat import CACHE, Model
 from lade.forward import words
@@ -83,6 +84,8 @@ class Forwards:
     def __init__(self, model: Model, plan: Plan, run: Run) -> None:
         from lade.forward import _kernels  # compiled as it is imported
 
+        if plan.head_size % _kernels.LANES:
+            raise UnreadableError("its heads are no whole number of vectors")
         self._kernels, self._plan, self._run = _kernels, plan, run
         self.why_not: str | None = None
         self.num_compared = 0
@@ -131,7 +134,7 @@ class Forwards:
 
     def pays(self, num_rows: int) -> bool:
         """Return whether the next forward over so many tokens may run by a job."""
-        choice = self._choices.get(about(num_rows))
+        choice = self._choices.get(_size_of(num_rows))
         return self.why_not is None and (choice is None or choice.best != _PLAINLY)
 
     # --- what runs --------------------------------------------------------------------------------
@@ -139,7 +142,7 @@ class Forwards:
     def _choose(self, request: _Request, plainly: Callable[[], Any], cache: Any) -> Any:
         """Run a forward in the fastest way, or in several to find out which that is."""
         num_tokens = request.input_ids.shape[1]
-        size = about(num_tokens)
+        size = _size_of(num_tokens)
         choice = self._choices.get(size)
         if choice is None:
             choice = self._choices[size] = Choice(3 if self._has_dots else 2, is_large=True)
@@ -167,7 +170,13 @@ class Forwards:
         return run(choice.best)
 
     def _is_close(self, mine: Any, theirs: Any) -> bool:
-        error = distance(mine.logits.double(), theirs.logits.double())
+        """Return whether logits differ by rounding alone; in 16 bits single ones may by more."""
+        logits, reference = mine.logits.double(), theirs.logits.double()
+        error = distance(logits, reference)
+        if error > self._limit and self._dtype is not torch.float32 and error < math.inf:
+            finite = reference.isfinite()
+            apart = (logits[finite] - reference[finite]).square().mean().sqrt()
+            error = float(apart / reference[finite].std().clamp(min=1e-30))
         if error > self._limit:
             self.why_not = f"logits differ by {error:.2g} of their standard deviation"
         return error <= self._limit
@@ -177,17 +186,12 @@ class Forwards:
         plan, num = self._plan, request.input_ids.shape[1]
         if len(request.parts) == 1 and num > _MOST_TOKENS and request.parts[0].masks[0] is None:
             return self._in_pieces(request, has_dots)
-        places = []
-        num_seen = [
-            [mask is None or mask.shape[1] for mask in part.masks] for part in request.parts
-        ]
-        for number in range(len(plan.layers)):
-            kind = self._weights.kinds[number]
-            for part, seen in zip(request.parts, num_seen, strict=True):
-                place = part.cache.held[number].place(part.num, self._states, self._states)
-                if place is None or seen[kind] not in (True, place.num_keys):
-                    return None
-                places.append(place)
+        places = np.empty((len(plan.layers), len(request.parts), 5), np.int64)
+        for number, part in enumerate(request.parts):
+            of_part = part.cache.places(part.num, self._states, self._states)
+            if of_part is None or not self._see(part, of_part):
+                return None
+            places[:, number] = of_part
         states = plan.embedding(request.input_ids)
         if plan.scale != 1.0:
             states = states * plan.scale
@@ -213,10 +217,9 @@ class Forwards:
                 for part in request.parts
             ]
         )
-        of_places = np.array(places)
         job[words.STATES], job[words.LAYERS] = states.data_ptr(), layers.ctypes.data
         job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
-        job[words.PLACES] = of_places.ctypes.data
+        job[words.PLACES] = places.ctypes.data
         job[words.KEPT], job[words.NUM_KEPT] = request.kept.ctypes.data, len(request.kept)
         job[words.LOGITS] = logits.data_ptr()
         job[words.LAST_NORM : words.JOB_SIZE - 1] = self._weights.last
@@ -228,6 +231,14 @@ class Forwards:
             for layer in part.cache.held:
                 layer.num_pending += part.num
         return plan.finish(logits)
+
+    def _see(self, part: _Part, places: NDArray[np.int64]) -> bool:
+        """Return whether masks are of as many keys as layers have."""
+        num_keys = places[:, words.NUM_KEYS]
+        return all(
+            mask is None or bool((num_keys[self._weights.of_kind[kind]] == mask.shape[1]).all())
+            for kind, mask in enumerate(part.masks)
+        )
 
     def _in_pieces(self, request: _Request, has_dots: bool) -> Tensor | None:
         """Run a prompt in pieces, which see those before them."""
@@ -360,6 +371,11 @@ class Forwards:
         return tuple(found)
 
 
+def _size_of(num_tokens: int) -> int:
+    """Return the class of a number of tokens: all that come in pieces are of one."""
+    return about(min(num_tokens, _MOST_TOKENS))
+
+
 def _of_mask(mask: Tensor | None) -> tuple[int, int]:
     return (0, 0) if mask is None else (mask.data_ptr(), mask.stride(0))
 
@@ -378,7 +394,7 @@ class _Weights:
     """Where a plan's weights are, as the job takes it; looked up anew for each forward.
 
     Attributes:
-        kinds: of the masks of layers, by number.
+        of_kind: numbers of the layers that have a kind of mask.
         turning: numbers of layers that have angles, what makes them, and whether they repeat.
         last: the words of the last norm and of the head.
     """
@@ -386,10 +402,12 @@ class _Weights:
     def __init__(self, plan: Plan, kinds: Sequence[str], dtype: torch.dtype) -> None:
         self._dtype, self._width = dtype, dtype.itemsize
         self._table = np.zeros((len(plan.layers) + 1, words.LAYER_SIZE), np.int64)
-        self.kinds = [kinds.index(kind) for kind in plan.kinds]
+        places = [kinds.index(kind) for kind in plan.kinds]
+        self.of_kind = [np.flatnonzero(np.array(places) == kind) for kind in range(len(kinds))]
         # Parameters of modules, by module and name, with the word that each goes to and the bytes
         # that it begins after; the layer after the last has the last norm, and the head.
-        self._cells: list[tuple[dict[str, Any], str]] = []
+        self._modules: list[dict[str, Any]] = []
+        self._names: list[str] = []
         self._places: list[int] = []
         self._offsets: list[int] = []
         self._shapes: list[tuple[int, ...]] = []
@@ -410,7 +428,7 @@ class _Weights:
                     self._add(number, place + words.BIAS, product.module, "bias", start)
             row[words.INNER_SIZE] = layer.products[-1].num_inputs  # type: ignore[union-attr]
             row[words.ACTIVATION], row[words.TURN] = layer.activation, layer.turn
-            row[words.TURNED], row[words.SEES] = layer.num_turned, self.kinds[number]
+            row[words.TURNED], row[words.SEES] = layer.num_turned, places[number]
             row[words.SCALING] = _bits(layer.scaling)
             row[words.SOFTCAP], row[words.FACTOR] = _bits(layer.softcap), _bits(layer.factor)
             row[words.IS_PARALLEL] = layer.is_parallel
@@ -423,7 +441,6 @@ class _Weights:
         self._add(end, 4 + words.BIAS, plan.head, "bias")
         self._index = np.array(self._places)
         self._starts = np.array(self._offsets)
-        self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
 
     def _add_norm(self, number: int, place: int, norm: Any) -> None:
@@ -437,7 +454,8 @@ class _Weights:
     def _add(self, number: int, place: int, module: nn.Module, name: str, start: int = 0) -> None:
         weight = module._parameters.get(name)
         if weight is not None:
-            self._cells.append((module._parameters, name))
+            self._modules.append(module._parameters)
+            self._names.append(name)
             self._places.append(number * words.LAYER_SIZE + place)
             self._offsets.append(start)
             self._shapes.append(tuple(weight.shape))
@@ -455,11 +473,11 @@ class _Weights:
         )
 
     def _present(self) -> list[Any]:
-        return [parameters.get(name) for parameters, name in self._cells]
+        return [*map(getitem, self._modules, self._names)]
 
     def layers(self) -> NDArray[np.int64]:
         """Return the words of all layers, [num_layers, LAYER_SIZE], as a copy."""
-        addresses = [each.data_ptr() for each in self._present()]
+        addresses = [*map(Tensor.data_ptr, self._present())]
         if addresses != self._addresses:
             if not self.fit():
                 raise ValueError("weights are no plain matrices any more")
@@ -538,8 +556,6 @@ def forwards_for(model: Model) -> Forwards | None:
     # What is summed in less than float32 is what the user asked for.
     if run is None or float32_precision("cpu") != "highest" or model.dtype not in FORMATS:
         return None
-    try:
-        plan = read(model)
-    except UnreadableError:
-        return None
-    return Forwards(model, plan, run)
+    with Attempt(even_memory=True):  # a forward that is watched may fail in ways of its own
+        return Forwards(model, read(model), run)
+    return None

@@ -177,15 +177,16 @@ def read(model: Model) -> Plan:
     return plan
 
 
-def _with_originals(value: Any, originals: dict[nn.Module, nn.Module]) -> Any:
+def _with_originals(value: Any, originals: dict[Any, Any]) -> Any:
     """Return a plan with the model's modules instead of those of a view."""
     if isinstance(value, nn.Module):
         return originals[value]
-    if type(value) is tuple:
-        return tuple(_with_originals(each, originals) for each in value)
-    if isinstance(value, tuple):
-        return type(value)(*(_with_originals(each, originals) for each in value))
-    return value
+    if not isinstance(value, tuple):
+        return value
+    if id(value) not in originals:  # what is one object stays one
+        parts = [_with_originals(each, originals) for each in value]
+        originals[id(value)] = tuple(parts) if type(value) is tuple else type(value)(*parts)
+    return originals[id(value)]
 
 
 def modules_of(plan: Plan) -> Iterator[nn.Module]:
@@ -221,6 +222,7 @@ class _Reader:
         }
         self._norms: list[tuple[nn.Module, Tensor, Tensor]] = []  # of the layer, not yet used
         self._activations: set[nn.Module] = set()  # of the layer
+        self._rotaries: dict[int, Rotary] = {}
 
     def plan(self, attended: list[_Attention], logits: Tensor) -> Plan:
         if not attended:
@@ -430,7 +432,9 @@ class _Reader:
         for module, calls in self._calls.items():
             for made in calls:
                 if isinstance(made.out, tuple) and len(made.out) == 2 and made.out[0] is found[0]:
-                    return self._rotary_of(module, made), found
+                    if id(made) not in self._rotaries:  # one for all layers that it is made for
+                        self._rotaries[id(made)] = self._rotary_of(module, made)
+                    return self._rotaries[id(made)], found
         raise UnreadableError("its angles are not what a module gives")
 
     def _rotary_of(self, module: nn.Module, made: _Call) -> Rotary:

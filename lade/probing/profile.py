@@ -11,12 +11,12 @@ from lade.budget.costs import ForwardCosts
 from lade.captures import free_unused
 from lade.compat import Model, device_of_inputs, without_compiler
 from lade.config import Execution, Verification
+from lade.forward.job import forwards_for
 from lade.gpu.workspace import WorkspaceStore
 from lade.probing.own_code import functions_at_present
 from lade.probing.spot_checks import FIRST_CHECK
 from lade.probing.structure import Structure
 from lade.probing.values import Values
-from lade.forward.job import forwards_for
 from lade.products.choice import FastViews
 from lade.products.linear import products_for
 from lade.targets.layout import TreeLayout, tree_layout

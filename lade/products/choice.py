@@ -54,7 +54,7 @@ class Choice:
         self.best: int | None = None
         self._is_large = is_large
         self._sec = [math.inf] * num_ways  # the shortest of each
-        self._rivals: Sequence[int] = range(num_products)  # that run when they are compared
+        self._rivals: Sequence[int] = range(num_ways)  # that run when they are compared
         self._place, self._num_rounds = 0, 0  # in a round, each of them is the first once
         self._num_left = 0  # calls until one is timed again
 

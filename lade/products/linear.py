@@ -8,12 +8,8 @@ with the first calls, by format, size and number of rows. Figures are in docs/in
 """
 
 import ctypes
-import math
 import platform
-import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from time import perf_counter
 from types import MethodType
 from typing import Any
 
@@ -103,16 +99,16 @@ class Products:
         Where torch's products are about as fast, asking costs more than it saves: there only a few
         forwards ask, in case a busy machine made lade's look slow.
         """
-        about = about(num_rows)
+        size = about(num_rows)
         saved = [
-            number * self._choices[*layer, about].saved_sec
+            number * self._choices[*layer, size].saved_sec
             for layer, number in self._num_layers.items()
-            if (*layer, about) in self._choices
+            if (*layer, size) in self._choices
         ]
         if not saved or sum(saved) > _ASKING_SEC * self._num_layers.total():
             return True
-        self._num_apart[about] += 1
-        return self._num_apart[about] % _ASKED_EVERY == 0
+        self._num_apart[size] += 1
+        return self._num_apart[size] % _ASKED_EVERY == 0
 
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return what `torch.nn.functional.linear` returns, up to rounding.
@@ -126,8 +122,8 @@ class Products:
             return functional.linear(inputs, weight, bias)
         num_columns, num_inputs = weight.shape
         num_rows = inputs.numel() // num_inputs
-        about = about(num_rows)
-        key = weight.dtype, num_columns, num_inputs, about
+        size = about(num_rows)
+        key = weight.dtype, num_columns, num_inputs, size
         choice = self._choices.get(key)
         if choice is None:
             may_widen = num_rows >= _MANY_ROWS and weight.dtype is not torch.float32
@@ -136,7 +132,7 @@ class Products:
             self.num_compared += 1
             # What many rows take grows with them: torch's product gains on lade's, so that the few
             # of a class must not speak for the many.
-            scale = 2**about / num_rows if num_rows >= _MANY_ROWS else 1.0
+            scale = 2**size / num_rows if num_rows >= _MANY_ROWS else 1.0
             return choice.compare(
                 lambda which: self._by(which, inputs, weight, bias), _is_close, scale
             )

@@ -4,7 +4,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
@@ -271,6 +273,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         }
         self._groups = groups
         self._storage = Storage([*groups.values()])
+        self._places: tuple[tuple[int, ...], NDArray[np.int64]] | None = None  # of late
         #: The layers that keep anything.
         self.held: list[TreeCacheLayer] = []
         layers: list[Any] = []
@@ -342,6 +345,32 @@ class TreeCache(Cache):  # type: ignore[misc]
                 store.reserve(stop - group.offset)
             rooms[window] = min((store.whole.shape[3] for store in group), default=0)
         return rooms
+
+    def places(
+        self, num_new: int, key_states: Tensor, value_states: Tensor
+    ) -> NDArray[np.int64] | None:
+        """Return what `TreeCacheLayer.place` does of all layers, [num_layers, 5]; None as there."""
+        groups, lengths = [*self._groups.values()], self.lengths
+        if (
+            self._places is not None
+            and len(lengths) == 1
+            and not self._storage.is_prefilling
+            and not any(group.fixed is not None for group in groups)
+            and not any(layer.num_pending for layer in self.held)
+        ):
+            stop = lengths[0] + num_new
+            for group in groups:
+                for store in group:
+                    store.reserve(stop - group.offset)
+            addresses, places = self._places
+            if addresses == self.addresses:
+                places[:, -1] = [stop - layer._group.offset for layer in self.held]
+                return places
+        found = [layer.place(num_new, key_states, value_states) for layer in self.held]
+        if None in found:
+            return None
+        self._places = self.addresses, np.array(found)
+        return self._places[1]
 
     def fix(self, slots: Mapping[int | None, FixedSlots], length: Tensor | None = None) -> None:
         """Make forwards write at these slots until the next call.

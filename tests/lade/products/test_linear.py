@@ -20,6 +20,7 @@ from lade.openmp import runner
 from lade.probing.factory import VerificationPlan, with_products
 from lade.probing.profile import Profiles, profile_of
 from lade.products import linear as file
+from lade.products import choice
 from lade.products.linear import Products, products_for
 from tests.grids import thinned
 from tests.lade.both import ONE, same_as_generate
@@ -44,7 +45,7 @@ def no_grad() -> Any:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use lade's products wherever there is a choice."""
-    monkeypatch.setattr(file._Choice, "__init__", lambda self, _: self.__dict__.update(_ALWAYS))
+    monkeypatch.setattr(file.Choice, "__init__", lambda self, *_: self.__dict__.update(_ALWAYS))
 
 
 _ALWAYS = {"best": file._OURS, "_num_left": -1, "_sec": [math.inf, 0.0, math.inf]}
@@ -187,7 +188,7 @@ class Clock:
         self.now, self.theirs, self.ours, self.widened = 0.0, theirs, ours, widened
         self.ran: list[str] = []
         own = Products._ours
-        monkeypatch.setattr(file, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(choice, "perf_counter", lambda: self.now)
         monkeypatch.setattr(file, "_widened", lambda *args: self._run("widened", linear, args))
         monkeypatch.setattr(file, "linear", lambda *args: self._run("theirs", linear, args))
         monkeypatch.setattr(Products, "_ours", lambda *args: self._run("ours", own, args))
