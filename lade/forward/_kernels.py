@@ -124,7 +124,7 @@ from lade.products._kernels import (
     FLOAT16,
     FLOAT32,
     FLOATS,
-    LANES,
+    LANES as LANES,
     PER_LINE,
     ROWS,
     Tile,

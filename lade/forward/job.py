@@ -1,4 +1,4 @@
-"""Forwards of a model as one compiled job, where that is faster than module by module.
+"""FusedForwards of a model as one compiled job, where that is faster than module by module.
 
 Between products torch spends as long on a CPU as on them: a layer is thirty calls, each of which
 wakes all threads. A job (`_kernels.py`) does the whole forward on the weights as they are, of any
@@ -27,9 +27,16 @@ from lade.attempts import Attempt
 from lade.closeness import distance, float32_precision, limit_of
 from lade.compat import CACHE, Model
 from lade.forward import words
-from lade.forward.reading import Plan, Rotary, UnreadableError, read, repeated, weights_of
+from lade.forward.reading import (
+    DecoderPlan,
+    RotaryPlan,
+    UnreadableModelError,
+    read,
+    repeated,
+    weights_of,
+)
 from lade.openmp import Run, runner
-from lade.products.choice import Choice, about
+from lade.products.choice import Fastest, about
 from lade.products.linear import FORMATS, has_vectors
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
@@ -51,7 +58,7 @@ _GIVEN = {
 }
 
 
-class _Part(NamedTuple):
+class _ForwardPart(NamedTuple):
     """Tokens of a forward that follow one cache."""
 
     cache: TreeCache
@@ -60,16 +67,16 @@ class _Part(NamedTuple):
     masks: tuple[Tensor | None, ...]  # by kind: bool [num, num_keys], or None for all before it
 
 
-class _Request(NamedTuple):
+class _JobRequest(NamedTuple):
     """A forward that a job can run."""
 
     input_ids: Tensor  # int64 [1, num_tokens]
     positions: Tensor  # int64 [1, num_tokens]
-    parts: list[_Part]
+    parts: list[_ForwardPart]
     kept: NDArray[np.int64]  # tokens whose logits are wanted
 
 
-class Forwards:
+class FusedForwards:
     """Runs forwards of a model by jobs where that is faster.
 
     Args:
@@ -81,11 +88,11 @@ class Forwards:
         num_compared: forwards that ran in more than one way.
     """
 
-    def __init__(self, model: Model, plan: Plan, run: Run) -> None:
+    def __init__(self, model: Model, plan: DecoderPlan, run: Run) -> None:
         from lade.forward import _kernels  # compiled as it is imported
 
         if plan.head_size % _kernels.LANES:
-            raise UnreadableError("its heads are no whole number of vectors")
+            raise UnreadableModelError("its heads are no whole number of vectors")
         self._kernels, self._plan, self._run = _kernels, plan, run
         self.why_not: str | None = None
         self.num_compared = 0
@@ -97,7 +104,7 @@ class Forwards:
         self._has_windows = len(self._kinds) > 1 or self._kinds != ["full_attention"]
         sizes = (1, plan.num_key_heads, 1, plan.head_size)
         self._states = torch.empty(sizes, dtype=self._dtype)
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, Fastest] = {}
         self._workspaces: list[_Workspace] = []
         self._weights = _Weights(plan, self._kinds, self._dtype)
         self._lock = threading.Lock()
@@ -139,13 +146,13 @@ class Forwards:
 
     # --- what runs --------------------------------------------------------------------------------
 
-    def _choose(self, request: _Request, plainly: Callable[[], Any], cache: Any) -> Any:
+    def _choose(self, request: _JobRequest, plainly: Callable[[], Any], cache: Any) -> Any:
         """Run a forward in the fastest way, or in several to find out which that is."""
         num_tokens = request.input_ids.shape[1]
         size = _size_of(num_tokens)
         choice = self._choices.get(size)
         if choice is None:
-            choice = self._choices[size] = Choice(3 if self._has_dots else 2, is_large=True)
+            choice = self._choices[size] = Fastest(3 if self._has_dots else 2, is_large=True)
         layers = [layer for part in request.parts for layer in part.cache.held]
         pending = [layer.num_pending for layer in layers]
 
@@ -181,7 +188,7 @@ class Forwards:
             self.why_not = f"logits differ by {error:.2g} of their standard deviation"
         return error <= self._limit
 
-    def _by_job(self, request: _Request, has_dots: bool) -> Tensor | None:
+    def _by_job(self, request: _JobRequest, has_dots: bool) -> Tensor | None:
         """Return logits [1, num_kept, vocab_size]; None, with nothing written, if impossible."""
         plan, num = self._plan, request.input_ids.shape[1]
         if len(request.parts) == 1 and num > _MOST_TOKENS and request.parts[0].masks[0] is None:
@@ -232,7 +239,7 @@ class Forwards:
                 layer.num_pending += part.num
         return plan.finish(logits)
 
-    def _see(self, part: _Part, places: NDArray[np.int64]) -> bool:
+    def _see(self, part: _ForwardPart, places: NDArray[np.int64]) -> bool:
         """Return whether masks are of as many keys as layers have."""
         num_keys = places[:, words.NUM_KEYS]
         return all(
@@ -240,7 +247,7 @@ class Forwards:
             for kind, mask in enumerate(part.masks)
         )
 
-    def _in_pieces(self, request: _Request, has_dots: bool) -> Tensor | None:
+    def _in_pieces(self, request: _JobRequest, has_dots: bool) -> Tensor | None:
         """Run a prompt in pieces, which see those before them."""
         (part,) = request.parts
         logits = []
@@ -291,7 +298,7 @@ class Forwards:
 
     # --- what is asked for ------------------------------------------------------------------------
 
-    def _request(self, inputs: dict[str, Any]) -> _Request | None:
+    def _request(self, inputs: dict[str, Any]) -> _JobRequest | None:
         """Return what a forward's inputs ask of a job, or None if it is not for one."""
         rest = inputs.keys() - _GIVEN
         if any(inputs[name] is not None and inputs[name] is not False for name in rest):
@@ -323,14 +330,14 @@ class Forwards:
             kept = kept.tolist()
         else:
             kept = range(max(num - kept, 0) if kept else 0, num)
-        return _Request(ids, positions, parts, np.array(kept, np.int64))
+        return _JobRequest(ids, positions, parts, np.array(kept, np.int64))
 
-    def _parts(self, mask: Any, cache: Any, num: int) -> list[_Part] | None:
+    def _parts(self, mask: Any, cache: Any, num: int) -> list[_ForwardPart] | None:
         if type(cache) is TreeCache:
             if len(cache.lengths) > 1:
                 return None
             found = self._masks(mask, num)
-            return None if found is None else [_Part(cache, 0, num, found)]
+            return None if found is None else [_ForwardPart(cache, 0, num, found)]
         if type(cache) is not JointCache:
             return None
         carriers = [mask[kind] if isinstance(mask, dict) else mask for kind in self._kinds]
@@ -343,7 +350,7 @@ class Forwards:
                 if found is None:
                     return None
                 masks.append(found[0])
-            parts.append(_Part(of_call, nodes.start, nodes.stop - nodes.start, tuple(masks)))
+            parts.append(_ForwardPart(of_call, nodes.start, nodes.stop - nodes.start, tuple(masks)))
         return parts
 
     def _masks(self, mask: Any, num: int) -> tuple[Tensor | None, ...] | None:
@@ -380,7 +387,7 @@ def _of_mask(mask: Tensor | None) -> tuple[int, int]:
     return (0, 0) if mask is None else (mask.data_ptr(), mask.stride(0))
 
 
-def _angles_of(rotary: Rotary, given: dict[Any, Tensor]) -> tuple[Tensor, ...]:
+def _angles_of(rotary: RotaryPlan, given: dict[Any, Tensor]) -> tuple[Tensor, ...]:
     def put(value: Any) -> Any:
         return given[value] if value in (words.STATES_GIVEN, words.POSITIONS_GIVEN) else value
 
@@ -399,7 +406,7 @@ class _Weights:
         last: the words of the last norm and of the head.
     """
 
-    def __init__(self, plan: Plan, kinds: Sequence[str], dtype: torch.dtype) -> None:
+    def __init__(self, plan: DecoderPlan, kinds: Sequence[str], dtype: torch.dtype) -> None:
         self._dtype, self._width = dtype, dtype.itemsize
         self._table = np.zeros((len(plan.layers) + 1, words.LAYER_SIZE), np.int64)
         places = [kinds.index(kind) for kind in plan.kinds]
@@ -464,6 +471,7 @@ class _Weights:
         """Return whether all are plain matrices in memory, as they were when they were read."""
         return all(
             type(weight) in (Tensor, nn.Parameter)
+            and weight.layout is torch.strided
             and weight.dtype is self._dtype
             and weight.is_cpu
             and weight.shape == shape
@@ -501,7 +509,7 @@ class _Workspace:
     def __init__(
         self,
         kernels: Any,
-        plan: Plan,
+        plan: DecoderPlan,
         sizes: tuple[int, int, int],
         num_tokens: int,
         num_threads: int,
@@ -547,7 +555,7 @@ class _Workspace:
         job[words.EVERY] = self._every.ctypes.data
 
 
-def forwards_for(model: Model) -> Forwards | None:
+def forwards_for(model: Model) -> FusedForwards | None:
     """Return what runs a model's forwards by jobs; None where none can.
 
     The first time on a machine, they are compiled, for some seconds.
@@ -557,5 +565,5 @@ def forwards_for(model: Model) -> Forwards | None:
     if run is None or float32_precision("cpu") != "highest" or model.dtype not in FORMATS:
         return None
     with Attempt(even_memory=True):  # a forward that is watched may fail in ways of its own
-        return Forwards(model, read(model), run)
+        return FusedForwards(model, read(model), run)
     return None

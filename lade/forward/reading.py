@@ -1,7 +1,7 @@
 """Read from a model how its decoder computes, so that one compiled job can do the same.
 
 Nothing is known of architectures: a short forward is watched, and each number that passes between
-modules must be what the plan says it is. What does not fit raises `UnreadableError`.
+modules must be what the plan says it is. What does not fit raises `UnreadableModelError`.
 """
 
 import math
@@ -17,7 +17,7 @@ from lade.compat import Model, placeholders_of
 from lade.forward import words
 from lade.view import apart, with_attention
 
-_NUM_TOKENS = 5  # of the forward that is watched
+_POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the forward that is watched
 _WATCHED = "lade_watched"
 _sdpa = AttentionInterface()["sdpa"]
 # What a module tells attention that is honoured, or says nothing of the result.
@@ -25,6 +25,7 @@ _HONOURED = {
     *("dropout", "scaling", "softcap", "s_aux", "sliding_window", "is_causal", "position_ids"),
     *("use_cache", "output_attentions", "output_hidden_states", "cache_position", "return_dict"),
 }
+_NOTHING = (nn.Dropout, nn.Identity)  # done by these when a text is generated
 _OUTS = ("o_proj", "out_proj", "dense", "c_proj")
 _FUNCTIONS: dict[int, Callable[[Tensor], Tensor]] = {
     words.SILU: functional.silu,
@@ -35,11 +36,11 @@ _FUNCTIONS: dict[int, Callable[[Tensor], Tensor]] = {
 }
 
 
-class UnreadableError(Exception):
+class UnreadableModelError(Exception):
     """A model computes something that a plan has no place for."""
 
 
-class Norm(NamedTuple):
+class NormPlan(NamedTuple):
     """A norm of states, or of queries or keys."""
 
     module: nn.Module
@@ -47,7 +48,7 @@ class Norm(NamedTuple):
     eps: float
 
 
-class Product(NamedTuple):
+class ProductPlan(NamedTuple):
     """Some columns of a linear layer."""
 
     module: nn.Linear
@@ -60,7 +61,7 @@ class Product(NamedTuple):
         return self.module.in_features
 
 
-class Rotary(NamedTuple):
+class RotaryPlan(NamedTuple):
     """A module that makes angles, and what it is called with besides states and positions."""
 
     module: nn.Module
@@ -68,13 +69,13 @@ class Rotary(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Layer(NamedTuple):
+class LayerPlan(NamedTuple):
     """A decoder layer."""
 
-    norms: tuple[Norm | None, ...]  # before and after attention, MLP; of queries, keys
-    products: tuple[Product | None, ...]  # query, key, value, out, gate, up, down
+    norms: tuple[NormPlan | None, ...]  # before and after attention, MLP; of queries, keys
+    products: tuple[ProductPlan | None, ...]  # query, key, value, out, gate, up, down
     activation: int
-    rotary: Rotary | None
+    rotary: RotaryPlan | None
     num_turned: int
     turn: int
     repeats_angles: bool  # whether neighbours have one angle, given once
@@ -85,14 +86,14 @@ class Layer(NamedTuple):
     is_parallel: bool  # whether attention and MLP get the same states
 
 
-class Plan(NamedTuple):
+class DecoderPlan(NamedTuple):
     """How a decoder computes logits from token ids."""
 
     embedding: nn.Module
     scale: float  # of what it gives
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerPlan, ...]
     kinds: tuple[str, ...]  # of masks, by layer
-    norm: Norm | None
+    norm: NormPlan | None
     head: nn.Linear
     num_heads: int
     num_key_heads: int
@@ -134,21 +135,21 @@ AttentionMaskInterface.register(_WATCHED, AttentionMaskInterface()["sdpa"])
 
 
 @torch.no_grad()
-def read(model: Model) -> Plan:
+def read(model: Model) -> DecoderPlan:
     """Return how a model computes.
 
     Raises:
-        UnreadableError: in a way that no plan tells, or code of others' own takes part.
+        UnreadableModelError: in a way that no plan tells, or code of others' own takes part.
     """
     if any(module.training for module in model.modules()):
-        raise UnreadableError("it is in training mode")
+        raise UnreadableModelError("it is in training mode")
     view = apart(with_attention(model, _WATCHED))
     calls: dict[nn.Module, list[_Call]] = {}
     for module in view.modules():
         if module._forward_hooks or module._forward_pre_hooks:
-            raise UnreadableError("it has hooks")
+            raise UnreadableModelError("it has hooks")
         if "forward" in vars(module):
-            raise UnreadableError("a module has a forward of its own")
+            raise UnreadableModelError("a module has a forward of its own")
         module.register_forward_hook(
             lambda module, args, kwargs, out: calls.setdefault(module, []).append(
                 _Call(args, kwargs, out)
@@ -158,11 +159,12 @@ def read(model: Model) -> Plan:
     text = model.config.get_text_config(decoder=True)
     taken = {*placeholders_of(model), getattr(text, "pad_token_id", None)}
     ids = [each for each in range(text.vocab_size // 2, text.vocab_size) if each not in taken]
-    input_ids = torch.tensor([ids[:_NUM_TOKENS]])
+    input_ids = torch.tensor([ids[: len(_POSITIONS)]])
     attended: list[_Attention] = []
     _watching.append(attended)
     try:
-        positions = torch.arange(input_ids.shape[1])[None]
+        # Some scale queries by their position, from thousands of tokens on.
+        positions = torch.tensor([_POSITIONS])
         output = view(input_ids=input_ids, position_ids=positions, use_cache=False)
     finally:
         _watching.pop()
@@ -171,10 +173,11 @@ def read(model: Model) -> Plan:
     leaves = frozenset(id(module) for module in model.modules() if not module._modules)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)
     originals = dict(zip(view.modules(), model.modules(), strict=True))
-    plan = _with_originals(plan._replace(leaves=leaves, kinds=tuple(kinds)), originals)
-    if any(type(each) not in (Tensor, nn.Parameter) for each in weights_of(plan)):
-        raise UnreadableError("its weights are not plain tensors")
-    return plan
+    plan = plan._replace(leaves=leaves, kinds=tuple(kinds))
+    of_model: DecoderPlan = _with_originals(plan, originals)
+    if any(type(each) not in (Tensor, nn.Parameter) for each in weights_of(of_model)):
+        raise UnreadableModelError("its weights are not plain tensors")
+    return of_model
 
 
 def _with_originals(value: Any, originals: dict[Any, Any]) -> Any:
@@ -189,7 +192,7 @@ def _with_originals(value: Any, originals: dict[Any, Any]) -> Any:
     return originals[id(value)]
 
 
-def modules_of(plan: Plan) -> Iterator[nn.Module]:
+def modules_of(plan: DecoderPlan) -> Iterator[nn.Module]:
     """Yield the modules whose weights a plan takes."""
     yield plan.head
     if plan.norm is not None:
@@ -199,7 +202,7 @@ def modules_of(plan: Plan) -> Iterator[nn.Module]:
         yield from (product.module for product in layer.products if product is not None)
 
 
-def weights_of(plan: Plan) -> Iterator[Tensor]:
+def weights_of(plan: DecoderPlan) -> Iterator[Tensor]:
     """Yield the weights that a plan takes."""
     for module in modules_of(plan):
         yield from (each for each in module._parameters.values() if each is not None)
@@ -222,11 +225,11 @@ class _Reader:
         }
         self._norms: list[tuple[nn.Module, Tensor, Tensor]] = []  # of the layer, not yet used
         self._activations: set[nn.Module] = set()  # of the layer
-        self._rotaries: dict[int, Rotary] = {}
+        self._rotaries: dict[int, RotaryPlan] = {}
 
-    def plan(self, attended: list[_Attention], logits: Tensor) -> Plan:
+    def plan(self, attended: list[_Attention], logits: Tensor) -> DecoderPlan:
         if not attended:
-            raise UnreadableError("its attention is not transformers'")
+            raise UnreadableModelError("its attention is not transformers'")
         first = attended[0]
         sizes = first.query.shape[1], first.key.shape[1], first.query.shape[3]
         if any(
@@ -234,7 +237,7 @@ class _Reader:
             != (*sizes, sizes[2])
             for each in attended
         ):
-            raise UnreadableError("its layers have heads of different sizes")
+            raise UnreadableModelError("its layers have heads of different sizes")
         embedding, scale, states = self._embedded(attended[0])
         layers = []
         for each in attended:
@@ -242,7 +245,7 @@ class _Reader:
             layers.append(layer)
         head = self._view.get_output_embeddings()
         if type(head) is not nn.Linear or head not in self._calls:
-            raise UnreadableError("its head is not a linear layer")
+            raise UnreadableModelError("its head is not a linear layer")
         given, results = self._io(head)
         norm = None
         if not torch.equal(given, states):
@@ -254,150 +257,130 @@ class _Reader:
             norm = _norm_of(one(found, "norm before its head"), states, given)
         finish = _finish_of(results, logits, self._view)
         none: frozenset[int] = frozenset()
-        return Plan(embedding, scale, tuple(layers), (), norm, head, *sizes, finish, none)
+        return DecoderPlan(embedding, scale, tuple(layers), (), norm, head, *sizes, finish, none)
 
     def _embedded(self, first: _Attention) -> tuple[nn.Module, float, Tensor]:
         """Return the embedding, the factor of what it gives, and states of the first layer."""
         states = self._states(self._parents[first.module])
-        for module, calls in self._calls.items():
-            if isinstance(module, nn.Embedding) and torch.equal(
-                calls[0].out.shape and calls[0].args[0], self._input_ids
-            ):
-                out = calls[0].out
-                if out.shape != states.shape:
-                    continue
-                if torch.equal(out, states):
-                    return module, 1.0, states
-                scale = float((states.double() / out.double()).nanmedian())
-                if torch.equal(out * scale, states):
+        for module, (call, *_) in self._calls.items():
+            if not isinstance(module, nn.Embedding) or call.out.shape != states.shape:
+                continue
+            ratio = float((states.double() / call.out.double()).nanmedian())
+            for scale in (1.0, ratio, round(ratio, 6)):
+                if torch.equal(call.out * scale, states):
                     return module, scale, states
-                scale = round(scale, 6)
-                if torch.equal(out * scale, states):
-                    return module, scale, states
-        raise UnreadableError("its first layer does not get what an embedding gives")
+        raise UnreadableModelError("its first layer does not get what an embedding gives")
 
     def _io(self, module: nn.Module) -> tuple[Tensor, Tensor]:
         """Return what a module got and gave, which was called once."""
         calls = self._calls.get(module, ())
         if len(calls) != 1:
-            raise UnreadableError(f"{type(module).__name__} is called {len(calls)} times")
+            raise UnreadableModelError(f"{type(module).__name__} is called {len(calls)} times")
         given = calls[0].args[0] if calls[0].args else next(iter(calls[0].kwargs.values()))
         return given, calls[0].out
 
     def _states(self, layer: nn.Module) -> Tensor:
         call = self._calls[layer][0]
-        return call.args[0] if call.args else call.kwargs["hidden_states"]
+        states: Tensor = call.args[0] if call.args else call.kwargs["hidden_states"]
+        return states
 
     def _layer(
         self, attended: _Attention, states: Tensor, sizes: tuple[int, int, int]
-    ) -> tuple[Layer, Tensor]:
-        num_heads, num_key_heads, head_size = sizes
-        attention = attended.module
+    ) -> tuple[LayerPlan, Tensor]:
+        """Return a layer, and the states that it gives."""
+        attention, head_size = attended.module, sizes[2]
         layer = self._parents[attention]
         if len(self._calls[layer]) != 1 or not torch.equal(self._states(layer), states):
-            raise UnreadableError("a layer does not get what the one before it gives")
+            raise UnreadableModelError("a layer does not get what the one before it gives")
         out = self._calls[layer][0].out
         result = out[0] if isinstance(out, tuple) else out
         leaves = [each for each in layer.modules() if not each._modules and each in self._calls]
-        self._norms = []
-        for each in leaves:
-            if "norm" in type(each).__name__.lower():
-                self._norms.append((each, *self._io(each)))
-        # Attention.
-        children = dict(attention.named_children())
-        widths = [head_size * num for num in (num_heads, num_key_heads, num_key_heads)]
-        if all(name in children for name in ("q_proj", "k_proj", "v_proj")):
-            mixed = [children[name] for name in ("q_proj", "k_proj", "v_proj")]
-            mixes = [
-                Product(_linear(each), 0, num) for each, num in zip(mixed, widths, strict=True)
-            ]
-        elif "qkv_proj" in children:
-            whole = _linear(children["qkv_proj"])
-            starts = (0, widths[0], widths[0] + widths[1])
-            mixes = [Product(whole, *each) for each in zip(starts, widths, strict=True)]
-        else:
-            raise UnreadableError("its attention has no projections of known names")
-        for product in mixes:
-            if product.first + product.num > product.module.out_features:
-                raise UnreadableError("projections have other sizes than heads")
-        given = self._io(mixes[0].module)[0]
-        query, key, value = (
-            self._io(each.module)[1][..., each.first : each.first + each.num] for each in mixes
-        )
-        rows = attended.value.transpose(1, 2).reshape(value.shape)
-        if any(self._io(each.module)[0] is not given for each in mixes) or not torch.equal(
-            rows, value
-        ):
-            raise UnreadableError("values are not what their projection gives")
-        out_linear = _linear(one([children[name] for name in _OUTS if name in children], "output"))
-        from_attention, attention_out = self._io(out_linear)
-        if not torch.equal(from_attention, attended.out.reshape(from_attention.shape)):
-            raise UnreadableError("something is between attention and its projection")
+        self._norms = [(each, *self._io(each)) for each in leaves if _is_norm(each)]
+        mixing, out_linear = self._projections(attended, sizes)
+        given, attention_out = self._io(mixing[0].module)[0], self._io(out_linear)[1]
         before = self._norm_between(states, given)
         rotary, angles = self._rotary(layer)
+        query, key = (
+            self._io(each.module)[1][..., each.first : each.first + each.num] for each in mixing[:2]
+        )
         query_norm, turn, repeats = self._turned(query, attended.query, angles, head_size)
         key_norm, *others = self._turned(key, attended.key, angles, head_size)
         if others != [turn, repeats]:
-            raise UnreadableError("queries and keys are turned in different ways")
-        num_turned = 0 if not turn else angles[0].shape[-1] * (2 if repeats is None else 1)
-        # MLP.
-        linears = [each for each in leaves if isinstance(each, nn.Linear)]
-        others_ = [each for each in linears if each not in {*(m.module for m in mixes), out_linear}]
-        gate, up, down, activation, inner_given, mlp_out = self._mlp(layer, others_, leaves)
-        # Residuals.
+            raise UnreadableModelError("queries and keys are turned in different ways")
+        used: set[nn.Module] = {*(each.module for each in mixing), out_linear}
+        linears = [each for each in leaves if isinstance(each, nn.Linear) and each not in used]
+        gate, up, down, activation = self._mlp(layer, linears, leaves)
+        mlp_given, mlp_out = self._io(gate.module)[0], self._io(down.module)[1]
         factor = float(getattr(layer, "residual_multiplier", 1.0))
         after, added = self._after(attention_out)
-        is_parallel = inner_given is given or any(
-            each[1] is states and each[2] is inner_given for each in self._norms
+        between = states + (added if factor == 1.0 else added * factor)
+        is_parallel = mlp_given is given or any(
+            mine is states and each is mlp_given for _, mine, each in self._norms
         )
-        between = states + added * factor if factor != 1.0 else states + added
-        if is_parallel:
-            before_mlp = before if inner_given is given else self._norm_between(states, inner_given)
-        else:
-            before_mlp = self._norm_between(between, inner_given)
-        after_mlp, added_mlp = self._after(mlp_out)
-        expected = between + (added_mlp * factor if factor != 1.0 else added_mlp)
-        if not _is_near(result, expected):
-            raise UnreadableError("a layer adds something else to its states")
+        before_mlp = before
+        if mlp_given is not given:
+            before_mlp = self._norm_between(states if is_parallel else between, mlp_given)
+        after_mlp, added = self._after(mlp_out)
+        if not _is_near(result, between + (added if factor == 1.0 else added * factor)):
+            raise UnreadableModelError("a layer adds something else to its states")
         if self._norms:
-            raise UnreadableError(f"{type(self._norms[0][0]).__name__} stands at an unknown place")
-        used = {*(m.module for m in mixes), out_linear, *others_}
-        self._check_rest(leaves, used)
-        settings = attended.kwargs
-        unknown = [k for k, v in settings.items() if v is not None and k not in _HONOURED]
-        unknown = [name for name in unknown if not isinstance(settings[name], bool | dict)]
-        if unknown or settings.get("dropout"):
-            raise UnreadableError(f"its attention is told of {', '.join(unknown) or 'dropout'}")
-        sinks = settings.get("s_aux")
-        if sinks is not None and attention._parameters.get("sinks") is not sinks:
-            raise UnreadableError("sinks are no parameter of its attention")
-        scaling = settings.get("scaling")
-        read = Layer(
+            name = type(self._norms[0][0]).__name__
+            raise UnreadableModelError(f"{name} stands at an unknown place")
+        self._check_rest(leaves, {*used, *linears})
+        scaling, softcap, sinks = _settings_of(attended)
+        plan = LayerPlan(
             (before, after, before_mlp, after_mlp, query_norm, key_norm),
-            (*mixes, Product(out_linear, 0, out_linear.out_features), gate, up, down),
+            (*mixing, ProductPlan(out_linear, 0, out_linear.out_features), gate, up, down),
             activation,
             rotary if turn else None,
-            num_turned,
+            angles[0].shape[-1] if turn else 0,
             turn,
-            bool(repeats),
-            head_size**-0.5 if scaling is None else float(scaling),
-            float(settings.get("softcap") or 0.0),
-            None if sinks is None else attention,
+            repeats,
+            scaling,
+            softcap,
+            sinks,
             factor,
             is_parallel,
         )
-        return read, result
+        return plan, result
+
+    def _projections(
+        self, attended: _Attention, sizes: tuple[int, int, int]
+    ) -> tuple[list[ProductPlan], nn.Linear]:
+        """Return what makes queries, keys and values, and what takes the result of attention."""
+        num_heads, num_key_heads, head_size = sizes
+        children = dict(attended.module.named_children())
+        widths = [head_size * num for num in (num_heads, num_key_heads, num_key_heads)]
+        if {"q_proj", "k_proj", "v_proj"} <= children.keys():
+            linears = [_linear(children[f"{name}_proj"]) for name in "qkv"]
+            starts = [0, 0, 0]
+        elif "qkv_proj" in children:
+            linears = [_linear(children["qkv_proj"])] * 3
+            starts = [0, widths[0], widths[0] + widths[1]]
+        else:
+            raise UnreadableModelError("its attention has no projections of known names")
+        mixing = [*map(ProductPlan, linears, starts, widths)]
+        given, values = self._io(linears[2])
+        values = values[..., starts[2] :]
+        rows = attended.value.transpose(1, 2).flatten(2)
+        is_same = rows.shape == values.shape and torch.equal(rows, values)
+        if not is_same or any(self._io(each)[0] is not given for each in linears):
+            raise UnreadableModelError("values are not what their projection gives")
+        out = _linear(one([children[name] for name in _OUTS if name in children], "output"))
+        if not torch.equal(self._io(out)[0], attended.out.flatten(2)):
+            raise UnreadableModelError("something is between attention and its projection")
+        return mixing, out
 
     def _check_rest(self, leaves: list[nn.Module], used: set[nn.Module]) -> None:
         """Raise if a module takes part that was not accounted for."""
         for each in leaves:
-            if each in used or isinstance(each, nn.Dropout | nn.Identity):
+            if each in used or isinstance(each, _NOTHING):
                 continue
-            if "norm" in type(each).__name__.lower() or each in self._activations:
+            if _is_norm(each) or each in self._activations:
                 continue
-            raise UnreadableError(f"{type(each).__name__} takes part in a layer")
+            raise UnreadableModelError(f"{type(each).__name__} takes part in a layer")
 
-    def _norm_between(self, given: Tensor, normed: Tensor) -> Norm | None:
+    def _norm_between(self, given: Tensor, normed: Tensor) -> NormPlan | None:
         """Return the norm whose result this is, of these states; None if it is these states."""
         if normed is given or torch.equal(normed, given):
             return None
@@ -405,9 +388,9 @@ class _Reader:
             if torch.equal(out, normed) and _is_near(mine, given):
                 del self._norms[place]
                 return _norm_of(module, mine, out)
-        raise UnreadableError("states change on their way in another way than by a norm")
+        raise UnreadableModelError("states change on their way in another way than by a norm")
 
-    def _after(self, given: Tensor) -> tuple[Norm | None, Tensor]:
+    def _after(self, given: Tensor) -> tuple[NormPlan | None, Tensor]:
         """Return the norm of what attention or MLP gave, if it has one, and what is added."""
         for place, (module, mine, out) in enumerate(self._norms):
             if mine.shape == given.shape and torch.equal(mine, given):
@@ -415,7 +398,7 @@ class _Reader:
                 return _norm_of(module, mine, out), out
         return None, given
 
-    def _rotary(self, layer: nn.Module) -> tuple[Rotary | None, tuple[Tensor, ...]]:
+    def _rotary(self, layer: nn.Module) -> tuple[RotaryPlan | None, tuple[Tensor, ...]]:
         """Return what made the angles of a layer, and these: cosines and sines."""
         call = self._calls[layer][0]
         candidates = [*call.args, *call.kwargs.values()]
@@ -435,25 +418,25 @@ class _Reader:
                     if id(made) not in self._rotaries:  # one for all layers that it is made for
                         self._rotaries[id(made)] = self._rotary_of(module, made)
                     return self._rotaries[id(made)], found
-        raise UnreadableError("its angles are not what a module gives")
+        raise UnreadableModelError("its angles are not what a module gives")
 
-    def _rotary_of(self, module: nn.Module, made: _Call) -> Rotary:
+    def _rotary_of(self, module: nn.Module, made: _Call) -> RotaryPlan:
         def kept(value: Any) -> Any:
             if isinstance(value, Tensor) and value.dtype == torch.int64:
                 if not torch.equal(value, self._positions):
-                    raise UnreadableError("its positions have several axes")
+                    raise UnreadableModelError("its positions have several axes")
                 return words.POSITIONS_GIVEN
             return words.STATES_GIVEN if isinstance(value, Tensor) else value
 
         args = tuple(map(kept, made.args))
         kwargs = {name: kept(value) for name, value in made.kwargs.items()}
         if [*args, *kwargs.values()].count(words.POSITIONS_GIVEN) != 1:
-            raise UnreadableError("its angles are not of positions")
-        return Rotary(module, args, kwargs)
+            raise UnreadableModelError("its angles are not of positions")
+        return RotaryPlan(module, args, kwargs)
 
     def _turned(
         self, given: Tensor, turned: Tensor, angles: tuple[Tensor, ...], head_size: int
-    ) -> tuple[Norm | None, int, bool | None]:
+    ) -> tuple[NormPlan | None, int, bool]:
         """Return the norm of queries or keys, how they are turned, and whether angles repeat."""
         heads = given.view(*given.shape[:2], -1, head_size).transpose(1, 2)
         norm = None
@@ -473,69 +456,105 @@ class _Reader:
         if torch.equal(heads, turned):
             return norm, 0, False
         if len(angles) != 2 or angles[0].dim() != 3:
-            raise UnreadableError("queries change in another way than by angles")
+            raise UnreadableModelError("queries change in another way than by angles")
         best = min(
-            (float((_turned_by(heads, angles, how, repeats) - turned).abs().max()), how, repeats)
+            (_apart(_turned_by(heads, angles, how, repeats), turned), how, repeats)
             for how in (words.HALVES, words.NEIGHBOURS)
             for how in (how, how | words.WIDE)
             for repeats in (False, True)
         )
         if best[0] > _tolerance(turned):
-            raise UnreadableError("queries change in another way than by angles")
+            raise UnreadableModelError("queries change in another way than by angles")
         return norm, best[1], best[2]
 
     def _mlp(
         self, layer: nn.Module, linears: list[nn.Linear], leaves: list[nn.Module]
-    ) -> tuple[Product | None, Product | None, Product, int, Tensor, Tensor]:
-        """Return gate, up, down, the activation, what the MLP got and what it gave."""
+    ) -> tuple[ProductPlan, ProductPlan | None, ProductPlan, int]:
+        """Return gate, up and down, and the activation; without a gate, up stands in its place."""
         named = {name.rpartition(".")[2]: each for name, each in layer.named_modules()}
+        up: ProductPlan | None = None
+        upped: Tensor | None = None
         if len(linears) == 3 and {"gate_proj", "up_proj", "down_proj"} <= named.keys():
-            gate, up, down = (_linear(named[f"{name}_proj"]) for name in ("gate", "up", "down"))
-            (given, gated), (_, upped) = self._io(gate), self._io(up)
-            products = Product(gate, 0, gate.out_features), Product(up, 0, up.out_features)
+            first, second, down = (
+                _linear(named[name]) for name in ("gate_proj", "up_proj", "down_proj")
+            )
+            gate = ProductPlan(first, 0, first.out_features)
+            up = ProductPlan(second, 0, second.out_features)
+            (given, gated), (other, upped) = self._io(first), self._io(second)
+            if other is not given:
+                raise UnreadableModelError("gate and up get different states")
         elif len(linears) == 2 and "gate_up_proj" in named:
-            both, down = _linear(named["gate_up_proj"]), _linear(named["down_proj"])
-            given, out = self._io(both)
-            half = both.out_features // 2
-            gated, upped = out.chunk(2, dim=-1)
-            products = Product(both, 0, half), Product(both, half, half)
+            first, down = _linear(named["gate_up_proj"]), _linear(named["down_proj"])
+            half = first.out_features // 2
+            gate, up = ProductPlan(first, 0, half), ProductPlan(first, half, half)
+            gated, upped = self._io(first)[1].chunk(2, dim=-1)
         elif len(linears) == 2:
-            first, down = sorted(linears, key=lambda each: each.out_features, reverse=True)
-            given, gated = self._io(first)
-            products, upped = (Product(_linear(first), 0, first.out_features), None), None
-            down = _linear(down)
+            first, down = map(_linear, sorted(linears, key=lambda each: -each.out_features))
+            gate = ProductPlan(first, 0, first.out_features)
+            gated = self._io(first)[1]
         else:
-            raise UnreadableError(f"a layer has {len(linears)} linear layers besides attention's")
-        inner, out = self._io(down)
-        errors = {}
-        for which, function in _FUNCTIONS.items():
-            acted = function(gated)
+            raise UnreadableModelError(f"a layer has {len(linears)} linear layers for its MLP")
+        inner = self._io(down)[0]
+
+        def error(which: int) -> float:
+            acted = _FUNCTIONS[which](gated)
             expected = acted if upped is None else acted * upped
-            errors[which] = float((expected - inner).abs().max())
-        activation = min(errors, key=errors.__getitem__)
-        if errors[activation] > _tolerance(inner):
-            raise UnreadableError("its MLP has another activation")
+            return _apart(expected, inner)
+
+        activation = min(_FUNCTIONS, key=error)
+        if error(activation) > _tolerance(inner):
+            raise UnreadableModelError("its MLP has another activation")
         self._activations = {
             each
             for each in leaves
-            if not [*each.parameters(recurse=False)]
-            and each in self._calls
+            if not isinstance(each, _NOTHING)
+            and not each._parameters
             and torch.equal(self._io(each)[0], gated)
         }
-        return *products, Product(down, 0, down.out_features), activation, given, out
+        return gate, up, ProductPlan(down, 0, down.out_features), activation
+
+
+def _settings_of(attended: _Attention) -> tuple[float, float, nn.Module | None]:
+    """Return scaling and softcap of attention, and the module that has its sinks, if any."""
+    settings = {name: each for name, each in attended.kwargs.items() if each is not None}
+    unknown = [
+        name
+        for name, each in settings.items()
+        if name not in _HONOURED and not isinstance(each, bool | dict)
+    ]
+    if unknown or settings.get("dropout"):
+        told = ", ".join(unknown) or "dropout"
+        raise UnreadableModelError(f"its attention is told of {told}")
+    sinks = settings.get("s_aux")
+    if sinks is not None and attended.module._parameters.get("sinks") is not sinks:
+        raise UnreadableModelError("sinks are no parameter of its attention")
+    scaling = settings.get("scaling", attended.query.shape[3] ** -0.5)
+    softcap = float(settings.get("softcap", 0.0))
+    return float(scaling), softcap, None if sinks is None else attended.module
 
 
 def one(found: list[Any], what: str) -> Any:
     """Return the only one that was found."""
     if len(found) != 1:
-        raise UnreadableError(f"it has {len(found)} modules that may be its {what}")
+        raise UnreadableModelError(f"it has {len(found)} modules that may be its {what}")
     return found[0]
 
 
 def _linear(module: Any) -> nn.Linear:
     if type(module) is not nn.Linear:
-        raise UnreadableError(f"{type(module).__name__} is not a plain linear layer")
+        raise UnreadableModelError(f"{type(module).__name__} is not a plain linear layer")
     return module
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _apart(mine: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference, infinite between different shapes."""
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return math.inf
+    return float((mine - theirs).abs().max())
 
 
 def _is_from(calls: list[_Call], given: Tensor, out: Tensor) -> bool:
@@ -552,9 +571,7 @@ def _tolerance(values: Tensor) -> float:
 
 
 def _is_near(mine: Tensor, theirs: Tensor) -> bool:
-    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-        return False
-    return bool((mine - theirs).abs().max() <= _tolerance(theirs))
+    return _apart(mine, theirs) <= _tolerance(theirs)
 
 
 def _turned_by(heads: Tensor, angles: tuple[Tensor, ...], how: int, repeats: bool) -> Tensor:
@@ -580,7 +597,7 @@ def repeated(angles: Tensor, repeats: bool) -> Tensor:
     return angles[..., : angles.shape[-1] // 2].repeat_interleave(2, dim=-1)
 
 
-def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> Norm:
+def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> NormPlan:
     """Return what kind of norm a module is, by what it gave."""
     eps = next(
         (
@@ -592,9 +609,9 @@ def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> Norm:
     )
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if {*module._parameters} - {"weight", "bias"} or not isinstance(eps, float):
-        raise UnreadableError(f"{type(module).__name__} has other parameters than norms have")
+        raise UnreadableModelError(f"{type(module).__name__} has other parameters than norms have")
     if any(each is not None and each.numel() != given.shape[-1] for each in (weight, bias)):
-        raise UnreadableError(f"{type(module).__name__} has weights for each head")
+        raise UnreadableModelError(f"{type(module).__name__} has weights for each head")
     errors = {}
     for flags in range(0, 16, 2):
         wide = given.float()
@@ -610,8 +627,8 @@ def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> Norm:
         errors[flags] = float((wide.to(given.dtype) - out).abs().max())
     flags = min(errors, key=errors.__getitem__)
     if errors[flags] > _tolerance(out):
-        raise UnreadableError(f"{type(module).__name__} is no norm that is known")
-    return Norm(module, flags | words.IS_NORM, eps)
+        raise UnreadableModelError(f"{type(module).__name__} is no norm that is known")
+    return NormPlan(module, flags | words.IS_NORM, eps)
 
 
 def _finish_of(results: Tensor, logits: Tensor, view: Model) -> Callable[[Tensor], Tensor]:
@@ -632,4 +649,4 @@ def _finish_of(results: Tensor, logits: Tensor, view: Model) -> Callable[[Tensor
     for way in ways:
         if torch.equal(way(results), logits):
             return way
-    raise UnreadableError("its logits are not what its head gives")
+    raise UnreadableModelError("its logits are not what its head gives")

@@ -36,7 +36,7 @@ _CLEAR, _CLEAR_SEC = 2.0, 3e-3
 _LEAST_CALLS, _MOST_CALLS = 100, 20_000
 
 
-class Choice:
+class Fastest:
     """Which of some ways is the fastest, by the shortest times of a few calls.
 
     A busy machine may make the wrong one look slow, so they are timed again now and then, in turn.

@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from lade.closeness import float32_precision
 from lade.compat import Model
 from lade.openmp import Run, runner
-from lade.products.choice import Choice, about
+from lade.products.choice import Fastest, about
 from lade.view import viewed
 
 # Weights of fewer elements are done before a thread is told of them.
@@ -63,7 +63,7 @@ class Products:
         self._run, self._job, self._most_rows = run, job, most_rows
         self.num_compared = 0
         # By dtype and size of the weights, and about the number of rows.
-        self._choices: dict[tuple[torch.dtype, int, int, int], Choice] = {}
+        self._choices: dict[tuple[torch.dtype, int, int, int], Fastest] = {}
         self._num_layers: Counter[tuple[torch.dtype, int, int]] = Counter()  # of the last view
         self._num_apart = Counter[int]()  # forwards without them, by about their number of rows
 
@@ -127,7 +127,7 @@ class Products:
         choice = self._choices.get(key)
         if choice is None:
             may_widen = num_rows >= _MANY_ROWS and weight.dtype is not torch.float32
-            choice = self._choices[key] = Choice(3 if may_widen else 2)
+            choice = self._choices[key] = Fastest(3 if may_widen else 2)
         if choice.best is None or choice.is_due():
             self.num_compared += 1
             # What many rows take grows with them: torch's product gains on lade's, so that the few
