@@ -42,10 +42,18 @@ def no_grad() -> Any:
         yield
 
 
+@pytest.fixture(autouse=True)
+def by_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no job run whole forwards in which these products have no part."""
+    monkeypatch.setattr("lade.probing.profile.forwards_for", lambda _: None)
+
+
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use lade's products wherever there is a choice."""
-    monkeypatch.setattr(file.Choice, "__init__", lambda self, *_: self.__dict__.update(_ALWAYS))
+    monkeypatch.setattr(
+        choice.Fastest, "__init__", lambda self, *_, **__: self.__dict__.update(_ALWAYS)
+    )
 
 
 _ALWAYS = {"best": file._OURS, "_num_left": -1, "_sec": [math.inf, 0.0, math.inf]}
@@ -325,7 +333,7 @@ def test_a_wrong_product_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Products._ours
     monkeypatch.setattr(Products, "_ours", lambda *args: own(*args) * 1.001)
     products, weight, inputs = made(), torch.randn(256, 256), torch.randn(3, 256)
-    with pytest.warns(RuntimeWarning, match="differs from torch's, which is used instead"):
+    with pytest.warns(RuntimeWarning, match="differ from torch's, which are used instead"):
         got = products.product(inputs, weight, None)
     assert torch.equal(got, linear(inputs, weight))
     for _ in range(300):
@@ -339,7 +347,7 @@ def test_one_that_becomes_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         products.product(inputs, weight, None)
     own = Products._ours
     monkeypatch.setattr(Products, "_ours", lambda *args: own(*args) * 1.001)
-    with pytest.warns(RuntimeWarning, match="differs from torch's, which is used instead"):
+    with pytest.warns(RuntimeWarning, match="differ from torch's, which are used instead"):
         results = [products.product(inputs, weight, None) for _ in range(300)]
     assert torch.equal(results[-1], linear(inputs, weight))
 
