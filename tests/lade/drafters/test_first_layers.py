@@ -61,7 +61,7 @@ def halve_of(model: Any, num_layers: int = 1) -> Any:
 
 def held(target: TreeTarget) -> list[Tensor]:
     """The keys and values of all layers."""
-    return [each for layer in target.cache._held for each in (layer.keys, layer.values)]  # type: ignore[misc]
+    return [each for layer in target.cache.held for each in (layer.keys, layer.values)]  # type: ignore[misc]
 
 
 # --- the text ---------------------------------------------------------------------------------
