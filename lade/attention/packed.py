@@ -273,9 +273,15 @@ def _span(seen: Tensor) -> tuple[int, int]:
     return int(which[0]), int(which[-1]) + 1
 
 
-def with_groups(mask: Tensor, groups: Sequence[RowGroup | PromptRow]) -> Tensor:
-    """Attach groups of rows to the mask they were made of, for `packed_rows`; return the mask."""
+def with_groups(
+    mask: Tensor, groups: Sequence[RowGroup | PromptRow], sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Attach groups of rows to the mask they were made of, for `packed_rows`; return the mask.
+
+    `sizes` are numbers of nodes of each row, of trees that follow each other.
+    """
     mask._lade_groups = groups  # type: ignore[attr-defined]
+    mask._lade_sizes = sizes  # type: ignore[attr-defined]
     return mask
 
 

@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lade.attention._kernels import (
+from lade.attention._blocks import (
     BLOCK,
     add_values,
     as_float,
@@ -117,14 +117,13 @@ from lade.forward.words import (
     WEIGHT,
     WIDE,
 )
-from lade.products._kernels import (
+from lade.products._tiles import (
     BFLOAT16,
     COLUMNS,
     DEPTH,
     FLOAT16,
     FLOAT32,
     FLOATS,
-    LANES as LANES,
     PER_LINE,
     ROWS,
     Tile,
@@ -133,6 +132,9 @@ from lade.products._kernels import (
     job,
     pointer,
     take,
+)
+from lade.products._tiles import (
+    LANES as LANES,
 )
 
 llvmlite.binding.initialize_native_asmparser()
@@ -235,7 +237,7 @@ class _Dots(Tile):
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _dots(typing_context: Any, of: Any) -> Any:
-    """Do what `_tile` of `lade.products._kernels` does, in bfloat16 by its own instruction."""
+    """Do what `_tile` of `lade.products._tiles` does, in bfloat16 by its own instruction."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         num_rows, num_columns, *given = cgutils.unpack_tuple(builder, arguments[0])

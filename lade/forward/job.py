@@ -40,7 +40,7 @@ from lade.products.choice import Fastest, about
 from lade.products.linear import FORMATS, has_vectors
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
-from lade.targets.kv_cache import TreeCache
+from lade.targets.kv_cache import TreeCache, TreeCacheLayer
 from lade.view import viewed
 
 _LINE = 32  # numbers that a row must be multiples of to stay in bfloat16
@@ -59,9 +59,8 @@ _GIVEN = {
 
 
 class _ForwardPart(NamedTuple):
-    """Tokens of a forward that follow one cache."""
+    """Tokens of a forward that follow one row of a cache."""
 
-    cache: TreeCache
     first: int  # among the tokens of all parts
     num: int
     masks: tuple[Tensor | None, ...]  # by kind: bool [num, num_keys], or None for all before it
@@ -72,8 +71,18 @@ class _JobRequest(NamedTuple):
 
     input_ids: Tensor  # int64 [1, num_tokens]
     positions: Tensor  # int64 [1, num_tokens]
+    caches: list[tuple[TreeCache, list[int]]]  # and numbers of tokens of each row, as in parts
     parts: list[_ForwardPart]
     kept: NDArray[np.int64]  # tokens whose logits are wanted
+    num_rows: int  # of logits
+
+    @property
+    def layers(self) -> list[TreeCacheLayer]:
+        """All layers of all caches."""
+        return [layer for cache, _ in self.caches for layer in cache.held]
+
+
+_Parts = tuple[list[tuple[TreeCache, list[int]]], list[_ForwardPart]]
 
 
 class FusedForwards:
@@ -101,7 +110,6 @@ class FusedForwards:
         self._vocab_size = plan.head.out_features
         self._hidden = plan.head.in_features
         self._kinds = sorted({*plan.kinds})
-        self._has_windows = len(self._kinds) > 1 or self._kinds != ["full_attention"]
         sizes = (1, plan.num_key_heads, 1, plan.head_size)
         self._states = torch.empty(sizes, dtype=self._dtype)
         self._choices: dict[int, Fastest] = {}
@@ -153,7 +161,7 @@ class FusedForwards:
         choice = self._choices.get(size)
         if choice is None:
             choice = self._choices[size] = Fastest(3 if self._has_dots else 2, is_large=True)
-        layers = [layer for part in request.parts for layer in part.cache.held]
+        layers = request.layers
         pending = [layer.num_pending for layer in layers]
 
         def run(which: int) -> Any:
@@ -193,12 +201,9 @@ class FusedForwards:
         plan, num = self._plan, request.input_ids.shape[1]
         if len(request.parts) == 1 and num > _MOST_TOKENS and request.parts[0].masks[0] is None:
             return self._in_pieces(request, has_dots)
-        places = np.empty((len(plan.layers), len(request.parts), 5), np.int64)
-        for number, part in enumerate(request.parts):
-            of_part = part.cache.places(part.num, self._states, self._states)
-            if of_part is None or not self._see(part, of_part):
-                return None
-            places[:, number] = of_part
+        places = self._places(request)
+        if places is None:
+            return None
         states = plan.embedding(request.input_ids)
         if plan.scale != 1.0:
             states = states * plan.scale
@@ -234,22 +239,30 @@ class FusedForwards:
             workspace.describe(job)
             self._run(self._kernels.run_forward.address, job.ctypes.data, num_threads)
         del keep
-        for part in request.parts:
-            for layer in part.cache.held:
-                layer.num_pending += part.num
-        return plan.finish(logits)
+        for cache, nums in request.caches:
+            for layer in cache.held:
+                layer.num_pending += max(nums)
+        return plan.finish(logits.view(request.num_rows, -1, self._vocab_size))
 
-    def _see(self, part: _ForwardPart, places: NDArray[np.int64]) -> bool:
-        """Return whether masks are of as many keys as layers have."""
-        num_keys = places[:, words.NUM_KEYS]
-        return all(
-            mask is None or bool((num_keys[self._weights.of_kind[kind]] == mask.shape[1]).all())
-            for kind, mask in enumerate(part.masks)
-        )
+    def _places(self, request: _JobRequest) -> NDArray[np.int64] | None:
+        """Return where keys and values are, int64 [num_layers, num_parts, 5]; None if unknown."""
+        found = [cache.places(nums, self._states, self._states) for cache, nums in request.caches]
+        known = [each for each in found if each is not None]
+        if len(known) < len(found):
+            return None
+        places = known[0] if len(known) == 1 else np.concatenate(known, axis=1)
+        num_keys = places[..., words.NUM_KEYS]
+        for number, part in enumerate(request.parts):
+            for kind, mask in enumerate(part.masks):
+                if mask is not None and bool(
+                    (num_keys[self._weights.of_kind[kind], number] > mask.shape[1]).any()
+                ):
+                    return None
+        return places
 
     def _in_pieces(self, request: _JobRequest, has_dots: bool) -> Tensor | None:
         """Run a prompt in pieces, which see those before them."""
-        (part,) = request.parts
+        (part,), ((cache, _),) = request.parts, request.caches
         logits = []
         for start in range(0, part.num, _MOST_TOKENS):
             stop = min(start + _MOST_TOKENS, part.num)
@@ -258,6 +271,7 @@ class FusedForwards:
                 input_ids=request.input_ids[:, start:stop],
                 positions=request.positions[:, start:stop],
                 parts=[part._replace(num=stop - start)],
+                caches=[(cache, [stop - start])],
                 kept=request.kept[inside] - start,
             )
             results = self._by_job(piece, has_dots)
@@ -312,70 +326,101 @@ class FusedForwards:
         ):
             return None
         ids, cache = inputs.get("input_ids"), inputs.get(CACHE)
-        if ids is None or ids.dim() != 2 or len(ids) != 1 or not ids.shape[1]:
+        if ids is None or ids.dim() != 2 or not ids.numel():
             return None
-        num = ids.shape[1]
-        parts = self._parts(inputs.get("attention_mask"), cache, num)
-        if parts is None or any(len(part.cache.held) != len(self._plan.layers) for part in parts):
+        num_rows, num = ids.shape
+        mask = inputs.get("attention_mask")
+        if type(cache) is JointCache:
+            caches, parts = self._of_calls(mask, cache)
+        elif type(cache) is TreeCache:
+            caches, parts = self._of_rows(mask, cache, num_rows, num)
+        else:
+            return None
+        if not parts or any(len(each.held) != len(self._plan.layers) for each, _ in caches):
             return None
         positions = inputs.get("position_ids")
         if positions is None:
             if len(parts) > 1:
                 return None
-            positions = torch.arange(num)[None] + parts[0].cache.get_seq_length()
+            positions = torch.arange(num)[None] + cache.get_seq_length()
         if positions.shape != ids.shape:
             return None
         kept: Any = inputs.get(LOGITS_KEPT, 0)
-        if isinstance(kept, Tensor):
-            kept = kept.tolist()
-        else:
-            kept = range(max(num - kept, 0) if kept else 0, num)
-        return _JobRequest(ids, positions, parts, np.array(kept, np.int64))
+        of_row = np.arange(num)
+        of_row = of_row[kept.numpy()] if isinstance(kept, Tensor) else of_row[-kept:]
+        of_rows = (np.arange(0, num_rows * num, num)[:, None] + of_row).reshape(-1)
+        flat = ids.reshape(1, -1), positions.reshape(1, -1)
+        return _JobRequest(*flat, caches, parts, of_rows, num_rows)
 
-    def _parts(self, mask: Any, cache: Any, num: int) -> list[_ForwardPart] | None:
-        if type(cache) is TreeCache:
-            if len(cache.lengths) > 1:
-                return None
-            found = self._masks(mask, num)
-            return None if found is None else [_ForwardPart(cache, 0, num, found)]
-        if type(cache) is not JointCache:
-            return None
-        carriers = [mask[kind] if isinstance(mask, dict) else mask for kind in self._kinds]
-        calls = [carrier._lade_calls for carrier in carriers]
-        parts = []
-        for number, (of_call, nodes) in enumerate(zip(cache.caches, calls[0].nodes, strict=True)):
-            masks = []
+    def _of_rows(self, mask: Any, cache: TreeCache, num_rows: int, num: int) -> _Parts:
+        """Return the rows of a forward as parts; none if they are not for a job."""
+        masks = self._by_kind(mask)
+        sizes = getattr(masks[0], "_lade_sizes", None) or [num] * num_rows
+        if any(
+            each is not None and each.dim() == 4 and len(each) not in (1, len(sizes))
+            for each in masks
+        ):
+            return [], []
+        parts, first = [], 0
+        for row, size in enumerate(sizes):
+            found = self._seen([_of_row(each, row, size) for each in masks], size)
+            if found is None:
+                return [], []
+            parts.append(_ForwardPart(first, size, found))
+            first += size
+        return [(cache, [*sizes])], parts
+
+    def _of_calls(self, mask: Any, cache: JointCache) -> _Parts:
+        """Return calls that run together as parts; none if they are not for a job."""
+        calls = [each._lade_calls for each in self._by_kind(mask)]
+        caches, parts = [], []
+        for number, (own, nodes) in enumerate(zip(cache.caches, calls[0].nodes, strict=True)):
+            size = nodes.stop - nodes.start
+            of_kinds = []
             for each in calls:
-                found = self._masks(each.masks[number], nodes.stop - nodes.start)
-                if found is None:
-                    return None
-                masks.append(found[0])
-            parts.append(_ForwardPart(of_call, nodes.start, nodes.stop - nodes.start, tuple(masks)))
-        return parts
+                of_call = each.masks[number]
+                if isinstance(of_call, dict):
+                    return [], []
+                of_kinds.append(_of_row(of_call, 0, size))
+            found = self._seen(of_kinds, size)
+            if found is None:
+                return [], []
+            caches.append((own, [size]))
+            parts.append(_ForwardPart(nodes.start, size, found))
+        return caches, parts
 
-    def _masks(self, mask: Any, num: int) -> tuple[Tensor | None, ...] | None:
-        """Return the masks of a part by kind of layer; None if they are not for a job."""
-        if not isinstance(mask, dict):
-            mask = dict.fromkeys(self._kinds, mask)
+    def _by_kind(self, mask: Any) -> list[Any]:
+        if isinstance(mask, dict):
+            return [mask[kind] for kind in self._kinds]
+        return [mask] * len(self._kinds)
+
+    def _seen(self, masks: Sequence[Any], num: int) -> tuple[Tensor | None, ...] | None:
+        """Return masks of a part as a job takes them; None if they are not for one."""
         found: list[Tensor | None] = []
-        for kind in self._kinds:
-            if kind not in mask:
-                return None
-            each = mask[kind]
-            if each is None or each.dim() == 2:
-                if each is not None and not bool(each.all()):
-                    return None
-                if self._has_windows and (num > 1 or each is not None):
+        for mask in masks:
+            if mask is None:
+                # Without a mask, all before it; but in a window only where the caller says so.
+                if self._plan.has_windows and num > 1:
                     return None
                 found.append(None)
-                continue
-            if each.shape[:3] != (1, 1, num):
+            elif mask.dim() == 1:  # which of the tokens are padding
+                if self._plan.has_windows or not bool(mask.all()):
+                    return None
+                found.append(None)
+            elif len(mask) != num:
                 return None
-            each = each[0, 0]
-            if each.dtype is not torch.bool:
-                each = each == 0
-            found.append(each if each.stride(1) == 1 else each.contiguous())
+            else:
+                plain = mask if mask.dtype is torch.bool else mask == 0
+                found.append(plain if plain.stride(1) == 1 else plain.contiguous())
         return tuple(found)
+
+
+def _of_row(mask: Any, row: int, size: int) -> Any:
+    """Return a row of a mask: [num, num_keys] of [rows, 1, num, num_keys], else [num_keys]."""
+    if mask is None:
+        return None
+    of_row = mask[row if len(mask) > 1 else 0]
+    return of_row if of_row.dim() == 1 else of_row[0, :size]
 
 
 def _size_of(num_tokens: int) -> int:

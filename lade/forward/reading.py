@@ -99,6 +99,7 @@ class DecoderPlan(NamedTuple):
     num_key_heads: int
     head_size: int
     finish: Callable[[Tensor], Tensor]  # of the head's results, to logits
+    has_windows: bool  # whether layers see but the last of the tokens before
     leaves: frozenset[int]  # ids of modules without others
 
 
@@ -256,8 +257,9 @@ class _Reader:
             ]
             norm = _norm_of(one(found, "norm before its head"), states, given)
         finish = _finish_of(results, logits, self._view)
-        none: frozenset[int] = frozenset()
-        return DecoderPlan(embedding, scale, tuple(layers), (), norm, head, *sizes, finish, none)
+        has_windows = any(each.kwargs.get("sliding_window") for each in attended)
+        of_text = (embedding, scale, tuple(layers), (), norm, head, *sizes, finish, has_windows)
+        return DecoderPlan(*of_text, frozenset())
 
     def _embedded(self, first: _Attention) -> tuple[nn.Module, float, Tensor]:
         """Return the embedding, the factor of what it gives, and states of the first layer."""

@@ -1,28 +1,15 @@
-"""Every compiled function of this package, and nothing else: linear layers for few rows.
-
-What `lade/attention/_kernels.py` takes of it has names without an underscore.
-
-y = x · Wᵀ + b. A weight is read once and used for all rows while it is in the cache; meanwhile the
-next ones are fetched, for memory is slower than cores at this. The sums of a row run along the
-weight's own rows, so nothing is packed and no copy can go stale. What is in 16 bits is widened in
-registers, and is summed in float32.
+"""The compiled job of a linear layer for few rows, and nothing else.
 
 A job is run by any number of threads at once: each takes the next few columns until none are left,
 so that a thread that was interrupted delays the others by no more than these.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import llvmlite.binding
 import numba
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+from lade.products._tiles import DEPTH, FLOAT32, LANES, PER_LINE, add_products, job, pointer, take
 
 # A job is an int64 array: addresses of inputs [rows, K], in bfloat16 if weights are, else float32;
 # weights [N, K], bias float32 [N] or 0, and results float32 [rows, N]; then rows, K and N, the
@@ -31,233 +18,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 INPUTS, WEIGHTS, BIAS, RESULTS, NUM_ROWS, NUM_INPUTS, NUM_COLUMNS, FORMAT, CHUNK, NEXT = range(10)
 SCRATCH, NEXT_THREAD = 10, 11
 JOB_SIZE = 12
-FLOAT32, BFLOAT16, FLOAT16 = range(3)
-
-LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
-# A tile is the sums of so many rows and columns, which registers hold, of which AVX-512 has 32 and
-# AVX2 16: one load of a vector serves several products. So many inputs are summed at once, which
-# the first cache holds for these rows.
-ROWS, COLUMNS, DEPTH = 4, 4 if LANES == 16 else 3, 1024
 MOST_ROWS = 64  # that are taken at once
-_LINE = 64  # bytes that memory hands over at once
-PER_LINE = _LINE // 2  # bfloat16
-
-_INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-FLOATS = ir.VectorType(_FLOAT, LANES)
-WIDTHS = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}  # bytes of a weight
-_STORED = {FLOAT32: _FLOAT, BFLOAT16: _INT16, FLOAT16: ir.HalfType()}
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def pointer(typing_context: Any, address: Any) -> Any:
-    """Return an integer as a pointer, which `numba.carray` takes."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def take(typing_context: Any, address: Any, number: Any) -> Any:
-    """Add to an integer that threads share, and return what it was."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.inttoptr(arguments[0], _INT64.as_pointer())
-        return builder.atomic_rmw("add", place, arguments[1], "monotonic")
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _tile(typing_context: Any, of: Any) -> Any:
-    """Add the products of some inputs to a tile of the results.
-
-    There is code for each format and size of a tile, in LLVM's own terms: which sums are in
-    registers, and what is fetched when, is all that matters here, and a compiler of loops does not
-    find it.
-
-    Args:
-        typing_context: Numba's.
-        of: format of the weights; number of rows, 1 to ROWS, and of columns, COLUMNS or, for one
-            row, 1; address of the first input, and bytes from one row to the next; address of the
-            first weight, and bytes from one column to the next; address of the first result, and
-            bytes from one row to the next; number of inputs; which of the tiles of the same columns
-            this is, and how many there are.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        format_, num_rows, num_columns, *given = cgutils.unpack_tuple(builder, arguments[0])
-        end = builder.append_basic_block("end")
-        size = builder.add(builder.mul(num_rows, _INT64(8)), num_columns)
-        switch = builder.switch(builder.add(builder.mul(format_, _INT64(64)), size), end)
-        sizes = [(rows, COLUMNS) for rows in range(1, ROWS + 1)] + [(1, 1)]
-        for of_format in WIDTHS:
-            for rows, columns in sizes:
-                block = builder.append_basic_block("tile")
-                switch.add_case(_INT64(64 * of_format + 8 * rows + columns), block)
-                builder.position_at_end(block)
-                Tile(builder, of_format, rows, columns).add(given)
-                builder.branch(end)
-        builder.position_at_end(end)
-        return context.get_dummy_value()
-
-    return types.void(of), generate
-
-
-class Tile:
-    """Writes the code of a tile of one size."""
-
-    def __init__(self, builder: Any, format_: int, num_rows: int, num_columns: int) -> None:
-        self._builder, self._format = builder, format_
-        self._rows, self._columns = range(num_rows), range(num_columns)
-
-    def add(self, of: Sequence[Any]) -> None:
-        """Write the code, given what `_tile` takes but for format and size."""
-        x, x_step, w, w_step, out, out_step, size, part, num_parts = of
-        build, width = self._builder, WIDTHS[self._format]
-        num = _LINE // width
-        inputs = [build.add(x, build.mul(x_step, _INT64(row))) for row in self._rows]
-        weights = [build.add(w, build.mul(w_step, _INT64(column))) for column in self._columns]
-        # Each part fetches other columns of the next tile: memory is then busy all the time.
-        far = build.mul(w_step, _INT64(len(self._columns)))
-        ahead = [
-            build.select(
-                build.icmp_unsigned("==", build.urem(_INT64(column), num_parts), part),
-                far,
-                _INT64(0),
-            )
-            for column in self._columns
-        ]
-        zero = ir.Constant(FLOATS, [0.0] * LANES)
-        sums = [[cgutils.alloca_once_value(build, zero) for _ in self._columns] for _ in self._rows]
-        num_lines = build.udiv(size, _INT64(num))
-        with cgutils.for_range(build, num_lines) as lines:
-            start = build.mul(lines.index, _INT64(num))
-            for column in self._columns:
-                line = build.add(weights[column], build.mul(start, _INT64(width)))
-                self._fetch(build.add(line, ahead[column]))
-            if self._format == BFLOAT16:
-                for i in range(0, num, 2 * LANES):
-                    self._add_pairs(sums, inputs, weights, build.add(start, _INT64(i)))
-            else:
-                for i in range(0, num, LANES):
-                    self._add_products(sums, inputs, weights, build.add(start, _INT64(i)), FLOATS)
-        rows = [build.add(out, build.mul(out_step, _INT64(row))) for row in self._rows]
-        for place, totals in zip(rows, self._totals(sums), strict=True):
-            result = at(self._builder, place, _INT64(0), 4, totals.type)
-            build.store(build.fadd(build.load(result, align=4), totals), result, align=4)
-        alone = [
-            [at(self._builder, row, _INT64(column), 4, _FLOAT) for column in self._columns]
-            for row in rows
-        ]
-        start = build.mul(num_lines, _INT64(num))
-        with cgutils.for_range(build, build.sub(size, start)) as rest:
-            self._add_products(alone, inputs, weights, build.add(start, rest.index), _FLOAT)
-
-    def _add_products(self, sums: Any, inputs: Any, weights: Any, index: Any, kind: Any) -> None:
-        """Add the products of one vector, or number, of each row and column."""
-        wide = [load_wide(self._builder, self._format, place, index, kind) for place in weights]
-        self._add_wide(sums, inputs, wide, index, kind)
-
-    def _add_pairs(self, sums: Any, inputs: Any, weights: Any, index: Any) -> None:
-        """Add the products of vectors of pairs in bfloat16: the first of each, then the second.
-
-        That takes half as many instructions as to widen one half of a vector after the other.
-        """
-        build, kind = self._builder, ir.VectorType(_INT32, LANES)
-        pairs = [build.load(at(self._builder, place, index, 2, kind), align=2) for place in weights]
-        sixteen, upper = (ir.Constant(kind, [each] * LANES) for each in (16, 0xFFFF0000))
-        firsts = [build.bitcast(build.shl(each, sixteen), FLOATS) for each in pairs]
-        self._add_wide(sums, inputs, firsts, index, FLOATS)
-        seconds = [build.bitcast(build.and_(each, upper), FLOATS) for each in pairs]
-        self._add_wide(sums, inputs, seconds, build.add(index, _INT64(LANES)), FLOATS)
-
-    def _add_wide(self, sums: Any, inputs: Any, wide: Any, index: Any, kind: Any) -> None:
-        build, fused = self._builder, ("contract",)
-        for row in self._rows:
-            values = build.load(at(self._builder, inputs[row], index, 4, kind), align=4)
-            for column in self._columns:
-                place = sums[row][column]
-                product = build.fmul(values, wide[column], flags=fused)
-                build.store(build.fadd(build.load(place), product, flags=fused), place)
-
-    def _totals(self, sums: Any) -> list[Any]:
-        """Return the sums of each row's vectors as a vector, each always of the same halves.
-
-        The halves of two vectors are added at once, then the quarters of four, and so on.
-        """
-        build, nothing = self._builder, ir.Constant(FLOATS, ir.Undefined)
-        per_row = 1 << (len(self._columns) - 1).bit_length()
-        vectors = []
-        for row in sums:
-            vectors += [*map(build.load, row), *[nothing] * (per_row - len(row))]
-        num = LANES
-        while num > 1:
-            num //= 2
-            vectors += [nothing] * (len(vectors) % 2)
-            firsts = [first for first in range(2 * LANES) if first % (2 * num) < num]
-            lower, upper = (
-                ir.Constant(ir.VectorType(_INT32, LANES), [first + by for first in firsts])
-                for by in (0, num)
-            )
-            vectors = [
-                build.fadd(build.shuffle_vector(*pair, lower), build.shuffle_vector(*pair, upper))
-                for pair in zip(vectors[::2], vectors[1::2], strict=True)
-            ]
-        kind = ir.VectorType(_INT32, len(self._columns))
-        places = [divmod(row * per_row, LANES) for row in self._rows]
-        return [
-            build.shuffle_vector(
-                vectors[place],
-                nothing,
-                ir.Constant(kind, [first + column for column in self._columns]),
-            )
-            for place, first in places
-        ]
-
-    def _fetch(self, address: Any) -> None:
-        """Have what is at an address brought into the second cache."""
-        build, place = self._builder, ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [place, _INT32, _INT32, _INT32])
-        fetch = build.module.declare_intrinsic("llvm.prefetch", [place], kind)
-        to_read, locality, data = _INT32(0), _INT32(2), _INT32(1)
-        build.call(fetch, [build.inttoptr(address, place), to_read, locality, data])
-
-
-def at(builder: Any, address: Any, index: Any, width: int, kind: Any) -> Any:
-    """Return a pointer to the element that is so many, of a width in bytes, behind an address."""
-    place = builder.add(address, builder.mul(index, _INT64(width)))
-    return builder.inttoptr(place, kind.as_pointer())
-
-
-def load_wide(builder: Any, format_: int, address: Any, index: Any, kind: Any) -> Any:
-    """Load a vector of numbers of a format, or one, as float32."""
-    width = WIDTHS[format_]
-    stored = _like(kind, _STORED[format_])
-    loaded = builder.load(at(builder, address, index, width, stored), align=width)
-    if format_ == FLOAT32:
-        return loaded
-    if format_ == FLOAT16:
-        return builder.fpext(loaded, kind)
-    # A bfloat16 is the upper half of a float32.
-    bits = _like(kind, _INT32)
-    sixteen = _INT32(16) if kind is _FLOAT else ir.Constant(bits, [16] * LANES)
-    return builder.bitcast(builder.shl(builder.zext(loaded, bits), sixteen), kind)
-
-
-def _like(kind: Any, element: Any) -> Any:
-    """Return a vector of such elements if `kind` is one, else the element."""
-    return element if kind is _FLOAT else ir.VectorType(element, LANES)
-
-
-def job(function: _F) -> Any:
-    """Compile to be called by threads that know nothing of Python; cache on disk if possible."""
-    kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
-    try:
-        return numba.cfunc(kind, cache=True, **options)(function)
-    except RuntimeError:  # Numba found no writable folder for its cache
-        return numba.cfunc(kind, **options)(function)
 
 
 @numba.njit(nogil=True, error_model="numpy")
@@ -274,43 +35,6 @@ def _widen(source, target, size):  # type: ignore[no-untyped-def]
     narrow = numba.carray(pointer(source), (size,), np.uint16)
     for i in range(2 * num_pairs, size):
         wide[i] = np.uint32(narrow[i]) << np.uint32(16)
-
-
-@numba.njit(nogil=True, error_model="numpy")
-def add_products(format_, inputs, weights, results, size):  # type: ignore[no-untyped-def]
-    """Add the products of inputs and weights, rows of so many numbers each, to results.
-
-    Inputs and weights are an address, bytes from one row to the next, and the number of rows;
-    results, which have a row for each of the inputs and a column for each of the weights, the
-    first two.
-    """
-    x, x_step, num_rows = inputs
-    w, w_step, num_columns = weights
-    y, y_step = results
-    column = 0
-    while column < num_columns:
-        width_of_tile = COLUMNS if column + COLUMNS <= num_columns else 1
-        num_parts = -(-num_rows // (ROWS if width_of_tile == COLUMNS else 1))
-        row = 0
-        for part in range(num_parts):  # of about as many rows each
-            until = num_rows * (part + 1) // num_parts
-            of_tile = (
-                format_,
-                until - row,
-                width_of_tile,
-                x + row * x_step,
-                x_step,
-                w + column * w_step,
-                w_step,
-                y + row * y_step + 4 * column,
-                y_step,
-                size,
-                part,
-                num_parts,
-            )
-            _tile(of_tile)
-            row = until
-        column += width_of_tile
 
 
 @job

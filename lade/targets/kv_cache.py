@@ -121,6 +121,19 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         values = of_values.address(value_index, value_states, stop)
         return None if keys is None or values is None else CallKeys(*keys, *values, stop)
 
+    def address(self, key_states: Tensor, value_states: Tensor) -> tuple[int, ...] | None:
+        """Return where the first key of the first row is, and bytes from one head to the next.
+
+        Then the same of values, and bytes from one row to the next of keys, and of values. None if
+        the memory is not a CPU's, or has no such keys or values as these.
+        """
+        (of_keys, key_index), (of_values, value_index) = self._key_place, self._value_place
+        keys = of_keys.address(key_index, key_states, 0)
+        values = of_values.address(value_index, value_states, 0)
+        if keys is None or values is None:
+            return None
+        return (*keys, *values, of_keys.row_step, of_values.row_step)
+
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write indexer keys [rows, num_new, index_head_dim]; return all of the layer."""
         states = indexer_key_states[:, None]
@@ -347,30 +360,44 @@ class TreeCache(Cache):  # type: ignore[misc]
         return rooms
 
     def places(
-        self, num_new: int, key_states: Tensor, value_states: Tensor
+        self, nums: Sequence[int], key_states: Tensor, value_states: Tensor
     ) -> NDArray[np.int64] | None:
-        """Return what `TreeCacheLayer.place` does of all layers, [num_layers, 5]; None as there."""
-        groups, lengths = [*self._groups.values()], self.lengths
-        if (
-            self._places is not None
-            and len(lengths) == 1
-            and not self._storage.is_prefilling
-            and not any(group.fixed is not None for group in groups)
-            and not any(layer.num_pending for layer in self.held)
-        ):
-            stop = lengths[0] + num_new
-            for group in groups:
-                for store in group:
-                    store.reserve(stop - group.offset)
-            addresses, places = self._places
-            if addresses == self.addresses:
-                places[:, -1] = [stop - layer._group.offset for layer in self.held]
-                return places
-        found = [layer.place(num_new, key_states, value_states) for layer in self.held]
-        if None in found:
+        """Return where new keys and values of each row go, and those before them are.
+
+        Room is reserved. None where they are not in plain memory, a CPU's, with such heads.
+
+        Args:
+            nums: how many come in each row; nothing is counted as pending yet.
+            key_states, value_states: of the right heads, numbers and dtype, of one token.
+
+        Returns:
+            int64 [num_layers, rows, 5], each a `CallKeys`.
+        """
+        storage, groups, num_rows = self._storage, [*self._groups.values()], len(nums)
+        if storage.is_prefilling and any(group.window is not None for group in groups):
             return None
-        self._places = self.addresses, np.array(found)
-        return self._places[1]
+        if not all(layer.is_initialized for layer in self.held):
+            shape = (num_rows, -1, -1, -1)
+            for layer in self.held:
+                layer.lazy_initialization(key_states.expand(shape), value_states.expand(shape))
+        lengths, num_pending = self.lengths, self.held[0].num_pending
+        if len(lengths) != num_rows or any(layer.num_pending != num_pending for layer in self.held):
+            return None
+        stops = np.add(lengths, nums) + num_pending
+        for group in groups:
+            for store in group:
+                store.reserve(int(stops.max()) - group.offset)
+        if self._places is None or self._places[0] != self.addresses:
+            found = [layer.address(key_states, value_states) for layer in self.held]
+            if None in found:
+                return None
+            self._places = self.addresses, np.array(found)
+        of_layers = self._places[1]  # [num_layers, 6]
+        places = np.empty((len(self.held), num_rows, 5), np.int64)
+        places[..., :4] = of_layers[:, None, :4]
+        places[..., (0, 2)] += of_layers[:, None, 4:] * np.arange(num_rows)[:, None]
+        places[..., 4] = stops - np.array([[layer._group.offset] for layer in self.held])
+        return places
 
     def fix(self, slots: Mapping[int | None, FixedSlots], length: Tensor | None = None) -> None:
         """Make forwards write at these slots until the next call.

@@ -83,8 +83,10 @@ class Store:
         self.whole = whole
         _, _, heads, _, size = whole.shape
         self._kind = (heads, size, whole.dtype) if whole.is_cpu else None
-        layer_step, _, head_step, _, _ = whole.stride()
+        layer_step, row_step, head_step, _, _ = whole.stride()
         width = whole.element_size()
+        #: Bytes from one row to the next.
+        self.row_step = width * row_step
         self._address, self._steps = whole.data_ptr(), (width * layer_step, width * head_step)
 
     def use(self, num_rows: int) -> None:

@@ -323,7 +323,7 @@ class TreeTarget(Target):
                 packing = Packing.of(sizes, self.device)
                 of_nodes = {name: packing.pack(padded) for name, padded in of_nodes.items()}
                 for each, of_mask in zip(masks, groups, strict=True):
-                    with_groups(each, of_mask)
+                    with_groups(each, of_mask, sizes)
                 self._fix_slots(packing)
         return {**of_nodes, **self._of_forward(mask), **self._outputs}
 

@@ -243,8 +243,8 @@ def test_all_calls_are_written_to_as_each_alone(dtype: torch.dtype) -> None:
 def test_vectors_of_either_length_give_the_same(
     num_lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_at_once: list[bool]
 ) -> None:
-    users = Path(joint.__file__).with_name("_kernels.py")
-    kernels = kernels_with(num_lanes, tmp_path, monkeypatch, users)
+    names = ("lade.attention._blocks", "lade.attention._kernels")
+    kernels = kernels_with(num_lanes, tmp_path, monkeypatch, *names)
     monkeypatch.setattr(joint, "kernels", lambda: kernels)
     for dtype in FORMATS:
         for heads, dims in (((9, 3), (64, 64)), ((2, 1), (31, 48)), ((4, 4), (128, 112))):

@@ -9,27 +9,30 @@ from types import ModuleType
 import numba
 import pytest
 
-from lade.products import linear
+import lade
 
 
 def kernels_with(
-    num_lanes: int, folder: Path, monkeypatch: pytest.MonkeyPatch, users: Path | None = None
+    num_lanes: int, folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str
 ) -> ModuleType:
-    """Return the kernels of products for vectors of so many float32, or those that use them.
+    """Return a module of kernels for vectors of so many float32.
 
     Args:
         folder: an empty one, of the test.
-        users: the file of kernels that import those of products.
+        names: of the modules that use tiles, each of those before it, the last of which is wanted.
     """
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
-    source = Path(linear.__file__).with_name("_kernels.py").read_text()
-    changed = re.sub("(?m)^LANES = .*", f"LANES = {num_lanes}", source)
-    assert changed.count(f"\nLANES = {num_lanes}\n") == 1
-    module = _loaded(f"products_{num_lanes}", changed, folder, monkeypatch)
-    if users is None:
-        return module
-    source = users.read_text().replace("lade.products._kernels", module.__name__)
-    return _loaded(f"users_{num_lanes}", source, folder, monkeypatch)
+    known: dict[str, str] = {}  # what is loaded in place of what
+    for name in ("lade.products._tiles", *names):
+        source = (Path(lade.__file__).parent.parent / (name.replace(".", "/") + ".py")).read_text()
+        for other, mine in known.items():
+            source = source.replace(other, mine)
+        if not known:
+            source, num = re.subn("(?m)^LANES = .*", f"LANES = {num_lanes}", source)
+            assert num == 1
+        known[name] = f"{name.replace('.', '_')}_{num_lanes}"
+        module = _loaded(known[name], source, folder, monkeypatch)
+    return module
 
 
 def _loaded(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -19,8 +19,8 @@ import lade
 from lade.openmp import runner
 from lade.probing.factory import VerificationPlan, with_products
 from lade.probing.profile import Profiles, profile_of
-from lade.products import linear as file
 from lade.products import choice
+from lade.products import linear as file
 from lade.products.linear import Products, products_for
 from tests.grids import thinned
 from tests.lade.both import ONE, same_as_generate
@@ -109,7 +109,7 @@ def test_vectors_of_either_length_give_the_same(
     num_lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of this machine are one of the two, and rows need not end where a vector does."""
-    kernels = kernels_with(num_lanes, tmp_path, monkeypatch)
+    kernels = kernels_with(num_lanes, tmp_path, monkeypatch, "lade.products._kernels")
     run = runner()
     assert run is not None
     products = Products(run, kernels.run_job.address, kernels.MOST_ROWS)
