@@ -25,98 +25,7 @@ from lade.attention._blocks import (
     take_query,
     weigh,
 )
-from lade.forward.words import (
-    ACTIVATION,
-    ADDED,
-    ADDS_ONE,
-    ARRANGED,
-    ATTENDED,
-    BIAS,
-    CENTERS,
-    COS,
-    DOWN,
-    EPS,
-    EVERY,
-    FACTOR,
-    FIRST,
-    FLAGS,
-    FORMAT,
-    GATE,
-    GELU,
-    GELU_TANH,
-    HALVES,
-    HEAD,
-    HEAD_SIZE,
-    HIDDEN,
-    INNER,
-    INNER_SIZE,
-    IS_NORM,
-    IS_PARALLEL,
-    IS_WHOLE,
-    JOB_SIZE,
-    KEPT,
-    KEY_HEAD,
-    KEY_NORM,
-    KEYS,
-    LAST_NORM,
-    LAYER_SIZE,
-    LAYERS,
-    LOGITS,
-    MASK,
-    MASK_ROW,
-    MIXED,
-    NARROW,
-    NEXT_THREAD,
-    NORM_BIAS,
-    NORM_WEIGHT,
-    NORMED,
-    NUM_COLUMNS,
-    NUM_HEADS,
-    NUM_KEPT,
-    NUM_KEY_HEADS,
-    NUM_KEYS,
-    NUM_LAYERS,
-    NUM_NEW,
-    NUM_PARTS,
-    NUM_THREADS,
-    NUM_TOKENS,
-    OUT,
-    PARTS,
-    PHASES,
-    PHASES_OF_LAYER,
-    PLACES,
-    PLAIN,
-    POST_ATTENTION,
-    POST_MLP,
-    PRE_ATTENTION,
-    PRE_MLP,
-    QUERIES,
-    QUERY,
-    QUERY_NORM,
-    RELU_SQUARED,
-    ROUNDS,
-    SCALING,
-    SCRATCH,
-    SCRATCH_SIZE,
-    SEES,
-    SILU,
-    SIN,
-    SINKS,
-    SOFTCAP,
-    STATES,
-    TO_INNER,
-    TO_LOGITS,
-    TO_ROWS,
-    TURN,
-    TURNED,
-    UP,
-    VALUE,
-    VALUE_HEAD,
-    VALUES,
-    VOCAB_SIZE,
-    WEIGHT,
-    WIDE,
-)
+from lade.forward import words as w
 from lade.products._tiles import (
     BFLOAT16,
     COLUMNS,
@@ -341,11 +250,11 @@ def _store(row, address, format_):  # type: ignore[no-untyped-def]
 def _arrange(row, address, start, whole, arranged):  # type: ignore[no-untyped-def]
     """Put what is from `start` on in a row of `whole` numbers where products take it from."""
     size = len(row)
-    if arranged == NARROW:
+    if arranged == w.NARROW:
         _store(row, address + 2 * start, BFLOAT16)
         return
     target = _row(address, whole)
-    if arranged == PLAIN:
+    if arranged == w.PLAIN:
         _copy(row, _row(address + 4 * start, size))
         return
     num_paired = whole // PER_LINE * PER_LINE
@@ -385,20 +294,20 @@ def _sum_of_squares(row, mean):  # type: ignore[no-untyped-def]
 @_compiled
 def _normalize(row, of, out, wide, format_):  # type: ignore[no-untyped-def]
     """Normalize a row as LayerNorm or RMSNorm do; `wide` is of as many numbers."""
-    size, flags = _F(len(row)), of[FLAGS]
-    mean = _sum(row) / size if flags & CENTERS else _F(0)
-    factor = _F(1) / np.sqrt(_sum_of_squares(row, mean) / size + _number(of, EPS))
+    size, flags = _F(len(row)), of[w.FLAGS]
+    mean = _sum(row) / size if flags & w.CENTERS else _F(0)
+    factor = _F(1) / np.sqrt(_sum_of_squares(row, mean) / size + _number(of, w.EPS))
     for i in range(len(row)):
         out[i] = (row[i] - mean) * factor
-    if flags & ROUNDS:
+    if flags & w.ROUNDS:
         _round(out, format_)
-    if of[NORM_WEIGHT] != 0:
-        _load(of[NORM_WEIGHT], wide, format_)
-        one = _F(1) if flags & ADDS_ONE else _F(0)
+    if of[w.NORM_WEIGHT] != 0:
+        _load(of[w.NORM_WEIGHT], wide, format_)
+        one = _F(1) if flags & w.ADDS_ONE else _F(0)
         for i in range(len(row)):
             out[i] = out[i] * (wide[i] + one)
-    if of[NORM_BIAS] != 0:
-        _load(of[NORM_BIAS], wide, format_)
+    if of[w.NORM_BIAS] != 0:
+        _load(of[w.NORM_BIAS], wide, format_)
         for i in range(len(row)):
             out[i] = out[i] + wide[i]
     _round(out, format_)
@@ -411,7 +320,7 @@ def _turn(row, cos, sin, straight, turned, how, format_):  # type: ignore[no-unt
     half = size // 2
     for i in range(size):
         straight[i] = row[i] * cos[i]
-    if how & HALVES:
+    if how & w.HALVES:
         for i in range(half):
             turned[i] = -row[half + i] * sin[i]
             turned[half + i] = row[i] * sin[half + i]
@@ -419,7 +328,7 @@ def _turn(row, cos, sin, straight, turned, how, format_):  # type: ignore[no-unt
         for i in range(half):
             turned[2 * i] = -row[2 * i + 1] * sin[2 * i]
             turned[2 * i + 1] = row[2 * i] * sin[2 * i + 1]
-    if not how & WIDE:
+    if not how & w.WIDE:
         _round(straight[:size], format_)
         _round(turned[:size], format_)
     for i in range(size):
@@ -450,12 +359,12 @@ def _silu(row):  # type: ignore[no-untyped-def]
 @_compiled
 def _activate(row, how, wide):  # type: ignore[no-untyped-def]
     """Replace numbers by what an activation makes of them; `wide` is of as many numbers."""
-    if how == SILU:
+    if how == w.SILU:
         _silu(row)
-    elif how == GELU:
+    elif how == w.GELU:
         for i in range(len(row)):
             row[i] = _F(0.5) * row[i] * (_F(1) + _F(math.erf(row[i] * _F(0.7071067811865476))))
-    elif how == GELU_TANH:
+    elif how == w.GELU_TANH:
         for i in range(len(row)):
             number = row[i]
             cubed = _F(0.044715) * number * number * number
@@ -466,7 +375,7 @@ def _activate(row, how, wide):  # type: ignore[no-untyped-def]
     else:
         for i in range(len(row)):
             row[i] = max(row[i], _F(0))
-        if how == RELU_SQUARED:
+        if how == w.RELU_SQUARED:
             for i in range(len(row)):
                 row[i] = row[i] * row[i]
 
@@ -495,11 +404,11 @@ def _share(num, num_threads, unit, most):  # type: ignore[no-untyped-def]
 @_part
 def _multiply(g, inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
     """Write some columns of a product of arranged inputs, and its bias, rounded."""
-    format_, num = g[FORMAT], until - first
-    weight = of[WEIGHT] + (4 if format_ == FLOAT32 else 2) * first * num_inputs
+    format_, num = g[w.FORMAT], until - first
+    weight = of[w.WEIGHT] + (4 if format_ == FLOAT32 else 2) * first * num_inputs
     for row in range(num_rows):
         fill(_row(out + out_step * row, num), _F(0))
-    if g[ARRANGED] == NARROW:
+    if g[w.ARRANGED] == w.NARROW:
         column = 0
         while column < num:
             width = COLUMNS if column + COLUMNS <= num else 1
@@ -526,12 +435,12 @@ def _multiply(g, inputs, num_inputs, num_rows, of, first, until, out, out_step):
         width = 4 if format_ == FLOAT32 else 2
         for k in range(0, num_inputs, DEPTH):
             x = inputs + 4 * k, 4 * num_inputs, num_rows
-            w = weight + width * k, width * num_inputs, num
-            add_products(format_, x, w, (out, out_step), min(DEPTH, num_inputs - k))
+            weights = weight + width * k, width * num_inputs, num
+            add_products(format_, x, weights, (out, out_step), min(DEPTH, num_inputs - k))
     for row in range(num_rows):
         numbers = _row(out + out_step * row, num)
-        if of[BIAS] != 0:
-            _add_from(of[BIAS], first, numbers, format_)
+        if of[w.BIAS] != 0:
+            _add_from(of[w.BIAS], first, numbers, format_)
         _round(numbers, format_)
 
 
@@ -545,44 +454,44 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
         layer: whose MLP it is, where it is one.
         given: address of the inputs, and how many there are in a row.
         products: three numbers of each.
-        result: what becomes of the columns, and where they go: TO_ROWS of `num_all` float32, those
-            of one product after those of the other; TO_LOGITS, the same in the job's format; or
-            TO_INNER, both with the same columns, the first activated and times the second.
+        result: what becomes of the columns, and where they go: to rows of `num_all` float32, those
+            of one product after those of the other; to logits, the same in the job's format; or to
+            the inner states, both with the same columns, the first activated and times the second.
         num_all: number of columns.
         scratch: of the thread.
     """
-    format_, (inputs, num_inputs), (kind, target) = g[FORMAT], given, result
-    most = _MOST_COLUMNS // 2 if kind == TO_INNER else _MOST_COLUMNS
-    step, out_step = _share(num_all, g[NUM_THREADS], _UNIT, most), 4 * _MOST_COLUMNS
+    format_, (inputs, num_inputs), (kind, target) = g[w.FORMAT], given, result
+    most = _MOST_COLUMNS // 2 if kind == w.TO_INNER else _MOST_COLUMNS
+    step, out_step = _share(num_all, g[w.NUM_THREADS], _UNIT, most), 4 * _MOST_COLUMNS
     wide = _row(scratch + num_rows * out_step, _MOST_COLUMNS)
     start = take(phase, step)
     while start < num_all:
         stop, before = min(start + step, num_all), 0
         for product in range(0, len(products), 3):
             of = products[product : product + 3]
-            if kind == TO_INNER:
-                first, until = start, stop if of[WEIGHT] != 0 else start
+            if kind == w.TO_INNER:
+                first, until = start, stop if of[w.WEIGHT] != 0 else start
                 place = scratch + 2 * _MOST_COLUMNS * (product // 3)
             else:
-                first, until = max(start - before, 0), min(stop - before, of[NUM_COLUMNS])
+                first, until = max(start - before, 0), min(stop - before, of[w.NUM_COLUMNS])
                 place = scratch + 4 * (before + first - start)
-                before += of[NUM_COLUMNS]
+                before += of[w.NUM_COLUMNS]
             if first < until:
                 _multiply(g, inputs, num_inputs, num_rows, of, first, until, place, out_step)
         for row in range(num_rows):
             numbers = _row(scratch + out_step * row, stop - start)
-            if kind == TO_INNER:
-                _activate(numbers, layer[ACTIVATION], wide)
+            if kind == w.TO_INNER:
+                _activate(numbers, layer[w.ACTIVATION], wide)
                 _round(numbers, format_)
-                if products[WEIGHT + 3] != 0:
+                if products[w.WEIGHT + 3] != 0:
                     others = _row(scratch + out_step * row + out_step // 2, stop - start)
                     for i in range(stop - start):
                         numbers[i] = numbers[i] * others[i]
                     _round(numbers, format_)
-                width = 2 if g[ARRANGED] == NARROW else 4
-                _arrange(numbers, target + width * num_all * row, start, num_all, g[ARRANGED])
+                width = 2 if g[w.ARRANGED] == w.NARROW else 4
+                _arrange(numbers, target + width * num_all * row, start, num_all, g[w.ARRANGED])
             else:
-                of_row = FLOAT32 if kind == TO_ROWS else format_
+                of_row = FLOAT32 if kind == w.TO_ROWS else format_
                 width = 4 if of_row == FLOAT32 else 2
                 _store(numbers, target + width * (num_all * row + start), of_row)
         _finish(phase + 64, stop - start)
@@ -593,14 +502,14 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
 @_compiled
 def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-def]
     """Add what attention or MLP gave, after its norm if it has one."""
-    size, format_ = g[HIDDEN], g[FORMAT]
-    states, added = _row(g[STATES] + 4 * size * token, size), _row(scratch, size)
-    given = _row(g[ADDED] + 4 * size * token, size)
-    if layer[norm] & IS_NORM:
+    size, format_ = g[w.HIDDEN], g[w.FORMAT]
+    states, added = _row(g[w.STATES] + 4 * size * token, size), _row(scratch, size)
+    given = _row(g[w.ADDED] + 4 * size * token, size)
+    if layer[norm] & w.IS_NORM:
         _normalize(given, layer[norm : norm + 4], added, _row(scratch + 4 * size, size), format_)
     else:
         _copy(given, added)
-    factor = _number(layer, FACTOR)
+    factor = _number(layer, w.FACTOR)
     if factor != _F(1):
         for i in range(size):
             added[i] = added[i] * factor
@@ -613,14 +522,14 @@ def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-d
 @_compiled
 def _norm_states(g, of, token, place, scratch):  # type: ignore[no-untyped-def]
     """Arrange the states of a token, after a norm if there is one, as the inputs at a place."""
-    size = g[HIDDEN]
-    states, normed = _row(g[STATES] + 4 * size * token, size), _row(scratch, size)
-    if of[FLAGS] & IS_NORM:
-        _normalize(states, of, normed, _row(scratch + 4 * size, size), g[FORMAT])
+    size = g[w.HIDDEN]
+    states, normed = _row(g[w.STATES] + 4 * size * token, size), _row(scratch, size)
+    if of[w.FLAGS] & w.IS_NORM:
+        _normalize(states, of, normed, _row(scratch + 4 * size, size), g[w.FORMAT])
     else:
         _copy(states, normed)
-    width = 2 if g[ARRANGED] == NARROW else 4
-    _arrange(normed, g[NORMED] + width * size * place, 0, size, g[ARRANGED])
+    width = 2 if g[w.ARRANGED] == w.NARROW else 4
+    _arrange(normed, g[w.NORMED] + width * size * place, 0, size, g[w.ARRANGED])
 
 
 @_part
@@ -637,7 +546,7 @@ def _run_states(g, phase, tokens, layer, norm, of, is_parallel, scratch):  # typ
         scratch: of the thread.
     """
     num = len(tokens)
-    step = _share(num, g[NUM_THREADS], 1, 8)
+    step = _share(num, g[w.NUM_THREADS], 1, 8)
     start = take(phase, step)
     while start < num:
         stop = min(start + step, num)
@@ -667,67 +576,67 @@ def _write_head(g, head, layer, places, part, token, scratch):  # type: ignore[n
         scratch: of the thread.
     """
     num_heads, num_key_heads, size, format_ = (
-        g[NUM_HEADS],
-        g[NUM_KEY_HEADS],
-        g[HEAD_SIZE],
-        g[FORMAT],
+        g[w.NUM_HEADS],
+        g[w.NUM_KEY_HEADS],
+        g[w.HEAD_SIZE],
+        g[w.FORMAT],
     )
     num_all = (num_heads + 2 * num_key_heads) * size
-    row = g[MIXED] + 4 * num_all * token
+    row = g[w.MIXED] + 4 * num_all * token
     given, is_value = _row(row + 4 * head * size, size), head >= num_heads + num_key_heads
     if is_value:
         place = places[part[0]]
-        slot = place[NUM_KEYS] - part[2] + part[1]
-        target = place[VALUES] + (head - num_heads - num_key_heads) * place[VALUE_HEAD]
+        slot = place[w.NUM_KEYS] - part[2] + part[1]
+        target = place[w.VALUES] + (head - num_heads - num_key_heads) * place[w.VALUE_HEAD]
         _store(given, target + (4 if format_ == FLOAT32 else 2) * slot * size, format_)
         return
     is_query = head < num_heads
-    of = layer[QUERY_NORM : QUERY_NORM + 4] if is_query else layer[KEY_NORM : KEY_NORM + 4]
+    of = layer[w.QUERY_NORM : w.QUERY_NORM + 4] if is_query else layer[w.KEY_NORM : w.KEY_NORM + 4]
     out = _row(scratch, size)
-    if of[FLAGS] & IS_WHOLE:
+    if of[w.FLAGS] & w.IS_WHOLE:
         first, num = (0, num_heads) if is_query else (num_heads, num_key_heads)
         whole = _row(row + 4 * first * size, num * size)
         normed = _row(scratch + 4 * size, num * size)
         wide = _row(scratch + 4 * (1 + num) * size, num * size)
         _normalize(whole, of, normed, wide, format_)
         _copy(normed[(head - first) * size : (head - first + 1) * size], out)
-    elif of[FLAGS] & IS_NORM:
+    elif of[w.FLAGS] & w.IS_NORM:
         _normalize(given, of, out, _row(scratch + 4 * size, size), format_)
     else:
         _copy(given, out)
-    num_turned = layer[TURNED]
+    num_turned = layer[w.TURNED]
     if num_turned > 0:
         _turn(
             out,
-            _row(layer[COS] + 4 * num_turned * token, num_turned),
-            _row(layer[SIN] + 4 * num_turned * token, num_turned),
+            _row(layer[w.COS] + 4 * num_turned * token, num_turned),
+            _row(layer[w.SIN] + 4 * num_turned * token, num_turned),
             _row(scratch + 4 * size, size),
             _row(scratch + 8 * size, size),
-            layer[TURN],
+            layer[w.TURN],
             format_,
         )
     if is_query:
-        _copy(out, _row(g[QUERIES] + 4 * (num_heads * token + head) * size, size))
+        _copy(out, _row(g[w.QUERIES] + 4 * (num_heads * token + head) * size, size))
     else:
         place = places[part[0]]
-        slot = place[NUM_KEYS] - part[2] + part[1]
-        target = place[KEYS] + (head - num_heads) * place[KEY_HEAD]
+        slot = place[w.NUM_KEYS] - part[2] + part[1]
+        target = place[w.KEYS] + (head - num_heads) * place[w.KEY_HEAD]
         _store(out, target + (4 if format_ == FLOAT32 else 2) * slot * size, format_)
 
 
 @_part
 def _write_heads(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped-def]
-    num_heads = g[NUM_HEADS] + 2 * g[NUM_KEY_HEADS]
-    num = g[NUM_TOKENS] * num_heads
-    step = _share(num, g[NUM_THREADS], 1, num_heads)
+    num_heads = g[w.NUM_HEADS] + 2 * g[w.NUM_KEY_HEADS]
+    num = g[w.NUM_TOKENS] * num_heads
+    step = _share(num, g[w.NUM_THREADS], 1, num_heads)
     start = take(phase, step)
     while start < num:
         stop, part = min(start + step, num), 0
         for each in range(start, stop):
             token = each // num_heads
-            while token >= parts[part, FIRST] + parts[part, NUM_NEW]:
+            while token >= parts[part, w.FIRST] + parts[part, w.NUM_NEW]:
                 part += 1
-            where = part, token - parts[part, FIRST], parts[part, NUM_NEW]
+            where = part, token - parts[part, w.FIRST], parts[part, w.NUM_NEW]
             _write_head(g, each % num_heads, layer, places, where, token, scratch)
         _finish(phase + 64, stop - start)
         start = take(phase, step)
@@ -740,7 +649,7 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
 
     Without a mask, a token sees those before it, and itself.
     """
-    size, format_, num_sharing = g[HEAD_SIZE], g[FORMAT], g[NUM_HEADS] // g[NUM_KEY_HEADS]
+    size, format_, num_sharing = g[w.HEAD_SIZE], g[w.FORMAT], g[w.NUM_HEADS] // g[w.NUM_KEY_HEADS]
     width, num_rows = 4 if format_ == FLOAT32 else 2, stop - start
     scores = numba.carray(pointer(scratch), (_MOST_ROWS, BLOCK), np.float32)
     scratch += 4 * _MOST_ROWS * BLOCK
@@ -750,33 +659,33 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
     scratch += 4 * _MOST_ROWS * size
     peaks = _row(scratch, _MOST_ROWS)
     totals = _row(scratch + 4 * _MOST_ROWS, _MOST_ROWS)
-    scaling, softcap = _number(layer, SCALING), _number(layer, SOFTCAP)
+    scaling, softcap = _number(layer, w.SCALING), _number(layer, w.SOFTCAP)
     for row in range(num_rows):
         token, query = divmod(start + row, num_sharing)
-        index = (part[FIRST] + token) * g[NUM_HEADS] + head * num_sharing + query
-        take_query(_row(g[QUERIES] + 4 * index * size, size), queries[row], format_, scaling)
+        index = (part[w.FIRST] + token) * g[w.NUM_HEADS] + head * num_sharing + query
+        take_query(_row(g[w.QUERIES] + 4 * index * size, size), queries[row], format_, scaling)
         fill(sums[row], _F(0))
         peaks[row], totals[row] = -np.inf, _F(0)
-        if layer[SINKS] != 0:
+        if layer[w.SINKS] != 0:
             _load(
-                layer[SINKS] + width * (head * num_sharing + query), peaks[row : row + 1], format_
+                layer[w.SINKS] + width * (head * num_sharing + query), peaks[row : row + 1], format_
             )
             totals[row] = _F(1)
-    mask, num_before = part[MASK], place[NUM_KEYS] - part[NUM_NEW]
-    num_seen = place[NUM_KEYS]
+    mask, num_before = part[w.MASK], place[w.NUM_KEYS] - part[w.NUM_NEW]
+    num_seen = place[w.NUM_KEYS]
     if mask == 0:
         num_seen = num_before + (stop - 1) // num_sharing + 1
-    keys = place[KEYS] + head * place[KEY_HEAD]
-    values = place[VALUES] + head * place[VALUE_HEAD]
+    keys = place[w.KEYS] + head * place[w.KEY_HEAD]
+    values = place[w.VALUES] + head * place[w.VALUE_HEAD]
     for key in range(0, num_seen, BLOCK):
         num = min(BLOCK, num_seen - key)
         for row in range(num_rows):
             fill(scores[row], _F(0))
-        x, w = (
+        x, of_keys = (
             (queries.ctypes.data, 4 * size, num_rows),
             (keys + width * key * size, width * size, num),
         )
-        add_products(format_, x, w, (scores.ctypes.data, 4 * BLOCK), size)
+        add_products(format_, x, of_keys, (scores.ctypes.data, 4 * BLOCK), size)
         for row in range(num_rows):
             of_row, token = scores[row, :num], (start + row) // num_sharing
             if softcap != _F(0):
@@ -786,7 +695,9 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
                 for i in range(num):
                     of_row[i] = of_row[i] * softcap
             if mask != 0:
-                sees = numba.carray(pointer(mask + token * part[MASK_ROW] + key), (num,), np.uint8)
+                sees = numba.carray(
+                    pointer(mask + token * part[w.MASK_ROW] + key), (num,), np.uint8
+                )
                 for i in range(num):
                     of_row[i] = of_row[i] if sees[i] else -_F(np.inf)
             else:
@@ -794,27 +705,27 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
                     of_row[i] = -_F(np.inf)
             weigh(of_row, peaks[row : row + 1], totals[row : row + 1], sums[row])
         add_values(format_, scores, num_rows, values + width * key * size, num, size, sums)
-    whole = g[NUM_HEADS] * size
-    width = 2 if g[ARRANGED] == NARROW else 4
+    whole = g[w.NUM_HEADS] * size
+    width = 2 if g[w.ARRANGED] == w.NARROW else 4
     for row in range(num_rows):
         for i in range(size):
             sums[row, i] = sums[row, i] / totals[row]
         _round(sums[row], format_)
         token, query = divmod(start + row, num_sharing)
-        place_of_token = g[ATTENDED] + width * whole * (part[FIRST] + token)
+        place_of_token = g[w.ATTENDED] + width * whole * (part[w.FIRST] + token)
         first = (head * num_sharing + query) * size
-        _arrange(sums[row], place_of_token, first, whole, g[ARRANGED])
+        _arrange(sums[row], place_of_token, first, whole, g[w.ARRANGED])
 
 
 @_part
 def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped-def]
-    num_parts, num_key_heads = g[NUM_PARTS], g[NUM_KEY_HEADS]
-    num_sharing = g[NUM_HEADS] // num_key_heads
+    num_parts, num_key_heads = g[w.NUM_PARTS], g[w.NUM_KEY_HEADS]
+    num_sharing = g[w.NUM_HEADS] // num_key_heads
     # Groups of rows read keys and values again, but a thread without any has nothing to do.
-    wanted = -(-4 * g[NUM_THREADS] // (num_key_heads * num_parts))
+    wanted = -(-4 * g[w.NUM_THREADS] // (num_key_heads * num_parts))
     piece, num_before = take(phase, 1), 0
     for part in range(num_parts):
-        num_rows = num_sharing * parts[part, NUM_NEW]
+        num_rows = num_sharing * parts[part, w.NUM_NEW]
         of_group = min(max(-(-num_rows // wanted), 1), _MOST_ROWS)
         num_groups = -(-num_rows // of_group)
         while piece < num_before + num_key_heads * num_groups:
@@ -831,32 +742,32 @@ def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped
 @job
 def run_forward(address: Any) -> None:
     """Run what other threads leave of a forward."""
-    g = numba.carray(address, (JOB_SIZE,), np.int64)
-    scratch = g[SCRATCH] + g[SCRATCH_SIZE] * take(g.ctypes.data + 8 * NEXT_THREAD, 1)
-    num_layers, num_parts, num_tokens = g[NUM_LAYERS], g[NUM_PARTS], g[NUM_TOKENS]
-    layers = numba.carray(pointer(g[LAYERS]), (num_layers, LAYER_SIZE), np.int64)
-    kept = numba.carray(pointer(g[KEPT]), (g[NUM_KEPT],), np.int64)
-    every = numba.carray(pointer(g[EVERY]), (num_tokens,), np.int64)
-    num_mixed = (g[NUM_HEADS] + 2 * g[NUM_KEY_HEADS]) * g[HEAD_SIZE]
-    num_attended = g[NUM_HEADS] * g[HEAD_SIZE]
-    for index in range(num_layers * PHASES_OF_LAYER + 2):
-        step, phase = index % PHASES_OF_LAYER, g[PHASES] + 128 * index
-        number = index // PHASES_OF_LAYER
+    g = numba.carray(address, (w.JOB_SIZE,), np.int64)
+    scratch = g[w.SCRATCH] + g[w.SCRATCH_SIZE] * take(g.ctypes.data + 8 * w.NEXT_THREAD, 1)
+    num_layers, num_parts, num_tokens = g[w.NUM_LAYERS], g[w.NUM_PARTS], g[w.NUM_TOKENS]
+    layers = numba.carray(pointer(g[w.LAYERS]), (num_layers, w.LAYER_SIZE), np.int64)
+    kept = numba.carray(pointer(g[w.KEPT]), (g[w.NUM_KEPT],), np.int64)
+    every = numba.carray(pointer(g[w.EVERY]), (num_tokens,), np.int64)
+    num_mixed = (g[w.NUM_HEADS] + 2 * g[w.NUM_KEY_HEADS]) * g[w.HEAD_SIZE]
+    num_attended = g[w.NUM_HEADS] * g[w.HEAD_SIZE]
+    for index in range(num_layers * w.PHASES_OF_LAYER + 2):
+        step, phase = index % w.PHASES_OF_LAYER, g[w.PHASES] + 128 * index
+        number = index // w.PHASES_OF_LAYER
         is_end = number == num_layers
         layer = layers[number - 1 if is_end else number]
-        of_parts = g[PARTS] + 32 * num_parts * layer[SEES]
+        of_parts = g[w.PARTS] + 32 * num_parts * layer[w.SEES]
         parts = numba.carray(pointer(of_parts), (num_parts, 4), np.int64)
-        of_places = g[PLACES] + 40 * num_parts * number
+        of_places = g[w.PLACES] + 40 * num_parts * number
         places = numba.carray(pointer(of_places), (num_parts, 5), np.int64)
         if step in (0, 5):
-            before, norm = layer, POST_ATTENTION
-            of = layer[PRE_MLP : PRE_MLP + 4]
+            before, norm = layer, w.POST_ATTENTION
+            of = layer[w.PRE_MLP : w.PRE_MLP + 4]
             if step == 0:
-                before, norm = layers[max(number - 1, 0)], POST_MLP if number > 0 else -1
-                of = layer[PRE_ATTENTION : PRE_ATTENTION + 4]
+                before, norm = layers[max(number - 1, 0)], w.POST_MLP if number > 0 else -1
+                of = layer[w.PRE_ATTENTION : w.PRE_ATTENTION + 4]
                 if is_end:
-                    of = g[LAST_NORM : LAST_NORM + 4]
-            is_parallel = step == 5 and layer[IS_PARALLEL] != 0
+                    of = g[w.LAST_NORM : w.LAST_NORM + 4]
+            is_parallel = step == 5 and layer[w.IS_PARALLEL] != 0
             tokens = kept if is_end else every
             _run_states(g, phase, tokens, before, norm, of, is_parallel, scratch)
         elif step == 2:
@@ -864,20 +775,20 @@ def run_forward(address: Any) -> None:
         elif step == 3:
             _attend(g, phase, layer, parts, places, scratch)
         else:
-            num_rows, given, num_all = num_tokens, (g[NORMED], g[HIDDEN]), g[HIDDEN]
-            products, result = layer[QUERY : VALUE + 3], (TO_ROWS, g[ADDED])
+            num_rows, given, num_all = num_tokens, (g[w.NORMED], g[w.HIDDEN]), g[w.HIDDEN]
+            products, result = layer[w.QUERY : w.VALUE + 3], (w.TO_ROWS, g[w.ADDED])
             if is_end:
-                num_rows, num_all = g[NUM_KEPT], g[VOCAB_SIZE]
-                products, result = g[HEAD : HEAD + 3], (TO_LOGITS, g[LOGITS])
+                num_rows, num_all = g[w.NUM_KEPT], g[w.VOCAB_SIZE]
+                products, result = g[w.HEAD : w.HEAD + 3], (w.TO_LOGITS, g[w.LOGITS])
             elif step == 1:
-                num_all, result = num_mixed, (TO_ROWS, g[MIXED])
+                num_all, result = num_mixed, (w.TO_ROWS, g[w.MIXED])
             elif step == 4:
-                given, products = (g[ATTENDED], num_attended), layer[OUT : OUT + 3]
+                given, products = (g[w.ATTENDED], num_attended), layer[w.OUT : w.OUT + 3]
             elif step == 6:
-                num_all, result = layer[INNER_SIZE], (TO_INNER, g[INNER])
-                products = layer[GATE : UP + 3]
+                num_all, result = layer[w.INNER_SIZE], (w.TO_INNER, g[w.INNER])
+                products = layer[w.GATE : w.UP + 3]
             else:
-                given, products = (g[INNER], layer[INNER_SIZE]), layer[DOWN : DOWN + 3]
+                given, products = (g[w.INNER], layer[w.INNER_SIZE]), layer[w.DOWN : w.DOWN + 3]
             _run_products(g, phase, num_rows, layer, given, products, result, num_all, scratch)
 
 

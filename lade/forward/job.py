@@ -8,12 +8,13 @@ held against the model's own, and the faster of both is used. Figures are in
 docs/internals/forward.md.
 """
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import getitem
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,8 +99,8 @@ class FusedForwards:
     """
 
     def __init__(self, model: Model, plan: DecoderPlan, run: Run) -> None:
-        from lade.forward import _kernels  # compiled as it is imported
-
+        _kernels = kernels()
+        assert _kernels is not None
         if plan.head_size % _kernels.LANES:
             raise UnreadableModelError("its heads are no whole number of vectors")
         self._kernels, self._plan, self._run = _kernels, plan, run
@@ -600,10 +601,23 @@ class _Workspace:
         job[words.EVERY] = self._every.ctypes.data
 
 
+@functools.cache
+def kernels() -> ModuleType | None:
+    """Return the compiled kernels, or None where they cannot run.
+
+    The first time on a machine, they are compiled, for some seconds.
+    """
+    if runner() is None or not has_vectors():
+        return None
+    from lade.forward import _kernels  # compiled as it is imported
+
+    return _kernels
+
+
 def forwards_for(model: Model) -> FusedForwards | None:
     """Return what runs a model's forwards by jobs; None where none can.
 
-    The first time on a machine, they are compiled, for some seconds.
+    The first time on a machine, kernels are compiled, for some seconds.
     """
     run = runner() if has_vectors() else None
     # What is summed in less than float32 is what the user asked for.

@@ -12,6 +12,7 @@ from lade.budget.budget import MeasuredBudget
 from lade.compat import Model, without_compiler
 from lade.config import Config
 from lade.drafting.successors import compile_kernels
+from lade.forward import job
 from lade.gpu.policy import DevicePolicy
 from lade.prewarming.costs import first_costs_of
 from lade.probing.factory import with_products
@@ -65,6 +66,7 @@ def kernels() -> Mapping[str, Callable[[], Any]]:
         "pools on disk": compile_texts,
         "the ranks of tokens": compile_kernels,
         "the budget": MeasuredBudget,
+        "whole forwards": job.kernels,
         "products for few rows": _load_products,
         "attention of several calls": joint.kernels,
     }
