@@ -26,7 +26,7 @@ from lade.transfer import Launched
 from lade.tree import Tree
 from ngram_pool.writing import write_whole
 
-_FORMAT = 1
+_FORMAT = 2  # of 1 were costs of forwards module by module
 _MAX_LENGTH = 2**12  # of a file
 _MAX_SIZE = 2**12  # tokens of a forward
 # On a busy machine, one forward may take ten times as long as the next. What is kept decides the
