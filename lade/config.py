@@ -105,9 +105,10 @@ class Config:
             as without this. Not beside `stable_text`.
         max_prefix_bytes: Memory for what `reuses_prefix` keeps of a model, in bytes, on its device;
             the texts used last stay. 0 keeps nothing.
-        uses_products: Whether linear layers on a CPU may run by lade's own compiled products, in
-            float32, bfloat16 and float16, where these are found faster than torch's
-            (`lade.products`). Not beside `stable_text` or `step_costs`, whose calls repeat exactly.
+        uses_products: Whether forwards on a CPU may run by lade's own compiled kernels, as a whole
+            (`lade.forward`) or layer by layer (`lade.products`), in float32, bfloat16 and float16,
+            where these are found faster than torch's. Not beside `stable_text` or `step_costs`,
+            whose calls repeat exactly.
         strict_drafter: Whether a drafter's errors and invalid drafts are raised, for authors of
             drafters. Otherwise a single warning reports them, and the call continues without
             drafts.

@@ -37,6 +37,13 @@ def viewed(model: Model, change: Change) -> Model:
     return _view_of(model, change, {}, is_root=True)
 
 
+def with_forward(model: Model, forward: Callable[..., Any]) -> Model:
+    """Return a view with all modules of the model, but another forward, a function of the view."""
+    twin = _twin_of(model, {})
+    vars(twin)["forward"] = vars(twin)[_BEFORE]["forward"] = MethodType(forward, twin)
+    return twin
+
+
 def with_attention(model: Model, attention: str) -> Model:
     """Return a view whose text part uses another attention implementation.
 

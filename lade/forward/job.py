@@ -11,10 +11,11 @@ docs/internals/forward.md.
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import getitem
-from types import MethodType, ModuleType
+from operator import getitem, is_
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,12 +26,13 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.attempts import Attempt
+from lade.attention.joint import Calls
 from lade.closeness import distance, float32_precision, limit_of
 from lade.compat import CACHE, Model
 from lade.forward import words
 from lade.forward.reading import (
     DecoderPlan,
-    RotaryPlan,
+    DecoderSizes,
     UnreadableModelError,
     read,
     repeated,
@@ -42,10 +44,11 @@ from lade.products.linear import FORMATS, has_vectors
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache, TreeCacheLayer
-from lade.view import viewed
+from lade.view import with_forward
 
 _LINE = 32  # numbers that a row must be multiples of to stay in bfloat16
 _MOST_TOKENS = 128  # of a piece; a longer prompt is run in several
+_MOST_OF_PARTS = 1024  # tokens of several parts, which run in one piece
 _PLAINLY, _BY_JOB, _BY_DOTS = range(3)
 _LINEAR, _SDPA = functional.linear, functional.scaled_dot_product_attention
 _GIVEN = {
@@ -99,27 +102,26 @@ class FusedForwards:
     """
 
     def __init__(self, model: Model, plan: DecoderPlan, run: Run) -> None:
-        _kernels = kernels()
+        _kernels, sizes = kernels(), plan.sizes
         assert _kernels is not None
-        if plan.head_size % _kernels.LANES:
+        if sizes.head_size % _kernels.LANES:
             raise UnreadableModelError("its heads are no whole number of vectors")
-        self._kernels, self._plan, self._run = _kernels, plan, run
+        self._kernels, self._sizes, self._run = _kernels, sizes, run
         self.why_not: str | None = None
         self.num_compared = 0
         self._dtype = next(weights_of(plan)).dtype
         self._limit = limit_of(model)
-        self._vocab_size = plan.head.out_features
-        self._hidden = plan.head.in_features
         self._kinds = sorted({*plan.kinds})
-        sizes = (1, plan.num_key_heads, 1, plan.head_size)
-        self._states = torch.empty(sizes, dtype=self._dtype)
+        shape = (1, sizes.num_key_heads, 1, sizes.head_size)
+        self._states = torch.empty(shape, dtype=self._dtype)
         self._choices: dict[int, Fastest] = {}
         self._workspaces: list[_Workspace] = []
         self._weights = _Weights(plan, self._kinds, self._dtype)
+        # No module is held: what is replaced in the model is to be freed.
+        self._leaves = [weakref.ref(each) for each in model.modules() if not each._modules]
         self._lock = threading.Lock()
-        inner = {layer.products[-1].num_inputs for layer in plan.layers}  # type: ignore[union-attr]
-        self._inner = max(inner)
-        widths = {self._hidden, plan.num_heads * plan.head_size, *inner}
+        widths = {sizes.hidden, sizes.num_heads * sizes.head_size}
+        widths |= {layer.inner for layer in plan.layers}
         may_dot = self._dtype is torch.bfloat16 and _kernels.HAS_DOTS
         self._has_dots = may_dot and not any(width % _LINE for width in widths)
 
@@ -129,24 +131,26 @@ class FusedForwards:
         Args:
             model: a view of the model, with the same modules where it counts.
         """
-        leaves = {id(module) for module in model.modules() if not module._modules}
-        if self.why_not is not None or not self._plan.leaves <= leaves or not self._weights.fit():
+        leaves = [module for module in model.modules() if not module._modules]
+        known = [reference() for reference in self._leaves]
+        if (
+            self.why_not is not None
+            or len(leaves) != len(known)
+            or not all(map(_is_same, leaves, known))
+            or not self._weights.fit()
+        ):
             return model
-        view: Any = None
+        children = [*model._modules.values()]
 
-        def forward(mine: Any, *args: Any, **inputs: Any) -> Any:
-            plainly = type(mine).forward.__get__(mine)
-            is_whole = all(each is view._modules.get(name) for name, each in mine._modules.items())
+        def forward(view: Any, *args: Any, **inputs: Any) -> Any:
+            plainly = type(view).forward.__get__(view)
+            is_whole = all(map(is_, view._modules.values(), children))  # else it is of a view
             request = self._request(inputs) if is_whole and not args else None
             if request is None:
                 return plainly(*args, **inputs)
             return self._choose(request, lambda: plainly(**inputs), inputs[CACHE])
 
-        def change(module: nn.Module) -> dict[str, Any] | None:
-            return {"forward": MethodType(forward, module)} if module is model else None
-
-        view = viewed(model, change)
-        return view
+        return with_forward(model, forward)
 
     def pays(self, num_rows: int) -> bool:
         """Return whether the next forward over so many tokens may run by a job."""
@@ -173,9 +177,9 @@ class FusedForwards:
                     logits = self._by_job(request, which == _BY_DOTS)
                     if logits is not None:
                         return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
-                if attempt.failure is not None:
-                    self.why_not = attempt.failure
-                return run(_PLAINLY)
+                result = run(_PLAINLY)
+                self.why_not = attempt.failure  # unless that fails, too
+                return result
             return plainly()
 
         if self.why_not is not None:
@@ -198,27 +202,71 @@ class FusedForwards:
         return error <= self._limit
 
     def _by_job(self, request: _JobRequest, has_dots: bool) -> Tensor | None:
-        """Return logits [1, num_kept, vocab_size]; None, with nothing written, if impossible."""
-        plan, num = self._plan, request.input_ids.shape[1]
-        if len(request.parts) == 1 and num > _MOST_TOKENS and request.parts[0].masks[0] is None:
-            return self._in_pieces(request, has_dots)
+        """Return logits [num_rows, …, vocab_size]; None, with nothing written, if impossible."""
+        sizes, num = self._sizes, request.input_ids.shape[1]
+        states = self._weights.embedding(request.input_ids)
+        if sizes.scale != 1.0:
+            states = states * sizes.scale
+        if states.dtype is not self._dtype or states.shape != (1, num, sizes.hidden):
+            return None
+        # Of all pieces at once: some angles depend on how long the text is.
+        angles = self._angles(states, request.positions)
+        states = states.to(torch.float32, copy=True)
+        shape = (len(request.kept), sizes.vocab_size)
+        logits = states.new_empty(shape, dtype=self._dtype)
+        is_long = len(request.parts) == 1 and num > _MOST_TOKENS
+        if not is_long or request.parts[0].masks[0] is not None:
+            if not self._run_piece(request, states[0], angles, logits, has_dots):
+                return None
+        else:
+            (part,), ((cache, _),) = request.parts, request.caches
+            done = 0
+            for start in range(0, num, _MOST_TOKENS):
+                some = slice(start, min(start + _MOST_TOKENS, num))
+                size = some.stop - start
+                inside = request.kept[(request.kept >= start) & (request.kept < some.stop)]
+                piece = request._replace(
+                    parts=[part._replace(num=size)], caches=[(cache, [size])], kept=inside - start
+                )
+                of_piece = [(cos[:, some], sin[:, some]) for cos, sin in angles]
+                results = logits[done : done + len(inside)]
+                if not self._run_piece(piece, states[0, some], of_piece, results, has_dots):
+                    return None
+                done += len(inside)
+        return sizes.finish(logits.view(request.num_rows, -1, sizes.vocab_size))
+
+    def _run_piece(
+        self,
+        request: _JobRequest,
+        states: Tensor,
+        angles: Sequence[tuple[Tensor, Tensor]],
+        logits: Tensor,
+        has_dots: bool,
+    ) -> bool:
+        """Write logits [num_kept, vocab_size] of tokens, and their keys and values.
+
+        Args:
+            request: whose parts, caches and kept tokens are those of the piece.
+            states: float32 [num_tokens, hidden_size], which are overwritten.
+            angles: cosines and sines, float32 [1, num_tokens, …], of each rotary module.
+            logits: where they go.
+            has_dots: whether by the instruction for pairs of bfloat16.
+
+        Returns:
+            Whether it was possible; else nothing was written.
+        """
+        sizes, num, num_threads = self._sizes, len(states), torch.get_num_threads()
         places = self._places(request)
         if places is None:
-            return None
-        states = plan.embedding(request.input_ids)
-        if plan.scale != 1.0:
-            states = states * plan.scale
-        if states.dtype is not self._dtype or states.shape != (1, num, self._hidden):
-            return None
+            return False
         layers = self._weights.layers()
-        keep = self._set_angles(layers, states, request.positions)
-        states = states.to(torch.float32, copy=True)
-        logits = states.new_empty((1, len(request.kept), self._vocab_size), dtype=self._dtype)
-        num_threads = torch.get_num_threads()
+        for number, which in self._weights.turning:
+            cos, sin = angles[which]
+            layers[number, words.COS], layers[number, words.SIN] = cos.data_ptr(), sin.data_ptr()
         job = np.zeros(words.JOB_SIZE, np.int64)
         job[: words.FORMAT] = (
-            *(num, self._hidden, len(layers), plan.num_heads, plan.num_key_heads),
-            *(plan.head_size, self._vocab_size, num_threads),
+            *(num, sizes.hidden, sizes.num_layers, sizes.num_heads, sizes.num_key_heads),
+            *(sizes.head_size, sizes.vocab_size, num_threads),
         )
         arranged = words.PAIRS if self._dtype is torch.bfloat16 else words.PLAIN
         job[words.FORMAT] = FORMATS[self._dtype]
@@ -239,11 +287,10 @@ class FusedForwards:
         with self._workspace(num, num_threads) as workspace:
             workspace.describe(job)
             self._run(self._kernels.run_forward.address, job.ctypes.data, num_threads)
-        del keep
         for cache, nums in request.caches:
             for layer in cache.held:
                 layer.num_pending += max(nums)
-        return plan.finish(logits.view(request.num_rows, -1, self._vocab_size))
+        return True
 
     def _places(self, request: _JobRequest) -> NDArray[np.int64] | None:
         """Return where keys and values are, int64 [num_layers, num_parts, 5]; None if unknown."""
@@ -261,42 +308,23 @@ class FusedForwards:
                     return None
         return places
 
-    def _in_pieces(self, request: _JobRequest, has_dots: bool) -> Tensor | None:
-        """Run a prompt in pieces, which see those before them."""
-        (part,), ((cache, _),) = request.parts, request.caches
-        logits = []
-        for start in range(0, part.num, _MOST_TOKENS):
-            stop = min(start + _MOST_TOKENS, part.num)
-            inside = (request.kept >= start) & (request.kept < stop)
-            piece = request._replace(
-                input_ids=request.input_ids[:, start:stop],
-                positions=request.positions[:, start:stop],
-                parts=[part._replace(num=stop - start)],
-                caches=[(cache, [stop - start])],
-                kept=request.kept[inside] - start,
-            )
-            results = self._by_job(piece, has_dots)
-            if results is None:
-                return None
-            logits.append(results)
-        return torch.cat(logits, dim=1)
+    def _angles(self, states: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Let the model make its angles: cosines and sines, float32 [1, num_tokens, …]."""
 
-    def _set_angles(
-        self, layers: NDArray[np.int64], states: Tensor, positions: Tensor
-    ) -> list[Tensor]:
-        """Let the model make its angles, and tell the layers where they are; return these."""
-        made: dict[tuple[int, bool], list[Tensor]] = {}
-        for number, rotary, repeats in self._weights.turning:
-            key = id(rotary), repeats
-            if key not in made:
-                given = {words.STATES_GIVEN: states, words.POSITIONS_GIVEN: positions}
-                made[key] = [
-                    repeated(each, repeats).to(torch.float32).contiguous()
-                    for each in _angles_of(rotary, given)
-                ]
-            cos, sin = made[key]
-            layers[number, words.COS], layers[number, words.SIN] = cos.data_ptr(), sin.data_ptr()
-        return [each for angles in made.values() for each in angles]
+        def put(value: Any) -> Any:
+            if value is words.STATES_GIVEN:
+                return states
+            return positions if value is words.POSITIONS_GIVEN else value
+
+        made = []
+        for rotary, repeats in self._weights.rotaries:
+            kwargs = {name: put(value) for name, value in rotary.kwargs.items()}
+            cos, sin = (
+                repeated(each, repeats).float().contiguous()
+                for each in rotary.module()(*map(put, rotary.args), **kwargs)
+            )
+            made.append((cos, sin))
+        return made
 
     @contextmanager
     def _workspace(self, num_tokens: int, num_threads: int) -> Iterator["_Workspace"]:
@@ -304,8 +332,7 @@ class FusedForwards:
         with self._lock:
             found = self._workspaces.pop() if self._workspaces else None
         if found is None or not found.fits(num_tokens, num_threads):
-            sizes = (self._hidden, self._inner, len(self._plan.layers))
-            found = _Workspace(self._kernels, self._plan, sizes, num_tokens, num_threads)
+            found = _Workspace(self._kernels, self._sizes, num_tokens, num_threads)
         try:
             yield found
         finally:
@@ -337,7 +364,9 @@ class FusedForwards:
             caches, parts = self._of_rows(mask, cache, num_rows, num)
         else:
             return None
-        if not parts or any(len(each.held) != len(self._plan.layers) for each, _ in caches):
+        if len(parts) > 1 and ids.numel() > _MOST_OF_PARTS:
+            return None
+        if not parts or any(len(each.held) != self._sizes.num_layers for each, _ in caches):
             return None
         positions = inputs.get("position_ids")
         if positions is None:
@@ -356,6 +385,8 @@ class FusedForwards:
     def _of_rows(self, mask: Any, cache: TreeCache, num_rows: int, num: int) -> _Parts:
         """Return the rows of a forward as parts; none if they are not for a job."""
         masks = self._by_kind(mask)
+        if not masks:
+            return [], []
         sizes = getattr(masks[0], "_lade_sizes", None) or [num] * num_rows
         if any(
             each is not None and each.dim() == 4 and len(each) not in (1, len(sizes))
@@ -373,16 +404,14 @@ class FusedForwards:
 
     def _of_calls(self, mask: Any, cache: JointCache) -> _Parts:
         """Return calls that run together as parts; none if they are not for a job."""
-        calls = [each._lade_calls for each in self._by_kind(mask)]
+        carriers = self._by_kind(mask)
+        if not carriers or not all(hasattr(each, "_lade_calls") for each in carriers):
+            return [], []
+        calls: list[Calls] = [each._lade_calls for each in carriers]
         caches, parts = [], []
         for number, (own, nodes) in enumerate(zip(cache.caches, calls[0].nodes, strict=True)):
             size = nodes.stop - nodes.start
-            of_kinds = []
-            for each in calls:
-                of_call = each.masks[number]
-                if isinstance(of_call, dict):
-                    return [], []
-                of_kinds.append(_of_row(of_call, 0, size))
+            of_kinds = [_of_row(each.masks[number], 0, size) for each in calls]
             found = self._seen(of_kinds, size)
             if found is None:
                 return [], []
@@ -391,9 +420,11 @@ class FusedForwards:
         return caches, parts
 
     def _by_kind(self, mask: Any) -> list[Any]:
-        if isinstance(mask, dict):
-            return [mask[kind] for kind in self._kinds]
-        return [mask] * len(self._kinds)
+        """Return the masks of all kinds; none if some are missing."""
+        if not isinstance(mask, dict):
+            return [mask] * len(self._kinds)
+        is_known = all(kind in mask for kind in self._kinds)
+        return [mask[kind] for kind in self._kinds] if is_known else []
 
     def _seen(self, masks: Sequence[Any], num: int) -> tuple[Tensor | None, ...] | None:
         """Return masks of a part as a job takes them; None if they are not for one."""
@@ -401,11 +432,11 @@ class FusedForwards:
         for mask in masks:
             if mask is None:
                 # Without a mask, all before it; but in a window only where the caller says so.
-                if self._plan.has_windows and num > 1:
+                if self._sizes.has_windows and num > 1:
                     return None
                 found.append(None)
             elif mask.dim() == 1:  # which of the tokens are padding
-                if self._plan.has_windows or not bool(mask.all()):
+                if self._sizes.has_windows or not bool(mask.all()):
                     return None
                 found.append(None)
             elif len(mask) != num:
@@ -433,14 +464,22 @@ def _of_mask(mask: Tensor | None) -> tuple[int, int]:
     return (0, 0) if mask is None else (mask.data_ptr(), mask.stride(0))
 
 
-def _angles_of(rotary: RotaryPlan, given: dict[Any, Tensor]) -> tuple[Tensor, ...]:
-    def put(value: Any) -> Any:
-        return given[value] if value in (words.STATES_GIVEN, words.POSITIONS_GIVEN) else value
+def _is_same(mine: nn.Module, theirs: nn.Module | None) -> bool:
+    """Return whether a module is another, or does the same with the same weights in a view."""
+    if mine is theirs:
+        return True
+    if type(mine) is not type(theirs) or theirs is None or mine._forward_hooks:
+        return False
+    weights, others = mine._parameters, theirs._parameters
+    return "forward" not in vars(mine) and all(
+        each is others.get(name) for name, each in weights.items()
+    )
 
-    args = map(put, rotary.args)
-    kwargs = {name: put(value) for name, value in rotary.kwargs.items()}
-    angles: tuple[Tensor, ...] = rotary.module(*args, **kwargs)
-    return angles
+
+class _Rotary(NamedTuple):
+    module: Callable[[], Any]  # a weak reference
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class _Weights:
@@ -448,27 +487,34 @@ class _Weights:
 
     Attributes:
         of_kind: numbers of the layers that have a kind of mask.
-        turning: numbers of layers that have angles, what makes them, and whether they repeat.
-        last: the words of the last norm and of the head.
+        rotaries: what makes angles, and whether they repeat.
+        turning: numbers of layers that have angles, each with the number of what makes them.
     """
 
     def __init__(self, plan: DecoderPlan, kinds: Sequence[str], dtype: torch.dtype) -> None:
         self._dtype, self._width = dtype, dtype.itemsize
+        self._embedding = weakref.ref(plan.embedding)
         self._table = np.zeros((len(plan.layers) + 1, words.LAYER_SIZE), np.int64)
         places = [kinds.index(kind) for kind in plan.kinds]
         self.of_kind = [np.flatnonzero(np.array(places) == kind) for kind in range(len(kinds))]
-        # Parameters of modules, by module and name, with the word that each goes to and the bytes
-        # that it begins after; the layer after the last has the last norm, and the head.
-        self._modules: list[dict[str, Any]] = []
+        # Parameters, by module and name, with the word that each goes to and the bytes that it
+        # begins after; the layer after the last has the last norm, and the head.
+        self._modules: list[weakref.ref[nn.Module]] = []
         self._names: list[str] = []
         self._places: list[int] = []
         self._offsets: list[int] = []
         self._shapes: list[tuple[int, ...]] = []
-        self.turning = [
-            (number, layer.rotary, layer.repeats_angles)
-            for number, layer in enumerate(plan.layers)
-            if layer.rotary is not None
-        ]
+        self.rotaries: list[tuple[_Rotary, bool]] = []
+        self.turning: list[tuple[int, int]] = []
+        known: dict[tuple[int, bool], int] = {}
+        for number, layer in enumerate(plan.layers):
+            if layer.rotary is not None:
+                module, args, kwargs = layer.rotary
+                which = known.setdefault((id(layer.rotary), layer.repeats_angles), len(known))
+                if which == len(self.rotaries):
+                    rotary = _Rotary(weakref.ref(module), args, kwargs)
+                    self.rotaries.append((rotary, layer.repeats_angles))
+                self.turning.append((number, which))
         for number, layer in enumerate(plan.layers):
             row = self._table[number]
             for place, norm in zip(range(0, 24, 4), layer.norms, strict=True):
@@ -479,7 +525,7 @@ class _Weights:
                     start = product.first * self._width
                     self._add(number, place, product.module, "weight", start * product.num_inputs)
                     self._add(number, place + words.BIAS, product.module, "bias", start)
-            row[words.INNER_SIZE] = layer.products[-1].num_inputs  # type: ignore[union-attr]
+            row[words.INNER_SIZE] = layer.inner
             row[words.ACTIVATION], row[words.TURN] = layer.activation, layer.turn
             row[words.TURNED], row[words.SEES] = layer.num_turned, places[number]
             row[words.SCALING] = _bits(layer.scaling)
@@ -507,7 +553,7 @@ class _Weights:
     def _add(self, number: int, place: int, module: nn.Module, name: str, start: int = 0) -> None:
         weight = module._parameters.get(name)
         if weight is not None:
-            self._modules.append(module._parameters)
+            self._modules.append(weakref.ref(module))
             self._names.append(name)
             self._places.append(number * words.LAYER_SIZE + place)
             self._offsets.append(start)
@@ -527,7 +573,14 @@ class _Weights:
         )
 
     def _present(self) -> list[Any]:
-        return [*map(getitem, self._modules, self._names)]
+        modules = [reference() for reference in self._modules]
+        weights: list[Any] = [None if each is None else each._parameters for each in modules]
+        return [*map(getitem, weights, self._names)]
+
+    @property
+    def embedding(self) -> Any:
+        """The module that makes states of tokens."""
+        return self._embedding()
 
     def layers(self) -> NDArray[np.int64]:
         """Return the words of all layers, [num_layers, LAYER_SIZE], as a copy."""
@@ -541,8 +594,9 @@ class _Weights:
 
     @property
     def last(self) -> NDArray[np.int64]:
-        last: NDArray[np.int64] = self._table[-1, :7]
-        return last
+        """The words of the last norm and of the head."""
+        words_of_last: NDArray[np.int64] = self._table[-1, :7]
+        return words_of_last
 
 
 def _bits(number: float) -> int:
@@ -553,26 +607,20 @@ class _Workspace:
     """Memory that a job needs while it runs."""
 
     def __init__(
-        self,
-        kernels: Any,
-        plan: DecoderPlan,
-        sizes: tuple[int, int, int],
-        num_tokens: int,
-        num_threads: int,
+        self, kernels: Any, sizes: DecoderSizes, num_tokens: int, num_threads: int
     ) -> None:
-        hidden, inner, num_layers = sizes
         self._num_tokens, self._num_threads = num_tokens, num_threads
-        heads, head = plan.num_heads, plan.head_size
-        of_heads = heads * head
-        mixed = of_heads + 2 * plan.num_key_heads * head
-        self._scratch = kernels.scratch_size(num_tokens, hidden, heads, head)
-        num_phases = num_layers * words.PHASES_OF_LAYER + 2
+        hidden, head = sizes.hidden, sizes.head_size
+        of_heads = sizes.num_heads * head
+        mixed = of_heads + 2 * sizes.num_key_heads * head
+        self._scratch = kernels.scratch_size(num_tokens, hidden, sizes.num_heads, head)
+        num_phases = sizes.num_layers * words.PHASES_OF_LAYER + 2
         self._bytes = {
             words.NORMED: 4 * num_tokens * hidden,
             words.MIXED: 4 * num_tokens * mixed,
             words.QUERIES: 4 * num_tokens * of_heads,
             words.ATTENDED: 4 * num_tokens * of_heads,
-            words.INNER: 4 * num_tokens * inner,
+            words.INNER: 4 * num_tokens * sizes.inner,
             words.ADDED: 4 * num_tokens * hidden,
             words.PHASES: 128 * num_phases,
             words.SCRATCH: self._scratch * num_threads,

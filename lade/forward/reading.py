@@ -85,22 +85,36 @@ class LayerPlan(NamedTuple):
     factor: float  # of what comes to the states
     is_parallel: bool  # whether attention and MLP get the same states
 
+    @property
+    def inner(self) -> int:
+        """Numbers of a token inside of the MLP."""
+        return self.products[-1].num_inputs  # type: ignore[union-attr]
+
+
+class DecoderSizes(NamedTuple):
+    """What of a plan is no module."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_key_heads: int
+    head_size: int
+    vocab_size: int
+    inner: int  # of the largest MLP
+    scale: float  # of what the embedding gives
+    has_windows: bool  # whether layers see but the last of the tokens before
+    finish: Callable[[Tensor], Tensor]  # of the head's results, to logits
+
 
 class DecoderPlan(NamedTuple):
     """How a decoder computes logits from token ids."""
 
-    embedding: nn.Module
-    scale: float  # of what it gives
-    layers: tuple[LayerPlan, ...]
+    sizes: DecoderSizes
     kinds: tuple[str, ...]  # of masks, by layer
+    embedding: nn.Module
+    layers: tuple[LayerPlan, ...]
     norm: NormPlan | None
     head: nn.Linear
-    num_heads: int
-    num_key_heads: int
-    head_size: int
-    finish: Callable[[Tensor], Tensor]  # of the head's results, to logits
-    has_windows: bool  # whether layers see but the last of the tokens before
-    leaves: frozenset[int]  # ids of modules without others
 
 
 class _Call(NamedTuple):
@@ -171,10 +185,9 @@ def read(model: Model) -> DecoderPlan:
         _watching.pop()
     reader = _Reader(view, calls, input_ids, positions)
     plan = reader.plan(attended, output.logits)
-    leaves = frozenset(id(module) for module in model.modules() if not module._modules)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)
     originals = dict(zip(view.modules(), model.modules(), strict=True))
-    plan = plan._replace(leaves=leaves, kinds=tuple(kinds))
+    plan = plan._replace(kinds=tuple(kinds))
     of_model: DecoderPlan = _with_originals(plan, originals)
     if any(type(each) not in (Tensor, nn.Parameter) for each in weights_of(of_model)):
         raise UnreadableModelError("its weights are not plain tensors")
@@ -257,9 +270,11 @@ class _Reader:
             ]
             norm = _norm_of(one(found, "norm before its head"), states, given)
         finish = _finish_of(results, logits, self._view)
+        inner = max(layer.inner for layer in layers)
         has_windows = any(each.kwargs.get("sliding_window") for each in attended)
-        of_text = (embedding, scale, tuple(layers), (), norm, head, *sizes, finish, has_windows)
-        return DecoderPlan(*of_text, frozenset())
+        of_heads = (len(layers), head.in_features, *sizes, head.out_features)
+        decoder = DecoderSizes(*of_heads, inner, scale, has_windows, finish)
+        return DecoderPlan(decoder, (), embedding, tuple(layers), norm, head)
 
     def _embedded(self, first: _Attention) -> tuple[nn.Module, float, Tensor]:
         """Return the embedding, the factor of what it gives, and states of the first layer."""
