@@ -433,7 +433,7 @@ def test_the_text_is_that_of_generate(is_sampled: bool, always: None) -> None:
     for seed in range(4):
         same_as_generate(model, ONE, accept=0.7, seed=seed, do_sample=is_sampled)
     products = profile_of(model).products_for(model)
-    assert products is not None
+    assert isinstance(products, Products)
     assert {key[1:3] for key in products._choices} >= {
         (256, 256),
         (300, 256),

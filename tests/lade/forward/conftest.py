@@ -1,0 +1,43 @@
+"""Forwards that run by a job wherever they can, and what ran."""
+
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+
+from lade.forward import job as file
+from lade.products import choice
+
+_ALWAYS = {"best": 1, "_num_left": -1, "_sec": [1.0, 0.0, 1.0]}
+
+
+class Ran(NamedTuple):
+    """A forward that a job has run."""
+
+    num_tokens: int
+    num_parts: int
+    has_dots: bool
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
+    """Use jobs wherever there is a choice; return what they will have run."""
+    monkeypatch.setattr(
+        choice.Fastest, "__init__", lambda self, *_, **__: self.__dict__.update(_ALWAYS)
+    )
+    return noted(monkeypatch)
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
+    """Return a list that tells each forward that a job has run, or a piece of it."""
+    runs: list[Ran] = []
+    by_job = file.FusedForwards._by_job
+
+    def noting(self: Any, request: Any, has_dots: bool) -> Tensor | None:
+        logits = by_job(self, request, has_dots)
+        if logits is not None:
+            runs.append(Ran(request.input_ids.shape[1], len(request.parts), has_dots))
+        return logits
+
+    monkeypatch.setattr(file.FusedForwards, "_by_job", noting)
+    return runs

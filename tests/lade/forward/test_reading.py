@@ -1,0 +1,255 @@
+"""Reading a decoder: every family as it computes, and nothing that no plan has a place for."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lade.forward import words
+from lade.forward.job import forwards_for
+from lade.forward.reading import DecoderPlan, UnreadableModelError, modules_of, read, weights_of
+from tests.grids import thinned
+from tests.lade.forward.families import FORMATS, QUICK, READABLE, model_of
+from tests.support.tiny import tiny_model
+
+
+@pytest.mark.parametrize("dtype", thinned(FORMATS, torch.float32), ids=str)
+@pytest.mark.parametrize("family", thinned(READABLE, *QUICK))
+def test_families_are_read(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
+    plan = read(model)
+    text = model.config.get_text_config(decoder=True)
+    # mllama runs layers that look at images only where there are some.
+    assert len(plan.layers) == text.num_hidden_layers - len(
+        getattr(text, "cross_attention_layers", ())
+    )
+    assert len(plan.kinds) == len(plan.layers)
+    assert plan.sizes.num_heads == text.num_attention_heads
+    own = {*model.modules()}
+    assert {*modules_of(plan)} <= own  # none of the view that was watched
+    assert plan.embedding in own
+    assert all(layer.rotary is None or layer.rotary.module in own for layer in plan.layers)
+    assert {weight.dtype for weight in weights_of(plan)} == {dtype}
+
+
+def test_llama_is_read_as_it_is() -> None:
+    model = model_of("llama", num_key_value_heads=2)
+    plan = read(model)
+    assert (plan.embedding, plan.sizes.scale, plan.head) == (
+        model.model.embed_tokens,
+        1.0,
+        model.lm_head,
+    )
+    assert (plan.sizes.num_heads, plan.sizes.num_key_heads, plan.sizes.head_size) == (4, 2, 16)
+    assert {*plan.kinds} == {"full_attention"}
+    for mine, theirs in zip(plan.layers, model.model.layers, strict=True):
+        attention, mlp = theirs.self_attn, theirs.mlp
+        norms = [norm and norm.module for norm in mine.norms]
+        assert norms == [
+            *(theirs.input_layernorm, None, theirs.post_attention_layernorm),
+            *(None, None, None),
+        ]
+        assert [product and product.module for product in mine.products] == [
+            *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+        ]
+        assert (mine.activation, mine.turn & words.HALVES) == (words.SILU, words.HALVES)
+        assert (mine.num_turned, mine.scaling, mine.softcap) == (16, 0.25, 0.0)
+        assert (mine.sinks, mine.factor, mine.is_parallel) == (None, 1.0, False)
+
+
+def of_family(family: str, tells: Callable[[DecoderPlan], Any]) -> Any:
+    return tells(read(model_of(family)))
+
+
+def test_what_sets_families_apart_is_read() -> None:
+    for family, tells, expected in (
+        ("gemma2", lambda plan: plan.layers[0].softcap, 50.0),
+        ("gemma2", lambda plan: [norm is None for norm in plan.layers[0].norms], [False] * 4),
+        ("gemma", lambda plan: plan.layers[0].activation, words.GELU_TANH),
+        ("nemotron", lambda plan: plan.layers[0].activation, words.RELU_SQUARED),
+        ("nemotron", lambda plan: plan.layers[0].products[5], None),
+        ("phi3", lambda plan: len({each.module for each in plan.layers[0].products[:3]}), 1),
+        ("phi", lambda plan: plan.layers[0].is_parallel, True),
+        ("cohere", lambda plan: plan.layers[0].turn & words.NEIGHBOURS, words.NEIGHBOURS),
+        ("glm", lambda plan: plan.layers[0].num_turned < plan.sizes.head_size, True),
+        ("olmo2", lambda plan: plan.layers[0].norms[4].flags & words.IS_WHOLE, words.IS_WHOLE),
+        ("qwen3", lambda plan: plan.layers[0].norms[4].flags & words.IS_WHOLE, 0),
+        ("granite", lambda plan: plan.layers[0].factor, 1.0),
+        ("smollm3", lambda plan: {layer.rotary is None for layer in plan.layers}, {False, True}),
+        ("gemma3_text", lambda plan: {*plan.kinds}, {"full_attention", "sliding_attention"}),
+        ("granite_swa", lambda plan: plan.layers[0].sinks is None, False),
+        ("stablelm", lambda plan: plan.layers[0].norms[0].flags & words.CENTERS, words.CENTERS),
+    ):
+        got = of_family(family, tells)
+        assert got[:4] == expected if isinstance(got, list) else got == expected, family
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt2", "falcon", "deepseek_v3", "gpt_neox"])
+def test_what_no_plan_has_a_place_for_is_not_read(family: str) -> None:
+    assert forwards_for(tiny_model(family, dtype=torch.float32)) is None
+
+
+def test_heads_of_no_whole_vectors_are_refused() -> None:
+    model = tiny_model("llama", dtype=torch.float32, head_dim=12)
+    assert read(model).sizes.head_size == 12
+    assert forwards_for(model) is None
+
+
+# --- models that somebody changed -----------------------------------------------------------------
+
+
+def subclassed(module: nn.Module, change: Callable[[Any], Any]) -> None:
+    """Let a module return what `change` makes of its results."""
+    kind = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return change(kind.forward(self, *args, **kwargs))
+
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _first(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    return lambda out: (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
+
+
+def _with_logits(out: Any) -> Any:
+    out.logits = out.logits + 1
+    return out
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a product": lambda model: subclassed(model.model.layers[1].mlp.up_proj, lambda out: out * 1),
+    "the head": lambda model: subclassed(model.lm_head, lambda out: out + 1),
+    "logits": lambda model: subclassed(model, _with_logits),
+    "an MLP": lambda model: subclassed(model.model.layers[1].mlp, lambda out: 1.01 * out),
+    "attention": lambda model: subclassed(
+        model.model.layers[1].self_attn, _first(lambda out: out + 0.01)
+    ),
+    "a layer": lambda model: subclassed(model.model.layers[0], _first(lambda out: 1.01 * out)),
+    "the last layer": lambda model: subclassed(
+        model.model.layers[-1], _first(lambda out: 1.01 * out)
+    ),
+    "a norm": lambda model: subclassed(model.model.layers[0].input_layernorm, torch.tanh),
+    "the last norm": lambda model: subclassed(model.model.norm, lambda out: out.clamp(-1, 1)),
+    "an activation": lambda model: setattr(model.model.layers[2].mlp, "act_fn", nn.ELU()),
+    "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda *_: None),
+    "a hook before": lambda model: model.lm_head.register_forward_pre_hook(lambda *_: None),
+    "an own forward": lambda model: setattr(
+        model.model.layers[0].mlp, "forward", model.model.layers[0].mlp.forward
+    ),
+    "training": lambda model: model.model.layers[0].train(),
+    "a projection more": lambda model: setattr(
+        model.model.layers[0], "mlp", nn.Sequential(model.model.layers[0].mlp, nn.Linear(64, 64))
+    ),
+    "no layer": lambda model: setattr(model.model, "layers", nn.ModuleList()),
+    "a layer twice": lambda model: setattr(
+        model.model, "layers", nn.ModuleList([model.model.layers[0]] * 3)
+    ),
+    "a parametrization": lambda model: nn.utils.parametrizations.weight_norm(
+        model.model.layers[0].mlp.up_proj
+    ),
+    "weights of a class": lambda model: setattr(
+        model.model.layers[0].mlp.up_proj,
+        "weight",
+        nn.Parameter(model.model.layers[0].mlp.up_proj.weight.detach().as_subclass(_OwnTensor)),
+    ),
+}
+
+
+class _OwnTensor(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_code_of_others_is_noticed(change: str) -> None:
+    model = model_of("llama")
+    assert read(model)
+    CHANGES[change](model)
+    with pytest.raises((UnreadableModelError, KeyError, RuntimeError, TypeError)):
+        read(model)
+    assert forwards_for(model) is None
+
+
+def test_a_layer_that_some_tokens_take_another_way_through_is_noticed() -> None:
+    """Positions far away show what depends on them."""
+    model = model_of("llama")
+    kind = type(model.model.layers[0])
+
+    def forward(self: Any, states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = kind.forward(self, states, *args, **kwargs)
+        return out * torch.where(kwargs["position_ids"] > 8192, 1.5, 1.0)[..., None]
+
+    model.model.layers[1].__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    with pytest.raises(UnreadableModelError):
+        read(model)
+
+
+# --- what reading leaves behind -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", thinned(READABLE, "llama", "gemma3_text"))
+def test_reading_leaves_a_model_as_it_was(family: str) -> None:
+    model = model_of(family)
+    rope = getattr(getattr(model, "model", None), "rotary_emb", None)
+
+    def state() -> Any:
+        modules = [*model.modules()]
+        return (
+            [{name: id(each) for name, each in vars(module).items()} for module in modules],
+            [[*module._forward_hooks, *module._forward_pre_hooks] for module in modules],
+            [weight._version for weight in (*model.parameters(), *model.buffers())],
+            model.config.to_dict(),
+            rope and {name: each.tolist() for name, each in rope.named_buffers()},
+            torch.get_rng_state().tolist(),
+        )
+
+    before = state()
+    read(model)
+    assert state() == before
+
+
+def test_angles_that_grow_with_the_text_stay_those_of_short_ones() -> None:
+    """A forward at positions far away would scale them, of the model that it is of."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    model = model_of("llama", rope_parameters=rope)
+    positions = torch.arange(7)[None]
+    states = torch.zeros(1, 7, 64)
+    rotary = model.model.rotary_emb
+    frequencies = rotary.inv_freq.clone()
+    expected = [each.clone() for each in rotary(states, positions)]
+    assert read(model).layers[0].rotary is not None
+    assert torch.equal(rotary.inv_freq, frequencies)
+    assert all(map(torch.equal, rotary(states, positions), expected))
+
+
+@pytest.mark.xfail(strict=True, reason="what is watched is one list for all threads")
+def test_models_are_read_in_several_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [model_of("llama", seed=seed) for seed in range(2)]
+    both, kind = threading.Barrier(2, timeout=10), type(models[0].model)
+    forward = kind.forward
+
+    def together(*args: Any, **kwargs: Any) -> Any:
+        both.wait()
+        output = forward(*args, **kwargs)
+        both.wait()
+        return output
+
+    monkeypatch.setattr(kind, "forward", together)
+    failures: list[BaseException] = []
+
+    def reading(model: Any) -> None:
+        try:
+            assert read(model).head is model.lm_head
+        except BaseException as failure:  # told by the thread that waits
+            failures.append(failure)
+
+    threads = [threading.Thread(target=reading, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
