@@ -10,6 +10,7 @@ import typer
 from benchmarks.prompts import Half, choose
 from lade.cli.failures import line_of
 from lade.cli.options import (
+    Dtype,
     DtypeOption,
     LearningOptions,
     LimitOption,
@@ -397,6 +398,34 @@ def run_forwards(
 
     files = files_of(json)
     run(LoadOptions("cpu", dtype, threads).load(model), files)
+
+
+@app.command("cpu-engines")
+@grouped
+def run_cpu_engines(
+    *,
+    prompts: PromptsOption,
+    max_new_tokens: MaxNewTokensOption = 96,
+    limit: LimitOption = None,
+    half: HalfOption = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    files: ResultFiles,
+) -> None:
+    """Compare lade with transformers, OpenVINO GenAI and llama.cpp on a CPU, on the same weights.
+
+    All decode greedily; each engine also with the prompt lookup that it has. Engines that are not
+    installed are left out. A result file keeps what it has of other dtypes and threads, if code and
+    prompts are the same.
+    """
+    from benchmarks.cpu_engines import run
+
+    if dtype not in (None, Dtype.float32, Dtype.bfloat16):
+        raise ValueError(f"expected --dtype float32 or bfloat16, got {dtype.value}")
+    files.check()
+    chosen = choose(prompts, limit, half)
+    run(LoadOptions("cpu", dtype, threads).load(model), chosen, max_new_tokens, files)
 
 
 @app.command("pool")

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import api  # of this folder
 import commands
 
+from benchmarks.cpu_engines import HEADINGS, cells_of
 from benchmarks.formula import compare
 from benchmarks.formula import table as comparison_table
 from lade.bench.environment import code as present_code
@@ -58,6 +59,10 @@ _NAMES = {
     "lade_lookahead": "**lade**, with a lookahead window",
     "lade_pool": "**lade**, with the pool",
     "lade_pool_fresh": "**lade**, with the pool",
+    "openvino": "OpenVINO GenAI",
+    "openvino_lookup": "OpenVINO GenAI's prompt lookup",
+    "llama_cpp": "llama.cpp",
+    "llama_cpp_lookup": "llama.cpp with llama-cpp-python's prompt lookup",
     "pool": "**lade**, a pool",
     "assistant": "**lade**, an assistant",
     "first_layers": "**lade**, first layers",
@@ -273,6 +278,13 @@ def forwards(*files: str) -> str:
         for name, sec in each["seconds"].items()
     ]
     return _table(("milliseconds", "products", *sizes), 2, rows)
+
+
+@_figure
+def cpu_engines(file: str, run: str) -> str:
+    """Return what engines did with the same weights, in one dtype and with so many threads."""
+    rows = [(_NAMES[name], *cells_of(row)) for name, row in _read(file)["runs"][run].items()]
+    return _table(("decoding", *HEADINGS), 1, rows)
 
 
 @_figure
@@ -672,7 +684,8 @@ def source(*files: str) -> str:
     parts = []
     if "model" in content.get("settings", {}):
         settings = content["settings"]
-        parts.append(f"{_model(files[0])} in {settings['dtype']}")
+        dtype = f" in {settings['dtype']}" if "dtype" in settings else ""  # else its table says it
+        parts.append(f"{_model(files[0])}{dtype}")
         if "max_new_tokens" in settings and len({_decoding(file) for file in files}) == 1:
             parts.append(f"{_decoding(files[0])}, {settings['max_new_tokens']} new tokens")
         times = settings.get("passes", 1)
@@ -684,7 +697,8 @@ def source(*files: str) -> str:
     made = _made(content)
     if "versions" not in made:
         parts.append(_hardware(files[0]))
-    known = ("python", "torch", "transformers", *(["vllm"] if "vllm" in made else []))
+    engines = [name for name in ("vllm", "openvino-genai", "llama-cpp-python") if name in made]
+    known = ("python", "torch", "transformers", *engines)
     parts.append(", ".join(f"{'Python' if n == 'python' else n} {made[n]}" for n in known))
     at = (
         f"code {made['code']}"

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks import forwards, memory, methods, pool
+from benchmarks import cpu_engines, forwards, memory, methods, pool
 from benchmarks.__main__ import app, main
+from benchmarks.gguf_engines import write_gguf
 from benchmarks.memory import Peak
 from benchmarks.traces import read_traces
 from lade.bench.baselines import Answer, MethodInfo, plain
 from lade.cli.results import ResultFiles
-from lade.models.loading import LoadedModel
+from lade.models.loading import LoadedModel, load
 from ngram_pool import NGramPool
 from tests.lade.tiny import tiny_model
 
@@ -39,7 +41,7 @@ def options(folder: str, prompts: Path) -> list[Any]:
 
 def test_every_command_has_help() -> None:
     names = [command.name for command in app.registered_commands]
-    assert len(names) == 17
+    assert len(names) == 18
     for name in names:
         assert "Usage" in run(name, "--help").stdout
 
@@ -235,6 +237,41 @@ def test_sizes_that_one_had_no_time_for_are_not_shown() -> None:
     assert sheet.sections == [
         [("torch's products", "100", "200"), ("lade's products", "100", "100")]
     ]
+
+
+def test_engines_that_are_not_installed_are_left_out(
+    options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_engines, "find_spec", lambda name: None)
+    path = tmp_path / "engines.json"
+    result = run("cpu-engines", *options, "--limit", 2, "--json", path)
+    for package in ("openvino-genai", "llama-cpp-python"):
+        assert f"is left out: it is not installed: pip install {package}\n" in result.stdout
+    content = json.loads(path.read_text())
+    assert content["columns"] == [*cpu_engines.COLUMNS]
+    assert len(cpu_engines.HEADINGS) == len(cpu_engines.COLUMNS)
+    ((key, rows),) = content["runs"].items()
+    assert key.startswith("float32, ")
+    assert [*rows] == ["plain", "prompt_lookup", "no_drafts", "lade_fresh"]
+    for _, _, ratio, first_sec, same_text in rows.values():
+        assert ratio > 0 < first_sec
+        assert same_text == 1.0
+    assert rows["plain"][2] == 1.0
+    run("cpu-engines", *options, "--limit", 2, "--dtype", "bfloat16", "--json", path)
+    assert [key.split(",")[0] for key in json.loads(path.read_text())["runs"]] == [
+        *("float32", "bfloat16")
+    ]
+
+
+def test_a_file_for_engines_has_the_weights_of_the_model(folder: str, tmp_path: Path) -> None:
+    loaded = load(folder, dtype="float32")
+    write_gguf(loaded.model, loaded.tokenizer, tmp_path / "model.gguf", "float32")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+    weights = read.state_dict()
+    for name, weight in loaded.model.state_dict().items():
+        assert torch.equal(weights[name], weight), name
+    with pytest.raises(ValueError, match=r"expected weights that are the same in float16, got "):
+        write_gguf(loaded.model, loaded.tokenizer, tmp_path / "half.gguf", "float16")
 
 
 def test_a_model_without_large_layers_has_no_products_to_time() -> None:

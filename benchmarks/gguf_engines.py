@@ -1,0 +1,208 @@
+"""Engines that read GGUF files, OpenVINO GenAI and llama.cpp, and the file: for `cpu-engines`.
+
+Each answers in a process of its own, and takes and gives token ids. Its file has the weights as
+they are: llama.cpp's in the dtype of the comparison, OpenVINO's in float16, the only one that it
+reads besides quantised ones. Keys and values are of the dtype too, except llama.cpp's float16
+beside bfloat16, its default. Next file: `cpu_engines.py`.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any, NamedTuple
+
+_LLAMA_CPP_TOKENS = 2  # to draft: what llama-cpp-python's page advises on CPUs
+_OPENVINO_TOKENS, _OPENVINO_NGRAM = 5, 3  # those of OpenVINO's sample of prompt lookup
+
+
+class Reply(NamedTuple):
+    """An answer, and when it came."""
+
+    token_ids: list[int]  # up to and including EOS
+    num_first: int  # tokens that came at once, as the first ones: a draft may run with the prompt
+    first_sec: float  # until then
+    rest_sec: float  # from then to the end of the call
+    rest_cpu_sec: float  # meanwhile, of all threads of the process
+
+
+class Clock:
+    """Begins with a call, and is told of tokens as they come."""
+
+    def __init__(self) -> None:
+        self._start, self._first = perf_counter(), (0, 0.0, 0.0)
+
+    def tell(self, num_tokens: int = 1) -> None:
+        """Note when the first tokens came."""
+        if self._first[0] == 0:
+            self._first = num_tokens, perf_counter(), process_time()
+
+    def reply(self, token_ids: Sequence[int]) -> Reply:
+        """End, with the whole answer."""
+        num_first, sec, cpu_sec = self._first
+        rest = perf_counter() - sec, process_time() - cpu_sec
+        return Reply([*token_ids], num_first, sec - self._start, *rest)
+
+
+class Start(NamedTuple):
+    """What an engine is started with."""
+
+    path: str  # of the GGUF file
+    dtype: str  # to compute in
+    threads: int
+    num_tokens: int  # of the longest prompt and its answer
+    eos: tuple[int, ...]
+    drafts: bool  # by its own prompt lookup
+
+
+#: Answers a prompt with so many tokens at most.
+Ask = Callable[[list[int], int], Reply]
+
+
+def openvino(start: Start) -> Ask:
+    """Start OpenVINO GenAI."""
+    import numpy as np
+
+    tensor = import_module("openvino").Tensor
+    genai: Any = import_module("openvino_genai")
+
+    class Streamer(genai.StreamerBase):  # type: ignore[misc]
+        def __init__(self, clock: Clock) -> None:
+            super().__init__()
+            self._clock = clock
+
+        def write(self, token: int | list[int]) -> Any:
+            self._clock.tell(1 if isinstance(token, int) else len(token))
+            return genai.StreamingStatus.RUNNING
+
+        def end(self) -> None: ...
+
+    dtype = {"float32": "f32", "bfloat16": "bf16"}[start.dtype]
+    properties: dict[str, Any] = {"INFERENCE_PRECISION_HINT": dtype, "KV_CACHE_PRECISION": dtype}
+    properties |= {"INFERENCE_NUM_THREADS": start.threads}
+    config = genai.GenerationConfig()
+    config.do_sample, config.stop_token_ids = False, {*start.eos}
+    if start.drafts:
+        properties["prompt_lookup"] = True
+        config.num_assistant_tokens, config.max_ngram_size = _OPENVINO_TOKENS, _OPENVINO_NGRAM
+    pipeline = genai.LLMPipeline(start.path, "CPU", **properties)
+
+    def ask(token_ids: list[int], max_new_tokens: int) -> Reply:
+        clock = Clock()
+        config.max_new_tokens = max_new_tokens
+        found = pipeline.generate(tensor(np.array([token_ids])), config, Streamer(clock))
+        return clock.reply(found.tokens[0])
+
+    return ask
+
+
+def llama_cpp(start: Start) -> Ask:
+    """Start llama.cpp, by llama-cpp-python."""
+    package = import_module("llama_cpp")
+    options: dict[str, Any] = {"n_ctx": start.num_tokens + 64, "verbose": False}
+    options |= {"n_threads": start.threads, "n_threads_batch": start.threads}
+    if start.dtype == "float32":
+        options |= dict.fromkeys(("type_k", "type_v"), package.GGML_TYPE_F32)
+    if start.drafts:
+        lookup = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding
+        options["draft_model"] = lookup(num_pred_tokens=_LLAMA_CPP_TOKENS)
+        options["logits_all"] = True  # else it fails where a prompt has more than 512 tokens
+    model = package.Llama(start.path, **options)
+
+    def ask(token_ids: list[int], max_new_tokens: int) -> Reply:
+        clock = Clock()
+        model.reset()  # else it would keep what it has run of the prompt
+        answer: list[int] = []
+        for token_id in model.generate(token_ids, temp=0.0):
+            clock.tell()
+            answer.append(token_id)
+            if token_id in start.eos or len(answer) == max_new_tokens:
+                break
+        return clock.reply(answer)
+
+    return ask
+
+
+class Engine(NamedTuple):
+    """An engine that may be installed."""
+
+    start: Callable[[Start], Ask]
+    module: str
+    package: str
+    dtype: str | None = None  # of its file; None for that of the comparison
+
+
+ENGINES = {
+    "openvino": Engine(openvino, "openvino_genai", "openvino-genai", "float16"),
+    "llama_cpp": Engine(llama_cpp, "llama_cpp", "llama-cpp-python"),
+}
+
+
+@cache
+def _started(name: str, start: Start) -> Ask:
+    return ENGINES[name].start(start)
+
+
+def ask(name: str, start: Start, token_ids: list[int], max_new_tokens: int) -> Reply:
+    """Answer a prompt in this process, in which the engine is started once."""
+    return _started(name, start)(token_ids, max_new_tokens)
+
+
+def write_gguf(model: Any, tokenizer: Any, path: Path, dtype: str) -> None:
+    """Write a model of the kind of Llama, with its vocabulary, as llama.cpp's converter does.
+
+    Raises:
+        ValueError: a weight is not the same in that dtype.
+    """
+    import gguf
+    import torch
+
+    kinds = gguf.GGMLQuantizationType
+    kind = {"float32": kinds.F32, "float16": kinds.F16, "bfloat16": kinds.BF16}[dtype]
+    config = model.config
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())
+    control = {each["content"] for each in vocabulary["added_tokens"]}
+    tokens = tokenizer.convert_ids_to_tokens(range(config.vocab_size))
+    fields = {
+        "file_type": gguf.LlamaFileType[f"{'ALL' if dtype == 'float32' else 'MOSTLY'}_{kind.name}"],
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": heads["q_proj"],
+        "head_count_kv": heads["k_proj"],
+        "rope_freq_base": config.rope_parameters["rope_theta"],
+        "rope_dimension_count": config.head_dim,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "smollm",
+        "token_list": tokens,
+        "token_types": [3 if token in control else 1 for token in tokens],  # control, normal
+        "token_merges": [" ".join(pair) for pair in vocabulary["model"]["merges"]],
+        "eos_token_id": config.eos_token_id,
+    }
+    writer = gguf.GGUFWriter(path, "llama")
+    for field, value in fields.items():
+        getattr(writer, f"add_{field}")(value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        value = weight.float()
+        if not torch.equal(value.to(getattr(torch, dtype)).float(), value):
+            raise ValueError(f"expected weights that are the same in {dtype}, got {name}")
+        if (num_heads := heads.get(name.split(".")[-2])) is not None:
+            # Rotary pairs stand beside each other there, and half a head apart here.
+            halves = value.view(num_heads, 2, -1, *value.shape[1:])
+            value = halves.transpose(1, 2).reshape(value.shape)
+        stored = kind if value.ndim > 1 else kinds.F32
+        given = gguf.quantize(value.numpy(), stored)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), given, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
