@@ -89,7 +89,7 @@ coverage: $(VENV)/.dev
 # A cache of its own: two releases of Numba overwrite each other's compiled code, at every start.
 test-oldest test-oldest-all: export NUMBA_CACHE_DIR := $(CURDIR)/$(OLDEST)/numba
 # What torch and transformers have a part in; the rest is tested on them before a release.
-IN_PART := attention drafters drafting gpu hf models probing products sampling targets \
+IN_PART := attention drafters drafting forward gpu hf models probing products sampling targets \
 	chat/test_conversation.py server/test_answers.py
 test-oldest: CHOSEN := -m "not exhaustive" $(addprefix tests/lade/,$(IN_PART)) \
 	$(wildcard tests/lade/test_*.py) tests/support

@@ -47,6 +47,7 @@ ORDER = [
         "products",
         "attention",
         "targets",
+        "forward",
         "outputs",
     ),
     *("gpu", "probing", "decoder", "prewarming", "pools", "drafters", "hf"),

@@ -1,4 +1,4 @@
-"""FusedForwards of a model as one compiled job, where that is faster than module by module.
+"""Forwards of a model as one compiled job, where that is faster than module by module.
 
 Between products torch spends as long on a CPU as on them: a layer is thirty calls, each of which
 wakes all threads. A job (`_kernels.py`) does the whole forward on the weights as they are, of any
@@ -13,8 +13,8 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from operator import getitem, is_
+from contextlib import contextmanager, suppress
+from operator import getitem, is_, itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ _MOST_TOKENS = 128  # of a piece; a longer prompt is run in several
 _MOST_OF_PARTS = 1024  # tokens of several parts, which run in one piece
 _PLAINLY, _BY_JOB, _BY_DOTS = range(3)
 _LINEAR, _SDPA = functional.linear, functional.scaled_dot_product_attention
+_WITHOUT_SETTINGS = (nn.Linear, nn.ModuleList, nn.Dropout)  # that change what they give
 _GIVEN = {
     "input_ids",
     "position_ids",
@@ -93,7 +94,7 @@ class FusedForwards:
     """Runs forwards of a model by jobs where that is faster.
 
     Args:
-        model: what `plan` was read from.
+        model: is read.
         run: calls a function on several threads.
 
     Attributes:
@@ -101,14 +102,24 @@ class FusedForwards:
         num_compared: forwards that ran in more than one way.
     """
 
-    def __init__(self, model: Model, plan: DecoderPlan, run: Run) -> None:
-        _kernels, sizes = kernels(), plan.sizes
+    def __init__(self, model: Model, run: Run) -> None:
+        _kernels = kernels()
         assert _kernels is not None
-        if sizes.head_size % _kernels.LANES:
-            raise UnreadableModelError("its heads are no whole number of vectors")
-        self._kernels, self._sizes, self._run = _kernels, sizes, run
+        self._kernels, self._run = _kernels, run
         self.why_not: str | None = None
         self.num_compared = 0
+        self._lock = threading.Lock()
+        # No module is held: what is replaced in the model is to be freed.
+        self._leaves = [weakref.ref(each) for each in model.modules() if not each._modules]
+        self._settings = _Settings(model)
+        self._read(model)
+
+    def _read(self, model: Model) -> None:
+        """Read how the model computes, and forget what was measured."""
+        plan = read(model)
+        self._sizes = sizes = plan.sizes
+        if sizes.head_size % self._kernels.LANES:
+            raise UnreadableModelError("its heads are no whole number of vectors")
         self._dtype = next(weights_of(plan)).dtype
         self._limit = limit_of(model)
         self._kinds = sorted({*plan.kinds})
@@ -117,12 +128,10 @@ class FusedForwards:
         self._choices: dict[int, Fastest] = {}
         self._workspaces: list[_Workspace] = []
         self._weights = _Weights(plan, self._kinds, self._dtype)
-        # No module is held: what is replaced in the model is to be freed.
-        self._leaves = [weakref.ref(each) for each in model.modules() if not each._modules]
-        self._lock = threading.Lock()
+        self._settings.renew()
         widths = {sizes.hidden, sizes.num_heads * sizes.head_size}
         widths |= {layer.inner for layer in plan.layers}
-        may_dot = self._dtype is torch.bfloat16 and _kernels.HAS_DOTS
+        may_dot = self._dtype is torch.bfloat16 and self._kernels.HAS_DOTS
         self._has_dots = may_dot and not any(width % _LINE for width in widths)
 
     def view(self, model: Model) -> Model:
@@ -140,6 +149,14 @@ class FusedForwards:
             or not self._weights.fit()
         ):
             return model
+        if not self._settings.hold():
+            if not all(map(is_, leaves, known)):
+                return model
+            with Attempt(even_memory=True) as attempt:
+                self._read(model)
+            if attempt.failure is not None:
+                self.why_not = attempt.failure
+                return model
         children = [*model._modules.values()]
 
         def forward(view: Any, *args: Any, **inputs: Any) -> Any:
@@ -476,6 +493,32 @@ def _is_same(mine: nn.Module, theirs: nn.Module | None) -> bool:
     )
 
 
+class _Settings:
+    """Numbers among the attributes of modules, such as the scaling of attention."""
+
+    def __init__(self, model: Model) -> None:
+        self._getters: list[tuple[weakref.ref[nn.Module], itemgetter[Any]]] = []
+        for module in model.modules():
+            attributes = vars(module)
+            names = [name for name, each in attributes.items() if type(each) in (bool, int, float)]
+            if names and not isinstance(module, _WITHOUT_SETTINGS):
+                self._getters.append((weakref.ref(module), itemgetter(*names)))
+        self.renew()
+
+    def renew(self) -> None:
+        """Remember what they are now."""
+        self._values = self._now()
+
+    def hold(self) -> bool:
+        """Return whether they are what they were."""
+        return self._values == self._now()
+
+    def _now(self) -> list[Any]:
+        with suppress(KeyError, TypeError):  # one is gone, or its module is
+            return [get(vars(module())) for module, get in self._getters]
+        return []
+
+
 class _Rotary(NamedTuple):
     module: Callable[[], Any]  # a weak reference
     args: tuple[Any, ...]
@@ -584,7 +627,10 @@ class _Weights:
 
     def layers(self) -> NDArray[np.int64]:
         """Return the words of all layers, [num_layers, LAYER_SIZE], as a copy."""
-        addresses = [*map(Tensor.data_ptr, self._present())]
+        weights = self._present()
+        if not all(map(Tensor.is_contiguous, weights)) or any(map(Tensor.is_neg, weights)):
+            raise ValueError("weights are no plain matrices any more")
+        addresses = [*map(Tensor.data_ptr, weights)]
         if addresses != self._addresses:
             if not self.fit():
                 raise ValueError("weights are no plain matrices any more")
@@ -672,5 +718,5 @@ def forwards_for(model: Model) -> FusedForwards | None:
     if run is None or float32_precision("cpu") != "highest" or model.dtype not in FORMATS:
         return None
     with Attempt(even_memory=True):  # a forward that is watched may fail in ways of its own
-        return FusedForwards(model, read(model), run)
+        return FusedForwards(model, run)
     return None

@@ -5,6 +5,7 @@ modules must be what the plan says it is. What does not fit raises `UnreadableMo
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lade.compat import Model, placeholders_of
+from lade.compat import Model, is_own_hook, placeholders_of
 from lade.forward import words
 from lade.view import apart, with_attention
 
@@ -132,7 +133,14 @@ class _Attention(NamedTuple):
     kwargs: dict[str, Any]
 
 
-_watching: list[list[_Attention]] = []
+class _Watching(threading.local):
+    """What the thread notes while it watches a forward."""
+
+    def __init__(self) -> None:
+        self.attended: list[_Attention] = []
+
+
+_watching = _Watching()
 
 
 def _watched(
@@ -141,7 +149,7 @@ def _watched(
     """Attend as `sdpa`, and note what of."""
     kept = {name: each for name, each in kwargs.items() if name in ("scaling", "is_causal")}
     out, _ = _sdpa(module, query, key, value, mask, **kept)
-    _watching[-1].append(_Attention(module, query, key, value, out, kwargs))
+    _watching.attended.append(_Attention(module, query, key, value, out, kwargs))
     return out, None
 
 
@@ -161,7 +169,8 @@ def read(model: Model) -> DecoderPlan:
     view = apart(with_attention(model, _WATCHED))
     calls: dict[nn.Module, list[_Call]] = {}
     for module in view.modules():
-        if module._forward_hooks or module._forward_pre_hooks:
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if not all(map(is_own_hook, hooks)):
             raise UnreadableModelError("it has hooks")
         if "forward" in vars(module):
             raise UnreadableModelError("a module has a forward of its own")
@@ -176,13 +185,13 @@ def read(model: Model) -> DecoderPlan:
     ids = [each for each in range(text.vocab_size // 2, text.vocab_size) if each not in taken]
     input_ids = torch.tensor([ids[: len(_POSITIONS)]])
     attended: list[_Attention] = []
-    _watching.append(attended)
+    _watching.attended = attended
     try:
         # Some scale queries by their position, from thousands of tokens on.
         positions = torch.tensor([_POSITIONS])
         output = view(input_ids=input_ids, position_ids=positions, use_cache=False)
     finally:
-        _watching.pop()
+        _watching.attended = []
     reader = _Reader(view, calls, input_ids, positions)
     plan = reader.plan(attended, output.logits)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)

@@ -352,7 +352,6 @@ def test_what_only_the_model_can_tell_is_asked_of_it(name: str, ran: list[Ran]) 
     assert ran
 
 
-@pytest.mark.xfail(strict=True, reason="hooks of transformers' own count as anybody's")
 def test_a_model_that_has_told_hidden_states_may_be_read(ran: list[Ran]) -> None:
     """The hooks by which transformers notes them stay."""
     model = model_of("llama")
@@ -606,7 +605,6 @@ def test_formats_may_change(ran: list[Ran]) -> None:
     same_as_generate(model.float(), TEXT, accept=0.7)
 
 
-@pytest.mark.xfail(strict=True, reason="its address is that it had")
 def test_a_weight_that_is_turned_where_it_lies_is_left_to_torch(ran: list[Ran]) -> None:
     """It begins at the same address, and has the same shape."""
     model = model_of("llama")
@@ -658,15 +656,12 @@ def _turned(model: Any) -> None:
     model.model.rotary_emb.inv_freq.mul_(2)
 
 
-READ_ONCE = pytest.mark.xfail(strict=True, reason="plain attributes are read once")
-
-
 @pytest.mark.parametrize(
     ("family", "change"),
     [
-        pytest.param("llama", _scaled, marks=READ_ONCE),
-        pytest.param("llama", _less_normed, marks=READ_ONCE),
-        pytest.param("granite", _added_more, marks=READ_ONCE),
+        pytest.param("llama", _scaled),
+        pytest.param("llama", _less_normed),
+        pytest.param("granite", _added_more),
         ("gemma2", _soft),
         ("mistral", _short),
         ("llama", _activated),

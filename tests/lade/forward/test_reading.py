@@ -226,7 +226,6 @@ def test_angles_that_grow_with_the_text_stay_those_of_short_ones() -> None:
     assert all(map(torch.equal, rotary(states, positions), expected))
 
 
-@pytest.mark.xfail(strict=True, reason="what is watched is one list for all threads")
 def test_models_are_read_in_several_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [model_of("llama", seed=seed) for seed in range(2)]
     both, kind = threading.Barrier(2, timeout=10), type(models[0].model)
