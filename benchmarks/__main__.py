@@ -49,6 +49,9 @@ SizesOption = Annotated[
         help="Comma-separated: verify up to N draft tokens in every step.",
     ),
 ]
+_CONTEXTS = [50, 500, 2000]
+ContextOption = Annotated[list[int], typer.Option(min=1, help="Tokens before; may be repeated.")]
+ShapeOption = Annotated[str | None, typer.Option(help="A shape of random weights: 1b or 8b.")]
 BatchSizeOption = Annotated[
     int, typer.Option("--batch-size", min=1, help="Answer N prompts at once.")
 ]
@@ -389,15 +392,18 @@ def run_memory(
 def run_forwards(
     *,
     model: ModelOption = None,
+    shape: ShapeOption = None,
+    context: ContextOption = _CONTEXTS,
     dtype: DtypeOption = None,
     threads: ThreadsOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Time forwards by their number of tokens, with torch's products and with lade's."""
-    from benchmarks.forwards import run
+    """Time forwards by their number of tokens, by torch and by lade, beside reading all weights."""
+    from benchmarks.forwards import run, shaped
 
-    files = files_of(json)
-    run(LoadOptions("cpu", dtype, threads).load(model), files)
+    files, options = files_of(json), LoadOptions("cpu", dtype, threads)
+    loaded = options.load(model) if shape is None else shaped(shape, options)
+    run(loaded, context, files)
 
 
 @app.command("cpu-engines")

@@ -268,16 +268,20 @@ _KINDS = {"translation": "translations", "summarization": "summaries", "writing"
 
 @_figure
 def forwards(*files: str) -> str:
-    """Return what forwards take by their number of tokens, by torch's products and by lade's."""
-    found = [_read(file) for file in files]
-    measured = [of_sizes for each in found for of_sizes in each["seconds"].values()]
-    sizes = [size for size in measured[0] if all(size in of_sizes for of_sizes in measured)]
-    rows = [
-        (each["dtype"], _NAMES.get(name, name), *(f"{1000 * sec[size]:.0f}" for size in sizes))
-        for each in found
-        for name, sec in each["seconds"].items()
-    ]
-    return _table(("milliseconds", "products", *sizes), 2, rows)
+    """Return what forwards take by their number of tokens, by torch and by lade."""
+    rows: list[Sequence[str]] = []
+    sizes: list[str] = []
+    for file in files:
+        found = _read(file)
+        what = f"{found['model']}, {found['dtype']}"
+        rows.append((f"{what}: reading the weights", "", f"{1000 * found['reading']:.1f}"))
+        for context in found["seconds"]["torch"]:
+            for name, of_way in found["seconds"].items():
+                sizes = [*of_way[context]]
+                times = (f"{1000 * of_way[context][size]:.1f}" for size in sizes)
+                rows.append((_NAMES.get(name, name), context, *times))
+    padded = [(*row, *[""] * (2 + len(sizes) - len(row))) for row in rows]
+    return _table(("milliseconds", "tokens before", *sizes), 1, padded)
 
 
 @_figure

@@ -220,23 +220,16 @@ def test_forwards_are_timed_with_both_products(
     model = tiny_model("llama", hidden_size=256, dtype=torch.float32)
     loaded = LoadedModel(model, None, "x")
     monkeypatch.setattr("lade.cli.options.LoadOptions.load", lambda *_: loaded)
-    monkeypatch.setattr("lade.prewarming.costs._MIN_PARAMETERS", 0)
-    monkeypatch.setattr(forwards, "_MAX_SEC", 0.1)
+    monkeypatch.setattr(forwards, "_NUM_ROUNDS", 1)
     path = tmp_path / "forwards.json"
-    result = run("forwards", "--json", path)
+    result = run("forwards", "--context", 20, "--json", path)
     assert result.exit_code == 0, result.output
     content = json.loads(path.read_text())
     assert {*content["seconds"]} == {"torch", "lade"}
-    assert all(sec > 0 for of_sizes in content["seconds"].values() for sec in of_sizes.values())
-    assert "lade's products" in result.output
-
-
-def test_sizes_that_one_had_no_time_for_are_not_shown() -> None:
-    sheet = forwards.sheet_of({"torch": {1: 0.1, 8: 0.2, 2: 0.15}, "lade": {8: 0.1, 1: 0.1}})
-    assert sheet.headings == ["milliseconds by tokens", "1", "8"]
-    assert sheet.sections == [
-        [("torch's products", "100", "200"), ("lade's products", "100", "100")]
-    ]
+    for of_contexts in content["seconds"].values():
+        assert {*of_contexts} == {"20"}
+        assert min(of_contexts["20"].values()) > 0
+    assert "reading the weights once" in result.output
 
 
 def test_engines_that_are_not_installed_are_left_out(
@@ -274,10 +267,10 @@ def test_a_file_for_engines_has_the_weights_of_the_model(folder: str, tmp_path: 
         write_gguf(loaded.model, loaded.tokenizer, tmp_path / "half.gguf", "float16")
 
 
-def test_a_model_without_large_layers_has_no_products_to_time() -> None:
+def test_a_model_without_large_layers_has_nothing_to_time() -> None:
     small = LoadedModel(tiny_model("llama", dtype=torch.float32), None, "x")
     with pytest.raises(ValueError, match="expected a model on a CPU with large layers"):
-        forwards.run(small, ResultFiles())
+        forwards.run(small, [9], ResultFiles())
 
 
 def test_interrupted_measurements_of_memory_keep_what_they_have(
