@@ -20,7 +20,7 @@ from typing import Any
 from transformers import TextIteratorStreamer
 
 import lade
-from benchmarks.gguf_engines import ENGINES, Clock, Reply, Start, ask, write_gguf
+from benchmarks.gguf_engines import ENGINES, Clock, Continuation, Start, ask, write_gguf
 from lade.bench.baselines import new_rows
 from lade.bench.batches import find_pad_token_id
 from lade.bench.environment import environment
@@ -39,7 +39,7 @@ HEADINGS = ("tokens/s", "tokens/CPU s", "median ratio", "first token, ms", "same
 _WARM_UP = "Count from one to ten."
 
 
-class _Watch:
+class _Stopwatch:
     """Stands in for the tokenizer of a streamer, to tell a clock of tokens.
 
     lade takes a streamer of transformers for what it is, and looks at the model after each step
@@ -56,15 +56,15 @@ class _Watch:
 
 
 #: Answers a prompt, given as by `encode`.
-Method = Callable[[dict[str, Any]], Reply]
+Method = Callable[[dict[str, Any]], Continuation]
 
 
 def here(model: Any, options: dict[str, Any]) -> dict[str, Method]:
     """Return what answers in this process, by the names of `lade bench`."""
 
-    def answer(generate: Callable[..., Any], given: dict[str, Any]) -> Reply:
+    def answer(generate: Callable[..., Any], given: dict[str, Any]) -> Continuation:
         clock = Clock()
-        streamer = TextIteratorStreamer(_Watch(clock), skip_prompt=True)
+        streamer = TextIteratorStreamer(_Stopwatch(clock), skip_prompt=True)
         output = generate(**given, **options, streamer=streamer)
         return clock.reply(new_rows(model, output, given["input_ids"].shape[1])[0])
 
@@ -85,7 +85,7 @@ def elsewhere(
     folder = Path(stack.enter_context(TemporaryDirectory()))
     found: dict[str, Method] = {}
 
-    def answer(process: Executor, name: str, start: Start, given: dict[str, Any]) -> Reply:
+    def answer(process: Executor, name: str, start: Start, given: dict[str, Any]) -> Continuation:
         token_ids = given["input_ids"][0].tolist()
         return process.submit(ask, name, start, token_ids, max_new_tokens).result()
 
@@ -110,7 +110,7 @@ def why_left_out(model: Any) -> dict[str, str]:
     }
 
 
-def summarise(replies: Mapping[str, Sequence[Reply]]) -> dict[str, list[float]]:
+def summarise(replies: Mapping[str, Sequence[Continuation]]) -> dict[str, list[float]]:
     """Return `COLUMNS` of each method, with three digits."""
     found = {}
     for name, mine in replies.items():
@@ -127,11 +127,11 @@ def summarise(replies: Mapping[str, Sequence[Reply]]) -> dict[str, list[float]]:
     return found
 
 
-def _num_rest(reply: Reply) -> int:
+def _num_rest(reply: Continuation) -> int:
     return len(reply.token_ids) - reply.num_first
 
 
-def _speed(reply: Reply) -> float:
+def _speed(reply: Continuation) -> float:
     return _num_rest(reply) / reply.rest_sec
 
 
@@ -163,7 +163,7 @@ def run(loaded: LoadedModel, chosen: Chosen, max_new_tokens: int, files: ResultF
         methods |= elsewhere(loaded, names, start, max_new_tokens, stack)
         for method in methods.values():
             method(encode(loaded.tokenizer, _WARM_UP))
-        replies: dict[str, list[Reply]] = {name: [] for name in methods}
+        replies: dict[str, list[Continuation]] = {name: [] for name in methods}
         for number, given in enumerate(bar.track(inputs, description="answering")):
             first = number % len(methods)
             for name in (*[*methods][first:], *[*methods][:first]):

@@ -18,7 +18,7 @@ _LLAMA_CPP_TOKENS = 2  # to draft: what llama-cpp-python's page advises on CPUs
 _OPENVINO_TOKENS, _OPENVINO_NGRAM = 5, 3  # those of OpenVINO's sample of prompt lookup
 
 
-class Reply(NamedTuple):
+class Continuation(NamedTuple):
     """An answer, and when it came."""
 
     token_ids: list[int]  # up to and including EOS
@@ -39,11 +39,11 @@ class Clock:
         if self._first[0] == 0:
             self._first = num_tokens, perf_counter(), process_time()
 
-    def reply(self, token_ids: Sequence[int]) -> Reply:
+    def reply(self, token_ids: Sequence[int]) -> Continuation:
         """End, with the whole answer."""
         num_first, sec, cpu_sec = self._first
         rest = perf_counter() - sec, process_time() - cpu_sec
-        return Reply([*token_ids], num_first, sec - self._start, *rest)
+        return Continuation([*token_ids], num_first, sec - self._start, *rest)
 
 
 class Start(NamedTuple):
@@ -58,7 +58,7 @@ class Start(NamedTuple):
 
 
 #: Answers a prompt with so many tokens at most.
-Ask = Callable[[list[int], int], Reply]
+Ask = Callable[[list[int], int], Continuation]
 
 
 def openvino(start: Start) -> Ask:
@@ -89,7 +89,7 @@ def openvino(start: Start) -> Ask:
         config.num_assistant_tokens, config.max_ngram_size = _OPENVINO_TOKENS, _OPENVINO_NGRAM
     pipeline = genai.LLMPipeline(start.path, "CPU", **properties)
 
-    def ask(token_ids: list[int], max_new_tokens: int) -> Reply:
+    def ask(token_ids: list[int], max_new_tokens: int) -> Continuation:
         clock = Clock()
         config.max_new_tokens = max_new_tokens
         found = pipeline.generate(tensor(np.array([token_ids])), config, Streamer(clock))
@@ -111,7 +111,7 @@ def llama_cpp(start: Start) -> Ask:
         options["logits_all"] = True  # else it fails where a prompt has more than 512 tokens
     model = package.Llama(start.path, **options)
 
-    def ask(token_ids: list[int], max_new_tokens: int) -> Reply:
+    def ask(token_ids: list[int], max_new_tokens: int) -> Continuation:
         clock = Clock()
         model.reset()  # else it would keep what it has run of the prompt
         answer: list[int] = []
@@ -125,7 +125,7 @@ def llama_cpp(start: Start) -> Ask:
     return ask
 
 
-class Engine(NamedTuple):
+class GgufEngine(NamedTuple):
     """An engine that may be installed."""
 
     start: Callable[[Start], Ask]
@@ -135,8 +135,8 @@ class Engine(NamedTuple):
 
 
 ENGINES = {
-    "openvino": Engine(openvino, "openvino_genai", "openvino-genai", "float16"),
-    "llama_cpp": Engine(llama_cpp, "llama_cpp", "llama-cpp-python"),
+    "openvino": GgufEngine(openvino, "openvino_genai", "openvino-genai", "float16"),
+    "llama_cpp": GgufEngine(llama_cpp, "llama_cpp", "llama-cpp-python"),
 }
 
 
@@ -145,7 +145,7 @@ def _started(name: str, start: Start) -> Ask:
     return ENGINES[name].start(start)
 
 
-def ask(name: str, start: Start, token_ids: list[int], max_new_tokens: int) -> Reply:
+def ask(name: str, start: Start, token_ids: list[int], max_new_tokens: int) -> Continuation:
     """Answer a prompt in this process, in which the engine is started once."""
     return _started(name, start)(token_ids, max_new_tokens)
 
