@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lade.compat import Model, is_own_hook, placeholders_of
+from lade.compat import Model, attention_of, is_own_hook, placeholders_of
 from lade.forward import words
 from lade.view import apart, with_attention
 
@@ -192,7 +192,7 @@ def read(model: Model) -> DecoderPlan:
         output = view(input_ids=input_ids, position_ids=positions, use_cache=False)
     finally:
         _watching.attended = []
-    reader = _Reader(view, calls, input_ids, positions)
+    reader = _Reader(view, calls, input_ids, positions, attention_of(model))
     plan = reader.plan(attended, output.logits)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)
     originals = dict(zip(view.modules(), model.modules(), strict=True))
@@ -240,8 +240,9 @@ class _Reader:
         calls: dict[nn.Module, list[_Call]],
         input_ids: Tensor,
         positions: Tensor,
+        implementation: str | None,
     ) -> None:
-        self._view, self._calls = view, calls
+        self._view, self._calls, self._implementation = view, calls, implementation
         self._input_ids, self._positions = input_ids, positions
         self._parents = {
             child: module for module in view.modules() for child in module._modules.values()
@@ -353,7 +354,7 @@ class _Reader:
             name = type(self._norms[0][0]).__name__
             raise UnreadableModelError(f"{name} stands at an unknown place")
         self._check_rest(leaves, {*used, *linears})
-        scaling, softcap, sinks = _settings_of(attended)
+        scaling, softcap, sinks = _settings_of(attended, self._implementation)
         plan = LayerPlan(
             (before, after, before_mlp, after_mlp, query_norm, key_norm),
             (*mixing, ProductPlan(out_linear, 0, out_linear.out_features), gate, up, down),
@@ -540,9 +541,14 @@ class _Reader:
         return gate, up, ProductPlan(down, 0, down.out_features), activation
 
 
-def _settings_of(attended: _Attention) -> tuple[float, float, nn.Module | None]:
+def _settings_of(
+    attended: _Attention, implementation: str | None
+) -> tuple[float, float, nn.Module | None]:
     """Return scaling and softcap of attention, and the module that has its sinks, if any."""
     settings = {name: each for name, each in attended.kwargs.items() if each is not None}
+    for name in ("softcap", "s_aux"):
+        if name in settings and implementation == "sdpa" and _is_ignored(attended, name):
+            del settings[name]
     unknown = [
         name
         for name, each in settings.items()
@@ -570,6 +576,13 @@ def _linear(module: Any) -> nn.Linear:
     if type(module) is not nn.Linear:
         raise UnreadableModelError(f"{type(module).__name__} is not a plain linear layer")
     return module
+
+
+def _is_ignored(attended: _Attention, name: str) -> bool:
+    """Return whether transformers' `sdpa`, as it is installed, ignores a setting."""
+    large = (attended.module, 100 * attended.query, attended.key, attended.value, None)
+    setting = {name: attended.kwargs[name]}
+    return torch.equal(_sdpa(*large, **setting)[0], _sdpa(*large)[0])
 
 
 def _is_norm(module: nn.Module) -> bool:

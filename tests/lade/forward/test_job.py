@@ -30,7 +30,7 @@ from tests.lade.both import EIGHT, ONE, same_as_generate
 from tests.lade.forward.conftest import Ran, noted
 from tests.lade.forward.families import FORMATS, QUICK, READABLE, model_of
 from tests.lade.targets.test_tree import make_draft
-from tests.lade.tiny import BatchDrafter
+from tests.lade.tiny import IS_NEWEST, BatchDrafter
 from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here")
@@ -321,6 +321,7 @@ def test_logits_of_several_calls_are_those_of_the_model(
     assert [each for each in compared if not each.is_close] == []
 
 
+@pytest.mark.skipif(not IS_NEWEST, reason="its assisted decoding fails once a draft was cut")
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "olmo2", "qwen3"])
 def test_first_layers_may_draft(family: str, ran: list[Ran]) -> None:
     model = model_of(family)
