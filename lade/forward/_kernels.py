@@ -384,11 +384,13 @@ def _activate(row, how, wide):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _wait(phase, num_pieces):  # type: ignore[no-untyped-def]
-    """Wait until all pieces of a phase are done.
+def _wait(phase, num_done, num_pieces):  # type: ignore[no-untyped-def]
+    """Report pieces of a phase that are done, and wait until all are.
 
     Who has one may have lost its core to another process: a core that sleeps is given to it.
     """
+    if num_done > 0:
+        _finish(phase + 64, num_done)
     num_looks = 0
     while _look(phase + 64) < num_pieces:
         num_looks += 1
@@ -464,7 +466,7 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
     most = _MOST_COLUMNS // 2 if kind == w.TO_INNER else _MOST_COLUMNS
     step, out_step = _share(num_all, g[w.NUM_THREADS], _UNIT, most), 4 * _MOST_COLUMNS
     wide = _row(scratch + num_rows * out_step, _MOST_COLUMNS)
-    start = take(phase, step)
+    start, num_done = take(phase, step), 0
     while start < num_all:
         stop, before = min(start + step, num_all), 0
         for product in range(0, len(products), 3):
@@ -494,9 +496,9 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
                 of_row = FLOAT32 if kind == w.TO_ROWS else format_
                 width = 4 if of_row == FLOAT32 else 2
                 _store(numbers, target + width * (num_all * row + start), of_row)
-        _finish(phase + 64, stop - start)
+        num_done += stop - start
         start = take(phase, step)
-    _wait(phase, num_all)
+    _wait(phase, num_done, num_all)
 
 
 @_compiled
@@ -547,7 +549,7 @@ def _run_states(g, phase, tokens, layer, norm, of, is_parallel, scratch):  # typ
     """
     num = len(tokens)
     step = _share(num, g[w.NUM_THREADS], 1, 8)
-    start = take(phase, step)
+    start, num_done = take(phase, step), 0
     while start < num:
         stop = min(start + step, num)
         for place in range(start, stop):
@@ -556,9 +558,9 @@ def _run_states(g, phase, tokens, layer, norm, of, is_parallel, scratch):  # typ
                     _norm_states(g, of, tokens[place], place, scratch)
                 elif norm >= 0:
                     _add_to_states(g, layer, norm, tokens[place], scratch)
-        _finish(phase + 64, stop - start)
+        num_done += stop - start
         start = take(phase, step)
-    _wait(phase, num)
+    _wait(phase, num_done, num)
 
 
 @_part
@@ -629,7 +631,7 @@ def _write_heads(g, phase, layer, parts, places, scratch):  # type: ignore[no-un
     num_heads = g[w.NUM_HEADS] + 2 * g[w.NUM_KEY_HEADS]
     num = g[w.NUM_TOKENS] * num_heads
     step = _share(num, g[w.NUM_THREADS], 1, num_heads)
-    start = take(phase, step)
+    start, num_done = take(phase, step), 0
     while start < num:
         stop, part = min(start + step, num), 0
         for each in range(start, stop):
@@ -638,9 +640,9 @@ def _write_heads(g, phase, layer, parts, places, scratch):  # type: ignore[no-un
                 part += 1
             where = part, token - parts[part, w.FIRST], parts[part, w.NUM_NEW]
             _write_head(g, each % num_heads, layer, places, where, token, scratch)
-        _finish(phase + 64, stop - start)
+        num_done += stop - start
         start = take(phase, step)
-    _wait(phase, num)
+    _wait(phase, num_done, num)
 
 
 @_part
@@ -723,7 +725,7 @@ def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped
     num_sharing = g[w.NUM_HEADS] // num_key_heads
     # Groups of rows read keys and values again, but a thread without any has nothing to do.
     wanted = -(-4 * g[w.NUM_THREADS] // (num_key_heads * num_parts))
-    piece, num_before = take(phase, 1), 0
+    piece, num_before, num_done = take(phase, 1), 0, 0
     for part in range(num_parts):
         num_rows = num_sharing * parts[part, w.NUM_NEW]
         of_group = min(max(-(-num_rows // wanted), 1), _MOST_ROWS)
@@ -733,10 +735,10 @@ def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped
             start = group * of_group
             stop = min(start + of_group, num_rows)
             _attend_from(g, layer, parts[part], places[part], head, start, stop, scratch)
-            _finish(phase + 64, 1)
+            num_done += 1
             piece = take(phase, 1)
         num_before += num_key_heads * num_groups
-    _wait(phase, num_before)
+    _wait(phase, num_done, num_before)
 
 
 @job

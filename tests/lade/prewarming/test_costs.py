@@ -77,15 +77,15 @@ def test_other_settings_have_costs_of_their_own(folder: Path) -> None:
         b"\xff\xfe",
         b"[]",
         b"{}",
-        b'{"format": 2, "seconds": {"1": 0.03, "8": 0.04}}',
-        b'{"format": 1, "seconds": {"1": 0.03}}',
-        b'{"format": 1, "seconds": {"2": 0.03, "8": 0.04}}',
-        b'{"format": 1, "seconds": {"1": 0.03, "8": -0.04}}',
-        b'{"format": 1, "seconds": {"1": 0.03, "8": NaN}}',
-        b'{"format": 1, "seconds": {"1": 0.03, "x": 0.04}}',
-        b'{"format": 1, "seconds": {"1": 0.03, "99999999": 0.04}}',
-        b'{"format": 1, "seconds": {"1": 0.03, "8": null}}',
-        b'{"format": 1, "seconds": {"1": 1.94, "8": 0.48}}',
+        b'{"format": 3, "seconds": {"1": 0.03, "8": 0.04}}',
+        b'{"format": 2, "seconds": {"1": 0.03}}',
+        b'{"format": 2, "seconds": {"2": 0.03, "8": 0.04}}',
+        b'{"format": 2, "seconds": {"1": 0.03, "8": -0.04}}',
+        b'{"format": 2, "seconds": {"1": 0.03, "8": NaN}}',
+        b'{"format": 2, "seconds": {"1": 0.03, "x": 0.04}}',
+        b'{"format": 2, "seconds": {"1": 0.03, "99999999": 0.04}}',
+        b'{"format": 2, "seconds": {"1": 0.03, "8": null}}',
+        b'{"format": 2, "seconds": {"1": 1.94, "8": 0.48}}',
         b"[" * 5000,
     ],
 )
@@ -102,7 +102,7 @@ def test_a_damaged_file_is_measured_and_written_anew(folder: Path) -> None:
     (path,) = folder.iterdir()
     path.write_text("{")
     assert first_costs_of(model, profile_of(model), BY_TREE)
-    assert json.loads(path.read_text())["format"] == 1
+    assert json.loads(path.read_text())["format"] == 2
 
 
 @pytest.mark.parametrize(
