@@ -25,7 +25,6 @@ from lade.products._tiles import (
     WIDTHS,
     at,
     load_wide,
-    stay_apart,
 )
 
 BLOCK = 64  # keys that the first cache holds
@@ -178,7 +177,6 @@ def take_query(source, target, format_, scaling):  # type: ignore[no-untyped-def
 @numba.njit(nogil=True, error_model="numpy")
 def add_values(format_, scores, num_rows, values, num_values, size, results):  # type: ignore[no-untyped-def]
     """Add values, weighted by scores [num_rows, BLOCK], to results [num_rows, size]."""
-    stay_apart()
     width, start = 4 if format_ == FLOAT32 else 2, 0
     while start < size:
         num_vectors = _VECTORS if start + LANES * _VECTORS <= size else 1

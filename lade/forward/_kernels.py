@@ -65,17 +65,6 @@ _summing = numba.njit(nogil=True, error_model="numpy", fastmath=_FAST)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _finish(typing_context: Any, address: Any, number: Any) -> Any:
-    """Add to an integer that threads share, after all that was written before."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.inttoptr(arguments[0], _INT64.as_pointer())
-        return builder.atomic_rmw("add", place, arguments[1], "acq_rel")
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def _look(typing_context: Any, address: Any) -> Any:
     """Return an integer that threads share, before all that is read afterwards."""
 
@@ -390,7 +379,7 @@ def _wait(phase, num_done, num_pieces):  # type: ignore[no-untyped-def]
     Who has one may have lost its core to another process: a core that sleeps is given to it.
     """
     if num_done > 0:
-        _finish(phase + 64, num_done)
+        take(phase + 64, num_done)
     num_looks = 0
     while _look(phase + 64) < num_pieces:
         num_looks += 1

@@ -485,7 +485,9 @@ def _is_same(mine: nn.Module, theirs: nn.Module | None) -> bool:
     """Return whether a module is another, or does the same with the same weights in a view."""
     if mine is theirs:
         return True
-    if type(mine) is not type(theirs) or theirs is None or mine._forward_hooks:
+    if type(mine) is not type(theirs) or theirs is None:
+        return False
+    if mine._forward_hooks or mine._forward_pre_hooks:
         return False
     weights, others = mine._parameters, theirs._parameters
     return "forward" not in vars(mine) and all(

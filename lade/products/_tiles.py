@@ -46,27 +46,13 @@ def pointer(typing_context: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def take(typing_context: Any, address: Any, number: Any) -> Any:
-    """Add to an integer that threads share, and return what it was."""
+    """Add to an integer that threads share, after all written before; return what it was."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = builder.inttoptr(arguments[0], _INT64.as_pointer())
-        return builder.atomic_rmw("add", place, arguments[1], "monotonic")
+        return builder.atomic_rmw("add", place, arguments[1], "acq_rel")
 
     return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def stay_apart(typing_context: Any) -> Any:
-    """Keep the function that calls this from becoming part of its callers, which are compiled.
-
-    What is large and has several callers would be optimized once more for each.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.function.attributes.add("noinline")
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -268,7 +254,6 @@ def add_products(format_, inputs, weights, results, size):  # type: ignore[no-un
     results, which have a row for each of the inputs and a column for each of the weights, the
     first two.
     """
-    stay_apart()
     x, x_step, num_rows = inputs
     w, w_step, num_columns = weights
     y, y_step = results
