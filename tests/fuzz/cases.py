@@ -12,8 +12,7 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-from lade.compat import CACHE, CACHE_NAMES
-from lade.config import VERIFICATIONS
+from tests.fuzz.inside import CACHE, CACHE_NAMES, VERIFICATIONS
 from tests.fuzz.parts import ARCHITECTURES, FAMILIES, FLOAT32_ONLY, class_of, inputs_of
 from tests.support.tiny import VOCAB_SIZE
 
@@ -388,9 +387,9 @@ def _draw_model(rng: Random, architectures: Sequence[str] | None) -> dict[str, A
     if architectures is None and rng.random() >= SHARE_OF_FAMILIES:
         architectures = ARCHITECTURES
     if architectures:
-        name = rng.choice(architectures)
+        name, _, dtype = rng.choice(architectures).partition(" ")
         attention = rng.choice([None, None, None, "eager"])
-        dtype = "float32" if name in FLOAT32_ONLY else "float64"
+        dtype = "float32" if name in FLOAT32_ONLY else dtype or "float64"
         return {"architecture": name, "seed": 0, "attention": attention, "dtype": dtype}
     number = rng.randrange(NUM_MODELS)
     is_tiny = rng.random() < SHARE_OF_TINY_VOCABULARIES

@@ -21,10 +21,9 @@ from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache, StaticLayer
 
 import lade
-from lade.compat import CACHE, CACHE_NAMES, is_own_hook
-from lade.probing.plan import choose_verification
 from tests.fuzz import events, parts
 from tests.fuzz.cases import Case
+from tests.fuzz.inside import CACHE, CACHE_NAMES, is_own_hook, noting_verification
 from tests.support.tiny import CannotBuild
 
 # A tree sums in another order than a single token does.
@@ -91,8 +90,10 @@ def call_plain(model: Any, door: str, arguments: dict[str, Any], given: dict[str
 
 
 def call_lade(model: Any, door: str, arguments: dict[str, Any], given: dict[str, Any]) -> Any:
-    """Call lade through one of its three entry points."""
+    """Call lade through one of its entry points."""
     place = _by_place(arguments)
+    if door == "batcher":
+        return _call_batcher(model, place, arguments, given)
     if door == "custom_generate":
         return model.generate(*place, custom_generate=lade.decode, **arguments, **given)
     if door == "generate":
@@ -106,6 +107,26 @@ def call_lade(model: Any, door: str, arguments: dict[str, Any], given: dict[str,
         return model.generate(*place, **arguments)
     finally:
         lade.unwrap(model)
+
+
+def _call_batcher(
+    model: Any, place: list[Any], arguments: dict[str, Any], given: dict[str, Any]
+) -> Any:
+    """Submit a call beside a greedy one of another prompt, so that both share forwards."""
+    seed = torch.initial_seed()  # before the batcher's threads set their own
+    given = dict(given)
+    of_batcher = {name: given.pop(name) for name in ("config", "pool") if name in given}
+    with lade.Batcher(model, max_batch_size=2, **of_batcher) as batcher:
+        neighbour = batcher.submit(
+            torch.tensor([[5, 6, 5, 6, 7]]),
+            max_new_tokens=12,
+            do_sample=False,
+            pad_token_id=0,
+            tokenizer=parts.fuzz_tokenizer(),  # the model's config may have stop strings
+        )
+        output = batcher.submit(*place, seed=seed, **arguments, **given).result()
+        neighbour.result()
+    return output
 
 
 def _by_place(arguments: dict[str, Any]) -> list[Any]:
@@ -208,8 +229,14 @@ def _compare_calls(
             verdict.kind, verdict.differences = "mismatch", found
             return verdict
     for number in range(case.num_calls):
-        with _noting_way(verdict):
+
+        def note(verification: str, is_asked: bool) -> None:
+            verdict.verification = verification + (", as asked" if is_asked else "")
+
+        with noting_verification(note):
             mine = record(names["model"], case.seed, make, call_ours, case.may_fail)
+        if case.door == "batcher":
+            mine.random_state = plain.random_state  # its calls draw from generators of their own
         if _is_refusal(case, mine.error):
             verdict.kind, verdict.reason = "refused", _refused(mine.error)
             return verdict
@@ -362,20 +389,6 @@ def _refused(error: Exception | None) -> str:
     """Return a refusal without what is particular to the case."""
     reason = re.sub(r"^\w+ (cannot)", r"… \1", str(error))
     return re.sub(r"\d[\d.e-]*", "N", reason)
-
-
-@contextmanager
-def _noting_way(verdict: Verdict) -> Iterator[None]:
-    """Write down in which way lade verifies."""
-
-    def noting(*args: Any, **options: Any) -> Any:
-        chosen = choose_verification(*args, **options)
-        asked = options["config"].verification is not None
-        verdict.verification = f"{chosen.verification}, as asked" if asked else chosen.verification
-        return chosen
-
-    with patch("lade.hf.generation.choose_verification", noting):
-        yield
 
 
 def _run(case: Case, names: dict[str, Any], door: Door, given: dict[str, Any]) -> Run:
@@ -756,7 +769,7 @@ def _is_unsteady(case: Case, plain: Run) -> bool:
     }
     _prepare(case, names)
     num_rows = len(case.rows) * int(case.setting("num_return_sequences") or 1)
-    if case.events:  # this model has seen none of them
+    if case.events or case.follow_up:  # this model has seen none; that cache went on
         plain = _run(case, names, call_plain, {})
     for before in ([5, 6, 7], [60, 50, 40, 30]):
         names["model"].generate(torch.tensor([before] * num_rows), max_new_tokens=4)

@@ -23,9 +23,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade.compat import CACHE, without_compiler
-from lade.probing.profile import Known, profile_of
 from ngram_pool import SuccessorTable
+from tests.fuzz.inside import CACHE, Known, settle, without_compiler
 from tests.fuzz.parts import Log, pool_of
 
 __all__ = [
@@ -323,15 +322,6 @@ def failing(model: Any, after: int) -> Any:
 
 
 # --- what lade knows of a model -----------------------------------------------------------------
-
-
-def settle(model: Any, **values: Any) -> dict[str, Any]:
-    """Set fields of what lade knows of a model; return what they were."""
-    profile = profile_of(_inner(model))
-    before = {name: getattr(profile, name) for name in values}
-    for name, value in values.items():
-        setattr(profile, name, value)
-    return before
 
 
 def random_table(seed: int, vocab_size: int) -> Known[SuccessorTable | None]:

@@ -70,8 +70,17 @@ Log = dict[str, list[Any]]
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "opt", "phi3", "olmo2", "deepseek_v3"),
 )
+# Of these, forwards in float32 may be lade's own compiled ones.
+SINGLES = tuple(
+    f"{name} float32"
+    for name in (
+        *("llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "granite", "stablelm", "smollm3"),
+        *("gemma2", "gemma3_text", "cohere", "cohere2", "olmo2", "olmo3", "glm4", "starcoder2"),
+        *("nemotron", "exaone4", "helium"),
+    )
+)
 # Every other causal LM, each of one size: with windows, chunks, ALiBi, states, without a cache.
-ARCHITECTURES = (*tiny.causal_lm_types(), *tiny.VARIANTS)
+ARCHITECTURES = (*tiny.causal_lm_types(), *tiny.VARIANTS, *SINGLES)
 
 # Their code cannot run in float64.
 FLOAT32_ONLY = ("xglm", "xlnet")

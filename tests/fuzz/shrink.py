@@ -218,11 +218,13 @@ def _door(case: Case, first: str) -> list[str]:
     of_call = ("on_step", "prediction")
     others = [name for name in case.lade if name not in of_call]
     given = "".join(f"{name}={name}, " for name in of_call if name in case.lade)
+    place = '{"place": a.pop("inputs"), **a}' if first else "a"
     return {
         "generate": [f"return lade.generate(model, {first}**a, **given)"],
         "custom_generate": [
             f"return model.generate({first}**a, custom_generate=lade.decode, **given)"
         ],
+        "batcher": [f"return call_lade(model, 'batcher', {place}, given)"],
         "wrap": [
             f"lade.wrap(model, {', '.join(f'{name}={name}' for name in others)})",
             "try:",
