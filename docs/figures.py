@@ -439,6 +439,7 @@ _SERVERS = {
     "transformers": "`transformers serve`",
     "continuous": "`transformers serve --continuous-batching`",
     "plain": "`lade serve --verification plain`",
+    "before": "`lade serve`, before its forward was one job",
     "lade": "`lade serve`",
 }
 
