@@ -448,8 +448,7 @@ class FusedForwards:
         found: list[Tensor | None] = []
         for mask in masks:
             if mask is None:
-                # Without a mask, all before it; but in a window only where the caller says so.
-                if self._sizes.has_windows and num > 1:
+                if self._sizes.has_windows:  # without a mask, all before it, not the last alone
                     return None
                 found.append(None)
             elif mask.dim() == 1:  # which of the tokens are padding

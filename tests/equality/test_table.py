@@ -13,6 +13,9 @@ from tests.fuzz.cases import Case
 from tests.fuzz.compare import call_lade, compare
 from tests.fuzz.run import deterministic, explain
 
+PARTS = 2  # of a model's cases, each within two seconds
+PLAIN = ("jamba", "rwkv")  # no drafts, or only for single rows
+
 
 @cache
 def table() -> dict[str, list[tuple[Row, Case]]]:
@@ -30,10 +33,11 @@ def _reproducible() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("model", FACTORS["model"])
-def test_a_model_answers_as_generate_does_whatever_is_asked(model: str) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_model_answers_as_generate_does_whatever_is_asked(model: str, part: int) -> None:
     total = lade.DecodeStats()
     kinds = Counter[str]()
-    for row, case in table()[model]:
+    for row, case in table()[model][part::PARTS]:
         verdict = compare(case)
         kinds[verdict.kind] += 1
         if verdict.kind == "mismatch":
@@ -43,8 +47,8 @@ def test_a_model_answers_as_generate_does_whatever_is_asked(model: str) -> None:
             total.add(verdict.stats)
     assert kinds["tie"] <= 1
     # The comparison means nothing unless drafts are both accepted and rejected.
-    assert total.num_accepted_tokens > 0
-    assert total.num_draft_tokens > total.num_accepted_tokens
+    if model not in PLAIN:
+        assert 0 < total.num_accepted_tokens < total.num_draft_tokens
 
 
 def test_any_two_values_meet_in_some_case() -> None:
