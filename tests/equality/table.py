@@ -149,6 +149,9 @@ def fits(row: Row) -> bool:
         has("method", "stable") and (has("output", "states") or has("drafts", "a kept prefix")),
         has("drafts", "a kept prefix") and lacks("output", "tokens"),
         has("method", "chain") and has("model", *_STATES),
+        # Refused by name: a cache that cannot go back, states of another number for one token.
+        has("drafts", "first layers", "all of these") and has("model", "rwkv"),
+        has("method", "chain") and has("output", "states") and has("model", "openai-gpt"),
         # `generate` draws for samples alone, and takes no other input with these.
         has("prompt", "samples") and has("choice", "greedy"),
         has("prompt", "embeddings") and has("processors", "guidance", "watermark", "biases"),
