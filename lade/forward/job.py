@@ -162,7 +162,7 @@ class FusedForwards:
         def forward(view: Any, *args: Any, **inputs: Any) -> Any:
             plainly = type(view).forward.__get__(view)
             is_whole = all(map(is_, view._modules.values(), children))  # else it is of a view
-            request = self._request(inputs) if is_whole and not args else None
+            request = self._request(inputs, view.config) if is_whole and not args else None
             if request is None:
                 return plainly(*args, **inputs)
             return self._choose(request, lambda: plainly(**inputs), inputs[CACHE])
@@ -357,7 +357,7 @@ class FusedForwards:
 
     # --- what is asked for ------------------------------------------------------------------------
 
-    def _request(self, inputs: dict[str, Any]) -> _JobRequest | None:
+    def _request(self, inputs: dict[str, Any], config: Any) -> _JobRequest | None:
         """Return what a forward's inputs ask of a job, or None if it is not for one."""
         rest = inputs.keys() - _GIVEN
         if any(inputs[name] is not None and inputs[name] is not False for name in rest):
@@ -375,10 +375,11 @@ class FusedForwards:
             return None
         num_rows, num = ids.shape
         mask = inputs.get("attention_mask")
+        window = self._window(config)
         if type(cache) is JointCache:
-            caches, parts = self._of_calls(mask, cache)
+            caches, parts = self._of_calls(mask, cache, window)
         elif type(cache) is TreeCache:
-            caches, parts = self._of_rows(mask, cache, num_rows, num)
+            caches, parts = self._of_rows(mask, cache, (num_rows, num), window)
         else:
             return None
         if len(parts) > 1 and ids.numel() > _MOST_OF_PARTS:
@@ -399,11 +400,20 @@ class FusedForwards:
         flat = ids.reshape(1, -1), positions.reshape(1, -1)
         return _JobRequest(*flat, caches, parts, of_rows, num_rows)
 
-    def _of_rows(self, mask: Any, cache: TreeCache, num_rows: int, num: int) -> _Parts:
+    def _window(self, config: Any) -> float:
+        """Return how many tokens a layer sees at most, as a model's masks are made."""
+        if not self._sizes.has_windows:
+            return math.inf
+        return getattr(config.get_text_config(decoder=True), "sliding_window", None) or 0
+
+    def _of_rows(
+        self, mask: Any, cache: TreeCache, shape: tuple[int, int], window: float
+    ) -> _Parts:
         """Return the rows of a forward as parts; none if they are not for a job."""
-        masks = self._by_kind(mask)
+        masks, (num_rows, num) = self._by_kind(mask), shape
         if not masks:
             return [], []
+        sees_all = cache.get_seq_length() + num <= window
         sizes = getattr(masks[0], "_lade_sizes", None) or [num] * num_rows
         if any(
             each is not None and each.dim() == 4 and len(each) not in (1, len(sizes))
@@ -412,14 +422,14 @@ class FusedForwards:
             return [], []
         parts, first = [], 0
         for row, size in enumerate(sizes):
-            found = self._seen([_of_row(each, row, size) for each in masks], size)
+            found = self._seen([_of_row(each, row, size) for each in masks], size, sees_all)
             if found is None:
                 return [], []
             parts.append(_ForwardPart(first, size, found))
             first += size
         return [(cache, [*sizes])], parts
 
-    def _of_calls(self, mask: Any, cache: JointCache) -> _Parts:
+    def _of_calls(self, mask: Any, cache: JointCache, window: float) -> _Parts:
         """Return calls that run together as parts; none if they are not for a job."""
         carriers = self._by_kind(mask)
         if not carriers or not all(hasattr(each, "_lade_calls") for each in carriers):
@@ -429,7 +439,7 @@ class FusedForwards:
         for number, (own, nodes) in enumerate(zip(cache.caches, calls[0].nodes, strict=True)):
             size = nodes.stop - nodes.start
             of_kinds = [_of_row(each.masks[number], 0, size) for each in calls]
-            found = self._seen(of_kinds, size)
+            found = self._seen(of_kinds, size, own.get_seq_length() + size <= window)
             if found is None:
                 return [], []
             caches.append((own, [size]))
@@ -443,16 +453,20 @@ class FusedForwards:
         is_known = all(kind in mask for kind in self._kinds)
         return [mask[kind] for kind in self._kinds] if is_known else []
 
-    def _seen(self, masks: Sequence[Any], num: int) -> tuple[Tensor | None, ...] | None:
-        """Return masks of a part as a job takes them; None if they are not for one."""
+    def _seen(
+        self, masks: Sequence[Any], num: int, sees_all: bool
+    ) -> tuple[Tensor | None, ...] | None:
+        """Return masks of a part as a job takes them; None if they are not for one.
+
+        Args:
+            masks: of each kind.
+            num: tokens of the part.
+            sees_all: whether, without a mask, its tokens see all before them.
+        """
         found: list[Tensor | None] = []
         for mask in masks:
-            if mask is None:
-                if self._sizes.has_windows:  # without a mask, all before it, not the last alone
-                    return None
-                found.append(None)
-            elif mask.dim() == 1:  # which of the tokens are padding
-                if self._sizes.has_windows or not bool(mask.all()):
+            if mask is None or mask.dim() == 1:  # none, or which of the tokens are padding
+                if not sees_all or (mask is not None and not bool(mask.all())):
                     return None
                 found.append(None)
             elif len(mask) != num:

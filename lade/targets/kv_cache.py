@@ -374,8 +374,6 @@ class TreeCache(Cache):  # type: ignore[misc]
             int64 [num_layers, rows, 5], each a `CallKeys`.
         """
         storage, groups, num_rows = self._storage, [*self._groups.values()], len(nums)
-        if storage.is_prefilling and any(group.window is not None for group in groups):
-            return None
         if not all(layer.is_initialized for layer in self.held):
             shape = (num_rows, -1, -1, -1)
             for layer in self.held:
@@ -384,6 +382,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         if len(lengths) != num_rows or any(layer.num_pending != num_pending for layer in self.held):
             return None
         stops = np.add(lengths, nums) + num_pending
+        if storage.is_prefilling and any(group.first_slot(int(stops.max())) for group in groups):
+            return None  # of a long prompt, layers with windows keep the end alone
         for group in groups:
             for store in group:
                 store.reserve(int(stops.max()) - group.offset)

@@ -135,6 +135,19 @@ def test_logits_are_those_of_the_model(
     assert 1 in {each.num_tokens for each in compared}
 
 
+@pytest.mark.parametrize(("num_tokens", "is_compared"), [(6, True), (12, False)])
+def test_prompts_run_by_a_job_where_windows_hold_them(
+    num_tokens: int, is_compared: bool, compared: list[Apart]
+) -> None:
+    """Without a mask a job takes all before a token for seen."""
+    model = model_of("gemma2", torch.float32)
+    config = lade.Config(max_draft_tokens=0)
+    for _ in range(2):  # the first prompt is the check's
+        lade.generate(model, TEXT[:, :num_tokens], max_new_tokens=12, config=config)
+    assert [each for each in compared if not each.is_close] == []
+    assert (num_tokens in {each.num_tokens for each in compared}) == is_compared
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("family", thinned(["llama", "phi", "gemma2", "olmo2"], "llama"))
