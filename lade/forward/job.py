@@ -642,10 +642,7 @@ class _Weights:
 
     def layers(self) -> NDArray[np.int64]:
         """Return the words of all layers, [num_layers, LAYER_SIZE], as a copy."""
-        weights = self._present()
-        if not all(map(Tensor.is_contiguous, weights)) or any(map(Tensor.is_neg, weights)):
-            raise ValueError("weights are no plain matrices any more")
-        addresses = [*map(Tensor.data_ptr, weights)]
+        addresses = [*map(Tensor.data_ptr, self._present())]
         if addresses != self._addresses:
             if not self.fit():
                 raise ValueError("weights are no plain matrices any more")
