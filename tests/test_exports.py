@@ -123,7 +123,6 @@ CATCHES_ANYTHING = {
     "lade/engines/exchange.py": 1,
     "lade/engines/vllm.py": 1,
     "lade/errors.py": 1,
-    "lade/gpu/dense.py": 1,
     "lade/gpu/graphs.py": 2,
     "lade/hf/api.py": 1,
     "lade/hf/generation.py": 1,

@@ -40,7 +40,6 @@ _USES_BEFORE = 1
 # only their outputs add up: logits of 64 nodes and 128 256 tokens take 16 MiB.
 _MAX_SHARE = 0.05
 MAX_RECORDINGS = 64  # each also takes memory that torch does not see, and not little
-_NO_MEMORY = "no memory was left to record a step"
 
 
 class Recording(NamedTuple):
@@ -139,18 +138,11 @@ class Graphs:
     Args:
         limit: largest allowed difference between recorded and eager logits, in units of the
             latter's standard deviation.
-        is_dense: whether to record fused operations, as long as they give what the model's own do.
-
-    Attributes:
-        is_dense: whether the next recordings will be of fused operations.
-        why_not_dense: why they will not although that was asked for, or None.
     """
 
-    def __init__(self, recorder: Recorder, limit: float, is_dense: bool = False) -> None:
+    def __init__(self, recorder: Recorder, limit: float) -> None:
         self._recorder = recorder
         self._limit = limit
-        self.is_dense = is_dense
-        self.why_not_dense: str | None = None
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # the last used at the end
         # Of shapes without a recording, since they had one.
         self._num_uses: dict[Hashable, int] = {}
@@ -163,14 +155,12 @@ class Graphs:
         """Return the number of recorded shapes."""
         return len(self._kept)
 
-    def run(self, key: Hashable, run: StepCall, dense: StepCall | None = None) -> Tensor:
+    def run(self, key: Hashable, run: StepCall) -> Tensor:
         """Return the output of a forward, from its recording if there is one.
 
         Args:
             key: everything that decides which operations `run` launches, tensor contents aside.
             run: the forward, which reads its inputs from fixed buffers.
-            dense: the same forward with fused operations, to be recorded in its place as long as
-                `is_dense`.
 
         Returns:
             Logits, valid until the next run.
@@ -186,7 +176,9 @@ class Graphs:
         if self.reason is None:
             self._num_uses[key] = self._num_uses.get(key, 0) + 1
             if self._num_uses[key] > self._uses_before.get(key, _USES_BEFORE):
-                self._record(key, run, dense, output)
+                self.reason = self._failure_to_record(key, run, output)
+                if self.reason is not None:
+                    self.forget()  # spoiled by a failed capture; or their memory is what is missing
         return output
 
     def forget(self) -> None:
@@ -195,21 +187,6 @@ class Graphs:
         self._num_uses.clear()
         self._uses_before.clear()
         self._recorder.begin_anew()
-
-    def _record(
-        self, key: Hashable, run: StepCall, dense: StepCall | None, expected: Tensor
-    ) -> None:
-        """Record a forward, of the model's own operations where fused ones fail."""
-        recorded = run if dense is None or not self.is_dense else dense
-        failure = self._failure_to_record(key, recorded, expected)
-        if failure is None:
-            return
-        self.forget()  # a failed capture may have spoiled them; memory may be what is missing
-        if recorded is dense and failure != _NO_MEMORY:
-            self.is_dense, self.why_not_dense = False, failure
-            self._record(key, run, None, expected)
-        else:
-            self.reason = failure
 
     def _failure_to_record(self, key: Hashable, run: StepCall, expected: Tensor) -> str | None:
         """Record a forward; return why that failed, or None."""
@@ -221,7 +198,7 @@ class Graphs:
                 error = distance(recording.output, expected)
                 num_bytes = max(0, self._recorder.num_bytes() - before)
         except torch.OutOfMemoryError:
-            return _NO_MEMORY
+            return "no memory was left to record a step"
         except BaseException:  # cleaned up after interrupts, too
             self.forget()  # a capture that was broken off may have spoiled what they share
             raise

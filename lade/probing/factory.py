@@ -93,11 +93,8 @@ def _recording(model: Model, chosen: VerificationPlan, policy: DevicePolicy) -> 
     if reason is not None:
         return {"why_not_recorded": reason}
     # Where the text must not depend on drafts, nor may it depend on what is recorded so far.
-    must_be_same = is_single(chosen.widths)
-    limit = 0.0 if must_be_same else limit_of(model)
-    is_dense = chosen.execution == "graphs" and not must_be_same
-    is_dense = is_dense and policy.fuses(device, model.dtype)
-    return {"new_graphs": lambda: Graphs(policy.recorder(device), limit, is_dense)}
+    limit = 0.0 if is_single(chosen.widths) else limit_of(model)
+    return {"new_graphs": lambda: Graphs(policy.recorder(device), limit)}
 
 
 def _compiled(model: Model, attention: str | None, workspace_store: WorkspaceStore) -> Any:

@@ -107,8 +107,5 @@ class RecordingPolicy(DevicePolicy):
     def can_record(self, device: torch.device) -> bool:
         return True
 
-    def fuses(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return True
-
     def recorder(self, device: torch.device) -> "CpuRecorder":
         return self._recorder
