@@ -198,7 +198,6 @@ class Verification(StrEnum):
 
     tree = "tree"
     chain = "chain"
-    rows = "rows"
     snapshot = "snapshot"
     plain = "plain"
 
@@ -245,7 +244,7 @@ class DraftOptions:
         Verification | None,
         of_drafting(
             metavar="NAME",
-            help="Verify drafts by tree, rows, chain or snapshot; plain decodes without any. "
+            help="Verify drafts by tree, chain or snapshot; plain decodes without any. "
             "Without it, the best that a check of the model finds exact. One that is not exact is "
             "refused.",
         ),

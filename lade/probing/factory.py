@@ -16,7 +16,7 @@ from lade.gpu.workspace import WorkspaceStore
 from lade.probing.own_code import has_own_inputs, own_code_around
 from lade.probing.profile import Profile, Widths, profile_of
 from lade.targets.base import Target
-from lade.targets.paths import MAX_ROWS, ChainTarget
+from lade.targets.paths import ChainTarget
 from lade.targets.trees import TreeTarget
 from lade.view import with_attention
 
@@ -62,10 +62,9 @@ def make_target(
             **_recording(model, chosen, policy or DevicePolicy()),
         )
         return FixedTarget(*settings, settings=of_steps)
-    max_candidates = MAX_ROWS if chosen.verification == "rows" else 1
     restores = chosen.verification == "snapshot"
     return ChainTarget(
-        *(model, input_ids, model_kwargs, max_candidates, restores, generation_config),
+        *(model, input_ids, model_kwargs, restores, generation_config),
         proves_inputs=has_own_inputs(model),
     )
 

@@ -20,7 +20,6 @@ from transformers.cache_utils import (
 
 from lade.compat import CACHE_NAMES, WINDOWS_GROW
 from lade.targets.kv_memory import kind_of
-from lade.transfer import integers_on
 
 
 def find_cache(holder: Any) -> tuple[str, Any] | None:
@@ -161,8 +160,3 @@ def _cloned(value: Any) -> Any:
 def expand(cache: Any, num_rows: int, device: torch.device) -> None:
     """Repeat the only row of a cache `num_rows` times."""
     cache.reorder_cache(torch.zeros(num_rows, dtype=torch.int64, device=device))
-
-
-def pick(cache: Any, row: int, device: torch.device) -> None:
-    """Keep only one row of a cache."""
-    cache.reorder_cache(integers_on(device, [row]))

@@ -68,7 +68,6 @@ PATHS = {
 PATHS |= {
     "lookahead": Path(False, _GREEDY, {"lookahead": lade.Lookahead(4, 3)}, 4),
     "chain": Path(True, _GREEDY, {"verification": "chain"}, awaits_padding=True),
-    "rows": Path(False, _SAMPLED, {"verification": "rows"}),
 }
 QUICK = ("greedy-graphs-3", "lookahead")
 # What a step may wait for: padding and positions of rows, in the first step and after rows have
