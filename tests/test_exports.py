@@ -133,7 +133,6 @@ CATCHES_ANYTHING = {
     "lade/server/inference.py": 1,
     "lade/server/upstream.py": 3,
     "lade/targets/joint.py": 1,
-    "lade/targets/paths.py": 1,
     "lade/targets/trees.py": 2,
     "lade/turns.py": 1,
     "ngram_pool/compiling.py": 2,

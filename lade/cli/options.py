@@ -202,13 +202,6 @@ class Verification(StrEnum):
     plain = "plain"
 
 
-LearnOption = Annotated[
-    bool,
-    of_drafting(
-        "--learn/--no-learn",
-        help="Whether to add to the model's table while you read, some seconds a time.",
-    ),
-]
 PredictionOption = Annotated[
     Path | None,
     of_drafting(

@@ -77,8 +77,8 @@ def choose_verification(
                 why_eager = result.reason
             result = result_of(verification, is_padded)
             if is_padded and result.reason is None and cache == "none":
-                # Where whole texts are run, a batch without padding has no mask, as ProphetNet would
-                # need.
+                # Where whole texts are run, a batch without padding has no mask, as ProphetNet
+                # would need.
                 result = result_of(verification, False)
             if result.reason is None:
                 return VerificationPlan(

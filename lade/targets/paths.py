@@ -169,7 +169,7 @@ class ChainTarget(Target):
     def forward(self, inputs: Any) -> Output:
         """Run the model and return its outputs in node order."""
         layout = self._layout
-        # A lone root is always accepted; a chain that grows was saved when its first nodes were run.
+        # A lone root is always accepted; a chain that grows was saved with its first nodes.
         if self._cache is not None and self._restores and layout.width > 1 and not layout.num_run:
             self._saved = saved(self._cache[1])
         is_single = layout.width == 1 and not self.num_pending

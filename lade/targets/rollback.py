@@ -7,7 +7,6 @@ forward will change, for caches that fold the past into a state.
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import (
@@ -155,8 +154,3 @@ def _cloned(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _cloned(of_key) for key, of_key in value.items()}
     return value
-
-
-def expand(cache: Any, num_rows: int, device: torch.device) -> None:
-    """Repeat the only row of a cache `num_rows` times."""
-    cache.reorder_cache(torch.zeros(num_rows, dtype=torch.int64, device=device))

@@ -35,9 +35,10 @@ that some of their tokens are right and some are wrong. Rows such as `mixtral-wi
 architecture with what its default configuration leaves off.
 
 Drafts are verified by one of these methods: `tree`, all candidates in one forward; `chain`,
-one candidate, with the cache cropped after what was accepted; `snapshot`, one candidate, from a copy of the state; `plain`, not at all: the same text at
-plain speed. A check of the loaded model chooses the best method that is exact (`lade.probe`), so a
-model with trained weights may get another one than here.
+one candidate, with the cache cropped after what was accepted; `snapshot`, one candidate, from a
+copy of the state; `plain`, not at all: the same text at plain speed. A check of the loaded model
+chooses the best method that is exact (`lade.probe`), so a model with trained weights may get
+another one than here.
 
 - **one row**, **batch**: the method chosen for one sequence and for several.
 - **MAT**: mean accepted tokens, those that a step commits to a row. It is that of these drafts, and

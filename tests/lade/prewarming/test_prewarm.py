@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lade.prewarming.prompter import Prompter, prompting
 from typer.testing import CliRunner
 
 import lade
@@ -17,7 +18,6 @@ from lade.errors import UnsupportedModelError
 from lade.prewarming import run as prewarming
 from lade.prewarming import tables
 from lade.prewarming.fingerprint import fingerprint_of
-from lade.prewarming.prompter import Prompter, prompting
 from lade.prewarming.run import PrewarmProgress, Run
 from lade.prewarming.tables import (
     Effort,

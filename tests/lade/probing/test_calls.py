@@ -183,9 +183,7 @@ def test_a_batch_without_padding_is_checked_without_a_mask() -> None:
 # --- inputs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "verification", thinned(["tree", "chain", "snapshot"], "tree", "snapshot")
-)
+@pytest.mark.parametrize("verification", thinned(["tree", "chain", "snapshot"], "tree", "snapshot"))
 def test_token_types_go_on_as_in_plain_decoding(verification: str) -> None:
     model = shared_model("gpt2", seed=1)
     types = torch.tensor([[3, 3, 4, 4, 4]])

@@ -21,12 +21,11 @@ import lade
 from lade.attention.packed import PACKED_SDPA
 from lade.compat import CACHE
 from lade.config import VERIFICATIONS
-from lade.drafting.drafts import draft_of
 from lade.errors import UnsupportedModelError
 from lade.probing.profile import profile_of
 from tests.grids import thinned
 from tests.lade.both import same_as_generate
-from tests.lade.tiny import BLOOM, MAMBA2, ScriptedDrafter, random_prompt, tiny_model
+from tests.lade.tiny import BLOOM, MAMBA2, random_prompt, tiny_model
 
 MAMBA = {"state_size": 8}
 NEO = {
