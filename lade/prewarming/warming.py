@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lade.attention import joint
 from lade.budget.budget import MeasuredBudget
 from lade.compat import Model, without_compiler
 from lade.config import Config
@@ -68,7 +67,6 @@ def kernels() -> Mapping[str, Callable[[], Any]]:
         "the budget": MeasuredBudget,
         "whole forwards": job.kernels,
         "products for few rows": _load_products,
-        "attention of several calls": joint.kernels,
     }
 
 
