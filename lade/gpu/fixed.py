@@ -104,13 +104,7 @@ class FixedTarget(TreeTarget):
         # In compiled steps, other attention than ours would run over all slots that there are.
         self._takes_spare = call is None or attention == TREE_ATTENTION
         super().__init__(
-            model,
-            input_ids,
-            model_kwargs,
-            layout,
-            max_new_tokens,
-            generation_config,
-            attention,
+            *(model, input_ids, model_kwargs, layout, max_new_tokens, generation_config, attention)
         )
         if self._outputs:
             raise LadeError(f"expected no {', '.join(self._outputs)} in steps of fixed shape")
@@ -300,6 +294,7 @@ class FixedTarget(TreeTarget):
 
     def _run(self, step: _FixedStep, is_recorded: bool) -> Tensor:
         """Compute positions and masks, and run the model."""
+        graphs, call = self._workspace.graphs, self._call
         device = step.inputs.on_device()
         num_cached = device["num_cached"]
         nodes = num_cached[:, None] + torch.arange(step.shape.width, device=self.device)
@@ -309,32 +304,18 @@ class FixedTarget(TreeTarget):
                 zip(self.cache.windows, step.shape.num_shown, strict=True)
             )
         }
-        compiles = not is_recorded and self._compiles_first()
+        # Where steps are recorded, those that are not are run by the model itself, to compare with;
+        # but before a rehearsal, which refuses to wait, what is compiled has to be made.
+        is_plain = call is None or (graphs is not None and not is_recorded)
+        compiles = call is not None and is_plain and graphs is not None and graphs.reason is None
         self.cache.fix(slots, num_cached.max() if is_recorded or compiles else None)
         try:
             if compiles:
-                self._logits(self._call, step, device)
+                self._logits(call, step, device)
                 self.cache.fix(slots)
-            return self._logits(self._callable(is_recorded), step, device)
+            return self._logits(self._view if is_plain else call, step, device)
         finally:
             self.cache.fix(slots)  # back to the length that the host knows
-
-    def _callable(self, is_recorded: bool) -> Any:
-        """Return what runs a step.
-
-        Where steps are recorded, those that are not are run by the model itself: each recording is
-        compared with one of them.
-        """
-        is_plain = self._workspace.graphs is not None and not is_recorded
-        return self._view if self._call is None or is_plain else self._call
-
-    def _compiles_first(self) -> bool:
-        """Return whether to run the compiled model besides the model itself.
-
-        What it is compiled to must not be made in a rehearsal, which refuses to wait.
-        """
-        graphs = self._workspace.graphs
-        return self._call is not None and graphs is not None and graphs.reason is None
 
     def _logits(self, call: Any, step: _FixedStep, device: dict[str, Tensor]) -> Tensor:
         num_cached, depths = device["num_cached"], device["depths"]
