@@ -26,18 +26,14 @@ from lade.tree import Tree
 from ngram_pool.writing import write_whole
 
 _FORMAT = 2  # of 1 were costs of forwards module by module
-_MAX_LENGTH = 2**12  # of a file
-_MAX_SIZE = 2**12  # tokens of a forward
+_MAX_LENGTH = _MAX_SIZE = 2**12  # of a file, and in tokens of a forward
 # On a busy machine, one forward may take ten times as long as the next. What is kept decides the
 # first steps of every process to come, so only times are kept that come again, to this factor, and
 # none where more tokens take less than this share of the time of one.
-_STEADY = 1.25
-_LEAST_SHARE = 0.8
+_STEADY, _LEAST_SHARE = 1.25, 0.8
 # Sizes to measure, those that say most first, and for how long: a second is as long as some dozens
 # of tokens of a small model on two cores. For large models that is the first sizes alone.
-_SIZES = (1, 8, 2, 16, 4, 32)
-_MAX_SEC = 1.0
-_MOST_TURNS = 8
+_SIZES, _MAX_SEC, _MOST_TURNS = (1, 8, 2, 16, 4, 32), 1.0, 8
 # Forwards of smaller models take a few milliseconds, and a step without drafts says as much.
 _MIN_PARAMETERS = 20_000_000
 
@@ -50,8 +46,8 @@ def costs_folder() -> Path:
 def first_costs_of(model: Model, profile: Profile, chosen: VerificationPlan) -> dict[int, float]:
     """Return the seconds of forwards by their tokens, from the disk, or measured and kept there.
 
-    It is a first guess; what steps take corrects it. Empty where steps are not eager trees, for
-    models of several processes, which would measure different times, and where it fails.
+    A first guess, which steps correct. Empty where steps are not eager trees, where it fails, and
+    for models of several processes, which would measure different times.
     """
     if (chosen.verification, chosen.execution) != ("tree", "eager") or mesh_of(model) is not None:
         return {}

@@ -64,9 +64,8 @@ def prewarm(
     """Make a table of what a model finds likely, so that lade drafts from the first step on.
 
     The table is kept in the user's cache under the model's fingerprint, and is used whenever lade
-    generates with that model. Another run adds to it, at the same time too; what a run learned is
-    added to the file at its end, also after an exception or Ctrl-C. The table changes only the
-    speed, never the text.
+    generates with that model; it changes only the speed, never the text. What a run learned is
+    added to the file at its end, also after an exception or Ctrl-C, beside what others added.
 
     Args:
         model: a transformers causal LM.
@@ -82,7 +81,7 @@ def prewarm(
         OSError: the table cannot be read or written.
         UnsupportedModelError: the model is an encoder-decoder, tensor-parallel, decoded plainly (so
             a table would not be used), or has no weights in memory to recognise it by.
-        UnsupportedOptionError: the model is sharded by FSDP or DeepSpeed ZeRO-3.
+        UnsupportedOptionError: it is sharded by FSDP or DeepSpeed ZeRO-3.
         ValueError: `seconds` or `max_tokens` is not above 0, or the existing file is damaged.
     """
     if not 0 < seconds < math.inf:
@@ -95,14 +94,19 @@ def prewarm(
     path = path_of_table(model, folder)
     stored = read_table(path, model)
     view = in_evaluation(model) if any(module.training for module in model.modules()) else model
-    _refuse_plain(view)
+    found = probe(view)
+    if found.verification == "plain":
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
+        raise UnsupportedModelError(
+            f"lade decodes {found.model} plainly, so it would not use a table. {reasons}"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)  # fail now rather than after the work
 
-    def tell(run: _Run) -> None:
+    def tell(run: _Prewarming) -> None:
         if progress is not None:
             progress(Prewarmed(path, len(run.table), run.effort.num_tokens, run.effort.seconds))
 
-    run = _Run(view, stored.table, seconds, max_tokens or math.inf, tell)
+    run = _Prewarming(view, stored.table, seconds, max_tokens or math.inf, tell)
     try:
         # Our own draws do not touch that state, but those of a model's forward may.
         with unchanged_random_state(model), torch.no_grad():
@@ -115,28 +119,15 @@ def prewarm(
     return Prewarmed(path, len(stored.table), effort.num_tokens, effort.seconds)
 
 
-def _refuse_plain(model: Model) -> None:
-    """Raise if lade would not draft from the table."""
-    found = probe(model)
-    if found.verification == "plain":
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
-        raise UnsupportedModelError(
-            f"lade decodes {found.model} plainly, so it would not use a table. {reasons}"
-        )
-
-
 class _Enough(Exception):  # noqa: N818 - it ends a run and is no error
     """The time is up."""
 
 
-class _Run:
+class _Prewarming:
     """One run: a table of what it learned, and what went into it.
 
-    The model writes by `generate`, so any causal LM will do, whatever its cache.
-
-    Args:
-        known: the table of the runs before; tokens that it names often begin texts.
-        tell: called after every forward.
+    The model writes by `generate`, so any causal LM will do. Tokens that `known` names often, the
+    table of the runs before, begin texts; `tell` is called after every forward.
     """
 
     def __init__(
@@ -145,12 +136,11 @@ class _Run:
         known: SuccessorTable,
         seconds: float,
         max_tokens: float,
-        tell: "Callable[[_Run], None]",
+        tell: "Callable[[_Prewarming], None]",
     ) -> None:
         self.table = SuccessorTable(known.capacity, known.num_successors)
         self.effort = Effort()
         self._model = copy.copy(model)  # shares everything but the attribute set here
-        self._model.generation_config = GenerationConfig()  # none of the model's own options
         self._seconds, self._max_tokens, self._tell = seconds, max_tokens, tell
         self._began = time.monotonic()
         self._rng = np.random.default_rng()  # other texts in every run, and every process
@@ -160,7 +150,10 @@ class _Run:
         ids = [getattr(each, n, None) for n in names for each in (model.generation_config, config)]
         self._start_token_id = next((each for each in ids if type(each) is int and each >= 0), 0)
         longest = getattr(config, "max_position_embeddings", None) or _TEXT_LENGTH + 2
-        self._num_tokens = min(_TEXT_LENGTH, longest - 2)
+        # None of the model's own options.
+        self._model.generation_config = GenerationConfig(
+            max_new_tokens=min(_TEXT_LENGTH, longest - 2), do_sample=False
+        )
         # How often each token is among the likely successors; from now on, its probability in them.
         named = known.arrays()["token_ids"]
         counts = np.bincount(named[named >= 0], minlength=config.vocab_size)
@@ -192,13 +185,10 @@ class _Run:
         first = self._rng.choice(len(weights), num_rows, replace=False, p=weights / weights.sum())
         rows = np.stack([np.full_like(first, self._start_token_id), first], axis=1)
         input_ids = torch.from_numpy(rows).to(device_of_inputs(self._model))
-        # The class's `generate`: that of the instance may be the one that `lade.wrap` set.
-        type(self._model).generate(
+        type(self._model).generate(  # that of the instance may be the one that `lade.wrap` set
             self._model,
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=self._num_tokens,
-            do_sample=False,
             logits_processor=[self._go_on],
         )
 

@@ -21,14 +21,12 @@ from ngram_pool.writing import sweep, write_whole
 _MAX_CONTEXTS = 2**20
 _FORMAT = 2
 _KEY = "lade_table"  # of the metadata
-# Far above what `prewarm` writes (8, some 400, and what fits into a lifetime), yet low enough that
-# a file of a few bytes cannot make us allocate much.
-_MAX_SUCCESSORS = 64
-_MAX_COUNT = 2**53
+# Far above what `prewarm` writes, yet so low that no file of a few bytes makes us allocate much.
+_MAX_SUCCESSORS, _MAX_COUNT = 64, 2**53
 # Adding to the largest table takes two seconds.
 _LOCK_SEC = 60.0
 # What reading a file raises that is none of ours.
-_NOT_OURS = (*(SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError),)
+_NOT_OURS = SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError
 
 
 @dataclass(slots=True)
@@ -75,9 +73,8 @@ def tables_folder() -> Path:
 def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None:
     """Return the prewarmed table of a model, or None.
 
-    Writes nothing, and computes nothing if there is no folder of tables. A table that cannot be
-    used, for whatever reason, is ignored with a warning: decoding works without it. Tensor-parallel
-    models use none, because each process has only a part of the weights.
+    One that cannot be used, for whatever reason, is ignored with a warning: decoding works without
+    it. Tensor-parallel models use none, because each process has only a part of the weights.
     """
     try:
         folder = tables_folder() if folder is None else folder
@@ -85,7 +82,7 @@ def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None
         if mesh_of(model) is not None or not os.path.isdir(folder):
             return None
         path = path_of_table(model, folder)
-        return read_table(path, model).table if os.path.isfile(path) else None
+        return load_table(path, _vocab_size(model)) if os.path.isfile(path) else None
     except UnsupportedModelError:  # nothing tells it from others
         return None
     except Exception as error:  # the model's, or that of a damaged file
@@ -99,8 +96,7 @@ def path_of_table(model: Model, folder: Path | None = None) -> Path:
     """Return the file of a model's table, which need not exist.
 
     Raises:
-        UnsupportedModelError: the model is tensor-parallel, or has no weights in memory to
-            recognise it by.
+        UnsupportedModelError: the model is tensor-parallel, or has no weights in memory.
     """
     name = type(without_compiler(model)).__name__
     if mesh_of(model) is not None:
@@ -114,43 +110,34 @@ def path_of_table(model: Model, folder: Path | None = None) -> Path:
 
 
 def read_table(path: Path, model: Model) -> StoredTable:
-    """Read the table of a model; an empty one if there is no file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is damaged, or not a table of this model.
-    """
+    """Read the table of a model; an empty one if there is no file. Raises as `load_table`."""
     if not path.exists():
         return StoredTable(SuccessorTable(_MAX_CONTEXTS), Effort())
-    vocab_size = _vocab_size(model)
-    try:
-        with safe_open(path, framework="numpy") as file:
-            described = json.loads((file.metadata() or {})[_KEY])
-            if described["format"] != _FORMAT:
-                raise ValueError(f"expected format {_FORMAT}, got {described['format']!r}")
-            if described["fingerprint"] != path.stem or described["vocab_size"] != vocab_size:
-                raise ValueError("it is the table of another model")
-            effort = _effort_in(described["effort"])
-            table = _table_in(file, vocab_size)
-    except _NOT_OURS as error:
-        raise ValueError(
-            f"expected a table that lade.prewarm made for this model in {path}, remove it to begin "
-            f"anew; got a file that cannot be used ({type(error).__name__}: {error})"
-        ) from error
-    return StoredTable(table, effort)
+    return _read(path, _vocab_size(model))
 
 
 def load_table(path: Path, vocab_size: int) -> SuccessorTable:
     """Read a table without its model; all its token ids must be below `vocab_size`.
 
     Raises:
+        OSError: the file cannot be read.
         ValueError: the file is damaged, not a table, or made for another vocabulary.
     """
+    return _read(path, vocab_size).table
+
+
+def _read(path: Path, vocab_size: int) -> StoredTable:
     try:
         with safe_open(path, framework="numpy") as file:
-            return _table_in(file, vocab_size)
+            described = json.loads((file.metadata() or {})[_KEY])
+            if described["format"] != _FORMAT:
+                raise ValueError(f"expected format {_FORMAT}, got {described['format']!r}")
+            return StoredTable(_table_in(file, vocab_size), _effort_in(described["effort"]))
     except _NOT_OURS as error:
-        raise ValueError(f"expected a table that lade prewarm made in {path}: {error}") from error
+        raise ValueError(
+            f"expected a table that lade.prewarm made for this model in {path}, remove it to begin "
+            f"anew; got a file that cannot be used ({type(error).__name__}: {error})"
+        ) from error
 
 
 def merge_table(path: Path, model: Model, added: StoredTable) -> StoredTable:
@@ -171,28 +158,11 @@ def merge_table(path: Path, model: Model, added: StoredTable) -> StoredTable:
         stored.table.update(added.table)
         stored.effort.num_tokens += added.effort.num_tokens
         stored.effort.seconds += added.effort.seconds
-        write_table(path, model, stored)
+        described = {"format": _FORMAT, "effort": asdict(stored.effort)}
+        content = safetensors.numpy.save(stored.table.arrays(), {_KEY: json.dumps(described)})
+        sweep(path.parent, "[0-9a-f]" * 64)  # of any model, left by processes that were killed
+        write_whole(path, content)
     return stored
-
-
-def write_table(path: Path, model: Model, stored: StoredTable) -> None:
-    """Write the table of a model; a reader sees either the old file or the new one.
-
-    What the file had is lost: see `merge_table`. Unfinished files of killed processes are removed.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    described = {
-        "format": _FORMAT,
-        "fingerprint": path.stem,
-        "vocab_size": _vocab_size(model),
-        "effort": asdict(stored.effort),
-    }
-    content = safetensors.numpy.save(stored.table.arrays(), {_KEY: json.dumps(described)})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sweep(path.parent, "[0-9a-f]" * 64)  # of any model
-    write_whole(path, content)
 
 
 def _vocab_size(model: Model) -> int:

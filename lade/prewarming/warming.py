@@ -26,8 +26,8 @@ from ngram_pool.state import compile_texts
 def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) -> None:
     """Compile or load lade's kernels, check a model, and measure its first forwards.
 
-    The first call does so otherwise, for some seconds, or a minute where nothing is compiled yet. A
-    call with `max_time` never does: without this, it is decoded plainly until another call has.
+    The first call does so otherwise, for some seconds, or a minute where nothing is compiled yet; a
+    call with `max_time` never does, and is decoded plainly until another call has.
 
     Args:
         model: a transformers causal LM; it is left as it was.

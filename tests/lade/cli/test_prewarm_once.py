@@ -15,7 +15,7 @@ from lade.errors import UnsupportedModelError
 from lade.models.loading import LoadedModel
 from lade.prewarming import run as prewarming
 from lade.prewarming import tables
-from lade.prewarming.run import _Run as Run
+from lade.prewarming.run import _Prewarming as Run
 from lade.prewarming.tables import Effort, path_of_table, read_table, table_for
 from lade.probing.report import Probe
 from tests.lade.tiny import VOCAB_SIZE, byte_tokenizer, tiny_model

@@ -13,20 +13,16 @@ from lade.targets.prefixes import KeptText, Origin, Owner, PrefixStore
 ORIGIN = Origin("model", None, None)
 
 
-def cache_of(token_ids: Sequence[int], room: int = 0) -> DynamicCache:
+def cache_of(token_ids: Sequence[int]) -> DynamicCache:
     """Return a cache whose keys and values are the tokens themselves."""
-    states = (
-        torch.tensor([*token_ids, *[0] * room]).float()[None, None, :, None].expand(1, 2, -1, 4)
-    )
+    states = torch.tensor(token_ids).float()[None, None, :, None].expand(1, 2, -1, 4)
     cache = DynamicCache()
     cache.update(states.clone(), states.clone() + 0.5, 0)
-    layer: Any = cache.layers[0]
-    layer.keys, layer.values = (each[:, :, : len(token_ids)] for each in (layer.keys, layer.values))
     return cache
 
 
-def text_of(token_ids: Sequence[int], origin: Origin = ORIGIN, room: int = 0) -> KeptText:
-    return KeptText(origin, token_ids, cache_of(token_ids, room))
+def text_of(token_ids: Sequence[int], origin: Origin = ORIGIN) -> KeptText:
+    return KeptText(origin, token_ids, cache_of(token_ids))
 
 
 def found(store: PrefixStore, prompt_ids: Sequence[int], origin: Origin = ORIGIN) -> int:
@@ -89,11 +85,6 @@ def test_the_text_not_used_for_longest_goes_first() -> None:
     assert len(store) == 0
 
 
-def test_room_beyond_a_text_counts_or_is_left_behind() -> None:
-    assert text_of([1] * 10, room=4).num_bytes == 14 * 64 + 80
-    assert text_of([1] * 10, room=10).num_bytes == 10 * 64 + 80
-
-
 def test_other_owners_and_settings_find_nothing_and_other_models_leave_nothing() -> None:
     store = store_of([1, 2, 3])
     for number, name in enumerate(("owner", "setting")):
@@ -117,24 +108,6 @@ def test_whoever_goes_on_from_a_text_does_not_change_it() -> None:
         cache.crop(-4)
         assert cache.get_seq_length() == 1
     assert found(store, [1, 2, 3, 4, 5]) == 4
-
-
-def test_windows_are_cut_as_long_as_nothing_has_left_them() -> None:
-    from transformers.cache_utils import DynamicSlidingWindowLayer
-
-    for length, expected in ((4, 2), (7, 2), (8, 0), (12, 0)):
-        layer = DynamicSlidingWindowLayer(8)
-        states = torch.arange(float(length))[None, None, :, None].expand(1, 2, -1, 4)
-        layer.update(states, states)
-        cache = DynamicCache()
-        cache.layers = [layer]
-        store = PrefixStore()
-        store.keep(KeptText(ORIGIN, [*range(length)], cache), 2**20)
-        hit = store.find(ORIGIN, [0, 1, 90, 91])
-        assert (0 if hit is None else hit[1]) == expected
-        whole = store.find(ORIGIN, [*range(length), 90])
-        assert whole is not None
-        assert whole[1] == length
 
 
 class _Pool:
