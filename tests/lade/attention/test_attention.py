@@ -83,20 +83,6 @@ def test_one_token_that_sees_all_keys_attends_as_in_generate(dtype: torch.dtype)
     torch.testing.assert_close(got, expected)
 
 
-def test_what_else_layers_pass_is_left_to_sdpa() -> None:
-    """The newest transformers refuses soft caps there, the oldest ignores them."""
-    query, key = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 6, 8)
-    inputs = (Layer(2), query, key, key, torch.ones(1, 1, 2, 6) > 0)
-
-    def attend(attention: Any) -> Any:
-        try:
-            return attention(*inputs, softcap=3.0)[0].tolist()
-        except ValueError as error:
-            return str(error)
-
-    assert attend(packed_sdpa) == attend(AttentionInterface()["sdpa"])
-
-
 @pytest.mark.parametrize(
     ("num_key_value_heads", "own", "chosen"),
     [(4, "sdpa", PACKED_SDPA), (2, "sdpa", PACKED_SDPA), (2, "eager", "eager")],
@@ -148,12 +134,6 @@ def test_rows_that_see_about_as_much_attend_together() -> None:
     ]
     assert [group.nodes for group in groups] == [slice(0, 3), slice(3, 5), slice(5, 7)]
     assert [group.shape for group in groups] == [(2, 2), (2, 1), (1, 2)]
-
-
-def test_a_call_costs_as_much_as_some_keys() -> None:
-    """Two rows of 100 keys each and none in common: 400 keys in one call, 200 in two."""
-    assert len(row_groups(spans((0, 100), (100, 200)), [1, 1])) == 1
-    assert len(row_groups(spans((0, 101), (101, 202)), [1, 1])) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

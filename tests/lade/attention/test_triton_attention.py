@@ -235,31 +235,6 @@ def test_compiled_it_attends_as_plain_torch_does(case: Case) -> None:
     assert worst_error(case, "cuda") < 1
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("num_nodes", [5, 32])
-@pytest.mark.parametrize("hidden", [None, "some"])
-def test_a_captured_graph_serves_all_lengths(hidden: Hidden, num_nodes: int) -> None:
-    from lade.attention import triton as triton_attention
-
-    case = Case("bfloat16", num_slots=900, lengths=(700, 20), hidden=hidden, num_nodes=num_nodes)
-    made = inputs(case, "cuda")
-
-    def attend() -> Tensor:
-        return triton_attention.attend(made.query, key, value, made.seen, scaling=0.2)
-
-    key, value = torch.randn_like(made.key), torch.randn_like(made.value)
-    attend()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = attend()
-    for length in (800, 3, 0):
-        made.seen.num_cached.fill_(length)
-        if made.seen.visible is not None:
-            made.seen.visible.logical_not_()
-        graph.replay()
-        assert torch.equal(captured, attend())
-
-
 def attended(made: Any, **options: Any) -> Tensor:
     """Return what a layer of a model gets for inputs of two rows, five nodes and 300 slots."""
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, 1, 5, 300)

@@ -85,13 +85,6 @@ def compiled_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 
 @pytest.fixture
-def few_recordings(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Let two shapes be compiled."""
-    monkeypatch.setattr("lade.gpu.compiled.MAX_RECORDINGS", 2)
-    return 2
-
-
-@pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the CPU for a device with kernels; their operators are plain torch there.
 

@@ -3,11 +3,8 @@
 Tensors of the device are wrappers that hold a tensor of the CPU and say `cuda` when asked. Every
 operation on them passes through here, where it is refused if CUDA would refuse it, and noted if the
 host would wait for the device: because it reads a value, needs a size that depends on values, or
-copies memory that is not pinned. So a call of lade runs as it does on CUDA, but for the kernels, to
-its end, with the tokens it has on a CPU.
-
-Torch's own fake tensors have no values, nor have the host's tensors in their mode, so that no call
-gets beyond its first step there.
+copies memory that is not pinned. So a call of lade runs as it does on CUDA, to its end, with the
+tokens it has on a CPU; torch's own fake tensors have no values to go on from.
 """
 
 import traceback

@@ -72,21 +72,3 @@ def test_every_width_is_one_graph_of_static_shape_with_attention_as_an_operator(
     lade.release(model)
     both(model, ONE, config=COMPILED, **GREEDY)
     assert len(graphs) > 3  # given back, and compiled anew
-
-
-def test_shapes_beyond_the_limit_are_run_as_they_are(
-    few_recordings: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Any] = []
-
-    def compile_(run: Any, **options: Any) -> Any:
-        made.append(run)
-        return run
-
-    monkeypatch.setattr(torch, "compile", compile_)
-    model = tiny_model("llama")
-    for max_draft_tokens in (7, 0, 20):
-        config = lade.Config(execution="compiled", max_draft_tokens=max_draft_tokens)
-        both(model, ONE, config=config, **GREEDY)
-    assert len(made) == few_recordings
-    assert len({each.__code__ for each in made}) == len(made)

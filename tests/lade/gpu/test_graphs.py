@@ -164,10 +164,10 @@ def wrapped(model: Any, *inner: Tensor | None) -> Any:
     return model
 
 
-def with_experts(implementation: str) -> Any:
+def with_experts() -> Any:
     sizes: Any = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model = tiny_model("qwen3_moe", head_dim=8, **sizes)
-    model.set_experts_implementation(implementation)
+    model.set_experts_implementation("eager")
     return model
 
 
@@ -188,7 +188,7 @@ UNRECORDED: dict[str, tuple[Callable[[], Any], str]] = {
     "spread": (lambda: changed(_hf_hook=SimpleNamespace()), r"model\.layers\.1 has a hook"),
     "adapters": (lambda: changed(peft_config={}), "adapters"),
     "weights": (lambda: wrapped(tiny_model("llama"), None, None), "do not tell where they lie"),
-    "experts": (lambda: with_experts("eager"), "experts"),
+    "experts": (with_experts, "experts"),
     "angles": (
         lambda: tiny_model(
             "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -202,14 +202,14 @@ UNRECORDED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.usefixtures("trusted")
 def test_models_that_must_not_be_recorded_say_why(name: str, recorder: CpuRecorder) -> None:
     make, reason = UNRECORDED[name]
+    model = make()
     with pytest.warns(lade.EagerExecutionWarning, match=f"not recorded: .*{reason}"):
-        same(make())
+        same(model)
     assert recorder.num_recorded == 0
-
-
-def test_experts_are_recorded_where_the_device_chooses_them(recorder: CpuRecorder) -> None:
-    same(with_experts("batched_mm"))
-    assert recorder.num_replayed > 0
+    if name == "experts":
+        model.set_experts_implementation("batched_mm")  # chosen on the device
+        same(model)
+        assert recorder.num_replayed > 0
 
 
 @pytest.mark.usefixtures("trusted")
@@ -239,14 +239,6 @@ def test_a_hook_that_comes_later_is_called(recorder: CpuRecorder) -> None:
     assert recorder.num_replayed > before > 0
 
 
-def test_hooks_that_transformers_leaves_behind_are_none(recorder: CpuRecorder) -> None:
-    model = tiny_model("llama")
-    with pytest.warns(lade.EagerExecutionWarning, match="hidden states were asked for"):
-        same(model, output_hidden_states=True)
-    same(model)
-    assert recorder.num_replayed > 0
-
-
 # --- recordings that fail -------------------------------------------------------------------
 
 
@@ -272,25 +264,6 @@ def test_without_memory_for_a_recording_steps_are_run_eagerly(recorder: CpuRecor
     lade.release(model)  # and after that, it is tried again
     same(model)
     assert recorder.num_recorded > 0
-
-
-@pytest.mark.usefixtures("cramped")
-def test_recordings_go_where_keys_and_values_need_their_memory(
-    recorder: CpuRecorder, little_memory: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model("llama")
-    same(model, UNDRAFTED, max_new_tokens=20)
-    forgotten, begin_anew = recorder.num_forgotten, recorder.begin_anew
-    little_memory["most"] = 256
-
-    def enough() -> None:
-        little_memory["most"] = 10**9
-        begin_anew()
-
-    monkeypatch.setattr(recorder, "begin_anew", enough)
-    same(model, UNDRAFTED, max_new_tokens=300)
-    assert little_memory["refused"] > 0
-    assert recorder.num_forgotten > forgotten
 
 
 def test_recordings_take_so_much_memory_and_no_more(recorder: CpuRecorder) -> None:

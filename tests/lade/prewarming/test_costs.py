@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import lade
 from lade.prewarming import costs
@@ -50,14 +49,6 @@ def test_costs_are_measured_once_and_read_by_the_next_process(
     path.write_text("{")  # what is damaged is measured anew
     lade.warm_up(tiny_model("llama"))
     assert read_costs(path)
-
-
-@pytest.mark.usefixtures("folder")
-def test_other_models_and_settings_have_costs_of_their_own(folder: Path) -> None:
-    for seed, attention in ((1, None), (1, "eager"), (2, None)):
-        model = tiny_model("llama", seed=seed)
-        first_costs_of(model, profile_of(model), BY_TREE._replace(attention=attention))
-    assert len([*folder.iterdir()]) == 3
 
 
 @pytest.mark.parametrize(
@@ -119,11 +110,3 @@ def test_small_models_and_other_methods_are_not_measured(
     monkeypatch.setattr(costs, "_MIN_PARAMETERS", 10**9)
     same_as_generate(tiny_model("llama"), ONE)
     assert not folder.exists()
-
-
-def test_a_random_state_is_left_alone(folder: Path) -> None:
-    model = tiny_model("llama")
-    before = torch.get_rng_state()
-    lade.warm_up(model)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert folder.exists()

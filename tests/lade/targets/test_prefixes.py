@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from lade.targets.prefixes import KeptText, Origin, Owner, PrefixStore
+from ngram_pool import NGramPool
 
 ORIGIN = Origin("model", None, None)
 
@@ -59,15 +60,6 @@ def test_the_longest_beginning_is_found_whatever_was_used_last() -> None:
     assert found(store, []) == 0
 
 
-def test_a_text_makes_room_for_one_that_has_nearly_all_of_it() -> None:
-    sixteen = [*range(1, 17)]
-    assert held(store_of(sixteen, [*sixteen, 20, 21])) == [[*sixteen, 20, 21]]
-    assert held(store_of(sixteen, [*sixteen[:14], 20, 21])) == [[*sixteen[:14], 20, 21]]
-    both = [sixteen, [*sixteen[:13], 20, 21]]
-    assert held(store_of(*both)) == both
-    assert held(store_of(sixteen, sixteen)) == [sixteen]
-
-
 def test_the_text_not_used_for_longest_goes_first() -> None:
     texts = [[number] * 10 for number in range(1, 5)]
     most = 3 * (10 * 4 * 2 * 2 * 4 + 80)
@@ -110,18 +102,9 @@ def test_whoever_goes_on_from_a_text_does_not_change_it() -> None:
     assert found(store, [1, 2, 3, 4, 5]) == 4
 
 
-class _Pool:
-    """Equal to all others, as a careless class may be."""
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def test_an_owner_is_an_object_and_ends_with_it() -> None:
     store = PrefixStore()
-    mine, other = _Pool(), _Pool()
+    mine, other = NGramPool(), NGramPool()
     assert Owner(mine, store) == Owner(mine, store)
     assert Owner(mine, store) != Owner(other, store)
     store.keep(text_of([1, 2, 3], ORIGIN._replace(owner=Owner(mine, store))), 2**20)

@@ -51,36 +51,10 @@ random_parents = st.lists(st.integers(0, 10**6), max_size=14).map(
 )
 
 
-def test_build_lays_the_draft_under_the_root() -> None:
-    draft = make_draft([-1, 0, -1, 2, 2])
-    tree = Tree.build(42, draft)
-    assert len(tree) == 6
-    assert tree.token_ids == [42, *draft.token_ids.tolist()]
-    assert tree.depths == [0, 1, 2, 1, 2, 2]
-    assert tree.ancestors.astype(int).tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 0, 0, 1, 0, 0],
-        [1, 0, 0, 1, 1, 0],
-        [1, 0, 0, 1, 0, 1],
-    ]
-    assert tree.children[3, int(draft.token_ids[4])] == 5
-
-
 def tree_slots(visible: Tensor, num_cached: Tensor, trees: TreeBatch, *more: Any) -> TreeSlots:
     """With room for the nodes behind what is visible."""
     visible = torch.nn.functional.pad(visible, (0, trees.width))
     return TreeSlots(visible, num_cached, trees.ancestors, trees.depths, *more)
-
-
-def test_additive_mask_hides_with_the_lowest_finite_value() -> None:
-    visible, num_cached = torch.tensor([[False, True]]), torch.tensor([2])
-    trees = TreeBatch.stack([Tree.build(1, make_draft([-1]))], CPU)
-    slots = tree_slots(visible, num_cached, trees)
-    assert slots.mask(FULL, 0, None).int().tolist() == [[[[0, 1, 1, 0], [0, 1, 1, 1]]]]
-    low = torch.finfo(torch.float16).min
-    assert slots.mask(FULL, 0, torch.float16).tolist() == [[[[low, 0, 0, low], [low, 0, 0, 0]]]]
 
 
 def test_nodes_of_a_ragged_batch_lie_behind_their_own_row() -> None:
@@ -247,18 +221,6 @@ def test_cache_grows_past_its_first_slots_and_keeps_what_it_holds() -> None:
             assert torch.equal(keys, whole)
             assert torch.equal(values, -whole)
         assert cache.get_seq_length() == 150 * (step + 1)
-
-
-def test_layers_of_unlike_shapes_each_find_a_place() -> None:
-    cache = TreeCache([LayerKind("full")] * 3, num_slots=4, max_slots=9)
-    shapes = [(1, 2, 3, 4), (1, 1, 3, 4), (1, 2, 3, 6)]
-    states = [(torch.randn(shape), torch.randn(shape)) for shape in shapes]
-    for layer, (keys, values) in enumerate(states):
-        cache.update(keys, values, layer)
-    cache.keep([[0, 2]])
-    for layer, (keys, values) in zip(cache.layers, states, strict=True):
-        assert torch.equal(layer.keys, keys[:, :, [0, 2]])
-        assert torch.equal(layer.values, values[:, :, [0, 2]])
 
 
 def test_a_ragged_cache_grows_and_holds_nothing_that_was_never_written() -> None:
