@@ -646,7 +646,7 @@ def stress() -> str:
 def support() -> str:
     """Return how many architectures are verified by which method."""
     files = sorted((DOCS / "support").glob("*.json"), key=lambda path: path.stem, reverse=True)
-    names = ("all", "tree", "rows", "chain", "snapshot", "plain", "exact", "tie", "wrong", "failed")
+    names = ("all", "tree", "chain", "snapshot", "plain", "exact", "tie", "wrong", "failed")
     rows = []
     for path in files:
         content = _read(f"support/{path.stem}")

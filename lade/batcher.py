@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from lade.attempts import Attempt
-from lade.attention.joint import kernels
 from lade.compat import Model, device_of_inputs, without_compiler
 from lade.config import Config
 from lade.drafting.drafter import Drafter
@@ -141,8 +140,6 @@ class Batcher:
         self._joint = JointForwards()
         device = device_of_inputs(without_compiler(model))
         self._turns = Turns(self._joint, device, stall_sec)
-        if device.type == "cpu":
-            kernels()  # else the first calls would wait for them
         if max_batch_tokens is None:
             max_batch_tokens = _tokens_that_fit(model)
         self._room = _Room(max_batch_tokens)

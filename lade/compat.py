@@ -153,13 +153,6 @@ def is_own_hook(hook: Any) -> bool:
     return getattr(hook, "__module__", "").startswith("transformers.utils.")
 
 
-def without_old_names(forward: Any) -> Any:
-    """Return a function without what transformers wraps around it to rename old arguments."""
-    while getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
-        forward = forward.__wrapped__
-    return forward
-
-
 def may_be_users(cache: Any) -> bool:
     """Return whether the caller of `generate` may have passed a cache; recent ones say so."""
     return bool(getattr(cache, "_is_user_defined", not MARKS_CACHES))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 Acceptance = Literal["exact", "rejection"]
-Verification = Literal["tree", "chain", "rows", "snapshot", "plain"]
+Verification = Literal["tree", "chain", "snapshot", "plain"]
 
 Execution = Literal["eager", "fixed", "graphs", "compiled"]
 
@@ -72,9 +72,8 @@ class Config:
             distribution is a single token.
         verification: Verification method. "tree": all candidates in one forward, under a tree mask;
             "chain": only the best candidate, with the cache cropped after the accepted tokens;
-            "rows": several candidates, as rows of a batch; "snapshot": as "chain", restoring a copy
-            of the state from before the draft; "plain": no drafts. None takes the best method that
-            a check of the model finds exact (`lade.probe`).
+            "snapshot": as "chain", restoring a copy of the state from before the draft; "plain": no
+            drafts. None takes the best method that a check of the model finds exact (`lade.probe`).
         execution: How forwards that verify trees are executed. "eager": each as large as it has to
             be. "fixed": padded to a few shapes, in memory that is kept with the model between calls
             (`lade.release`). "graphs": those shapes, recorded as CUDA graphs and replayed if the
@@ -153,6 +152,8 @@ class Config:
                 raise TypeError(f"expected Config({each.name}=…) to be a bool, got {got!r}")
         if self.stable_text:
             self._check_stable_text()
+        if self.verification == "rows":  # type: ignore[comparison-overlap]
+            raise ValueError("expected no Config(verification='rows'), which is gone: use 'chain'")
         for name, known in (
             ("acceptance", get_args(Acceptance)),
             ("verification", (*VERIFICATIONS, None)),

@@ -30,7 +30,7 @@ class DrafterWarning(UserWarning):
 
 
 class EagerExecutionWarning(UserWarning):
-    """Steps cannot have a fixed shape, be recorded, or be fused; the text is the same."""
+    """Steps cannot have a fixed shape or be recorded; the text is the same."""
 
 
 class KernelWarning(UserWarning):

@@ -24,7 +24,6 @@ _NUM_LONGEST = 8  # kernels to name
 _MAX_NAME = 80  # characters of a kernel's name: templates have thousands
 _GROUPS = {
     "attention": r"attend|merge_splits|flash|fmha|attention",
-    "fused operations": r"_rms_norm|_gated|_rotate|_write_slots",
     "products": r"gemm|gemv|cutlass|cublas|nvjet|splitk|matmul|linear|::(add|b)?mm",
     "copies": r"memcpy|memset|copy",
 }

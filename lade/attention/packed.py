@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lade.attention.joint import Calls, Held, attend
+from lade.attention.joint import Calls
 from lade.tree import Packing
 
 PACKED_SDPA = "lade_packed_sdpa"
@@ -318,20 +318,12 @@ def packed_rows(
         _refuse(_NOT_HONOURED, kwargs)
         if not hasattr(key, "_lade_held") or not hasattr(value, "_lade_held"):
             raise NotImplementedError("keys and values change between the cache and attention")
-        held: Held = key._lade_held
-        attended = None if dropout else attend(calls, held, query, key, value, scaling)
-        left: Sequence[int] = calls.alone
-        if attended is None:
-            attended = query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1]))
-            left = range(len(calls))
-        tensors = held.tensors() if left else ()
-        for call in left:
-            nodes, mask = calls.nodes[call], calls.masks[call]
-            of_call = packed_sdpa(
-                module, query[:, :, nodes], *tensors[call], mask, dropout=dropout, scaling=scaling
-            )
-            attended[:, nodes] = of_call[0]
-        return attended, None
+        parts = zip(calls.nodes, key._lade_held, value._lade_held, calls.masks, strict=True)
+        of_calls = [
+            packed_sdpa(module, query[:, :, nodes], *held, dropout=dropout, scaling=scaling)[0]
+            for nodes, *held in parts
+        ]
+        return torch.cat(of_calls, dim=1), None
     groups: Sequence[RowGroup | PromptRow] | None = getattr(attention_mask, "_lade_groups", None)
     if groups is None:
         return packed_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

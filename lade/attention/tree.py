@@ -230,9 +230,6 @@ def _attend_in_triton(query: Tensor, key: Tensor, value: Tensor, *others: Any) -
         # Imported here, because triton is not installed on every machine.
         from lade.attention import triton as triton_attention
 
-        if query.is_cuda:
-            with_sinks = {name: options[name] for name in ("softcap", "sinks")}
-            triton_attention.compile_ahead(query, key, value, seen.visible, **with_sinks)
         return triton_attention.attend(query, key, value, seen, **options)
     except torch.OutOfMemoryError:
         raise
@@ -328,14 +325,6 @@ def runs_in_triton(device: torch.device, dtype: torch.dtype, head_dim: int = 0) 
     """Return whether there are kernels for a device, dtype and head size that have not failed."""
     is_known = dtype in _TRITON_DTYPES and head_dim <= _TRITON_MAX_DIM
     return is_known and (device, dtype) not in _failed and _has_kernels(device)
-
-
-def wait_for_compilers() -> None:
-    """Wait until kernels that are compiled ahead, in threads, are compiled."""
-    if _HAS_TRITON:
-        from lade.attention import triton as triton_attention
-
-        triton_attention.wait_for_compilers()
 
 
 def _is_for_triton(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -10,10 +10,7 @@ Scores are in units of log 2, because the device has exp2 but no exp.
 """
 
 import threading
-from collections.abc import Callable, Hashable
-from contextlib import suppress
-from functools import partial
-from itertools import product
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,9 +37,8 @@ _jit: Callable[[Callable[..., Any]], Any] = triton.jit(
     do_not_specialize=("num_nodes", "num_packed", "num_slots", "num_splits")
 )
 
-# A process compiles one kernel at a time. Launches wait, which costs them nothing otherwise.
+# A process compiles one kernel at a time, as it launches it; what waits costs nothing otherwise.
 _COMPILING = threading.Lock()
-_ahead: dict[Hashable, threading.Thread] = {}  # by what they compile
 
 
 class _Blocks(NamedTuple):
@@ -84,8 +80,6 @@ def attend(
         num_processors: number of multiprocessors to split the work for; None for the device's own,
             of which a CPU (in Triton's interpreter) has none.
 
-    Of tensors without memory (device "meta") nothing is computed, but the kernels are compiled.
-
     Returns:
         [rows, num_nodes, num_heads, head_dim of values], in the dtype of the queries.
 
@@ -101,7 +95,6 @@ def attend(
     of_prefix = of_nodes if visible is None else visible.contiguous().view(torch.uint8)
     num_at_once = num_processors or _num_processors(query.device)
     num_splits = _num_splits(num_lists * num_blocks, num_slots, num_at_once, blocks)
-    run = _compile if query.is_meta else _launch
 
     of_splits = (num_lists, num_splits, num_packed)
     summed = query.new_empty(*of_splits, value_dim, dtype=torch.float32)
@@ -109,7 +102,7 @@ def attend(
     peaks = torch.empty_like(totals)
     attended = query.new_empty(rows, num_nodes, num_heads, value_dim)
     with torch.cuda.device(query.get_device()):  # Triton launches on the current one
-        run(
+        _launch(
             _attend_to_split,
             (num_lists, num_blocks, num_splits),
             query,
@@ -144,7 +137,7 @@ def attend(
             num_stages=blocks.num_stages,
             enable_fp_fusion=True,  # explicit: Triton 3.9 warns that the default will change
         )
-        run(
+        _launch(
             _merge_splits,
             (num_lists, num_packed),
             summed,
@@ -165,76 +158,9 @@ def attend(
     return attended
 
 
-def compile_ahead(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor | None = None,
-    *,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    num_processors: int | None = None,
-) -> threading.Thread:
-    """Compile what trees of all sizes take, in a thread of its own; a kernel takes some 5 s.
-
-    Once for each dtype, device and kind of attention; what failed is left to the launch that needs
-    it, which says why.
-
-    Args:
-        query, key, value, visible, softcap, sinks, num_processors: as for `attend`.
-
-    Returns:
-        The thread, which may have ended.
-    """
-    (rows, num_heads, _, head_dim), dtype = query.shape, query.dtype
-    num_key_heads, _, value_dim = value.shape[1:]
-    device, index = query.device, query.get_device()
-    has_visible, has_sinks = visible is not None, sinks is not None
-    sizes = rows, num_heads, head_dim, num_key_heads, value_dim
-    kind = device, dtype, sizes, has_visible, has_sinks, softcap is None
-
-    def compile_all() -> None:
-        num_at_once = num_processors or _num_processors(device)
-        made = partial(torch.empty, device="meta", dtype=dtype)
-        for num_queries, num_slots in product((16, 32, _MAX_QUERIES), (1, _MAX_SPLITS * 2**10)):
-            num_nodes = max(1, num_queries * num_key_heads // num_heads)
-            with suppress(Exception), torch.cuda.device(index):
-                attend(
-                    made(rows, num_nodes, num_heads, head_dim).transpose(1, 2),
-                    made(rows, num_key_heads, num_slots, head_dim),
-                    made(rows, num_key_heads, num_slots, value_dim),
-                    Seen(
-                        made(rows, dtype=torch.int32),
-                        made(rows, num_nodes, dtype=torch.int32),
-                        made(rows, num_nodes, num_nodes, dtype=torch.bool),
-                        made(rows, num_slots, dtype=torch.bool) if has_visible else None,
-                    ),
-                    scaling=1.0,
-                    softcap=softcap,
-                    sinks=made(num_heads) if has_sinks else None,
-                    num_processors=num_at_once,
-                )
-
-    if kind not in _ahead:
-        _ahead[kind] = threading.Thread(target=compile_all, name="lade compiles", daemon=True)
-        _ahead[kind].start()
-    return _ahead[kind]
-
-
-def wait_for_compilers() -> None:
-    """Wait until all that is compiled ahead is compiled."""
-    for thread in [*_ahead.values()]:
-        thread.join()
-
-
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     with _COMPILING:
         kernel[grid](*args, **options)
-
-
-def _compile(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    with _COMPILING:
-        kernel.warmup(*args, grid=grid, **options)
 
 
 def _blocks(num_packed: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> _Blocks:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from rich.text import Text
 from lade.chat.commands import COMMANDS, parse
 from lade.chat.conversation import Context, Conversation, Turn
 from lade.chat.figures import figures_of, fill_of, fitted, likeness_of, speed_of
-from lade.chat.learning import IdleLearner
 from lade.chat.pieces import Piece, without_controls
 from lade.chat.view import AnswerView, drafted_style
 from lade.errors import ContextLengthError, in_one_line
@@ -46,7 +45,6 @@ class Terminal:
 
     Args:
         history: of typed lines; None to remember them in memory alone.
-        learner: learns while nothing is asked; None for nothing.
     """
 
     def __init__(
@@ -54,11 +52,9 @@ class Terminal:
         conversation: Conversation,
         console: Console,
         history: History | None = None,
-        learner: IdleLearner | None = None,
     ) -> None:
         self.conversation = conversation
         self.console = console
-        self._learner = learner
         self._history = history or InMemoryHistory()
         self._context = Context(0, conversation.context.max_positions)
         self._shows_drafted = False
@@ -90,8 +86,7 @@ class Terminal:
         while not self._has_left:
             self._cancelled.clear()
             try:
-                with self._pause():
-                    line = session.prompt(default=self._take_typed())
+                line = session.prompt(default=self._take_typed())
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -333,12 +328,6 @@ class Terminal:
     def _take_typed(self) -> str:
         typed, self._typed = self._typed, ""
         return typed
-
-    def _pause(self) -> AbstractContextManager[None]:
-        turn = self.conversation.turn
-        if self._learner is None or turn is None:
-            return nullcontext()
-        return self._learner.pause(turn.sec)
 
     def _session(self) -> "PromptSession[str]":
         def toolbar() -> str:

@@ -20,7 +20,6 @@ except ModuleNotFoundError as error:
     raise MissingExtraError(error.name or "gradio", "web") from None
 
 from lade.chat.conversation import Turn
-from lade.chat.learning import IdleLearner
 from lade.chat.web_charts import Timeline, fill_chart, race_chart, rate_chart, steps_chart
 from lade.chat.web_gate import PageGate
 from lade.chat.web_html import answer_html, escaped, lane_html, note_html, question_html
@@ -60,8 +59,8 @@ class Page:
         ValueError: the model has no place for the system prompt.
     """
 
-    def __init__(self, setup: Setup, learner: IdleLearner | None = None) -> None:
-        self.sessions = Sessions(setup, learner)
+    def __init__(self, setup: Setup) -> None:
+        self.sessions = Sessions(setup)
         self._blocks = self._build(setup)
 
     def launch(

@@ -9,16 +9,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 from typing import NamedTuple
 
 from lade.batcher import Batcher
 from lade.chat.conversation import Conversation, Turn
 from lade.chat.figures import likeness_of
-from lade.chat.learning import IdleLearner
 from lade.chat.settings import Settings
 from lade.config import Config
 from lade.drafting.drafter import Drafter
@@ -270,15 +267,11 @@ class Sessions:
         ValueError: the model has no place for the system prompt.
     """
 
-    def __init__(self, setup: Setup, learner: IdleLearner | None = None) -> None:
+    def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._learner = learner
         self._lock = threading.Lock()
         # With the time of their last use, which is their order.
         self._sessions: OrderedDict[str, tuple[Session, float]] = OrderedDict()
-        self._pausing = threading.Lock()
-        self._pause = ExitStack()  # in which the learner learns
-        self._num_answering = 0
         self._batcher = Batcher(setup.loaded.model)
         self._warm_up()
         # Whoever waits here can be stopped, unlike who waits for whole answers in the batcher.
@@ -297,9 +290,7 @@ class Sessions:
             if session is None:
                 if len(self._sessions) >= MAX_SESSIONS:
                     self._end_oldest(now)
-                session = Session(
-                    self._setup, self._batcher, lambda work: self._threads.submit(self._do, work)
-                )
+                session = Session(self._setup, self._batcher, self._threads.submit)
             self._sessions[name] = session, now
             return session
 
@@ -322,7 +313,6 @@ class Sessions:
         for name in [*self._sessions]:
             self.end(name)
         self._threads.shutdown()
-        self._pause.close()
         self._batcher.close()
 
     def __len__(self) -> int:
@@ -334,17 +324,3 @@ class Sessions:
         conversation.settings = replace(self._setup.settings, max_new_tokens=2)
         for _ in conversation.answer("Hi"):
             pass
-
-    def _do(self, work: Callable[[], None]) -> None:
-        """Do something while nothing is learned."""
-        with self._pausing:
-            self._num_answering += 1
-            self._pause.close()
-        begin = perf_counter()
-        try:
-            work()
-        finally:
-            with self._pausing:
-                self._num_answering -= 1
-                if self._learner is not None and not self._num_answering:
-                    self._pause.enter_context(self._learner.pause(perf_counter() - begin))

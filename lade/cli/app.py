@@ -14,7 +14,6 @@ from lade.cli.options import (
     MODEL_HELP,
     DraftOptions,
     LearningOptions,
-    LearnOption,
     LimitOption,
     LoadOptions,
     MaxNewTokensOption,
@@ -131,7 +130,6 @@ def chat(
     loading: LoadOptions,
     sampling: SamplingOptions,
     drafting: LearningOptions,
-    learns: LearnOption = True,
     page: PageOptions,
 ) -> None:
     """Chat with a model in this terminal, or with --web on a page in your browser.
@@ -158,9 +156,9 @@ def chat(
     loaded = loading.load(model)
     drafter = drafting.drafter(loaded, loading)
     if page.web:
-        serve_page(loaded, settings, system, drafting, drafter, learns, page)
+        serve_page(loaded, settings, system, drafting, drafter, page)
     else:
-        run(question, loaded, settings, system, drafting, drafter, learns)
+        run(question, loaded, settings, system, drafting, drafter)
 
 
 @app.command(rich_help_panel=_USE)

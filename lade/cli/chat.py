@@ -4,7 +4,6 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lade.cli.loading import note
 from lade.cli.prompting import read_prompt
 from lade.errors import MissingExtraError
 from lade.models.loading import LoadedModel
@@ -42,7 +41,6 @@ def run(
     system: str | None,
     drafting: "LearningOptions",
     drafter: "Drafter | None",
-    learns: bool,
 ) -> None:
     """Chat until the user leaves, or answer one question."""
     from lade.chat.conversation import Conversation
@@ -57,12 +55,12 @@ def run(
             loaded, settings=settings, config=config, pool=pools, system=system, drafter=drafter
         )
         if question is None:
-            _chat(conversation, learns and not drafting.is_plain)
+            _chat(conversation)
         else:
             _answer(conversation, question)
 
 
-def _chat(conversation: "Conversation", learns: bool) -> None:
+def _chat(conversation: "Conversation") -> None:
     """Chat in the terminal."""
     try:
         from lade.chat.terminal import Terminal, history_in
@@ -72,11 +70,8 @@ def _chat(conversation: "Conversation", learns: bool) -> None:
     from platformdirs import user_data_path
     from rich.console import Console
 
-    from lade.chat.learning import IdleLearner
-
     history = history_in(user_data_path("lade", appauthor=False))
-    learner = IdleLearner(conversation.loaded.model, note) if learns else None
-    Terminal(conversation, Console(highlight=False, theme=THEME), history, learner).run()
+    Terminal(conversation, Console(highlight=False, theme=THEME), history).run()
 
 
 def _answer(conversation: "Conversation", question: str) -> None:

@@ -33,7 +33,6 @@ _SHARE_OF_PLAIN = 0.4
 _LABELS = {
     "tree": "tree: all candidates in one forward",
     "chain": "chain: the best candidate alone, in one forward",
-    "rows": "rows: candidates as rows of a batch",
     "snapshot": "snapshot: the best candidate alone, from a copy of the state",
     "plain": "plain: no drafts, so the same text at plain speed",
 }

@@ -47,6 +47,3 @@ def _call(model: Any) -> None:
     if prompt.is_cuda:
         config = lade.Config(execution="graphs")
         lade.generate(model, prompt, config=config, **options, max_new_tokens=16)
-        from lade.attention.tree import wait_for_compilers
-
-        wait_for_compilers()

@@ -198,18 +198,10 @@ class Verification(StrEnum):
 
     tree = "tree"
     chain = "chain"
-    rows = "rows"
     snapshot = "snapshot"
     plain = "plain"
 
 
-LearnOption = Annotated[
-    bool,
-    of_drafting(
-        "--learn/--no-learn",
-        help="Whether to add to the model's table while you read, some seconds a time.",
-    ),
-]
 PredictionOption = Annotated[
     Path | None,
     of_drafting(
@@ -245,7 +237,7 @@ class DraftOptions:
         Verification | None,
         of_drafting(
             metavar="NAME",
-            help="Verify drafts by tree, rows, chain or snapshot; plain decodes without any. "
+            help="Verify drafts by tree, chain or snapshot; plain decodes without any. "
             "Without it, the best that a check of the model finds exact. One that is not exact is "
             "refused.",
         ),

@@ -12,10 +12,10 @@ from lade.errors import LadeError
 from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
-    from lade.prewarming.run import Prewarmed, PrewarmProgress
+    from lade.prewarming.run import Prewarmed
 
-# What a command does for a model once: so many tokens for each one of the vocabulary, half of them
-# alone and half in texts, or as many as it can in a minute.
+# What a command does for a model once: so many tokens for each one of the vocabulary, or as many as
+# it can in a minute.
 _TOKENS_PER_TOKEN = 2
 _SECONDS = 60.0
 # What is left of it is not worth the wait.
@@ -25,21 +25,24 @@ _LEAST_SECONDS = 5.0
 def run(loaded: LoadedModel, seconds: float) -> None:
     """Build or extend a model's table; print what it holds, even after an interruption."""
     from lade.prewarming.run import prewarm
+    from lade.prewarming.tables import path_of_table, read_table
 
     console.print("[dim]Checking how the model verifies drafts …[/dim]")
-    newest: Prewarmed | None = None
-
-    def keep(progress: "PrewarmProgress") -> None:
-        nonlocal newest
-        newest = progress.made
-        show(progress, progress.passed_sec / seconds)
-
     try:
         with _bar("") as show:
-            newest = prewarm(loaded.model, seconds, progress=keep)
+            prewarm(loaded.model, seconds, progress=lambda made: show(made, made.seconds / seconds))
     finally:
-        if newest is not None and newest.path.exists():
-            _tell(newest)
+        path = path_of_table(loaded.model)
+        if path.exists():
+            table, effort = read_table(path, loaded.model)
+            Console(highlight=False).print(
+                f"{len(table):,} contexts from {effort.num_tokens:,} tokens in "
+                f"{effort.seconds:,.0f} seconds of all runs; {path.stat().st_size / 10**6:.1f} MB"
+            )
+            console.print(f"[dim]kept in {path}[/dim]", soft_wrap=True)
+            console.print(
+                "[dim]lade uses it with this model from now on; run this again to add to it[/dim]"
+            )
 
 
 def prewarm_once(loaded: LoadedModel, seconds: float = _SECONDS) -> None:
@@ -49,25 +52,24 @@ def prewarm_once(loaded: LoadedModel, seconds: float = _SECONDS) -> None:
     and the command goes on.
     """
     from lade.prewarming.run import prewarm
-    from lade.prewarming.tables import effort_of
+    from lade.prewarming.tables import path_of_table, read_table
 
     num_vocab = loaded.model.config.get_text_config(decoder=True).vocab_size
     newest: Prewarmed | None = None
     try:
-        effort = effort_of(loaded.model)
+        effort = read_table(path_of_table(loaded.model), loaded.model).effort
         seconds -= effort.seconds
         num_tokens = _TOKENS_PER_TOKEN * num_vocab - effort.num_tokens
         if seconds < _LEAST_SECONDS or num_tokens <= 0:
             return
 
-        def keep(progress: "PrewarmProgress") -> None:
+        def keep(made: "Prewarmed") -> None:
             nonlocal newest
-            newest = progress.made
-            num_done = newest.num_tokens - effort.num_tokens
-            show(progress, max(progress.passed_sec / seconds, num_done / num_tokens))
+            newest = made
+            show(made, max(made.seconds / seconds, made.num_tokens / num_tokens))
 
         with _bar("Prewarming once for this model, Ctrl-C skips it: ") as show:
-            newest = prewarm(loaded.model, seconds, max_tokens=num_tokens, progress=keep)
+            prewarm(loaded.model, seconds, max_tokens=num_tokens, progress=keep)
     except KeyboardInterrupt:
         console.print("[dim]skipped the rest of prewarming[/dim]")
     except (LadeError, OSError, ValueError) as error:
@@ -80,27 +82,14 @@ def prewarm_once(loaded: LoadedModel, seconds: float = _SECONDS) -> None:
 
 
 @contextmanager
-def _bar(title: str) -> Iterator[Callable[["PrewarmProgress", float], None]]:
+def _bar(title: str) -> Iterator[Callable[["Prewarmed", float], None]]:
     """Show a bar; yield a function that is told of progress, and what share of the whole it is."""
     with bar(TimeRemainingColumn()) as bars:
         task = bars.add_task(title, total=1.0)
 
-        def show(progress: "PrewarmProgress", share: float) -> None:
-            made = progress.made
-            has = f"{made.num_lone_tokens:,} single tokens, {made.num_contexts:,} contexts"
-            text = f"{title}{progress.stage} ({has}, {progress.tokens_per_sec:,.0f} tokens/s)"
+        def show(made: "Prewarmed", share: float) -> None:
+            speed = made.num_tokens / max(made.seconds, 1e-9)
+            text = f"{title}{made.num_contexts:,} contexts ({speed:,.0f} tokens/s)"
             bars.update(task, description=text, completed=share)
 
         yield show
-
-
-def _tell(made: "Prewarmed") -> None:
-    Console(highlight=False).print(
-        f"{made.num_contexts:,} contexts ({made.num_lone_tokens:,} of {made.vocab_size:,} "
-        f"single tokens) from {made.num_tokens:,} tokens in {made.seconds:,.0f} seconds of all "
-        f"runs; {made.path.stat().st_size / 10**6:.1f} MB"
-    )
-    console.print(f"[dim]kept in {made.path}[/dim]", soft_wrap=True)
-    console.print(
-        "[dim]lade uses it with this model from now on; run this again to add to it[/dim]"
-    )

@@ -4,7 +4,6 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from lade.chat.learning import IdleLearner
 from lade.chat.web import Page
 from lade.chat.web_sessions import Setup
 from lade.cli.loading import console, note
@@ -23,16 +22,14 @@ def run(
     system: str | None,
     drafting: "LearningOptions",
     drafter: "Drafter | None",
-    learns: bool,
     options: "PageOptions",
 ) -> None:
     """Serve the page; its address is printed to standard output."""
-    learner = IdleLearner(loaded.model, note) if learns and not drafting.is_plain else None
     host = options.host or "127.0.0.1"
     password = options.password or os.environ.get("LADE_PASSWORD") or None
     with drafting.open_pools(loaded) as (_, *layers):
         console.print("[dim]Checking how the model verifies drafts …[/dim]")
-        page = Page(Setup(loaded, settings, drafting.config, system, layers, drafter), learner)
+        page = Page(Setup(loaded, settings, drafting.config, system, layers, drafter))
         try:
             print(page.launch(host, options.port, options.share, password), flush=True)
             if password is None and (options.share or not is_local(host)):

@@ -12,8 +12,10 @@ ATTENDED = 14  # the same, arranged
 INNER = 15  # [tokens, of the layer's MLP], arranged
 ADDED = 16  # [tokens, HIDDEN], what comes to the states
 LAYERS = 17  # int64 [NUM_LAYERS, LAYER_SIZE]
-PARTS, NUM_PARTS = 18, 19  # int64 [kinds of masks, NUM_PARTS, 4], as in `lade.attention._kernels`
-PLACES = 20  # int64 [NUM_LAYERS, NUM_PARTS, 5], as there
+# Int64 [kinds of masks, NUM_PARTS, 4]: a part's first token, how many, address of its mask, bool
+# [tokens, keys], or 0 if they see all keys, and bytes from one row of that to the next.
+PARTS, NUM_PARTS = 18, 19
+PLACES = 20  # int64 [NUM_LAYERS, NUM_PARTS, 5], as `TreeCache.places` returns them
 KEPT, NUM_KEPT, LOGITS = 21, 22, 23  # int64, which tokens; of the format [NUM_KEPT, VOCAB_SIZE]
 SCRATCH, SCRATCH_SIZE = 24, 25  # of all threads, and bytes of each
 PHASES = 26  # int64 [phases, 16], zeros: the next piece, and 64 bytes on how many are done

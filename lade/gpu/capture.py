@@ -122,17 +122,12 @@ def end_failed_capture(device: torch.device, pool: Any) -> None:
     torch up to 2.11 does not: the one asserts when it frees memory, the other refuses every draw.
     """
     with suppress(RuntimeError):  # it knows
-        _end_allocation(device.index or 0, pool)
+        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        end = end or torch._C._cuda_endAllocateCurrentStreamToPool  # before torch 2.8
+        end(device.index or 0, pool)
     with suppress(RuntimeError):  # the device is beyond help
         # The generator forgets one capture at the end of another.
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             torch.zeros(1, device=device)
-
-
-def _end_allocation(device_index: int, pool: Any) -> None:
-    name = "_cuda_endAllocateToPool"
-    if not hasattr(torch._C, name):  # before torch 2.8
-        name = "_cuda_endAllocateCurrentStreamToPool"
-    getattr(torch._C, name)(device_index, pool)

@@ -20,8 +20,6 @@ from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, Seen, runs_in_
 from lade.captures import free_unused
 from lade.compat import CACHE, Model
 from lade.errors import LadeError
-from lade.gpu import ops
-from lade.gpu.dense import dense_view
 from lade.gpu.graphs import Graphs, dependencies_of
 from lade.gpu.workspace import (
     StaticInputs,
@@ -103,17 +101,10 @@ class FixedTarget(TreeTarget):
     ) -> None:
         self._settings = settings
         self._call = call = settings.call
-        self._dense: Any = None  # the view with fused operations that is recorded
         # In compiled steps, other attention than ours would run over all slots that there are.
         self._takes_spare = call is None or attention == TREE_ATTENTION
         super().__init__(
-            model,
-            input_ids,
-            model_kwargs,
-            layout,
-            max_new_tokens,
-            generation_config,
-            attention,
+            *(model, input_ids, model_kwargs, layout, max_new_tokens, generation_config, attention)
         )
         if self._outputs:
             raise LadeError(f"expected no {', '.join(self._outputs)} in steps of fixed shape")
@@ -184,12 +175,6 @@ class FixedTarget(TreeTarget):
         graphs = self._workspace.graphs
         return self._settings.why_not_recorded if graphs is None else graphs.reason
 
-    @property
-    def why_not_dense(self) -> str | None:
-        """Why recorded steps have none of the fused operations they were to have, or None."""
-        graphs = self._workspace.graphs
-        return None if graphs is None else graphs.why_not_dense
-
     def width_of(self, num_tokens: int) -> int:
         """Return the padded width of a forward over `num_tokens`."""
         for width in self._settings.widths:
@@ -236,8 +221,7 @@ class FixedTarget(TreeTarget):
         if graphs is None:
             return Output(self._run(step, is_recorded=False))
         self._workspace.notice_moves()
-        dense = partial(self._run, step, is_dense=True)
-        return Output(graphs.run(step.shape, partial(self._run, step), dense))
+        return Output(graphs.run(step.shape, partial(self._run, step)))
 
     def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
         """Run roots by the model as it is, where its own attention takes their mask."""
@@ -308,52 +292,30 @@ class FixedTarget(TreeTarget):
         if types is not None:
             self._last_types = types[:, -1].cpu().numpy()
 
-    def _run(self, step: _FixedStep, is_recorded: bool, is_dense: bool = False) -> Tensor:
+    def _run(self, step: _FixedStep, is_recorded: bool) -> Tensor:
         """Compute positions and masks, and run the model."""
-        call = self._callable(is_recorded, is_dense)
-        write = ops.write_slots if is_dense else None
+        graphs, call = self._workspace.graphs, self._call
         device = step.inputs.on_device()
         num_cached = device["num_cached"]
         nodes = num_cached[:, None] + torch.arange(step.shape.width, device=self.device)
         slots = {
-            window: FixedSlots(nodes - device["first_slots"][index], num_shown, write)
+            window: FixedSlots(nodes - device["first_slots"][index], num_shown)
             for index, (window, num_shown) in enumerate(
                 zip(self.cache.windows, step.shape.num_shown, strict=True)
             )
         }
-        compiles = not is_recorded and self._compiles_first()
+        # Where steps are recorded, those that are not are run by the model itself, to compare with;
+        # but before a rehearsal, which refuses to wait, what is compiled has to be made.
+        is_plain = call is None or (graphs is not None and not is_recorded)
+        compiles = call is not None and is_plain and graphs is not None and graphs.reason is None
         self.cache.fix(slots, num_cached.max() if is_recorded or compiles else None)
         try:
             if compiles:
-                self._logits(self._call, step, device)
+                self._logits(call, step, device)
                 self.cache.fix(slots)
-            return self._logits(call, step, device)
+            return self._logits(self._view if is_plain else call, step, device)
         finally:
             self.cache.fix(slots)  # back to the length that the host knows
-
-    def _callable(self, is_recorded: bool, is_dense: bool) -> Any:
-        """Return what runs a step.
-
-        Where steps are recorded, those that are not are run by the model itself: each recording is
-        compared with one of them.
-        """
-        graphs = self._workspace.graphs
-        if graphs is None:
-            return self._view if self._call is None else self._call
-        if graphs.is_dense and graphs.reason is None and self._dense is None:
-            # Ahead of the recording, which must not wait.
-            self._dense = dense_view(self._view) or self._view
-        if not is_recorded:
-            return self._view
-        return self._dense if is_dense else self._call or self._view
-
-    def _compiles_first(self) -> bool:
-        """Return whether to run the compiled model besides the model itself.
-
-        What it is compiled to must not be made in a rehearsal, which refuses to wait.
-        """
-        graphs = self._workspace.graphs
-        return self._call is not None and graphs is not None and graphs.reason is None
 
     def _logits(self, call: Any, step: _FixedStep, device: dict[str, Tensor]) -> Tensor:
         num_cached, depths = device["num_cached"], device["depths"]

@@ -34,13 +34,10 @@ class StepCall(Protocol):
         """Run the forward; `is_recorded` says that its operations will be replayed."""
 
 
-# Recording takes about four forwards, not worth it for a shape that occurs only once.
-_USES_BEFORE = 1
 # Share of the device's memory for all recordings of a model. They share their scratch memory, so
 # only their outputs add up: logits of 64 nodes and 128 256 tokens take 16 MiB.
 _MAX_SHARE = 0.05
 MAX_RECORDINGS = 64  # each also takes memory that torch does not see, and not little
-_NO_MEMORY = "no memory was left to record a step"
 
 
 class Recording(NamedTuple):
@@ -132,30 +129,22 @@ class CudaRecorder:
 class Graphs:
     """The recorded forwards of one model on one set of buffers.
 
-    A shape first runs eagerly; then it is recorded, and the recording is compared with the eager
-    forward before it is trusted. Beyond the limits of memory and number, the recording not used for
-    longest is dropped. After a failure nothing is recorded any more.
+    A shape first runs eagerly, for recording takes about four forwards. When it comes again it is
+    recorded, and the recording is compared with the eager forward before it is trusted. Beyond the
+    limits of memory and number, the recording not used for longest is dropped. After a failure
+    nothing is recorded any more.
 
     Args:
         limit: largest allowed difference between recorded and eager logits, in units of the
             latter's standard deviation.
-        is_dense: whether to record fused operations, as long as they give what the model's own do.
-
-    Attributes:
-        is_dense: whether the next recordings will be of fused operations.
-        why_not_dense: why they will not although that was asked for, or None.
     """
 
-    def __init__(self, recorder: Recorder, limit: float, is_dense: bool = False) -> None:
+    def __init__(self, recorder: Recorder, limit: float) -> None:
         self._recorder = recorder
         self._limit = limit
-        self.is_dense = is_dense
-        self.why_not_dense: str | None = None
-        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # the last used at the end
-        # Of shapes without a recording, since they had one.
-        self._num_uses: dict[Hashable, int] = {}
-        # Before recording; of shapes whose recordings were dropped.
-        self._uses_before: dict[Hashable, int] = {}
+        # With their bytes, the last used at the end.
+        self._kept: OrderedDict[Hashable, tuple[Recording, int]] = OrderedDict()
+        self._met: set[Hashable] = set()  # shapes to record when they come again
         self.reason: str | None = None  # why nothing is recorded any more
         self.is_timing_valid = True  # whether the last run took as long as later ones will
 
@@ -163,14 +152,12 @@ class Graphs:
         """Return the number of recorded shapes."""
         return len(self._kept)
 
-    def run(self, key: Hashable, run: StepCall, dense: StepCall | None = None) -> Tensor:
+    def run(self, key: Hashable, run: StepCall) -> Tensor:
         """Return the output of a forward, from its recording if there is one.
 
         Args:
             key: everything that decides which operations `run` launches, tensor contents aside.
             run: the forward, which reads its inputs from fixed buffers.
-            dense: the same forward with fused operations, to be recorded in its place as long as
-                `is_dense`.
 
         Returns:
             Logits, valid until the next run.
@@ -179,37 +166,22 @@ class Graphs:
         if known is not None:
             self.is_timing_valid = True
             self._kept.move_to_end(key)
-            known.recording.replay()
-            return known.recording.output
+            known[0].replay()
+            return known[0].output
         output = run(is_recorded=False)
         self.is_timing_valid = self.reason is not None
-        if self.reason is None:
-            self._num_uses[key] = self._num_uses.get(key, 0) + 1
-            if self._num_uses[key] > self._uses_before.get(key, _USES_BEFORE):
-                self._record(key, run, dense, output)
+        if self.reason is None and key in self._met:
+            self.reason = self._failure_to_record(key, run, output)
+            if self.reason is not None:
+                self.forget()  # spoiled by a failed capture; or their memory is what is missing
+        self._met.add(key)
         return output
 
     def forget(self) -> None:
         """Drop all recordings; the memory they refer to may have moved."""
         self._kept.clear()
-        self._num_uses.clear()
-        self._uses_before.clear()
+        self._met.clear()
         self._recorder.begin_anew()
-
-    def _record(
-        self, key: Hashable, run: StepCall, dense: StepCall | None, expected: Tensor
-    ) -> None:
-        """Record a forward, of the model's own operations where fused ones fail."""
-        recorded = run if dense is None or not self.is_dense else dense
-        failure = self._failure_to_record(key, recorded, expected)
-        if failure is None:
-            return
-        self.forget()  # a failed capture may have spoiled them; memory may be what is missing
-        if recorded is dense and failure != _NO_MEMORY:
-            self.is_dense, self.why_not_dense = False, failure
-            self._record(key, run, None, expected)
-        else:
-            self.reason = failure
 
     def _failure_to_record(self, key: Hashable, run: StepCall, expected: Tensor) -> str | None:
         """Record a forward; return why that failed, or None."""
@@ -221,7 +193,7 @@ class Graphs:
                 error = distance(recording.output, expected)
                 num_bytes = max(0, self._recorder.num_bytes() - before)
         except torch.OutOfMemoryError:
-            return _NO_MEMORY
+            return "no memory was left to record a step"
         except BaseException:  # cleaned up after interrupts, too
             self.forget()  # a capture that was broken off may have spoiled what they share
             raise
@@ -231,24 +203,13 @@ class Graphs:
             return f"a recorded step differs from the same step by {error:.2g}"
         if num_bytes > self._recorder.max_bytes:
             return f"a recorded step takes {num_bytes / 2**20:.0f} MiB"
-        self._keep(key, _Kept(recording, num_bytes))
-        return None
-
-    def _keep(self, key: Hashable, new: "_Kept") -> None:
-        """Keep a recording, in place of others if there are too many."""
-        self._kept[key] = new
-        self._num_uses.pop(key, None)
+        self._kept[key] = recording, num_bytes
         while len(self._kept) > MAX_RECORDINGS or (
-            sum(each.num_bytes for each in self._kept.values()) > self._recorder.max_bytes
+            sum(size for _, size in self._kept.values()) > self._recorder.max_bytes
         ):
             oldest, _ = self._kept.popitem(last=False)
-            # Not again at once: where shapes take turns, recording takes longer than it saves.
-            self._uses_before[oldest] = 8 * self._uses_before.get(oldest, _USES_BEFORE)
-
-
-class _Kept(NamedTuple):
-    recording: Recording
-    num_bytes: int
+            self._met.discard(oldest)
+        return None
 
 
 def why_not_recorded(model: Model) -> str | None:
@@ -262,14 +223,6 @@ def why_not_recorded(model: Model) -> str | None:
         return "its rotary embedding (dynamic) is changed by the host as texts grow"
     if "eager" in experts_of(model):
         return "its experts (eager) are chosen by the host"
-    if "grouped_mm" in experts_of(model) and _copies_offsets(model):
-        return (
-            "its experts (grouped_mm) copy offsets to the host, but in bfloat16 on compute "
-            "capability 9 or 10; set_experts_implementation('batched_mm') does not"
-        )
-    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    if places & {"cpu", "disk"}:
-        return "its weights are brought in for every forward"
     if 0 in _addresses_of(model.parameters()):
         return "its weights do not tell where they lie, so nobody would know if they moved"
     if has_adapters(model):
@@ -278,15 +231,6 @@ def why_not_recorded(model: Model) -> str | None:
         if has_hook(module):
             return f"{name or 'the model'} has a hook, which a recording would not call"
     return None
-
-
-def _copies_offsets(model: Model) -> bool:
-    """Return whether torch has no kernel for grouped products of this dtype on this device."""
-    device = device_of_inputs(model)
-    if device.type != "cuda":
-        return False
-    has_kernel = torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return model.dtype != torch.bfloat16 or not has_kernel
 
 
 def dependencies_of(model: Model) -> tuple[Hashable, ...]:

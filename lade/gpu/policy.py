@@ -2,7 +2,6 @@
 
 import torch
 
-from lade.attention.tree import runs_in_triton
 from lade.config import Execution
 from lade.gpu.graphs import CudaRecorder, Recorder
 
@@ -24,10 +23,6 @@ class DevicePolicy:
     def can_record(self, device: torch.device) -> bool:
         """Return whether steps can be recorded and replayed."""
         return device.type == "cuda"
-
-    def fuses(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return whether recorded steps have fused operations."""
-        return runs_in_triton(device, dtype)
 
     def recorder(self, device: torch.device) -> Recorder:
         """Return a recorder of steps, for a device that can record."""

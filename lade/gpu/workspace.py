@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Hashable
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,9 +182,8 @@ class WorkspaceStore:
 
     def __init__(self) -> None:
         self.compiled: dict[str | None, Any] = {}
-        # The last used at the end. Threads share it without a lock, which an interrupt might leave
-        # held: every change is one operation of the list.
-        self._kept: list[Workspace] = []
+        self._kept: list[Workspace] = []  # the last used at the end
+        self._lock = Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle nothing."""
@@ -191,10 +191,12 @@ class WorkspaceStore:
 
     def take(self, key: WorkspaceKey, num_slots: int) -> Workspace | None:
         """Hand over a workspace that fits, if one is kept; drop those that are too small."""
-        for kept in [*self._kept]:
-            # One that is too small would be replaced by the next, and never be used again.
-            if kept.key == key and self._has_removed(kept) and kept.cache.room >= num_slots:
-                return kept
+        with self._lock:
+            for kept in [each for each in self._kept if each.key == key]:
+                # One that is too small would be replaced by the next, and never be used again.
+                self._kept.remove(kept)
+                if kept.cache.room >= num_slots:
+                    return kept
         return None
 
     def put_back(self, workspace: Workspace) -> None:
@@ -203,25 +205,15 @@ class WorkspaceStore:
         if workspace.cache.num_bytes > most:
             return
         workspace.cache.reset()
-        self._kept.append(workspace)
-        num_bytes = 0
-        for num_newer, kept in enumerate(reversed([*self._kept])):
-            num_bytes += kept.cache.num_bytes
-            if num_newer >= _MOST_KEPT or num_bytes > most:
-                self._has_removed(kept)
+        with self._lock:
+            newest = [*self._kept, workspace][-_MOST_KEPT:]
+            while sum(each.cache.num_bytes for each in newest) > most:
+                del newest[0]
+            self._kept = newest
 
     def clear(self) -> None:
         """Drop the workspaces and the compiled models."""
-        self._kept.clear()
-        self.compiled = {}
-
-    def _has_removed(self, workspace: Workspace) -> bool:
-        """Remove a workspace; return False if another thread has done so already."""
-        try:
-            self._kept.remove(workspace)
-        except ValueError:
-            return False
-        return True
+        self._kept, self.compiled = [], {}
 
     def __len__(self) -> int:
         """Return the number of workspaces kept."""

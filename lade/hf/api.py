@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from types import MethodType
 from typing import Any, ClassVar, TypeVar
 
@@ -46,7 +45,6 @@ from lade.hf.options import (
 from lade.hf.pools import Pools, pools_of
 from lade.hf.predictions import Predicted
 from lade.openmp import release_workers
-from lade.prewarming.learning import Learner
 from lade.probing.profile import Profiles
 from lade.probing.randomness import put_back, state_of
 from lade.probing.rules import refuse_encoder_decoder
@@ -175,7 +173,6 @@ def wrap(
     drafter: Drafter | None = None,
     config: Config | None = None,
     shares_text: bool = False,
-    learns: bool = False,
 ) -> _AnyModel:
     """Make `model.generate`, and everything that calls it, decode with lade; return the model.
 
@@ -195,28 +192,21 @@ def wrap(
         config: of all calls that bring none of their own.
         shares_text: whether all calls share a new pool, as suits a machine with one user, where
             later answers benefit from earlier ones.
-        learns: whether to add to the model's table for good, as `lade.prewarm` does, after calls
-            and for 2 % of their time. It holds what the model itself finds likely, and nothing of
-            any prompt or answer.
 
     Raises:
         TypeError: `model` cannot generate, or another argument has a wrong type.
-        ValueError: `learns` is set, and `config` leaves the table out; or `drafter` is given beside
-            pools that it does not use.
+        ValueError: `drafter` is given beside pools that it does not use.
     """
     inner = _generating(model)
     Arguments(pool, drafter, config).check()
     if drafter is not None and shares_text and not takes_pool(drafter):
         raise ValueError("expected shares_text=True without a drafter, which drafts by no pool")
-    if learns and config is not None and not config.uses_table:
-        raise ValueError("expected learns=True without Config(uses_table=False)")
     if pool is None and shares_text:
         pool = NGramPool()
     before = vars(inner).get("generate")
     if isinstance(before, _WrappedGenerate):
         before = before.before
-    learner = Learner() if learns else None
-    inner.generate = _WrappedGenerate(inner, pool, config, before, learner, drafter)
+    inner.generate = _WrappedGenerate(inner, pool, config, before, drafter)
     return model
 
 
@@ -249,7 +239,6 @@ class _WrappedGenerate:
     pool: Pools | None  # shared by its calls
     config: Config | None  # of its calls
     before: Callable[..., Any] | None  # the model's own attribute `generate`, if it had one
-    learner: Learner | None  # learns after calls
     drafter: Drafter | None  # of its calls
 
     def __getattr__(self, name: str) -> Any:
@@ -301,12 +290,8 @@ class _WrappedGenerate:
             if generate_kwargs.get("assistant_model") is not None:
                 drafter = None  # the call brings one of its own
         config = self.config if config is None else config
-        start = perf_counter()
         arguments = Arguments(pool, drafter, config, on_step, prediction)
-        output = _generate(self.model, arguments, args, generate_kwargs)
-        if self.learner is not None:
-            self.learner.after_call(self.model, perf_counter() - start)
-        return output
+        return _generate(self.model, arguments, args, generate_kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out all text: the user of a copy may be somebody else.

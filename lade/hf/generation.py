@@ -662,12 +662,6 @@ class Generation:
             reason = f"it verifies drafts by {verification.verification!r}"
         if isinstance(target, FixedTarget):
             what, reason = "recorded", target.why_not_recorded
-            if reason is None and target.why_not_dense is not None:
-                text = (
-                    f"lade records steps of {type(self._model).__name__} with the model's own "
-                    f"operations, not with fused ones: {target.why_not_dense}"
-                )
-                self._warn_once(text, EagerExecutionWarning)
         if reason is not None:
             name = type(self._model).__name__
             text = f"lade executes steps of {name} eagerly, not {what}: {reason}"

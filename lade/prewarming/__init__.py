@@ -1,5 +1,4 @@
-"""`lade.prewarm`: a model's own likely successors, asked for ahead of time and kept on disk.
+"""`lade.prewarm`: a model's own likely successors, written down ahead of time and kept on disk.
 
-Making, storing and finding tables lives here; drafting from them is left to `lade.drafting` and
-`ngram_pool`.
+Beside them are the costs of its forwards. Drafting from tables is left to `lade.drafting`.
 """

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import cycle, islice
 from pathlib import Path
@@ -20,26 +20,20 @@ from lade.prewarming.tables import cache_folder
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profile
 from lade.probing.selfcheck import check_tokens, plain_of, unchanged_random_state
-from lade.products.choice import FastViews
 from lade.targets.base import Target
 from lade.transfer import Launched
 from lade.tree import Tree
 from ngram_pool.writing import write_whole
 
 _FORMAT = 2  # of 1 were costs of forwards module by module
-_MAX_LENGTH = 2**12  # of a file
-_MAX_SIZE = 2**12  # tokens of a forward
+_MAX_LENGTH = _MAX_SIZE = 2**12  # of a file, and in tokens of a forward
 # On a busy machine, one forward may take ten times as long as the next. What is kept decides the
 # first steps of every process to come, so only times are kept that come again, to this factor, and
 # none where more tokens take less than this share of the time of one.
-_STEADY = 1.25
-_LEAST_SHARE = 0.8
-
+_STEADY, _LEAST_SHARE = 1.25, 0.8
 # Sizes to measure, those that say most first, and for how long: a second is as long as some dozens
 # of tokens of a small model on two cores. For large models that is the first sizes alone.
-_SIZES = (1, 8, 2, 16, 4, 32)
-_MAX_SEC = 1.0
-_MOST_TURNS = 8
+_SIZES, _MAX_SEC, _MOST_TURNS = (1, 8, 2, 16, 4, 32), 1.0, 8
 # Forwards of smaller models take a few milliseconds, and a step without drafts says as much.
 _MIN_PARAMETERS = 20_000_000
 
@@ -49,49 +43,36 @@ def costs_folder() -> Path:
     return cache_folder("costs")
 
 
-def first_costs_of(
-    model: Model, profile: Profile, chosen: VerificationPlan, folder: Path | None = None
-) -> dict[int, float]:
+def first_costs_of(model: Model, profile: Profile, chosen: VerificationPlan) -> dict[int, float]:
     """Return the seconds of forwards by their tokens, from the disk, or measured and kept there.
 
-    It is a first guess; what steps take corrects it. Empty where steps are not eager trees, for
-    models of several processes, which would measure different times, where measuring fails, and
-    where more tokens seemed to take less time than one. What was measured on a busy machine is not
-    kept.
+    A first guess, which steps correct. Empty where steps are not eager trees, where it fails, and
+    for models of several processes, which would measure different times.
     """
     if (chosen.verification, chosen.execution) != ("tree", "eager") or mesh_of(model) is not None:
         return {}
     costs: dict[int, float] = {}
     with Attempt(even_memory=True):  # without costs, steps will be measured
-        fingerprint = fingerprint_of(model)
-        path = None
+        fingerprint, path = fingerprint_of(model), None
         if fingerprint is not None:
-            folder = costs_folder() if folder is None else folder
-            path = folder / f"{fingerprint}-{_setting_of(model, profile, chosen)}.json"
-        costs = {} if path is None else read_costs(path)
+            path = costs_folder() / f"{fingerprint}-{_setting_of(model, profile, chosen)}.json"
+            costs = read_costs(path)
         if not costs:
-            times = time_forwards(model, profile, chosen)
-            costs = _plausible({size: min(of_size) for size, of_size in times.items()})
-            if path is not None and costs and all(map(_is_steady, times.values())):
+            times = _time_forwards(model, profile, chosen)
+            costs = _plausible({size: of_size[0] for size, of_size in times.items()})
+            is_steady = all(of_size[1] <= _STEADY * of_size[0] for of_size in times.values())
+            if path is not None and costs and is_steady:
                 write_costs(path, costs)
     return costs
 
 
-def time_forwards(
-    model: Model,
-    profile: Profile,
-    chosen: VerificationPlan,
-    sizes: Sequence[int] = _SIZES,
-    max_sec: float = _MAX_SEC,
+def _time_forwards(
+    model: Model, profile: Profile, chosen: VerificationPlan
 ) -> dict[int, list[float]]:
-    """Return the seconds of forwards by their tokens; empty if it is not worth measuring.
+    """Return the seconds of forwards by their tokens, sorted; none if it is not worth measuring.
 
-    All sizes are measured in turn, at least twice, the shortest time of each first: so a busy
-    machine slows none of them more than the others, and times that differ show that it was busy.
-
-    Args:
-        sizes: in tokens, those that say most first.
-        max_sec: how long to measure; the first two sizes take what they take.
+    All sizes are measured in turn, at least twice: so a busy machine slows none of them more than
+    the others, and times that differ show that it was busy.
     """
     if sum(parameter.numel() for parameter in model.parameters()) < _MIN_PARAMETERS:
         return {}
@@ -99,42 +80,28 @@ def time_forwards(
 
     def run(target: Target) -> None:
         products = profile.products_for(model) if chosen.products else None
-        found.update(_in_turn(model, target, sizes, max_sec, products))
+        end = perf_counter() + _MAX_SEC
+        for size in _SIZES * _MOST_TURNS:
+            if perf_counter() > end and len(found) > 1:
+                break
+            # Does not count: libraries prepare kernels for a new size, and products are compared.
+            is_ready = size in found
+            while not is_ready:
+                num_compared = 0 if products is None else products.num_compared
+                _time_one(model, target, size)
+                is_ready = products is None or products.num_compared == num_compared
+                is_ready |= perf_counter() > end
+            times = [_time_one(model, target, size) for _ in range(2)]
+            found[size] = sorted(found.get(size, []) + times)
 
-    longest = 8 * max(sizes)  # each forward leaves one token
+    longest = 8 * max(_SIZES)  # each forward leaves one token
     with unchanged_random_state(model, profile), torch.no_grad():
         plain_of(model, "dynamic", is_padded=False).run_target(profile, chosen, longest, run)
     return found
 
 
-def _in_turn(
-    model: Model,
-    target: Target,
-    sizes: Sequence[int],
-    max_sec: float,
-    products: FastViews | None,
-) -> dict[int, list[float]]:
-    """Measure as many sizes, and as often, as there is time for; the first two at least."""
-    found: dict[int, list[float]] = {}
-    end = perf_counter() + max_sec
-    for size in (*sizes,) * _MOST_TURNS:
-        if perf_counter() > end and len(found) > 1:
-            break
-        # What does not count: libraries prepare kernels for a new size, and products are compared.
-        is_ready = size in found
-        while not is_ready:
-            num_compared = 0 if products is None else products.num_compared
-            _time_one(model, target, size)
-            is_ready = products is None or products.num_compared == num_compared
-            is_ready |= perf_counter() > end
-        times = [_time_one(model, target, size) for _ in range(2)]
-        found[size] = sorted(found.get(size, []) + times)
-    return found
-
-
 def _time_one(model: Model, target: Target, size: int) -> float:
-    tokens = check_tokens(model)
-    root, *drafted = islice(cycle(tokens), size)
+    root, *drafted = islice(cycle(check_tokens(model)), size)
     draft = draft_of(drafted, [(node - 1) // 2 for node in range(size - 1)])
     inputs = target.inputs([Tree.build(root, draft)])
     start = perf_counter()
@@ -146,15 +113,14 @@ def _time_one(model: Model, target: Target, size: int) -> float:
 
 def read_costs(path: Path) -> dict[int, float]:
     """Return the costs in a file; empty if there is none, or it is not one of ours."""
-    try:
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         with open(path, "rb") as file:
             described = json.loads(file.read(_MAX_LENGTH))
         costs = {int(size): float(sec) for size, sec in described["seconds"].items()}
-        is_valid = described["format"] == _FORMAT and len(costs) > 1 and 1 in costs
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}
-    is_valid &= all(1 <= size <= _MAX_SIZE and 0 < sec < 3600 for size, sec in costs.items())
-    return _plausible(costs) if is_valid else {}
+        is_valid = described["format"] == _FORMAT and len(costs) > 1
+        if is_valid and all(1 <= n <= _MAX_SIZE and 0 < sec < 3600 for n, sec in costs.items()):
+            return _plausible(costs)
+    return {}
 
 
 def write_costs(path: Path, costs: Mapping[int, float]) -> None:
@@ -164,16 +130,9 @@ def write_costs(path: Path, costs: Mapping[int, float]) -> None:
         write_whole(path, json.dumps({"format": _FORMAT, "seconds": seconds}).encode())
 
 
-def _plausible(costs: Mapping[int, float]) -> dict[int, float]:
+def _plausible(costs: dict[int, float]) -> dict[int, float]:
     """Return costs as they are, or none if more tokens take less time than one."""
-    is_plausible = bool(costs) and min(costs.values()) >= _LEAST_SHARE * costs[1]
-    return {**costs} if is_plausible else {}
-
-
-def _is_steady(times: Sequence[float]) -> bool:
-    """Return whether the shortest time came again."""
-    shortest, second = sorted(times)[:2]
-    return second <= _STEADY * shortest
+    return costs if costs and min(costs.values()) >= _LEAST_SHARE * costs[1] else {}
 
 
 def _setting_of(model: Model, profile: Profile, chosen: VerificationPlan) -> str:

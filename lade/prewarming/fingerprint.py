@@ -17,13 +17,10 @@ _VALUES_PER_TENSOR = 16
 def fingerprint_of(model: Model) -> str | None:
     """Return 64 hexadecimal digits that two models share if they are the same checkpoint.
 
-    Values are sampled from every parameter (from 1024 if there are more) and rounded to bfloat16,
-    so float32, bfloat16 and float64 give the same digits, on every device. float16 does too, unless
-    weights are beyond its range or precision. A quantized model counts as another one. Weights that
-    are not in memory are left out, as are tensor classes that cannot be read in part.
-
-    Returns:
-        None if no weights can be read.
+    Values are sampled from every parameter and rounded to bfloat16, so float32, bfloat16 and
+    float64 give the same digits, on every device; float16 does too, unless weights are beyond its
+    range or precision. A quantized model counts as another one. Weights that are not in memory are
+    left out, as are tensor classes that cannot be read in part; None if none are left.
     """
     model = without_compiler(model)
     config = model.config.get_text_config(decoder=True)

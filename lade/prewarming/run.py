@@ -1,27 +1,25 @@
 """`lade.prewarm`: a table of what the model itself finds likely, made once, ahead of all use.
 
-Single tokens are run by themselves, those first that were named most often as likely successors;
-and the model writes texts, which show what pairs occur. `prompter.py` asks the model, `tables.py`
-stores the table.
+The model writes texts, which show what may follow single tokens and pairs; `tables.py` stores that.
 """
 
+import copy
 import math
 import time
-import warnings
-from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
 
-from lade.compat import Model, without_compiler
-from lade.drafting.successors import Successors
+from lade.compat import Model, device_of_inputs, without_compiler
+from lade.drafting.successors import rank, with_probs
 from lade.errors import UnsupportedModelError
-from lade.prewarming.prompter import Prompter, prompting, shared_probability
 from lade.prewarming.tables import (
-    DEFAULT_MAX_CONTEXTS,
     Effort,
     StoredTable,
     forget_prewarmed_table,
@@ -31,45 +29,28 @@ from lade.prewarming.tables import (
 )
 from lade.probing.report import probe
 from lade.probing.rules import refuse_encoder_decoder, refuse_sharded
+from lade.probing.selfcheck import unchanged_random_state
 from lade.view import in_evaluation
 from ngram_pool import SuccessorTable
 
-_LONE_TOKENS_SHARE = 1 / 3  # of a run's time, until they are done
 # SmolLM2, bfloat16, one core: texts of 16 / 32 / 64 tokens ran at 502 / 450 / 371 tokens a second,
 # as attention and copies of the cache cost more with each. They begin in the middle, with a token
-# that the model itself named, so that none is run twice.
+# that the model itself named.
 _TEXT_LENGTH = 16
+# Texts written at once: 64 / 128 / 256 / 1024 ran at 276 / 381 / 501 / 566 tokens a second there.
+# Doubled as long as they take no longer than this, for a run ends only between two forwards.
+_FEWEST_ROWS, _MOST_ROWS, _MOST_SEC = 64, 1024, 4.0
 _LEAST_MENTION = 1e-6  # of tokens that were never mentioned
-_SAVE_EVERY_SEC = 30.0
-# The prefix of lone tokens: the number of candidates, the length of the texts they are compared in,
-# and the number of positions compared.
-_NUM_PREFIXES, _PREFIX_TEXT_LENGTH, _NUM_PREFIX_PLACES = 8, 16, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Prewarmed:
-    """What the table of a model holds, and what went into it in all runs."""
+    """What a table holds, and what went into it."""
 
     path: Path  #: of the file
     num_contexts: int  #: single tokens and pairs whose successors are stored
-    num_lone_tokens: int  #: single tokens among them, of `vocab_size`
-    vocab_size: int
     num_tokens: int  #: run through the model
     seconds: float
-    has_prefix: bool  #: whether it is known behind which token single tokens are best run
-
-
-@dataclass(frozen=True, slots=True)
-class PrewarmProgress:
-    """Progress of a run."""
-
-    stage: str  #: what the run is doing
-    passed_sec: float
-    tokens_per_sec: float  #: of this run
-    made: Prewarmed  #: state of the table
-
-
-OnProgress = Callable[[PrewarmProgress], None]
 
 
 def prewarm(
@@ -77,36 +58,30 @@ def prewarm(
     seconds: float,
     *,
     max_tokens: int | None = None,
-    max_contexts: int = DEFAULT_MAX_CONTEXTS,
     folder: Path | None = None,
-    progress: OnProgress | None = None,
+    progress: Callable[[Prewarmed], None] | None = None,
 ) -> Prewarmed:
     """Make a table of what a model finds likely, so that lade drafts from the first step on.
 
     The table is kept in the user's cache under the model's fingerprint, and is used whenever lade
-    generates with that model. Another run adds to it, at the same time too: every 30 seconds and
-    at the end, also after an exception or Ctrl-C, what a run learned is added to the file. If that
-    fails in between, a warning says so and the run continues. The table changes only the speed,
-    never the text.
+    generates with that model; it changes only the speed, never the text. What a run learned is
+    added to the file at its end, also after an exception or Ctrl-C, beside what others added.
 
     Args:
         model: a transformers causal LM.
         seconds: how long to run; a forward in progress is finished.
         max_tokens: how many tokens to run through the model, if that takes less time.
-        max_contexts: maximum number of single tokens and pairs, rounded up to a power of two (the
-            default takes 64 MB on disk, twice that in memory); beyond it, those not met for
-            longest are forgotten.
         folder: of the tables; None for the user's cache, where lade looks for them.
-        progress: called after every forward.
+        progress: called after every forward with what this run has made so far.
 
     Returns:
-        The state of the table, over all runs.
+        What the file holds, of all runs.
 
     Raises:
-        OSError: the table cannot be read, or cannot be written at the end.
+        OSError: the table cannot be read or written.
         UnsupportedModelError: the model is an encoder-decoder, tensor-parallel, decoded plainly (so
             a table would not be used), or has no weights in memory to recognise it by.
-        UnsupportedOptionError: the model is sharded by FSDP or DeepSpeed ZeRO-3.
+        UnsupportedOptionError: it is sharded by FSDP or DeepSpeed ZeRO-3.
         ValueError: `seconds` or `max_tokens` is not above 0, or the existing file is damaged.
     """
     if not 0 < seconds < math.inf:
@@ -117,252 +92,126 @@ def prewarm(
     refuse_encoder_decoder(model)
     refuse_sharded(model)
     path = path_of_table(model, folder)
-    stored = read_table(path, model, max_contexts)
-    _refuse_plain(model)
-    path.parent.mkdir(parents=True, exist_ok=True)  # fail now rather than after the work
-    with prompting(model, stored.table.num_successors) as prompter:
-        run = Run(
-            prompter,
-            stored,
-            path,
-            seconds,
-            max_tokens=max_tokens,
-            save=lambda added: merge_table(path, model, added, max_contexts),
-            progress=progress,
-        )
-        try:
-            run.work()
-        finally:
-            if run.num_new_tokens:
-                run.save()
-                forget_prewarmed_table(model)
-    return run.made()
-
-
-def _refuse_plain(model: Model) -> None:
-    """Raise if lade would not draft from the table."""
-    if any(module.training for module in model.modules()):
-        model = in_evaluation(model)
-    found = probe(model)
+    stored = read_table(path, model)
+    view = in_evaluation(model) if any(module.training for module in model.modules()) else model
+    found = probe(view)
     if found.verification == "plain":
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
         raise UnsupportedModelError(
             f"lade decodes {found.model} plainly, so it would not use a table. {reasons}"
         )
+    path.parent.mkdir(parents=True, exist_ok=True)  # fail now rather than after the work
+
+    def tell(run: _Prewarming) -> None:
+        if progress is not None:
+            progress(Prewarmed(path, len(run.table), run.effort.num_tokens, run.effort.seconds))
+
+    run = _Prewarming(view, stored.table, seconds, max_tokens or math.inf, tell)
+    try:
+        # Our own draws do not touch that state, but those of a model's forward may.
+        with unchanged_random_state(model), torch.no_grad():
+            run.work()
+    finally:
+        if run.effort.num_tokens:
+            stored = merge_table(path, model, StoredTable(run.table, run.effort))
+            forget_prewarmed_table(model)
+    effort = stored.effort
+    return Prewarmed(path, len(stored.table), effort.num_tokens, effort.seconds)
 
 
-class Run:
-    """One run that makes a table, or continues one.
+class _Enough(Exception):  # noqa: N818 - it ends a run and is no error
+    """The time is up."""
 
-    Args:
-        stored: table and effort of the runs before; the table is updated in place.
-        path: of the file, for reports only.
-        save: called every 30 seconds with what was added; returns all that is stored then, by other
-            processes too. May raise OSError.
+
+class _Prewarming:
+    """One run: a table of what it learned, and what went into it.
+
+    The model writes by `generate`, so any causal LM will do. Tokens that `known` names often, the
+    table of the runs before, begin texts; `tell` is called after every forward.
     """
 
     def __init__(
         self,
-        prompter: Prompter,
-        stored: StoredTable,
-        path: Path,
+        model: Model,
+        known: SuccessorTable,
         seconds: float,
-        *,
-        save: Callable[[StoredTable], StoredTable],
-        max_tokens: int | None = None,
-        progress: OnProgress | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        max_tokens: float,
+        tell: "Callable[[_Prewarming], None]",
     ) -> None:
-        self.num_new_tokens = 0
-        self._prompter = prompter
-        self._path = path
-        self._seconds = seconds
-        self._max_tokens = math.inf if max_tokens is None else max_tokens
-        self._save = save
-        self._progress = progress
-        self._clock = clock
-        self._began = self._saved = clock()
+        self.table = SuccessorTable(known.capacity, known.num_successors)
+        self.effort = Effort()
+        self._model = copy.copy(model)  # shares everything but the attribute set here
+        self._seconds, self._max_tokens, self._tell = seconds, max_tokens, tell
+        self._began = time.monotonic()
         self._rng = np.random.default_rng()  # other texts in every run, and every process
-        self._stage = ""
-        self._has_warned = False
+        config = model.config.get_text_config(decoder=True)
+        # Many models continue the very first token of a text unlike any other.
+        names = ("bos_token_id", "eos_token_id")
+        ids = [getattr(each, n, None) for n in names for each in (model.generation_config, config)]
+        self._start_token_id = next((each for each in ids if type(each) is int and each >= 0), 0)
+        longest = getattr(config, "max_position_embeddings", None) or _TEXT_LENGTH + 2
+        # None of the model's own options.
+        self._model.generation_config = GenerationConfig(
+            max_new_tokens=min(_TEXT_LENGTH, longest - 2), do_sample=False
+        )
         # How often each token is among the likely successors; from now on, its probability in them.
-        known = stored.table.arrays()["token_ids"]
-        counts = np.bincount(known[known >= 0], minlength=prompter.vocab_size)
+        named = known.arrays()["token_ids"]
+        counts = np.bincount(named[named >= 0], minlength=config.vocab_size)
         self._mentions = counts.astype(np.float64)
-        self._hold(stored)
-        self._began_adding = self._began
 
     def work(self) -> None:
-        """Ask the model until the time is up."""
-        if self._prefix_token_id is None:
-            self._stage = "first words"
-            self._choose_prefix()
-        self._stage = "lone tokens"
-        self._ask_lone_tokens()
-        self._stage = "own texts"
-        while self._has_time():
-            starts = self._common(self._prompter.num_rows)
-            self._prompter.write(starts, _TEXT_LENGTH, self._go_on, self._prefix_token_id)
+        """Have the model write until the time is up."""
+        num_rows = _FEWEST_ROWS
+        with suppress(_Enough):
+            while True:
+                num_rows, began = min(num_rows, len(self._mentions)), time.monotonic()
+                try:
+                    self._write(num_rows)
+                except torch.OutOfMemoryError:
+                    if num_rows == 1:
+                        raise
+                    num_rows //= 2
+                    continue
+                if 2 * (time.monotonic() - began) < _MOST_SEC:
+                    num_rows = min(2 * num_rows, _MOST_ROWS)
 
-    def save(self) -> None:
-        """Save what was added since the last time."""
-        self._hold(self._save(self._added))
+    def _write(self, num_rows: int) -> None:
+        """Write a batch of texts.
 
-    def made(self) -> Prewarmed:
-        """Return the state of the table."""
-        before, added = self._stored.effort, self._added.effort
-        return Prewarmed(
-            path=self._path,
-            num_contexts=len(self._stored.table),
-            num_lone_tokens=int(self._is_known.sum()),
-            vocab_size=self._prompter.vocab_size,
-            num_tokens=before.num_tokens + added.num_tokens,
-            seconds=before.seconds + added.seconds,
-            has_prefix=self._prefix_token_id is not None,
+        An end-of-text token in the middle counts as any other: what comes after it is what this
+        model finds likely there, such as an answer after a question.
+        """
+        weights = self._mentions + _LEAST_MENTION
+        first = self._rng.choice(len(weights), num_rows, replace=False, p=weights / weights.sum())
+        rows = np.stack([np.full_like(first, self._start_token_id), first], axis=1)
+        input_ids = torch.from_numpy(rows).to(device_of_inputs(self._model))
+        type(self._model).generate(  # that of the instance may be the one that `lade.wrap` set
+            self._model,
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            logits_processor=[self._go_on],
         )
 
-    @property
-    def _prefix_token_id(self) -> int | None:
-        before, added = self._stored.effort, self._added.effort
-        return added.prefix_token_id if before.prefix_token_id is None else before.prefix_token_id
-
-    def _hold(self, stored: StoredTable) -> None:
-        """Go on from what is stored."""
-        table = stored.table
-        contexts = table.contexts()
-        lasts = contexts[contexts[:, 0] < 0, 1]
-        self._is_known = np.zeros(self._prompter.vocab_size, dtype=bool)
-        self._is_known[lasts[lasts < len(self._is_known)]] = True
-        empty = SuccessorTable(table.capacity, table.num_successors)
-        self._stored, self._added = stored, StoredTable(empty, Effort())
-        self._began_adding = self._clock()
-
-    def _choose_prefix(self) -> None:
-        """Choose the prefix after which single tokens continue most as in the model's texts.
-
-        Candidates are the start token and the commonest tokens of the texts; only the model can
-        tell which of them add no meaning of their own, unlike the start of a chat. In SmolLM2's
-        answers to prompts, the likeliest successor of the last token alone was right at 10.9 % of
-        all positions with the start token as the prefix, 13.0 % with a newline, 14.1 % with a full
-        stop, 16.3 % with a dash, which is what is chosen, and 0.6 % with no prefix.
-        """
-        lasts: list[NDArray[np.int64]] = []
-        collected: list[Successors] = []
-
-        def go_on(tokens: NDArray[np.int64], successors: Successors) -> NDArray[np.int64] | None:
-            if tokens.shape[1] > 1:  # nothing comes before the start token
-                lasts.append(tokens[:, -1])
-                collected.append(successors)
-            return self._go_on(tokens, successors)
-
-        while True:
-            starts = np.full(self._prompter.num_rows, self._prompter.start_token_id)
-            if self._prompter.write(starts, _PREFIX_TEXT_LENGTH, go_on):
-                break
-            if not self._has_time():
-                return
-            lasts.clear()
-            collected.clear()
-        tokens = np.concatenate(lasts)
-        in_texts = Successors(*(np.concatenate(parts) for parts in zip(*collected, strict=True)))
-        places = np.linspace(0, len(tokens) - 1, _NUM_PREFIX_PLACES).astype(np.int64)
-        in_texts = Successors(in_texts.token_ids[places], in_texts.probs[places])
-        common = [token for token, _ in Counter(tokens.tolist()).most_common(_NUM_PREFIXES - 1)]
-        shared: dict[int, float] = {}
-        for prefix in (self._prompter.start_token_id, *common):
-            alone = self._prompter.successors_of(prefix, tokens[places])
-            shared[prefix] = shared_probability(alone, in_texts)
-            if not self._count(len(places)):
-                return
-        self._added.effort.prefix_token_id = max(shared, key=lambda prefix: shared[prefix])
-
-    def _ask_lone_tokens(self) -> None:
-        """Ask for the successors of single tokens, within their share of the time."""
-        prefix = self._prefix_token_id
-        # They may fill half the table at most: pairs are worth more.
-        most = self._stored.table.capacity // 2
-        end = self._passed() + _LONE_TOKENS_SHARE * (self._seconds - self._passed())
-        while prefix is not None and self._passed() < end and self._has_time():
-            num = min(self._prompter.num_rows, most - int(self._is_known.sum()))
-            token_ids = self._wanted()[: max(num, 0)]
-            if not len(token_ids):
-                return
-            self._learn(_lone(token_ids), self._prompter.successors_of(prefix, token_ids))
-            self._count(len(token_ids))
-
-    def _wanted(self) -> NDArray[np.int64]:
-        """Return the tokens whose successors are unknown, the most often mentioned ones first."""
-        unknown = np.flatnonzero(~self._is_known)
-        return unknown[np.argsort(-self._mentions[unknown], kind="stable")]
-
-    def _common(self, num_tokens: int) -> NDArray[np.int64]:
-        """Draw different tokens, rather those that are mentioned often."""
-        weights = self._mentions + _LEAST_MENTION
-        num_tokens = min(num_tokens, len(weights))
-        return self._rng.choice(len(weights), num_tokens, replace=False, p=weights / weights.sum())
-
-    def _go_on(self, tokens: NDArray[np.int64], successors: Successors) -> NDArray[np.int64] | None:
-        """Learn from one column of texts; return the next one, or None when the time is up."""
-        self._learn(_lone(tokens[:, -1]), successors)
-        if tokens.shape[1] == 2:
-            self._learn(tokens, successors)
-        if not self._count(len(tokens)):
-            return None
-        return self._drawn(successors)
-
-    def _drawn(self, successors: Successors) -> NDArray[np.int64]:
-        """Draw one of the likely successors of each token."""
+    def _go_on(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Learn what may follow the last tokens of texts, and return scores that choose of it."""
+        logits = scores[:, : len(self._mentions)]  # some models have more of them
+        successors = with_probs(rank(logits, self.table.num_successors), logits).get()
+        if input_ids.shape[1] > 2:  # what comes first in a text has nothing before it
+            tokens = input_ids[:, -2:].cpu().numpy()
+            single = np.stack([np.full_like(tokens[:, 1], -1), tokens[:, 1]], axis=1)
+            self.table.put(single, *successors)
+            self.table.put(tokens, *successors)
+        token_ids, probs = (part.reshape(-1) for part in successors)
+        self._mentions += np.bincount(token_ids, probs, minlength=len(self._mentions))
+        self.effort.num_tokens += len(scores)
+        self.effort.seconds = time.monotonic() - self._began
+        self._tell(self)
+        if self.effort.seconds >= self._seconds or self.effort.num_tokens >= self._max_tokens:
+            raise _Enough
+        # Drawn by their probabilities.
         sums = successors.probs.cumsum(axis=1)
         at = self._rng.random((len(sums), 1)) * sums[:, -1:]
         places = (sums <= at).sum(axis=1).clip(max=sums.shape[1] - 1)
-        drawn: NDArray[np.int64] = successors.token_ids[np.arange(len(places)), places]
-        return drawn.astype(np.int64)
-
-    def _learn(self, contexts: NDArray[np.int64], successors: Successors) -> None:
-        """Store successors of contexts, all of them single tokens or all pairs."""
-        for table in (self._stored.table, self._added.table):
-            table.put(contexts, *successors)
-        if contexts[0, 0] < 0:
-            self._is_known[contexts[:, 1]] = True
-            self._mentions += np.bincount(
-                successors.token_ids.reshape(-1),
-                successors.probs.reshape(-1),
-                minlength=len(self._mentions),
-            )
-
-    def _count(self, num_tokens: int) -> bool:
-        """Count tokens, save when due and report progress; return whether there is time left."""
-        self._added.effort.num_tokens += num_tokens
-        self._added.effort.seconds = self._clock() - self._began_adding
-        self.num_new_tokens += num_tokens
-        if self._clock() - self._saved >= _SAVE_EVERY_SEC:
-            self._save_meanwhile()
-        if self._progress is not None:
-            passed = self._passed()
-            speed = self.num_new_tokens / max(passed, 1e-9)
-            self._progress(PrewarmProgress(self._stage, passed, speed, self.made()))
-        return self._has_time()
-
-    def _save_meanwhile(self) -> None:
-        """Save; warn once if that fails, since the save at the end may succeed."""
-        try:
-            self.save()
-        except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"lade.prewarm could not save its table yet, and works on: {error}",
-                    stacklevel=2,
-                )
-        self._saved = self._clock()
-
-    def _has_time(self) -> bool:
-        return self._passed() < self._seconds and self.num_new_tokens < self._max_tokens
-
-    def _passed(self) -> float:
-        return self._clock() - self._began
-
-
-def _lone(token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return single tokens as contexts of the table, int64 [num_tokens, 2]."""
-    return np.stack([np.full(len(token_ids), -1), token_ids], axis=1)
+        chosen = successors.token_ids[np.arange(len(places)), places].astype(np.int64)
+        at_chosen = torch.from_numpy(chosen)[:, None].to(scores.device)
+        return scores.scatter_(1, at_chosen, torch.inf)  # generate passes a copy

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lade.attention import joint
 from lade.budget.budget import MeasuredBudget
 from lade.compat import Model, without_compiler
 from lade.config import Config
@@ -27,8 +26,8 @@ from ngram_pool.state import compile_texts
 def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) -> None:
     """Compile or load lade's kernels, check a model, and measure its first forwards.
 
-    The first call does so otherwise, for some seconds, or a minute where nothing is compiled yet. A
-    call with `max_time` never does: without this, it is decoded plainly until another call has.
+    The first call does so otherwise, for some seconds, or a minute where nothing is compiled yet; a
+    call with `max_time` never does, and is decoded plainly until another call has.
 
     Args:
         model: a transformers causal LM; it is left as it was.
@@ -68,7 +67,6 @@ def kernels() -> Mapping[str, Callable[[], Any]]:
         "the budget": MeasuredBudget,
         "whole forwards": job.kernels,
         "products for few rows": _load_products,
-        "attention of several calls": joint.kernels,
     }
 
 

@@ -16,7 +16,7 @@ from lade.gpu.workspace import WorkspaceStore
 from lade.probing.own_code import has_own_inputs, own_code_around
 from lade.probing.profile import Profile, Widths, profile_of
 from lade.targets.base import Target
-from lade.targets.paths import MAX_ROWS, ChainTarget
+from lade.targets.paths import ChainTarget
 from lade.targets.trees import TreeTarget
 from lade.view import with_attention
 
@@ -62,10 +62,9 @@ def make_target(
             **_recording(model, chosen, policy or DevicePolicy()),
         )
         return FixedTarget(*settings, settings=of_steps)
-    max_candidates = MAX_ROWS if chosen.verification == "rows" else 1
     restores = chosen.verification == "snapshot"
     return ChainTarget(
-        *(model, input_ids, model_kwargs, max_candidates, restores, generation_config),
+        *(model, input_ids, model_kwargs, restores, generation_config),
         proves_inputs=has_own_inputs(model),
     )
 
@@ -93,11 +92,8 @@ def _recording(model: Model, chosen: VerificationPlan, policy: DevicePolicy) -> 
     if reason is not None:
         return {"why_not_recorded": reason}
     # Where the text must not depend on drafts, nor may it depend on what is recorded so far.
-    must_be_same = is_single(chosen.widths)
-    limit = 0.0 if must_be_same else limit_of(model)
-    is_dense = chosen.execution == "graphs" and not must_be_same
-    is_dense = is_dense and policy.fuses(device, model.dtype)
-    return {"new_graphs": lambda: Graphs(policy.recorder(device), limit, is_dense)}
+    limit = 0.0 if is_single(chosen.widths) else limit_of(model)
+    return {"new_graphs": lambda: Graphs(policy.recorder(device), limit)}
 
 
 def _compiled(model: Model, attention: str | None, workspace_store: WorkspaceStore) -> Any:

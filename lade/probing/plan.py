@@ -76,9 +76,9 @@ def choose_verification(
                     )
                 why_eager = result.reason
             result = result_of(verification, is_padded)
-            if is_padded and result.reason is None and (verification == "rows" or cache == "none"):
-                # A batch has one path a row; a single row with padding has several. And where whole
-                # texts are run, a batch without padding has no mask, as ProphetNet would need.
+            if is_padded and result.reason is None and cache == "none":
+                # Where whole texts are run, a batch without padding has no mask, as ProphetNet
+                # would need.
                 result = result_of(verification, False)
             if result.reason is None:
                 return VerificationPlan(
@@ -100,7 +100,7 @@ def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
         return dict.fromkeys(SPECULATING, reason)
     if has_own_inputs(model):
         why = "its prepare_inputs_for_generation is code of one's own"
-        return {"tree": why, "rows": why}
+        return {"tree": why}
     return {}
 
 

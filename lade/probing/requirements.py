@@ -100,10 +100,9 @@ def requirements_of(
     elif cache is not None and (unusual := why_unusual(text_config, cache)) is not None:
         exclude(unusual, *SPECULATING)
     elif cache is not None and not _is_default(model, cache):
-        exclude(why_not_croppable(cache), "rows", "chain")
+        exclude(why_not_croppable(cache), "chain")
         exclude(why_not_savable(cache), "snapshot")
     if kind == "static":
-        exclude("a static cache has room for the rows of the batch alone", "rows")
         if device_of_inputs(model).type == "cuda" and not config.disable_compile:
             exclude(
                 "with a static cache on CUDA, `generate` compiles the model, and drafts would be "
@@ -173,7 +172,7 @@ def _exclude_by_outputs(
     elif not has_usual_outputs(model, profile, wanted):
         exclude(f"{what} were asked for, of which it has others", *SPECULATING)
     if "attentions" in wanted:
-        exclude("attentions were asked for, one path at a time has others", "rows", "snapshot")
+        exclude("attentions were asked for, one path at a time has others", "snapshot")
         is_windowed = isinstance(cache, Cache) and any(cache.is_sliding)
         if is_windowed or kind == "static":
             exclude("attentions were asked for, of layers with fixed numbers of keys", *SPECULATING)

@@ -1,4 +1,4 @@
-"""Model arguments that `generate` prepared for a prompt, extended by tokens or by rows."""
+"""Model arguments that `generate` prepared for a prompt, extended by tokens."""
 
 import inspect
 from collections.abc import Mapping
@@ -67,13 +67,3 @@ def extended(model_kwargs: Mapping[str, Any], num_new: int) -> dict[str, Any]:
         else:
             append(name, last + torch.arange(1, num_new + 1, device=known.device))
     return longer
-
-
-def widened(model_kwargs: dict[str, Any], num_rows: int) -> dict[str, Any]:
-    """Return the arguments of one row repeated for `num_rows` rows."""
-    wide = dict(model_kwargs)
-    for name in CONTINUED:
-        known = model_kwargs.get(name)
-        if known is not None:  # [rows, tokens], or [axes, rows, tokens]
-            wide[name] = known.expand(*known.shape[:-2], num_rows, -1)
-    return wide

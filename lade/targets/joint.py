@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from lade.attempts import Attempt
-from lade.attention.joint import Calls, Held, can_write, with_calls, with_held, write
+from lade.attention.joint import Calls, with_calls, with_held
 from lade.budget.joint import JointCosts
 from lade.closeness import distance, is_exact_in, limit_of
 from lade.compat import CACHE, Model
@@ -215,38 +215,18 @@ class JointCache(Cache):  # type: ignore[misc]
         super().__init__(layers=caches[0].layers)  # some models ask what kinds they are
         self.caches = caches
         self._sizes = [*sizes]
-        self._calls = Calls(sizes, [None] * len(sizes))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values into the caches; what is returned carries those of each call."""
-        new = key_states, value_states
-        held = self._write(*new, [cache.layers[layer_idx] for cache in self.caches])
-        if held is None:
-            by_call = zip(*(torch.split(states, self._sizes, dim=2) for states in new), strict=True)
-            tensors = [
-                cache.update(*of_call, layer_idx, *args, **kwargs)
-                for cache, of_call in zip(self.caches, by_call, strict=True)
-            ]
-            held = Held(lambda: tensors)
-        return with_held(key_states, held), with_held(value_states, held)
-
-    def _write(self, keys: Tensor, values: Tensor, layers: Sequence[Any]) -> Held | None:
-        """Write to the layers of all calls at once; None, and nothing is written, if impossible."""
-        if not can_write(self._calls, keys) or not can_write(self._calls, values):
-            return None
-        places = []
-        for layer, size in zip(layers, self._sizes, strict=True):
-            place = layer.place(size, keys, values)
-            if place is None:
-                return None
-            places.append(place)
-        held = Held(lambda: [(layer.keys, layer.values) for layer in layers], places)
-        write(self._calls, held, keys, values)
-        for layer, size in zip(layers, self._sizes, strict=True):
-            layer.num_pending += size
-        return held
+        new = (torch.split(states, self._sizes, dim=2) for states in (key_states, value_states))
+        held = [
+            cache.update(*of_call, layer_idx, *args, **kwargs)
+            for cache, *of_call in zip(self.caches, *new, strict=True)
+        ]
+        keys, values = zip(*held, strict=True)
+        return with_held(key_states, keys), with_held(value_states, values)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: what tokens see is in their masks, and where they are in their positions."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from lade.attention.joint import CallKeys
 from lade.targets.kv_memory import (
     FIRST_NUM_SLOTS,
     FixedSlots,
@@ -99,27 +98,6 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         values = self._put(*self._value_place, value_states, self.num_pending)
         self.num_pending += key_states.shape[2]
         return keys, values
-
-    def place(self, num_new: int, key_states: Tensor, value_states: Tensor) -> CallKeys | None:
-        """Return where new keys and values go, and those before them are, and reserve the room.
-
-        None where they are not in plain memory, a CPU's, of one row and with such heads.
-
-        Args:
-            num_new: how many come; nothing is counted as pending yet.
-            key_states, value_states: of the right heads, numbers and dtype, but any number.
-        """
-        storage, group = self._storage, self._group
-        if not self.is_initialized:
-            self.lazy_initialization(key_states[:, :, :num_new], value_states[:, :, :num_new])
-        may_roll = storage.is_prefilling and group.window is not None
-        if may_roll or group.fixed is not None or len(storage.lengths) > 1:
-            return None
-        stop = storage.lengths[0] + self.num_pending + num_new - group.offset
-        (of_keys, key_index), (of_values, value_index) = self._key_place, self._value_place
-        keys = of_keys.address(key_index, key_states, stop)
-        values = of_values.address(value_index, value_states, stop)
-        return None if keys is None or values is None else CallKeys(*keys, *values, stop)
 
     def address(self, key_states: Tensor, value_states: Tensor) -> tuple[int, ...] | None:
         """Return where the first key of the first row is, and bytes from one head to the next.
@@ -371,7 +349,8 @@ class TreeCache(Cache):  # type: ignore[misc]
             key_states, value_states: of the right heads, numbers and dtype, of one token.
 
         Returns:
-            int64 [num_layers, rows, 5], each a `CallKeys`.
+            int64 [num_layers, rows, 5]: address of the keys, bytes from one head to the
+            next, both of values, and the number of keys.
         """
         storage, groups, num_rows = self._storage, [*self._groups.values()], len(nums)
         if not all(layer.is_initialized for layer in self.held):

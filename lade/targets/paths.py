@@ -1,4 +1,4 @@
-"""Verification with the model's own causal masks: one path, or several as rows of a batch.
+"""Verification with the model's own causal masks: one path a row.
 
 For models that cannot run trees under a mask: without position_ids, with ALiBi, with convolutions,
 with a recurrent state, or without a cache at all.
@@ -17,46 +17,40 @@ from transformers.cache_utils import Cache
 from lade.compat import Model, prefill
 from lade.errors import UnsupportedModelError
 from lade.targets.base import Forward, Output, Target
-from lade.targets.inputs import LOGITS_KEPT, extended, widened
+from lade.targets.inputs import LOGITS_KEPT, extended
 from lade.targets.rollback import (
     cache_in,
     can_grow,
     crop,
-    expand,
     find_cache,
     length_of,
-    pick,
     record_past,
     saved,
     why_not_croppable,
 )
-from lade.transfer import arrays_on, integers_on
-from lade.tree import ROOT, Tree
+from lade.transfer import arrays_on
+from lade.tree import Tree
 from lade.view import with_decoding_experts
 
-MAX_ROWS = 4  # candidates per draft as rows of a batch; each reads the whole cache once more
 _MAX_PENDING = 16  # tokens to run again; from then on, a step without a draft updates the state
 
 
 class _Layout(NamedTuple):
-    """Rows and columns in which the nodes of one step's trees are run."""
+    """The columns in which the nodes of one step's chains are run."""
 
     width: int  # tokens per row, not counting those run again
     num_run: int  # of these, those that forwards since the last commit have run
-    rows: list[int] | None  # row of each node, if one tree takes several rows
-    columns: list[int]  # column of each node
     is_whole: bool  # whether no row is padded
 
 
 class ChainTarget(Target):
     """Target that verifies paths in the model's own cache, and rolls it back to where they end.
 
-    A batch of prompts is verified one path per row, and its rows stay of equal length.
+    The rows of a batch stay of equal length.
 
     Args:
         input_ids: int64 [rows, num_tokens], the prompts; num_tokens is 0 with `inputs_embeds`.
         model_kwargs: what `generate` prepared for the prefill; a cache in it is written to.
-        max_candidates: maximum number of candidates to verify at once, as rows of a batch.
         restores: whether to restore the state from before a draft that was not accepted whole, and
             run the accepted part again with the next draft, instead of dropping tokens.
         generation_config: provides `prefill_chunk_size` for the prefill.
@@ -64,12 +58,13 @@ class ChainTarget(Target):
             where code of the user's own prepares them.
     """
 
+    max_candidates = 1
+
     def __init__(
         self,
         model: Model,
         input_ids: Tensor,
         model_kwargs: dict[str, Any],
-        max_candidates: int = 1,
         restores: bool = False,
         generation_config: GenerationConfig | None = None,
         proves_inputs: bool = False,
@@ -77,7 +72,6 @@ class ChainTarget(Target):
         self.device: torch.device = input_ids.device
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
         self.is_lockstep = input_ids.shape[0] > 1
-        self.max_candidates = 1 if self.is_lockstep or restores else max_candidates
         self._model = model
         self._model_kwargs = dict(model_kwargs)
         self._restores = restores
@@ -134,7 +128,6 @@ class ChainTarget(Target):
 
         For a single row. `commit` takes a path of the whole chain.
         """
-        assert len(tree) == max(tree.depths) + 1
         if num_run and self._cache is not None and not self._restores:
             cache = self._cache[1]
             if not can_grow(cache):
@@ -146,34 +139,14 @@ class ChainTarget(Target):
         return self.forward(inputs)
 
     def _inputs(self, trees: Sequence[Tree], num_run: int) -> Any:
-        if self.is_lockstep:
-            paths = [[*range(len(tree))] for tree in trees]
-            rows = None
-        else:
-            paths = _paths(trees[0])
-            rows = [
-                next(row for row, path in enumerate(paths) if node in path)
-                for node in range(len(trees[0]))
-            ]
-        width = max(map(len, paths))
-        self._layout = _Layout(
-            width,
-            num_run,
-            rows if len(paths) > 1 else None,
-            max((tree.depths for tree in trees), key=len),
-            all(len(path) == width for path in paths),
-        )
-        of_paths = trees if self.is_lockstep else [trees[0]] * len(paths)
-        token_ids = [
-            [tree.token_ids[node] for node in path] + [0] * (width - len(path))
-            for tree, path in zip(of_paths, paths, strict=True)
-        ]
-        self._tokens = [tree.token_ids for tree in trees]
-        num_rows = len(paths)
-        before = self._ids if self.is_lockstep else self._ids.expand(num_rows, -1)
-        input_ids = self._followed(before, token_ids)
+        assert all(len(tree) == max(tree.depths) + 1 for tree in trees)
+        width = max(map(len, trees))
+        self._layout = _Layout(width, num_run, all(len(tree) == width for tree in trees))
+        self._tokens = [[*tree.token_ids] for tree in trees]
+        padded = [tokens + [0] * (width - len(tokens)) for tokens in self._tokens]
+        input_ids = self._followed(self._ids, padded)
         num_new = width - num_run if num_run else self.num_pending + width
-        inputs = self._prepared(input_ids, num_new, is_wide=num_rows > len(trees))
+        inputs = self._prepared(input_ids, num_new)
         if self._proves_inputs and num_new > 1:
             self._prove(inputs, input_ids, num_new)
         return inputs
@@ -196,34 +169,18 @@ class ChainTarget(Target):
     def forward(self, inputs: Any) -> Output:
         """Run the model and return its outputs in node order."""
         layout = self._layout
-        if self._cache is not None:
-            if layout.num_run:
-                pass  # saved when the first of them were run
-            elif self._restores and layout.width > 1:  # a lone root is always accepted
-                self._saved = saved(self._cache[1])
-            elif layout.rows is not None:
-                expand(self._cache[1], inputs["input_ids"].shape[0], self.device)
-        try:
-            is_single = layout.width == 1 and not self.num_pending
-            output = (self._roots_view if is_single else self._model)(**inputs, return_dict=True)
-        except BaseException:
-            if self._cache is not None and layout.rows is not None:
-                pick(self._cache[1], 0, self.device)  # it may be the caller's cache
-            raise
+        # A lone root is always accepted; a chain that grows was saved with its first nodes.
+        if self._cache is not None and self._restores and layout.width > 1 and not layout.num_run:
+            self._saved = saved(self._cache[1])
+        is_single = layout.width == 1 and not self.num_pending
+        output = (self._roots_view if is_single else self._model)(**inputs, return_dict=True)
         if self._cache is not None:
             self._cache = find_cache(output) or self._cache
         num_new = layout.width - layout.num_run
         assert output.logits.shape[1] >= num_new
 
-        @functools.cache  # layers may be on several devices
-        def places(device: torch.device) -> list[Tensor]:
-            return [integers_on(device, each) for each in (layout.rows or [], layout.columns)]
-
         def of_nodes(states: Tensor) -> Tensor:
-            if layout.rows is None:
-                return states[:, states.shape[1] - num_new :]
-            rows, columns = places(states.device)
-            return states[rows, states.shape[1] - layout.width + columns][None]
+            return states[:, states.shape[1] - num_new :]
 
         def of_queries(weights: Tensor | None) -> Tensor | None:
             return None if weights is None else weights[:, :, self.num_pending :]
@@ -244,7 +201,7 @@ class ChainTarget(Target):
 
     def discard(self) -> None:
         """Discard the last forward."""
-        self._roll_back(0, ROOT)
+        self._roll_back(0)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted paths; roll the cache back to where they end."""
@@ -258,16 +215,14 @@ class ChainTarget(Target):
         # A draft that is not accepted whole was run after the state before it was saved.
         is_whole = self._layout.is_whole and num_kept == self._layout.width
         assert not self._restores or self._cache is None or is_whole or self._saved is not None
-        self._roll_back(num_kept, paths[0][-1] if num_kept else ROOT)
+        self._roll_back(num_kept)
 
-    def _roll_back(self, num_kept: int, last: int) -> None:
-        """Roll the cache back to after some tokens of the last forward, the last of them a node."""
+    def _roll_back(self, num_kept: int) -> None:
+        """Roll the cache back to after some tokens of the last forward."""
         if self._cache is None:
             return
         (name, cache), layout = self._cache, self._layout
         if not self._restores:
-            if layout.rows is not None:
-                pick(cache, layout.rows[last], self.device)
             crop(cache, layout.width - num_kept)
         elif layout.is_whole and num_kept == layout.width:
             self.num_pending = 0
@@ -319,14 +274,9 @@ class ChainTarget(Target):
         embeds = self._model_kwargs.get("inputs_embeds")
         return self._num_prompt if embeds is None else embeds.shape[1]
 
-    def _prepared(
-        self, input_ids: Tensor, num_tokens: int, *, is_wide: bool = False
-    ) -> dict[str, Any]:
+    def _prepared(self, input_ids: Tensor, num_tokens: int) -> dict[str, Any]:
         """Return the arguments for each row's last `num_tokens`, prepared by the model itself."""
-        num_rows = input_ids.shape[0]
         model_kwargs = extended(self._model_kwargs, input_ids.shape[1] - self._num_prompt)
-        if is_wide:
-            model_kwargs = widened(model_kwargs, num_rows)
         if self._cache is not None:
             model_kwargs[self._cache[0]] = self._cache[1]
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
@@ -363,17 +313,3 @@ def _is_part(alone: dict[str, Any], together: dict[str, Any], place: int, num_to
         elif mine is not theirs and mine != theirs:
             return False
     return True
-
-
-def _paths(tree: Tree) -> list[list[int]]:
-    """Return the paths from the root to every leaf, in the order of the leaves."""
-    inner = {parent for parent, _ in tree.children}
-    leaves = [node for node in range(len(tree)) if node not in inner]
-    parents = [ROOT - 1, *(tree.draft.parents + 1).tolist()]
-    paths = []
-    for leaf in leaves:
-        path = [leaf]
-        while path[-1] != ROOT:
-            path.append(parents[path[-1]])
-        paths.append(path[::-1])
-    return paths

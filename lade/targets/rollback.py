@@ -7,7 +7,6 @@ forward will change, for caches that fold the past into a state.
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import (
@@ -20,7 +19,6 @@ from transformers.cache_utils import (
 
 from lade.compat import CACHE_NAMES, WINDOWS_GROW
 from lade.targets.kv_memory import kind_of
-from lade.transfer import integers_on
 
 
 def find_cache(holder: Any) -> tuple[str, Any] | None:
@@ -156,13 +154,3 @@ def _cloned(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _cloned(of_key) for key, of_key in value.items()}
     return value
-
-
-def expand(cache: Any, num_rows: int, device: torch.device) -> None:
-    """Repeat the only row of a cache `num_rows` times."""
-    cache.reorder_cache(torch.zeros(num_rows, dtype=torch.int64, device=device))
-
-
-def pick(cache: Any, row: int, device: torch.device) -> None:
-    """Keep only one row of a cache."""
-    cache.reorder_cache(integers_on(device, [row]))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from lade.attention.joint import attends_alone
 from lade.attention.masks import FULL, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA, row_groups, with_groups
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
@@ -210,7 +209,7 @@ class TreeTarget(Target):
             num = seat.allot(num_tokens - start)
             nodes = slice(start, start + num)
             mask = None  # each sees those before it
-            if start or not attends_alone(num):
+            if start:
                 shape = (1, 1, num, start + num)
                 mask = torch.ones(shape, dtype=torch.bool, device=self.device).tril(start)
             inputs = {

@@ -34,7 +34,7 @@ _HOOKS = [kind for kind in KINDS[: KINDS.index(states.attribute)] if kind is not
 _KNOWN: list[Kind] = [states.scaling, states.variance, states.rotary_scaling, states.weights]
 _OTHERS = [kind for kind in KINDS if kind not in _HOOKS and kind not in _KNOWN]
 _CONFIGS = ("", "max_draft_tokens=4", "max_draft_tokens=8", "max_draft_tokens=8")
-_VERIFICATIONS = ("", "", "", "", "verification='rows'", "verification='chain'")
+_VERIFICATIONS = ("", "", "", "", "verification='chain'", "verification='chain'")
 
 
 class Outcome(NamedTuple):

@@ -1,13 +1,10 @@
 """Tests that do not depend on the order they run in, nor on others in the same process."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from lade.attention import joint
 from lade.hf.generation import Generation
 from lade.probing import own_code
 from tests.lade import shared
@@ -31,21 +28,6 @@ def same_number_of_threads() -> Iterator[None]:
     yield
     if torch.get_num_threads() != before:
         torch.set_num_threads(before)
-
-
-@pytest.fixture
-def known_at_once(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Note, for each call of the kernel's function, whether the kernel knew how."""
-    known: list[bool] = []
-    attend = joint.attend
-
-    def noted(*args: Any) -> Tensor | None:
-        result = attend(*args)
-        known.append(result is not None)
-        return result
-
-    monkeypatch.setattr("lade.attention.packed.attend", noted)
-    return known
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Tests on a GPU: marked `cuda`, skipped without one, and apart from those that broke it."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +13,6 @@ CPU_AND_CUDA = (
     pytest.param("cpu", marks=pytest.mark.twin),
     pytest.param("cuda", marks=pytest.mark.cuda),
 )
-
-
-def on_both(names: Iterable[str], *quick: str) -> list[Any]:
-    """Return pairs of name and device: all names for a GPU, and the quick ones for a CPU, too."""
-    pairs = [pytest.param(name, "cpu", marks=pytest.mark.twin) for name in quick]
-    return pairs + [pytest.param(name, "cuda", marks=pytest.mark.cuda) for name in names]
 
 
 def needing_workspace() -> tuple[Tensor, Tensor]:

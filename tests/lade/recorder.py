@@ -51,17 +51,20 @@ class CpuRecorder:
     Args:
         max_bytes: as of a `Recorder`; every recording counts as one byte.
         failures: what the next recordings raise, in order; None for nothing.
+
+    Attributes:
+        bends: whether replays give other numbers.
     """
 
     def __init__(
-        self, max_bytes: int = 10**9, failures: list[Exception | None] | None = None
+        self, max_bytes: int = 10**9, failures: list[BaseException | None] | None = None
     ) -> None:
         self.max_bytes = max_bytes
         self.failures = failures if failures is not None else []
         self.num_recorded = 0
         self.num_replayed = 0
         self.num_forgotten = 0
-        self.operations: list[list[str]] = []  # of each recording, by name
+        self.bends = False
 
     def record(self, run: StepCall) -> Recording:
         failure = self.failures.pop(0) if self.failures else None
@@ -73,11 +76,12 @@ class CpuRecorder:
         with tape:
             output = run(is_recorded=True)
         self.num_recorded += 1
-        self.operations.append([func.overloadpacket.__name__ for func, *_ in tape.notes])
 
         def replay() -> None:
             self.num_replayed += 1
             tape.play()
+            if self.bends:
+                output.neg_()
 
         return Recording(replay, output)
 
@@ -105,9 +109,6 @@ class RecordingPolicy(DevicePolicy):
         return "graphs"
 
     def can_record(self, device: torch.device) -> bool:
-        return True
-
-    def fuses(self, device: torch.device, dtype: torch.dtype) -> bool:
         return True
 
     def recorder(self, device: torch.device) -> "CpuRecorder":

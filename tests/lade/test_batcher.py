@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import lade
-from lade.attention.joint import kernels
 from lade.batcher import Batcher, _most_tokens, _Room
 from lade.budget.budget import Budget, MeasuredBudget, PricedBudget
 from lade.budget.joint import JointCosts
@@ -68,14 +67,6 @@ def test_float32_has_the_same_texts() -> None:
     wrong, batcher = num_wrong(tiny_model(dtype=torch.float32), 24, seed=1)
     assert wrong == 0
     assert batcher._joint.num_run > 0
-
-
-@pytest.mark.skipif(kernels() is None, reason="the kernels do not run here")
-def test_attention_of_all_calls_at_once_gives_the_same_texts(known_at_once: list[bool]) -> None:
-    wrong, batcher = num_wrong(tiny_model("qwen3", dtype=torch.float32, head_dim=32), 24, seed=1)
-    assert wrong == 0
-    assert batcher.why_not_joint is None
-    assert True in known_at_once
 
 
 @pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")

@@ -186,7 +186,6 @@ USES: dict[str, Callable[[], Use]] = {
     "tree": lambda: _greedy(None),
     "sampled": sampled,
     "chain": lambda: with_steps("chain", num_hidden_layers=1),
-    "rows": lambda: with_steps("rows", num_hidden_layers=1),
     "snapshot": lambda: with_steps("snapshot", num_hidden_layers=1),
     "fixed": lambda: _greedy(lade.Config(execution="fixed", max_draft_tokens=4), prompt=BATCH),
     "stable": lambda: _greedy(lade.Config(stable_text=True, max_draft_tokens=3)),

@@ -13,7 +13,7 @@ from lade.config import Execution, Verification
 from tests.support.run import CASES, MAX_DRAFT_TOKENS, Difference, Kind, Row, Verdict
 
 _KINDS: tuple[Kind, ...] = (
-    *("tree", "rows", "chain", "snapshot", "plain"),
+    *("tree", "chain", "snapshot", "plain"),
     *("not a text model", "cannot build"),
 )
 _HEADINGS = ("model type", "class", "one row", "batch", "MAT", "text", "why no better method")
@@ -34,11 +34,11 @@ left, and two of them as a batch, greedily and sampled, {new} new tokens each. D
 that some of their tokens are right and some are wrong. Rows such as `mixtral-window` are the same
 architecture with what its default configuration leaves off.
 
-Drafts are verified by one of these methods: `tree`, all candidates in one forward; `rows`,
-candidates as rows of a batch; `chain`, one candidate, with the cache cropped after what was
-accepted; `snapshot`, one candidate, from a copy of the state; `plain`, not at all: the same text at
-plain speed. A check of the loaded model chooses the best method that is exact (`lade.probe`), so a
-model with trained weights may get another one than here.
+Drafts are verified by one of these methods: `tree`, all candidates in one forward; `chain`,
+one candidate, with the cache cropped after what was accepted; `snapshot`, one candidate, from a
+copy of the state; `plain`, not at all: the same text at plain speed. A check of the loaded model
+chooses the best method that is exact (`lade.probe`), so a model with trained weights may get
+another one than here.
 
 - **one row**, **batch**: the method chosen for one sequence and for several.
 - **MAT**: mean accepted tokens, those that a step commits to a row. It is that of these drafts, and

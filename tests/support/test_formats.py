@@ -155,8 +155,8 @@ def _rows() -> list[FormatRow]:
     plain = Row(
         *("int4", "llama", "A", "plain"),
         batch_verification="plain",
-        reasons={"tree": "steps", "rows": "steps"},
-        batch_reasons={"tree": "steps", "rows": "steps"},
+        reasons={"tree": "steps", "chain": "steps"},
+        batch_reasons={"tree": "steps", "chain": "steps"},
         compared=["greedy long"],
         differences=[Difference("greedy long", 0, 3, 0.01)],
     )

@@ -198,8 +198,8 @@ def _rows() -> list[Row]:
         Row(
             *("rwkv", "rwkv", "B", "snapshot"),
             batch_verification="plain",
-            reasons={"tree": "a state", "rows": "a list", "chain": "a list"},
-            batch_reasons={"tree": "a state", "rows": "a list", "chain": "a list", "snapshot": "x"},
+            reasons={"tree": "a state", "chain": "a list"},
+            batch_reasons={"tree": "a state", "chain": "a list", "snapshot": "x"},
             compared=names,
             in_float32=names[5:],
             mat=1.234,

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 import lade
+from lade.attention.joint import Calls, with_calls, with_held
 from lade.attention.packed import (
     PACKED_ROWS,
     PACKED_SDPA,
@@ -82,43 +83,15 @@ def test_one_token_that_sees_all_keys_attends_as_in_generate(dtype: torch.dtype)
     torch.testing.assert_close(got, expected)
 
 
-def test_what_else_layers_pass_is_left_to_sdpa() -> None:
-    """The newest transformers refuses soft caps there, the oldest ignores them."""
-    query, key = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 6, 8)
-    inputs = (Layer(2), query, key, key, torch.ones(1, 1, 2, 6) > 0)
-
-    def attend(attention: Any) -> Any:
-        try:
-            return attention(*inputs, softcap=3.0)[0].tolist()
-        except ValueError as error:
-            return str(error)
-
-    assert attend(packed_sdpa) == attend(AttentionInterface()["sdpa"])
-
-
-def test_steps_use_it_where_heads_share_keys_and_the_model_keeps_its_own() -> None:
-    model = shared_model("llama")
-    seen: set[str] = set()
-
-    def look(module: Any, args: Any) -> None:
-        seen.add(module.self_attn.config._attn_implementation)
-        assert model.config._attn_implementation == "sdpa"
-
-    handle = model.model.layers[0].register_forward_pre_hook(look)
-    assert lade.probe(model).attention == PACKED_SDPA
-    lade.generate(model, torch.arange(2, 9)[None], **GREEDY)
-    handle.remove()
-    assert seen == {"sdpa", PACKED_SDPA}
-
-
 @pytest.mark.parametrize(
-    ("num_key_value_heads", "own", "chosen"), [(4, "sdpa", PACKED_SDPA), (2, "eager", "eager")]
+    ("num_key_value_heads", "own", "chosen"),
+    [(4, "sdpa", PACKED_SDPA), (2, "sdpa", PACKED_SDPA), (2, "eager", "eager")],
 )
-def test_other_attention_is_kept_where_it_takes_masks(
-    num_key_value_heads: int, own: str, chosen: str
-) -> None:
+def test_it_takes_the_place_of_sdpa_alone(num_key_value_heads: int, own: str, chosen: str) -> None:
     model = shared_model("llama", attention=own, num_key_value_heads=num_key_value_heads)
     assert lade.probe(model).attention == chosen
+    if own == "sdpa":  # batches run without padding
+        assert lade.probe(model, num_rows=2).attention == PACKED_ROWS
 
 
 @pytest.mark.parametrize("is_inference", [False, True])
@@ -163,12 +136,6 @@ def test_rows_that_see_about_as_much_attend_together() -> None:
     assert [group.shape for group in groups] == [(2, 2), (2, 1), (1, 2)]
 
 
-def test_a_call_costs_as_much_as_some_keys() -> None:
-    """Two rows of 100 keys each and none in common: 400 keys in one call, 200 in two."""
-    assert len(row_groups(spans((0, 100), (100, 200)), [1, 1])) == 1
-    assert len(row_groups(spans((0, 101), (101, 202)), [1, 1])) == 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "num_key_heads", "value_dim"), [(9, 3, 8), (4, 4, 6)])
 def test_rows_one_after_the_other_attend_as_padded_rows_do(
@@ -206,15 +173,6 @@ def test_rows_one_after_the_other_attend_as_padded_rows_do(
         packed_rows(layer, packed, key, value, mask, scaling=0.3, softcap=3.0)
 
 
-@pytest.mark.parametrize("num_key_value_heads", [2, 4])
-def test_batches_run_without_padding_and_rows_alone_do_not_need_to(
-    num_key_value_heads: int,
-) -> None:
-    model = shared_model("llama", num_key_value_heads=num_key_value_heads)
-    assert lade.probe(model).attention == PACKED_SDPA
-    assert lade.probe(model, num_rows=2).attention == PACKED_ROWS
-
-
 def test_a_model_that_changes_its_masks_runs_padded() -> None:
     """The groups are lost with the mask; the check sees that, and takes what works."""
     model = tiny_model("llama", seed=3)
@@ -241,3 +199,79 @@ def test_keys_that_a_model_names_beside_the_mask_are_not_passed_over(name: str) 
     for attend in (packed_sdpa, packed_rows):
         with pytest.raises(NotImplementedError, match=name):
             attend(nn.Identity(), query, keys, keys, mask, **named)
+
+
+# --- calls one after the other -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_calls_in_one_row_attend_as_each_alone(dtype: torch.dtype) -> None:
+    """By additive masks, too, and without one: each token sees itself and those before it."""
+    torch.manual_seed(0)
+    sizes, lengths, layer = [1, 3, 5, 2], [20, 30, 5, 9], Layer(3)
+    masks: list[Tensor | None] = [torch.rand(1, 1, 1, 20) < 0.6, torch.rand(1, 1, 3, 30) < 0.6]
+    for mask in masks:
+        assert mask is not None
+        mask[..., 0] = True
+    additive = torch.zeros(1, 1, 2, 9, dtype=dtype)
+    additive[..., 3:7] = -torch.inf
+    masks += [None, additive]
+    query = torch.randn(1, sum(sizes), 6, 8, dtype=dtype).transpose(1, 2)
+    held = [torch.randn(2, 1, 2, length, 8, dtype=dtype) for length in lengths]
+    new = torch.zeros(1, 2, sum(sizes), 8, dtype=dtype)
+    keys, values = (with_held(new, [each[at] for each in held]) for at in (0, 1))
+    calls = with_calls(torch.ones(1, 1, 1, 1), Calls(sizes, masks))
+    got, weights = packed_rows(layer, query, keys, values, calls, scaling=0.3)
+    assert weights is None
+    assert got.shape == (1, sum(sizes), 6, 8)
+    own, start = AttentionInterface()["sdpa"], 0
+    for size, (key, value), mask in zip(sizes, held, masks, strict=True):
+        of_call = query[:, :, start : start + size]
+        expected, _ = own(layer, of_call, key, value, mask, scaling=0.3)
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+        assert torch.allclose(got[:, start : start + size], expected, atol=tolerance, rtol=0)
+        start += size
+    with pytest.raises(NotImplementedError, match="softcap"):
+        packed_rows(layer, query, keys, values, calls, softcap=3.0)
+    with pytest.raises(NotImplementedError, match="keys and values change"):
+        packed_rows(layer, query, new, values, calls)
+    wrong = with_calls(
+        torch.ones(1, 1, 1, 1), Calls(sizes, [torch.ones(1, 1, 1, 19) > 0, *masks[1:]])
+    )
+    with pytest.raises(RuntimeError):
+        packed_rows(layer, query, keys, values, wrong)
+
+
+# --- at the sizes of real models, in 16 bits on a GPU -------------------------------------------
+
+ROUNDING = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the largest
+DEVICES = [
+    pytest.param("cpu", torch.float32, marks=pytest.mark.twin),
+    *(pytest.param("cuda", dtype, marks=pytest.mark.cuda) for dtype in ROUNDING),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads", "num_keys"), [(64, 2, 5000), (128, 8, 700), (256, 8, 5000)]
+)
+def test_trees_attend_as_in_float64(
+    head_dim: int, num_heads: int, num_keys: int, device: str, dtype: torch.dtype
+) -> None:
+    made = torch.Generator().manual_seed(1)
+    seen = torch.rand((1, 1, 16, num_keys), generator=made) < 0.7
+    query = torch.randn((1, 16, num_heads, head_dim), generator=made).to(device, dtype)
+    # Room behind the nodes, as in a cache whose slots are allocated ahead.
+    slots = torch.randn((2, 1, 2, num_keys + 40, head_dim), generator=made).to(device, dtype)
+    key, value = slots[..., :num_keys, :]
+    layer = Layer(num_heads // 2)
+    for mask, num in ((seen.to(device), 16), (None, 1)):  # and a step without a draft
+        of_nodes = query[:, :num].transpose(1, 2)
+        got, _ = packed_sdpa(layer, of_nodes, key, value, mask)
+        keys, values = (
+            each.double().repeat_interleave(layer.num_key_value_groups, 1) for each in (key, value)
+        )
+        exact = scaled_dot_product_attention(of_nodes.double(), keys, values, attn_mask=mask)
+        apart = (got.double() - exact.transpose(1, 2)).abs().max() / exact.abs().max()
+        assert got.dtype == dtype
+        assert float(apart) < ROUNDING[dtype]

@@ -6,16 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache
-from transformers.cache_utils import StaticLayer
+from transformers import AttentionInterface
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
-from lade.attention.tree import TREE_ATTENTION, Seen, attend, tree_attention, with_seen
-from tests.grids import thinned
-from tests.lade.tiny import tiny_model
-from tests.support import tiny as support
+from lade.attention.tree import Seen, attend, tree_attention, with_seen
 
 NUM_SLOTS = 24
 
@@ -132,13 +128,6 @@ def test_it_attends_as_transformers_does_with_a_dense_mask(
     assert torch.allclose(got, expected, atol=tolerance, rtol=0)
 
 
-def test_without_a_scale_it_is_that_of_the_keys() -> None:
-    query, key, value, seen = inputs(SHAPES[1])
-    mask = with_seen(placeholder(3, 4, NUM_SLOTS), seen)
-    got, _ = tree_attention(Layer(3), query, key, value, mask)
-    assert torch.equal(got, attend(query, key, value, seen, scaling=8**-0.5))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_rounded_only_in_the_end(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -178,183 +167,44 @@ def test_scores_far_apart_do_not_overflow() -> None:
         assert attend(query, key, value, seen, scaling=1.0, sinks=sinks).item() == 0
 
 
-WINDOW = 8  # of the tiny models
+# What layers may pass that changes attention, and what is said of it where the mask says what is
+# seen, and where it does not.
+HONOURED_BY_NONE: dict[str, Any] = {"indices": 1, "block_indices": 1, "cache": 1}
+REFUSED: list[tuple[dict[str, Any], str | None, str | None]] = [
+    *(
+        ({name: 1}, f"cannot honour '{name}'", f"cannot honour '{name}'")
+        for name in HONOURED_BY_NONE
+    ),
+    ({"position_bias": 1}, "cannot honour 'position_bias'", None),
+    ({"softcap": 2.0}, None, r"cannot honour 'softcap' without .*\(with_seen\)"),
+    ({"s_aux": torch.zeros(6).double()}, None, r"cannot honour 's_aux' without .*\(with_seen\)"),
+    ({"output_attentions": True}, "no weights to return", "no weights to return"),
+    ({"s_aux": torch.zeros(5).double()}, "a sink for each of 6 heads", "cannot honour"),
+]
 
 
-def seen_by_kind(
-    num_cached: int, padding: list[int], parents: list[int], hides: bool
-) -> dict[int | None, Seen]:
-    """Return what the nodes of a tree, the same in each row, see without a window and with one.
-
-    Args:
-        num_cached, padding, parents: slots of the prefixes, of the padding in front, and the tree.
-        hides: whether padding is told as slots that nobody sees; otherwise as where prefixes start.
-    """
-    rows, num_nodes = len(padding), len(parents)
-    depths = [0] * num_nodes
-    ancestors = torch.eye(num_nodes, dtype=torch.bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            depths[node] = depths[parent] + 1
-            ancestors[node] |= ancestors[parent]
-    slots = num_cached + torch.tensor(depths)
-    lengths = torch.full((rows,), num_cached, dtype=torch.int32)
-    firsts = torch.tensor(padding)[:, None].expand(rows, num_nodes)
-    visible = None
-    if hides:
-        visible = torch.arange(NUM_SLOTS) >= firsts[:, :1]
-        firsts = torch.zeros_like(firsts)
-    made = {}
-    for window in (None, WINDOW):
-        starts, near = firsts, torch.tensor(True)
-        if window is not None:
-            starts = torch.maximum(firsts, slots - window + 1)
-            near = slots[:, None] - slots[None, :] < window
-        of_nodes = (ancestors & near).expand(rows, -1, -1)
-        made[window] = Seen(lengths, starts.int(), of_nodes, visible)
-    return made
-
-
-MODELS: dict[str, tuple[Callable[..., Any], str]] = {
-    "llama": (tiny_model, "sdpa"),
-    "mistral": (tiny_model, "sdpa"),
-    "gemma3_text": (tiny_model, "sdpa"),
-    "deepseek_v3": (tiny_model, "sdpa"),
-    "gemma2": (support.tiny_model, "eager"),
-    "gpt_oss": (support.tiny_model, "eager"),
-}
-
-
-def layer_windows(model: Any) -> dict[str, int | None]:
-    """Return the window of each kind of layer; one kind where the model has no kinds."""
-    config = model.config
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if len(kinds) < 2:
-        return {"": getattr(config, "sliding_window", None)}
-    assert kinds == {"full_attention", "sliding_attention"}
-    return {"full_attention": None, "sliding_attention": config.sliding_window}
-
-
-def masks(model: Any, make: Callable[[int | None], Tensor]) -> Any:
-    """Return a mask, or one for each kind of layer, as the model takes them."""
-    made = {kind: make(window) for kind, window in layer_windows(model).items()}
-    return made.get("", made)
-
-
-def run(model: Any, prompt: Any, tree: Any, attention: str) -> Tensor:
-    """Return the logits of a tree behind a prompt, both in a preallocated cache."""
-    own = model.config._attn_implementation
-    num_layers = model.config.num_hidden_layers
-    cache = Cache(layers=[StaticLayer(max_cache_len=NUM_SLOTS) for _ in range(num_layers)])
-    with torch.no_grad():
-        model(**prompt, past_key_values=cache)
-        model.set_attn_implementation(attention)
-        logits: Tensor = model(**tree, past_key_values=cache).logits
-    model.set_attn_implementation(own)
-    return logits
-
-
-@pytest.mark.parametrize("hides", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_with_it_has_the_logits_of_its_own_attention(name: str, hides: bool) -> None:
-    make, own = MODELS[name]
-    model = make(name, dtype=torch.float64, attention=own)
-    padding, num_cached, parents = [0, 3], 13, [-1, 0, 0, 1, 3, 2]
-    seen = seen_by_kind(num_cached, padding, parents, hides)
-    for window in layer_windows(model).values():
-        assert window in seen
-    rows, num_nodes = len(padding), len(parents)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(2, 90, (rows, num_cached + num_nodes), generator=generator)
-
-    def own_mask(mask: Tensor) -> Tensor:
-        return added(mask, torch.float64) if own == "eager" else mask
-
-    def of_prompt(window: int | None) -> Tensor:
-        slots, keys = torch.arange(num_cached)[:, None], torch.arange(NUM_SLOTS)
-        near = (keys <= slots) & (slots - keys < (window or NUM_SLOTS))
-        real = keys >= torch.tensor(padding)[:, None, None]
-        return own_mask(((near & real) | (slots == keys))[:, None])
-
-    def of_tree(window: int | None) -> Tensor:
-        return own_mask(dense(seen[window], NUM_SLOTS))
-
-    def of_ours(window: int | None) -> Tensor:
-        return with_seen(placeholder(rows, num_nodes, NUM_SLOTS), seen[window])
-
-    def logits_of(make_mask: Callable[[int | None], Tensor], attention: str) -> Tensor:
-        skipped = torch.tensor(padding)[:, None]
-        prompt = {
-            "input_ids": ids[:, :num_cached],
-            "position_ids": (torch.arange(num_cached) - skipped).clamp(min=0),
-            "attention_mask": masks(model, of_prompt),
-        }
-        tree = {
-            "input_ids": ids[:, num_cached:],
-            "position_ids": num_cached + torch.tensor([0, 1, 1, 2, 3, 2]) - skipped,
-            "attention_mask": masks(model, make_mask),
-        }
-        return run(model, prompt, tree, attention)
-
-    expected = logits_of(of_tree, own)
-    tolerance = 1e-5 if name == "gemma2" else 1e-9  # its softmax is in float32
-    assert torch.allclose(logits_of(of_ours, TREE_ATTENTION), expected, atol=tolerance, rtol=0)
-    for window, right in seen.items():
-        seen[window] = right._replace(starts=right.starts + 1)
-    wrong = logits_of(of_ours, TREE_ATTENTION)
-    assert not torch.allclose(wrong, expected, atol=100 * tolerance, rtol=0)
-
-
-@pytest.mark.parametrize("hides", thinned([False, True], True))
-def test_compiled_models_find_what_is_seen_and_do_not_remember_it(hides: bool) -> None:
-    """The attribute of the mask is an input of the compiled graph, like the mask itself."""
-    model = tiny_model("llama")
-    model.set_attn_implementation(TREE_ATTENTION)
-    compiled: Any = torch.compile(model.__call__, backend="eager", fullgraph=True)
-    ids = torch.tensor([[5, 9, 7]])
-    counter: Any = torch._dynamo.utils.counters["stats"]
-    graphs = []
-    for ancestors in (torch.ones(3, 3).tril(), torch.eye(3)):
-        seen = Seen(
-            torch.zeros(1, dtype=torch.int32),
-            torch.zeros(1, 3, dtype=torch.int32),
-            ancestors.bool()[None],
-            torch.ones(1, 3, dtype=torch.bool) if hides else None,
-        )
-        given = {"input_ids": ids, "position_ids": torch.arange(3)[None], "use_cache": False}
-        with torch.no_grad():
-            mask = with_seen(placeholder(1, 3, 3), seen)
-            expected = model(**given, attention_mask=mask).logits
-            got = compiled(**given, attention_mask=mask).logits
-        assert torch.equal(got, expected)
-        graphs.append(counter["unique_graphs"])
-    assert graphs[0] == graphs[1]
-
-
-@pytest.mark.parametrize("name", ["indices", "block_indices", "position_bias", "cache"])
-def test_what_changes_attention_otherwise_is_refused(name: str) -> None:
+@pytest.mark.parametrize(("options", "with_it", "without_it"), REFUSED)
+def test_what_cannot_be_honoured_is_refused(
+    options: dict[str, Any], with_it: str | None, without_it: str | None
+) -> None:
     query, key, value, seen = inputs(SHAPES[0])
     mask = with_seen(placeholder(1, 5, NUM_SLOTS), seen)
-    given = (Layer(3), query, key, value, mask)
-    message = f"Layer: attention 'lade_tree' cannot honour '{name}'"
-    with pytest.raises(NotImplementedError, match=message):
-        tree_attention(*given, **{name: torch.zeros(1)})  # type: ignore[arg-type]
-    tree_attention(*given, **{name: None})  # type: ignore[arg-type]
+    for other, message in ((mask, with_it), (dense(seen, NUM_SLOTS), without_it)):
+        if message is not None:
+            with pytest.raises(
+                NotImplementedError, match=f"Layer: attention 'lade_tree' .*{message}"
+            ):
+                tree_attention(Layer(3), query, key, value, other, **options)
+        elif "position_bias" not in options:
+            tree_attention(Layer(3), query, key, value, other, **options)
+    tree_attention(Layer(3), query, key, value, mask, **dict.fromkeys(options))
 
 
-def test_weights_and_dropout_are_refused() -> None:
+def test_dropout_and_masks_of_other_queries_or_keys_are_refused() -> None:
     query, key, value, seen = inputs(SHAPES[0])
-    given = (query, key, value, with_seen(placeholder(1, 5, NUM_SLOTS), seen))
-    with pytest.raises(NotImplementedError, match="no weights to return for output_attentions"):
-        tree_attention(Layer(3), *given, output_attentions=True)
+    mask = with_seen(placeholder(1, 5, NUM_SLOTS), seen)
     with pytest.raises(NotImplementedError, match=r"has no dropout, got 0\.1 in training"):
-        tree_attention(Layer(3).train(), *given, dropout=0.1)
-    tree_attention(Layer(3), *given, dropout=0.1, output_attentions=False)
-
-
-def test_a_mask_of_other_queries_or_keys_is_refused() -> None:
-    query, key, value, seen = inputs(SHAPES[0])
-    mask = with_seen(placeholder(1, 5, NUM_SLOTS), seen)
+        tree_attention(Layer(3).train(), query, key, value, mask, dropout=0.1)
     shorter = key[:, :, :-1], value[:, :, :-1]
     for given in [(query[:, :, :4], key, value), (query, *shorter)]:
         with pytest.raises(NotImplementedError, match=r"a mask of shape .*, got \[1, 1, 5, 24\]"):
@@ -362,6 +212,7 @@ def test_a_mask_of_other_queries_or_keys_is_refused() -> None:
 
 
 def test_masks_that_nobody_explained_are_left_to_sdpa() -> None:
+    """As where another thread prefills a prompt on the same model."""
     torch.manual_seed(0)
     query, key, value, seen = inputs(SHAPES[1])
     mask = dense(seen, NUM_SLOTS)
@@ -383,59 +234,3 @@ def test_masks_that_nobody_explained_are_left_to_sdpa() -> None:
         results.append(got)
     for index, result in enumerate(results):  # each of the options was honoured
         assert not any(torch.allclose(result, other) for other in results[:index])
-
-
-@pytest.mark.parametrize("name", ["softcap", "s_aux"])
-def test_what_sdpa_would_ignore_is_refused_where_nobody_explained_the_mask(name: str) -> None:
-    query, key, value, seen = inputs(SHAPES[0])
-    mask = with_seen(placeholder(1, 5, NUM_SLOTS), seen)
-    options: dict[str, Any] = {name: 2.0 if name == "softcap" else torch.zeros(6).double()}
-    tree_attention(Layer(3), query, key, value, mask, **options)
-    message = rf"Layer: attention 'lade_tree' cannot honour '{name}' without .*\(with_seen\)"
-    for other in (None, mask.clone(), mask[..., :-1]):
-        with pytest.raises(NotImplementedError, match=message):
-            tree_attention(Layer(3), query, key, value, other, **options)
-
-
-@pytest.mark.parametrize("name", ["indices", "block_indices", "cache"])
-def test_what_neither_honours_is_refused_with_any_mask(name: str) -> None:
-    query, key, value, seen = inputs(SHAPES[0])
-    for mask in (None, dense(seen, NUM_SLOTS)):
-        with pytest.raises(NotImplementedError, match=f"'lade_tree' cannot honour '{name}'$"):
-            tree_attention(Layer(3), query, key, value, mask, **{name: torch.zeros(1)})  # type: ignore[arg-type]
-        with pytest.raises(NotImplementedError, match="no weights to return"):
-            tree_attention(Layer(3), query, key, value, mask, output_attentions=True)
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "deepseek_v3"])
-def test_a_prefill_beside_trees_is_that_of_sdpa(name: str) -> None:
-    """As another thread runs it on the same model: also with padding, and behind a cache."""
-    model = tiny_model(name, dtype=torch.float64, attention="sdpa")
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(2, 90, (2, 12), generator=generator)
-    padded = torch.ones_like(ids)
-    padded[1, :4] = 0
-    for mask in (None, padded):
-        made = []
-        for attention in ("sdpa", TREE_ATTENTION):
-            model.set_attn_implementation(attention)
-            new = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids) if mask is None else mask,
-                max_new_tokens=6,
-                do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-            with torch.no_grad():
-                of_prompt = model(input_ids=ids, attention_mask=mask).logits
-            made.append((new.sequences, torch.stack(new.logits), of_prompt))
-        assert all(map(torch.equal, *made))
-
-
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-def test_a_prefill_that_sdpa_would_get_wrong_is_refused(name: str) -> None:
-    model = support.tiny_model(name, dtype=torch.float64, attention="eager")
-    model.set_attn_implementation(TREE_ATTENTION)
-    with pytest.raises(NotImplementedError, match="Attention: attention 'lade_tree' cannot honour"):
-        model(input_ids=torch.tensor([[5, 6, 7]]))

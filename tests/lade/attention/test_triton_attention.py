@@ -235,54 +235,6 @@ def test_compiled_it_attends_as_plain_torch_does(case: Case) -> None:
     assert worst_error(case, "cuda") < 1
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("num_nodes", [5, 32])
-@pytest.mark.parametrize("hidden", [None, "some"])
-def test_a_captured_graph_serves_all_lengths(hidden: Hidden, num_nodes: int) -> None:
-    from lade.attention import triton as triton_attention
-
-    case = Case("bfloat16", num_slots=900, lengths=(700, 20), hidden=hidden, num_nodes=num_nodes)
-    made = inputs(case, "cuda")
-
-    def attend() -> Tensor:
-        return triton_attention.attend(made.query, key, value, made.seen, scaling=0.2)
-
-    key, value = torch.randn_like(made.key), torch.randn_like(made.value)
-    attend()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = attend()
-    for length in (800, 3, 0):
-        made.seen.num_cached.fill_(length)
-        if made.seen.visible is not None:
-            made.seen.visible.logical_not_()
-        graph.replay()
-        assert torch.equal(captured, attend())
-
-
-@pytest.mark.parametrize(
-    ("num_programs", "num_packed", "num_slots", "num_processors", "expected"),
-    [
-        (8, 16, 2048, 132, 16),  # one for each 128 slots
-        (8, 64, 2048, 132, 4),  # one for each 512: what it passes on is larger
-        (8, 16, 32_768, 132, 33),  # two programs a processor
-        (8, 64, 32_768, 132, 16),  # one, which fills it
-        (16, 128, 32_768, 132, 8),  # not 9: twelve programs would run alone, after the others
-        (8, 16, 100, 132, 1),
-        (1, 16, 32_768, 132, 64),
-        (512, 16, 32_768, 132, 1),  # a large batch is enough work without any splits
-    ],
-)
-def test_splits_follow_shapes_and_the_device(
-    num_programs: int, num_packed: int, num_slots: int, num_processors: int, expected: int
-) -> None:
-    from lade.attention import triton as triton_attention
-
-    blocks = triton_attention._blocks(num_packed, 128, 128, torch.bfloat16)
-    got = triton_attention._num_splits(num_programs, num_slots, num_processors, blocks)
-    assert got == expected
-
-
 def attended(made: Any, **options: Any) -> Tensor:
     """Return what a layer of a model gets for inputs of two rows, five nodes and 300 slots."""
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, 1, 5, 300)
@@ -293,76 +245,30 @@ def attended(made: Any, **options: Any) -> Tensor:
     return got
 
 
-def test_where_it_can_it_takes_the_place_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lade.attention import triton as triton_attention
-
-    made = inputs(Case(has_sinks=True, hidden="some"), "cpu")
-    calls: list[Any] = []
-
-    def attend(*args: Any, **options: Any) -> Tensor:
-        calls.append((args, options))
-        return made.query + 1  # an operator returns none of its arguments
-
-    monkeypatch.setattr(triton_attention, "attend", attend)
-    # What the operator is on a GPU.
-    monkeypatch.setattr(tree_attention, "attend_at_once", tree_attention._attend_in_triton)
-    monkeypatch.setattr(tree_attention, "_is_for_triton", lambda *tensors: True)
-    got = attended(made, scaling=0.5, softcap=2.0, s_aux=made.sinks)
-    assert torch.equal(got, made.query + 1)
-    [(args, options)] = calls
-    given: list[Any] = [made.query, made.key, made.value, *made.seen]
-    got_by_place = [*args[:-1], *args[-1]]
-    assert [each.data_ptr() for each in got_by_place] == [each.data_ptr() for each in given]
-    assert options == {"scaling": 0.5, "softcap": 2.0, "sinks": made.sinks}
-
-
 @pytest.fixture
 def failed(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
     """Take the CPU for a GPU that no kernel was tried on yet; return where kernels have failed."""
     failed: set[Any] = set()
     monkeypatch.setattr(tree_attention, "_failed", failed)
     monkeypatch.setattr(tree_attention, "_has_kernels", lambda device: True)
+    # What the operator is on a GPU.
     monkeypatch.setattr(tree_attention, "attend_at_once", tree_attention._attend_in_triton)
     return failed
 
 
-def test_kernels_that_cannot_be_compiled_are_told_of_once(
+def test_where_it_can_it_takes_the_place_of_plain_torch(
     monkeypatch: pytest.MonkeyPatch, failed: set[Any]
 ) -> None:
-    from lade.attention import triton as triton_attention
-
     made = inputs(Case(has_sinks=True, hidden="some"), "cpu")
-    attempts: list[None] = []
-
-    def attend(*args: Any, **options: Any) -> Tensor:
-        attempts.append(None)
-        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
-
-    monkeypatch.setattr(triton_attention, "attend", attend)
-    options: dict[str, Any] = {"scaling": 0.5, "s_aux": made.sinks}
-    said = r"plain torch on cpu in torch.float32.*\(RuntimeError: Failed to find C compiler"
-    with pytest.warns(lade.KernelWarning, match=said):
-        first = attended(made, **options)
-    # And no second warning, which would be an error.
-    assert torch.equal(attended(made, **options), first)
-    assert len(attempts) == len(failed) == 1
-    plain = tree_attention.attend(
-        made.query, made.key, made.value, made.seen, scaling=0.5, sinks=made.sinks
-    )
-    assert torch.equal(first, plain)
-
-
-def test_missing_memory_is_no_failure_of_kernels(
-    monkeypatch: pytest.MonkeyPatch, failed: set[Any]
-) -> None:
-    from lade.attention import triton as triton_attention
-
-    made = inputs(Case(), "cpu")
-    out_of_memory = Mock(side_effect=torch.OutOfMemoryError("none left"))
-    monkeypatch.setattr(triton_attention, "attend", out_of_memory)
+    attend = Mock(return_value=made.query + 1)
+    monkeypatch.setattr("lade.attention.triton.attend", attend)
+    got = attended(made, scaling=0.5, softcap=2.0, s_aux=made.sinks)
+    assert torch.equal(got, made.query + 1)
+    assert attend.call_args.kwargs == {"scaling": 0.5, "softcap": 2.0, "sinks": made.sinks}
+    attend.side_effect = torch.OutOfMemoryError("none left")
     with pytest.raises(torch.OutOfMemoryError):
         attended(made)
-    assert not failed
+    assert not failed  # missing memory is no failure of kernels
 
 
 def test_a_call_whose_kernels_fail_has_the_same_text_and_one_warning(failed: set[Any]) -> None:
@@ -371,7 +277,7 @@ def test_a_call_whose_kernels_fail_has_the_same_text_and_one_warning(failed: set
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}
     config = lade.Config(execution="fixed", verification="tree")
-    with pytest.warns(lade.KernelWarning, match="plain torch on cpu") as said:
+    with pytest.warns(lade.KernelWarning, match="plain torch on cpu in torch.float32") as said:
         got = lade.generate(model, prompt, config=config, **options)
     assert len([each for each in said if each.category is lade.KernelWarning]) == 1
     assert failed == {(torch.device("cpu"), torch.float32)}

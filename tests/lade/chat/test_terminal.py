@@ -4,7 +4,6 @@ import os
 import signal
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,13 +153,13 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
 def test_ctrl_c_before_an_answer_begins_asks_again(
     chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Learner:
-        @contextmanager
-        def pause(self, sec: float) -> Iterator[None]:
-            yield
-            os.kill(os.getpid(), signal.SIGINT)  # as the line has been read
+    take = chat.terminal.take
 
-    monkeypatch.setattr(chat.terminal, "_learner", Learner())
+    def interrupted(line: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)  # as the line has been read
+        take(line)
+
+    monkeypatch.setattr(chat.terminal, "take", interrupted)
     shown = chat.type("abc\r", "def\r", *3 * CTRL_C)  # the first one clears "def"
     assert "stopped before the first word; the question was taken back" in shown
     assert chat.texts[::2] == ["abc"]

@@ -53,7 +53,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def run(*arguments: str) -> Any:
-    command = ["chat", "--web", "--no-learn", "--dtype", "float32", *arguments]
+    command = ["chat", "--web", "--dtype", "float32", *arguments]
     wide = {"COLUMNS": "150"}
     return in_loop(lambda: CliRunner().invoke(app, command, catch_exceptions=False, env=wide))
 

@@ -8,7 +8,6 @@ import weakref
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
@@ -145,8 +144,8 @@ def test_notes_tell_errors_apart() -> None:
 def make(loaded: LoadedModel) -> Iterator[Callable[..., Sessions]]:
     made: list[Sessions] = []
 
-    def make(setup: Setup | None = None, learner: Any = None) -> Sessions:
-        made.append(Sessions(setup or Setup(loaded, Settings()), learner))
+    def make(setup: Setup | None = None) -> Sessions:
+        made.append(Sessions(setup or Setup(loaded, Settings())))
         return made[-1]
 
     yield make
@@ -263,33 +262,6 @@ def test_what_fails_says_why_and_stops_nobody(
     assert [each.error for each in failing] == ["KeyError: 'x'", "what it is", "SystemExit: 3"]
     assert well.is_busy
     assert well.error is None
-
-
-def test_it_learns_while_nobody_is_answered(make: Callable[..., Sessions]) -> None:
-    said = list[str]()
-
-    class Learner:
-        @contextmanager
-        def pause(self, sec: float) -> Iterator[None]:
-            assert sec > 0
-            said.append("learn")
-            yield
-            said.append("rest")
-
-    sessions = make(learner=Learner())
-    assert said == []
-    one, other = sessions.of("one"), sessions.of("other")
-    begin_long_answer(one)
-    other.ask("abc", SHORT)
-    wait(other)
-    assert said == []
-    one.stop()
-    wait(one)
-    other.ask("abc", SHORT)
-    wait(other)
-    assert said == ["learn", "rest", "learn"]
-    sessions.close()
-    assert said[3:] == ["rest"]
 
 
 def test_closing_ends_what_runs_and_drops_what_waits(

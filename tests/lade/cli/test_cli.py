@@ -193,9 +193,9 @@ def test_demo_compares_and_writes_its_table(folder: str, tmp_path: Path) -> None
     assert all(row["text"] == "same text" for row in content["prompts"])
     assert content["settings"]["verification"] == "tree"
     assert folder not in path.read_text()
-    options += ["--prompt", "one", "--prompt", "two", "--verification", "rows"]
+    options += ["--prompt", "one", "--prompt", "two", "--verification", "chain"]
     result = run("demo", *options, "--json", str(path))
-    assert json.loads(path.read_text())["settings"]["verification"] == "rows"
+    assert json.loads(path.read_text())["settings"]["verification"] == "chain"
     assert "prompt 2" in result.stdout
     assert DEMO_PROMPTS[0][0] not in result.stdout
 
@@ -529,7 +529,7 @@ def test_check_measures_every_prompt_in_turn(folder: str, monkeypatch: pytest.Mo
 def test_check_says_why_nothing_better_and_measures_no_plain_model(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reasons: Any = {"tree": "trees do not grow here", "rows": "rows [1, 2] neither"}
+    reasons: Any = {"tree": "trees do not grow here", "chain": "chains [1, 2] neither"}
     found = Probe("LlamaForCausalLM", "plain", "sdpa", reasons)
     monkeypatch.setattr("lade.cli.check.probe", lambda model: found)
     result = run("check", folder)

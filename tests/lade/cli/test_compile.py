@@ -31,7 +31,7 @@ def test_it_says_what_it_compiles_and_where_that_is_kept(folder: str) -> None:
     assert kept is not None
     assert done.stdout == f"compiled; kept in {kept}\n"
     assert any(path.suffix == ".nbi" for path in kept.iterdir())
-    for part in ("the pool", "attention of several calls", "what LlamaForCausalLM takes"):
+    for part in ("the pool", "whole forwards", "what LlamaForCausalLM takes"):
         assert f" s for {part}" in done.stderr
 
 

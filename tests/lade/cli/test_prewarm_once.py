@@ -15,8 +15,8 @@ from lade.errors import UnsupportedModelError
 from lade.models.loading import LoadedModel
 from lade.prewarming import run as prewarming
 from lade.prewarming import tables
-from lade.prewarming.run import Run
-from lade.prewarming.tables import Effort, effort_of, path_of_table, table_for
+from lade.prewarming.run import _Prewarming as Run
+from lade.prewarming.tables import Effort, path_of_table, read_table, table_for
 from lade.probing.report import Probe
 from tests.lade.tiny import VOCAB_SIZE, byte_tokenizer, tiny_model
 
@@ -37,6 +37,11 @@ def stopping(error: BaseException) -> Callable[[Run], None]:
         raise error
 
     return work_and_stop
+
+
+def effort_of(model: Any) -> Effort:
+    """Return what went into the table of a model."""
+    return read_table(path_of_table(model), model).effort
 
 
 def test_it_runs_so_many_tokens_and_only_once(

@@ -89,13 +89,12 @@ def test_text_is_that_of_plain_decoding(family: str, expansion: Any) -> None:
     "config",
     [
         lade.Config(verification="chain", step_costs=FLAT, strict_drafter=True),
-        lade.Config(verification="rows", step_costs=FLAT, strict_drafter=True),
         lade.Config(verification="snapshot", step_costs=FLAT, strict_drafter=True),
         lade.Config(execution="fixed", step_costs=FLAT, strict_drafter=True),
         lade.Config(lookahead=None, max_draft_tokens=3, strict_drafter=True),
         lade.Config(stable_text=True, strict_drafter=True),
     ],
-    ids=["chain", "rows", "snapshot", "fixed", "cut", "stable"],
+    ids=["chain", "snapshot", "fixed", "cut", "stable"],
 )
 def test_text_is_the_same_however_it_is_verified(config: lade.Config) -> None:
     model = tiny_model("llama")

@@ -15,7 +15,7 @@ from lade.drafting.drafts import draft_of
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import PromptHarvester, Successors, first_of_highest, rank, with_probs
 from lade.prewarming import tables
-from lade.prewarming.tables import Effort, StoredTable, write_table
+from lade.prewarming.tables import Effort, StoredTable, merge_table
 from lade.probing import profile
 from ngram_pool import Draft, NGramPool, SuccessorTable
 from tests.grids import thinned
@@ -296,7 +296,7 @@ def tabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     table.put(contexts, top.indices.numpy(), top.values.numpy())
     tmp_path.mkdir(exist_ok=True)
     path = tables.path_of_table(model, tmp_path)
-    write_table(path, model, StoredTable(table, Effort()))
+    merge_table(path, model, StoredTable(table, Effort()))
     monkeypatch.setattr(tables, "tables_folder", lambda: tmp_path)
     return model
 

@@ -3,11 +3,8 @@
 Tensors of the device are wrappers that hold a tensor of the CPU and say `cuda` when asked. Every
 operation on them passes through here, where it is refused if CUDA would refuse it, and noted if the
 host would wait for the device: because it reads a value, needs a size that depends on values, or
-copies memory that is not pinned. So a call of lade runs as it does on CUDA, but for the kernels, to
-its end, with the tokens it has on a CPU.
-
-Torch's own fake tensors have no values, nor have the host's tensors in their mode, so that no call
-gets beyond its first step there.
+copies memory that is not pinned. So a call of lade runs as it does on CUDA, to its end, with the
+tokens it has on a CPU; torch's own fake tensors have no values to go on from.
 """
 
 import traceback
@@ -25,17 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lade.attention import tree as tree_attention
 from lade.decoder import Decoder
 from lade.gpu.graphs import Recording, StepCall
 from lade.gpu.policy import DevicePolicy
+from lade.hf.generation import Generation
 
 DEVICE = torch.device("cuda", 0)
-# Attention in counts: of one token to all before it; of a tree by a kernel that is called by name;
-# and by one that is chosen by the shapes of the arguments.
-PLAIN, OF_TREE, DISPATCHING = "plain attention", "attention of a tree", "attention by shape"
 
 
 class Wait(NamedTuple):
@@ -84,9 +79,6 @@ class CudaTensor(Tensor):
     def get_device(self) -> int:
         return 0
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"CudaTensor({self.held!r})"
-
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -119,14 +111,12 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         waits: what the host has waited for without saying so.
         num_awaited: how many events it has waited for, which it does on purpose, by phase and step.
-        num_run: how many operations it has run that compute something, by phase, step and name.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.waits: list[Wait] = []
         self.num_awaited: Counter[tuple[str, int]] = Counter()
-        self.num_run: Counter[tuple[str, int, str]] = Counter()
         self.phase, self.step = "before", 0
         self._pinned: dict[int, Any] = {}  # by address; storages are kept, so that none comes again
         self._under_way: list[Callable[[], None]] = []  # copies, each in the order it was begun
@@ -136,7 +126,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation on the CPU's tensors, noting what it would wait for on CUDA."""
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
-        tensors = _tensors_in([*args, *kwargs.values()])
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         on_device = [each for each in tensors if isinstance(each, CudaTensor)]
         if name in ("_to_copy", "copy_"):
             return self._copy(func, name, args, kwargs)
@@ -146,10 +136,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if on_device:
             self._look_at(name, args, kwargs, tensors)
         if name == "_scaled_dot_product_efficient_attention":
-            self.count(PLAIN if args[3] is None else OF_TREE)
             func = _efficient_attention
-        elif is_made_there and _computes(func):
-            self.count(name)
         is_pinned = bool(kwargs.pop("pin_memory", False))
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
@@ -166,10 +153,6 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def note(self, what: str) -> None:
         """Note that the host waits here."""
         self.waits.append(Wait(self.phase, self.step, what, _where()))
-
-    def count(self, name: str) -> None:
-        """Count an operation."""
-        self.num_run[self.phase, self.step, name] += 1
 
     # --- memory -------------------------------------------------------------------------------
 
@@ -194,20 +177,15 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._num_landed += 1
 
     def _copy(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name == "copy_":
-            to, source, *rest = args
-            is_async = bool(rest[0] if rest else kwargs.get("non_blocking", False))
-            is_there = isinstance(to, CudaTensor)
-            target = to
-        else:
-            (source,) = args
-            device = kwargs.get("device")
-            is_async = bool(kwargs.get("non_blocking", False))
-            is_there = isinstance(source, CudaTensor) if device is None else _is_there(device)
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-            kwargs.pop("pin_memory", None)
-            target = None
+        is_async = bool(args[2] if args[2:] else kwargs.get("non_blocking", False))
+        target, source = args[:2] if name == "copy_" else (None, args[0])
         was_there = isinstance(source, CudaTensor)
+        if name == "copy_":
+            is_there = isinstance(target, CudaTensor)
+        else:
+            device = kwargs.pop("device", None)
+            kwargs.pop("pin_memory", None)
+            is_there = was_there if device is None else _is_there(device)
         if was_there and not is_there:
             return self._bring(func, source, target, is_async, args, kwargs)
         if is_there and not was_there and source.numel():
@@ -295,8 +273,6 @@ class _Python(TorchFunctionMode):
             return self._set(mine, args[1], args[2])
         if func is nn.functional.scaled_dot_product_attention and isinstance(args[0], CudaTensor):
             # It asks for the kind of device, and waits for nothing.
-            is_plain = kwargs.get("attn_mask") is None and args[0].shape[2] == 1
-            self._fake.count(PLAIN if is_plain else DISPATCHING)
             return CudaTensor(func(*tree_map(_held, args), **tree_map(_held, kwargs)))
         if func is Tensor.is_pinned:
             return mine is None and self._fake.is_pinned(args[0])
@@ -332,7 +308,6 @@ class _Python(TorchFunctionMode):
         if isinstance(value, Tensor) and not isinstance(value, CudaTensor):
             self._fake.note(f"{list(value.shape)} of {value.dtype} are sent, and waited for")
         is_filled = not isinstance(value, Tensor) or value.numel() == 1
-        self._fake.count("copy_")
         target.held[self._indices(index, is_filled)] = _held(value)
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -402,8 +377,9 @@ def fake_cuda() -> Iterator[FakeCuda]:
         for name, value in replaced.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(torch, "Generator", generator))
+        stack.enter_context(patch.object(Generation, "policy", FakePolicy()))
         if find_spec("triton") is not None:
-            stack.enter_context(patch("lade.attention.triton.attend", _in_plain_torch))
+            stack.enter_context(patch("lade.attention.triton.attend", tree_attention.attend))
         stack.enter_context(_followed(device))
         stack.enter_context(_Python(device))
         stack.enter_context(device)
@@ -469,25 +445,8 @@ def _followed(device: FakeCuda) -> Iterator[None]:
         yield
 
 
-_IS_MEMORY_ALONE = ("empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view")
-
-
-def _computes(func: Any) -> bool:
-    """Return whether an operation runs a kernel: views and new memory do not."""
-    is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
-    return not is_view and func.overloadpacket.__name__ not in _IS_MEMORY_ALONE
-
-
 def _efficient_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any, **options: Any
 ) -> tuple[Tensor, ...]:
     """Stand in for the kernel, refusing what it refuses."""
     rows, num_heads, num_queries, _ = query.shape
@@ -504,15 +463,8 @@ def _efficient_attention(
         assert bias.dtype == query.dtype
         assert bias.stride(-1) == 1
         assert not any(stride % 16 for stride in bias.stride()[:3]), "(bias) not correctly aligned"
-    attended = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale
-    )
+    attended = nn.functional.scaled_dot_product_attention(query, key, value, bias, **options)
     return attended, *(query.new_empty(0) for _ in range(3))
-
-
-def _in_plain_torch(query: Tensor, key: Tensor, value: Tensor, seen: Any, **options: Any) -> Tensor:
-    """Stand in for the kernels."""
-    return tree_attention.attend(query, key, value, seen, **options)
 
 
 def _is_there(device: Any) -> bool:
@@ -535,16 +487,6 @@ def _on_device(each: Any, known: dict[int, CudaTensor]) -> Any:
     if not isinstance(each, Tensor) or isinstance(each, CudaTensor):
         return each
     return known[id(each)] if id(each) in known else CudaTensor(each)
-
-
-def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors_in(value)
-    return found
 
 
 def _where() -> tuple[str, ...]:

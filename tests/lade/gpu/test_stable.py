@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import lade
-from ngram_pool import NGramPool
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE, same_as_generate
 from tests.lade.shared import shared_model
@@ -16,35 +15,10 @@ from tests.lade.tiny import BatchDrafter, tiny_model
 
 STABLE = lade.Config(stable_text=True)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
-FAMILIES = ["llama", "qwen3", "gpt2", "mistral", "gemma3_text"]
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 
-def texts(model: Any, prompt: Tensor, config: lade.Config, **options: Any) -> list[list[Any]]:
-    """Answer with pools and drafters of all kinds: empty, knowing, wrong, none."""
-    options = {**GREEDY, "attention_mask": (prompt != 0).long(), **options}
-
-    def answer(**more: Any) -> Any:
-        torch.manual_seed(3)
-        got = lade.generate(model, prompt, **{"config": config, **options, **more})
-        return got.tolist()
-
-    pool = NGramPool()
-    found = [answer(pool=pool), answer(pool=pool), answer(pool=pool)]
-    masks = (prompt != 0).tolist()
-    known = [
-        [token for token, seen in zip(row, mask, strict=False) if seen] + row[len(mask) :]
-        for row, mask in zip(found[0], masks, strict=True)
-    ]
-    for seed, accept in enumerate((0.3, 0.6, 0.95)):
-        rng = np.random.default_rng(seed)
-        found.append(answer(drafter=_Unchecked(known, rng, accept)))
-    limited = lade.Config(stable_text=config.stable_text, max_draft_tokens=0)
-    found.append(answer(config=limited))
-    return found
-
-
-class _Unchecked(BatchDrafter):
+class Unchecked(BatchDrafter):
     """Goes on drafting where the text has left the answer that it knows."""
 
     def draft(self, sequence: int, committed: Any, max_draft_tokens: int) -> Any:
@@ -53,35 +27,52 @@ class _Unchecked(BatchDrafter):
         return super().draft(sequence, committed, max_draft_tokens)
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, "gemma3_text"))
+def texts(model: Any, prompt: Tensor, is_stable: bool = True, **options: Any) -> list[list[Any]]:
+    """Answer with pools and drafters of all kinds: empty, knowing, wrong, none."""
+    mask = prompt != 0
+    options = {**GREEDY, "attention_mask": mask.long(), **options}
+
+    def answer(max_draft_tokens: int | None = None, **more: Any) -> Any:
+        torch.manual_seed(3)
+        config = lade.Config(stable_text=is_stable, max_draft_tokens=max_draft_tokens)
+        got = lade.generate(model, prompt, config=config, **{**options, **more})
+        return got.tolist()
+
+    pool = lade.NGramPool()
+    found = [answer(pool=pool), answer(pool=pool), answer(pool=pool), answer(max_draft_tokens=0)]
+    known = [
+        [token for token, seen in zip(row, of_row, strict=False) if seen] + row[len(of_row) :]
+        for row, of_row in zip(found[0], mask.tolist(), strict=True)
+    ]
+    for seed, accept in enumerate((0.3, 0.6, 0.95)):
+        found.append(answer(drafter=Unchecked(known, np.random.default_rng(seed), accept)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "family", thinned(["llama", "qwen3", "gpt2", "mistral", "gemma3_text"], "gemma3_text")
+)
 def test_whatever_the_pool_holds_the_text_is_the_same(family: str) -> None:
     """Random models have near-ties at every few tokens."""
-    prompts = [(torch.bfloat16, each) for each in (ONE, THREE, torch.arange(2, 60)[None])]
-    if family == "qwen3":
-        prompts.append((torch.float16, ONE))  # which takes a CPU long
-    for dtype, prompt in prompts:
-        model = shared_model(family, dtype=dtype)
-        found = texts(model, prompt, STABLE, eos_token_id=None)
+    model = shared_model(family, dtype=torch.bfloat16)
+    for prompt in (ONE, THREE, torch.arange(2, 60)[None]):
+        found = texts(model, prompt, eos_token_id=None, max_new_tokens=24)
         assert all(text == found[0] for text in found)
 
 
-@pytest.mark.exhaustive
-def test_so_is_sampled_text() -> None:
-    model = shared_model("llama", dtype=torch.bfloat16)
-    for prompt in (ONE, THREE):
-        found = texts(model, prompt, STABLE, do_sample=True, temperature=1.2)
-        assert all(text == found[0] for text in found)
-
-
-@pytest.mark.exhaustive
-def test_without_it_the_text_differs() -> None:
-    """Otherwise the tests above would show nothing."""
-    num_different = 0
+@pytest.mark.exhaustive  # a CPU takes long for float16, and for what is to show nothing else
+def test_so_is_sampled_text_and_without_it_the_text_differs() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        for prompt in (ONE, THREE):
+            model = shared_model("llama", dtype=dtype)
+            found = texts(model, prompt, do_sample=True, temperature=1.2)
+            assert all(text == found[0] for text in found)
+    different = 0
     for seed in range(4):
         model = shared_model("llama", seed=seed, dtype=torch.bfloat16)
-        found = texts(model, ONE, lade.Config(), eos_token_id=None)
-        num_different += any(text != found[0] for text in found)
-    assert num_different > 0
+        found = texts(model, ONE, is_stable=False, eos_token_id=None)
+        different += any(text != found[0] for text in found)
+    assert different > 0
 
 
 def test_in_float64_it_is_the_text_of_generate() -> None:
@@ -98,15 +89,17 @@ def test_a_lookahead_window_makes_all_steps_wider() -> None:
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    first = lade.generate(model, ONE, config=config, pool=NGramPool(), **GREEDY)
+    first = lade.generate(model, ONE, config=config, **GREEDY)
     seen.clear()
-    pool = NGramPool()
+    pool = lade.NGramPool()
     pool.observe(first[0].tolist())
     assert torch.equal(lade.generate(model, ONE, config=config, pool=pool, **GREEDY), first)
     assert {*seen[1:]} == {16}  # one root, six nodes and three cells: more than 8
 
 
 # --- where it cannot be had -----------------------------------------------------------------
+
+PARTS = {"output_hidden_states": True, "return_dict_in_generate": True}
 
 
 @pytest.mark.parametrize(
@@ -115,17 +108,14 @@ def test_a_lookahead_window_makes_all_steps_wider() -> None:
         ("qwen3_moe", {"head_dim": 8, "num_experts": 4}, {}, "experts"),
         ("bloom", {"attention": "eager", "n_head": 4, "n_layer": 2}, {}, "forward fails"),
         ("llama", {}, {"use_cache": False}, "use_cache=False"),
-        (
-            "llama",
-            {},
-            {"output_hidden_states": True, "return_dict_in_generate": True},
-            "hidden states were asked for",
-        ),
+        ("llama", {}, PARTS, "hidden states were asked for"),
     ],
 )
 def test_what_cannot_be_had_is_refused(
     family: str, options: dict[str, Any], call: dict[str, Any], reason: str
 ) -> None:
+    with pytest.raises(ValueError, match="beside stable_text=True"):
+        lade.Config(stable_text=True, verification="chain")
     model = shared_model(family, dtype=torch.bfloat16, **options)
     with pytest.raises(lade.UnsupportedOptionError, match=rf"stable_text=True.*{reason}"):
         lade.generate(model, ONE, config=STABLE, **{**GREEDY, **call})
@@ -144,18 +134,3 @@ def test_a_model_whose_logits_follow_their_place_in_a_forward_is_refused() -> No
     with pytest.raises(lade.UnsupportedOptionError, match="in their last bits"):
         lade.generate(model, ONE, config=STABLE, **GREEDY)
     lade.generate(model, ONE, **GREEDY)  # without it, that is good enough
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"acceptance": "rejection"},
-        {"verification": "chain"},
-        {"execution": "eager"},
-        {"execution": "compiled"},
-        {"step_costs": {1: 1.0, 2: 1.1}},
-    ],
-)
-def test_settings_that_contradict_it_are_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="beside stable_text=True"):
-        lade.Config(stable_text=True, **other)

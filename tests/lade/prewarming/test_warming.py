@@ -7,7 +7,6 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration
 
 import lade
-from lade.errors import PlainDecodingWarning, UnsupportedModelError, UnsupportedOptionError
 from tests.lade.both import EIGHT, ONE, same_as_generate
 from tests.lade.tiny import BLOOM, MAMBA2, tiny_model
 
@@ -15,7 +14,6 @@ TIMED: dict[str, Any] = {"max_time": 600.0, "max_new_tokens": 24, "eos_token_id"
 NO_TIME = r"max_time leaves none for what lade does once for a model, as lade\.warm_up\(model\)"
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gpt2": {},
     "mistral": {},
     "bloom": {**BLOOM, "attention": "eager"},
     "mamba2": {**MAMBA2, "attention": "eager"},
@@ -24,31 +22,33 @@ families = pytest.mark.parametrize("family", FAMILIES)
 samples = pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 
 
-def fail(*_: Any, **__: Any) -> Any:
-    raise AssertionError("something was set up within the limit of time")
-
-
-@pytest.fixture
-def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail a call that checks a model, measures it, or compiles what lade needs."""
-    for name in ("plan.check", "factory.with_products"):
-        monkeypatch.setattr(f"lade.probing.{name}", fail)
-    monkeypatch.setattr("lade.hf.generation.first_costs_of", fail)
-    monkeypatch.setattr("lade.hf.generation.with_products", fail)
-    monkeypatch.setattr("lade.hf.generation.NGramPool", fail)
-
-
 @samples
 @families
-def test_a_call_with_max_time_sets_nothing_up(family: str, do_sample: bool, no_time: None) -> None:
+def test_a_call_with_max_time_drafts_once_a_model_is_warm(family: str, do_sample: bool) -> None:
     model = tiny_model(family, seed=1, **FAMILIES[family])
     options = {**TIMED, "do_sample": do_sample}
     _, got = same_as_generate(model, ONE, plainly=NO_TIME, **options)
     assert got.stats.num_draft_tokens == 0
     same_as_generate(model, ONE, config=EIGHT, **options)  # said once
+    before = torch.get_rng_state()
+    lade.warm_up(model, num_rows=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    _, got = same_as_generate(model, ONE, accept=0.8, config=EIGHT, **options)
+    assert got.stats.num_draft_tokens > 0
 
 
-def test_so_does_one_in_a_batcher(no_time: None) -> None:
+@pytest.mark.usefixtures("trusted")
+def test_before_a_call_with_max_time_nothing_else_runs() -> None:
+    model = tiny_model(seed=1)
+    expected, calls = model.generate(ONE, do_sample=False, **TIMED), []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.warns(lade.PlainDecodingWarning, match=NO_TIME):
+        got = lade.generate(model, ONE, do_sample=False, **TIMED)
+    assert torch.equal(got, expected)
+    assert len(calls) == 24
+
+
+def test_so_it_is_for_calls_of_a_batcher() -> None:
     model = tiny_model(seed=1)
     expected = model.generate(ONE, do_sample=False, **TIMED).tolist()
 
@@ -57,29 +57,19 @@ def test_so_does_one_in_a_batcher(no_time: None) -> None:
             requests = [batcher.submit(ONE, do_sample=False, **TIMED) for _ in range(3)]
             return [request.result().tolist() for request in requests]
 
-    with pytest.warns(PlainDecodingWarning, match=NO_TIME):
+    with pytest.warns(lade.PlainDecodingWarning, match=NO_TIME):
         assert texts() == [expected] * 3
 
 
-@samples
-@families
-def test_a_call_with_max_time_drafts_once_a_model_is_warm(family: str, do_sample: bool) -> None:
-    model = tiny_model(family, seed=1, **FAMILIES[family])
-    lade.warm_up(model)
-    options = {**TIMED, "do_sample": do_sample}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lade.probing.plan.check", fail)
-        patch.setattr("lade.hf.generation.first_costs_of", fail)
-        _, got = same_as_generate(model, ONE, accept=0.8, config=EIGHT, **options)
-    assert got.stats.num_draft_tokens > 0
-
-
-@samples
-def test_an_earlier_call_without_a_limit_warms_a_model(do_sample: bool) -> None:
-    model = tiny_model(seed=1)
-    lade.generate(model, ONE, do_sample=False, max_new_tokens=8)
-    _, got = same_as_generate(model, ONE, accept=0.8, config=EIGHT, **TIMED, do_sample=do_sample)
-    assert got.stats.num_draft_tokens > 0
+def test_an_earlier_call_without_a_limit_warms_a_model_and_so_does_a_wrapper() -> None:
+    for warm in (
+        lambda model: lade.generate(model, ONE, do_sample=False, max_new_tokens=8),
+        lambda model: lade.warm_up(torch.compile(model, backend="eager")),
+    ):
+        model = tiny_model(seed=1)
+        warm(model)  # type: ignore[no-untyped-call]
+        _, got = same_as_generate(model, ONE, accept=0.8, config=EIGHT, **TIMED)
+        assert got.stats.num_draft_tokens > 0
 
 
 def test_what_a_config_cannot_do_without_is_set_up_nevertheless() -> None:
@@ -94,31 +84,14 @@ def test_what_a_config_cannot_do_without_is_set_up_nevertheless() -> None:
         assert got.stats.num_steps > 0
 
 
-@pytest.mark.parametrize("num_rows", [1, 2])
-@families
-def test_a_random_state_is_left_alone(family: str, num_rows: int) -> None:
-    model = tiny_model(family, **FAMILIES[family])
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    lade.warm_up(model, num_rows=num_rows)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_wrapped_model_is_warmed_inside() -> None:
-    model = tiny_model(seed=1)
-    lade.warm_up(torch.compile(model, backend="eager"))
-    _, got = same_as_generate(model, ONE, accept=0.8, config=EIGHT, **TIMED)
-    assert got.stats.num_draft_tokens > 0
-
-
 def test_models_that_lade_does_not_run_are_refused() -> None:
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 97}
     config = BartConfig(**sizes, encoder_attention_heads=2, decoder_attention_heads=2)
-    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+    with pytest.raises(lade.UnsupportedModelError, match="encoder-decoder"):
         lade.warm_up(BartForConditionalGeneration(config))
-    with pytest.raises(UnsupportedModelError, match="cannot verify drafts by 'tree'"):
+    with pytest.raises(lade.UnsupportedModelError, match="cannot verify drafts by 'tree'"):
         lade.warm_up(
             tiny_model("mamba2", **FAMILIES["mamba2"]), config=lade.Config(verification="tree")
         )
-    with pytest.raises(UnsupportedOptionError, match="CUDA graphs need a CUDA device"):
+    with pytest.raises(lade.UnsupportedOptionError, match="CUDA graphs need a CUDA device"):
         lade.warm_up(tiny_model(), config=lade.Config(execution="graphs"))

@@ -183,9 +183,7 @@ def test_a_batch_without_padding_is_checked_without_a_mask() -> None:
 # --- inputs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "verification", thinned(["tree", "rows", "chain", "snapshot"], "tree", "snapshot")
-)
+@pytest.mark.parametrize("verification", thinned(["tree", "chain", "snapshot"], "tree", "snapshot"))
 def test_token_types_go_on_as_in_plain_decoding(verification: str) -> None:
     model = shared_model("gpt2", seed=1)
     types = torch.tensor([[3, 3, 4, 4, 4]])
@@ -193,7 +191,7 @@ def test_token_types_go_on_as_in_plain_decoding(verification: str) -> None:
     assert got.stats.mean_accepted_tokens > 1.2
 
 
-@pytest.mark.parametrize("verification", thinned(["rows", "chain", "snapshot"], "rows", "snapshot"))
+@pytest.mark.parametrize("verification", ["chain", "snapshot"])
 @pytest.mark.parametrize("do_sample", thinned([False, True], True))
 def test_batches_stay_of_one_length_and_exact(verification: str, do_sample: bool) -> None:
     model = shared_model("llama", seed=3)
@@ -205,7 +203,7 @@ def test_batches_stay_of_one_length_and_exact(verification: str, do_sample: bool
 
 
 @pytest.mark.parametrize(
-    "verification", thinned(["tree", "rows", "chain", "snapshot", "plain"], "tree", "chain")
+    "verification", thinned(["tree", "chain", "snapshot", "plain"], "tree", "chain")
 )
 def test_outputs_are_those_of_plain_decoding_whatever_the_way(verification: str) -> None:
     model = shared_model("llama", seed=3)

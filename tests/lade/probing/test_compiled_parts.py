@@ -135,7 +135,7 @@ def test_a_probe_says_which_part_is_compiled_and_compiles_nothing(way: str) -> N
     WAYS[way](model, backend=backend)
     found = lade.probe(model)
     assert found.verification == "plain"
-    assert set(found.reasons) == {"tree", "rows", "chain", "snapshot"}
+    assert set(found.reasons) == {"tree", "chain", "snapshot"}
     why = f"{PARTS[way]} is compiled by torch.compile, and drafts would have it compiled anew"
     assert all(reason.startswith(why) for reason in found.reasons.values())
     with pytest.warns(lade.PlainDecodingWarning, match=r"is compiled by torch\.compile"):

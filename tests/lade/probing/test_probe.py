@@ -21,12 +21,11 @@ import lade
 from lade.attention.packed import PACKED_SDPA
 from lade.compat import CACHE
 from lade.config import VERIFICATIONS
-from lade.drafting.drafts import draft_of
 from lade.errors import UnsupportedModelError
 from lade.probing.profile import profile_of
 from tests.grids import thinned
 from tests.lade.both import same_as_generate
-from tests.lade.tiny import BLOOM, MAMBA2, ScriptedDrafter, random_prompt, tiny_model
+from tests.lade.tiny import BLOOM, MAMBA2, random_prompt, tiny_model
 
 MAMBA = {"state_size": 8}
 NEO = {
@@ -82,7 +81,7 @@ def check_text(
             "mamba2",
             MAMBA2,
             "snapshot",
-            {"tree": "recurrent state", "rows": "recurrent state", "chain": "recurrent state"},
+            {"tree": "recurrent state", "chain": "recurrent state"},
         ),
         (
             "mamba",
@@ -90,7 +89,6 @@ def check_text(
             "plain",
             {
                 "tree": "recurrent state",
-                "rows": "recurrent state",
                 "chain": "recurrent state",
                 "snapshot": "logits differ",
             },
@@ -151,27 +149,6 @@ def test_a_way_asked_for_is_taken_or_refused_with_the_reason() -> None:
         assert check_text(model, "plain").mean_accepted_tokens == 1.0
     with pytest.raises(ValueError, match=r"expected Config\(verification=…\) of 'tree', 'chain'"):
         lade.Config(verification="twig")  # type: ignore[arg-type]
-
-
-def test_rows_verify_several_paths_at_once() -> None:
-    """The right token is the second of two at every step: one path alone would be wrong."""
-    model = model_of("bloom", **BLOOM)
-    prompt = torch.tensor([[5, 6, 7, 5, 6]])
-    answer = model.generate(prompt, do_sample=False, max_new_tokens=31)[0].tolist()
-
-    class Second(ScriptedDrafter):
-        def draft(self, sequence: int, committed: Any, max_draft_tokens: int) -> Any:
-            right = answer[len(committed)] if len(committed) < len(answer) else 0
-            return draft_of([(right + 1) % 97, right], [-1, -1], [0.5, 0.4])
-
-    expected = {"rows": 2.0, "chain": 1.0}
-    for verification, most in expected.items():
-        drafter = Second([], np.random.default_rng(0), 0.0)
-        config = lade.Config(verification=verification, max_draft_tokens=2)  # type: ignore[arg-type]
-        _, output = same_as_generate(
-            model, prompt, drafter=drafter, config=config, max_new_tokens=30
-        )
-        assert output.stats.mean_accepted_tokens == pytest.approx(most, abs=0.1)
 
 
 # --- models that are broken -----------------------------------------------------------------

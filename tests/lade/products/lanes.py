@@ -13,26 +13,23 @@ import lade
 
 
 def kernels_with(
-    num_lanes: int, folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str
+    num_lanes: int, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> ModuleType:
-    """Return a module of kernels for vectors of so many float32.
+    """Return a module of kernels, and with it tiles, for vectors of so many float32.
 
     Args:
         folder: an empty one, of the test.
-        names: of the modules that use tiles, each of those before it, the last of which is wanted.
+        name: of the module, which uses no others but tiles.
     """
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
-    known: dict[str, str] = {}  # what is loaded in place of what
-    for name in ("lade.products._tiles", *names):
-        source = (Path(lade.__file__).parent.parent / (name.replace(".", "/") + ".py")).read_text()
-        for other, mine in known.items():
-            source = source.replace(other, mine)
-        if not known:
-            source, num = re.subn("(?m)^LANES = .*", f"LANES = {num_lanes}", source)
-            assert num == 1
-        known[name] = f"{name.replace('.', '_')}_{num_lanes}"
-        module = _loaded(known[name], source, folder, monkeypatch)
-    return module
+    root, tiles = Path(lade.__file__).parent.parent, f"tiles_{num_lanes}"
+    source = (root / "lade/products/_tiles.py").read_text()
+    source, num = re.subn("(?m)^LANES = .*", f"LANES = {num_lanes}", source)
+    assert num == 1
+    _loaded(tiles, source, folder, monkeypatch)
+    source = (root / (name.replace(".", "/") + ".py")).read_text()
+    source = source.replace("lade.products._tiles", tiles)
+    return _loaded(f"kernels_{num_lanes}", source, folder, monkeypatch)
 
 
 def _loaded(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -9,24 +9,21 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from lade.targets.prefixes import KeptText, Origin, Owner, PrefixStore
+from ngram_pool import NGramPool
 
 ORIGIN = Origin("model", None, None)
 
 
-def cache_of(token_ids: Sequence[int], room: int = 0) -> DynamicCache:
+def cache_of(token_ids: Sequence[int]) -> DynamicCache:
     """Return a cache whose keys and values are the tokens themselves."""
-    states = (
-        torch.tensor([*token_ids, *[0] * room]).float()[None, None, :, None].expand(1, 2, -1, 4)
-    )
+    states = torch.tensor(token_ids).float()[None, None, :, None].expand(1, 2, -1, 4)
     cache = DynamicCache()
     cache.update(states.clone(), states.clone() + 0.5, 0)
-    layer: Any = cache.layers[0]
-    layer.keys, layer.values = (each[:, :, : len(token_ids)] for each in (layer.keys, layer.values))
     return cache
 
 
-def text_of(token_ids: Sequence[int], origin: Origin = ORIGIN, room: int = 0) -> KeptText:
-    return KeptText(origin, token_ids, cache_of(token_ids, room))
+def text_of(token_ids: Sequence[int], origin: Origin = ORIGIN) -> KeptText:
+    return KeptText(origin, token_ids, cache_of(token_ids))
 
 
 def found(store: PrefixStore, prompt_ids: Sequence[int], origin: Origin = ORIGIN) -> int:
@@ -63,15 +60,6 @@ def test_the_longest_beginning_is_found_whatever_was_used_last() -> None:
     assert found(store, []) == 0
 
 
-def test_a_text_makes_room_for_one_that_has_nearly_all_of_it() -> None:
-    sixteen = [*range(1, 17)]
-    assert held(store_of(sixteen, [*sixteen, 20, 21])) == [[*sixteen, 20, 21]]
-    assert held(store_of(sixteen, [*sixteen[:14], 20, 21])) == [[*sixteen[:14], 20, 21]]
-    both = [sixteen, [*sixteen[:13], 20, 21]]
-    assert held(store_of(*both)) == both
-    assert held(store_of(sixteen, sixteen)) == [sixteen]
-
-
 def test_the_text_not_used_for_longest_goes_first() -> None:
     texts = [[number] * 10 for number in range(1, 5)]
     most = 3 * (10 * 4 * 2 * 2 * 4 + 80)
@@ -87,11 +75,6 @@ def test_the_text_not_used_for_longest_goes_first() -> None:
     assert held(store) == [texts[3], [9] * 11]
     store.keep(text_of([7]), 0)
     assert len(store) == 0
-
-
-def test_room_beyond_a_text_counts_or_is_left_behind() -> None:
-    assert text_of([1] * 10, room=4).num_bytes == 14 * 64 + 80
-    assert text_of([1] * 10, room=10).num_bytes == 10 * 64 + 80
 
 
 def test_other_owners_and_settings_find_nothing_and_other_models_leave_nothing() -> None:
@@ -119,36 +102,9 @@ def test_whoever_goes_on_from_a_text_does_not_change_it() -> None:
     assert found(store, [1, 2, 3, 4, 5]) == 4
 
 
-def test_windows_are_cut_as_long_as_nothing_has_left_them() -> None:
-    from transformers.cache_utils import DynamicSlidingWindowLayer
-
-    for length, expected in ((4, 2), (7, 2), (8, 0), (12, 0)):
-        layer = DynamicSlidingWindowLayer(8)
-        states = torch.arange(float(length))[None, None, :, None].expand(1, 2, -1, 4)
-        layer.update(states, states)
-        cache = DynamicCache()
-        cache.layers = [layer]
-        store = PrefixStore()
-        store.keep(KeptText(ORIGIN, [*range(length)], cache), 2**20)
-        hit = store.find(ORIGIN, [0, 1, 90, 91])
-        assert (0 if hit is None else hit[1]) == expected
-        whole = store.find(ORIGIN, [*range(length), 90])
-        assert whole is not None
-        assert whole[1] == length
-
-
-class _Pool:
-    """Equal to all others, as a careless class may be."""
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def test_an_owner_is_an_object_and_ends_with_it() -> None:
     store = PrefixStore()
-    mine, other = _Pool(), _Pool()
+    mine, other = NGramPool(), NGramPool()
     assert Owner(mine, store) == Owner(mine, store)
     assert Owner(mine, store) != Owner(other, store)
     store.keep(text_of([1, 2, 3], ORIGIN._replace(owner=Owner(mine, store))), 2**20)
