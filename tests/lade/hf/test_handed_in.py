@@ -10,12 +10,8 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessor
 
 import lade
-from lade.compat import INDEXERS_TAKE_MASKS
-from tests.grids import thinned
-from tests.lade.both import EIGHT, ListStreamer, same_as_generate
+from tests.lade.both import ListStreamer, same_as_generate
 from tests.lade.tiny import tiny_model
-from tests.support.tiny import causal_lm_types
-from tests.support.tiny import tiny_model as tiny_architecture
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
 OPTIONS: dict[str, Any] = {
@@ -208,12 +204,6 @@ def test_a_prompt_that_a_processor_writes_into_is_returned_as_generate_does(num_
     assert expected.sequences[0, 1] == 9
 
 
-def test_lengths_may_be_floats_as_in_generate() -> None:
-    model = tiny_model("llama", seed=1)
-    for length in (4.0, 4.5):
-        same_as_generate(model, PROMPT, max_new_tokens=length)
-
-
 def test_a_text_that_outgrows_its_model_is_reminded_of_as_in_generate(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,31 +229,3 @@ def test_what_is_no_number_leaves_the_window() -> None:
     pool, config = lade.NGramPool(), lade.Config(max_draft_tokens=4)
     for _ in range(2):  # the second time, the pool knows the answer
         same_as_generate(model, prompt, pool=pool, config=config, max_new_tokens=30)
-
-
-TYPES = {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"} & {*causal_lm_types()}
-SPARSE = [(name, 2) for name in sorted(TYPES)] + [("deepseek_v32", 16)]
-
-
-@pytest.mark.parametrize("of", thinned(SPARSE, ("deepseek_v32", 2)))
-@pytest.mark.parametrize("num_chosen", thinned([64, 128], 128))
-def test_sparse_attention_is_plain_where_texts_outgrow_its_choice(
-    num_chosen: int, of: tuple[str, int]
-) -> None:
-    name, num_heads = of
-    options = {"index_topk": num_chosen, "index_n_heads": num_heads}
-    model = tiny_architecture(name, seed=0, attention=None, dtype=torch.float32, **options)
-    model.generation_config.eos_token_id = None
-    generator = torch.Generator().manual_seed(2)
-    for seed in range(3):
-        prompt = torch.randint(2, 90, (1, 84), generator=generator)
-        pool = lade.NGramPool()
-        pool.observe(model.generate(prompt, **OPTIONS | {"attention_mask": prompt * 0 + 1})[0])
-        pool.observe([*range(2, 90)] * (1 + seed))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", lade.PlainDecodingWarning)
-            _, ours = same_as_generate(model, prompt, pool=pool, config=EIGHT)
-        if num_chosen == 64:
-            assert ours.stats.num_draft_tokens == 0
-        elif INDEXERS_TAKE_MASKS:
-            assert ours.stats.num_draft_tokens > 0

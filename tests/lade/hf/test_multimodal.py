@@ -212,27 +212,6 @@ def test_an_answer_to_images_is_the_plain_one(name: str, num_images: tuple[int, 
 
 
 @pytest.mark.parametrize("name", thinned(FAMILIES, *QUICK))
-def test_rows_with_images_finish_one_by_one(name: str) -> None:
-    model, inputs = tiny_vlm(name, (2, 1, 1))
-    mask = inputs["attention_mask"]
-    free = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None)
-    ends = [int(free[0, mask.shape[1] + 4]), int(free[1, mask.shape[1] + 12])]
-    same_as_generate(model, **inputs, accept=0.7, config=EIGHT, eos_token_id=ends)
-
-
-@pytest.mark.parametrize("name", thinned(FAMILIES, *QUICK))
-def test_eager_attention_sees_images_too_and_each_row_is_repeated_with_its_own(name: str) -> None:
-    model, inputs = tiny_vlm(name, (2,), attention="eager")
-    compare(model, inputs, num_return_sequences=3, eos_token_id=None)
-
-
-@pytest.mark.parametrize("name", thinned(FAMILIES, *QUICK))
-def test_a_model_that_sees_images_answers_text_alone(name: str) -> None:
-    text = torch.tensor([[0, 0, 5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 7, 5]])
-    compare(tiny_vlm(name)[0], {"input_ids": text}, do_sample=False, eos_token_id=None)
-
-
-@pytest.mark.parametrize("name", thinned(FAMILIES, *QUICK))
 def test_another_image_in_the_same_text_has_its_own_answer(name: str) -> None:
     """The pool sees tokens and no pixels: it drafts the answer to the first image."""
     model, inputs = tiny_vlm(name)
