@@ -30,7 +30,13 @@ class _Shared:
 
 def _state_of(model: Any) -> dict[str, Any]:
     modules = [*model.modules()]
-    hooks = [(*each._forward_hooks, *each._forward_pre_hooks) for each in modules]
+    hooks = [
+        id(hook)
+        for each in modules
+        for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
+        # Which transformers leaves to collect outputs by.
+        if not getattr(hook, "__module__", "").startswith("transformers.")
+    ]
     weights = [*model.parameters(), *model.buffers()]
     return {
         "modules": [(id(each), type(each), each.training) for each in modules],

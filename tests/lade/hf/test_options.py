@@ -42,9 +42,9 @@ OF_CALLS = ("custom_generate", "synced_gpus", "cache_implementation")
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: next(iter(value)))
 def test_unsupported_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     model, pool = tiny_model("llama"), lade.NGramPool(50)
-    calls = [options] + [{"generation_config": GenerationConfig(**options)}] * (
-        not options.keys() & {*OF_CALLS}
-    )
+    calls = [options]
+    if not options.keys() & {*OF_CALLS}:
+        calls.append({"generation_config": GenerationConfig(**options)})
     for call in calls:
         with pytest.raises(lade.UnsupportedOptionError) as refused:
             lade.generate(model, ONE, pool=pool, max_new_tokens=4, **call)
@@ -173,5 +173,6 @@ def test_what_generate_takes_for_an_answer_of_a_criterion_is_taken(
 def test_another_answer_of_a_criterion_is_refused(
     model: Any, answer: Any, error: type[Exception], message: str
 ) -> None:
+    criteria = [Answering(lambda ends, rows: answer)]
     with pytest.raises(error, match=message):
-        lade.generate(model, ONE, stopping_criteria=[Answering(lambda ends, rows: answer)])
+        lade.generate(model, ONE, stopping_criteria=criteria, max_new_tokens=9)

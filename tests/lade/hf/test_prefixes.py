@@ -163,7 +163,7 @@ def test_chats_side_by_side_keep_a_text_each() -> None:
 
 def test_what_is_kept_stays_within_the_budget() -> None:
     model, pool = model_of(), lade.NGramPool()
-    most = 2 * 3 * 4 * 8 * 8 * 60  # keys and values of some sixty tokens
+    most = 3 * 2 * 2 * 8 * 8 * 60  # layers, keys and values, heads, dimensions, bytes, tokens
     config = lade.Config(reuses_prefix=True, max_draft_tokens=6, max_prefix_bytes=most)
     chats = [Chat(model, config, pool) for _ in range(4)]
     for number, chat in enumerate(chats):

@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import lade
 from tests.grids import thinned
 from tests.lade.both import EIGHT, ONE, THREE, ListStreamer, same_as_generate
-from tests.lade.tiny import BLOOM, CACHE, MAMBA2, tiny_model
+from tests.lade.tiny import BLOOM, CACHE, tiny_model
 
 SEEN_BY_NO_CHECK = "what no check has seen"
 
@@ -40,13 +40,16 @@ class Breaking:
     def __init__(self, model: Any, after: int, error: type[Exception] = RuntimeError) -> None:
         self.after, self.error = after, error
         self.told: dict[int, list[int]] = {}
-        self._num_steps = 0
+        self.begin()
         part = next(iter(model.children()))
         self._forward, part.forward = part.forward, self
 
+    def begin(self) -> None:
+        self._num_steps = 0
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._forward(*args, **kwargs)
-        if self._num_steps >= self.after and output[0].shape[1] > 1:  # and keys were written
+        if self._num_steps >= self.after and output[0].shape[1] > 1:
             self._num_steps = -(10**9)
             raise self.error(SEEN_BY_NO_CHECK)
         return output
@@ -108,22 +111,19 @@ ASKED: list[dict[str, Any]] = [
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma3_text": {},
-    "bloom": {**BLOOM, "attention": "eager"},
-    "mamba2": {**MAMBA2, "attention": "eager"},
+    # In float64, rows of padding are no numbers to eager attention.
+    "bloom": {**BLOOM, "attention": "eager", "dtype": torch.float32},
 }
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "bloom", "mamba2"))
+@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "bloom"))
 @pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one", "batch"])
 @pytest.mark.parametrize("asked", range(len(ASKED)))
 def test_a_forward_that_fails_on_the_way_loses_nothing(
     asked: int, prompt: torch.Tensor, family: str
 ) -> None:
     model = tiny_model(family, seed=1, **FAMILIES[family])
-    options = ASKED[asked]
-    if family == "mamba2":  # whose hidden states are of no use to anybody
-        options = {name: each for name, each in options.items() if "hidden" not in name}
-    compared(model, prompt, **options)
+    compared(model, prompt, **ASKED[asked])
 
 
 @pytest.mark.parametrize("verification", ["tree", "chain"])
@@ -176,16 +176,12 @@ def test_a_way_that_fails_twice_is_not_taken_again_unless_memory_ran_out(
     error: type[Exception], num_times: int
 ) -> None:
     model = tiny_model("llama", seed=1)
+    breaking = Breaking(model, 3, error)
+    config = lade.Config(max_draft_tokens=4)
     for _ in range(num_times):
-        breaking = Breaking(model, 3, error)
+        breaking.begin()
+        by = partial(lade.generate, on_step=breaking.on_step)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", lade.VerificationWarning)
-            same_as_generate(
-                *(model, ONE),
-                by=partial(lade.generate, on_step=breaking.on_step),
-                config=lade.Config(max_draft_tokens=4),
-                knows=True,
-            )
-        del next(iter(model.children())).forward
-        found = lade.probe(model)
-    assert (found.verification == "tree") == (error is torch.OutOfMemoryError)
+            same_as_generate(model, ONE, by=by, config=config, knows=True, eos_token_id=None)
+    assert (lade.probe(model).verification == "tree") == (error is torch.OutOfMemoryError)
