@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import GenerationConfig, TextIteratorStreamer
+from transformers import GenerationConfig
 
 import lade
 from tests.lade.both import same_as_generate
@@ -157,19 +156,6 @@ def test_steps_are_reported_in_order_with_what_was_drafted(model: Any) -> None:
 
 
 # --- what passes through --------------------------------------------------------------------
-
-
-def test_a_text_iterator_streamer_streams_from_a_thread(model: Any) -> None:
-    class Tokenizer:
-        def decode(self, token_ids: list[int], **options: Any) -> str:
-            return " ".join(map(str, token_ids)) + " "
-
-    streamer = TextIteratorStreamer(Tokenizer(), skip_prompt=True, timeout=30)
-    thread = threading.Thread(target=ours, args=(model,), kwargs={"streamer": streamer})
-    thread.start()
-    text = "".join(streamer)
-    thread.join()
-    assert [int(word) for word in text.split()] == plain(model)[0][PROMPT.shape[1] :]
 
 
 # --- models ---------------------------------------------------------------------------------

@@ -73,11 +73,13 @@ def test_drafters_that_break_their_contract_cannot_break_the_text() -> None:
     model = shared_model("llama", seed=1)
 
     class Careless(lade.Drafter):
-        def draft(self, *_: Any) -> lade.Draft:
-            return chain(token_ids)
+        def __init__(self, token_ids: list[int]) -> None:
+            self.token_ids = token_ids
 
-    for token_ids in ([5, -7, 5], [5] * 200, [5, 10**6]):
-        drafter = Careless()
+        def draft(self, *_: Any) -> lade.Draft:
+            return chain(self.token_ids)
+
+    for drafter in map(Careless, ([5, -7, 5], [5] * 200, [5, 10**6])):
         config = lade.Config(max_draft_tokens=2)
         _, out = same_as_generate(model, THREE, drafter=drafter, config=config)
         assert out.stats.draft_tokens_per_step <= 2

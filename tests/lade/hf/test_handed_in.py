@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessor
 
 import lade
-from tests.lade.both import ListStreamer, same_as_generate
+from tests.lade.both import same_as_generate
 from tests.lade.tiny import tiny_model
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
@@ -67,25 +67,6 @@ def test_adapters_of_peft_count(kind: str, door: Callable[..., Any]) -> None:
         base = model.get_base_model().generate(PROMPT, **OPTIONS)
         assert expected.tolist() != base.tolist()
     assert door(model, input_ids=PROMPT, **OPTIONS).tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("kind", ["lora", "prompt", "prefix"])
-@pytest.mark.filterwarnings("ignore")
-def test_adapters_added_to_a_model_that_was_used_count(kind: str) -> None:
-    peft = pytest.importorskip("peft", reason="needs peft")
-    base = tiny_model("llama", seed=1, dtype=torch.float32)
-    base.generation_config.eos_token_id = None
-    lade.wrap(base)
-    base.generate(PROMPT, **OPTIONS)
-    model = peft.get_peft_model(base, _config_of(kind)).eval()
-    got = [
-        model.generate(input_ids=PROMPT, **OPTIONS).tolist(),  # through the wrapped base
-        lade.generate(model, PROMPT, **OPTIONS).tolist() if kind == "lora" else None,
-        lade.generate(model, input_ids=PROMPT, **OPTIONS).tolist(),
-    ]
-    lade.unwrap(base)
-    expected = model.generate(input_ids=PROMPT, **OPTIONS).tolist()
-    assert all(each in (expected, None) for each in got)
 
 
 class NamesNothing(LlamaForCausalLM):  # type: ignore[misc]
@@ -146,21 +127,6 @@ def test_arguments_by_place_reach_a_wrapped_model(kind: type) -> None:
     assert seen  # it was lade
 
 
-@pytest.mark.parametrize("kind", [LlamaForCausalLM, TakesAnything])
-def test_a_streamer_by_place_gets_all(kind: type) -> None:
-    model = remade(kind)
-    config = GenerationConfig(do_sample=False, max_new_tokens=8, pad_token_id=0)
-    mask = {"attention_mask": torch.ones_like(PROMPT)}
-    place = [PROMPT, config, None, None, None, None, None]
-    plain, mine = ListStreamer(), ListStreamer()
-    model.generate(*place, plain, **mask)
-    lade.wrap(model)
-    model.generate(*place, mine, **mask)
-    assert mine.events == plain.events
-    with pytest.raises(TypeError, match="multiple values for argument 'streamer'"):
-        model.generate(*place, mine, streamer=mine, **mask)
-
-
 def test_a_generate_of_the_instance_is_the_models_own() -> None:
     model = tiny_model("llama", seed=1)
     expected = model.generate(PROMPT, **OPTIONS | {"max_new_tokens": 5})
@@ -202,23 +168,6 @@ def test_a_prompt_that_a_processor_writes_into_is_returned_as_generate_does(num_
         attention_mask=torch.ones_like(prompt),
     )
     assert expected.sequences[0, 1] == 9
-
-
-def test_a_text_that_outgrows_its_model_is_reminded_of_as_in_generate(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.generation import stopping_criteria
-
-    told: list[str] = []
-    monkeypatch.setattr(stopping_criteria.logger, "warning_once", told.append)
-    model = tiny_model("llama", seed=1, max_position_embeddings=24)
-    model.generation_config.eos_token_id = None
-    model.generate(PROMPT, **OPTIONS)
-    assert told
-    expected = told[0]
-    told.clear()
-    lade.generate(model, PROMPT, **OPTIONS)
-    assert told == [expected]
 
 
 def test_what_is_no_number_leaves_the_window() -> None:

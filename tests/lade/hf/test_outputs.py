@@ -1,7 +1,6 @@
 """Caches, configs and stop strings of the caller: filled, honoured, or left as they were."""
 
 import copy
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,27 +84,6 @@ def test_caches_that_do_not_fit_are_refused() -> None:
 
 
 # --- inputs ---------------------------------------------------------------------------------
-
-
-def test_generation_configs_of_model_and_call_are_both_honoured() -> None:
-    model = tiny_model("llama", seed=4)
-    model.generation_config.do_sample = True
-    model.generation_config.temperature = 0.7
-    model.generation_config.repetition_penalty = 1.2
-    model.generation_config.eos_token_id = [*range(0, 97, 12)]
-    for of_call in (
-        GenerationConfig(max_new_tokens=17),
-        GenerationConfig(top_k=7, max_length=40, pad_token_id=0),
-        GenerationConfig(do_sample=False, max_new_tokens=12, return_dict_in_generate=True),
-    ):
-        for prompt in (ONE, THREE):
-            results = []
-            for generate in (type(model).generate, partial(lade.generate, config=SIX)):
-                torch.manual_seed(3)
-                mask = (prompt != 0).long()
-                out = generate(model, prompt, generation_config=of_call, attention_mask=mask)
-                results.append(out if torch.is_tensor(out) else out.sequences)
-            assert results[0].tolist() == results[1].tolist()
 
 
 @pytest.mark.parametrize("place", thinned(["model", "call", "argument"], "call"))

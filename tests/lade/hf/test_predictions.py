@@ -91,27 +91,6 @@ def test_nothing_of_it_is_learned_or_kept() -> None:
     assert "prediction" not in after.stats.sources
 
 
-@pytest.mark.parametrize("door", ["wrap", "decode", "wrapped decode"])
-def test_every_entry_point_takes_it(door: str) -> None:
-    model = tiny_model(FAMILY)
-    answer = answer_of(model)
-    if "wrap" in door:
-        lade.wrap(model)
-    options: dict[str, Any] = {"custom_generate": lade.decode} if "decode" in door else {}
-    output = model.generate(
-        ONE,
-        prediction=answer,
-        config=PRICED,
-        max_new_tokens=48,
-        **ENDLESS,
-        do_sample=False,
-        return_dict_in_generate=True,
-        **options,
-    )
-    assert output.sequences[0, 7:].tolist() == answer
-    assert output.stats.num_steps <= 8
-
-
 class Words:
     """A tokenizer of numbers in words of their own."""
 

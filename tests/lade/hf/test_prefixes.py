@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, StaticCache
 
 import lade
 from ngram_pool import PoolStore
 from tests.grids import thinned
 from tests.lade.both import answered, same_as_generate
 from tests.lade.shared import shared_model
-from tests.lade.tiny import IS_NEWEST, tiny_model
+from tests.lade.tiny import tiny_model
 from tests.ngram_pool.threads import in_threads
 from tests.support.tiny import tiny_model as tiny_architecture
 
@@ -92,16 +90,6 @@ def test_a_growing_chat_runs_only_what_is_new(way: tuple[str, Any], is_sampled: 
         assert chat.say(*NEXT) == length - 1
 
 
-@pytest.mark.parametrize("name", thinned(["bamba", "qwen3_next", "deepseek_v4"], "bamba"))
-def test_models_with_states_go_on_from_whole_texts(name: str) -> None:
-    model = tiny_architecture(name, seed=0, attention=None, dtype=torch.float64)
-    chat = Chat(model, do_sample=True)
-    assert chat.say(*OPENING) == 0
-    length = len(chat.ids)
-    assert chat.say(*NEXT) == length - 1
-    assert chat.ask([*OPENING, 40, 41]) == 0  # no state can be taken back to there
-
-
 @pytest.mark.parametrize("why", ["goes on wrongly", "draws"])
 @pytest.mark.filterwarnings("ignore::lade.PlainDecodingWarning")
 def test_a_model_that_cannot_go_on_is_asked_anew(why: str) -> None:
@@ -111,17 +99,6 @@ def test_a_model_that_cannot_go_on_is_asked_anew(why: str) -> None:
         model = tiny_architecture("recurrent_gemma", seed=0, attention=None, dtype=torch.float64)
     chat = Chat(model)
     assert [chat.say(*OPENING), chat.say(*NEXT)] == [0, 0]
-
-
-def test_positions_whose_angles_follow_the_length_are_not_reused_beyond_their_limit() -> None:
-    factors = [1.0] * 4
-    parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": factors}
-    parameters |= {"long_factor": [2.0] * 4, "original_max_position_embeddings": 40}
-    chat = Chat(model_of("phi3", rope_parameters=parameters, original_max_position_embeddings=40))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
-        reused = [chat.say(*OPENING), chat.say(*NEXT), chat.say(*NEXT), chat.say(*NEXT)]
-    assert reused == [0, 19, 0, 0]
 
 
 # --- branches, chats side by side, and what stays ---------------------------------------------
@@ -147,18 +124,6 @@ def test_windows_go_on_from_whole_texts_and_answer_again_from_the_turn_before() 
     assert chat.ask([*first, 40, 41, 42]) == len(first) - 1
     assert chat.ask(whole[:-3]) == len(first) - 1
     assert chat.ask([*OPENING, 40]) == 0  # what had left the window is gone
-
-
-def test_chats_side_by_side_keep_a_text_each() -> None:
-    model, pool = shared_model(seed=1), lade.NGramPool()
-    chats = [Chat(model, pool=pool) for _ in range(3)]
-    for number, chat in enumerate(chats):
-        # Later ones go on from the opening they share.
-        assert chat.say(*OPENING, 20 + number, 30) == (len(OPENING) if number else 0)
-    for _ in range(3):
-        for chat in chats:
-            length = len(chat.ids)
-            assert chat.say(*NEXT) == length - 1
 
 
 def test_what_is_kept_stays_within_the_budget() -> None:
@@ -236,33 +201,6 @@ def test_copies_of_a_model_carry_no_text_and_a_new_check_begins_with_none() -> N
     assert Chat(model, pool=chat.pool).ask(chat.ids) == 0
 
 
-# --- models that change; tests/lade/probing/test_changes.py has more ---------------------------
-
-
-def _through_data(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.weight.data += 0.05
-
-
-def _replaced(model: Any) -> None:
-    layer = model.model.layers[1].mlp.up_proj
-    layer.weight = torch.nn.Parameter(layer.weight.detach() * 0.9)
-
-
-def _told_otherwise(model: Any) -> None:
-    model.model.layers[1].self_attn.scaling *= 1.5
-
-
-@pytest.mark.parametrize("change", [_through_data, _replaced, _told_otherwise])
-def test_nothing_is_reused_of_a_model_that_was_changed(change: Callable[[Any], None]) -> None:
-    model = model_of()
-    chat = Chat(model)
-    chat.say(*OPENING)
-    change(model)
-    assert chat.say(*NEXT) == 0  # and the text is that of plain
-    length = len(chat.ids)
-    assert chat.say(*NEXT) == length - 1
-
-
 def test_peft_goes_on_from_no_other_adapters_keys() -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
     config = peft.LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False)
@@ -328,59 +266,10 @@ def test_threads_may_go_on_from_the_same_text(execution: Any) -> None:
 # --- options ----------------------------------------------------------------------------------
 
 
-def test_drafts_accepted_at_random_go_with_it() -> None:
-    config = lade.Config(reuses_prefix=True, acceptance="rejection", max_draft_tokens=4)
-    model, pool = shared_model(seed=1), lade.NGramPool()
-    ids, reused = torch.tensor([OPENING]), []
-    for _ in range(3):
-        options: dict[str, Any] = {"do_sample": True, "eos_token_id": None, "max_new_tokens": 6}
-        got = answered(model, ids, attention_mask=ids * 0 + 1, config=config, pool=pool, **options)
-        reused.append(got.stats.num_reused_tokens)
-        ids = got.sequences
-    assert reused == [0, 16, 22]
-
-
 def test_without_the_option_nothing_is_kept() -> None:
     chat = Chat(shared_model(seed=1), lade.Config())
     assert [chat.say(*OPENING), chat.say(*NEXT)] == [0, 0]
     assert Chat(chat.model, pool=chat.pool).ask(chat.ids) == 0
-
-
-IDS = torch.tensor([OPENING])
-# What is made anew for each call.
-AS_EVER: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "two rows": lambda model: {"input_ids": IDS.repeat(2, 1), "attention_mask": None},
-    "samples": lambda model: {"num_return_sequences": 2, "do_sample": True},
-    "padding": lambda model: {
-        "input_ids": torch.tensor([[0, 0, *OPENING]]),
-        "attention_mask": torch.tensor([[0, 0, *(1 for _ in OPENING)]]),
-    },
-    "positions": lambda model: {"position_ids": torch.arange(len(OPENING))[None] + 2},
-    "embeddings": lambda model: {
-        "input_ids": None,
-        "inputs_embeds": model.get_input_embeddings()(IDS).detach(),
-    },
-    "own cache": lambda model: {"past_key_values": DynamicCache(config=model.config)},
-    "static cache": lambda model: {
-        "past_key_values": StaticCache(config=model.config, max_cache_len=40)
-    },
-    "no cache": lambda model: {"use_cache": False},
-    "hidden states": lambda model: {"output_hidden_states": True},
-}
-
-
-@pytest.mark.parametrize("asked", AS_EVER)
-def test_other_calls_are_decoded_as_without_the_option(asked: str) -> None:
-    model, pool = shared_model(seed=1), lade.NGramPool()
-    Chat(model, pool=None).ask(OPENING)
-    Chat(model, pool=pool).ask(OPENING)
-    expected, got = same_as_generate(
-        model, IDS, fresh=lambda: AS_EVER[asked](model), pool=pool, config=KEPT, max_new_tokens=6
-    )
-    # Elsewhere a cache of the caller's cannot be told from one that generate made.
-    if IS_NEWEST or asked != "own cache":
-        assert got.stats.num_reused_tokens == 0
-        assert (got.past_key_values is None) == (expected.past_key_values is None)
 
 
 def test_every_door_keeps_and_finds_texts() -> None:

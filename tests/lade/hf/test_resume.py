@@ -40,12 +40,9 @@ class Breaking:
     def __init__(self, model: Any, after: int, error: type[Exception] = RuntimeError) -> None:
         self.after, self.error = after, error
         self.told: dict[int, list[int]] = {}
-        self.begin()
+        self._num_steps = 0
         part = next(iter(model.children()))
         self._forward, part.forward = part.forward, self
-
-    def begin(self) -> None:
-        self._num_steps = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._forward(*args, **kwargs)
@@ -161,27 +158,3 @@ def test_what_plain_raises_too_is_raised() -> None:
         warnings.simplefilter("ignore", lade.PlainDecodingWarning)
         with pytest.raises(KeyError, match="the user's own"):
             lade.generate(model, ONE, max_new_tokens=8)
-
-
-def test_what_a_callback_raises_is_raised() -> None:
-    def fail(step: Any) -> None:
-        raise KeyError("the user's own")
-
-    with pytest.raises(KeyError, match="the user's own"):
-        lade.generate(tiny_model("llama", seed=1), ONE, on_step=fail, max_new_tokens=8)
-
-
-@pytest.mark.parametrize(("error", "num_times"), [(RuntimeError, 2), (torch.OutOfMemoryError, 3)])
-def test_a_way_that_fails_twice_is_not_taken_again_unless_memory_ran_out(
-    error: type[Exception], num_times: int
-) -> None:
-    model = tiny_model("llama", seed=1)
-    breaking = Breaking(model, 3, error)
-    config = lade.Config(max_draft_tokens=4)
-    for _ in range(num_times):
-        breaking.begin()
-        by = partial(lade.generate, on_step=breaking.on_step)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", lade.VerificationWarning)
-            same_as_generate(model, ONE, by=by, config=config, knows=True, eos_token_id=None)
-    assert (lade.probe(model).verification == "tree") == (error is torch.OutOfMemoryError)

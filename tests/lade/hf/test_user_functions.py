@@ -23,7 +23,6 @@ from tests.lade.tiny import BLOOM, IS_NEWEST, MAMBA2
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"seed": 1},
-    "mistral": {"seed": 1},
     "bloom": {**BLOOM, "attention": "eager"},
     "mamba2": {**MAMBA2, "attention": "eager"},
 }

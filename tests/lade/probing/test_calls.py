@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
-    LogitsProcessor,
     MaxLengthCriteria,
     MistralConfig,
     StaticCache,
@@ -23,7 +22,7 @@ import lade
 from tests.grids import thinned
 from tests.lade.both import EIGHT, ONE, same_as_generate
 from tests.lade.shared import shared_model
-from tests.lade.tiny import CACHE, VOCAB_SIZE, chain, tiny_model
+from tests.lade.tiny import CACHE, chain, tiny_model
 from tests.support.tiny import tiny_model as architecture
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 9, 11, 13, 5, 6, 7, 8, 20, 21, 22, 23]])
@@ -71,10 +70,6 @@ class Evicting(DynamicLayer):  # type: ignore[misc]
         return (self.keys.shape[2] if self.is_initialized else 0) + query_length, 0
 
 
-class Same(DynamicLayer):  # type: ignore[misc]
-    """Does nothing of its own, which nobody can know of a class."""
-
-
 class Own(DynamicCache):  # type: ignore[misc]
     """Of the caller's; nobody knows what it does."""
 
@@ -111,7 +106,6 @@ UNUSUAL: list[tuple[str, Callable[[], Made], str]] = [
     ("llama", partial(layered, *[Evicting] * 3), "code of one's own"),
     ("mistral", partial(layered, *[Evicting] * 3), "code of one's own"),
     ("gpt2", partial(layered, DynamicLayer, DynamicLayer, Evicting), "code of one's own"),
-    ("llama", partial(layered, DynamicLayer, DynamicLayer, Same), "layers of Same"),
     ("llama", partial(patched, None), "code of one's own"),
     ("gpt2", partial(patched, 1), "code of one's own"),
     ("llama", partial(windowed, 8), "layers of DynamicSlidingWindowLayer"),
@@ -128,20 +122,6 @@ def test_a_cache_of_ones_own_does_what_it_does_in_generate(
     check(shared_model(family, seed=1), fresh, why)
 
 
-@pytest.mark.parametrize("kind", [DynamicCache, DynamicLayer])
-@pytest.mark.parametrize("is_passed", [False, True], ids=["own", "passed"])
-def test_a_method_patched_in_its_class_is_heeded_in_any_cache(
-    is_passed: bool, kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = shared_model("llama", seed=1)
-    made: Any = (lambda: {CACHE: DynamicCache()}) if is_passed else dict
-    check(model, made, None)
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, "update", fading(kind.update))
-        check(model, made, "code of one's own")
-    check(model, made, None)
-
-
 def held(model: Any, change: Callable[[int, Any], None], num_new: int = 1) -> Made:
     """Return a cache that has run the prompt, and of which each layer was changed since."""
     cache, num_held = DynamicCache(config=model.config), PROMPT.shape[1]
@@ -154,30 +134,6 @@ def held(model: Any, change: Callable[[int, Any], None], num_new: int = 1) -> Ma
     return {CACHE: cache, "attention_mask": mask, "position_ids": positions}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("lengths", [(18, 15, 12), (12, 15, 18), (12, 12, 12)])
-def test_tokens_that_layers_have_lost_stay_lost(family: str, lengths: Any) -> None:
-    model = shared_model(family, seed=1)
-
-    def cut(place: int, layer: Any) -> None:
-        start = 18 - lengths[place]
-        layer.keys, layer.values = layer.keys[:, :, start:], layer.values[:, :, start:]
-
-    is_even = len({*lengths}) == 1  # told apart by their positions
-    for do_sample in (False, True):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore" if is_even else "error", lade.PlainDecodingWarning)
-            same_as_generate(
-                model,
-                torch.tensor([[31]]),
-                fresh=partial(held, model, cut),
-                plainly=None if is_even or do_sample else "have different lengths",
-                knows=True,
-                do_sample=do_sample,
-                **OPTIONS,
-            )
-
-
 class Full(StoppingCriteria):  # type: ignore[misc]
     """Stops once a cache holds so many tokens."""
 
@@ -188,20 +144,8 @@ class Full(StoppingCriteria):  # type: ignore[misc]
         return torch.full((len(input_ids),), self.cache.get_seq_length() >= 26)
 
 
-class Reading(LogitsProcessor):  # type: ignore[misc]
-    """Prefers the token of the number that a cache holds."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores[:, self.cache.get_seq_length() % VOCAB_SIZE] += 3
-        return scores
-
-
 READERS: dict[str, Callable[[Any], Made]] = {
     "criterion": lambda cache: {"stopping_criteria": [Full(cache)]},
-    "processor": lambda cache: {"logits_processor": [Reading(cache)]},
     "prefix function": lambda cache: {
         "prefix_allowed_tokens_fn": lambda *_: [20 + cache.get_seq_length() % 7, 30]
     },

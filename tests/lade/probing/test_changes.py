@@ -1,12 +1,10 @@
 """Whatever of a model is changed between two calls, the text is `generate`'s at that time."""
 
-import copy
 import gc
 import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from tests.lade import states
 from tests.lade.both import ONE, THREE, same_as_generate
 from tests.lade.states import KINDS, SIZE, STEERING, Set, mlp_of
 from tests.lade.tiny import tiny_model
-from tests.ngram_pool.threads import in_threads
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None}
 #: What is set one after the other: nothing at first, as steering code mostly begins.
@@ -77,26 +74,6 @@ def test_state_of_a_wrapped_model_is_heeded() -> None:
         same_as_generate(model, ONE, knows=True, by=wrapped, **OPTIONS)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", QUICK[::4], ids=name_of)
-def test_threads_that_call_a_model_between_two_changes_heed_it(kind: Callable[[Any], Set]) -> None:
-    model = model_of()
-    put = kind(model)
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
-
-    def ask(expected: list[int], config: lade.Config) -> None:
-        pool = lade.NGramPool()
-        pool.observe(expected)
-        got = lade.generate(model, ONE, pool=pool, config=config, **options)
-        assert got[0].tolist() == expected
-
-    for alpha in ALPHAS:
-        put(alpha)
-        expected = model.generate(ONE, **options)[0].tolist()
-        calls = [partial(ask, expected, config) for config in (SIX, KEPT, lade.Config())]
-        assert in_threads(*calls, seconds=None) == []
-
-
 FAMILIES = ["llama", "mistral", "gpt2", "mamba", "recurrent_gemma", "gemma3_text"]
 CASES = [(family, ids) for family in FAMILIES for ids in ("ONE", "THREE")]
 
@@ -141,10 +118,6 @@ def quantized(model: Any) -> Any:
         return quantize(model, {nn.Linear}, torch.qint8)
 
 
-def copied_and_hooked(model: Any) -> Any:
-    return hooked(copy.deepcopy(model))
-
-
 def pickled(model: Any) -> Any:
     return pickle.loads(pickle.dumps(model))
 
@@ -177,7 +150,7 @@ def by_eager_attention(model: Any) -> Any:
 
 
 CHANGES: list[Callable[[Any], Any]] = [
-    *(hooked, quantized, copied_and_hooked, pickled, written_in_place, replaced, trained),
+    *(hooked, quantized, pickled, written_in_place, replaced, trained),
     *(in_other_format, by_eager_attention),
 ]
 
@@ -220,20 +193,6 @@ def test_a_hook_that_treats_all_tokens_alike_costs_few_steps() -> None:
     given = OPTIONS | {"max_new_tokens": 64}
     _, got = same_as_generate(model, ONE, knows=True, config=SIX, **given)
     assert got.stats.num_steps < 40  # 64 without drafts, some 12 without checks
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_:FutureWarning")
-def test_a_model_that_is_trained_between_calls_is_as_fast_as_ever() -> None:
-    """Transformers leaves one hook more on the embeddings each time that checkpointing is on."""
-    model = model_of()
-    for _ in range(3):
-        model.train()
-        model.gradient_checkpointing_enable()
-        trained(model)
-        model.gradient_checkpointing_disable()  # as trainers do around `generate`
-        model.eval()
-        _, got = same_as_generate(model, ONE, knows=True, config=SIX, **OPTIONS)
-        assert got.stats.num_accepted_tokens > 12
 
 
 def test_a_model_that_was_used_goes_when_it_is_let_go() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 import lade
-from tests.lade.both import EIGHT, ONE
+from tests.lade.both import ONE
 from tests.lade.hf.test_multimodal import tiny_vlm
 from tests.lade.tiny import byte_tokenizer, tiny_model
 from tests.support.run import all_names
@@ -104,15 +104,6 @@ def test_nothing_of_a_model_differs_after_a_check(made: Any) -> None:
 # --- models whose class has a `generate` of its own -----------------------------------------------
 
 
-class Scaled(LlamaForCausalLM):  # type: ignore[misc]
-    """A class whose own `generate` sets something in its modules."""
-
-    def generate(self, *args: Any, scale: float = 1.0, **kwargs: Any) -> Any:
-        for layer in self.model.layers:
-            layer.self_attn.scaling = scale
-        return super().generate(*args, **kwargs)
-
-
 class Refusing(LlamaForCausalLM):  # type: ignore[misc]
     """A class whose own `generate` knows its own arguments alone."""
 
@@ -139,20 +130,6 @@ def of_class(kind: type, **options: Any) -> Any:
     model = tiny_model(seed=1, **options)
     model.__class__ = kind
     return model
-
-
-def test_what_an_own_generate_sets_holds_in_its_call() -> None:
-    expected = [
-        of_class(Scaled).generate(ONE, scale=each, **GREEDY).tolist() for each in (0.3, 2.0)
-    ]
-    assert expected[0] != expected[1]
-    model = of_class(Scaled)
-    for scale, text in [*zip((0.3, 2.0), expected, strict=True)] * 2:
-        got = lade.generate(model, ONE, scale=scale, config=EIGHT, **GREEDY)
-        assert got.tolist() == text
-    with lade.Batcher(model, config=EIGHT) as batcher:  # one after the other
-        requests = [batcher.submit(ONE, scale=each, **GREEDY) for each in (0.3, 2.0) * 3]
-        assert [each.result().tolist() for each in requests] == expected * 3
 
 
 def test_stop_strings_reach_a_generate_that_drops_criteria() -> None:

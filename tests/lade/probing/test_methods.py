@@ -118,29 +118,6 @@ def test_rounding_is_no_fault_in_any_precision(dtype: torch.dtype, num_rows: int
         assert lade.probe(model_of(family, dtype=dtype), num_rows=num_rows).verification == "tree"
 
 
-@pytest.mark.parametrize("vocab_size", [2, 3])
-def test_few_tokens_are_enough_to_see_what_attention_does(vocab_size: int) -> None:
-    """Attention to one and the same token would hide it."""
-    model = model_of("llama", vocab_size=vocab_size, eos_token_id=None, bos_token_id=None)
-    assert lade.probe(model).verification == "tree"
-
-    def change_last(module: Any, args: Any, output: Tensor) -> Tensor:
-        changed = output.clone()
-        changed[:, -1] *= 1.5
-        return changed
-
-    model.model.layers[0].self_attn.q_proj.register_forward_hook(change_last)
-    found = lade.probe(model)
-    assert found.verification == "plain"
-    assert "differ" in found.reasons["tree"]
-
-
-def test_a_model_in_training_mode_is_told_so_and_checked_again_after() -> None:
-    model = tiny_model("gpt2").train()
-    assert "try model.eval()" in lade.probe(model).reasons["tree"]
-    assert lade.probe(model.eval()).verification == "tree"
-
-
 # --- models that are broken -----------------------------------------------------------------------
 
 
@@ -320,15 +297,6 @@ def test_layers_that_are_quantized_have_the_text_of_generate(kind: Any, dtype: t
         assert (got.stats.num_draft_tokens > 0) == (kind is Quantized)
 
 
-@pytest.mark.usefixtures("quietly")
-def test_quantize_dynamic_is_plain_whatever_a_check_finds() -> None:
-    """Of three tokens, a draft may hold what the forward without it holds anyway."""
-    model = tiny_model("llama", dtype=torch.float32, vocab_size=3)
-    quantize: Any = torch.ao.quantization.quantize_dynamic
-    found = lade.probe(quantize(model, {nn.Linear}, torch.qint8))
-    assert found.verification == "plain"
-
-
 # --- code that is not part of transformers --------------------------------------------------------
 
 
@@ -393,16 +361,6 @@ def test_attention_that_ignores_masks_prefills_and_another_one_verifies() -> Non
     assert check_text(model).mean_accepted_tokens > 1.2
     assert USED
     assert model.config._attn_implementation == "blind"
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch, about flex attention that is not compiled
-def test_flex_attention_prefills_and_another_one_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # two minutes
-    model = model_of("llama", head_dim=16, dtype=torch.float32)
-    model.set_attn_implementation("flex_attention")
-    _, output = same_as_generate(model, ONE, accept=1.0, max_new_tokens=12)
-    assert output.stats.num_accepted_tokens > 3
-    assert model.config._attn_implementation == "flex_attention"
 
 
 # --- what a check leaves behind -------------------------------------------------------------------
