@@ -43,7 +43,9 @@ def run_session(seed: int, number: int) -> tuple[int, int, Counter[str]]:
             options["head_dim"] = rng.choice([8, 32])
         model = tiny_model(family, dtype=dtype, **options)
         size = rng.choice([2, 4, 8])
-        wrong, batcher = num_wrong(model, PER_SESSION, rng.randrange(2**31), size, max_tokens)
+        wrong, batcher = num_wrong(
+            model, PER_SESSION, rng.randrange(2**31), size, max_batch_tokens=max_tokens
+        )
     of_session = Counter({family: PER_SESSION, str(dtype): PER_SESSION, f"at once {size}": 1})
     of_session["joint forwards"] += batcher._joint.num_run
     of_session["sessions with little room"] += max_tokens is not None

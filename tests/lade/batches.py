@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lade.batcher import Batcher, Request
-from lade.config import Config
-from ngram_pool import NGramPool
+from lade import Batcher, Config, NGramPool
 from tests.fuzz.cases import PREDICTIONS
 from tests.fuzz.parts import predicted
 from tests.lade.tiny import VOCAB_SIZE
+
+Request = Any  # what a batcher gives back
 
 
 class Asked(NamedTuple):
@@ -62,20 +62,19 @@ def random_call(rng: random.Random) -> Asked:
 
 
 def num_wrong(
-    model: Any, num_calls: int, seed: int, batch_size: int = 6, max_tokens: int | None = None
+    model: Any, num_calls: int, seed: int, batch_size: int = 6, **options: Any
 ) -> tuple[int, Batcher]:
     """Submit calls at random times; return how many answers differ from `generate`'s.
 
     Some are cancelled, and some fail in the middle; both count as wrong if they do anything else.
-    Some come with a prediction, right or not. `max_tokens` are those of the batcher.
+    Some come with a prediction, right or not. `options` are those of the batcher.
     """
     rng = random.Random(seed)
     asked = [random_call(rng) for _ in range(num_calls)]
     expected = [each.alone(model) for each in asked]
     pool = NGramPool()
     wrong = 0
-    sizes: dict[str, Any] = {"max_batch_size": batch_size, "max_batch_tokens": max_tokens}
-    with Batcher(model, pool=pool, **sizes) as batcher:
+    with Batcher(model, pool=pool, max_batch_size=batch_size, **options) as batcher:
         requests: list[tuple[Request, str]] = []
         for each, tokens in zip(asked, expected, strict=True):
             fate = rng.choice(["", "", "", "", "cancelled", "failing"])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import lade
-from lade.compat import device_of_inputs
 from tests.lade.tiny import BatchDrafter
 
 ONE = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
@@ -27,6 +26,7 @@ def same_as_generate(
     accept: float | None = None,
     config: lade.Config | None = None,
     pool: Any = None,
+    knows: bool = False,
     seed: int = 0,
     plainly: str | None = None,
     may_fail: bool = False,
@@ -40,6 +40,7 @@ def same_as_generate(
         model: what decodes, wrapped or not.
         input_ids: prompts, 0 where they are padded; None beside `inputs_embeds`.
         drafter, config, pool: of lade.
+        knows: whether lade has a pool that knows the answer.
         accept: how often the next token of a scripted drafter is right; None for no such drafter.
         seed: of both calls, and of the scripted drafter.
         plainly: the reason in the warning with which lade decodes plainly.
@@ -51,7 +52,7 @@ def same_as_generate(
     Returns:
         The outputs of plain `generate` and of lade.
     """
-    device = device_of_inputs(model)
+    device = torch.device("cuda" if model.device.type == "cuda" else "cpu")
     given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
     if input_ids is not None:
         given |= {"input_ids": input_ids.to(device)}
@@ -65,6 +66,10 @@ def same_as_generate(
     if accept is not None:
         answers = _unpadded(_tokens(expected), of_plain)
         drafter = scripted = BatchDrafter(answers, np.random.default_rng(seed), accept)
+    if knows:
+        pool = lade.NGramPool()
+        for row in _tokens(expected).tolist():
+            pool.observe(row)
     of_lade = {"drafter": drafter, "config": config, "pool": pool}
     of_lade = {name: value for name, value in of_lade.items() if value is not None}
     torch.manual_seed(seed)

@@ -63,16 +63,9 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def shared_models_stay_whole(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that changes a model it shares with others.
-
-    What is found out about a model while something is patched holds for that test alone, and such a
-    test is told nothing of what was found out before.
-    """
-    is_patched = "monkeypatch" in request.fixturenames
-    if is_patched:
-        shared.forget_verdicts()
-    shared.forget_texts()
+def shared_models_stay_whole() -> Iterator[None]:
+    """Fail a test that changes a model it shares with others, and let the next one begin anew."""
+    shared.forget()
     yield
-    changes = shared.hand_back(are_verdicts_true=not is_patched)
+    changes = shared.hand_back()
     assert not changes, f"a shared model was changed, take `tiny_model`: {changes}"

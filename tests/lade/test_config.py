@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lade.config import Config
+from lade import Config
 
 
 def test_config_refuses_what_it_cannot_mean() -> None:

@@ -9,13 +9,14 @@ import transformers
 from packaging import version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lade.drafting.drafter import Drafter
-from lade.drafting.drafts import draft_of
-from ngram_pool import Draft
+from lade import Draft, Drafter
 
 # Whether transformers is new enough for all that lade does.
 IS_NEWEST = version.parse(transformers.__version__) >= version.parse("5.23")
+# What models and `generate` call the cache.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
 
 VOCAB_SIZE = 97
 EOS_TOKEN_ID = 96
@@ -108,6 +109,20 @@ def random_prompt(rng: np.random.Generator, max_length: int = 20) -> torch.Tenso
     length = int(rng.integers(1, max_length + 1))
     alphabet = rng.choice(np.arange(2, VOCAB_SIZE - 1), int(rng.integers(1, 8)), replace=False)
     return torch.from_numpy(rng.choice(alphabet, length)[None])
+
+
+def draft_of(token_ids: Sequence[int], parents: Sequence[int], probs: Any = 1.0) -> Draft:
+    """Return a draft of nodes, of which each comes after its parent."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    ids = (np.array(each, np.int32) for each in (token_ids, parents, depths))
+    return Draft(*ids, np.full(len(depths), probs, np.float64))
+
+
+def chain(token_ids: Sequence[int], probs: Any = 1.0) -> Draft:
+    """Return a draft of one path."""
+    return draft_of(token_ids, range(-1, len(token_ids) - 1), probs)
 
 
 def paths_of(draft: Draft) -> list[tuple[int, ...]]:

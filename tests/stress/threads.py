@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AttentionInterface
 
 import lade
 from lade.compat import attention_of
-from tests.lade.test_view import _model
-from tests.lade.tiny import BatchDrafter
+from tests.lade.tiny import BatchDrafter, tiny_model
+from tests.support.tiny import tiny_model as tiny_architecture
 
 KINDS = ("gemma2", "flash", "flex", "sdpa")
 _SWITCH_SEC = 1e-5  # between threads, for races to be likely
@@ -31,6 +32,29 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _flash_like(*args: Any, **kwargs: Any) -> Any:
+    """Attention that knows no 4D mask, as flash attention: it sees all that comes before."""
+    module, query, key, value, _ = args[:5]
+    kwargs = {name: kwargs[name] for name in ("dropout", "scaling") if name in kwargs}
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+    return AttentionInterface()["sdpa"](module, query, key, value, mask[None, None], **kwargs)
+
+
+AttentionInterface.register("causal_only", _flash_like)
+
+
+def _model(kind: str) -> tuple[Any, lade.Config]:
+    steady = lade.Config(max_draft_tokens=8)
+    if kind == "gemma2":
+        model = tiny_architecture("gemma2", seed=0, attention="eager", dtype=torch.float32)
+        return model, lade.Config(stable_text=True, max_draft_tokens=7)
+    attention = {"flash": "causal_only", "flex": "flex_attention", "sdpa": "sdpa"}[kind]
+    model = tiny_model("llama", seed=1, dtype=torch.float32, attention="sdpa")
+    model.set_attn_implementation(attention)
+    return model, steady
 
 
 def call_from_threads(kind: str, num_calls: int, num_threads: int) -> Result:

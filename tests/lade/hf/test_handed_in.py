@@ -10,12 +10,8 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessor
 
 import lade
-from lade.compat import INDEXERS_TAKE_MASKS
-from tests.grids import thinned
-from tests.lade.both import EIGHT, ListStreamer, same_as_generate
+from tests.lade.both import same_as_generate
 from tests.lade.tiny import tiny_model
-from tests.support.tiny import causal_lm_types
-from tests.support.tiny import tiny_model as tiny_architecture
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
 OPTIONS: dict[str, Any] = {
@@ -71,25 +67,6 @@ def test_adapters_of_peft_count(kind: str, door: Callable[..., Any]) -> None:
         base = model.get_base_model().generate(PROMPT, **OPTIONS)
         assert expected.tolist() != base.tolist()
     assert door(model, input_ids=PROMPT, **OPTIONS).tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("kind", ["lora", "prompt", "prefix"])
-@pytest.mark.filterwarnings("ignore")
-def test_adapters_added_to_a_model_that_was_used_count(kind: str) -> None:
-    peft = pytest.importorskip("peft", reason="needs peft")
-    base = tiny_model("llama", seed=1, dtype=torch.float32)
-    base.generation_config.eos_token_id = None
-    lade.wrap(base)
-    base.generate(PROMPT, **OPTIONS)
-    model = peft.get_peft_model(base, _config_of(kind)).eval()
-    got = [
-        model.generate(input_ids=PROMPT, **OPTIONS).tolist(),  # through the wrapped base
-        lade.generate(model, PROMPT, **OPTIONS).tolist() if kind == "lora" else None,
-        lade.generate(model, input_ids=PROMPT, **OPTIONS).tolist(),
-    ]
-    lade.unwrap(base)
-    expected = model.generate(input_ids=PROMPT, **OPTIONS).tolist()
-    assert all(each in (expected, None) for each in got)
 
 
 class NamesNothing(LlamaForCausalLM):  # type: ignore[misc]
@@ -150,21 +127,6 @@ def test_arguments_by_place_reach_a_wrapped_model(kind: type) -> None:
     assert seen  # it was lade
 
 
-@pytest.mark.parametrize("kind", [LlamaForCausalLM, TakesAnything])
-def test_a_streamer_by_place_gets_all(kind: type) -> None:
-    model = remade(kind)
-    config = GenerationConfig(do_sample=False, max_new_tokens=8, pad_token_id=0)
-    mask = {"attention_mask": torch.ones_like(PROMPT)}
-    place = [PROMPT, config, None, None, None, None, None]
-    plain, mine = ListStreamer(), ListStreamer()
-    model.generate(*place, plain, **mask)
-    lade.wrap(model)
-    model.generate(*place, mine, **mask)
-    assert mine.events == plain.events
-    with pytest.raises(TypeError, match="multiple values for argument 'streamer'"):
-        model.generate(*place, mine, streamer=mine, **mask)
-
-
 def test_a_generate_of_the_instance_is_the_models_own() -> None:
     model = tiny_model("llama", seed=1)
     expected = model.generate(PROMPT, **OPTIONS | {"max_new_tokens": 5})
@@ -208,29 +170,6 @@ def test_a_prompt_that_a_processor_writes_into_is_returned_as_generate_does(num_
     assert expected.sequences[0, 1] == 9
 
 
-def test_lengths_may_be_floats_as_in_generate() -> None:
-    model = tiny_model("llama", seed=1)
-    for length in (4.0, 4.5):
-        same_as_generate(model, PROMPT, max_new_tokens=length)
-
-
-def test_a_text_that_outgrows_its_model_is_reminded_of_as_in_generate(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.generation import stopping_criteria
-
-    told: list[str] = []
-    monkeypatch.setattr(stopping_criteria.logger, "warning_once", told.append)
-    model = tiny_model("llama", seed=1, max_position_embeddings=24)
-    model.generation_config.eos_token_id = None
-    model.generate(PROMPT, **OPTIONS)
-    assert told
-    expected = told[0]
-    told.clear()
-    lade.generate(model, PROMPT, **OPTIONS)
-    assert told == [expected]
-
-
 def test_what_is_no_number_leaves_the_window() -> None:
     """A query of padding that sees nothing is NaN in eager attention in float64."""
     model = tiny_model("mistral", seed=1, attention="eager", sliding_window=4)
@@ -239,31 +178,3 @@ def test_what_is_no_number_leaves_the_window() -> None:
     pool, config = lade.NGramPool(), lade.Config(max_draft_tokens=4)
     for _ in range(2):  # the second time, the pool knows the answer
         same_as_generate(model, prompt, pool=pool, config=config, max_new_tokens=30)
-
-
-TYPES = {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"} & {*causal_lm_types()}
-SPARSE = [(name, 2) for name in sorted(TYPES)] + [("deepseek_v32", 16)]
-
-
-@pytest.mark.parametrize("of", thinned(SPARSE, ("deepseek_v32", 2)))
-@pytest.mark.parametrize("num_chosen", thinned([64, 128], 128))
-def test_sparse_attention_is_plain_where_texts_outgrow_its_choice(
-    num_chosen: int, of: tuple[str, int]
-) -> None:
-    name, num_heads = of
-    options = {"index_topk": num_chosen, "index_n_heads": num_heads}
-    model = tiny_architecture(name, seed=0, attention=None, dtype=torch.float32, **options)
-    model.generation_config.eos_token_id = None
-    generator = torch.Generator().manual_seed(2)
-    for seed in range(3):
-        prompt = torch.randint(2, 90, (1, 84), generator=generator)
-        pool = lade.NGramPool()
-        pool.observe(model.generate(prompt, **OPTIONS | {"attention_mask": prompt * 0 + 1})[0])
-        pool.observe([*range(2, 90)] * (1 + seed))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", lade.PlainDecodingWarning)
-            _, ours = same_as_generate(model, prompt, pool=pool, config=EIGHT)
-        if num_chosen == 64:
-            assert ours.stats.num_draft_tokens == 0
-        elif INDEXERS_TAKE_MASKS:
-            assert ours.stats.num_draft_tokens > 0

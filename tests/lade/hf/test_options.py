@@ -1,120 +1,85 @@
 """What is refused, and by which name: the one that the user has written."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import BatchEncoding, GenerationConfig
+from transformers import BatchEncoding, GenerationConfig, StoppingCriteria
 
 import lade
-from lade.errors import UnsupportedOptionError
-from lade.hf.options import refuse_unsupported_options
-from tests.lade.both import ONE
+from tests.lade.both import ONE, same_as_generate
 from tests.lade.shared import shared_model
 from tests.lade.tiny import tiny_model
 
-PROMPT = torch.tensor([[5, 6, 7, 5, 6]])
-MASK = torch.ones_like(PROMPT)
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> Any:
-    return tiny_model("llama")
+    return shared_model("llama", seed=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_beams": 4}, "num_beams=4 (generation mode beam_search)"),
-        (
-            {"num_beams": 2, "do_sample": True, "prompt_lookup_num_tokens": 3},
-            "num_beams=2 (generation mode beam_sample)",
-        ),
-        (
-            {"penalty_alpha": 0.6, "top_k": 4},
-            "penalty_alpha=0.6 (generation mode contrastive_search)",
-        ),
-        ({"dola_layers": "high"}, "dola_layers='high' (generation mode dola_generation)"),
-        ({"dola_layers": [0, 2]}, "dola_layers (generation mode dola_generation)"),
-    ],
-)
-def test_a_mode_is_refused_by_the_option_that_asks_for_it(
-    model: Any, options: dict[str, Any], message: str
-) -> None:
-    for given in (options, {"generation_config": GenerationConfig(**options)}):
-        with pytest.raises(UnsupportedOptionError) as refused:
-            lade.generate(model, PROMPT, attention_mask=MASK, max_new_tokens=4, **given)
-        is_own = "beam" in message or "assisted" in message
-        way_out = "; model.generate decodes so" if is_own else ""
-        said = f"lade does not support {message} yet{way_out}"
-        assert str(refused.value) == said
+OWN = "; model.generate decodes so"
+BEAMS = {"num_beams": 2, "do_sample": True, "prompt_lookup_num_tokens": 3}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"num_beams": 4}, f"num_beams=4 (generation mode beam_search) yet{OWN}"),
+    (BEAMS, f"num_beams=2 (generation mode beam_sample) yet{OWN}"),
+    (
+        {"penalty_alpha": 0.6, "top_k": 4},
+        "penalty_alpha=0.6 (generation mode contrastive_search) yet",
+    ),
+    ({"dola_layers": "high"}, "dola_layers='high' (generation mode dola_generation) yet"),
+    ({"dola_layers": [0, 2]}, "dola_layers (generation mode dola_generation) yet"),
+    ({"custom_generate": lade.decode}, f"custom_generate yet{OWN}"),
+    ({"synced_gpus": True}, f"synced_gpus yet{OWN}"),
+    ({"cache_implementation": "paged"}, f"cache_implementation='paged' yet{OWN}"),
+    ({"token_healing": True}, f"token_healing yet{OWN}"),
+]
+OF_CALLS = ("custom_generate", "synced_gpus", "cache_implementation")
 
 
-def test_a_mode_that_the_models_own_config_asks_for_is_named_too() -> None:
-    model = tiny_model("llama")
-    model.generation_config.num_beams = 2
-    with pytest.raises(UnsupportedOptionError, match=r"support num_beams=2 \(gen"):
-        lade.generate(model, PROMPT, attention_mask=MASK, max_new_tokens=4)
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: next(iter(value)))
+def test_unsupported_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    model, pool = tiny_model("llama"), lade.NGramPool(50)
+    calls = [options]
+    if not options.keys() & {*OF_CALLS}:
+        calls.append({"generation_config": GenerationConfig(**options)})
+    for call in calls:
+        with pytest.raises(lade.UnsupportedOptionError) as refused:
+            lade.generate(model, ONE, pool=pool, max_new_tokens=4, **call)
+        assert str(refused.value).endswith(f"support {message}")
+        assert isinstance(refused.value, ValueError)  # for who does not know our errors
+    assert len(pool) == 0
+    if "num_beams" in options:
+        model.generation_config.num_beams = options["num_beams"]
+        with pytest.raises(lade.UnsupportedOptionError, match="support num_beams="):
+            lade.generate(model, ONE, max_new_tokens=4)
+    if "custom_generate" not in options:
+        lade.wrap(model)
+        with pytest.raises(lade.UnsupportedOptionError, match=r"yet; lade\.unwrap\(model\) gives"):
+            model.generate(ONE, max_new_tokens=4, **options)
 
 
-@pytest.mark.parametrize(
-    "way", [lade.generate, lambda model, *a, **k: lade.wrap(model).generate(*a, **k)]
-)
-def test_prompt_lookup_is_a_limit_of_draft_tokens(way: Any) -> None:
+def test_prompt_lookup_is_a_limit_of_draft_tokens() -> None:
     model = tiny_model("llama", seed=1)
-    prompt = PROMPT.repeat(1, 4)
+    prompt = ONE.repeat(1, 4)
     expected = model.generate(prompt, do_sample=False, max_new_tokens=40)
     pool = lade.NGramPool()
     pool.observe(expected[0].tolist())
-    most: list[int] = []
-    for limit in (2, 30):
+
+    def most(num_lookup: int, **options: Any) -> int:
         steps: list[lade.Step] = []
-        got = way(
-            model,
-            prompt,
-            pool=pool,
-            on_step=steps.append,
-            do_sample=False,
-            max_new_tokens=40,
-            prompt_lookup_num_tokens=limit,
-        )
-        assert got.equal(expected)
-        most.append(max(step.num_draft_tokens for step in steps))
-    assert most[0] <= 2 < most[1]
+        options |= {"do_sample": False, "max_new_tokens": 40, "pool": pool}
+        options |= {"prompt_lookup_num_tokens": num_lookup, "on_step": steps.append}
+        assert torch.equal(lade.wrap(model).generate(prompt, **options), expected)
+        return max(step.num_draft_tokens for step in steps)
+
+    assert most(2) <= 2 < most(30)
     for config in (lade.Config(max_draft_tokens=8), lade.Config(step_costs={1: 1.0, 99: 1.0})):
-        steps = []
-        told: dict[str, Any] = {"on_step": steps.append, "config": config, "pool": pool}
-        way(model, prompt, **told, max_new_tokens=40, prompt_lookup_num_tokens=2)
-        assert max(step.num_draft_tokens for step in steps) == 2
+        assert most(2, config=config) == 2
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens of at least 1, got 0"):
-        way(model, prompt, max_new_tokens=4, prompt_lookup_num_tokens=0)
-
-
-def test_an_assistant_of_a_call_takes_the_place_of_the_drafter_of_a_wrapped_model() -> None:
-    model = lade.wrap(tiny_model("llama", seed=1), drafter=lade.Drafter())
-    got = model.generate(
-        PROMPT,
-        assistant_model=tiny_model("llama", seed=1, num_hidden_layers=2),
-        do_sample=False,
-        max_new_tokens=8,
-        return_dict_in_generate=True,
-    )
-    assert "assistant" in " ".join(got.stats.sources).lower()
-
-
-def test_what_does_not_change_the_mode_is_not_refused(model: Any) -> None:
-    for options in ({"num_beams": 1}, {"penalty_alpha": 0.6, "do_sample": True}, {"top_k": 3}):
-        refuse_unsupported_options(model, GenerationConfig(**options))
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"token_healing": True}])
-def test_a_wrapped_model_says_how_to_get_its_own_generate_back(options: dict[str, Any]) -> None:
-    model = lade.wrap(tiny_model("llama"))
-    with pytest.raises(UnsupportedOptionError, match=r"yet; lade\.unwrap\(model\) gives the mod"):
-        model.generate(PROMPT, attention_mask=MASK, max_new_tokens=4, **options)
-    if "num_beams" in options:
-        lade.unwrap(model)
-        assert model.generate(PROMPT, attention_mask=MASK, max_new_tokens=4, **options).shape[1] > 5
+        lade.generate(model, prompt, max_new_tokens=4, prompt_lookup_num_tokens=0)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +91,88 @@ def test_a_wrapped_model_says_how_to_get_its_own_generate_back(options: dict[str
         (5, "got int"),
     ],
 )
-def test_what_is_no_tensor_of_ids_is_refused_with_a_way_out(wrong: Any, way_out: str) -> None:
-    with pytest.raises(TypeError, match="expected input_ids to be a tensor") as told:
-        lade.generate(shared_model("llama"), wrong)
-    assert way_out in str(told.value)
+def test_what_is_no_tensor_of_ids_is_refused_with_a_way_out(
+    model: Any, wrong: Any, way_out: str
+) -> None:
+    with lade.Batcher(model) as batcher:
+        for call in (lambda: lade.generate(model, wrong), lambda: batcher.submit(wrong)):
+            with pytest.raises(TypeError, match="expected input_ids to be a tensor") as told:
+                call()
+            assert way_out in str(told.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint8, torch.int32])
+def test_prompts_have_the_types_that_embeddings_take(dtype: torch.dtype) -> None:
+    model = tiny_model("llama", seed=1)
+    expected = lade.generate(model, ONE, **GREEDY).tolist()  # and the model is checked
+    if dtype == torch.int32:
+        assert lade.generate(model, ONE.to(dtype), **GREEDY).tolist() == expected
+        return
+    with pytest.raises(RuntimeError):
+        model.generate(ONE.to(dtype), **GREEDY)
+    calls: list[Callable[[], Any]] = [
+        lambda: lade.generate(model, ONE.to(dtype), **GREEDY),
+        lambda: model.generate(ONE.to(dtype), custom_generate=lade.decode, **GREEDY),
+        lambda: lade.wrap(model).generate(ONE.to(dtype), **GREEDY),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=f"input_ids of int64 or int32, got {dtype}"):
+            call()
+
+
+def test_arguments_that_contradict_each_other_or_are_unknown_are_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="expected pool or drafter, got both"):
+        lade.generate(model, ONE, pool=lade.NGramPool(9), drafter=lade.Drafter())
+    config = lade.Config(max_candidates=3)
+    with pytest.raises(ValueError, match="it is a setting of the pool"):
+        lade.generate(model, ONE, drafter=lade.Drafter(), config=config)
+    with pytest.raises(ValueError, match="not_an_option"):
+        lade.generate(model, ONE, not_an_option=1)
+
+
+class Answering(StoppingCriteria):  # type: ignore[misc]
+    """A criterion that answers what a function makes of whether to stop, and of how many rows."""
+
+    def __init__(self, answer: Callable[[bool, int], Any]) -> None:
+        self._answer = answer
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        return self._answer(input_ids.shape[1] >= ONE.shape[1] + 4, len(input_ids))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(lambda ends, rows: torch.tensor([ends]), id="one for all"),
+        pytest.param(lambda ends, rows: torch.tensor(ends), id="no dimension"),
+        pytest.param(lambda ends, rows: torch.tensor([[ends]] * rows), id="column"),
+        pytest.param(lambda ends, rows: ends, id="bool"),
+        pytest.param(lambda ends, rows: -int(ends), id="lowest bit"),
+        pytest.param(lambda ends, rows: 2 * int(ends), id="no lowest bit"),
+        pytest.param(lambda ends, rows: torch.full((rows,), ends).to(torch.uint8), id="uint8"),
+    ],
+)
+def test_what_generate_takes_for_an_answer_of_a_criterion_is_taken(
+    model: Any, answer: Callable[[bool, int], Any], num_rows: int
+) -> None:
+    prompts = torch.cat([ONE + row for row in range(num_rows)])
+    options: dict[str, Any] = {"max_new_tokens": 9, "eos_token_id": None}
+    same_as_generate(model, prompts, stopping_criteria=[Answering(answer)], **options)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (torch.tensor([False] * 2), ValueError, "one value a row from Answering, got 2 for 1 row$"),
+        (torch.tensor([]).bool(), ValueError, "one value a row from Answering, got 0 for 1 row$"),
+        (torch.tensor([1.0]), TypeError, r"a bool a row from Answering, got tensor\(\[1\.\]\)"),
+        (None, TypeError, "a bool a row from Answering, got None"),
+    ],
+)
+def test_another_answer_of_a_criterion_is_refused(
+    model: Any, answer: Any, error: type[Exception], message: str
+) -> None:
+    criteria = [Answering(lambda ends, rows: answer)]
+    with pytest.raises(error, match=message):
+        lade.generate(model, ONE, stopping_criteria=criteria, max_new_tokens=9)

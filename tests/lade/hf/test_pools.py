@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import lade
-from lade.drafting.pool_drafter import PoolDrafter
 from ngram_pool import NGramPool, PoolStore
-from tests.lade.both import same_as_generate
-from tests.lade.tiny import random_prompt, tiny_model
+from tests.lade.tiny import tiny_model
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
 GREEDY: dict[str, Any] = {
@@ -82,40 +79,6 @@ def test_where_none_learns_a_new_pool_does_for_the_call(
         )
         assert output.sequences.tolist() == expected
         assert (output.stats.mean_accepted_tokens > 3.0) == bool(pool)
-
-
-@pytest.mark.exhaustive
-def test_text_equals_plain_generate_whatever_the_layers_hold() -> None:
-    """Layers that know the answer, know another, and know noise; greedy, sampled, in batches."""
-    rng = np.random.default_rng(0)
-    model = tiny_model("llama", seed=3)
-    model.generation_config.pad_token_id = 0
-    mine = NGramPool(500)
-    total = lade.DecodeStats()
-    for number in range(16):
-        prompt = random_prompt(rng)
-        options: dict[str, Any] = {
-            "max_new_tokens": 20,
-            "do_sample": number % 3 == 2,
-            "num_return_sequences": 2 if number % 3 == 2 else 1,
-        }
-        torch.manual_seed(number)
-        answer = model.generate(prompt, **options)[0].tolist()
-        layers = []
-        for text in (answer, rng.integers(0, 60, 50), answer[::-1]):
-            pool = NGramPool(int(rng.integers(5, 200)), int(rng.integers(1, 8)))
-            pool.observe(text)
-            layers.append(pool.as_read_only())
-        _, output = same_as_generate(
-            model,
-            prompt,
-            pool=[mine, *layers[: number % 4]],
-            config=lade.Config(max_draft_tokens=[None, 1, 5, 12][number // 4 % 4]),
-            seed=number,
-            **options,
-        )
-        total.add(output.stats)
-    assert 0.02 < total.acceptance_rate < 0.98
 
 
 def test_a_named_pool_is_open_for_the_length_of_a_call(
@@ -192,14 +155,3 @@ def test_a_copy_of_a_wrapped_model_carries_no_text(
         lade.wrap(model, pool=pool)
         assert copy.deepcopy(model).generate.pool is None
     lade.unwrap(model)
-
-
-def test_a_drafter_drafts_from_layers(docs: NGramPool, expected: list[list[int]]) -> None:
-    drafter = PoolDrafter(NGramPool(), layers=[docs])
-    sequence = drafter.open(expected[0][:10])
-    draft = drafter.draft(sequence, expected[0][:10], 3)
-    assert draft.token_ids[0] == expected[0][10]
-    drafter.close(sequence)
-    assert drafter.pool.num_open_sequences == 0
-    with pytest.raises(ValueError, match="expected layers that are only read"):
-        PoolDrafter(NGramPool(), layers=[NGramPool()])

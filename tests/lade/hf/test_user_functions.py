@@ -17,14 +17,12 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade.compat import MARKS_CACHES
 from tests.lade.both import ONE
 from tests.lade.shared import shared_model
-from tests.lade.tiny import BLOOM, MAMBA2
+from tests.lade.tiny import BLOOM, IS_NEWEST, MAMBA2
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"seed": 1},
-    "mistral": {"seed": 1},
     "bloom": {**BLOOM, "attention": "eager"},
     "mamba2": {**MAMBA2, "attention": "eager"},
 }
@@ -119,7 +117,7 @@ def test_all_are_called_as_by_generate(family: str, way: str, ids: Any, do_sampl
     config = lade.Config(max_draft_tokens=8)
     with_lade: dict[str, Any] = {"pool": pool, "config": config, "on_step": steps.append}
     # Older transformers do not tell `lade.decode` that nobody can look at the cache.
-    is_plain = way == "decode" and not MARKS_CACHES
+    is_plain = way == "decode" and not IS_NEWEST
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if is_plain else "error", lade.PlainDecodingWarning)
         got = WAYS[way](model, ids, **with_lade, **options, **mine.options())

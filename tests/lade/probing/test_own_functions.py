@@ -1,0 +1,262 @@
+"""Functions that somebody has put in place of others: lade calls what `generate` calls then."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
+
+import lade
+from tests.grids import thinned
+from tests.lade.both import EIGHT, same_as_generate
+from tests.lade.tiny import tiny_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning"),
+    pytest.mark.filterwarnings("ignore:lade reuses no prefix:RuntimeWarning"),
+]
+
+PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 9, 11, 13, 5, 6, 7, 8, 20, 21, 22, 23]])
+OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
+CONFIGS = [None, lade.Config(max_draft_tokens=0), EIGHT]
+
+
+def num_drafted(model: Any, **options: Any) -> int:
+    """Hold lade against `generate`; return how many tokens were drafted with a good pool."""
+    for config in CONFIGS:
+        _, got = same_as_generate(model, PROMPT, knows=True, config=config, **OPTIONS | options)
+    num: int = got.stats.num_draft_tokens
+    return num
+
+
+def in_batcher(model: Any, **options: Any) -> None:
+    """Hold calls that run beside each other against `generate`."""
+    given, asked, expected = OPTIONS | options, [PROMPT, PROMPT[:, :7]], []
+    pool = lade.NGramPool()
+    for seed, ids in enumerate(asked):
+        torch.manual_seed(seed)
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **given)
+        expected.append(tokens.tolist())
+        pool.observe(expected[-1][0])
+    with lade.Batcher(model, pool=pool, config=EIGHT) as batcher:
+        requests = [batcher.submit(asked[n % 2], seed=n % 2, **given) for n in range(4)]
+        assert [each.result().tolist() for each in requests] == expected * 2
+
+
+# --- functions of torch ---------------------------------------------------------------------------
+
+_attend, _linear = functional.scaled_dot_product_attention, functional.linear
+_softmax, _multinomial = functional.softmax, torch.multinomial
+
+
+def sharper(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _attend(query * 1.4, *args, **kwargs)
+
+
+def sharper_alone(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Sharpen the attention of a token that is in a forward of its own."""
+    return _attend(query * (2.0 if query.shape[2] == 1 else 1.0), *args, **kwargs)
+
+
+def rounded(inputs: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+    return _linear(inputs, (weight * 16).round() / 16, bias)
+
+
+def rounded_together(inputs: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+    """Round inputs as the largest of all tokens demands."""
+    step = inputs.abs().max() / 8 + 1e-9
+    return _linear((inputs / step).round() * step, weight, bias)
+
+
+def hot(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _softmax(scores * 0.5, *args, **kwargs)
+
+
+def squared(probs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _multinomial(probs * probs, *args, **kwargs)
+
+
+SDPA = "scaled_dot_product_attention"
+PATCHES: list[tuple[Any, str, Any, bool]] = [
+    (functional, SDPA, sharper, False),
+    (functional, SDPA, sharper_alone, True),
+    (functional, SDPA, partial(_attend, scale=0.7), False),
+    (functional, "linear", rounded, False),
+    (functional, "linear", rounded_together, True),
+    (functional, "softmax", hot, True),
+    (torch, "multinomial", squared, True),
+    (torch, "argmax", torch.argmin, False),
+]
+
+
+def wide() -> Any:
+    """Return a model with layers for which lade has products of its own."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 400}
+    return tiny_model("llama", seed=1, dtype=torch.float32, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("make", "module", "name", "patch", "do_sample"),
+    [*((tiny_model, *each) for each in PATCHES), *((wide, *each) for each in PATCHES[1:6:2])],
+)
+def test_functions_of_torch_are_the_patched_ones(
+    make: Any, module: Any, name: str, patch: Any, do_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a model that was used before, and of which texts are kept."""
+    model, options = make(), {"do_sample": do_sample}
+    kept = {**options, "config": lade.Config(reuses_prefix=True, max_draft_tokens=8)}
+    assert num_drafted(model, **options) > 0
+    same_as_generate(model, PROMPT, **OPTIONS | kept)
+    with monkeypatch.context() as patching:
+        patching.setattr(module, name, patch)
+        num_drafted(model, **options)
+        same_as_generate(model, PROMPT, **OPTIONS | kept)
+        if make is tiny_model:
+            in_batcher(model, **options)
+    assert num_drafted(model, **options) > 0
+    same_as_generate(model, PROMPT, **OPTIONS | kept)
+
+
+# --- methods of the model -------------------------------------------------------------------------
+
+KNOWN: dict[str, type] = {"llama": LlamaForCausalLM, "gpt2": GPT2LMHeadModel}
+PREPARE = "prepare_inputs_for_generation"
+UPDATE = "_update_model_kwargs_for_generation"
+SAMPLE = "_sample"
+
+
+def passing(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(KNOWN[self.config.model_type], PREPARE)(self, *args, **kwargs)
+
+
+def anew(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let positions begin anew after 32 tokens."""
+    inputs = passing(self, *args, **kwargs)
+    if inputs.get("position_ids") is not None:
+        inputs["position_ids"] = inputs["position_ids"] % 32
+    return inputs
+
+
+def window_of(num_tokens: int) -> Tensor:
+    """Return a mask of the first token and the last 4, from 32 on."""
+    mask = torch.ones(1, num_tokens, dtype=torch.long)
+    if num_tokens > 32:
+        mask[:, 1 : num_tokens - 4] = 0
+    return mask
+
+
+def windowed(self: Any, *args: Any, **kwargs: Any) -> Any:
+    inputs = passing(self, *args, **kwargs)
+    return {**inputs, "attention_mask": window_of(int(inputs["position_ids"].max() + 1))}
+
+
+def updated(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Window by a mask that is kept for the next forward."""
+    kept = getattr(KNOWN[self.config.model_type], UPDATE)(self, *args, **kwargs)
+    return {**kept, "attention_mask": window_of(kept["position_ids"].shape[1])}
+
+
+def sampled(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Decode as usual, and turn two tokens of the answer round."""
+    found = getattr(KNOWN[self.config.model_type], SAMPLE)(self, *args, **kwargs)
+    tokens = found if torch.is_tensor(found) else found.sequences
+    tokens[:, [-1, -2]] = tokens[:, [-2, -1]]
+    return found
+
+
+METHODS = [
+    *((PREPARE, each) for each in (passing, anew, windowed)),
+    *((UPDATE, updated), (SAMPLE, sampled)),
+]
+
+
+@pytest.mark.parametrize(("name", "function"), METHODS)
+@pytest.mark.parametrize("where", ["class", "object"])
+@pytest.mark.parametrize("family", thinned(KNOWN, "llama"))
+def test_own_methods_do_what_they_do_in_generate(
+    family: str, where: str, name: str, function: Any
+) -> None:
+    model = tiny_model(family, seed=2)
+    if where == "class":
+        members = {name: function, "__module__": __name__}
+        model.__class__ = type("Own", (KNOWN[family],), members)
+    else:
+        setattr(model, name, MethodType(function, model))
+    assert num_drafted(model) > 0 or function not in (passing, anew)
+    num_drafted(model, do_sample=True)
+    expected = model.generate(PROMPT, **OPTIONS)
+    got = model.generate(PROMPT, custom_generate=lade.decode, config=EIGHT, **OPTIONS)
+    assert got.tolist() == expected.tolist()
+    in_batcher(model)
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+class Backend:
+    """Runs graphs as they are; counts how many there are, and how often they run."""
+
+    def __init__(self) -> None:
+        self.num_compiled = self.num_run = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        self.num_compiled += 1
+
+        def run(*args: Any) -> Any:
+            self.num_run += 1
+            return graph.forward(*args)
+
+        return run
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def in_place(model: Any, **options: Any) -> None:
+    model.compile(**options)
+
+
+def layer(model: Any, **options: Any) -> None:
+    model.model.layers[0] = torch.compile(model.model.layers[0], **options)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("way", [in_place, layer])
+def test_nothing_is_compiled_but_what_generate_compiles(way: Any) -> None:
+    found = []
+    for call in (LlamaForCausalLM.generate, lade.generate):
+        torch._dynamo.reset()
+        backend, model = Backend(), tiny_model(seed=1)
+        way(model, backend=backend, dynamic=True)
+        texts = [
+            call(model, PROMPT[:, :length], **OPTIONS | {"max_new_tokens": 12}).tolist()
+            for length in (5, 12)
+        ]
+        found.append((texts, backend.num_compiled, backend.num_run))
+    assert found[0] == found[1]
+    assert found[0][1] > 0
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_probe_says_which_part_is_compiled_until_it_is_put_back() -> None:
+    model = tiny_model(seed=1)
+    part = model.model.layers[0]
+    layer(model, backend=Backend())
+    found = lade.probe(model)
+    assert found.verification == "plain"
+    why = "model.layers.0 is compiled by torch.compile, and drafts would have it compiled anew"
+    assert all(reason.startswith(why) for reason in found.reasons.values())
+    with pytest.raises(lade.UnsupportedModelError, match=r"is compiled by torch\.compile"):
+        lade.generate(model, PROMPT, config=lade.Config(verification="chain"), **OPTIONS)
+    model.model.layers[0] = part
+    assert lade.probe(model).verification == "tree"
+    assert lade.probe(torch.compile(model, backend=Backend())).verification == "tree"
