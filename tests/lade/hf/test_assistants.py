@@ -199,7 +199,10 @@ def test_neither_assistant_nor_target_is_kept_alive() -> None:
         ({"assistant_lookbehind": 5}, "does not support assistant_lookbehind"),
         ({"target_lookbehind": 5}, "does not support target_lookbehind"),
         ({"assistant_ensemble_weight": 0.5}, "does not support assistant_ensemble_weight"),
-        ({"assistant_tokenizer": object()}, "expected tokenizer= beside assistant_tokenizer"),
+        (
+            {"assistant_tokenizer": object()},
+            "does not support assistant_tokenizer: an assistant mu",
+        ),
         ({"assistant_early_exit": 1}, "expected assistant_model or assistant_early_exit, got both"),
         ({"num_beams": 2}, "num_beams=2"),
     ],
@@ -231,7 +234,7 @@ def test_contradictions_and_wrong_types_are_refused(model: Any, assistant: Any) 
         )
     with pytest.raises(TypeError, match="expected assistant_model to be a transformers causal LM"):
         lade.generate(model, PROMPT, assistant_model=object(), **given)
-    with pytest.raises(ValueError, match="expected assistant_tokenizer beside assistant_model"):
+    with pytest.raises(UnsupportedOptionError, match="does not support assistant_tokenizer"):
         lade.generate(model, PROMPT, assistant_tokenizer=object(), **given)
     with pytest.raises(UnsupportedOptionError, match="token_healing"):
         lade.generate(model, PROMPT, assistant_model=assistant, token_healing=True, **given)
