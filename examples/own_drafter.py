@@ -1,11 +1,11 @@
-"""A drafter of one's own: check it, then merge it with the pool of the call."""
+"""A drafter of one's own, merged with the pool of the call."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 import lade
-from lade.drafters import CallPool, Merged, check
+from lade.drafters import CallPool, Merged
 from lade.models import encode, load
 
 
@@ -23,7 +23,6 @@ def main() -> None:
     model, tokenizer, _ = load()
     inputs = encode(tokenizer, "What is the capital of France?", model.device)
     drafter = Phrases([tokenizer("The capital of France is Paris.")["input_ids"]])
-    check(drafter, vocab_size=len(tokenizer))
     inputs |= {"drafter": Merged([CallPool(), drafter]), "max_new_tokens": 20}
     output = lade.generate(model, **inputs, return_dict_in_generate=True)
     print(*output.stats.sources.items(), sep="\n")

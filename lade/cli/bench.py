@@ -71,7 +71,7 @@ def compare(
 def with_assistant(
     given: "Given", loaded: LoadedModel, name: str, trust_remote_code: bool
 ) -> "Given":
-    """Load an assistant, to be used with both tokenizers where its vocabulary is another."""
+    """Load an assistant, to be used with both tokenizers where they are not the same."""
     other = load_beside(loaded, name, trust_remote_code)
     given = given._replace(assistant=other.model)
     if other.tokenizer.get_vocab() == loaded.tokenizer.get_vocab():

@@ -246,8 +246,8 @@ class DraftOptions:
         str | None,
         of_drafting(
             metavar="ID",
-            help="Let this model draft, too: an id or a folder, as for --model. Texts are "
-            "translated where its vocabulary is another.",
+            help="Let this model draft, too: an id or a folder, as for --model. It must have the "
+            "same tokens.",
         ),
     ] = None
     first_layers: FirstLayersOption = None

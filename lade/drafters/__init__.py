@@ -2,9 +2,8 @@
 
 `AssistantModel` is another causal LM, `FirstLayers` the target's own first layers. What both share
 is in `model_drafter.py`: how far a draft goes is in `growth.py`, its tree in `expansion.py`.
-`runner.py` runs a model with a cache of its own, `translated.py` in another vocabulary, through the
-text of `vocabularies.py`; `exits.py` cuts a model in two. `Merged` is several drafters as one;
-`prediction.py` is the argument `prediction` as one, `check` finds what is wrong with a drafter.
+`runner.py` runs a model with a cache of its own. `Merged` is several drafters as one;
+`prediction.py` is the argument `prediction` as one.
 """
 
 from importlib import import_module
@@ -12,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lade.drafters.assistant import AssistantModel as AssistantModel
-    from lade.drafters.checking import DrafterError as DrafterError
-    from lade.drafters.checking import check as check
     from lade.drafters.first_layers import FirstLayers as FirstLayers
     from lade.drafters.merged import CallPool as CallPool
     from lade.drafters.merged import Merged as Merged
@@ -22,10 +19,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "AssistantModel": "lade.drafters.assistant",
     "CallPool": "lade.drafters.merged",
-    "DrafterError": "lade.drafters.checking",
     "FirstLayers": "lade.drafters.first_layers",
     "Merged": "lade.drafters.merged",
-    "check": "lade.drafters.checking",
 }
 
 __all__ = [*_HOMES]

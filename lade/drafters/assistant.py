@@ -7,10 +7,8 @@ from lade.budget.sources import SourceCosts
 from lade.compat import Model
 from lade.drafters.growth import ExpansionName, Growth, LengthName
 from lade.drafters.merging import alone
-from lade.drafters.model_drafter import ModelDrafter, OpenScorer
+from lade.drafters.model_drafter import ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for
-from lade.drafters.translated import TranslatedDrafter
-from lade.drafters.vocabularies import Vocabularies, shares_ids
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.errors import UnsupportedModelError
 from lade.probing.profile import profile_of
@@ -19,18 +17,15 @@ from lade.probing.profile import profile_of
 class AssistantModel(Drafter):
     """A small causal LM that drafts for a larger one.
 
-    With another vocabulary than the target's, its drafts are chains that are translated through
-    text, which both tokenizers are needed for.
-
     One object serves any number of calls, one after another or side by side. Each call has caches
     of its own; only what forwards cost is kept for the next.
 
     Args:
         model: drafts; it is not changed, and may be in use elsewhere.
         tokenizer: of the assistant; see `target_tokenizer`.
-        target_tokenizer: of the target. With both tokenizers, vocabularies may differ: tokens of
-            the same ids are the same, however far models pad their number, and all others are
-            translated. Without, the sizes of the vocabularies must be equal.
+        target_tokenizer: of the target. With both tokenizers, tokens of the same ids must be the
+            same, however far models pad their number. Without, the sizes of the vocabularies must
+            be equal.
         length: how many tokens a draft has along a path, K: "measured" goes on as long as that
             makes tokens come faster, by measured times; "confidence" ends after the first token of
             a probability below `confidence`, as transformers does; a number is a constant K.
@@ -59,10 +54,9 @@ class AssistantModel(Drafter):
             raise TypeError(f"expected a causal LM of transformers, got {type(model).__name__}")
         self.model = model
         self.name = name
-        self._has_tokenizers = tokenizer is not None and target_tokenizer is not None
-        self._vocabularies: Vocabularies | None = None  # if they differ
-        if self._has_tokenizers and not shares_ids(target_tokenizer, tokenizer, self._vocab_size):
-            self._vocabularies = Vocabularies(target_tokenizer, tokenizer)
+        self._shares_ids: bool | None = None  # as far as tokenizers tell
+        if tokenizer is not None and target_tokenizer is not None:
+            self._shares_ids = _shares_ids(target_tokenizer, tokenizer, self._vocab_size)
         self._growth = Growth(length, expansion, max_draft_tokens, confidence)
         self._costs = SourceCosts()
 
@@ -76,24 +70,12 @@ class AssistantModel(Drafter):
         plan, structure = plan_for(self.model), profile_of(self.model).structure
 
         def open_scorer(committed: Sequence[int]) -> ModelRunner:
-            # In another vocabulary, texts have other lengths; memory grows where this is too short.
-            max_length = max(call.max_length, len(committed) + 1)
-            return ModelRunner(self.model, plan, max_length, structure)
+            return ModelRunner(self.model, plan, call.max_length, structure)
 
-        made: Drafter
-        if self._vocabularies is None:
-            made = self._drafter(call, open_scorer)
-        else:
-            made = TranslatedDrafter(
-                call, self._vocabularies, self.model, self._drafter, open_scorer
-            )
-        return alone(self.name, made, self._costs, call, asks_all=not self._growth.is_measured)
-
-    def _drafter(self, call: DraftingCall, open_scorer: OpenScorer) -> ModelDrafter:
-        """Return a drafter for a call in the vocabulary of the assistant."""
         config = self.model.config.get_text_config(decoder=True)
         max_length = getattr(config, "max_position_embeddings", None)
-        return ModelDrafter(call, open_scorer, self._growth, max_length)
+        made = ModelDrafter(call, open_scorer, self._growth, max_length)
+        return alone(self.name, made, self._costs, call, asks_all=not self._growth.is_measured)
 
     @property
     def _vocab_size(self) -> int:
@@ -102,10 +84,25 @@ class AssistantModel(Drafter):
 
     def _check_vocabulary(self, call: DraftingCall) -> None:
         mine, theirs = self._vocab_size, call.vocab_size
-        if self._has_tokenizers or mine == theirs:
+        if mine == theirs if self._shares_ids is None else self._shares_ids:
             return
         raise UnsupportedModelError(
             f"{type(self.model).__name__} cannot draft for {type(call.model).__name__}: it has "
-            f"another vocabulary, of {mine} tokens and not {theirs}; with both tokenizers "
-            "(tokenizer=, target_tokenizer=), drafts are translated"
+            f"another vocabulary, of {mine} tokens beside {theirs}"
         )
+
+
+def _shares_ids(target_tokenizer: Any, tokenizer: Any, num_ids: int) -> bool:
+    """Return whether tokens of the target are, by their ids, the same for an assistant.
+
+    Args:
+        num_ids: that the assistant can run; models of a family often differ in how far they pad
+            this number. All ids of the target's tokens must be below it.
+    """
+    if target_tokenizer is tokenizer:
+        return True
+    by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    return all(
+        token_id < num_ids and by_id.get(token_id, token) == token
+        for token, token_id in target_tokenizer.get_vocab().items()
+    )

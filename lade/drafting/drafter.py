@@ -19,9 +19,9 @@ class Drafter:
 
     One object serves any number of sequences; each begins with `open` and ends with `close`. After
     each of its methods, torch's global random state is put back, so that what it draws or seeds
-    there changes no sampled text. It should have a generator of its own all the same
-    (`lade.drafters.check` tells): the state is that of all threads. What a thread of the drafter
-    draws between two methods is not undone, and what other threads draw during one is.
+    there changes no sampled text. It should have a generator of its own all the same: the state is
+    that of all threads. What a thread of the drafter draws between two methods is not undone, and
+    what other threads draw during one is.
 
     Attributes:
         num_successors: Top-k target tokens per node that `harvest` is told; 0 for none, and then
@@ -144,8 +144,7 @@ class DraftingCall:
         model: The target's model; not to be changed.
         vocab_size: Exclusive upper bound of the token ids in a draft.
         max_length: Maximum length of a row, prompt included.
-        target: The target (`lade.targets.base.Target`), before its prefill; None to check a drafter
-            without one.
+        target: The target (`lade.targets.base.Target`), before its prefill; None in tests.
         num_rows: Sequences of the call; they are opened in the order of its rows.
         max_candidates: Paths of a draft that can be verified at once; None for no limit.
         processors: The call's logits processors; those that keep state must not be called.

@@ -153,11 +153,6 @@ class FixedTarget(TreeTarget):
             workspace.graphs, workspace.dependencies = self._settings.new_graphs(), dependencies
 
     @property
-    def why_not_early(self) -> str | None:
-        """Why the first layers cannot run nodes before the others do."""
-        return "its steps have fixed shapes"
-
-    @property
     def is_timing_valid(self) -> bool:
         """Whether the last forward took as long as later ones of its shape will."""
         graphs = self._workspace.graphs
@@ -184,7 +179,6 @@ class FixedTarget(TreeTarget):
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Send the device one tree per row, each after its committed tokens; return the step."""
-        self._trees = trees
         if self._must_show_rows:
             self._show_rows()
         width = self.width_of(max(map(len, trees)))

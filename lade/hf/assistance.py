@@ -89,24 +89,26 @@ def take_assistant(
 ) -> Drafter | None:
     """Turn an assistant that the arguments of `generate` name into a drafter.
 
-    `assistant_model` and `assistant_tokenizer` are removed from the arguments, `tokenizer` is left
-    for stop strings, and `assistant_early_exit` for transformers' own checks.
+    `assistant_model` is removed from the arguments, and `assistant_early_exit` left for
+    transformers' own checks.
 
     Returns:
         The given drafter if no assistant is named.
 
     Raises:
         TypeError: the assistant is no causal LM.
-        ValueError: arguments contradict each other, one is missing or out of its range.
+        ValueError: arguments contradict each other, or one is out of its range.
         UnsupportedOptionError: an option of assisted generation cannot be honoured.
     """
     assistant = generate_kwargs.pop("assistant_model", None)
-    assistant_tokenizer = generate_kwargs.pop("assistant_tokenizer", None)
-    tokenizer = generate_kwargs.get("tokenizer")
+    if generate_kwargs.pop("assistant_tokenizer", None) is not None:
+        raise UnsupportedOptionError(
+            "lade does not support assistant_tokenizer: an assistant must have the tokens of its "
+            "target; drafter=lade.drafters.AssistantModel(model, tokenizer, target_tokenizer=…) "
+            "takes one whose vocabulary is padded to another size"
+        )
     of_call = (generate_kwargs, generate_kwargs.get("generation_config"))
     num_layers = _first("assistant_early_exit", (*of_call, model.generation_config))
-    if assistant is None and assistant_tokenizer is not None:
-        raise ValueError("expected assistant_tokenizer beside assistant_model, got none")
     if assistant is None and num_layers is None:
         return drafter
     name = "assistant_early_exit" if assistant is None else "assistant_model"
@@ -123,10 +125,7 @@ def take_assistant(
         )
     if _first("speculation_type", (*of_call, model.generation_config)) is not None:
         raise UnsupportedOptionError("lade does not support speculation_type")
-    if assistant_tokenizer is not None and tokenizer is None:
-        raise ValueError("expected tokenizer= beside assistant_tokenizer, got none")
-    steering = Steering.of(*of_call, assistant.generation_config)
-    return _assisted(model, assistant, steering, tokenizer, assistant_tokenizer)
+    return _assisted(model, assistant, Steering.of(*of_call, assistant.generation_config))
 
 
 def drafter_of(model: Model, drafter: Drafter | None, config: GenerationConfig) -> Drafter | None:
@@ -149,22 +148,12 @@ def drafter_of(model: Model, drafter: Drafter | None, config: GenerationConfig) 
     return _exiting_early(model, num_layers, Steering.of(asked))
 
 
-def _assisted(
-    model: Model,
-    assistant: Model,
-    steering: Steering,
-    tokenizer: Any = None,
-    assistant_tokenizer: Any = None,
-) -> Drafter:
+def _assisted(model: Model, assistant: Model, steering: Steering) -> Drafter:
     """Return a drafter by the call's pool and an assistant, the same as at the last such call."""
     from lade.drafters import AssistantModel
 
-    if assistant_tokenizer is None:
-        tokenizer = None  # which is there for stop strings
-    key = (steering, id(tokenizer), id(assistant_tokenizer))  # a drafter holds its tokenizers
-    tokenizers = {"tokenizer": assistant_tokenizer, "target_tokenizer": tokenizer}
-    make = partial(AssistantModel, assistant, **tokenizers, **steering.options())
-    return _kept(assistant, model, key, make)
+    make = partial(AssistantModel, assistant, **steering.options())
+    return _kept(assistant, model, (steering,), make)
 
 
 def _exiting_early(model: Model, num_layers: int, steering: Steering) -> Drafter:

@@ -20,7 +20,6 @@ from lade.targets.kv_memory import (
     Storage,
     Store,
 )
-from lade.transfer import integers_on
 
 
 class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -160,17 +159,6 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             layer.cumulative_length = length
         if indexer_keys is not None:
             layer.indexer_keys, layer.is_indexer_initialized = indexer_keys, True
-
-    def arrange(self, nodes: Tensor) -> None:
-        """Put the pending slots of some nodes first, in order."""
-        first = max(self._storage.lengths) - self._group.offset
-        places = [self._key_place, self._value_place]
-        if self._num_indexed and self._indexer_place is not None:
-            places.append(self._indexer_place)
-        for store, index in places:
-            states = store.buffer[index]
-            source = first + nodes.to(states.device)
-            states[:, :, first : first + len(nodes)] = states[:, :, source]
 
     def commit(self) -> None:
         """Reset the count of pending slots."""
@@ -429,19 +417,6 @@ class TreeCache(Cache):  # type: ignore[misc]
                 source = [length + node for node in path[in_place:]]
                 self._storage.move(row, source, length + in_place)
         self._commit([old + len(path) for old, path in zip(self.lengths, paths, strict=True)])
-
-    def arrange(self, nodes: Sequence[int]) -> None:
-        """Put the slots of some nodes first, in order, in the layers that have run them.
-
-        These layers then look as before the nodes were run, but what a forward over them would
-        write is there. For a single row, or rows of equal length.
-        """
-        written = [layer for layer in self.held if layer.num_pending]
-        if [*nodes] != [*range(len(nodes))] and written:
-            order = integers_on(self.device or torch.device("cpu"), [*nodes])
-            for layer in written:
-                layer.arrange(order)
-        self.drop_pending()
 
     def drop_pending(self) -> None:
         """Forget the slots that were written since the last commit."""

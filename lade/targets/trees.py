@@ -21,10 +21,9 @@ from lade.compat import (
     prefill,
     prepares_as_usual,
 )
-from lade.errors import MisfitError, in_one_line
+from lade.errors import MisfitError
 from lade.products.choice import FastViews
 from lade.targets.base import Forward, Target
-from lade.targets.early import EarlyNodes, Halve, Halves
 from lade.targets.inputs import TOKEN_TYPES, chooses_logits, extended, is_text_alone, num_slots_of
 from lade.targets.joint import JoinedCall
 from lade.targets.kv_cache import TreeCache
@@ -117,11 +116,6 @@ class TreeTarget(Target):
             and not self._outputs  # other than logits, they have rows
             and may_share_a_row(model, layout)
         )
-        self._halves: Halves | None = None  # run them in two parts; made with the first draft
-        self._early: EarlyNodes | None = None  # run by the first layers since the last commit
-        #: Why a forward could not go on from what the first layers had run, if one could not.
-        self.early_failure: str | None = None
-        self._was_early = False  # whether the last forward had some of its nodes run before
         self._is_plainly = False  # whether the next forward has padding, as plain decoding's has
         self._seat: Seat | None = None  # where forwards run together with those of other calls
         self._was_joint = False  # whether the last forward ran, or may have waited, with others
@@ -291,8 +285,8 @@ class TreeTarget(Target):
 
     @property
     def is_timing_valid(self) -> bool:
-        """Whether the last forward ran all layers for all of its nodes, and for these alone."""
-        return not (self._was_early or self._was_joint)
+        """Whether the last forward ran its own nodes alone."""
+        return not self._was_joint
 
     @property
     def price(self) -> float | None:
@@ -306,7 +300,6 @@ class TreeTarget(Target):
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for trees after the committed tokens."""
-        self._trees = trees
         batch = TreeBatch.stack(trees, self.device)
         of_nodes = {
             "input_ids": batch.token_ids,
@@ -333,9 +326,6 @@ class TreeTarget(Target):
 
     def forward(self, inputs: Any) -> Forward:
         """Run the model on the inputs; trees of different sizes in one row, where that is exact."""
-        self._was_early = self._early is not None
-        if self._early is not None:
-            return self._forward_rest(inputs)
         try:
             view = self._view_for(inputs["input_ids"].shape)
             if self._seat is not None:
@@ -377,81 +367,8 @@ class TreeTarget(Target):
         """
         return self.forward(_without_run(self.inputs([tree]), num_run))
 
-    # --- drafts by the target's own first layers ------------------------------------------------
-
-    @property
-    def why_not_early(self) -> str | None:
-        """Why the first layers cannot run nodes before the others do, or None if they can."""
-        if len(self._input_ids) != 1:
-            return "several rows are decoded together"
-        if self._outputs:
-            return f"{' and '.join(self._outputs)} was asked for"
-        if self._padding is not None and not bool(self._padding.all()):
-            return "its prompt has padding"
-        return None
-
-    def run_early(self, token_ids: Sequence[int], parents: Sequence[int], halve: Halve) -> Tensor:
-        """Run nodes by the first layers alone; the next forward runs only the others for them.
-
-        Nodes that the next forward does not have are dropped, and those that it has beside them are
-        run by it. If this raises, nothing has been run.
-
-        Args:
-            token_ids: tokens of the nodes, which follow the cached text.
-            parents: parents of the nodes, among all that were run since the last commit, in order;
-                -1 for the root, the first of them.
-            halve: cuts the model; the same for all nodes of a call.
-
-        Returns:
-            [num_nodes, vocab_size], the logits as if there were no other layers.
-        """
-        if self.early_failure is not None:
-            raise RuntimeError(f"verification could not go on from them ({self.early_failure})")
-        if self._halves is None:
-            self._halves = halve(self._view)
-        if self._early is None:
-            self._early = EarlyNodes()
-        try:
-            self._early.add(token_ids, parents)
-            return self._run_first(self._halves, self._early)
-        except BaseException:
-            self.drop_early()
-            raise
-
-    def drop_early(self) -> None:
-        """Drop all nodes that only the first layers have run."""
-        self._early = None
-        self.cache.drop_pending()
-
-    def _run_first(self, halves: Halves, early: EarlyNodes) -> Tensor:
-        """Run the nodes that were added since the last forward by the first layers."""
-        inputs = _without_run(self.inputs([early.tree()]), early.num_run)
-        logits, hidden = halves.first(inputs)
-        early.end_run(hidden)
-        return logits[0]
-
-    def _forward_rest(self, inputs: Any) -> Forward:
-        """Run what the first layers have not run yet of the trees that `inputs` are of."""
-        halves, early, trees = self._halves, self._early, self._trees
-        assert halves is not None
-        assert early is not None
-        try:
-            places = early.add_missing(trees[0])
-            if len(early) > early.num_run:
-                self._run_first(halves, early)
-            self.cache.arrange(places)
-            return halves.rest(inputs, early.hidden_at(places))
-        except Exception as failure:  # the drafter's; the verification can do without
-            self.early_failure = in_one_line(failure)
-            self.cache.drop_pending()
-            output: Forward = self._view(**inputs)
-            return output
-        finally:
-            self._trees, self._early = trees, None
-
     def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
         """Run roots by the model as it is, where its own attention takes their mask."""
-        self.drop_early()  # nodes of a draft that is not verified by this
         self._is_plainly = True
         try:
             inputs = TreeTarget.inputs(self, roots)
@@ -459,7 +376,6 @@ class TreeTarget(Target):
             self._is_plainly = False
         if inputs["attention_mask"] is not None and not self._takes_mask:
             return self.forward(inputs)
-        self._was_early = False
         output: Forward = self._plain_view(**inputs)
         return output
 
@@ -471,13 +387,11 @@ class TreeTarget(Target):
 
     def discard(self) -> None:
         """Discard the last forward."""
-        self._early = None
         self.cache.keep([[]] * len(self._rows))
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted paths in the cache; drop the rest of the trees."""
         self._num_committed += (len(paths[0]) - self._num_committed) / _NUM_RECENT
-        self._early = None
         self.cache.keep(paths)
         self._place_rows()
 

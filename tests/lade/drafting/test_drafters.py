@@ -1,9 +1,7 @@
-"""A drafter can never fail a call: what it raises, and what is no draft, costs the drafts alone."""
+"""A drafter of one's own can change the speed alone, whatever it returns, raises, draws or is."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,78 +9,27 @@ import pytest
 import torch
 
 import lade
-from lade.drafting.drafts import checked
-from lade.drafting.guard import Guard, unchanged_generators
-from lade.drafting.pool_drafter import PoolDrafter
-from lade.errors import in_one_line
-from lade.stats import SourceStats
 from ngram_pool import Draft, SampledDraft
 from tests.grids import thinned
 from tests.lade.both import same_as_generate
+from tests.lade.drafting.made import (
+    OPTIONS,
+    PROMPT,
+    SAMPLED,
+    STRICT,
+    Able,
+    Faulty,
+    Maker,
+    Making,
+    Random,
+    chain_of,
+    compared,
+    ints,
+    one_warning,
+    shy,
+)
 from tests.lade.shared import shared_model
 from tests.lade.tiny import tiny_model
-
-PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
-OPTIONS: dict[str, Any] = {
-    "attention_mask": torch.ones_like(PROMPT),
-    "do_sample": False,
-    "max_new_tokens": 12,
-    "pad_token_id": 0,
-}
-SAMPLED = {**OPTIONS, "do_sample": True, "temperature": 1.5}
-
-
-def compared(drafter: Any, options: dict[str, Any], **ours: Any) -> Any:
-    """Hold the text, and the random state at its end, against those of plain decoding."""
-    by = partial(lade.generate, **ours)
-    model = shared_model("llama", seed=2)
-    _, got = same_as_generate(model, PROMPT, drafter=drafter, seed=7, by=by, **options)
-    return got.stats
-
-
-@contextmanager
-def one_warning(match: str) -> Iterator[None]:
-    """Expect one warning of a drafter, and no other."""
-    with pytest.warns(lade.DrafterWarning, match=match) as told:
-        yield
-    assert len(told) == 1
-
-
-class Faulty(lade.Drafter):
-    """Drafts a token or two, and fails in one method at one of its calls."""
-
-    def __init__(self, method: str, at: int, answer: Any, error: BaseException | None) -> None:
-        self.method, self.at, self.answer, self.error = method, at, answer, error
-        self.calls: list[str] = []
-        self.num_open = 0
-
-    def _called(self, method: str) -> bool:
-        self.calls.append(method)
-        is_now = method == self.method and self.calls.count(method) == self.at
-        if is_now and self.error is not None:
-            raise self.error
-        return is_now
-
-    def open(self, prompt_ids: Sequence[int]) -> int:
-        self._called("open")
-        self.num_open += 1
-        return 3
-
-    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Any:
-        good = Draft(ints(6), ints(-1), ints(1), np.array([0.9]))
-        return self.answer if self._called("draft") else good
-
-    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        self._called("observe")
-
-    def close(self, sequence: int) -> None:
-        self.num_open -= 1
-        self._called("close")
-
-
-def ints(*values: int) -> Any:
-    return np.array(values, np.int32)
-
 
 MALFORMED = {
     "none": None,
@@ -100,124 +47,75 @@ MALFORMED = {
 
 @pytest.mark.parametrize("answer", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_draft_is_named_and_the_text_is_right(answer: Any) -> None:
-    model = shared_model("llama", seed=2)
-    at = 1 if answer is None else 2
-    drafter = Faulty("draft", at, answer, None)
-    with pytest.warns(lade.DrafterWarning, match=r"without drafts: Faulty failed .*expected"):
-        same_as_generate(model, PROMPT, drafter=drafter, **OPTIONS)
+    drafter = Faulty("draft", 1 if answer is None else 2, answer)
+    with one_warning(r"without drafts: Faulty failed .*expected"):
+        compared(drafter, OPTIONS)
     assert drafter.num_open == 0
     assert drafter.calls[-1] == "close"
     with pytest.raises((TypeError, ValueError), match="expected"):
-        lade.generate(
-            model,
-            PROMPT,
-            drafter=Faulty("draft", at, answer, None),
-            config=lade.Config(strict_drafter=True),
-            **OPTIONS,
-        )
+        compared(Faulty("draft", 2, answer), OPTIONS, config=STRICT)
+
+
+def test_depths_are_counted_and_what_is_too_much_or_unknown_is_cut() -> None:
+    """Nodes past the limit, outside of the vocabulary, and deeper than the text may go."""
+    model = shared_model("llama", seed=2)
+    (answer,) = model.generate(PROMPT, **OPTIONS).tolist()
+
+    class Lying(Faulty):
+        def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
+            right = [*answer[len(committed) :], 3, 2**30, 7, 7, 7][:9]
+            parents = np.arange(-1, len(right) - 1, dtype=np.int32)
+            return Draft(ints(*right), parents, ints(*[1] * len(right)), np.ones(len(right)))
+
+    stats = compared(Lying(), OPTIONS, config=lade.Config(max_draft_tokens=4, strict_drafter=True))
+    assert stats.num_steps == 3  # 11 tokens after the prefill's, five a step
+    assert stats.accepted_by_depth == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("method", ["open", "draft", "observe", "close"])
-@pytest.mark.parametrize(
-    ("error", "num_rows"),
-    [
-        pytest.param(RuntimeError("mine"), 1, marks=pytest.mark.exhaustive),
-        (MemoryError("mine"), 3),
-        pytest.param(AssertionError(), 1, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_what_a_drafter_raises_is_told_once(method: str, error: Exception, num_rows: int) -> None:
-    model = shared_model("llama", seed=2)
-    prompt = PROMPT.repeat(num_rows, 1)
+@pytest.mark.parametrize("error", thinned([AssertionError, MemoryError], MemoryError))
+def test_what_a_drafter_raises_is_told_once(method: str, error: type[Exception]) -> None:
+    model, prompt = shared_model("llama", seed=2), PROMPT.repeat(3, 1)
     options = OPTIONS | {"attention_mask": torch.ones_like(prompt)}
-    drafter = Faulty(method, 1, None, error)
-    with pytest.warns(lade.DrafterWarning) as told:
+    drafter = Faulty(method, error=error())
+    with one_warning(error.__name__):
         same_as_generate(model, prompt, drafter=drafter, **options)
-    assert len(told) == 1
-    assert type(error).__name__ in str(told[0].message)
     assert drafter.num_open == 0
-    assert method == "close" or drafter.calls.count("draft") <= num_rows
+    assert method == "close" or drafter.calls.count("draft") <= 3
 
 
-class Able(Faulty):
-    """Can do all that a drafter may, and nothing of it well."""
-
-    num_successors: Any = 2
-    draws = learns_ngrams = True
-    has_table = takes_pool = False
-    sources: Any = MappingProxyType({"mine": SourceStats()})
-
-    def sample(self, *_: Any) -> Any:
-        raise RuntimeError("not to be drawn from")
-
-    def harvest(self, *_: Any) -> None:
-        self._called("harvest")
-
-    def explore(self, sequence: int, excluded: Any, max_tokens: int) -> Any:
-        self._called("explore")
-        return ints(), np.empty(0)
-
-    def observe_ngrams(self, sequence: int, ngrams: Any) -> None:
-        self._called("observe_ngrams")
+LOOKED_AT = ["open", "draft", "observe", "close", "for_call", "num_successors", "harvest"]
 
 
-def shy(*names: str, base: type = Able) -> Any:
-    """Return a drafter of which some attributes raise when they are looked at."""
-
-    def look(self: Any) -> Any:
-        raise RuntimeError("do not look")
-
-    return type("Shy", (base,), dict.fromkeys(names, property(look)))("", 0, None, None)
-
-
-LOOKED_AT = [
-    *("open", "draft", "observe", "close", "for_call", "takes_pool", "sources", "num_successors"),
-    *("harvest", "explore", "has_table", "draws"),
-]
-
-
-@pytest.mark.parametrize("name", thinned(LOOKED_AT, "draft", "close", "num_successors", "draws"))
+@pytest.mark.parametrize("name", thinned(LOOKED_AT, "draft", "close", "num_successors"))
 def test_what_raises_when_it_is_looked_at_is_told_once(name: str) -> None:
     with one_warning(r"goes on without drafts: Shy failed \(RuntimeError: do not look\)"):
         compared(shy(name), SAMPLED)
     with pytest.raises(RuntimeError, match="do not look"):
-        compared(shy(name), SAMPLED, config=lade.Config(strict_drafter=True))
+        compared(shy(name), SAMPLED, config=STRICT)
 
 
 def test_what_raises_only_where_it_is_needed_is_told_there() -> None:
-    drawing = lade.Config(acceptance="rejection", max_draft_tokens=4)
-    with one_warning("do not look"):
-        lade.generate(shared_model(), PROMPT, drafter=shy("sample"), config=drawing, **SAMPLED)
     with one_warning("do not look"):
         compared(shy("observe_ngrams"), OPTIONS, config=lade.Config(lookahead=lade.Lookahead()))
     with one_warning("do not look"):
         compared(shy(*LOOKED_AT), OPTIONS)
-    with one_warning("do not look"):
-        compared(shy("takes_pool"), OPTIONS, pool=lade.NGramPool())
 
 
-@pytest.mark.parametrize("wanted", [-1, 1.5, "x", None, True, -(10**30)], ids=repr)
+@pytest.mark.parametrize("wanted", thinned([-1, 1.5, "x", None, True, -(10**30)], -1, None))
 def test_a_wrong_number_of_successors_is_told_once(wanted: Any) -> None:
-    drafter = Able("", 0, None, None)
+    drafter = Able()
     drafter.num_successors = wanted
     with one_warning(r"Able failed \(.*expected num_successors"):
         compared(drafter, SAMPLED)
 
 
-@pytest.mark.parametrize("wanted", [0, np.int64(3), 10**6, 10**30], ids=repr)
+@pytest.mark.parametrize("wanted", [0, np.int64(3), 10**30], ids=repr)
 def test_any_number_of_successors_may_be_asked_for(wanted: Any) -> None:
-    drafter = Able("", 0, None, None)
+    drafter = Able()
     drafter.num_successors = wanted
     compared(drafter, OPTIONS)
     assert ("harvest" in drafter.calls) == (wanted > 0)
-
-
-@pytest.mark.parametrize("sources", [3, {"mine": 3}, {3: SourceStats()}], ids=repr)
-def test_counts_that_are_none_are_left_out(sources: Any) -> None:
-    drafter = Able("", 0, None, None)
-    drafter.sources = sources
-    with one_warning("Able failed"):
-        assert compared(drafter, OPTIONS).as_dict()["sources"] == {}
 
 
 class UnspeakableError(Exception):
@@ -233,99 +131,23 @@ class UntoldError(Exception):
 @pytest.mark.parametrize("error", [UnspeakableError(), UntoldError()])
 def test_an_error_without_a_message_is_told_by_its_name(error: Exception) -> None:
     name = type(error).__name__
-    assert in_one_line(error).startswith(f"{name}, and ")
     with one_warning(rf"Faulty failed \({name}, and \w+ for its message\)"):
-        compared(Faulty("draft", 2, None, error), OPTIONS)
-
-
-class Random(Able):
-    """Draws from torch's generator, or seeds it, in all that it does."""
-
-    @property
-    def num_successors(self) -> int:  # type: ignore[override]
-        self._called("num_successors")
-        return 2
-
-    @property
-    def sources(self) -> Any:
-        self._called("sources")
-        return {}
-
-    def _called(self, method: str) -> bool:
-        torch.manual_seed(3) if len(self.calls) % 2 else torch.rand(5)
-        return super()._called(method)
-
-
-class Making(Random):
-    @property
-    def takes_pool(self) -> bool:  # type: ignore[override]
-        return self._called("takes_pool")
-
-    def for_call(self, call: Any) -> Any:
-        self._called("for_call")
-        return Random("", 0, None, None)
+        compared(Faulty("draft", 2, error=error), OPTIONS)
 
 
 @pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("drafter", thinned([Random, Making], Making))
 def test_a_drafter_that_draws_changes_no_text(drafter: Any, options: dict[str, Any]) -> None:
-    compared(drafter("", 0, None, None), options)
-    config = lade.Config(lookahead=lade.Lookahead())
-    compared(drafter("", 0, None, None), options, config=config)
-
-
-def test_what_other_threads_draw_is_undone_by_no_drafter_of_lades_own() -> None:
-    before = torch.get_rng_state()
-    Guard(Random("", 0, None, None), "drafts").ask(lambda: torch.rand(1), None)
-    assert torch.equal(torch.get_rng_state(), before)
-    Guard(PoolDrafter(lade.NGramPool()), "drafts").ask(lambda: torch.rand(1), None)
-    assert not torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_generator_of_a_gpu_is_put_back_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    states, device = {"cuda:1": 5}, torch.device("cuda", 1)
-    monkeypatch.setattr("torch.cuda.get_rng_state", lambda of: states[str(of)])
-    monkeypatch.setattr("torch.cuda.set_rng_state", lambda to, of: states.update({str(of): to}))
-    before = torch.get_rng_state()
-    with unchanged_generators(device):
-        torch.rand(1)
-        states["cuda:1"] = 6
-    assert states == {"cuda:1": 5}
-    assert torch.equal(torch.get_rng_state(), before)
+    compared(drafter(), options)
+    compared(drafter(), options, config=lade.Config(lookahead=lade.Lookahead()))
+    compared(lade.drafters.Merged([lade.drafters.CallPool(), drafter()]), options)
 
 
 def test_an_interrupt_in_a_drafter_is_an_interrupt() -> None:
-    model = tiny_model("llama", seed=2)
-    drafter = Faulty("draft", 2, None, KeyboardInterrupt())
+    drafter = Faulty("draft", 2, error=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        lade.generate(model, PROMPT, drafter=drafter, **OPTIONS)
+        lade.generate(tiny_model("llama", seed=2), PROMPT, drafter=drafter, **OPTIONS)
     assert drafter.num_open == 0
-
-
-def test_depths_are_counted_and_not_believed() -> None:
-    draft = Draft(ints(6, 7, 8), ints(-1, 0, 0), ints(9, 9, 9), np.array([0.9, 0.8, 0.1]))
-    assert checked(draft, 3).depths.tolist() == [1, 2, 2]
-    assert checked(draft, 2).token_ids.tolist() == [6, 7]
-    model = tiny_model("llama", seed=2)
-    expected = model.generate(PROMPT, **OPTIONS)
-
-    class Lying(Faulty):
-        def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-            right = expected[0, len(committed) : len(committed) + 2].tolist()
-            size = len(right)
-            parents = np.arange(-1, size - 1, dtype=np.int32)
-            return Draft(ints(*right), parents, ints(*[1] * size), np.ones(size))
-
-    same_as_generate(model, PROMPT, drafter=Lying("", 0, None, None), **OPTIONS)
-
-
-def test_a_drawn_draft_must_hold_what_was_drawn() -> None:
-    probs = np.array([[0.5, 0.5]])
-    good = SampledDraft(ints(6), ints(-1), ints(1), np.array([0.5]), ints(6, 7)[None], probs)
-    assert isinstance(checked(good, 4), SampledDraft)
-    bad = SampledDraft(ints(5), ints(-1), ints(1), np.array([0.5]), ints(6, 7)[None], probs)
-    with pytest.raises(ValueError, match="in the support that it was drawn from"):
-        checked(bad, 4)
 
 
 @pytest.mark.parametrize(
@@ -358,43 +180,146 @@ def test_what_is_no_model_does_not_pass_the_door(model: Any) -> None:
             door(model)
 
 
-def test_placeholders_beside_embeddings_are_no_trouble() -> None:
-    model = tiny_model("llama", seed=2)
-    embeds = model.get_input_embeddings()(PROMPT)
-    ids = torch.full_like(PROMPT, -1)
-    options = OPTIONS | {"inputs_embeds": embeds}
-    expected = model.generate(ids, **options)
-    assert lade.generate(model, ids, **options).tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize(
-    ("name", "error", "told"),
+    ("name", "told"),
     [
-        ("hf.generation.NGramPool.__init__", MemoryError("no room"), "drafts nothing"),
-        ("budget.budget.compile_by", OSError("no compiler"), "drafts nothing"),
-        ("drafting.successors.compile_by", OSError("no compiler"), "without drafts"),
+        ("ngram_pool.NGramPool.__init__", "drafts nothing"),
+        ("ngram_pool.NGramPool.observe", r"failed \(MemoryError: no room\)"),
     ],
 )
-def test_what_cannot_be_made_or_compiled_costs_the_drafts_alone(
-    name: str, error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+def test_a_pool_that_cannot_be_made_or_grow_costs_the_drafts_alone(
+    name: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        raise error
+        raise MemoryError("no room")
 
-    monkeypatch.setattr(f"lade.{name}", fail)
-    with pytest.warns(lade.DrafterWarning, match=f"{told}.*{in_one_line(error)}"):
+    monkeypatch.setattr(name, fail)
+    with pytest.warns(lade.DrafterWarning, match=told):
         _, got = same_as_generate(tiny_model("llama", seed=2), PROMPT, **OPTIONS)
     assert got.stats.num_draft_tokens == 0
 
 
-def test_a_pool_that_cannot_grow_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+# --- drafters that are made for a call --------------------------------------------------------
+
+
+def test_each_call_gets_a_drafter_of_its_own_that_knows_the_call() -> None:
     model = tiny_model("llama", seed=2)
+    made: list[Faulty] = []
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise MemoryError("no room")
+    def make(call: Any) -> Faulty:
+        made.append(Faulty())
+        return made[-1]
 
-    pool = lade.NGramPool()
-    monkeypatch.setattr(pool, "observe", fail)
-    with pytest.warns(lade.DrafterWarning, match=r"PoolDrafter failed \(MemoryError: no room\)"):
-        same_as_generate(model, PROMPT, pool=pool, **OPTIONS)
-    assert pool.num_open_sequences == 0
+    maker = Maker(make)
+    for options in (OPTIONS, {**OPTIONS, "do_sample": True, "temperature": 0.5, "top_k": 3}):
+        same_as_generate(model, PROMPT, drafter=maker, **options)
+    assert [each.calls[-1] for each in made] == ["close", "close"]
+    greedy, sampled = maker.calls
+    assert (greedy.samples, sampled.samples) == (False, True)
+    assert len(sampled.processors) == len(greedy.processors) + 2
+    assert greedy.model is model
+    assert greedy.vocab_size == model.config.vocab_size
+    assert greedy.max_length == PROMPT.shape[1] + OPTIONS["max_new_tokens"]
+    assert (greedy.num_rows, greedy.max_candidates, greedy.rngs) == (1, None, None)
+
+
+@pytest.mark.parametrize(
+    "error", [lade.UnsupportedModelError("mine"), lade.UnsupportedOptionError("mine")]
+)
+@pytest.mark.parametrize("is_part", [False, True])
+def test_what_cannot_draft_for_a_call_ends_it_before_anything_is_generated(
+    error: Exception, is_part: bool
+) -> None:
+    def refuse(call: Any) -> Any:
+        raise error
+
+    drafter: Any = Maker(refuse)
+    drafter = lade.drafters.Merged([lade.drafters.CallPool(), drafter]) if is_part else drafter
+    seen: list[Any] = []
+    with pytest.raises(type(error), match="mine"):
+        lade.generate(tiny_model(), PROMPT, drafter=drafter, on_step=seen.append, **OPTIONS)
+    assert not seen
+
+
+@pytest.mark.parametrize("kind", [MemoryError, UnspeakableError])
+def test_a_drafter_that_cannot_be_made_loses_no_text(kind: type[Exception]) -> None:
+    def fail(call: Any) -> Any:
+        torch.rand(1)
+        raise kind("mine")
+
+    with one_warning(rf"goes on without drafts: Maker failed \({kind.__name__}"):
+        compared(Maker(fail), SAMPLED)
+    with pytest.raises(kind):
+        compared(Maker(fail), SAMPLED, config=STRICT)
+
+
+# --- drafts that are drawn --------------------------------------------------------------------
+
+
+def drawn(*token_ids: int) -> SampledDraft:
+    """A chain of tokens, each drawn from two."""
+    one = chain_of(token_ids)
+    support = np.array([[token_id, token_id + 1] for token_id in token_ids], np.int32)
+    probs = np.full((len(token_ids), 2), 0.5)
+    return SampledDraft(one.token_ids, one.parents, one.depths, one.probs, support, probs)
+
+
+class Drawing(Faulty):
+    """Draws five tokens in each step."""
+
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
+        return drawn(4, 5, 6, 7, 8).first(max_draft_tokens)
+
+
+def test_a_drawn_draft_is_verified_whole_whatever_it_costs() -> None:
+    steps: list[Any] = []
+    config = lade.Config(acceptance="rejection", strict_drafter=True, step_costs={1: 1, 2: 99})
+    maker = Maker(lambda call: Drawing())
+    options = {**OPTIONS, "do_sample": True, "eos_token_id": None, "max_new_tokens": 30}
+    model = shared_model("llama", seed=2)
+    lade.generate(model, PROMPT, drafter=maker, config=config, on_step=steps.append, **options)
+    (call,) = maker.calls
+    assert call.rngs is not None
+    assert len(call.rngs) == 1
+    verified = [step.num_draft_tokens for step in steps[1:]]
+    assert verified[:3] == [5, 5, 5]  # at the end of the text there is less room
+
+
+SIBLINGS = SampledDraft(
+    *(ints(4, 5), ints(-1, -1), ints(1, 1), np.ones(2)),
+    *(ints(4, 5).reshape(2, 1), np.ones((2, 1))),
+)
+UNSUPPORTED = SampledDraft(
+    *(ints(5), ints(-1), ints(1), np.array([0.5])), ints(6, 7)[None], np.array([[0.5, 0.5]])
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "draft", "told"),
+    [
+        (lade.Config(), drawn(4), "expected a Draft where drafts are not drawn"),
+        (
+            lade.Config(acceptance="rejection", verification="chain"),
+            SIBLINGS,
+            "expected a drawn draft of at most 1 paths, got 2",
+        ),
+        (
+            lade.Config(acceptance="rejection"),
+            UNSUPPORTED,
+            "expected every token to be in the support that it was drawn from",
+        ),
+    ],
+    ids=["not drawn", "too many paths", "another support"],
+)
+def test_a_drawn_draft_that_cannot_be_verified_is_refused(
+    config: lade.Config, draft: SampledDraft, told: str
+) -> None:
+    make = partial(Faulty, "draft", 1, draft)
+    with pytest.warns(lade.DrafterWarning, match=told):
+        lade.generate(
+            shared_model("llama", seed=2),
+            PROMPT,
+            drafter=Maker(lambda call: make()),
+            config=config,
+            **{**OPTIONS, "do_sample": True},
+        )

@@ -1,4 +1,4 @@
-"""What a grammar forces is foreseen, and asking about it changes nothing."""
+"""What a grammar forces is drafted, and asking about it changes nothing."""
 
 import json
 import warnings
@@ -8,53 +8,66 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    LogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    TemperatureLogitsWarper,
-)
+from transformers import LogitsProcessor
 
 import lade
-from lade.drafting.grammar import ForcedTokens, forced_tokens_of
+from tests.lade.both import same_as_generate
+from tests.lade.drafting.made import OPTIONS, PROMPT, chain_of
+from tests.lade.shared import shared_model
 from tests.lade.tiny import random_prompt, tiny_model
 
 # --- processors that know -----------------------------------------------------------------------
 
 
-class Knowing(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
-    """Forces 7 after the first token; what it foresees is as asked for."""
+class Knowing(LogitsProcessor, lade.ForcedTokens):  # type: ignore[misc]
+    """Allows one text only; what it foresees is as asked for."""
 
-    def __init__(self, foresee: Callable[[], Any] = lambda: [7]) -> None:
-        self._foresee = foresee
+    def __init__(self, foresee: Callable[[int], Any], text: Sequence[int] = ()) -> None:
+        self._foresee, self._text = foresee, text
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        num_new = input_ids.shape[1] - PROMPT.shape[1]
+        if num_new < len(self._text):
+            scores[:, [i for i in range(scores.shape[1]) if i != self._text[num_new]]] = -torch.inf
         return scores
 
     def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
-        foreseen: list[int] = self._foresee()
+        foreseen: list[int] = self._foresee(len(committed) - PROMPT.shape[1])
         return foreseen
 
 
-def test_the_first_processor_with_foresight_is_found() -> None:
-    knowing = Knowing()
-    assert forced_tokens_of([]) is None
-    assert forced_tokens_of([TemperatureLogitsWarper(0.5)]) is None
-    assert forced_tokens_of([TemperatureLogitsWarper(0.5), knowing]) is knowing
+class Behind(lade.Drafter):
+    """Keeps what it is asked to draft behind, and drafts one token there."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> lade.Draft:
+        self.asked.append([*committed])
+        return chain_of([9]).first(max_draft_tokens)
+
+
+def test_forced_tokens_stand_before_what_the_drafter_proposes() -> None:
+    text = [20, 33, 40, 41, 42, 50, 51, 52, 53, 54, 55, 56]
+    knowing, behind = Knowing(lambda num: text[num : num + 3], text), Behind()
+    config = lade.Config(max_draft_tokens=8, strict_drafter=True)
+    options = {**OPTIONS, "logits_processor": [knowing]}
+    model = shared_model("llama", seed=2)
+    _, got = same_as_generate(model, PROMPT, drafter=behind, config=config, **options)
+    assert got.stats.num_accepted_tokens > 7  # three of four
+    assert [asked[len(PROMPT[0]) :] for asked in behind.asked[:2]] == [text[:4], text[:8]]
 
 
 def test_no_name_of_an_attribute_makes_a_processor_know() -> None:
-    class Named(LogitsProcessor):  # type: ignore[misc]
-        forced_tokens: Any = ((20, 33),)
-
+    class Called(LogitsProcessor):  # type: ignore[misc]
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return scores
 
-    class Called(Named):
-        def forced_tokens(self, step: int) -> list[int]:
+        def forced_tokens(self, *_: Any) -> list[int]:
             raise AssertionError("it is not lade's to call")
 
-    prefix_function = PrefixConstrainedLogitsProcessor(lambda row, ids: [7], 1)
-    assert forced_tokens_of([Named(), Called(), prefix_function]) is None
+    config = lade.Config(strict_drafter=True)
+    same_as_generate(shared_model(), PROMPT, config=config, logits_processor=[Called()])
 
 
 def _draws() -> list[int]:
@@ -67,25 +80,17 @@ def _draws() -> list[int]:
     [lambda: 1 / 0, lambda: None, lambda: ["x"], lambda: [2**40, -3], lambda: [[7]], _draws],
 )
 def test_what_a_processor_foresees_can_fail_no_call_and_change_no_text(foresee: Any) -> None:
-    model, prompt = tiny_model(), torch.tensor([[5, 6, 7]])
-    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 12}
-    torch.manual_seed(1)
-    expected = model.generate(prompt, **options)
-    state = torch.get_rng_state()
-    torch.manual_seed(1)
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 12, "seed": 1}
+    knowing = Knowing(lambda num: foresee())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lade.DrafterWarning)
-        got = lade.generate(model, prompt, logits_processor=[Knowing(foresee)], **options)
-    assert got.equal(expected)
-    assert torch.get_rng_state().equal(state)
+        same_as_generate(tiny_model(), PROMPT, logits_processor=[knowing], **options)
 
 
 def test_an_author_sees_what_foresight_raises() -> None:
-    config = lade.Config(strict_drafter=True)
-    processors = [Knowing(lambda: 1 / 0)]
-    options: dict[str, Any] = {"logits_processor": processors, "max_new_tokens": 4}
+    given: dict[str, Any] = {"config": lade.Config(strict_drafter=True), "max_new_tokens": 4}
     with pytest.raises(ZeroDivisionError):
-        lade.generate(tiny_model(), torch.tensor([[5, 6]]), config=config, **options)
+        lade.generate(tiny_model(), PROMPT, logits_processor=[Knowing(lambda num: 1 / 0)], **given)  # type: ignore[arg-type,return-value]
 
 
 # --- xgrammar -----------------------------------------------------------------------------------
@@ -98,8 +103,8 @@ END = len(PIECES) - 1
 SCHEMA = {
     "type": "object",
     "properties": {
-        "name": {"type": "string"},
-        "number": {"type": "integer"},
+        "name": {"enum": ["bob", "ann"]},
+        "number": {"enum": [1, 2]},
         "größe": {"enum": ["big", "small"]},
     },
     "required": ["name", "number", "größe"],
@@ -124,101 +129,39 @@ def grammars() -> Grammars:
     return Grammars(__import__("xgrammar"))
 
 
-def write(
-    processor: Any, num_rows: int, rng: np.random.Generator, grammar: ForcedTokens | None
-) -> tuple[list[list[int]], list[list[set[int]]], list[list[list[int]]]]:
-    """Emit tokens that the processor allows, with forecasts made before each of its calls.
+def written(grammars: Grammars, grammar: Any, prompt: torch.Tensor, seed: int) -> Any:
+    """Let a model write by a grammar, with no drafts but what that forces; return the output."""
+    model = shared_model(vocab_size=END + 1, eos_token_id=END)
+    options: dict[str, Any] = {"do_sample": seed % 2 == 1, "max_new_tokens": 80, "seed": seed}
+    config = lade.Config(max_draft_tokens=6, strict_drafter=True)
 
-    Returns:
-        For each row the tokens; for each step and row the allowed tokens, and the forecasts.
-    """
-    rows = [[1, 2, 3] for _ in range(num_rows)]
-    allowed_at: list[list[set[int]]] = []
-    forecasts: list[list[list[int]]] = []
-    while len(rows[0]) < 200 and not all(END in row for row in rows):
-        if grammar is not None:
-            forecasts.append([grammar.forced_tokens(i, row, 6) for i, row in enumerate(rows)])
-        scores = processor(torch.tensor(rows), torch.zeros(num_rows, END + 1))
-        allowed_at.append([set(row.isfinite().nonzero()[:, 0].tolist()) for row in scores])
-        for row, allowed in zip(rows, allowed_at[-1], strict=True):
-            choices = sorted(allowed if len(allowed) < 40 else allowed & {*b'"ab'})  # short strings
-            row.append(END if END in row else int(rng.choice(choices)))
-    return rows, allowed_at, forecasts
+    def fresh() -> dict[str, Any]:
+        return {"logits_processor": [grammars.processor(grammar)]}
+
+    nothing = lade.Drafter()
+    return same_as_generate(model, prompt, drafter=nothing, config=config, fresh=fresh, **options)[
+        1
+    ]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_forced_text_is_what_the_processor_then_leaves(grammars: Grammars, seed: int) -> None:
-    processor = grammars.processor(grammars.json)
-    grammar = forced_tokens_of([TemperatureLogitsWarper(0.5), processor])
-    (row,), allowed_at, forecasts = write(processor, 1, np.random.default_rng(seed), grammar)
-    emitted = row[3 : row.index(END) + 1]
-    num_checked = num_right = 0
-    for step, (forecast,) in enumerate(forecasts):
-        for ahead, token_id in enumerate(forecast):
-            if emitted[step : step + ahead] != forecast[:ahead]:
-                break  # another split of the same text
-            allowed = allowed_at[step + ahead][0]
-            assert token_id in allowed
-            assert all(PIECES[token_id].startswith(PIECES[other]) for other in allowed)
-            num_checked += 1
-            num_right += emitted[step + ahead] == token_id
-    assert num_checked > 20
-    assert num_right > 10
-    # Before its first call a processor has no matcher yet, and the opening is known all the same.
-    assert [PIECES[i] for i in forecasts[0][0]] == [b'{"', b"name", b'":', b' "']
-    # The end is forced, too.
-    assert forecasts[len(emitted) - 1][0] == [END]
-
-
-def test_asking_leaves_no_trace(grammars: Grammars) -> None:
-    for seed in range(4):
-        asked, unasked = (grammars.processor(grammars.json) for _ in range(2))
-        grammar = forced_tokens_of([asked])
-        with_forecasts = write(asked, 1, np.random.default_rng(seed), grammar)
-        without = write(unasked, 1, np.random.default_rng(seed), None)
-        assert with_forecasts[:2] == without[:2]
+@pytest.mark.parametrize("seed", range(4))
+def test_forced_text_is_drafted_and_asking_leaves_no_trace(grammars: Grammars, seed: int) -> None:
+    """The text is that of `generate`; a token is wrong only where the text is split another way."""
+    prompt = random_prompt(np.random.default_rng(seed)).clamp(min=1)
+    out = written(grammars, grammars.json, prompt, seed)
+    ids = out.sequences[0, prompt.shape[1] :].tolist()
+    text = b"".join(PIECES[each] for each in ids[: ids.index(END)])
+    assert {*json.loads(text)} == {"name", "number", "größe"}
+    assert out.stats.num_accepted_tokens > 10
+    assert out.stats.acceptance_rate > 0.3
 
 
 def test_each_row_has_its_own_state_and_its_own_grammar(grammars: Grammars) -> None:
     word = grammars.compiler.compile_regex("banana|bandit")
-    processor = grammars.processor([grammars.json, word])
-    grammar = forced_tokens_of([processor])
-    rows, _, forecasts = write(processor, 2, np.random.default_rng(0), grammar)
-    # Not "na", though all that may come next begins it: "n" and then "d" is as good.
-    assert [PIECES[i] for i in forecasts[0][1]] == [b"b", b"a"]
-    assert PIECES[forecasts[0][0][0]] == b'{"'
-    num_steps = rows[1].index(END) - 3
-    assert bytes(b"".join(PIECES[i] for i in rows[1][3 : 3 + num_steps])) in {b"banana", b"bandit"}
-    # A row that has ended is fed on, and nothing is known of it.
-    assert all(forecast == [] for _, forecast in forecasts[num_steps + 1 :])
-    assert len(forecasts) > num_steps + 2
-
-
-def test_one_grammar_serves_a_batch(grammars: Grammars) -> None:
-    processor = grammars.processor(grammars.json)
-    grammar = forced_tokens_of([processor])
-    assert grammar is not None
-    assert grammar.forced_tokens(1, [1, 2, 3], 3) == grammar.forced_tokens(0, [1, 2, 3], 3)
-    _, _, forecasts = write(processor, 3, np.random.default_rng(1), grammar)
-    assert sum(len(forecast) > 0 for step in forecasts for forecast in step) > 20
-
-
-def test_text_outside_of_the_grammar_is_no_error(grammars: Grammars) -> None:
-    processor = grammars.processor(grammars.json)
-    grammar = forced_tokens_of([processor])
-    assert grammar is not None
-    processor(torch.tensor([[1, 2]]), torch.zeros(1, END + 1))
-    assert grammar.forced_tokens(0, [1, 2, ord("x")], 4) == []
-
-
-def test_json_is_that_of_plain_generate(grammars: Grammars) -> None:
-    model = tiny_model(vocab_size=END + 1, eos_token_id=END)
-    rng = np.random.default_rng(0)
-    for _ in range(3):
-        prompt = random_prompt(rng)
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60}
-        processors = [[grammars.processor(grammars.json)] for _ in range(2)]
-        expected = model.generate(prompt, logits_processor=processors[0], **options)
-        assert lade.generate(model, prompt, logits_processor=processors[1], **options).equal(
-            expected
-        )
+    out = written(grammars, [grammars.json, word], torch.tensor([[5, 6, 7], [7, 6, 5]]), 0)
+    row = out.sequences[1, 3:].tolist()
+    assert b"".join(PIECES[each] for each in row[: row.index(END)]) in {b"banana", b"bandit"}
+    assert out.stats.num_accepted_tokens > 10
+    # One grammar serves a batch as well.
+    both = written(grammars, grammars.json, torch.tensor([[5, 6, 7], [7, 6, 5]]), 1)
+    assert both.stats.num_accepted_tokens > 20

@@ -1,0 +1,450 @@
+"""Models that draft, another one or the first layers: the text is that of plain `generate`."""
+
+import copy
+import gc
+import sys
+import warnings
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper
+from transformers.generation import candidate_generator
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+import lade
+from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
+from tests.chi_square import FALSE_ALARM, p_value
+from tests.grids import thinned
+from tests.lade.both import ONE, THREE, answered, same_as_generate
+from tests.lade.drafting.made import (
+    OPTIONS,
+    SAMPLED,
+    compared,
+    exact_pairs,
+    one_warning,
+    pairs_of,
+)
+from tests.lade.shared import shared_model
+from tests.lade.tiny import FAMILIES, IS_NEWEST, tiny_model
+from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types
+from tests.support.tiny import tiny_model as tiny_architecture
+
+EIGHT = lade.Config(max_draft_tokens=8, strict_drafter=True)
+DRAWN = lade.Config(acceptance="rejection", strict_drafter=True)
+# So that a busy machine does not decide how much of a draft is verified.
+FLAT = {1: 1.0, 64: 1.0}
+# Trees, windows, chunks and experts; paths as rows; states, also in part.
+ARCHITECTURES = ["llama", "gemma3_text", "llama4_text", "mixtral", "bloom", "mamba2", "bamba"]
+
+
+def model_of(name: str, seed: int = 1) -> Any:
+    if name in FAMILIES:
+        return tiny_model(name, seed)
+    return tiny_architecture(name, seed=seed, attention=None, dtype=torch.float64)
+
+
+def stats_of(
+    model: Any, prompt: torch.Tensor, drafter: Any, config: lade.Config = EIGHT, **options: Any
+) -> lade.DecodeStats:
+    """Return what was counted; text and random state are those of plain `generate`."""
+    _, got = same_as_generate(model, prompt, drafter=drafter, config=config, **options)
+    stats: lade.DecodeStats = got.stats
+    return stats
+
+
+def nearly(model: Any, noise: float) -> Any:
+    """Return a copy of a tiny llama that often finds other tokens likely."""
+    twin = tiny_model("llama", seed=1)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+            size = noise * theirs.std() if theirs.dim() > 1 else 0.0
+            mine.copy_(theirs + size * torch.randn(theirs.shape, generator=generator))
+    return twin
+
+
+# --- the text -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("expansion", ["tree", "chain"])
+@pytest.mark.parametrize(
+    "noise", thinned([0.0, 0.1, 3.0], 0.1), ids=["always", "sometimes", "never"]
+)
+def test_the_text_is_that_of_generate(expansion: Any, noise: float) -> None:
+    do_sample = (expansion == "tree") == (noise == 0.1)  # each of the three in both ways
+    model = shared_model("llama", seed=1)
+    assistant = nearly(model, noise)
+    total = lade.DecodeStats()
+    for length, prompt in (("measured", ONE), ("measured", THREE), ("confidence", THREE), (4, ONE)):
+        drafter = AssistantModel(assistant, length=length, expansion=expansion)  # type: ignore[arg-type]
+        total.add(stats_of(model, prompt, drafter, do_sample=do_sample))
+    rate = total.num_accepted_tokens / total.num_committed_tokens
+    low, high = {0.0: (0.2, 1.0), 0.1: (0.1, 1.0), 3.0: (0.0, 0.12)}[noise]
+    assert low * (0.2 if do_sample else 1.0) <= rate < high
+    (source,) = total.sources.values()
+    assert source.num_asked > 0
+    assert source.num_draft_tokens >= total.num_draft_tokens
+    assert source.num_accepted_tokens >= total.num_accepted_tokens
+    assert source.sec > 0
+
+
+# Each as a target and as an assistant.
+PAIRS = [*zip(ARCHITECTURES, (ARCHITECTURES * 2)[2:], strict=False)]
+
+
+@pytest.mark.parametrize("pair", thinned(PAIRS, ("bamba", "gemma3_text")), ids="-".join)
+def test_any_architecture_drafts_for_any_other(pair: tuple[str, str]) -> None:
+    target, assistant = pair
+    model, drafter = model_of(target), AssistantModel(model_of(assistant), length=3)
+    three = THREE.clamp(min=3) if target == "bloom" else THREE  # whose padding is NaN
+    for prompt, do_sample in ((ONE, False), (three, True)):
+        stats_of(model, prompt, drafter, do_sample=do_sample, max_new_tokens=16)
+    stats_of(model, ONE, Merged([CallPool(), drafter]), max_new_tokens=16)
+
+
+@pytest.mark.parametrize("name", thinned(ARCHITECTURES, "gemma3_text", "bloom"))
+def test_a_model_that_drafts_for_itself_is_always_right(name: str) -> None:
+    """It has the logits of every path, whatever of a draft was accepted."""
+    model = model_of(name)
+    for expansion, least in (("chain", 1.0), ("tree", 0.1)):
+        drafter = AssistantModel(model, length=4, expansion=expansion)  # type: ignore[arg-type]
+        stats = stats_of(model, ONE, drafter, max_new_tokens=40, eos_token_id=None)
+        assert stats.acceptance_rate >= least
+        assert stats.num_accepted_tokens > 25
+
+
+def test_processors_apply_to_the_drafts_too() -> None:
+    """A penalty, n-grams that may not come again, a temperature: the model alone would be wrong."""
+    model = shared_model("llama", seed=1)
+    drafter = AssistantModel(model, length=4, expansion="chain")
+    options: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
+    options |= {"repetition_penalty": 1.6, "no_repeat_ngram_size": 2, "bad_words_ids": [[5, 6]]}
+    stats = stats_of(model, ONE, drafter, **options)
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 25
+    # Rows differ in what was said before.
+    assert stats_of(model, THREE, drafter, **options).acceptance_rate > 0.9
+
+
+def test_processors_of_the_user_never_see_a_draft() -> None:
+    lengths: list[int] = []
+
+    def counting(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        lengths.append(input_ids.shape[1])
+        return scores
+
+    model = shared_model("llama", seed=1)
+    options: dict[str, Any] = {"drafter": AssistantModel(model, length=4), "config": EIGHT}
+    options |= {"max_new_tokens": 20, "eos_token_id": None, "logits_processor": [counting]}
+    out = answered(model, ONE, **options).sequences
+    assert lengths == [*range(ONE.shape[1], out.shape[1])]
+
+
+def test_grammars_and_ends_are_heeded() -> None:
+    model = shared_model("llama", seed=1)
+    drafter = AssistantModel(model, length=4, expansion="chain")
+    ends = model.generate(ONE, attention_mask=torch.ones_like(ONE), max_new_tokens=20)[0, -3].item()
+    stats_of(model, ONE, drafter, eos_token_id=ends)
+    for most in (1, 2):
+        stats_of(model, ONE, drafter, max_new_tokens=most)
+    stats_of(model, ONE[:, :1], drafter)
+    stats_of(model, ONE, drafter, prefix_allowed_tokens_fn=lambda row, ids: [3, 4])
+
+
+def test_the_assistants_own_length_is_its_limit() -> None:
+    """Beyond its positions it cannot run; the rest of the text goes on without it."""
+    model, drafted = shared_model("llama", seed=1), []
+    for num in (24, 64):
+        limited = tiny_model("gpt2", seed=1, n_positions=num, max_position_embeddings=num)
+        stats = stats_of(model, ONE, AssistantModel(limited, length=3), max_new_tokens=40)
+        drafted.append(stats.sources["assistant"].num_draft_tokens)
+    assert 0 < drafted[0] < 0.6 * drafted[1]
+
+
+# --- the first layers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", thinned(FAMILIES, "gemma3_text"))
+def test_text_with_first_layers_is_that_of_generate(family: str) -> None:
+    model, num_accepted = tiny_model(family), 0
+    before, settings = state_of(model), copy.deepcopy(model.config.to_dict())
+    for number, expansion in enumerate(("tree", "chain", "tree", "chain")):
+        length: Any = "confidence" if number % 2 else 2
+        drafter = FirstLayers(1 + number % 2, length=length, expansion=expansion)  # type: ignore[arg-type]
+        options = {"do_sample": number > 1, "temperature": 0.8, "seed": number}
+        config = lade.Config(step_costs=FLAT, strict_drafter=True)
+        stats = stats_of(model, (ONE, THREE)[number % 2], drafter, config, **options)
+        assert stats.sources["first_layers"].num_asked > 0
+        num_accepted += stats.num_accepted_tokens
+    assert num_accepted > 3
+    assert state_of(model) == before
+    assert model.config.to_dict() == settings
+
+
+def state_of(model: Any) -> list[Any]:
+    """Every attribute of every module, and the identity of what they refer to."""
+    return [
+        (
+            name,
+            {key: id(value) for key, value in vars(module).items() if key != "_lade_profiles"},
+            [dict.copy(vars(module)[key]) for key in ("_modules", "_forward_hooks")],
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+def test_first_layers_say_what_a_model_of_them_alone_says() -> None:
+    model = tiny_model("llama", seed=1)
+    smaller = copy.deepcopy(model)
+    smaller.model.layers = smaller.model.layers[:2]
+    smaller.config.num_hidden_layers = 2
+    drafters: list[Any] = [FirstLayers(2, length=3), AssistantModel(smaller, length=3)]
+    found = []
+    for drafter in drafters:
+        steps: list[Any] = []
+        stats_of(model, ONE, drafter, by=partial(lade.generate, on_step=steps.append))
+        found.append([(step.num_draft_tokens, step.token_ids) for step in steps])
+    assert found[0] == found[1]
+
+
+REFUSED = ("hrm_text", "mllama", "rwkv", "xlstm")  # no list of layers, or no cache that goes back
+
+
+@pytest.mark.parametrize(
+    "name", thinned([*causal_lm_types(), *VARIANTS], "gpt_oss", "mamba2", "hrm_text")
+)
+def test_first_layers_of_every_architecture_keep_its_text_or_are_refused(name: str) -> None:
+    try:
+        model = tiny_architecture(name)
+    except CannotBuild as reason:
+        pytest.skip(str(reason))
+    options: dict[str, Any] = {"min_new_tokens": 6, "max_new_tokens": 12}
+    config = lade.Config(step_costs=FLAT, strict_drafter=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
+        told = pytest.raises(lade.UnsupportedModelError, match="cannot draft")
+        with told if name in REFUSED else nullcontext():
+            stats_of(model, ONE, FirstLayers(1, length=2), config, **options)
+
+
+# --- calls ----------------------------------------------------------------------------------
+
+
+def test_closing_frees_what_a_call_held() -> None:
+    model, assistant = tiny_model("llama", seed=1), tiny_model("llama", seed=2)
+    drafter = AssistantModel(assistant, length=3)
+    stats_of(model, THREE, drafter)
+    gc.collect()
+    before = sum(type(each) is torch.Tensor for each in gc.get_objects())
+    for _ in range(3):
+        stats_of(model, THREE, drafter)
+    gc.collect()
+    assert sum(type(each) is torch.Tensor for each in gc.get_objects()) <= before
+
+
+def test_an_assistant_that_fails_fails_no_call() -> None:
+    model, assistant = shared_model("llama", seed=1), tiny_model("llama", seed=2)
+    drafter = AssistantModel(assistant, length=3)
+    stats_of(model, ONE, drafter)
+    left = [sys.maxsize]
+
+    def fail(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("broken")
+
+    assistant.register_forward_pre_hook(fail)
+    lade.probe(assistant)  # checks it anew, as it has changed
+    for num_forwards in (0, 1, 5):  # of the prompt, of the text, of a draft
+        left[0] = num_forwards
+        with pytest.warns(lade.DrafterWarning, match=r"'assistant': it failed \(RuntimeError: b"):
+            stats_of(model, ONE, drafter, lade.Config(max_draft_tokens=8))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
+def test_an_assistant_put_into_training_in_a_call_is_not_asked_again(
+    options: dict[str, Any],
+) -> None:
+    """Its dropout would draw from the generator that the text is drawn from."""
+    assistant, num_steps = tiny_model("opt", seed=2, dropout=0.5), 0
+    drafter = AssistantModel(assistant, length=2)
+
+    def train(step: Any) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        assistant.model.decoder.layers[1].train(num_steps >= 4)  # a part of it is enough
+
+    config = lade.Config(max_draft_tokens=4)
+    options = {**options, "max_new_tokens": 30, "eos_token_id": None}
+    with one_warning("failed .RuntimeError: OPTForCausalLM was put into another mode, of training"):
+        compared(drafter, options, on_step=train, config=config)
+    with pytest.raises(lade.UnsupportedModelError, match="OPTForCausalLM cannot draft"):
+        compared(drafter, options, config=config)
+    assistant.eval()
+    compared(drafter, options, config=config)
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    def __init__(self, suffix: str = "") -> None:
+        self.suffix = suffix
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"{token_id}{self.suffix}": token_id for token_id in range(97)}
+
+
+def test_vocabularies_must_be_one_whatever_their_size() -> None:
+    """Sizes are often rounded up."""
+    model, larger = shared_model("llama", seed=1), tiny_model("llama", seed=1, vocab_size=128)
+    drafter = AssistantModel(larger, Words(), target_tokenizer=Words(), length=3)
+    assert stats_of(model, ONE, drafter).sources["assistant"].num_asked > 0
+    told = "LlamaForCausalLM cannot draft for LlamaForCausalLM: it has another vocabulary, of 128"
+    for options in ({}, {"tokenizer": Words(), "target_tokenizer": Words("!")}):
+        with pytest.raises(lade.UnsupportedModelError, match=told):
+            stats_of(model, ONE, AssistantModel(larger, **options))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: AssistantModel(5), TypeError, "expected a causal LM of transformers, got int"),
+        (lambda: FirstLayers("2"), TypeError, "expected num_layers to be an int, got '2'"),  # type: ignore[arg-type]
+        (lambda: FirstLayers(0), ValueError, "expected num_layers of at least 1, got 0"),
+        (lambda: FirstLayers(1, length="long"), ValueError, "expected length to be 'measured', "),  # type: ignore[arg-type]
+        (lambda: FirstLayers(1, length=True), ValueError, "expected length to be"),
+        (lambda: FirstLayers(1, length=0), ValueError, "expected length of at least 1, got 0"),
+        (lambda: FirstLayers(1, confidence=1.5), ValueError, "expected confidence from 0 to 1"),
+        (lambda: FirstLayers(1, expansion="bush"), ValueError, "expected expansion to be 'tree'"),  # type: ignore[arg-type]
+        (lambda: FirstLayers(1, max_draft_tokens=0), ValueError, "expected max_draft_tokens of at"),
+    ],
+)
+def test_wrong_arguments_are_refused(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_models_that_cannot_draft_are_refused_by_name() -> None:
+    model = shared_model("llama")
+    with pytest.raises(lade.UnsupportedOptionError, match="expected num_layers from 1 to 2 for Ll"):
+        stats_of(model, ONE, FirstLayers(3))
+    drawing = tiny_model("opt", dropout=0.5).train()
+    with pytest.raises(lade.UnsupportedModelError, match="OPTForCausalLM cannot draft"):
+        stats_of(model, ONE, AssistantModel(drawing))
+    states = tiny_architecture("mamba", seed=0, attention=None, dtype=torch.float64)
+    small = tiny_model("llama", vocab_size=states.config.vocab_size)
+    with pytest.raises(lade.UnsupportedModelError, match="MambaForCausalLM cannot draft, for"):
+        stats_of(small, ONE, AssistantModel(states))
+
+
+# --- drawn drafts ----------------------------------------------------------------------------
+
+
+def small(seed: int) -> Any:
+    return tiny_model("llama", seed, vocab_size=8, eos_token_id=None, pad_token_id=0)
+
+
+@pytest.mark.exhaustive  # 600 samples
+@pytest.mark.parametrize("expansion", ["tree", "chain"])
+def test_drawn_text_has_the_distribution_of_the_target(expansion: Any) -> None:
+    """Pairs of first tokens of 600 samples, at a temperature that applies to both models."""
+    model, prompt = small(3), [1, 2, 3, 1, 2]
+    drafter = AssistantModel(small(4), length=2, expansion=expansion)
+    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 0.7, "config": DRAWN}
+    options |= {"num_return_sequences": 600, "max_new_tokens": 3, "drafter": drafter}
+    out = answered(model, torch.tensor([prompt]), **options)
+    assert out.stats.num_accepted_tokens > 0.025 * out.stats.num_draft_tokens
+    counts = pairs_of(out.sequences, len(prompt), 8).tolist()
+    assert p_value(counts, exact_pairs(model, prompt, 0.7)) > FALSE_ALARM
+
+
+def test_drawn_from_the_same_model_drafts_are_always_right() -> None:
+    """p = q, whatever temperature, top-p and penalties make of both; and a seed repeats a call."""
+    model = shared_model("llama", seed=1)
+    drafter = AssistantModel(model, length=4, expansion="chain")
+    options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3}
+    options |= {"do_sample": True, "max_new_tokens": 30, "eos_token_id": None, "config": DRAWN}
+    for prompt, least in ((ONE, 0.999), (THREE, 0.8)):  # penalties for padding are not seen
+        texts = []
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            out = answered(model, prompt, drafter=drafter, **options)
+            assert out.stats.acceptance_rate > least
+            texts.append(out.sequences.tolist())
+        assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("verification", thinned(["tree", "chain"], "chain"))
+def test_drawn_drafts_suit_every_verification(verification: Any) -> None:
+    """Of a drawn tree no path can be left out, so it is a chain where paths are few."""
+    model, drafter = shared_model("llama", seed=1), AssistantModel(tiny_model("llama", 2), length=3)
+
+    class Unknown(TemperatureLogitsWarper):  # type: ignore[misc]
+        """Not known to have no state: left out of the drafts, and rows go together."""
+
+    config = lade.Config(acceptance="rejection", strict_drafter=True, verification=verification)
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 20, "eos_token_id": None}
+    for processors in ([], [Unknown(1.3)]):
+        options["logits_processor"] = processors
+        out = answered(model, ONE, drafter=drafter, config=config, **options)
+        assert out.sequences.shape[1] == ONE.shape[1] + 20
+        assert out.stats.num_draft_tokens > 0
+
+
+# --- transformers as oracle -----------------------------------------------------------------
+
+
+def drafts_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, model: Any, assistant: Any, **options: Any
+) -> dict[tuple[int, ...], int]:
+    """Return by text how many tokens transformers drafts after it."""
+    found: dict[tuple[int, ...], int] = {}
+    ask = AssistedCandidateGenerator.get_candidates
+
+    def candidates(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = ask(self, input_ids, *args, **kwargs)
+        found[tuple(input_ids[0].tolist())] = result[0].shape[1] - input_ids.shape[1]
+        return result
+
+    with monkeypatch.context() as patch:
+        # It would tune the threshold where scikit-learn is installed.
+        patch.setattr(candidate_generator, "is_sklearn_available", lambda: False)
+        patch.setattr(AssistedCandidateGenerator, "get_candidates", candidates)
+        model.generate(ONE, assistant_model=assistant, **options)
+    return found
+
+
+@pytest.mark.skipif(not IS_NEWEST, reason="its assisted decoding fails once a draft was cut")
+@pytest.mark.parametrize("noise", thinned([0.0, 0.1, 3.0], 0.1))
+@pytest.mark.parametrize("length", [4, "confidence"])
+def test_drafts_are_as_long_as_those_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, length: Any, noise: float
+) -> None:
+    """On the same models, after every text that transformers drafted from."""
+    model = tiny_model("llama", seed=1)
+    assistant = nearly(model, noise)
+    own = assistant.generation_config
+    own.num_assistant_tokens = 4
+    own.num_assistant_tokens_schedule = "constant"
+    own.assistant_confidence_threshold = 0.5 if length == "confidence" else 0.0
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    limits = {"confidence": 0.5, "max_draft_tokens": 4}
+    drafter = AssistantModel(assistant, length=length, expansion="chain", **limits)  # type: ignore[arg-type]
+    given = options | {"attention_mask": torch.ones_like(ONE), "max_new_tokens": 60}
+    theirs = drafts_of_transformers(monkeypatch, model, assistant, **given)
+    texts = [text for text in theirs if ONE.shape[1] < len(text) < ONE.shape[1] + 50]
+    assert len(texts) > 5
+    for text in texts:
+        steps: list[Any] = []
+        before = torch.tensor([text[:-1]])  # its last token is that of the prefill
+        given = {"drafter": drafter, "config": EIGHT, "on_step": steps.append}
+        answered(model, before, max_new_tokens=8, **options, **given)
+        assert steps[1].num_draft_tokens == theirs[text]
+    if noise == 0.1:
+        assert len({theirs[text] for text in texts}) > (length != 4)

@@ -1,0 +1,177 @@
+"""Numbers behind drafts: ranks of logits, tokens to explore, joined trees."""
+
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lade.drafters.joining import joined
+from lade.drafting.drafts import draft_of, exploring, matched_depth
+from lade.drafting.successors import PromptHarvester, first_of_highest, rank, with_probs
+from ngram_pool import Draft
+from tests.lade.tiny import VOCAB_SIZE, paths_of, tiny_model
+
+# --- ranks ----------------------------------------------------------------------------------
+
+
+def test_the_first_of_equal_logits_is_found_as_argmax_finds_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(0, 4, (200, 30), generator=generator).to(torch.bfloat16)
+    found = [first_of_highest(rank(row[None], 8)) for row in logits]
+    for row, token_id in zip(logits, found, strict=True):
+        assert token_id is None or token_id.item() == row.float().argmax().item()
+    assert sum(each is not None for each in found) > 100
+    assert first_of_highest(rank(torch.full((1, 9), float("nan")), 3)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("scale", "shift", "vocab_size"),
+    [(4.0, 0.0, 5000), (0.01, 0.0, 700), (3.0, -40.0, 5000), (0.02, -1.0, 300), (1.0, 0.0, 5)],
+)
+def test_equal_logits_are_ranked_in_the_order_of_their_ids(
+    dtype: torch.dtype, scale: float, shift: float, vocab_size: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (scale * torch.randn(2, 10, vocab_size, generator=generator) + shift).to(dtype)
+    logits[0, :, ::7] = logits[0, :, ::7].round()  # zeros of both signs among them
+    logits[1, :4, 1:] = -torch.inf
+    ranked = rank(logits, 8)
+    assert ranked.is_ordered
+    order = logits.float().sort(dim=-1, descending=True, stable=True)
+    num = min(8, vocab_size)
+    assert torch.equal(ranked.token_ids, order.indices[..., :num])
+    assert torch.equal(ranked.logits.float(), order.values[..., :num])
+    first = first_of_highest(ranked)
+    assert first is not None
+    assert torch.equal(first, logits.float().argmax(dim=-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_left_to_torch(dtype: torch.dtype, value: float) -> None:
+    for place in (0, 299, 511, 999):
+        logits = torch.randn(2, 1000).to(dtype)
+        logits[1, place] = value
+        assert not rank(logits, 4).is_ordered
+        assert torch.equal(rank(logits, 4).token_ids, logits.topk(4).indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_probabilities_are_about_those_of_the_softmax(dtype: torch.dtype) -> None:
+    logits = 3 * torch.randn(20, 40000, generator=torch.Generator().manual_seed(0))
+    logits = logits.to(dtype)
+    ranked = rank(logits, 8)
+    got = with_probs(ranked, logits).get()
+    expected = logits.double().softmax(-1).gather(-1, ranked.token_ids)
+    assert got.token_ids.tolist() == ranked.token_ids.tolist()
+    assert np.abs(np.log(got.probs) - expected.log().numpy()).max() < 0.6
+    few = logits[:, :40].contiguous()  # all of them are summed
+    ranked = rank(few, 8)
+    expected = few.double().softmax(-1).gather(-1, ranked.token_ids)
+    assert with_probs(ranked, few).get().probs == pytest.approx(expected.numpy(), rel=0.04)
+
+
+@torch.no_grad()
+def test_prompts_that_run_without_padding_are_harvested_as_well() -> None:
+    model = tiny_model("llama")
+    texts = [[*range(2, 60)], [9, 8, 7], [*range(2, 60)], [30, 4, 30, 4, 30]]
+    prompts = [torch.tensor([text]) for text in texts]
+    logits = torch.cat([model(prompt).logits[:, -1:] for prompt in prompts])
+    harvester = PromptHarvester(model, 4, VOCAB_SIZE, 64)
+    different = [prompts[0], prompts[1], prompts[3]]
+    harvester._states = torch.cat([model.model(prompt)[0] for prompt in different], dim=1)
+    found = harvester.successors(logits, texts)
+    assert found is not None
+    for row, (text, num) in enumerate(zip(texts, [16, 2, 16, 4], strict=True)):
+        top = model(torch.tensor([text])).logits[0, -1 - num : -1].topk(4).indices
+        assert found.last(row, num).token_ids.tolist() == top.tolist()
+    harvester._states = torch.zeros(1, 65, 8)
+    assert harvester.successors(logits, texts) is None  # of other prompts
+
+
+# --- trees ----------------------------------------------------------------------------------
+
+Path = tuple[int, ...]
+
+
+@st.composite
+def drafts(draw: st.DrawFn) -> Draft:
+    """Return a draft of different paths, best first."""
+    nodes: list[tuple[Path, float]] = [((), 1.0)]
+    for _ in range(draw(st.integers(0, 10))):
+        parent, most = draw(st.sampled_from(nodes))
+        path = (*parent, draw(st.integers(0, 3)))
+        if path not in [each for each, _ in nodes]:
+            nodes.append((path, most * draw(st.floats(0.0, 1.0))))
+    nodes = sorted(nodes[1:], key=lambda node: -node[1])  # stable: of equals, parents come first
+    place: dict[Path, int] = {(): -1} | {path: number for number, (path, _) in enumerate(nodes)}
+    parents = [place[path[:-1]] for path, _ in nodes]
+    return draft_of([path[-1] for path, _ in nodes], parents, [prob for _, prob in nodes])
+
+
+MOST = st.integers(1, 14)
+
+
+@given(drafts(), st.lists(st.floats(0, 1), max_size=6), st.sets(st.integers(100, 105)), MOST)
+def test_tokens_join_a_draft_by_what_they_are_worth(
+    draft: Draft, worths: list[float], excluded: set[int], most: int
+) -> None:
+    worths = sorted(worths, reverse=True)
+    token_ids = np.arange(100, 100 + len(worths), dtype=np.int32)
+    others = np.array([*excluded], np.int32)
+    whole = exploring(draft, token_ids, np.array(worths), others, 200, most)
+    assert not excluded & {*whole.token_ids.tolist()}
+    worths = [worth for i, worth in enumerate(worths) if 100 + i not in excluded]
+    assert whole.probs.tolist() == sorted([*draft.probs.tolist(), *worths], reverse=True)[:most]
+    paths = paths_of(whole)
+    assert {*paths} <= {*paths_of(draft), *((int(t),) for t in token_ids)}
+    assert len({*paths}) == len(whole)
+    assert whole.depths.tolist() == [len(path) for path in paths]
+
+
+def joined_plainly(drafts: list[Draft]) -> dict[Path, float]:
+    """Return the probability of every path that a draft has."""
+    sources: list[dict[Path, float]] = [
+        {(): 1.0} | dict(zip(paths_of(draft), draft.probs.tolist(), strict=True))
+        for draft in drafts
+    ]
+    all_paths = {path for mine in sources for path in mine if path}
+    given_parent = {}
+    for path in all_paths:
+        miss = 1.0
+        for mine in sources:
+            if path in mine and mine[path[:-1]] > 0:
+                miss *= 1 - mine[path] / mine[path[:-1]]
+        given_parent[path] = 1 - miss
+    found: dict[Path, float] = {(): 1.0}
+    for path in sorted(all_paths, key=len):
+        of_siblings = sum(p for other, p in given_parent.items() if other[:-1] == path[:-1])
+        found[path] = found[path[:-1]] * given_parent[path] / max(1.0, of_siblings)
+    del found[()]
+    return found
+
+
+@given(parts=st.lists(drafts(), min_size=2, max_size=3))
+@settings(max_examples=150)
+def test_a_joined_tree_is_that_of_all_paths(parts: list[Draft]) -> None:
+    """A token comes unless all sources are wrong, and siblings come at most once together."""
+    whole = joined(parts, 99)
+    found = dict(zip(paths_of(whole), whole.probs.tolist(), strict=True))
+    assert found == pytest.approx(joined_plainly(parts))
+    assert len(found) == len(whole)  # no path twice
+    assert (whole.parents < np.arange(len(found))).all()
+    assert whole.depths.tolist() == [len(path) for path in found]
+    assert (np.diff(whole.probs) <= 0).all()
+    assert paths_of(joined(parts, 4)) == paths_of(whole)[:4]
+
+
+@given(draft=drafts(), emitted=st.lists(st.integers(0, 3), max_size=5))
+def test_the_matched_depth_is_that_of_the_longest_path(draft: Draft, emitted: list[int]) -> None:
+    prefixes = {tuple(each) for each in accumulate(([token] for token in emitted), initial=[])}
+    matched: Any = matched_depth(draft, emitted)
+    assert matched == len(prefixes & {*paths_of(draft)})
