@@ -132,7 +132,6 @@ CATCHES_ANYTHING = {
     "lade/server/inference.py": 1,
     "lade/server/upstream.py": 3,
     "lade/targets/joint.py": 1,
-    "lade/targets/trees.py": 1,
     "lade/turns.py": 1,
     "ngram_pool/compiling.py": 2,
     "ngram_pool/store.py": 1,
