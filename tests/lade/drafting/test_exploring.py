@@ -94,7 +94,7 @@ def test_a_new_pool_soon_knows_the_successors_of_what_the_target_mentions() -> N
     for make in (PoolDrafter, Unexploring):
         pool = NGramPool()
         same_as_generate(model, prompt, drafter=make(pool), config=config)
-        keys = pool._state.harvested.arrays()["keys"]
+        keys = pool._harvested.arrays()["keys"]
         known.append((keys < VOCAB_SIZE).sum())  # single tokens
     assert known[0] > 1.3 * known[1]
 
