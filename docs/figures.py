@@ -526,29 +526,6 @@ def _engine_rows(file: str, concurrency: int | None = None) -> dict[str, list[di
 
 
 @_figure
-def replicas(file: str) -> str:
-    """Return what each replica began with, and how much of its drafts was accepted."""
-    found = _read(file)
-    (first,) = {
-        n for each in found["replicas"] for n in each if n.startswith("tokens_per_forward_")
-    }
-    rows = [
-        (
-            ("the one that was killed" if each["replica"] == found["killed"]["replica"] else "")
-            or ("the one that came back" if each["num_joined_tokens"] else "the other"),
-            f"{each['num_joined_tokens']:,}",
-            f"{each['num_answers']:,}",
-            f"{each[first]:.2f}",
-            f"{each['tokens_per_forward']:.2f}",
-        )
-        for each in found["replicas"]
-    ]
-    last = f"of its first {first.rsplit('_', 1)[1]}"
-    headings = ("replica", "tokens it began with", "answers", f"tokens a forward {last}", "of all")
-    return _table(headings, 1, rows)
-
-
-@_figure
 def pool(file: str = "results/pool") -> str:
     """Return what the pool takes alone, by the number of tokens it holds."""
     timings = _read(file)["timings"]

@@ -25,7 +25,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, PoolStore(folder, memory_bytes=2**26) as store:
         for user, text in TEXTS.items():
             with store.open(user) as pool:
-                pool.observe(ids_of(text), pool.open_sequence())
+                pool.observe(ids_of(text), None)
         show(store, "alice", "my password is")
         show(store, "bob", "my password is")
         print("forgotten:", store.forget("alice", ids_of("password is swordfish")))

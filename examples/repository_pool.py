@@ -28,7 +28,7 @@ def main() -> None:
         pool = lade.NGramPool()
         for path in [*sorted(DOCS.rglob("*.md")), page]:
             token_ids = loaded.tokenizer.encode(path.read_text(), add_special_tokens=False)
-            pool.observe(token_ids, pool.open_sequence())
+            pool.observe(token_ids, None)
         lade.save_pool(pool, file, tokenizer=loaded.tokenizer)  # as lade pool build does
         docs = lade.load_pool(file, tokenizer=loaded.tokenizer, read_only=True)
         print(answer(loaded, [lade.NGramPool(), docs]))

@@ -1,20 +1,13 @@
 """An online n-gram pool: learns token sequences as they are written, drafts how they go on.
 
-It needs numpy and numba, and sortedcontainers and filelock for stores, never torch, and is usable
-alone: an engine's draft proposer needs no more than `NGramPool.observe` and
-`NGramPool.draft_chains`. Reading order: `draft.py`, `chains.py`, `pool.py`, `state.py`,
-`table.py`, `_kernels.py`; then `delta.py`, `origins.py`, `files.py`, `store.py`.
+It needs numpy and numba, and filelock for stores, never torch, and is usable alone: an engine's
+draft proposer needs no more than `NGramPool.observe` and `NGramPool.draft_chains`. Reading order:
+`draft.py`, `chains.py`, `pool.py`, `arrays.py`, `table.py`, `_kernels.py`; `files.py`, `store.py`.
 """
 
 from ngram_pool.chains import DraftChains
-from ngram_pool.delta import PoolDelta, PoolStamp
 from ngram_pool.draft import Draft, SampledDraft
-from ngram_pool.errors import (
-    NewerPoolFileError,
-    PoolDeltaError,
-    PoolFileError,
-    ReadOnlyPoolError,
-)
+from ngram_pool.errors import NewerPoolFileError, PoolFileError, ReadOnlyPoolError
 from ngram_pool.pool import NGramPool
 from ngram_pool.store import NamedPool, PoolStore, StoreStats
 from ngram_pool.table import DEFAULT_NUM_SUCCESSORS, SuccessorTable
@@ -26,10 +19,7 @@ __all__ = [
     "NGramPool",
     "NamedPool",
     "NewerPoolFileError",
-    "PoolDelta",
-    "PoolDeltaError",
     "PoolFileError",
-    "PoolStamp",
     "PoolStore",
     "ReadOnlyPoolError",
     "SampledDraft",

@@ -31,7 +31,7 @@ hold the arrays meanwhile. A *layer* is a read-only pool that a sequence drafts 
 No signal is noticed while a kernel runs. So whatever must change together, counts included, is
 changed by one kernel: then the pool is consistent wherever Python is interrupted.
 
-Next file: `state.py`.
+Next file: `pool.py`.
 """
 
 import math
@@ -125,9 +125,9 @@ UNIGRAM_IDS_AT, UNIGRAM_COUNTS_AT, NUM_UNIGRAMS = range(9, 12)
 HEADER_AT = 12  # its own address, so that a pool can be taken for a source like its layers
 NUM_POOL_COLUMNS = 13
 # Of a table: addresses and sizes of its arrays, and how many contexts it holds.
-KEYS_AT, IDS_AT, COSTS_AT, TIMES_AT, EPOCHS_AT = range(5)
-NUM_KEYS, NUM_SUCCESSORS, NUM_CONTEXTS = range(5, 8)
-NUM_TABLE_COLUMNS = 8
+KEYS_AT, IDS_AT, COSTS_AT, TIMES_AT = range(4)
+NUM_KEYS, NUM_SUCCESSORS, NUM_CONTEXTS = range(4, 7)
+NUM_TABLE_COLUMNS = 7
 # Of a sequence: addresses of its state, of the addresses of its layers' headers, and of the header
 # of its prewarmed table.
 STATE_AT, LAYERS_AT, NUM_LAYERS, PREWARMED_AT = range(4)
@@ -340,13 +340,12 @@ harvested_of = _view((HARVESTED_AT, (NUM_TABLE_COLUMNS,), np.int64))
 state_of = _view((STATE_AT, (NUM_STATES,), np.int64))
 _layers_of = _view((LAYERS_AT, ("NUM_LAYERS",), np.int64))
 prewarmed_of = _view((PREWARMED_AT, (NUM_TABLE_COLUMNS,), np.int64))
-# Of a table: keys, successors and their costs, how often each row was put, and when last.
+# Of a table: keys, successors and their costs, and how often each row was put.
 rows_of = _view(
     (KEYS_AT, ("NUM_KEYS",), np.int64),
     (IDS_AT, ("NUM_KEYS", "NUM_SUCCESSORS"), np.int32),
     (COSTS_AT, ("NUM_KEYS", "NUM_SUCCESSORS"), np.uint16),
     (TIMES_AT, ("NUM_KEYS",), np.int32),
-    (EPOCHS_AT, ("NUM_KEYS",), np.int32),
 )
 # Of scratch. Room for a context, newest token first, and as long as one that matters can be.
 context_of = _view((CONTEXT_AT, ("CONTEXT_LENGTH",), np.int64))
@@ -479,6 +478,24 @@ def reindex(pool: Int64Array) -> None:
     for position in range(first, int(counts_of(pool)[NEXT_POSITION])):
         if text[position % text.shape[0], TOKEN] != NONE:
             index_position(pool, position, first)
+
+
+@kernel
+def mend(pool: Int64Array) -> None:
+    """End sequences wherever two neighbours do not name each other, as in an update cut short."""
+    (text, _), first = text_of(pool), first_of(pool)
+    num_rows, end = text.shape[0], int(counts_of(pool)[NEXT_POSITION])
+    for position in range(first, end):
+        row = position % num_rows
+        previous, after = int(text[row, PREVIOUS]), int(text[row, NEXT])
+        is_empty = text[row, TOKEN] < 0
+        if is_empty:
+            text[row, TOKEN] = NONE
+        is_apart = previous >= first and text[previous % num_rows, NEXT] != position
+        if is_empty or is_apart or not NONE <= previous < position:
+            text[row, PREVIOUS] = NONE
+        if is_empty or not position < after < end or text[after % num_rows, PREVIOUS] != position:
+            text[row, NEXT] = NONE
 
 
 @kernel
@@ -746,7 +763,7 @@ def add_known(
     row = find_context(table, previous, last)
     if row == NONE:
         return num, False
-    _, successor_ids, costs, _, _ = rows_of(table)
+    _, successor_ids, costs, _ = rows_of(table)
     for j in range(successor_ids.shape[1]):
         token_id = int(successor_ids[row, j])
         if token_id == NONE:
@@ -1343,11 +1360,10 @@ def find_context(table: Int64Array, previous: int, last: int) -> int:
 @kernel
 def open_front(table: Int64Array, begin: int, row: int) -> None:
     """Free a bucket's first row by moving the rows before `row` down by one, overwriting `row`."""
-    keys, successor_ids, costs, times, epochs = rows_of(table)
+    keys, successor_ids, costs, times = rows_of(table)
     for other in range(row, begin, -1):
         keys[other] = keys[other - 1]
         times[other] = times[other - 1]
-        epochs[other] = epochs[other - 1]
         for j in range(successor_ids.shape[1]):
             successor_ids[other, j] = successor_ids[other - 1, j]
             costs[other, j] = costs[other - 1, j]
@@ -1356,8 +1372,8 @@ def open_front(table: Int64Array, begin: int, row: int) -> None:
 @kernel
 def rehash(old_table: Int64Array, table: Int64Array) -> None:
     """Copy the rows of a table to an empty one of another size."""
-    old_keys, old_ids, old_costs, old_times, old_epochs = rows_of(old_table)
-    keys, successor_ids, costs, times, epochs = rows_of(table)
+    old_keys, old_ids, old_costs, old_times = rows_of(old_table)
+    keys, successor_ids, costs, times = rows_of(table)
     for old in range(old_keys.shape[0] - 1, -1, -1):  # so that what was put last comes first again
         if old_keys[old] == NONE:
             continue
@@ -1367,7 +1383,6 @@ def rehash(old_table: Int64Array, table: Int64Array) -> None:
         open_front(table, begin, begin + WAYS - 1)
         keys[begin] = old_keys[old]
         times[begin] = old_times[old]
-        epochs[begin] = old_epochs[old]
         for j in range(successor_ids.shape[1]):
             successor_ids[begin, j] = old_ids[old, j]
             costs[begin, j] = old_costs[old, j]
@@ -1381,7 +1396,6 @@ def put_context(
     new_ids: Int32Array,
     new_probs: NDArray[np.float32],
     averages: bool,
-    epoch: int,
     merged_ids: Int32Array,
     merged_probs: Float64Array,
 ) -> None:
@@ -1394,10 +1408,9 @@ def put_context(
         new_ids, new_probs: [k], likeliest first; NONE ends them.
         averages: whether a context's new successors are averaged with the known ones or replace
             them.
-        epoch: what is noted as the time.
         merged_ids, merged_probs: [k + num_successors], scratch.
     """
-    keys, successor_ids, costs, times, epochs = rows_of(table)
+    keys, successor_ids, costs, times = rows_of(table)
     num_held = successor_ids.shape[1]
     row = find_context(table, previous, last)
     begin = bucket_of(table, previous, last)
@@ -1432,7 +1445,6 @@ def put_context(
     open_front(table, begin, row)
     keys[begin] = (previous + 1) * (HASH_MASK + 1) + last
     times[begin] = count
-    epochs[begin] = epoch
     for j in range(num_held):
         best = NONE
         for m in range(num_merged):
@@ -1455,7 +1467,6 @@ def put_successors(
     new_ids: Int32Array,
     new_probs: NDArray[np.float32],
     averages: bool,
-    epoch: int,
     merged_ids: Int32Array,
     merged_probs: Float64Array,
 ) -> None:
@@ -1463,7 +1474,7 @@ def put_successors(
     for i in range(contexts.shape[0]):
         previous, last = int(contexts[i, 0]), int(contexts[i, 1])
         ids, probs = new_ids[i], new_probs[i]
-        put_context(table, previous, last, ids, probs, averages, epoch, merged_ids, merged_probs)
+        put_context(table, previous, last, ids, probs, averages, merged_ids, merged_probs)
 
 
 @kernel
@@ -1475,7 +1486,6 @@ def put_tree(
     new_ids: Int32Array,
     new_probs: NDArray[np.float32],
     averages: bool,
-    epoch: int,
     merged_ids: Int32Array,
     merged_probs: Float64Array,
 ) -> bool:
@@ -1506,7 +1516,7 @@ def put_tree(
             if is_pair:
                 before = int(token_ids[parent]) if parent != NONE else previous
             ids, probs = new_ids[node], new_probs[node]
-            put_context(table, before, last, ids, probs, averages, epoch, merged_ids, merged_probs)
+            put_context(table, before, last, ids, probs, averages, merged_ids, merged_probs)
     return True
 
 
@@ -1665,20 +1675,12 @@ def follow(text: Int32Array, position: int, end: int) -> int:
 
 
 @kernel
-def write_texts(
-    pool: Int64Array,
-    since: int,
-    token_ids: Int32Array,
-    bounds: Int32Array,
-    places: Int32Array,
-) -> int:
+def write_texts(pool: Int64Array, since: int, token_ids: Int32Array, bounds: Int32Array) -> int:
     """Write what is held from position `since` on, by sequence; return how many sequences it is.
 
     Args:
         token_ids: int32 [at least as many as are held], filled.
         bounds: int32 [one more], filled: sequence i is `token_ids[bounds[i] : bounds[i + 1]]`.
-        places: int32 [as many as `token_ids`, 3], filled: for each sequence, the position before
-            its first token, held or not, that of its first token, and that of its last one.
     """
     (text, _), end = text_of(pool), int(counts_of(pool)[NEXT_POSITION])
     first = max(first_of(pool), since)
@@ -1688,13 +1690,10 @@ def write_texts(
         row = begin % text.shape[0]
         if text[row, PREVIOUS] >= first or text[row, TOKEN] == NONE:
             continue
-        places[num_sequences, 0] = text[row, PREVIOUS]
-        places[num_sequences, 1] = begin
         position = begin
         while position != NONE:
             token_ids[num_tokens] = text[position % text.shape[0], TOKEN]
             num_tokens += 1
-            places[num_sequences, 2] = position
             position = follow(text, position, end)
         num_sequences += 1
         bounds[num_sequences] = num_tokens
@@ -1823,7 +1822,7 @@ def drop_contexts(
     dropped_ids: Int64Array,
 ) -> None:
     """Drop contexts of a table by their keys, and some tokens wherever they stand; all sorted."""
-    keys, successor_ids, costs, times, epochs = rows_of(table)
+    keys, successor_ids, costs, times = rows_of(table)
     for begin in range(0, keys.shape[0], WAYS):
         kept = begin
         for row in range(begin, begin + WAYS):
@@ -1850,11 +1849,9 @@ def drop_contexts(
             costs[kept, num_kept:] = MAX_COST
             keys[kept] = key
             times[kept] = times[row]
-            epochs[kept] = epochs[row]
             kept += 1
         keys[kept : begin + WAYS] = NONE
         times[kept : begin + WAYS] = 0
-        epochs[kept : begin + WAYS] = 0
         successor_ids[kept : begin + WAYS, :] = NONE
         costs[kept : begin + WAYS, :] = MAX_COST
 

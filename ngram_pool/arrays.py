@@ -1,6 +1,6 @@
 """The arrays that a pool's kernels work on, in groups; `_kernels.py` says what they hold.
 
-Next file: `state.py`.
+Next file: `table.py`.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What can be wrong with a pool's file, with what a pool is sent, or with writing to it."""
+"""What can be wrong with a pool's file, or with writing to a pool."""
 
 
 class PoolFileError(ValueError):
@@ -7,10 +7,6 @@ class PoolFileError(ValueError):
 
 class NewerPoolFileError(PoolFileError):
     """A file has a format of a newer version, which this one cannot read; it may well be whole."""
-
-
-class PoolDeltaError(ValueError):
-    """Bytes are no delta of a pool, are damaged, or of another version; it says what."""
 
 
 class ReadOnlyPoolError(TypeError):

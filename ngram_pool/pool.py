@@ -1,14 +1,16 @@
 """`NGramPool`: the text seen so far, the target's successors, and drafts from both.
 
-This file checks arguments, takes the lock and knows the open sequences; `state.py`, next to read,
-holds the text and drafts from it. Nothing here depends on models or torch.
+Every method that reads or writes takes the pool's lock. Kernels, next to read in `_kernels.py`, are
+whole: no signal is noticed while one runs. Nothing here depends on models or torch.
 """
 
 import copy
+import operator
 import os
+import secrets
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,35 +18,54 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ngram_pool._kernels import NONE, Float64Array, Int32Array, Int64Array
-from ngram_pool.arrays import OpenSequence, Unigrams
+from ngram_pool import _kernels
+from ngram_pool._kernels import (
+    HASH_MASK,
+    HASH_MULTIPLIER,
+    HEADER_AT,
+    LOWERED,
+    LOWERED_THEN,
+    MULTIPLIER,
+    NEXT,
+    NEXT_POSITION,
+    NONE,
+    PREVIOUS,
+    SEED,
+    TOKEN,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+)
+from ngram_pool.arrays import Header, OpenSequence, Room, TextArrays, Unigrams
 from ngram_pool.chains import DraftChains, TextRows, checked_rows
 from ngram_pool.checks import positive, token_ids_of
 from ngram_pool.compiling import compile_by
-from ngram_pool.delta import PoolDelta, PoolStamp
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
 from ngram_pool.files import StoredPool, read_pool, write_pool
-from ngram_pool.locks import lock_of_pool, reading, writing
-from ngram_pool.origins import Origins
-from ngram_pool.state import MAX_CAPACITY_TOKENS, PoolState, compile_chains, compile_texts
-from ngram_pool.table import SuccessorTable, probs_of
+from ngram_pool.locks import new_lock
+from ngram_pool.table import SuccessorTable, keys_of
+from ngram_pool.weights import first_weights
 
+MAX_CAPACITY_TOKENS = 2**29  # so that positions can count three times as many
 DEFAULT_CAPACITY_TOKENS = 2**20
 # On the answers of docs/notes/drafting.md, 6 accepted no more tokens than 5, and 4 up to 1 % fewer.
 DEFAULT_MAX_NGRAM_SIZE = 5
-_FIRST_PURGE = 64  # sequences held before those whose handle is gone are first dropped
+_FIRST_NUM_ROWS = 2**12  # allocated first; doubled when full, up to the capacity
+_POSITION_LIMIT = 2**31 - 1  # positions are int32 and are lowered before they overflow
+# Longer input is observed in pieces, so that Python notices an interrupt within a few ms.
+_PIECE = 2**16
+# Capacity for harvested contexts, per token of the pool's capacity: at most 8 bytes per token.
+_CONTEXTS_PER_TOKEN = 1 / 16
+# Bits of a seed: 31 of the hash's first state, and 29 of its multiplier, which stays odd and large.
+_SEED_BITS = 60
+_LEAST_ROOM = 64  # nodes that scratch is for at least
+# How far one token of an answer moves the weights of the sources. From the initial weights, fitted
+# to the same model, a rate of 0 accepted 0.4 % fewer tokens, 0.01 2 % fewer, and 0.03 9 % fewer.
+_LEARNING_RATE = 0.003
+_NONE_DRAWN = np.empty(0, np.float64)  # the uniforms of a tree that is not drawn
 # Attributes that a copy of a pool has of its own.
-_NOT_COPIED = {"_lock", "_sequences", "_purge_at", "_keeper"}
-
-
-class _Handle(int):
-    """The number of an open sequence, and a reference to it; copies and pickles are plain ints."""
-
-    sequence: OpenSequence
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
+_NOT_COPIED = {"_lock", "_rooms", "_sequences", "_no_sequence", "_last_header", "_keeper"}
 
 
 class NGramPool:
@@ -102,34 +123,55 @@ class NGramPool:
             raise ValueError(
                 f"expected capacity_tokens of at most {MAX_CAPACITY_TOKENS}, got {capacity_tokens}"
             )
-        self._begin(PoolState(capacity_tokens, max_ngram_size, seed), lock_of_pool())
-        compile_by(self._state.run_kernels)
+        self._begin(capacity_tokens, max_ngram_size, seed)
+        self._own()
+        compile_by(self._run_kernels)
 
-    def _begin(self, state: PoolState, lock: Any, tokenizer: str = "", model: str = "") -> None:
-        self._is_read_only = False
+    def _begin(self, capacity_tokens: int, max_ngram_size: int, seed: int | None) -> None:
+        """Make all that a copy copies."""
+        self._capacity, self._max_ngram_size = capacity_tokens, max_ngram_size
+        # Averaging over the last ten times of a context accepted as many tokens.
+        num_contexts = max(1, int(capacity_tokens * _CONTEXTS_PER_TOKEN))
+        self._harvested = SuccessorTable(num_contexts, averages=False)
+        self._unigrams = Unigrams.empty()
+        self._weights = first_weights()
+        self._learning_rate = _LEARNING_RATE
+        self._counts = _first_counts(seed)
+        self._held = self._empty(min(_FIRST_NUM_ROWS, capacity_tokens))
+        self._sequence_0 = OpenSequence()
         self._num_opened = 1
-        self._origins = Origins()
+        self._is_read_only = False
+        #: Whether the text may be half written, since an update was cut short, as by a fork.
+        self._is_dirty = False
         #: Fingerprints, opaque here, of the tokenizer of the text and of the model whose harvested
         #: successors these are; "" where unknown.
-        self.tokenizer = tokenizer
-        self.model = model
-        self._hold(state, lock)
+        self.tokenizer = ""
+        self.model = ""
 
-    def _hold(self, state: PoolState, lock: Any) -> None:
-        self._state = state
-        self._lock = lock
-        # Weak references, so that a sequence is closed when its handle is gone.
-        self._sequences = {0: weakref.ref(state.sequence_0)}
-        self._purge_at = _FIRST_PURGE
+    def _own(self, beside: "NGramPool | None" = None) -> None:
+        """Make what no copy shares; scratch, by number of layers, goes with the lock."""
+        self._lock: Any = new_lock() if beside is None else beside._lock
+        self._rooms: dict[int, Room] = {} if beside is None else beside._rooms
+        self._sequences = {0: self._sequence_0}
+        self._no_sequence = OpenSequence()
+        self._last_header: Header | None = None
 
-    @reading
     def __getstate__(self) -> dict[str, Any]:
-        return copy.deepcopy({k: v for k, v in vars(self).items() if k not in _NOT_COPIED})
+        with self._lock:
+            self._header()  # whole
+            return copy.deepcopy({k: v for k, v in vars(self).items() if k not in _NOT_COPIED})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._hold(self._state, lock_of_pool())
+        # Arrays from out-of-band buffers of a pickle can be read-only; copies are not.
+        vars(self).update(copy.deepcopy(state))
+        self._own()
         NGramPool(1, seed=0)  # so that the first token does not wait for a compiler
+
+    def __copy__(self) -> "NGramPool":
+        copied = type(self).__new__(type(self))
+        vars(copied).update(self.__getstate__())
+        copied._own()
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NGramPool":
         return copy.copy(self)
@@ -146,16 +188,17 @@ class NGramPool:
         >>> len(other)
         0
         """
-        state = PoolState(self.capacity_tokens, self.max_ngram_size, self.seed, self._state)
         other = NGramPool.__new__(NGramPool)
-        other._begin(state, self._lock, self.tokenizer, self.model)
+        other._begin(self.capacity_tokens, self.max_ngram_size, self.seed)
+        other._own(beside=self)
+        other.tokenizer, other.model = self.tokenizer, self.model
         return other
 
     # --- what is held -----------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Return the number of tokens held, and of empty places; at most `capacity_tokens`."""
-        return len(self._state)
+        return min(self._counts.item(NEXT_POSITION), len(self._held.text))
 
     def __repr__(self) -> str:
         return (
@@ -166,27 +209,30 @@ class NGramPool:
     @property
     def capacity_tokens(self) -> int:
         """Maximum number of tokens held."""
-        return self._state.capacity
+        return self._capacity
 
     @property
     def max_ngram_size(self) -> int:
         """N, the number of tokens in the longest indexed context."""
-        return self._state.max_ngram_size
+        return self._max_ngram_size
 
     @property
     def max_match(self) -> int:
         """How many of a context's last tokens matter; matches are followed back no further."""
-        return self._state.max_match
+        return max(_kernels.MAX_MATCH, self._max_ngram_size)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated now, all arrays together; grows by doubling with the text held."""
-        return self._state.nbytes
+        rooms = [room.arrays for room in list(self._rooms.values())]
+        groups = [*rooms, self._held, self._unigrams, (self._weights, self._counts)]
+        return sum(array.nbytes for group in groups for array in group) + self._harvested.nbytes
 
     @property
     def seed(self) -> int:
         """The seed of the hashes; a secret, where the text comes from strangers."""
-        return self._state.seed
+        state, multiplier = self._counts.item(SEED), self._counts.item(MULTIPLIER)
+        return state | ((multiplier ^ HASH_MULTIPLIER) >> 1) << 31
 
     @property
     def is_read_only(self) -> bool:
@@ -195,25 +241,26 @@ class NGramPool:
 
     @property
     def num_open_sequences(self) -> int:
-        """Number of open sequences besides sequence 0; linear in that number."""
-        return sum(opened() is not None for opened in list(self._sequences.values())) - 1
+        """Number of open sequences besides sequence 0."""
+        return len(self._sequences) - 1
+
+    @property
+    def _learned(self) -> tuple[int, float]:
+        """How many tokens were ever observed, and harvested; differs once more was learned."""
+        num_observed = self._counts.item(NEXT_POSITION) + self._counts.item(LOWERED)
+        return num_observed, float(self._unigrams.counts.sum())
 
     # --- writing ----------------------------------------------------------------------------
 
-    @writing
     def open_sequence(
         self,
         prewarmed: SuccessorTable | None = None,
         layers: Sequence["NGramPool"] = (),
     ) -> int:
-        """Open one more sequence and return its handle for `observe`; amortised O(1).
+        """Open one more sequence and return its number for `observe`, which no other gets; O(1).
 
         Sequence 0 is always open. No n-gram runs across two sequences, however their tokens are
-        interleaved, but a draft for one uses the text of all.
-
-        The handle is a number that no other sequence gets, and an object: when its last reference
-        is gone, for example because an exception ended the function that was to close it, the
-        sequence is closed. While it lives, any equal number names the sequence as well.
+        interleaved, but a draft for one uses the text of all. To be closed by `close_sequence`.
 
         Args:
             prewarmed: table of what the sequence's target finds likely after single tokens and
@@ -231,49 +278,45 @@ class NGramPool:
         >>> sequence = pool.open_sequence()
         >>> pool.num_open_sequences
         1
-        >>> del sequence
+        >>> pool.close_sequence(sequence)
         >>> pool.num_open_sequences
         0
         """
         if not isinstance(prewarmed, SuccessorTable | None):
             raise TypeError(f"expected prewarmed to be a SuccessorTable, got {prewarmed!r}")
         held = _checked_layers(layers)
-        headers = [layer._state.header() for layer in held]
-        if len(self._sequences) >= self._purge_at:
-            living = {k: ref for k, ref in self._sequences.items() if ref() is not None}
-            self._sequences, self._purge_at = living, 2 * len(living) + _FIRST_PURGE
-        number = self._num_opened
-        handle = _Handle(number)
-        handle.sequence = OpenSequence(prewarmed, held, headers)
-        self._num_opened = number + 1
-        self._sequences[number] = weakref.ref(handle.sequence)  # the handle itself would live on
-        return handle
+        opened = OpenSequence(prewarmed, held, [layer._header() for layer in held])
+        with self._lock:
+            self._check_learns("open_sequence")
+            number = self._num_opened
+            self._num_opened = number + 1
+            self._sequences[number] = opened
+        return number
 
-    @writing
     def close_sequence(self, sequence: int) -> None:
-        """Forget the handle but keep the text; O(1). Sequence 0 starts afresh instead.
+        """Forget the number but keep the text; O(1). Sequence 0 starts afresh instead.
 
         Raises:
             ValueError: the sequence is not open.
         """
-        opened = self._sequence(sequence)
-        if sequence == 0:
-            opened.begin()
-        else:
-            del self._sequences[sequence]
+        with self._lock:
+            self._check_learns("close_sequence")
+            if self._sequence(sequence) is self._sequence_0:
+                self._sequence_0.begin()
+            else:
+                del self._sequences[sequence]
 
-    @writing
     def observe(
         self,
         token_ids: Sequence[int] | NDArray[np.integer[Any]],
-        sequence: int = 0,
+        sequence: int | None = 0,
         is_answer: bool = False,
     ) -> None:
         """Append tokens to a sequence; amortised O(N) per token, whatever the pool holds.
 
         Args:
             token_ids: integers [num_tokens] from 0 to 2**31 - 1; may be empty.
-            sequence: 0, or a handle from `open_sequence`.
+            sequence: 0, or one from `open_sequence`; None for a text that is all of its own.
             is_answer: whether the target chose these tokens. From them the pool learns how far to
                 trust its sources, and it tells them apart from the sequence's prompt.
 
@@ -284,19 +327,22 @@ class NGramPool:
                 memory to grow. After an interrupt, it has observed a first part of the tokens.
         """
         ids = token_ids_of("token_ids", token_ids)
-        self._state.append_all(ids, self._sequence(sequence), is_answer)
+        with self._lock:
+            self._check_learns("observe")
+            opened = OpenSequence() if sequence is None else self._sequence(sequence)
+            self._append_all(ids, opened, is_answer)
 
-    @writing
     def harvest(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Learn what a target finds likely after contexts of one and two tokens; O(1) each.
 
         The arguments and errors are those of `SuccessorTable.put`. There is room for a sixteenth as
         many contexts as `capacity_tokens`, rounded up as in `SuccessorTable`.
         """
-        self._state.harvested.put(contexts, token_ids, probs)
-        self._state.count_unigrams(token_ids, probs)
+        with self._lock:
+            self._check_learns("harvest")
+            self._harvested.put(contexts, token_ids, probs)
+            self._count_unigrams(token_ids, probs)
 
-    @writing
     def harvest_tree(
         self,
         previous: int,
@@ -309,8 +355,10 @@ class NGramPool:
 
         The arguments and errors are those of `SuccessorTable.put_tree`.
         """
-        self._state.harvested.put_tree(previous, nodes, parents, token_ids, probs)
-        self._state.count_unigrams(token_ids, probs)
+        with self._lock:
+            self._check_learns("harvest_tree")
+            self._harvested.put_tree(previous, nodes, parents, token_ids, probs)
+            self._count_unigrams(token_ids, probs)
 
     # --- text as a whole --------------------------------------------------------------------
 
@@ -327,27 +375,18 @@ class NGramPool:
         """
         return self._texts_since(0)
 
-    def merge(self, other: "NGramPool | PoolDelta") -> bool:
-        """Observe all text of another pool, or of a delta, and take its harvested successors.
+    def merge(self, other: "NGramPool") -> None:
+        """Observe all text of another pool, and take its harvested successors.
 
-        Each of its sequences is observed as one of its own; one that goes on in the next delta of
-        the same pool goes on here. Where both know the successors of a context, those of the other
-        are taken. Of a token's expected counts, the greater is taken from a pool; to them is added
-        what a delta expects of it. The weights of the sources stay as they are, and `other` is
-        unchanged.
-
-        A delta that was merged before is left out, and so is one of this pool itself. A pool
-        remembers that of the last 4,096 pools which deltas came from, not in its file.
-
-        Returns:
-            Whether it was taken: False for a delta that is left out.
+        Each of its sequences is observed as one of its own. Where both know the successors of a
+        context, those of the other are taken; of a token's expected counts, the greater. The
+        weights of the sources stay as they are, and `other` is unchanged.
 
         Raises:
             ReadOnlyPoolError: the pool is read-only.
-            TypeError: `other` is neither a pool nor a delta.
-            ValueError: it is this pool itself, or holds text of another tokenizer; or a delta has
-                a part of what was merged before, and more. The pool is unchanged after such an
-                error; after an interrupt, it has taken a first part.
+            TypeError: `other` is no pool.
+            ValueError: it is this pool itself, or holds text of another tokenizer. The pool is
+                unchanged after such an error; after an interrupt, it has taken a first part.
 
         Warns:
             UserWarning: `other` has successors of another model, which are left out.
@@ -355,105 +394,43 @@ class NGramPool:
         >>> pool, other = NGramPool(), NGramPool()
         >>> other.observe([5, 6, 7])
         >>> pool.merge(other)
-        True
         >>> pool.draft([5], max_draft_tokens=2).candidates()
         [[6, 7]]
         """
-        if not isinstance(other, NGramPool | PoolDelta):
-            raise TypeError(f"expected an NGramPool or a PoolDelta, got {other!r}")
+        if not isinstance(other, NGramPool):
+            raise TypeError(f"expected an NGramPool, got {other!r}")
         if other is self:
             raise ValueError("expected another pool, got this one itself")
-        if self._is_read_only:
-            raise ReadOnlyPoolError(f"expected a pool that learns for merge, got {self!r}")
+        self._check_learns("merge")
         if self.tokenizer and other.tokenizer and self.tokenizer != other.tokenizer:
-            kind = "pool" if isinstance(other, NGramPool) else "delta"
             raise ValueError(
-                f"expected text of the tokenizer {self.tokenizer}, got a {kind} of "
-                f"{other.tokenizer}"
+                f"expected text of the tokenizer {self.tokenizer}, got a pool of {other.tokenizer}"
             )
-        if isinstance(other, PoolDelta) and not self._begin_delta(other):
-            return False
-        self._take_from(other)
-        return True
+        self._take_since(other, 0)
 
-    @writing
-    def stamp(self) -> PoolStamp:
-        """Mark this moment: `delta` of the stamp has what is learned later; O(1).
-
-        A stamp is of this pool in memory. It is none of a copy, nor of what is loaded from its
-        file: they take their own.
-        """
-        num_observed, epoch = self._state.num_observed, self._state.harvested.end_epoch()
-        return PoolStamp(self._origins.name(), num_observed, epoch)
-
-    @writing
-    def delta(
-        self,
-        since: PoolStamp | None = None,
-        *,
-        with_harvest: bool = True,
-        max_bytes: int | None = None,
-    ) -> PoolDelta:
-        """Return what the pool itself learned since a stamp, to be merged into other pools.
-
-        What it took from other pools (`merge`) is not in it, so that pools can exchange deltas back
-        and forth. What has been overwritten or forgotten is not, either; what was sent before
-        something was forgotten has to be forgotten wherever it went. Linear in what came since.
-
-        A delta is text. What is private to a user, a call or a tenant must not leave them in one:
-        keep a pool for each, or send the deltas of shared pools only.
-
-        Args:
-            since: `stamp()` of this pool, or `until` of its last delta; None for all that is held,
-                what was in the file that it was loaded from too.
-            with_harvest: whether harvested successors are in it; they take far more room than text.
-            max_bytes: of its arrays in memory (`PoolDelta.nbytes`): the newest text that fits, and
-                then the newest contexts; None for all. What is left out is in no later delta.
-
-        Raises:
-            ReadOnlyPoolError: the pool is read-only.
-            TypeError, ValueError: the stamp is not one, or of another pool; `max_bytes` is not a
-                positive integer.
-
-        >>> pool, other = NGramPool(), NGramPool()
-        >>> pool.observe([5, 6, 7])
-        >>> delta = pool.delta()
-        >>> other.merge(PoolDelta.from_bytes(delta.to_bytes()))
-        True
-        >>> pool.observe([8])
-        >>> pool.delta(delta.until).num_tokens, other.delta().num_tokens
-        (1, 0)
-        """
-        if not isinstance(since, PoolStamp | None):
-            raise TypeError(f"expected since to be a PoolStamp or None, got {since!r}")
-        if max_bytes is not None:
-            max_bytes = positive("max_bytes", max_bytes)
-        until = self.stamp()
-        since = PoolStamp(until.origin, 0, 0) if since is None else since
-        if since.origin != until.origin:
-            raise ValueError(f"expected a stamp of the pool {until.origin}, got {since}")
-        if not (0 <= since.num_observed <= until.num_observed and 0 <= since.epoch < until.epoch):
-            raise ValueError(f"expected a stamp before {until}, got {since}")
-        compile_texts()
-        token_ids, bounds, places = self._state.write_texts(since.num_observed)
-        is_own = ~self._origins.is_taken(places[:, 1])
-        sizes = np.diff(bounds)
-        token_ids = token_ids[np.repeat(is_own, sizes)]
-        bounds = np.concatenate([[0], sizes[is_own].cumsum()]).astype(np.int32)
-        changed = self._state.harvested.arrays(since.epoch if with_harvest else until.epoch)
-        delta = PoolDelta(
-            since,
-            until,
-            self.tokenizer,
-            self.model,
-            token_ids,
-            bounds,
-            places[is_own][:, ::2].copy(),
-            keys=changed["keys"][::-1].copy(),
-            successor_ids=changed["token_ids"][::-1].copy(),
-            costs=changed["costs"][::-1].copy(),
-        )
-        return delta if max_bytes is None else delta.newest(max_bytes)
+    def _take_since(self, other: "NGramPool", num_observed: int) -> None:
+        """Take the harvest of another pool, and its text observed after so many tokens."""
+        for text in other._texts_since(num_observed):
+            self.observe(text, None)
+        if not self.model or not other.model or self.model == other.model:
+            with other._lock:
+                harvested, unigrams = copy.copy(other._harvested), other._unigrams.as_dict()
+            with self._lock:
+                self._harvested.update(harvested)
+                # The greater count: a pool that comes back with what it took is not counted twice.
+                own = self._unigrams.as_dict()
+                more = {k: n - own.get(k, 0.0) for k, n in unigrams.items() if n > own.get(k, 0.0)}
+                for token_id in sorted(
+                    more, key=more.__getitem__
+                ):  # the rarest go for want of room
+                    self._count_unigrams([[token_id]], [[more[token_id]]])
+        self.tokenizer = self.tokenizer or other.tokenizer
+        self.model = self.model or other.model
+        if self.model != other.model and other.model:
+            warnings.warn(
+                f"successors of the model {other.model} are left out of a pool of {self.model}",
+                stacklevel=3,
+            )
 
     def forget(self, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
         """Remove every occurrence of some tokens in a row, for good; linear in what is held.
@@ -493,11 +470,26 @@ class NGramPool:
         ids = token_ids_of("token_ids", token_ids)
         if not len(ids):
             raise ValueError("expected token_ids to forget, got none")
-        return self._forget(ids) if self._keeper is None else self._keeper(ids)
+        return self._forget_here(ids) if self._keeper is None else self._keeper(ids)
+
+    def _forget_here(self, ids: Int64Array) -> int:
+        """Forget as `forget` does, but in no file."""
+        compile_texts()
+        with self._lock:
+            self._check_learns("forget")
+            header, text = self._header().row, self._held.text
+            left, fallbacks = np.zeros(len(text), np.int32), np.empty((2, len(ids)), np.int32)
+            num_found = _kernels.find_occurrences(header, ids, ids[::-1].copy(), fallbacks, left)
+            distinct = np.unique(ids)
+            is_elsewhere = np.isin(distinct, text[left == 0, TOKEN])
+            contexts = self._contexts_of(ids, np.flatnonzero(left))
+            dropped = left, contexts, distinct[~is_elsewhere], bool(left.any())
+            self._write(_kernels.forget, *dropped)
+            self._rooms.clear()  # which have the last drafts
+        return num_found
 
     # --- reading ----------------------------------------------------------------------------
 
-    @reading
     def draft(
         self,
         context: Sequence[int] | NDArray[np.integer[Any]],
@@ -533,10 +525,15 @@ class NGramPool:
         >>> len(pool.draft([8], max_draft_tokens=2))
         0
         """
-        ids, max_draft_tokens, max_leaves = self._check_draft(
-            context, max_draft_tokens, max_candidates
-        )
-        return self._state.draft(ids, max_draft_tokens, max_leaves, self._sequence(sequence))
+        ids, num, max_leaves = self._check_draft(context, max_draft_tokens, max_candidates)
+        with self._lock:
+            opened = self._sequence(sequence)
+            if not len(ids):
+                return Draft.empty()
+            room = self._take_room(num, opened)
+            draft = Draft(*self._grow_tree(ids, num, max_leaves, _NONE_DRAWN, opened, room))
+            self._rooms[len(opened.layers)] = room
+            return draft
 
     def draft_chains(
         self,
@@ -589,22 +586,22 @@ class NGramPool:
         rows = checked_rows(texts, lengths, max_draft_tokens, num_new, self.max_match)
         if not 0.0 <= min_probability <= 1.0:
             raise ValueError(f"expected min_probability from 0 to 1, got {min_probability!r}")
-        num_rows, floor = len(rows.texts), float(min_probability)
+        num_rows = len(rows.texts)
         for name, values in (("sequences", sequences), ("pools", pools)):
             if values is not None and len(values) != num_rows:
                 raise ValueError(f"expected {num_rows} {name}, got {len(values)}")
         if sequences is None and num_new is not None:
             raise ValueError("expected sequences to observe tokens in, got None")
-        if max_learned is None:
-            stride = 1
-        else:
+        stride = 1
+        if max_learned is not None:
             stride = max(1, -(-int(rows.num_new.sum()) // positive("max_learned", max_learned)))
-        asked = [self] * num_rows if pools is None else pools, rows, sequences, floor, stride
-        if num_new is None:
-            return self._draft_chains(*asked)
-        return self._observe_and_draft_chains(*asked)
+        of_rows = [self] * num_rows if pools is None else pools
+        with self._lock:
+            if num_new is not None:
+                self._check_learns("draft_chains with num_new")
+            opened = self._sequences_of(of_rows, sequences)
+            return self._draft_chains(of_rows, opened, rows, float(min_probability), stride)
 
-    @reading
     def sample(
         self,
         context: Sequence[int] | NDArray[np.integer[Any]],
@@ -644,15 +641,21 @@ class NGramPool:
         >>> np.flatnonzero(draft.dense_probs(vocab_size=6)[0]).tolist()
         [3, 4]
         """
-        ids, max_draft_tokens, max_leaves = self._check_draft(
-            context, max_draft_tokens, max_candidates
-        )
+        ids, num, max_leaves = self._check_draft(context, max_draft_tokens, max_candidates)
         if not isinstance(rng, np.random.Generator):
             raise TypeError(f"expected rng to be a numpy.random.Generator, got {rng!r}")
-        opened = self._sequence(sequence)
-        return self._state.draw(ids, max_leaves, rng.random(max_draft_tokens), opened)
+        with self._lock:
+            opened = self._sequence(sequence)
+            uniforms = rng.random(num)
+            if not len(ids):
+                return SampledDraft.empty()
+            room = self._take_room(num, opened)
+            grown = self._grow_tree(ids, num, max_leaves, uniforms, opened, room)
+            left_ids = room.left_ids[grown[1] + 1].astype(np.int32)
+            draft = SampledDraft(*grown, left_ids, room.support_probs[: len(left_ids)].copy())
+            self._rooms[len(opened.layers)] = room
+            return draft
 
-    @reading
     def explore(
         self,
         max_tokens: int,
@@ -684,7 +687,11 @@ class NGramPool:
         """
         ids = token_ids_of("excluded", excluded)
         max_tokens = positive("max_tokens", max_tokens)
-        return self._state.explore(max_tokens, ids, self._sequence(sequence))
+        token_ids, worths = np.empty(max_tokens, np.int32), np.empty(max_tokens)
+        with self._lock:
+            header = self._sequence(sequence).header().row
+            found = _kernels.find_worthwhile(self._header().row, header, ids, token_ids, worths)
+        return token_ids[:found], worths[:found]
 
     def as_read_only(self) -> "NGramPool":
         """Return an independent copy that never changes; the pool itself if it is read-only.
@@ -761,26 +768,80 @@ class NGramPool:
         [[7, 8]]
         """
         compile_texts()
-        stored = read_pool(Path(path))
+        stored, name = read_pool(Path(path)), os.fspath(path)
         if tokenizer and stored.tokenizer and tokenizer != stored.tokenizer:
             raise PoolFileError(
-                f"{os.fspath(path)}: expected text of the tokenizer {tokenizer!r}, got text of "
+                f"{name}: expected text of the tokenizer {tokenizer!r}, got text of "
                 f"{stored.tokenizer!r}"
             )
         is_of_model = not (model and stored.model and model != stored.model)
-        state = PoolState.of_file(stored, os.fspath(path), is_of_model)
-        pool = cls(1, 1)
-        pool._begin(state, lock_of_pool(), stored.tokenizer or tokenizer, model or stored.model)
+        cls(1, seed=0)  # compiles
+        pool = cls.__new__(cls)
+        pool._begin_stored(stored, name, is_of_model)
+        pool._own()
+        pool.tokenizer, pool.model = stored.tokenizer or tokenizer, model or stored.model
         pool._is_read_only = bool(read_only)
         if not is_of_model:
             warnings.warn(
-                f"{os.fspath(path)}: successors, unigrams and weights are left out, because they "
+                f"{name}: successors, unigrams and weights are left out, because they "
                 f"are of the model {stored.model!r}, not {model!r}; the text is used",
                 stacklevel=2,
             )
         return pool
 
-    # --- inside, under the lock -------------------------------------------------------------
+    def _begin_stored(self, stored: StoredPool, path: str, is_of_model: bool) -> None:
+        """Make what a file holds, with or without what is of its model."""
+        arrays = stored.arrays
+        if stored.capacity_tokens > MAX_CAPACITY_TOKENS:
+            raise PoolFileError(
+                f"{path}: expected a capacity of at most {MAX_CAPACITY_TOKENS} tokens, "
+                f"got {stored.capacity_tokens}"
+            )
+        self._begin(stored.capacity_tokens, stored.max_ngram_size, stored.hash_seed)
+        if len(arrays["harvested.keys"]) > self._harvested.capacity:
+            raise PoolFileError(
+                f"{path}: part 'harvested.keys': expected at most {self._harvested.capacity} rows, "
+                f"got {len(arrays['harvested.keys'])}"
+            )
+        self._held = TextArrays(arrays["text"], arrays["links"], arrays["heads"])
+        self._counts[NEXT_POSITION] = stored.num_observed
+        self._sequence_0.state[:LOWERED_THEN] = arrays["sequence"]
+        if is_of_model:
+            names = ("keys", "token_ids", "costs", "counts")
+            self._harvested.take(*(arrays[f"harvested.{name}"] for name in names))
+            self._unigrams = Unigrams(arrays["unigrams.token_ids"], arrays["unigrams.counts"])
+            self._weights = arrays["weights"]
+
+    def _stored(self) -> StoredPool:
+        """Return a copy of all that a file holds."""
+        with self._lock:
+            self._header()  # whole
+            arrays = {
+                **self._held._asdict(),
+                **{f"unigrams.{name}": array for name, array in self._unigrams._asdict().items()},
+                **{f"harvested.{k}": array for k, array in self._harvested.held._asdict().items()},
+                "weights": self._weights,
+                "sequence": self._sequence_0.state,
+                "counts": self._counts,
+            }
+            copies = dict(zip(arrays, map(np.ndarray.copy, arrays.values()), strict=True))
+        _kernels.lower(copies["sequence"], copies["counts"])
+        copies["sequence"] = copies["sequence"][:LOWERED_THEN]
+        return StoredPool(
+            self.max_ngram_size,
+            self.capacity_tokens,
+            copies["counts"].item(NEXT_POSITION),
+            self.seed,
+            self.tokenizer,
+            self.model,
+            copies,
+        )
+
+    # --- arguments --------------------------------------------------------------------------
+
+    def _check_learns(self, what: str) -> None:
+        if self._is_read_only:
+            raise ReadOnlyPoolError(f"expected a pool that learns for {what}, got {self!r}")
 
     def _check_draft(
         self,
@@ -795,51 +856,14 @@ class NGramPool:
             return ids, max_draft_tokens, max_draft_tokens
         return ids, max_draft_tokens, positive("max_candidates", max_candidates)
 
-    def _sequence(self, handle: int | None) -> OpenSequence:
-        """Return the sequence of a handle, or raise; for None, one without text."""
-        if handle is None:
-            return self._state.no_sequence
+    def _sequence(self, number: int | None) -> OpenSequence:
+        """Return an open sequence, or raise; for None, one without text."""
+        if number is None:
+            return self._no_sequence
         try:
-            opened = self._sequences[handle]()
+            return self._sequences[number]
         except (KeyError, TypeError):
-            opened = None
-        if opened is None:
-            raise ValueError(f"expected an open sequence, got {handle!r}")
-        return opened
-
-    @reading
-    def _texts_since(self, num_observed: int) -> Iterator[Int32Array]:
-        """Return what is held of the text observed after so many tokens."""
-        compile_texts()
-        token_ids, bounds, _ = self._state.write_texts(num_observed)
-        return (token_ids[begin:end] for begin, end in pairwise(bounds.tolist()))
-
-    @reading
-    def _stored(self) -> StoredPool:
-        """Return a copy of all that a file holds."""
-        return self._state.stored(self.tokenizer, self.model)
-
-    @writing
-    def _forget(self, ids: Int64Array) -> int:
-        compile_texts()
-        return self._state.forget(ids)
-
-    @reading
-    def _draft_chains(
-        self,
-        pools: Sequence["NGramPool"],
-        rows: TextRows,
-        sequences: Sequence[int] | None,
-        min_probability: float,
-        learning_stride: int,
-    ) -> DraftChains:
-        opened = self._sequences_of(pools, sequences)
-        states = [pool._state for pool in pools]
-        return self._state.draft_chains(states, opened, rows, min_probability, learning_stride)
-
-    @writing
-    def _observe_and_draft_chains(self, *args: Any) -> DraftChains:
-        return self._draft_chains(*args)
+            raise ValueError(f"expected an open sequence, got {number!r}") from None
 
     def _sequences_of(
         self, pools: Sequence["NGramPool"], sequences: Sequence[int] | None
@@ -849,67 +873,241 @@ class NGramPool:
             if pool is not self and getattr(pool, "_lock", None) is not self._lock:
                 raise ValueError(f"expected pools made beside {self!r}, got {pool!r}")
         if sequences is None:
-            return [self._state.no_sequence] * len(pools)
-        return [pool._sequence(handle) for pool, handle in zip(pools, sequences, strict=True)]
+            return [self._no_sequence] * len(pools)
+        return [pool._sequence(number) for pool, number in zip(pools, sequences, strict=True)]
 
-    # --- exchange with other pools ----------------------------------------------------------
+    # --- inside, under the lock -------------------------------------------------------------
 
-    @writing
-    def _begin_delta(self, delta: PoolDelta) -> bool:
-        return self._origins.begin_taking(delta)
+    def _append_all(self, ids: Int64Array, opened: OpenSequence, is_answer: bool) -> None:
+        self._grow_for(len(ids))
+        rate, header = self._learning_rate if is_answer else 0.0, opened.header().row
+        room = self._take_room(1, opened)
+        # In pieces that fit the capacity, so that positions can count them.
+        piece = min(self._capacity, _PIECE)
+        for start in range(0, len(ids) or 1, piece):
+            new = ids[start : start + piece].astype(np.int32)
+            self._lower_for(len(new))
+            self._write(_kernels.append, header, room.row, new, rate, 1, 0)
+        self._rooms[len(opened.layers)] = room
 
-    @writing
-    def _take_text(
-        self, ids: Int64Array, origin: str = "", previous: int = NONE, last: int = NONE
-    ) -> None:
-        """Observe a text of another pool, in the sequence that it goes on with there.
+    def _write(self, kernel: Callable[..., Any], *args: Any) -> None:
+        """Run a kernel that writes; if this is cut short, the text is rebuilt at its next use."""
+        header = self._header().row
+        self._is_dirty = True
+        kernel(header, *args)
+        self._is_dirty = False
 
-        Args:
-            origin: of that pool; "" where nothing will go on with the text.
-            previous, last: positions there, as `PoolDelta.places`.
-        """
-        state, origins = self._state, self._origins
-        opened = origins.continued(origin, previous)
-        try:
-            # Before it is there: wherever this is interrupted, it is sent back to nobody.
-            origins.note(state.num_observed, len(state), len(ids))
-            state.append_all(ids, opened, is_answer=False)
-        finally:
-            origins.note(state.num_observed, len(state), 0)
-        if origin:
-            origins.keep(origin, last, opened)
+    def _grow_for(self, num_tokens: int) -> None:
+        """Have room for more tokens, up to the capacity."""
+        end, old = self._counts.item(NEXT_POSITION) + num_tokens, self._held.text
+        num_rows = len(old)
+        while num_rows < min(end, self._capacity):
+            num_rows = min(2 * num_rows, self._capacity)
+        if num_rows > len(old):  # so nothing was overwritten: a position still is its own row
+            self._header()  # whole
+            self._index(num_rows)
 
-    def _take_from(self, other: "NGramPool | PoolDelta", num_observed: int = 0) -> None:
-        """Take text and harvest of a delta, or of a pool: text observed after so many tokens."""
-        if isinstance(other, PoolDelta):
-            places = [(other.since.origin, *place) for place in other.places.tolist()]
-            for text, place in zip(other.texts(), places, strict=True):
-                self._take_text(text.astype(np.int64), *place)
-        else:
-            for text in other._texts_since(num_observed):
-                self._take_text(text.astype(np.int64))
-        if not self.model or not other.model or self.model == other.model:
-            self._take_harvest(other if isinstance(other, PoolDelta) else other._harvest())
-        self.tokenizer = self.tokenizer or other.tokenizer
-        self.model = self.model or other.model
-        if self.model != other.model and other.model:
-            warnings.warn(
-                f"successors of the model {other.model} are left out of a pool of {self.model}",
-                stacklevel=3,
-            )
+    def _index(self, num_rows: int) -> None:
+        """Copy the text to so many rows and index it anew, in one store."""
+        new, old = self._empty(num_rows), self._held.text
+        new.text[: len(old)] = old
+        header = self._header_with(new).row
+        if self._is_dirty:
+            _kernels.mend(header)
+        _kernels.reindex(header)
+        self._held, self._is_dirty = new, False
 
-    @reading
-    def _harvest(self) -> tuple[SuccessorTable, Unigrams]:
-        return copy.copy(self._state.harvested), self._state.unigrams.copy()
+    def _lower_for(self, num_tokens: int) -> None:
+        """Lower positions if those of more tokens would overflow."""
+        if self._counts.item(NEXT_POSITION) + num_tokens > _POSITION_LIMIT:
+            self._write(_kernels.rebase)
+            # Other sequences are lowered as they are used. A copy that is only read has this one,
+            # and threads that use it at once.
+            _kernels.lower(self._sequence_0.state, self._counts)
 
-    @writing
-    def _take_harvest(self, harvest: tuple[SuccessorTable, Unigrams] | PoolDelta) -> None:
-        if isinstance(harvest, PoolDelta):
-            keys, ids, costs = harvest.keys, harvest.successor_ids, harvest.costs
-            self._state.harvested.take_successors(keys, ids, costs)
-            self._state.count_unigrams(ids, probs_of(costs))
-        else:
-            self._state.take_harvest(*harvest)
+    def _count_unigrams(self, token_ids: ArrayLike, probs: ArrayLike) -> None:
+        """Add harvested probabilities to the expected counts of tokens."""
+        ids, floats = np.ascontiguousarray(token_ids, np.int32), np.ascontiguousarray(probs, "f4")
+        _kernels.count_unigrams(self._header().row, ids, floats)
+
+    def _contexts_of(self, ids: Int64Array, rows: NDArray[np.intp]) -> Int64Array:
+        """Return the keys, sorted, of the contexts that tokens and rows of the text are part of."""
+        text, first = self._held.text, self._counts.item(NEXT_POSITION) - len(self)
+        pairs = [np.stack([np.full_like(ids, NONE), ids], 1), np.stack([ids[:-1], ids[1:]], 1)]
+        for column in (PREVIOUS, NEXT):
+            others = text[rows, column]
+            is_held = others >= first
+            there = text[rows[is_held], TOKEN]
+            beside = text[others[is_held] % len(text), TOKEN]
+            pair = (beside, there) if column == PREVIOUS else (there, beside)
+            pairs.append(np.stack(pair, 1).astype(np.int64))
+        return np.unique(keys_of(np.concatenate(pairs)))
+
+    def _texts_since(self, num_observed: int) -> Iterator[Int32Array]:
+        """Return what is held of the text observed after so many tokens."""
+        compile_texts()
+        with self._lock:
+            header, since = self._header().row, num_observed - self._counts.item(LOWERED)
+            num_tokens = min(len(self), max(0, self._counts.item(NEXT_POSITION) - since))
+            token_ids, bounds = np.empty(num_tokens, np.int32), np.empty(num_tokens + 1, np.int32)
+            num = _kernels.write_texts(header, since, token_ids, bounds)
+        return (token_ids[begin:end] for begin, end in pairwise(bounds[: num + 1].tolist()))
+
+    def _grow_tree(
+        self,
+        ids: Int64Array,
+        max_draft_tokens: int,
+        max_leaves: int,
+        uniforms: Float64Array,
+        opened: OpenSequence,
+        room: Room,
+    ) -> tuple[Int32Array, Int32Array, Int32Array, Float64Array]:
+        """Return tokens, parents and depths of nodes, and their probabilities."""
+        num_nodes = _kernels.grow_tree(
+            self._header().row,
+            opened.header().row,
+            room.row,
+            ids[::-1].copy(),
+            max_draft_tokens,
+            max_leaves,
+            uniforms,
+        )
+        token_ids, parents, depths = room.nodes[:3, :num_nodes].astype(np.int32)
+        return token_ids, parents, depths, room.node_probs[:num_nodes].copy()
+
+    def _draft_chains(
+        self,
+        pools: Sequence["NGramPool"],
+        opened: list[OpenSequence],
+        rows: TextRows,
+        min_probability: float,
+        learning_stride: int,
+    ) -> DraftChains:
+        num_more: dict[NGramPool, int] = {}
+        for pool, more in zip(pools, rows.num_new.tolist(), strict=True):
+            num_more[pool] = num_more.get(pool, 0) + more
+        for pool, more in num_more.items():
+            pool._grow_for(more)
+            pool._lower_for(more)
+        num_rows, width = len(rows.texts), int(rows.max_draft_tokens.max(initial=0))
+        chains = DraftChains(
+            np.full((num_rows, width), NONE, np.int32),
+            np.zeros((num_rows, width)),
+            np.empty(num_rows, np.int64),
+        )
+        most_layers = max(opened, key=lambda one: len(one.layers), default=self._no_sequence)
+        room = self._take_room(1, most_layers)
+        of_sequences = [sequence.header() for sequence in opened]
+        headers = {pool: pool._header() for pool in num_more}
+        which = (
+            np.array([headers[pool].address for pool in pools], np.int64),
+            np.array([header.address for header in of_sequences], np.int64),
+            room.row,
+            rows.texts,
+            rows.lengths,
+        )
+        learning = {pool for pool, more in num_more.items() if more}
+        for pool in learning:
+            pool._is_dirty = True
+        _kernels.observe_rows(*which, rows.num_new, self._learning_rate, learning_stride)
+        for pool in learning:
+            pool._is_dirty = False
+        _kernels.draft_rows(*which, rows.max_draft_tokens, min_probability, *chains)
+        self._rooms[len(most_layers.layers)] = room
+        return chains
+
+    # --- arrays -----------------------------------------------------------------------------
+    #
+    # Each group of arrays is replaced as a whole, in one store: if memory runs out or an interrupt
+    # comes, the pool stays as it was.
+
+    def _empty(self, num_rows: int) -> TextArrays:
+        # One bucket per row, rounded down to a power of two: a bucket holds 1 to 2 positions.
+        num_buckets = 1 << (num_rows.bit_length() - 1)
+        return TextArrays(
+            np.full((num_rows, 3), NONE, np.int32),
+            np.full((num_rows, self._max_ngram_size), NONE, np.int32),
+            np.full((self._max_ngram_size, num_buckets), NONE, np.int32),
+        )
+
+    def _take_room(self, max_draft_tokens: int, opened: OpenSequence) -> Room:
+        """Return scratch for this call alone, to be put back; else only the room is lost."""
+        num_layers = len(opened.layers)
+        room = self._rooms.pop(num_layers, None)
+        if room is None or max_draft_tokens > room.nodes.shape[1]:
+            num_nodes = max(max_draft_tokens, _LEAST_ROOM)
+            room = Room(num_nodes, num_layers, self.max_match, self._max_ngram_size)
+        return room
+
+    def _header(self) -> Header:
+        """Return the kernels' header, with the arrays as they are now, and whole."""
+        if self._is_dirty:
+            self._index(len(self._held.text))
+        now = self._held, self._harvested.held, self._weights, self._unigrams
+        if self._last_header is None or not all(map(operator.is_, now, self._last_header.held)):
+            self._last_header = self._header_with(self._held)
+        return self._last_header
+
+    def _header_with(self, held: TextArrays) -> Header:
+        """Return a header with another text."""
+        table, weights, unigrams, counts = (
+            self._harvested.held,
+            self._weights,
+            self._unigrams,
+            self._counts,
+        )
+        values = [
+            *(array.ctypes.data for array in held),
+            *(len(held.text), *held.heads.shape),
+            *(array.ctypes.data for array in (counts, weights, table.header, *unigrams)),
+            *(len(unigrams.token_ids), 0),
+        ]
+        header = Header(values, (held, table, weights, unigrams, counts))
+        header.row[HEADER_AT] = header.address
+        return header
+
+    # --- compiling --------------------------------------------------------------------------
+
+    def _run_kernels(self) -> None:
+        """Run every kernel that a new pool's drafts need, so that no token waits for a compiler."""
+        nothing = np.zeros(1, np.int64)
+        self._append_all(nothing[:0], self._no_sequence, False)
+        self._is_dirty = True  # rebuilds
+        self._write(_kernels.rebase)
+        _kernels.lower(self._no_sequence.state, self._counts)
+        self.draft(nothing, 1, 1)
+        self._count_unigrams(np.empty((0, 1)), np.empty((0, 1)))
+        self.explore(1, nothing)
+        table = SuccessorTable(1)
+        table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
+        table.put_tree(NONE, [0], [NONE], [[0]], [[1.0]])
+        SuccessorTable.from_arrays(table.arrays())
+
+    def _run_chains(self) -> None:
+        """Run the kernels of `draft_chains` once."""
+        rows = checked_rows([[0]], [1], 1, [0], 1)
+        self._draft_chains([self], [self._no_sequence], rows, 0.0, 1)
+
+    def _run_texts(self) -> None:
+        """Run the kernels that read and write whole texts once."""
+        _kernels.find_unsound(*self._held, 0)
+        header, none = self._header().row, np.zeros(1, np.int64)
+        left, scratch = np.zeros(len(self._held.text), np.int32), np.empty((2, 1), np.int32)
+        _kernels.write_texts(header, 0, left[:0], scratch[0])
+        _kernels.find_occurrences(header, none, none, scratch, left)
+        _kernels.forget(header, left, none, none, False)
+
+
+@cache
+def compile_chains() -> None:
+    """Compile what engines need, and nobody else."""
+    compile_by(NGramPool(1, 1, 0)._run_chains)
+
+
+@cache
+def compile_texts() -> None:
+    """Compile what is needed to forget, to merge texts, and to check those of files."""
+    compile_by(NGramPool(1, 1, 0)._run_texts)
 
 
 def _checked_layers(layers: Sequence[NGramPool]) -> tuple[NGramPool, ...]:
@@ -924,3 +1122,19 @@ def _checked_layers(layers: Sequence[NGramPool]) -> tuple[NGramPool, ...]:
                 f"as_read_only(), got {layer!r}"
             )
     return held
+
+
+def _secret_seed() -> int:
+    return secrets.randbits(_SEED_BITS)
+
+
+def _first_counts(seed: int | None) -> Int64Array:
+    """Return the kernels' `counts` of an empty pool."""
+    if seed is None:
+        seed = _secret_seed()
+    elif isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise TypeError(f"expected seed to be an integer or None, got {seed!r}")
+    elif not 0 <= seed < 2**_SEED_BITS:
+        raise ValueError(f"expected seed from 0 to 2**{_SEED_BITS} - 1, got {seed}")
+    multiplier = HASH_MULTIPLIER ^ (int(seed) >> 31) << 1
+    return np.array([0, 0, int(seed) & HASH_MASK, multiplier], np.int64)

@@ -16,27 +16,22 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
-from sortedcontainers import SortedKeyList
 
 from ngram_pool._kernels import Int64Array
 from ngram_pool.checks import positive, token_ids_of
 from ngram_pool.errors import NewerPoolFileError, PoolFileError
 from ngram_pool.files import stamp_of
-from ngram_pool.locks import alone
 from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE, NGramPool
 from ngram_pool.writing import sweep, write_whole
-
-_T = TypeVar("_T")
 
 MAX_NAME_LENGTH = 200
 # As long as the names that unfinished files begin with. Longer ones are hashed.
@@ -70,20 +65,7 @@ class StoreStats:
     num_dropped: int  # files removed to keep within the budget
 
 
-class _User:
-    """Stands for one opening of a pool, as long as it is referenced."""
-
-    __slots__ = ("__weakref__",)
-
-
-class _Mark(NamedTuple):
-    """How far a pool had learned at some time; differs once it has learned more."""
-
-    num_observed: int
-    num_expected: float  # unigrams: grows with all that is harvested
-
-
-_NOTHING = _Mark(0, 0.0)
+_NOTHING = (0, 0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -93,9 +75,9 @@ class _Entry:
     name: str
     path: Path
     lock: Any = field(default_factory=threading.RLock)  # held while the pool is loaded or saved
-    users: weakref.WeakSet[_User] = field(default_factory=weakref.WeakSet)
+    num_users: int = 0
     pool: NGramPool | None = None
-    mark: _Mark = _NOTHING  # what of the pool is in the file
+    mark: tuple[int, float] = _NOTHING  # what of the pool is in the file
     stamp: str | None = None  # of the file, as we last read or wrote it; None for none
     epoch: str = ""  # differs once something was forgotten elsewhere
     is_behind: bool = False  # the file has text of others that the pool, being in use, has not
@@ -103,10 +85,10 @@ class _Entry:
     nbytes: int = 0  # when it was last closed
     worth: float = 0.0  # seconds since the epoch: when it was last used, and later for its merits
 
-    def alone(self, call: Callable[[], _T]) -> _T:
-        """Call while no other thread loads or saves the pool."""
-        # One line, for the reason that `locks.py` gives; hence all these small methods.
-        with self.lock: return call()  # noqa: E701  # fmt: skip
+    @property
+    def has_learned(self) -> bool:
+        """Whether the pool holds anything."""
+        return self.pool is not None and self.pool._learned != _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +184,7 @@ class PoolStore:
     def _begin(self) -> None:
         """Begin with nothing open, as a forked child does too."""
         self._lock = threading.RLock()  # of all below; nobody waits for anything else holding it
-        self._entries: dict[str, _Entry] = {}
-        self._in_use: set[_Entry] = set()
-        self._order: SortedKeyList[_Entry, float] = SortedKeyList(key=_worth_of)  # not in use
-        self._idle_bytes = 0  # of those in the order
+        self._entries: dict[str, _Entry] = {}  # by stem
         self._disk_bytes = self.disk_bytes + 1  # that are taken, or more; not known yet
         self._counted = dict.fromkeys(("loaded", "saved", "failed", "evicted", "dropped"), 0)
         self._done = threading.Event()
@@ -237,19 +216,17 @@ class PoolStore:
         Warns:
             UserWarning: the file is damaged; it is set aside, and a new pool begins.
         """
-        user = _User()
-        entry, pool = self._enter(name, user)
+        entry, pool = self._enter(name)
         try:
             yield pool
         finally:
-            self._leave(entry, user)
+            self._leave(entry)
 
     def named(self, name: str) -> NamedPool:
         """Return a handle to a name, to be opened where it is used."""
         stem_of(name)
         return NamedPool(self, name)
 
-    @alone
     def credit(self, name: str, num_tokens: float) -> None:
         """Count tokens that a pool saved, such as accepted draft tokens; they let it stay longer.
 
@@ -257,9 +234,10 @@ class PoolStore:
         """
         if not num_tokens >= 0:
             raise ValueError(f"expected num_tokens of at least 0, got {num_tokens!r}")
-        entry = self._entries.get(stem_of(name))
-        if entry is not None:
-            entry.num_saved_tokens += num_tokens
+        with self._lock:
+            entry = self._entries.get(stem_of(name))
+            if entry is not None:
+                entry.num_saved_tokens += num_tokens
 
     def forget(self, name: str, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
         """Remove tokens in a row from a pool and from its file, as `NGramPool.forget` does.
@@ -279,39 +257,33 @@ class PoolStore:
 
         Who has it open goes on with a pool that is in no store.
         """
-        user = _User()
-        is_there = None
-        while is_there is None:
-            entry = self._entry(name, user)
-            is_there = entry.alone(partial(self._delete, entry))
-        return is_there
-
-    def _delete(self, entry: _Entry) -> bool | None:
-        """Remove a pool, or return None if that was done meanwhile."""
-        if not self._is_current(entry):
-            return None
-        with self._alone(entry):
-            is_there = entry.path.exists() or _has_learned(entry)
-            self._begin_epoch(entry)
-            for path in (entry.path, *self._beside(entry)):
-                path.unlink(missing_ok=True)
-        self._let_go(entry)
-        return is_there
+        while True:
+            entry = self._entry(name)
+            try:
+                with entry.lock:
+                    if not self._is_current(entry):  # deleted meanwhile
+                        continue
+                    with self._alone(entry):
+                        is_there = entry.path.exists() or entry.has_learned
+                        self._begin_epoch(entry)
+                        for path in (entry.path, *self._beside(entry)):
+                            path.unlink(missing_ok=True)
+                    self._let_go(entry)
+                    return is_there
+            finally:
+                self._release(entry)
 
     # --- all names --------------------------------------------------------------------------
 
     def names(self) -> list[str]:
         """Return all names that have a file, or a pool in memory that has learned; sorted."""
-        found = self._names_in_memory()
+        with self._lock:
+            found = {entry.name for entry in self._entries.values() if entry.has_learned}
         for path in self.folder.glob("*.pool"):
             name = _name_of(path)
             if name is not None:
                 found.add(name)
         return sorted(found)
-
-    @alone
-    def _names_in_memory(self) -> set[str]:
-        return {entry.name for entry in self._entries.values() if _has_learned(entry)}
 
     def save(self) -> None:
         """Save all that was learned since the last time.
@@ -335,56 +307,62 @@ class PoolStore:
         if saver is not None and saver is not threading.current_thread():
             saver.join()
         self.save()
-        self._let_go_of_all()
-
-    @alone
-    def _let_go_of_all(self) -> None:
-        self._entries = {entry.path.stem: entry for entry in self._in_use if entry.users}
-        self._order.clear()
-        self._idle_bytes = 0
+        with self._lock:
+            used = {stem: entry for stem, entry in self._entries.items() if entry.num_users}
+            self._entries = used
 
     @property
     def stats(self) -> StoreStats:
         """What the store holds, and what it did; linear in the number of files."""
-        return self._stats(self._files())
-
-    @alone
-    def _stats(self, files: list[tuple[float, int, Path]]) -> StoreStats:
-        in_memory = [e.pool for e in self._entries.values() if e.pool is not None]
-        return StoreStats(
-            num_in_memory=len(in_memory),
-            num_in_use=sum(bool(entry.users) for entry in self._in_use),
-            memory_bytes=sum(pool.nbytes for pool in in_memory),
-            num_on_disk=sum(path.suffix == ".pool" for _, _, path in files),
-            disk_bytes=sum(size for _, size, _ in files),
-            **{f"num_{name}": number for name, number in self._counted.items()},
-        )
+        files = self._files()
+        with self._lock:
+            pools = [e.pool for e in self._entries.values() if e.pool is not None]
+            return StoreStats(
+                num_in_memory=len(pools),
+                num_in_use=sum(bool(entry.num_users) for entry in self._entries.values()),
+                memory_bytes=sum(pool.nbytes for pool in pools),
+                num_on_disk=sum(path.suffix == ".pool" for _, _, path in files),
+                disk_bytes=sum(size for _, size, _ in files),
+                **{f"num_{name}": number for name, number in self._counted.items()},
+            )
 
     # --- opening and closing ----------------------------------------------------------------
 
-    @alone
-    def _entry(self, name: str, user: _User) -> _Entry:
-        """Return the entry of a name, which stays as long as `user` does."""
+    def _entry(self, name: str) -> _Entry:
+        """Return the entry of a name, which stays until it is released."""
         stem = stem_of(name)
-        if self._is_closed:
-            raise ValueError("expected an open store, got one that was closed")
-        entry = self._entries.get(stem) or _Entry(name, self.folder / f"{stem}.pool")
-        entry.users.add(user)
-        self._entries[stem] = entry
-        self._in_use.add(entry)
-        self._take_from_order(entry)
-        self._start_saver()
+        with self._lock:
+            if self._is_closed:
+                raise ValueError("expected an open store, got one that was closed")
+            entry = self._entries.setdefault(stem, _Entry(name, self.folder / f"{stem}.pool"))
+            entry.num_users += 1
+            self._start_saver()
         return entry
 
-    def _enter(self, name: str, user: _User) -> tuple[_Entry, NGramPool]:
-        pool = None
-        while pool is None:
-            entry = self._entry(name, user)
+    def _release(self, entry: _Entry) -> None:
+        with self._lock:
+            entry.num_users -= 1
+            if entry.num_users:
+                return
+            stay = _STAY_SEC * math.log2(1.0 + entry.num_saved_tokens)
+            entry.worth = max(_time_of(entry.path), time.time() + stay)
+            if entry.pool is None:  # could not be loaded, or is deleted
+                self._let_go(entry)
+            else:
+                entry.nbytes = entry.pool.nbytes
+
+    def _enter(self, name: str) -> tuple[_Entry, NGramPool]:
+        while True:
+            entry = self._entry(name)
             try:
-                pool = entry.alone(partial(self._newest, entry))
-            except BaseException:  # cleaned up after interrupts, too
-                entry.users.discard(user)
+                with entry.lock:
+                    pool = self._newest(entry)
+            except BaseException:
+                self._release(entry)
                 raise
+            if pool is not None:
+                break
+            self._release(entry)
         self._settle()
         return entry, pool
 
@@ -400,16 +378,17 @@ class PoolStore:
                 entry.epoch = self._epoch(entry)
                 self._hold(entry, self._read_or_new(entry))
                 entry.stamp = stamp_of(entry.path)
-        elif len(entry.users) == 1 and self._is_changed_elsewhere(entry):
+        elif entry.num_users == 1 and self._is_changed_elsewhere(entry):
             self._sync(entry, is_free=True)
         return entry.pool
 
-    def _leave(self, entry: _Entry, user: _User) -> None:
+    def _leave(self, entry: _Entry) -> None:
         try:
             if self.save_every_sec == 0 or self._is_closed:
-                entry.alone(partial(self._save_one, entry))
+                with entry.lock:
+                    self._save_one(entry)
         finally:
-            entry.users.discard(user)
+            self._release(entry)
             self._settle()
             with suppress(OSError):  # so that the files that were used last stay longest
                 self._touch(entry.path, entry.worth)
@@ -418,7 +397,8 @@ class PoolStore:
         """Have the least valuable pools leave memory while all take more than they may."""
         while (victim := self._next_victim()) is not None:
             try:
-                victim.alone(partial(self._evict, victim))
+                with victim.lock:
+                    self._evict(victim)
             except (OSError, ValueError) as error:
                 self._count("failed")
                 warnings.warn(
@@ -428,65 +408,39 @@ class PoolStore:
                 break
         self._trim_disk()
 
-    @alone
     def _next_victim(self) -> _Entry | None:
-        """Put what is no longer in use into the order; return what is to leave, if anything.
-
-        That counts as in use from then on, so that it is in the order again if it stays.
-        """
-        for entry in [entry for entry in self._in_use if not entry.users]:
-            stay = _STAY_SEC * math.log2(1.0 + entry.num_saved_tokens)
-            entry.worth = max(_time_of(entry.path), time.time() + stay)
-            self._in_use.discard(entry)
-            self._put_into_order(entry)
-        in_use = [entry.pool.nbytes for entry in self._in_use if entry.pool is not None]
-        if self._idle_bytes + sum(in_use) <= self.memory_bytes or not self._order:
-            return None
-        victim: _Entry = self._order[0]
-        self._take_from_order(victim)
-        self._in_use.add(victim)
-        return victim
+        """Return what is to leave memory, if anything."""
+        with self._lock:
+            idle = [entry for entry in self._entries.values() if not entry.num_users]
+            used = [e.pool for e in self._entries.values() if e.num_users and e.pool is not None]
+            taken = sum(entry.nbytes for entry in idle) + sum(pool.nbytes for pool in used)
+            if taken <= self.memory_bytes:
+                return None
+            return min(idle, key=lambda entry: entry.worth, default=None)
 
     def _evict(self, entry: _Entry) -> None:
         """Save a pool, and let go of it unless it was opened meanwhile."""
-        if entry.users or entry.pool is None:
+        if entry.num_users or entry.pool is None:
             return
-        if _mark_of(entry.pool) != entry.mark:
+        if entry.pool._learned != entry.mark:
             self._sync(entry, is_free=True)
-        if self._let_go(entry, is_idle=True):
-            self._count("evicted")
+        with self._lock:
+            if not entry.num_users:
+                self._let_go(entry)
+                self._counted["evicted"] += 1
 
-    def _put_into_order(self, entry: _Entry) -> None:
-        if entry.pool is None or not self._is_current(entry):  # could not be loaded, or is deleted
-            self._let_go(entry)
-            return
-        entry.nbytes = entry.pool.nbytes
-        self._order.add(entry)
-        self._idle_bytes += entry.nbytes
+    def _let_go(self, entry: _Entry) -> None:
+        with self._lock:
+            if self._is_current(entry):
+                del self._entries[entry.path.stem]
+            if entry.pool is not None:
+                entry.pool._keeper = None
+            entry.pool = None
 
-    def _take_from_order(self, entry: _Entry) -> None:
-        if entry in self._order:
-            self._order.remove(entry)
-            self._idle_bytes -= entry.nbytes
-
-    @alone
-    def _let_go(self, entry: _Entry, is_idle: bool = False) -> bool:
-        """Let go of a pool, or only if nobody has it open; return whether it was let go of."""
-        if is_idle and entry.users:
-            return False
-        self._take_from_order(entry)
-        self._in_use.discard(entry)
-        if self._is_current(entry):
-            del self._entries[entry.path.stem]
-        if entry.pool is not None:
-            entry.pool._keeper = None
-        entry.pool = None
-        return True
-
-    @alone
     def _count(self, what: str, disk_bytes: int = 0) -> None:
-        self._counted[what] += 1
-        self._disk_bytes += disk_bytes
+        with self._lock:
+            self._counted[what] += 1
+            self._disk_bytes += disk_bytes
 
     def _is_current(self, entry: _Entry) -> bool:
         return self._entries.get(entry.path.stem) is entry
@@ -511,9 +465,9 @@ class PoolStore:
         """
         pool = entry.pool
         assert pool is not None
-        is_free = is_free or not entry.users
+        is_free = is_free or not entry.num_users
         with self._alone(entry):
-            epoch, stamp, mark = self._epoch(entry), stamp_of(entry.path), _mark_of(pool)
+            epoch, stamp, mark = self._epoch(entry), stamp_of(entry.path), pool._learned
             has_learned = mark != entry.mark
             latest = pool
             if epoch != entry.epoch:
@@ -524,15 +478,14 @@ class PoolStore:
                 has_learned = has_learned or read is None  # what was there is damaged
                 if read is not None or entry.is_behind:
                     latest = self._new() if read is None else read
-                    latest._take_from(pool, entry.mark.num_observed)
-                    weights = latest._state.weights
-                    weights[:] = (weights + pool._state.weights) / 2
+                    latest._take_since(pool, entry.mark[0])
+                    latest._weights[:] = (latest._weights + pool._weights) / 2
             num_forgotten = 0
             if forgotten is not None:
-                num_forgotten = pool._forget(forgotten)
+                num_forgotten = pool._forget_here(forgotten)
                 if latest is not pool:
-                    num_forgotten = latest._forget(forgotten)
-                mark = _Mark(mark.num_observed, _mark_of(pool).num_expected)
+                    num_forgotten = latest._forget_here(forgotten)
+                mark = mark[0], pool._learned[1]
                 # Before the file: if we are killed between the two, others only read it anew.
                 epoch = self._begin_epoch(entry)
                 for path in self._beside(entry):
@@ -546,16 +499,22 @@ class PoolStore:
                 entry.is_behind, entry.mark = latest is not pool, mark
         return num_forgotten
 
-    def _forget(self, entry: _Entry, pool: NGramPool, token_ids: Int64Array) -> int:
-        if not self._is_current(entry) or entry.pool is not pool:
-            return pool._forget(token_ids)
-        return self._sync(entry, forgotten=token_ids)
-
     def _hold(self, entry: _Entry, pool: NGramPool) -> None:
         if entry.pool is not None:
             entry.pool._keeper = None
-        pool._keeper = partial(_forget_for, weakref.ref(self), entry, weakref.ref(pool))
-        entry.pool, entry.mark, entry.is_behind = pool, _mark_of(pool), False
+        store, held = weakref.ref(self), weakref.ref(pool)  # no cycle keeps a large pool
+
+        def forget(token_ids: Int64Array) -> int:
+            """Forget tokens of the pool, and of its file as long as it is that of the store."""
+            kept, mine = store(), held()
+            assert mine is not None
+            with entry.lock:
+                if kept is None or entry.pool is not mine or not kept._is_current(entry):
+                    return mine._forget_here(token_ids)
+                return kept._sync(entry, forgotten=token_ids)
+
+        pool._keeper = forget
+        entry.pool, entry.mark, entry.is_behind = pool, pool._learned, False
 
     def _read_or_new(self, entry: _Entry) -> NGramPool:
         pool = self._read(entry)
@@ -640,7 +599,7 @@ class PoolStore:
         """Tell other processes to let go of what they have of a name (and of some others)."""
         path, old, new = self._shared(entry, ".epoch"), self._epoch(entry), secrets.token_hex(16)
         write_whole(path, new.encode())
-        for other in self._all_entries():  # of these, nothing was forgotten
+        for other in list(self._entries.values()):  # of these, nothing was forgotten
             if other.epoch == old and self._shared(other, ".epoch") == path:
                 other.epoch = new
         return new
@@ -666,32 +625,22 @@ class PoolStore:
     def _save_all(self) -> list[Exception]:
         """Save every pool that has learned, and let go of what was forgotten elsewhere."""
         errors: list[Exception] = []
-        for entry in self._all_entries():
+        for entry in list(self._entries.values()):
             try:
-                entry.alone(partial(self._save_one, entry))
+                with entry.lock:
+                    self._save_one(entry)
             except (OSError, ValueError) as error:
                 self._count("failed")
                 errors.append(error)
         self._settle()
         return errors
 
-    @alone
-    def _all_entries(self) -> list[_Entry]:
-        return list(self._entries.values())
-
     def _save_one(self, entry: _Entry) -> None:
         if entry.pool is None or not self._is_current(entry):
             return
-        if _mark_of(entry.pool) != entry.mark or self._epoch(entry) != entry.epoch:
+        if entry.pool._learned != entry.mark or self._epoch(entry) != entry.epoch:
             self._sync(entry)
-            self._weigh_anew(entry)
-
-    @alone
-    def _weigh_anew(self, entry: _Entry) -> None:
-        """Put an entry into its place in the order: its pool may be another one now."""
-        if entry in self._order:
-            self._take_from_order(entry)
-            self._put_into_order(entry)
+            entry.nbytes = entry.pool.nbytes
 
     def _files(self) -> list[tuple[float, int, Path]]:
         """Return the files that count: what each is worth, its size, and its path."""
@@ -757,20 +706,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_all)
 
 
-def _forget_for(
-    ref: "weakref.ref[PoolStore]",
-    entry: _Entry,
-    pool: "weakref.ref[NGramPool]",
-    token_ids: Int64Array,
-) -> int:
-    """Forget tokens of a pool, and of its file as long as it is that of a store."""
-    store, held = ref(), pool()
-    assert held is not None
-    if store is None or not store._is_current(entry):
-        return held._forget(token_ids)
-    return entry.alone(partial(store._forget, entry, held, token_ids))
-
-
 def stem_of(name: str) -> str:
     """Return the name of a pool's file, without its suffix: of lower-case ASCII, and its own.
 
@@ -806,18 +741,6 @@ def _name_of(path: Path) -> str | None:
 
 def _name_path(path: Path) -> Path:
     return path.with_suffix(".name")
-
-
-def _worth_of(entry: _Entry) -> float:
-    return entry.worth
-
-
-def _mark_of(pool: NGramPool) -> _Mark:
-    return _Mark(pool._state.num_observed, float(pool._state.unigrams.counts.sum()))
-
-
-def _has_learned(entry: _Entry) -> bool:
-    return entry.pool is not None and _mark_of(entry.pool) != _NOTHING
 
 
 def _time_of(path: Path) -> float:

@@ -21,13 +21,13 @@ from ngram_pool._kernels import (
     Int64Array,
 )
 from ngram_pool.checks import positive
-from ngram_pool.locks import alone, lock_of_table
+from ngram_pool.locks import new_lock
 
 DEFAULT_NUM_SUCCESSORS = 8
 _LEAST_ROWS = 64
 _LEAST_PIECE = 16
-_TAKEN = 0  # the epoch of what another table gave
-_FIRST_EPOCH = 1  # that of what was read from a file, too
+# What is kept of a table, by name.
+_SAVED = {"keys": np.int64, "counts": np.int32, "token_ids": np.int32, "costs": np.uint16}
 
 
 class _Rows(NamedTuple):
@@ -37,7 +37,6 @@ class _Rows(NamedTuple):
     token_ids: Int32Array  # [num_rows, num_successors], likeliest first, NONE where fewer are known
     costs: NDArray[np.uint16]  # as `token_ids`, -ln(prob) * COST_STEPS
     counts: Int32Array  # [num_rows], how often each was put
-    epochs: Int32Array  # [num_rows], in which epoch each was put last; _TAKEN from elsewhere
     header: Int64Array  # of the kernels, who count the rows in use in it
 
     @classmethod
@@ -47,9 +46,8 @@ class _Rows(NamedTuple):
         token_ids: Int32Array,
         costs: NDArray[np.uint16],
         counts: Int32Array,
-        epochs: Int32Array,
     ) -> "_Rows":
-        arrays = keys, token_ids, costs, counts, epochs
+        arrays = keys, token_ids, costs, counts
         sizes = *token_ids.shape, np.count_nonzero(keys != NONE)
         return cls(*arrays, np.array([*(array.ctypes.data for array in arrays), *sizes], np.int64))
 
@@ -89,21 +87,20 @@ class SuccessorTable:
         self._capacity = _power_of_two(max(positive("capacity", capacity), _LEAST_ROWS))
         self._num_successors = positive("num_successors", num_successors)
         self._averages = averages
-        self._epoch = _FIRST_EPOCH
-        self._lock = lock_of_table()
+        self._lock = new_lock()
         self._held = self._empty(_LEAST_ROWS)
 
-    @alone
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name != "_lock"}
-        return {**state, "_held": [array.copy() for array in self._held[:5]]}
+        with self._lock:
+            return {**state, "_held": [array.copy() for array in self._held[:4]]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Arrays from out-of-band buffers of a pickle can be read-only; copies are not.
         self._become({**state, "_held": [array.copy() for array in state["_held"]]})
 
     def _become(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=lock_of_table(), _held=_Rows.of(*state["_held"]))
+        vars(self).update(state, _lock=new_lock(), _held=_Rows.of(*state["_held"]))
 
     def __copy__(self) -> "SuccessorTable":
         copied = type(self).__new__(type(self))
@@ -133,7 +130,7 @@ class SuccessorTable:
     @property
     def nbytes(self) -> int:
         """Bytes allocated now; grows by doubling with the contexts held."""
-        return sum(array.nbytes for array in self._held[:5])
+        return sum(array.nbytes for array in self._held[:4])
 
     def put(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Learn successors of contexts.
@@ -148,15 +145,15 @@ class SuccessorTable:
             ValueError: shapes do not match, or a value is out of range. The table is unchanged
                 after such an error. After an interrupt, it has learned a first part.
         """
-        self._put(*_checked(contexts, token_ids, probs), is_own=True)
+        self._put(*_checked(contexts, token_ids, probs))
 
     def take_successors(
         self, keys: Int64Array, token_ids: Int32Array, costs: NDArray[np.uint16]
     ) -> None:
-        """Learn successors as `arrays` returns them, once each; they are not of any epoch."""
-        probs = probs_of(costs)
+        """Learn successors as `arrays` returns them, once each."""
+        probs = np.exp(costs / np.float32(-COST_STEPS))
         probs[token_ids == NONE] = 0.0
-        self._put(*_checked(_pairs_of(keys), token_ids, probs), is_own=False)
+        self._put(*_checked(_pairs_of(keys), token_ids, probs))
 
     def update(self, other: "SuccessorTable") -> None:
         """Learn what another table holds, as if it were put as often as it was put there.
@@ -170,7 +167,6 @@ class SuccessorTable:
             is_put = counts > times
             self.take_successors(**{name: array[is_put] for name, array in arrays.items()})
 
-    @alone
     def put_tree(
         self,
         previous: int,
@@ -202,29 +198,28 @@ class SuccessorTable:
                 f"expected token_ids and probs of shape [{len(lasts)}, k], got shapes "
                 f"{list(ids.shape)} and {list(floats.shape)}"
             )
-        # Buckets overflow beyond half load.
-        while 2 * (len(self) + 2 * len(ids)) > len(self._held.keys) < self._capacity:
-            self._resize(self._held, 2 * len(self._held.keys))
-        held, size = self._held, ids.shape[1] + self._num_successors
-        is_valid = _kernels.put_tree(
-            held.header,
+        size = ids.shape[1] + self._num_successors
+        given = (
             previous,
             np.ascontiguousarray(lasts, np.int64),
             np.ascontiguousarray(over, np.int64),
             np.ascontiguousarray(ids, np.int32),
             np.ascontiguousarray(floats, np.float32),
             self._averages,
-            self._epoch,
             np.empty(size, np.int32),
             np.empty(size, np.float64),
         )
+        with self._lock:
+            # Buckets overflow beyond half load.
+            while 2 * (len(self) + 2 * len(ids)) > len(self._held.keys) < self._capacity:
+                self._resize(self._held, 2 * len(self._held.keys))
+            is_valid = _kernels.put_tree(self._held.header, *given)
         if not is_valid:
             raise ValueError(
                 f"expected token ids up to {MAX_TOKEN_ID}, parents before their children, and "
                 "probs from 0 to 1"
             )
 
-    @alone
     def get(self, previous: int, last: int) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
         """Return the successors of a context and their probabilities, or None; O(1).
 
@@ -234,47 +229,27 @@ class SuccessorTable:
         """
         if not (NONE <= previous <= MAX_TOKEN_ID and 0 <= last <= MAX_TOKEN_ID):
             return None
-        held = self._held
-        row = _kernels.find_context(held.header, previous, last)
-        if row == NONE:
-            return None
-        is_known = held.token_ids[row] != NONE
-        probs = np.exp(held.costs[row, is_known] / -COST_STEPS).astype(np.float32)
-        return held.token_ids[row, is_known].copy(), probs
+        with self._lock:
+            held = self._held
+            row = _kernels.find_context(held.header, previous, last)
+            if row == NONE:
+                return None
+            is_known = held.token_ids[row] != NONE
+            probs = np.exp(held.costs[row, is_known] / -COST_STEPS).astype(np.float32)
+            return held.token_ids[row, is_known], probs
 
     def contexts(self) -> Int64Array:
         """Return the contexts held, int64 [num_contexts, 2], as `put` takes them."""
         return _pairs_of(self.arrays()["keys"])
 
-    # --- epochs -----------------------------------------------------------------------------
-
-    @alone
-    def end_epoch(self) -> int:
-        """Return the number of the epoch that ends now; what is put later is of the next."""
-        self._epoch += 1
-        return self._epoch - 1
-
     # --- on disk ----------------------------------------------------------------------------
 
-    @alone
-    def arrays(self, after_epoch: int | None = None) -> dict[str, NDArray[Any]]:
-        """Return copies of all that is held, for writing to a file; newest first in each bucket.
-
-        Args:
-            after_epoch: only what was put in later epochs than this one, newest first; None for
-                all, what was taken from other tables too.
-        """
-        held = self._held
-        is_held = held.keys != NONE
-        if after_epoch is not None:
-            rows = np.flatnonzero(held.epochs > max(after_epoch, _TAKEN))
-            is_held = rows[np.argsort(-held.epochs[rows], kind="stable")]
-        return {
-            "keys": held.keys[is_held],
-            "counts": held.counts[is_held],
-            "token_ids": held.token_ids[is_held],
-            "costs": held.costs[is_held],
-        }
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return copies of all that is held, for writing to a file; newest first in each bucket."""
+        with self._lock:
+            held = self._held._asdict()
+            is_held = held["keys"] != NONE
+            return {name: held[name][is_held] for name in _SAVED}
 
     @classmethod
     def from_arrays(
@@ -290,11 +265,10 @@ class SuccessorTable:
         Raises:
             ValueError: these are not the arrays of a table.
         """
-        dtypes = {"keys": np.int64, "counts": np.int32, "token_ids": np.int32, "costs": np.uint16}
-        for name, dtype in dtypes.items():
+        for name, dtype in _SAVED.items():
             if name not in arrays or arrays[name].dtype != dtype:
                 raise ValueError(f"expected an array {name!r} of {np.dtype(dtype)} in the table")
-        keys, counts, ids, costs = (arrays[name] for name in dtypes)
+        keys, counts, ids, costs = (arrays[name] for name in _SAVED)
         num = len(keys) if keys.ndim == 1 else -1
         if counts.shape != (num,) or ids.ndim != 2 or ids.shape != costs.shape or len(ids) != num:
             raise ValueError("expected the arrays of a table to have a row for each key")
@@ -305,8 +279,7 @@ class SuccessorTable:
         while num_rows < min(2 * (num + _LEAST_PIECE), table._capacity):
             num_rows *= 2
         keys, ids, costs, counts = map(np.ascontiguousarray, (keys, ids, costs, counts))
-        epochs = np.full(num, _FIRST_EPOCH, np.int32)
-        table._resize(_Rows.of(keys, ids, costs, counts, epochs), num_rows)
+        table._resize(_Rows.of(keys, ids, costs, counts), num_rows)
         return table
 
     @property
@@ -322,8 +295,7 @@ class SuccessorTable:
         counts: Int32Array,
     ) -> None:
         """Hold arrays as `held` returned them, themselves, from now on."""
-        epochs = np.full(len(keys), _FIRST_EPOCH, np.int32)
-        self._held = _Rows.of(keys, token_ids, costs, counts, epochs)
+        self._held = _Rows.of(keys, token_ids, costs, counts)
 
     # --- inside -----------------------------------------------------------------------------
 
@@ -334,28 +306,24 @@ class SuccessorTable:
             np.full(shape, NONE, np.int32),
             np.full(shape, _kernels.MAX_COST, np.uint16),
             np.zeros(num_rows, np.int32),
-            np.full(num_rows, _TAKEN, np.int32),
         )
 
-    @alone
-    def _put(
-        self, pairs: Int64Array, ids: Int32Array, probs: NDArray[np.float32], is_own: bool
-    ) -> None:
-        epoch = self._epoch if is_own else _TAKEN
+    def _put(self, pairs: Int64Array, ids: Int32Array, probs: NDArray[np.float32]) -> None:
         scratch_size = ids.shape[1] + self._num_successors
         scratch = np.empty(scratch_size, np.int32), np.empty(scratch_size, np.float64)
         start = 0
-        while start < len(pairs):
-            # Buckets overflow beyond half load, so the table grows before each piece is put.
-            num_rows = len(self._held.keys)
-            room = num_rows // 2 - len(self)
-            if room < _LEAST_PIECE and num_rows < self._capacity:
-                self._resize(self._held, 2 * num_rows)
-                continue
-            part = slice(start, start + max(room, _LEAST_PIECE))
-            given = pairs[part], ids[part], probs[part]
-            _kernels.put_successors(self._held.header, *given, self._averages, epoch, *scratch)
-            start = part.stop
+        with self._lock:
+            while start < len(pairs):
+                # Buckets overflow beyond half load, so the table grows before each piece is put.
+                num_rows = len(self._held.keys)
+                room = num_rows // 2 - len(self)
+                if room < _LEAST_PIECE and num_rows < self._capacity:
+                    self._resize(self._held, 2 * num_rows)
+                    continue
+                part = slice(start, start + max(room, _LEAST_PIECE))
+                given = pairs[part], ids[part], probs[part]
+                _kernels.put_successors(self._held.header, *given, self._averages, *scratch)
+                start = part.stop
 
     def _resize(self, old: _Rows, num_rows: int) -> None:
         """Move what `old` holds to `num_rows` rows: all or nothing, even if interrupted."""
@@ -373,12 +341,6 @@ def _pairs_of(keys: Int64Array) -> Int64Array:
 def keys_of(pairs: Int64Array) -> Int64Array:
     """Return the keys of contexts, int64 [num_contexts]."""
     return (pairs[:, 0] + 1) * (MAX_TOKEN_ID + 1) + pairs[:, 1]
-
-
-def probs_of(costs: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Return the probabilities that costs stand for, float32 as `costs`."""
-    probs: NDArray[np.float32] = np.exp(costs / np.float32(-COST_STEPS))
-    return probs
 
 
 def _power_of_two(number: int) -> int:

@@ -38,7 +38,7 @@ def real_model() -> None:
 @pytest.fixture(autouse=True)
 def seed_of_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let pools draft the same in every run: a pool whose seed is secret has the seed 0."""
-    monkeypatch.setattr("ngram_pool.state._secret_seed", lambda: 0)
+    monkeypatch.setattr("ngram_pool.pool._secret_seed", lambda: 0)
 
 
 @pytest.fixture

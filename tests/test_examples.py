@@ -113,6 +113,13 @@ class TestWithTheDefaultModel:
         assert "num_asked=0," not in phrases
 
     @pytest.mark.exhaustive
+    def test_ray_serve(self, capfd: pytest.CaptureFixture[str]) -> None:
+        pytest.importorskip("ray", reason="Ray is no dependency of lade or of its tests")
+        runpy.run_path(str(EXAMPLES / "ray_serve.py"), run_name="__main__")
+        first, *_, last = re.findall(r"-> tokens per forward: (.*)", capfd.readouterr().out)
+        assert min(map(float, last.split())) > max(map(float, first.split()))
+
+    @pytest.mark.exhaustive
     def test_sampling(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "same tokens: True" in run("sampling.py", capsys)
 

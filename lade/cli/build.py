@@ -132,7 +132,10 @@ def build(
                 left = iter(rows)
                 for part in parts:
                     if part.piece is not None:
-                        sequence = pool.open_sequence() if part.piece.begins else sequence
+                        if part.piece.begins:
+                            if sequence:
+                                pool.close_sequence(sequence)
+                            sequence = pool.open_sequence()
                         token_ids = next(left)
                         pool.observe(token_ids, sequence)
                         built.num_tokens += len(token_ids)

@@ -37,7 +37,8 @@ class PoolDrafter(Drafter):
         layers: Sequence[NGramPool] = (),
     ) -> None:
         if layers:
-            pool.open_sequence(layers=layers)  # raises now rather than in a call; closes at once
+            # Raises now rather than in a call.
+            pool.close_sequence(pool.open_sequence(layers=layers))
         self.pool = pool
         self._max_candidates = max_candidates
         self._prewarmed = prewarmed

@@ -6,8 +6,7 @@ from os import PathLike
 from typing import Any, Literal, get_args
 
 from ngram_pool.checks import positive
-from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE
-from ngram_pool.state import MAX_CAPACITY_TOKENS
+from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE, MAX_CAPACITY_TOKENS
 
 Sharing = Literal["none", "all"]
 

@@ -21,7 +21,7 @@ from lade.engines.options import PoolOptions
 from lade.engines.requests import Found, Prefixes, Requests
 from ngram_pool import NGramPool, SuccessorTable
 from ngram_pool._kernels import Int32Array, Int64Array
-from ngram_pool.state import compile_chains
+from ngram_pool.pool import compile_chains
 
 _logger = logging.getLogger(__name__)
 
@@ -75,6 +75,8 @@ class _Slots:
 
     def drop(self, slot: int) -> None:
         """Let a slot be of no request; its sequence is closed, and a pool of its own goes."""
+        if self.sequences[slot]:
+            self.pools[slot].close_sequence(self.sequences[slot])
         self.pools[slot], self.sequences[slot] = self._nobody, 0
         self.is_text[slot] = False
 
@@ -136,7 +138,7 @@ class PoolProposer:
         """
         if self.options.sharing != "all":
             raise ValueError("expected the option sharing='all' to observe text for all requests")
-        self._pool.observe(token_ids, self._pool.open_sequence())
+        self._pool.observe(token_ids, None)
         self._stats.observed_tokens += len(token_ids)
 
     def stats(self) -> dict[str, int | bool]:

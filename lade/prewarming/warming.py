@@ -20,7 +20,7 @@ from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
 from lade.products.linear import products_for
 from ngram_pool import NGramPool
-from ngram_pool.state import compile_texts
+from ngram_pool.pool import compile_texts
 
 
 def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) -> None:

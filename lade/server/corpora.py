@@ -65,7 +65,7 @@ class Corpora:
             raise ApiError(400, "expected a text of one token or more, got none", param="text")
         pool = NGramPool(num_tokens)
         for text_ids in ids:
-            pool.observe(text_ids, pool.open_sequence())
+            pool.observe(text_ids, None)
         pool = pool.as_read_only()
         with self._lock:
             others = {each: held for each, held in self._pools.items() if each != name}

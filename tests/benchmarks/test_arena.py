@@ -89,7 +89,7 @@ def test_a_prompt_is_in_the_same_half_of_any_file(tmp_path: Path) -> None:
 def prob_after(weights: np.ndarray[Any, Any], text: list[int], next_token_id: int) -> float:
     """Return the probability that a pool with these weights gives for the token after a text."""
     pool = NGramPool()
-    pool._state.weights = weights
+    pool._weights = weights
     sequence = pool.open_sequence()
     pool.observe(text, sequence)
     draft = pool.draft(text, 8, sequence=sequence)

@@ -35,7 +35,7 @@ def test_a_cpu_lacks_nothing_and_all_that_a_gpu_needs_is_told_at_once(
 
 def test_what_torch_and_transformers_bring_is_not_carried() -> None:
     needed = prepare.needed_beside_torch()
-    assert {"numba", "llvmlite", "sortedcontainers", "typer", "pytest", "hypothesis"} <= {*needed}
+    assert {"numba", "llvmlite", "typer", "pytest", "hypothesis"} <= {*needed}
     assert not {"torch", "transformers", "numpy", "tokenizers", "triton", "lade-decoding"} & {
         *needed
     }

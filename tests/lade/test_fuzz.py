@@ -220,9 +220,6 @@ def changed(*events: str, dtype: str = "float64", **fields: Any) -> Case:
     return Case(model, 0, events=(used, *events), **fields)
 
 
-KEPT: list[int] = []
-
-
 def warns(text: str, category: type[Warning]) -> Door:
     return faulty(lambda *_: warnings.warn(text, category, stacklevel=2))
 
@@ -238,9 +235,8 @@ def swallows_interrupts(model: Any, door: str, arguments: dict[str, Any], given:
 
 
 AROUND: list[tuple[Door, str]] = [
-    # Kept, or else it would be closed at once.
     (
-        faulty(lambda _, arguments, given: KEPT.append(given["pool"].open_sequence())),
+        faulty(lambda _, arguments, given: given["pool"].open_sequence()),
         "the pool has 1 sequences open",
     ),
     (

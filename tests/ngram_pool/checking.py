@@ -1,5 +1,8 @@
 """Whether a pool is whole: every invariant of its arrays, in plain Python."""
 
+import threading
+from typing import Any
+
 import numpy as np
 
 from ngram_pool import NGramPool, _kernels
@@ -18,8 +21,6 @@ from ngram_pool._kernels import (
     TOKEN,
 )
 from ngram_pool.arrays import OpenSequence
-from ngram_pool.origins import _MAX_STRETCHES
-from ngram_pool.state import PoolState
 
 
 def check_pool(pool: NGramPool) -> None:
@@ -29,45 +30,60 @@ def check_pool(pool: NGramPool) -> None:
         AssertionError: an invariant is broken.
     """
     with pool._lock:
-        origins = pool._origins
-        opened = [ref() for ref in pool._sequences.values()] + [*origins._continued.values()]
-        _check_arrays(pool._state)
-        _check_text(pool._state)
-        for sequence in opened:
-            if sequence is not None:
-                _check_sequence(pool._state, sequence)
-        bounds = [bound for stretch in origins.stretches for bound in stretch]
-        assert bounds == sorted(set(bounds))
-        assert len(origins.stretches) <= _MAX_STRETCHES
+        pool._header()  # whole, whatever was interrupted before
+        _check_arrays(pool)
+        _check_text(pool)
+        for sequence in pool._sequences.values():
+            _check_sequence(pool, sequence)
 
 
-def _check_arrays(state: PoolState) -> None:
-    text, links, _ = state.held
-    num_rows, num_observed = len(text), state.counts.item(NEXT_POSITION)
-    assert num_rows <= state.capacity
-    assert links.shape == (num_rows, state.max_ngram_size)
-    assert num_observed - state.first <= num_rows
+def is_free(lock: Any) -> bool:
+    """Return whether another thread can have a lock."""
+    got: list[bool] = []
+
+    def take() -> None:
+        got.append(lock.acquire(timeout=5))
+        if got[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return got[0]
+
+
+def _first(pool: NGramPool) -> int:
+    """Return the oldest position held."""
+    return pool._counts.item(NEXT_POSITION) - len(pool)
+
+
+def _check_arrays(pool: NGramPool) -> None:
+    text, links, _ = pool._held
+    num_rows, num_observed = len(text), pool._counts.item(NEXT_POSITION)
+    assert num_rows <= pool.capacity_tokens
+    assert links.shape == (num_rows, pool.max_ngram_size)
+    assert num_observed - _first(pool) <= num_rows
     assert num_observed <= 2**31 - 1
-    assert num_rows == state.capacity or num_observed <= num_rows
-    assert np.isfinite(state.weights).all()
-    assert len(state.harvested) == len(state.harvested.contexts())
-    assert np.isfinite(state.unigrams.counts).all()
-    assert (state.unigrams.counts[state.unigrams.token_ids == NONE] == 0).all()
+    assert num_rows == pool.capacity_tokens or num_observed <= num_rows
+    assert np.isfinite(pool._weights).all()
+    assert len(pool._harvested) == len(pool._harvested.contexts())
+    assert np.isfinite(pool._unigrams.counts).all()
+    assert (pool._unigrams.counts[pool._unigrams.token_ids == NONE] == 0).all()
 
 
-def _check_sequence(pool: PoolState, opened: OpenSequence) -> None:
-    text, state = pool.held.text, opened.state.copy()
-    _kernels.lower(state, pool.counts)
-    assert NONE <= state[TAIL] < pool.counts.item(NEXT_POSITION)
-    assert state[TAIL] < pool.first or text[state[TAIL] % len(text), NEXT] == NONE
+def _check_sequence(pool: NGramPool, opened: OpenSequence) -> None:
+    text, state = pool._held.text, opened.state.copy()
+    _kernels.lower(state, pool._counts)
+    assert NONE <= state[TAIL] < pool._counts.item(NEXT_POSITION)
+    assert state[TAIL] < _first(pool) or text[state[TAIL] % len(text), NEXT] == NONE
     assert 0 <= state[PROMPT] <= state[ANSWER]
     assert opened.state[LOWERED_THEN] <= state[LOWERED_THEN]
 
 
-def _check_text(state: PoolState) -> None:
-    text, links, heads = state.held
-    num_rows, num_orders, first = len(text), state.max_ngram_size, state.first
-    num_observed = state.counts.item(NEXT_POSITION)
+def _check_text(pool: NGramPool) -> None:
+    text, links, heads = pool._held
+    num_rows, num_orders, first = len(text), pool.max_ngram_size, _first(pool)
+    num_observed = pool._counts.item(NEXT_POSITION)
     expected: dict[tuple[int, int], list[int]] = {}
     for position in range(first, num_observed):
         row = text[position % num_rows]
@@ -82,13 +98,13 @@ def _check_text(state: PoolState) -> None:
             assert text[row[PREVIOUS] % num_rows, NEXT] == position
         if row[NEXT] != NONE:
             assert text[row[NEXT] % num_rows, PREVIOUS] == position
-        hashed, reached = state.counts.item(SEED), position
+        hashed, reached = pool._counts.item(SEED), position
         for order in range(num_orders):
             if reached < first:
                 break
             reached_row = text[reached % num_rows]
             hashed = _kernels.hash_with(
-                hashed, int(reached_row[TOKEN]), state.counts.item(MULTIPLIER)
+                hashed, int(reached_row[TOKEN]), pool._counts.item(MULTIPLIER)
             )
             bucket = hashed & (heads.shape[1] - 1)
             expected.setdefault((order, bucket), []).insert(0, position)
@@ -97,7 +113,7 @@ def _check_text(state: PoolState) -> None:
         for bucket in range(heads.shape[1]):
             chain, position = [], int(heads[order, bucket])
             while position >= first:
-                if _starts_at(state, position, order) >= first:
+                if _starts_at(pool, position, order) >= first:
                     chain.append(position)
                 older = int(links[position % num_rows, order])
                 assert older < position, "links lead to older positions"
@@ -105,9 +121,9 @@ def _check_text(state: PoolState) -> None:
             assert chain == expected.get((order, bucket), [])
 
 
-def _starts_at(state: PoolState, position: int, order: int) -> int:
+def _starts_at(pool: NGramPool, position: int, order: int) -> int:
     for _ in range(order):
-        if position < state.first:
+        if position < _first(pool):
             return NONE
-        position = int(state.held.text[position % len(state.held.text), PREVIOUS])
+        position = int(pool._held.text[position % len(pool._held.text), PREVIOUS])
     return position

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ngram_pool.state
+import ngram_pool.pool
 from ngram_pool import NGramPool, ReadOnlyPoolError, SuccessorTable
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import noisy_text
@@ -114,7 +114,7 @@ def test_tokens_observed_in_one_call_are_those_observed_one_by_one(capacity: int
         known = lengths
     check_pool(one)
     assert [text.tolist() for text in one.texts()] == [text.tolist() for text in other.texts()]
-    assert (one._state.weights == other._state.weights).all()
+    assert (one._weights == other._weights).all()
 
 
 def test_a_path_ends_where_it_is_too_unlikely_as_a_whole() -> None:
@@ -153,11 +153,11 @@ def test_weights_learn_from_as_many_tokens_as_they_may() -> None:
         pool.observe(TEXT)
         rows = [pool.open_sequence() for _ in range(4)]
         texts = [[*TEXT[i * 50 : i * 50 + 30], 1] for i in range(4)]
-        before = pool._state.weights.copy()
+        before = pool._weights.copy()
         pool.draft_chains(*padded(texts), 3, rows, [10] * 4, max_learned=most)
         check_pool(pool)
-        weights[most] = float(np.abs(pool._state.weights - before).sum())
-        assert pool._sequences[rows[0]]().state[2] < 2**62  # type: ignore[union-attr]
+        weights[most] = float(np.abs(pool._weights - before).sum())
+        assert pool._sequences[rows[0]].state[2] < 2**62  # type: ignore[union-attr]
     assert weights[None] == weights[40] > weights[7] > weights[1] > 0
     with pytest.raises(ValueError, match="max_learned"):
         NGramPool().draft_chains([[1]], [1], 1, [0], [1], max_learned=0)
@@ -271,7 +271,7 @@ def test_more_tokens_than_there_were_rows_for_are_all_held() -> None:
 
 
 def test_positions_are_lowered_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_pool.state, "_POSITION_LIMIT", 150)
+    monkeypatch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 150)
     pool, other = NGramPool(50, seed=1), NGramPool(50, seed=1)
     mine, theirs = pool.open_sequence(), other.open_sequence()
     idle = pool.open_sequence()
@@ -284,7 +284,7 @@ def test_positions_are_lowered_before_they_overflow(monkeypatch: pytest.MonkeyPa
         other.observe(TEXT[end - 4 : end], theirs, is_answer=True)
         assert got.tolist()[0] == by_tree(other, TEXT[:end], 4, theirs)[0]
     check_pool(pool)
-    assert pool._state.counts[1] > 0
+    assert pool._counts[1] > 0
 
 
 def test_tables_and_arrays_that_were_replaced_are_not_read_any_more() -> None:

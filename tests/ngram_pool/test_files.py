@@ -105,7 +105,7 @@ def test_a_loaded_pool_goes_on_like_the_saved_one(
 def test_positions_lowered_before_are_kept_as_they_are(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ngram_pool.state._POSITION_LIMIT", 1500)
+    monkeypatch.setattr("ngram_pool.pool._POSITION_LIMIT", 1500)
     pool = used_pool()
     for _ in range(3):
         pool.observe(TEXT, is_answer=True)
@@ -653,8 +653,8 @@ def test_what_is_forged_is_refused_or_serves(content: bytes, path: Path, num: in
         use(pool)
         draft = pool.draft(TEXT[:9], 50)
         assert (draft.token_ids >= 0).all()
-        next_position = pool._state.counts.item(_kernels.NEXT_POSITION)
-        assert _kernels.find_unsound(*pool._state.held, next_position) == (-1, -1)
+        next_position = pool._counts.item(_kernels.NEXT_POSITION)
+        assert _kernels.find_unsound(*pool._held, next_position) == (-1, -1)
     assert 0.2 * num < num_refused < num
 
 
@@ -678,7 +678,7 @@ def noisy_pool(rng, is_read_only):
     pool = NGramPool(capacity, max_ngram_size)
     pool.observe(TEXT[:int(rng.integers(0, 200))])
     pool = pool.as_read_only() if is_read_only else pool
-    for array in (*pool._state.held, *pool._state.harvested.held[:4]):
+    for array in (*pool._held, *pool._harvested.held[:4]):
         if rng.random() < 0.7:
             noise(array, rng, 200)
     return pool

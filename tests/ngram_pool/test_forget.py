@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import ngram_pool.state
+import ngram_pool.pool
 from ngram_pool import NGramPool, ReadOnlyPoolError, _kernels
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import noisy_text
@@ -72,7 +72,7 @@ def test_a_secret_is_in_no_array_afterwards() -> None:
     assert pool.forget(SECRET) == 2
     assert places_of(pool, SECRET) == []
     check_pool(pool)
-    assert pool._state.harvested.get(1, 2)[0].tolist() == [7, 6]  # type: ignore[index]
+    assert pool._harvested.get(1, 2)[0].tolist() == [7, 6]  # type: ignore[index]
     assert len(pool.draft(SECRET[:2], 30)) == 0
 
 
@@ -92,8 +92,8 @@ def test_tokens_that_other_text_has_stay_there() -> None:
     assert pool.forget(secret) >= 2 + num_known
     assert all(secret != t[i : i + 4] for t in map(list, pool.texts()) for i in range(len(t)))
     for context in ([-1, 1], [-1, 2], [1, 2], [2, 3], [3, 4]):  # it could have taught these
-        assert pool._state.harvested.get(*context) is None
-    assert pool._state.harvested.get(9, 8)[0].tolist() == [2, 1]  # type: ignore[index]
+        assert pool._harvested.get(*context) is None
+    assert pool._harvested.get(9, 8)[0].tolist() == [2, 1]  # type: ignore[index]
     check_pool(pool)
 
 
@@ -103,7 +103,7 @@ def test_the_two_across_an_end_of_it_are_dropped() -> None:
     contexts = [[5, 1], [2, 6], [1, 6], [5, 6], [-1, 6]]
     pool.harvest(contexts, [[7]] * 5, [[0.5]] * 5)
     pool.forget([1, 2])
-    assert sorted(pool._state.harvested.contexts().tolist()) == [[-1, 6], [5, 6]]
+    assert sorted(pool._harvested.contexts().tolist()) == [[-1, 6], [5, 6]]
 
 
 def test_what_is_no_longer_in_the_text_is_forgotten_of_the_harvest() -> None:
@@ -145,8 +145,8 @@ def test_what_is_left_is_what_a_plain_search_leaves(
     capacity: int, texts: list[list[int]], sought: list[int], more: list[int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ngram_pool.state, "_FIRST_NUM_ROWS", 2)
-        patch.setattr(ngram_pool.state, "_POSITION_LIMIT", 90)
+        patch.setattr(ngram_pool.pool, "_FIRST_NUM_ROWS", 2)
+        patch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 90)
         pool, oracle = NGramPool(capacity, 3), OraclePool(capacity, 3)
         for text in texts:
             handle = pool.open_sequence()

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import ngram_pool.pool
-import ngram_pool.state
 from ngram_pool import NGramPool, SuccessorTable, _kernels
 from tests.grids import thinned
 from tests.ngram_pool.checking import check_pool
@@ -57,7 +56,7 @@ class Use:
         """All that can be told of the pool and the table from outside, now and after more text."""
         found: list[Any] = [self.pool.num_open_sequences]
         for _ in range(2):
-            found += [len(self.pool), self.pool._state.weights.tolist(), len(self.table)]
+            found += [len(self.pool), self.pool._weights.tolist(), len(self.table)]
             arrays = self.table.arrays()
             by_key = np.argsort(arrays["keys"])  # the order of rows depends on how many there are
             found += [array[by_key].tolist() for array in arrays.values()]
@@ -168,8 +167,8 @@ QUICK = [name for name in CALLS if name not in SLOW]
 def test_interrupted_at_any_line_all_is_as_before_or_as_after(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ngram_pool.state, "_FIRST_NUM_ROWS", 4)
-    monkeypatch.setattr(ngram_pool.state, "_POSITION_LIMIT", 140)
+    monkeypatch.setattr(ngram_pool.pool, "_FIRST_NUM_ROWS", 4)
+    monkeypatch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 140)
     prepare, call = CALLS[name]
     before, after = Use(), Use()
     prepare(before)
@@ -228,7 +227,7 @@ def test_sequences_that_nobody_holds_take_no_room() -> None:
 def test_a_sequence_not_used_for_long_follows_when_positions_are_lowered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ngram_pool.state, "_POSITION_LIMIT", 140)
+    monkeypatch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 140)
     pool = NGramPool(40, 3)
     idle = pool.open_sequence()
     pool.observe([1, 2, 3], idle)
@@ -244,9 +243,9 @@ def test_a_sequence_not_used_for_long_follows_when_positions_are_lowered(
 
 @pytest.mark.exhaustive
 def test_a_pool_is_sound_after_asynchronous_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_pool.state, "_FIRST_NUM_ROWS", 16)
-    monkeypatch.setattr(ngram_pool.state, "_POSITION_LIMIT", 1500)
-    monkeypatch.setattr(ngram_pool.state, "_PIECE", 64)
+    monkeypatch.setattr(ngram_pool.pool, "_FIRST_NUM_ROWS", 16)
+    monkeypatch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 1500)
+    monkeypatch.setattr(ngram_pool.pool, "_PIECE", 64)
     rng = random.Random(0)
     pool = NGramPool(300, 3)
 

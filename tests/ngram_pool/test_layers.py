@@ -87,21 +87,21 @@ def test_answers_teach_which_layer_to_trust() -> None:
     """What follows in one layer comes, what follows in the other never does."""
     right, wrong = np.arange(300), np.arange(1000, 1300)
     pool = NGramPool()
-    pool._state.learning_rate = 0.02
+    pool._learning_rate = 0.02
     sequence = pool.open_sequence(layers=[frozen(wrong), frozen(right)])
 
     def trust() -> list[float]:
         ends = [[int(text[250])] for text in (wrong, right)]
         return [float(pool.draft(end, 1, sequence=sequence).probs[0]) for end in ends]
 
-    before, (in_wrong, in_right) = pool._state.weights.copy(), trust()
+    before, (in_wrong, in_right) = pool._weights.copy(), trust()
     assert in_wrong == in_right
     for i in range(60):
         answer = [*right[4 * i : 4 * i + 4], wrong[2 * i], 2000 + i]
         pool.observe(answer, sequence, is_answer=True)
     in_wrong, in_right = trust()
     assert in_right > 1.2 * in_wrong
-    moved = np.abs(pool._state.weights - before).sum(axis=1)
+    moved = np.abs(pool._weights - before).sum(axis=1)
     assert (moved[_kernels.LAYER_ROW :] > 0.0).tolist() == [True, True, False, False]
 
 

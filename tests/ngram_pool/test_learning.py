@@ -14,9 +14,9 @@ NUM_TOKENS = 30
 
 def weigh(pool: NGramPool, **weights: float) -> None:
     """Give a pool weights of its own, 0 but for those named."""
-    pool._state.weights[:] = 0.0
+    pool._weights[:] = 0.0
     for name, weight in weights.items():
-        pool._state.weights[: _kernels.MATCH_ROWS, getattr(_kernels, name)] = weight
+        pool._weights[: _kernels.MATCH_ROWS, getattr(_kernels, name)] = weight
 
 
 def likeliest(pool: NGramPool, context: list[int], sequence: int | None = None) -> list[int]:
@@ -233,7 +233,7 @@ def told(right: str, num_epochs: int, is_answer: bool) -> tuple[float, float]:
     The pool begins with all its trust in the other source, and learns fast.
     """
     pool = NGramPool()
-    pool._state.learning_rate = 0.01
+    pool._learning_rate = 0.01
     weigh(pool, **{"HARVESTED_SINGLE" if right == "text" else "TEXT": 1.0}, BIAS=-8.0)
     hits, probs = [], []
     tokens = np.arange(NUM_TOKENS)
@@ -263,15 +263,15 @@ def test_answers_teach_which_source_is_right(right: str) -> None:
 
 def test_only_answers_teach() -> None:
     pool = NGramPool()
-    before = pool._state.weights.copy()
+    before = pool._weights.copy()
     pool.observe([1, 2, 3] * 20)
     pool.harvest([[-1, 1]], [[3]], [[0.5]])
     pool.draft([1, 2], 10)
     pool.sample([1, 2], 10, np.random.default_rng(0))
-    assert (pool._state.weights == before).all()
+    assert (pool._weights == before).all()
     pool.observe([1, 2, 3], is_answer=True)
-    assert (pool._state.weights != before).any()
-    assert np.isfinite(pool._state.weights).all()
+    assert (pool._weights != before).any()
+    assert np.isfinite(pool._weights).all()
 
 
 def test_what_comes_is_likelier_after_it_came() -> None:
@@ -279,7 +279,7 @@ def test_what_comes_is_likelier_after_it_came() -> None:
     rng = np.random.default_rng(0)
     for _ in range(30):
         pool = NGramPool()
-        weights = pool._state.weights[: _kernels.LAYER_ROW]
+        weights = pool._weights[: _kernels.LAYER_ROW]
         weights[:] = rng.normal(0.0, 0.3, weights.shape)
         pool.observe(rng.integers(0, 4, 60))
         pool.harvest(np.arange(8).reshape(4, 2) % 4, np.full((4, 1), 2), np.full((4, 1), 0.5))
@@ -292,5 +292,5 @@ def test_what_comes_is_likelier_after_it_came() -> None:
         learned = copy.deepcopy(pool)
         learned.observe([came], is_answer=True)
         untaught = copy.deepcopy(pool)
-        untaught._state.weights[:] = learned._state.weights
+        untaught._weights[:] = learned._weights
         assert root_probs(untaught, context)[came] > before[came]

@@ -38,7 +38,7 @@ def test_successors_of_both_are_known_those_of_the_other_where_both_know() -> No
     pool.harvest([[-1, 1], [1, 2]], [[5], [6]], [[0.5], [0.25]])
     other.harvest([[1, 2], [-1, 3]], [[7], [8]], [[0.75], [0.5]])
     pool.merge(other)
-    table = pool._state.harvested
+    table = pool._harvested
     known = {tuple(pair): table.get(*pair) for pair in table.contexts()}
     got = {pair: (i.tolist(), p.round(3).tolist()) for pair, (i, p) in known.items()}  # type: ignore[misc]
     assert got == {(-1, 1): ([5], [0.5]), (1, 2): ([7], [0.75]), (-1, 3): ([8], [0.5])}
@@ -50,7 +50,7 @@ def test_expected_counts_are_not_counted_twice() -> None:
     other.harvest([[-1, 1]] * 4, [[5, 7]] * 4, [[0.5, 0.25]] * 4)
     for _ in range(2):
         pool.merge(other)
-        ids, counts = pool._state.unigrams
+        ids, counts = pool._unigrams
         assert dict(zip(ids[ids != -1].tolist(), counts[ids != -1].tolist(), strict=True)) == {
             5: 2.0,
             6: 0.5,
@@ -85,7 +85,7 @@ def test_successors_of_another_model_are_left_out() -> None:
     with pytest.warns(UserWarning, match="successors of the model two are left out"):
         pool.merge(other)
     assert len(pool) == len(ONE) + len(TWO)
-    assert pool._state.harvested.get(1, 2) is None
+    assert pool._harvested.get(1, 2) is None
 
 
 def test_fingerprints_are_taken_where_there_are_none() -> None:

@@ -20,9 +20,9 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 import ngram_pool.chains
-import ngram_pool.state
+import ngram_pool.pool
 from ngram_pool import Draft, NGramPool, SuccessorTable, _kernels
-from ngram_pool.state import compile_chains, compile_texts
+from ngram_pool.pool import compile_chains, compile_texts
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.table_oracle import OracleTable
 from tests.ngram_pool.threads import in_threads
@@ -58,8 +58,8 @@ def as_tuple(draft: Draft) -> tuple[list[float], ...]:
 
 def test_the_longest_match_decides_before_a_more_frequent_shorter_one() -> None:
     pool = NGramPool()
-    pool._state.weights[:] = 0.0
-    pool._state.weights[: _kernels.MATCH_ROWS, _kernels.TEXT] = 1.0  # the text and no more
+    pool._weights[:] = 0.0
+    pool._weights[: _kernels.MATCH_ROWS, _kernels.TEXT] = 1.0  # the text and no more
     pool.observe([7, 2, 3, 100, 1, 2, 3, 200, 7, 2, 3, 100, 7, 2, 3, 100])
     assert pool.draft([1, 2, 3], max_draft_tokens=1).token_ids.tolist() == [200]  # not 100
 
@@ -147,8 +147,8 @@ def test_frequent_contexts_are_read_as_far_as_the_oracle_reads_them() -> None:
     rng = np.random.default_rng(0)
     for n in (2, 3, 5):
         pool, oracle = NGramPool(120, n, seed=0), OraclePool(120, n)
-        pool._state.weights[:] = rng.normal(0.0, 0.3, pool._state.weights.shape)
-        oracle.weights = pool._state.weights.tolist()
+        pool._weights[:] = rng.normal(0.0, 0.3, pool._weights.shape)
+        oracle.weights = pool._weights.tolist()
         prewarmed, oracle_prior = SuccessorTable(64), OracleTable(64)
         known = [[-1, 0], [-1, 1], [0, 1]], [[2, 4], [1, 3], [2, 0]], [[0.5, 0.25]] * 3
         prewarmed.put(*known)
@@ -181,7 +181,7 @@ def test_a_bucket_is_read_no_further_than_256_entries() -> None:
 def test_an_untaught_old_pool_behaves_like_a_new_one_given_the_newest_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ngram_pool.state, "_FIRST_NUM_ROWS", 16)
+    monkeypatch.setattr(ngram_pool.pool, "_FIRST_NUM_ROWS", 16)
     rng = random.Random(5)
     capacity = 300
     old, new = NGramPool(capacity, seed=0), NGramPool(capacity, seed=0)
@@ -230,7 +230,7 @@ def test_memory_stays_within_64_bytes_a_token(capacity: int) -> None:
     likeliest = np.arange(8 * num_contexts).reshape(-1, 8) % 50_000
     pool.harvest(contexts, likeliest, np.full(likeliest.shape, 0.1))
     assert len(pool) == capacity
-    assert len(pool._state.harvested) > 0.9 * max(64, capacity // 16)
+    assert len(pool._harvested) > 0.9 * max(64, capacity // 16)
     assert pool.nbytes <= 64 * capacity + max(scratch, 0)
 
 
@@ -256,7 +256,7 @@ def test_what_is_promised_is_all_that_is_allocated() -> None:
 
 
 def test_a_pool_that_cannot_grow_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_pool.state, "_FIRST_NUM_ROWS", 8)
+    monkeypatch.setattr(ngram_pool.pool, "_FIRST_NUM_ROWS", 8)
     pool = NGramPool(100)
     pool.observe([1, 2, 3, 1, 2])
     full = np.full
@@ -441,7 +441,7 @@ def test_threads_may_share_a_pool() -> None:
 @pytest.mark.skipif(JIT_IS_OFF, reason="nothing is compiled with NUMBA_DISABLE_JIT=1")
 def test_each_kernel_is_compiled_once_and_for_all_when_it_may_be_needed() -> None:
     # Those that Python calls; what they call in turn is compiled, or cached, with them.
-    source = inspect.getsource(ngram_pool.state) + inspect.getsource(ngram_pool.chains)
+    source = inspect.getsource(ngram_pool.pool) + inspect.getsource(ngram_pool.chains)
     names = re.findall(r"_kernels\.([a-z_]+)\(", source)
     of_chains = {"observe_rows", "draft_rows", "find_negative"}
     of_texts = {"find_unsound", "write_texts", "find_occurrences", "forget"}

@@ -19,7 +19,7 @@ def secret_seeds(monkeypatch: pytest.MonkeyPatch, seed_of_pools: None) -> None:
 
 def longest_chain(pool: NGramPool) -> int:
     """Return the number of positions in the fullest bucket of order 1."""
-    text, links, heads = pool._state.held
+    text, links, heads = pool._held
     lengths = []
     for head in heads[0].tolist():
         length = 0

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-import ngram_pool.state
+import ngram_pool.pool
 from ngram_pool import NGramPool, SuccessorTable
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.table_oracle import OracleTable
@@ -38,8 +38,8 @@ entries = st.lists(st.tuples(st.integers(-1, 4), st.integers(0, 4), successors),
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let growth by doubling and the lowering of positions happen within a few dozen tokens."""
-    monkeypatch.setattr(ngram_pool.state, "_FIRST_NUM_ROWS", 2)
-    monkeypatch.setattr(ngram_pool.state, "_POSITION_LIMIT", 75)
+    monkeypatch.setattr(ngram_pool.pool, "_FIRST_NUM_ROWS", 2)
+    monkeypatch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 75)
 
 
 def as_arguments(known: list[tuple[int, int, list[tuple[int, float]]]]) -> tuple[Any, Any, Any]:
@@ -72,7 +72,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = NGramPool(capacity, max_ngram_size, seed)
         self.oracle = OraclePool(capacity, max_ngram_size, seed)
         # Any weights will do, and among random ones none is without effect.
-        weights = self.pool._state.weights
+        weights = self.pool._weights
         weights[:] = np.random.default_rng(seed).normal(0.0, 0.3, weights.shape)
         self.oracle.weights = weights.tolist()
         self.prewarmed, self.oracle_prior = SuccessorTable(100), OracleTable(100)
@@ -224,7 +224,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "pool"))
     @invariant()
     def what_was_learned_is_the_same(self) -> None:
-        assert self.pool._state.weights.tolist() == self.oracle.weights
+        assert self.pool._weights.tolist() == self.oracle.weights
 
     @precondition(lambda self: hasattr(self, "pool"))
     @invariant()

@@ -53,7 +53,7 @@ class LivingPoolMachine(test_state_machine.PoolMachine):
             if handle not in (0, None):
                 del oracle.open[handle]
         for handle in [*self.oracle.open]:
-            opened = self.pool._sequences[handle]() if handle else None
+            opened = self.pool._sequences[handle] if handle else None
             if opened is not None and handle is not None:
                 loaded._num_opened = handle
                 self.kept.append(loaded.open_sequence(opened.prewarmed, opened.layers))

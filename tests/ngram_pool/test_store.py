@@ -391,13 +391,13 @@ def test_successors_and_weights_of_both_are_kept(tmp_path: Path) -> None:
     for store, token_id in ((one, 1), (two, 2)):
         with store.open("a") as pool:
             pool.harvest([[-1, token_id]], [[9]], [[0.5]])
-            pool._state.weights[0, 0] = token_id
+            pool._weights[0, 0] = token_id
     one.save()
     two.save()
     with store_at(tmp_path).open("a") as pool:
-        assert sorted(pool._state.harvested.contexts().tolist()) == [[-1, 1], [-1, 2]]
-        assert pool._state.weights[0, 0] == 1.5
-        ids, counts = pool._state.unigrams
+        assert sorted(pool._harvested.contexts().tolist()) == [[-1, 1], [-1, 2]]
+        assert pool._weights[0, 0] == 1.5
+        ids, counts = pool._unigrams
         assert counts[ids == 9].tolist() == [0.5]
 
 

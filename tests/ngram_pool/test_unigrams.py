@@ -30,7 +30,7 @@ def harvested(num_contexts: int, seed: int, num_ids: int = 300) -> tuple[NGramPo
 @pytest.mark.parametrize("seed", range(3))
 def test_worths_are_unigram_probabilities_and_more_where_nothing_is_known(seed: int) -> None:
     pool, counts = harvested(60, seed)
-    known = set(pool._state.harvested.arrays()["keys"].tolist())
+    known = set(pool._harvested.arrays()["keys"].tolist())
     worths = {
         token_id: min(1.0, count * (1 if token_id in known else FACTOR) / (OFFSET + counts.total()))
         for token_id, count in counts.items()

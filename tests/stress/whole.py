@@ -1,6 +1,5 @@
 """What must be as before, whatever happened to a call."""
 
-import gc
 import os
 import tempfile
 import threading
@@ -15,8 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ngram_pool import NGramPool
-from tests.ngram_pool.checking import check_pool
-from tests.ngram_pool.test_interrupts import is_pool_free
+from tests.ngram_pool.checking import check_pool, is_free
 from tests.stress.uses import Use
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
@@ -84,11 +82,7 @@ def damage(use: Use, before: dict[str, Any]) -> list[str]:
 
 def damage_of_pool(pool: NGramPool) -> list[str]:
     found = []
-    if pool.num_open_sequences:
-        gc.collect()  # what is left of the traceback's frames may be in cycles
-        if pool.num_open_sequences:
-            found.append(f"{pool.num_open_sequences} sequences are open")
-    if not is_pool_free(pool):
+    if not is_free(pool._lock):
         return [*found, "the lock of the pool is taken"]
     try:
         check_pool(pool)
