@@ -1,0 +1,390 @@
+"""What users rely on, in a few lines each and by public names alone.
+
+Here is what no other such test notices of the faults that `tests/faults` plants.
+"""
+
+import copy
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AttentionInterface, LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import lade
+from lade.drafters import AssistantModel
+from ngram_pool import NGramPool, PoolStore
+from tests.chi_square import FALSE_ALARM, p_value
+from tests.lade.both import EIGHT, ONE, THREE, answered, same_as_generate
+from tests.lade.gpu.conftest import recorder
+from tests.lade.recorder import CpuRecorder
+from tests.lade.shared import shared_model
+from tests.lade.tiny import VOCAB_SIZE, byte_tokenizer, tiny_model
+
+__all__ = ["recorder"]
+
+MANY_ENDS = [*range(0, VOCAB_SIZE, 8)]
+LONG: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
+# Heads of whole vectors; together they have what decoders have.
+FUSED: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 16},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {
+        "attention": "eager",
+        "head_dim": 16,
+        "sliding_window": 24,
+        "attn_logit_softcapping": 2.0,
+    },
+}
+
+
+def are_close(mine: Any, theirs: Any) -> None:
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+# --- one call -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one", "batch"])
+def test_outputs_are_those_of_generate(prompt: torch.Tensor) -> None:
+    names = ("scores", "logits", "hidden_states")
+    options: dict[str, Any] = {f"output_{name}": True for name in names}
+    options |= {"do_sample": True, "temperature": 1.5, "repetition_penalty": 1.3}
+    options |= {"min_new_tokens": 6}
+    for seed in range(3):
+        options |= {"seed": seed, "eos_token_id": MANY_ENDS if seed else None}
+        model = shared_model("llama", seed=seed)
+        both = same_as_generate(model, prompt, accept=0.7, config=EIGHT, **options)
+        for name in names:
+            are_close(*(getattr(output, name) for output in reversed(both)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_rows_of_a_batch_are_those_of_generate(family: str, do_sample: bool) -> None:
+    model = shared_model(family)
+    assert lade.probe(model, num_rows=3).verification == "tree"
+    options: dict[str, Any] = {"do_sample": do_sample, "max_new_tokens": 30, "config": EIGHT}
+    for seed, eos in enumerate((None, MANY_ENDS, MANY_ENDS)):
+        same_as_generate(model, THREE, accept=0.7, seed=seed, eos_token_id=eos, **options)
+
+
+def test_functions_of_the_caller_are_called_as_by_generate() -> None:
+    told: list[Any] = []
+
+    class Processor(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            told.append(("process", input_ids.tolist()))
+            return scores
+
+    class Criterion(StoppingCriteria):  # type: ignore[misc]
+        def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+            told.append(("stop", input_ids.tolist()))
+            return torch.full((len(input_ids),), input_ids.shape[1] > 20)
+
+    class Streamer(BaseStreamer):  # type: ignore[misc]
+        def put(self, value: Any) -> None:
+            told.append(("put", value.tolist()))
+
+        def end(self) -> None:
+            told.append(("end",))
+
+    def fresh() -> dict[str, Any]:
+        told.append("begin")
+        functions = {"logits_processor": [Processor()], "stopping_criteria": [Criterion()]}
+        return {**functions, "streamer": Streamer()}
+
+    for prompt in (ONE, torch.cat([ONE, ONE.flip(1)])):
+        told.clear()
+        same_as_generate(shared_model(), prompt, accept=0.8, config=EIGHT, fresh=fresh, **LONG)
+        second = told.index("begin", 1)
+        assert told[:second] == told[second:]
+
+
+def test_a_cache_is_filled_as_by_generate_or_left_as_it_was() -> None:
+    model = shared_model()
+    options: dict[str, Any] = {"eos_token_id": MANY_ENDS, "max_new_tokens": 30}
+    theirs, mine = same_as_generate(model, THREE, accept=0.7, config=EIGHT, **options)
+    assert mine.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length()
+    for one, other in zip(mine.past_key_values.layers, theirs.past_key_values.layers, strict=True):
+        are_close(one.keys[THREE[0, 0] :, :, 2:], other.keys[THREE[0, 0] :, :, 2:])
+
+    class Interrupting(BaseStreamer):  # type: ignore[misc]
+        def put(self, value: Any) -> None:
+            if value.dim() == 1:
+                raise KeyboardInterrupt
+
+        def end(self) -> None: ...
+
+    cache = answered(model, ONE, max_new_tokens=9).past_key_values
+    before = copy.deepcopy(cache)
+    ids = torch.cat([ONE, torch.tensor([[4] * 12])], dim=1)
+    with pytest.raises(KeyboardInterrupt):
+        answered(model, ids, past_key_values=cache, streamer=Interrupting(), max_new_tokens=9)
+    assert cache.get_seq_length() == before.get_seq_length()
+    are_close(cache.layers[0].keys, before.layers[0].keys)
+
+
+def test_rejection_sampling_has_the_distribution_of_the_model() -> None:
+    """Of a first token and the one after it, of 8,000 samples whose pool drafts what others had."""
+    size, prompt = 8, [1, 2, 3, 1, 2]
+    model = shared_model(seed=3, vocab_size=size, eos_token_id=None, pad_token_id=0)
+    config = lade.Config(acceptance="rejection", max_draft_tokens=6)
+    prefixes = torch.tensor([[*prompt, first] for first in range(size)])
+    with torch.no_grad():
+        probs = model(prefixes).logits[:, -2:].float().softmax(-1)
+    expected = probs[0, 0][:, None] * probs[:, 1]
+    counts, pool = torch.zeros(size, size, dtype=torch.int64), NGramPool(4000)
+    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "num_return_sequences": 400}
+    for _ in range(20):
+        got = answered(
+            model, torch.tensor([prompt]), pool=pool, config=config, **options, max_new_tokens=3
+        )
+        for first, second in got.sequences[:, 5:7].tolist():
+            counts[first, second] += 1
+    assert p_value(counts.flatten().tolist(), expected.flatten().tolist()) > FALSE_ALARM
+
+
+# --- forwards -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.usefixtures("single_thread")
+def test_forwards_run_fused_and_give_the_logits_of_the_model(family: str) -> None:
+    """In float32 on a CPU, past blocks of 64 keys: else torch would run each linear layer."""
+    model = tiny_model(family, dtype=torch.float32, **FUSED[family])
+    call = partial(same_as_generate, model, ONE, accept=0.7, config=EIGHT)
+    for seed in range(3):
+        call(seed=seed, max_new_tokens=80, eos_token_id=None)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        got = answered(model, ONE, config=EIGHT, **LONG)
+    num_layers = sum(type(each) is torch.nn.Linear for each in model.modules())
+    num_run = sum(each.count for each in profiled.key_averages() if each.key == "aten::linear")
+    assert num_run < num_layers * got.stats.num_steps / 4
+    call(seed=4, max_new_tokens=150, eos_token_id=None)
+
+
+@pytest.mark.usefixtures("single_thread")
+def test_logits_in_bfloat16_are_as_close_as_those_of_generate() -> None:
+    model = tiny_model(dtype=torch.bfloat16, head_dim=16, num_hidden_layers=12)
+    for _ in range(3):
+        got = answered(model, ONE, output_logits=True, **LONG)
+    text = got.sequences[0].tolist()
+    options: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True, **LONG}
+    options |= {"prefix_allowed_tokens_fn": lambda _, ids: [text[len(ids)]], "do_sample": False}
+    plain = torch.cat(model.generate(ONE, **options).logits).double()
+    with torch.no_grad():
+        exact = model.double()(got.sequences[:, :-1]).logits[0, ONE.shape[1] - 1 :]
+    mine, theirs = ((logits - exact).std() for logits in (torch.cat(got.logits), plain))
+    assert mine < 1.3 * theirs
+
+
+def test_a_model_that_was_changed_is_decoded_as_it_is() -> None:
+    model = tiny_model(dtype=torch.float32, head_dim=16)
+    call = partial(same_as_generate, model, ONE, accept=0.7, config=EIGHT, **LONG)
+    for _ in range(3):
+        call()
+    held = [parameter.data for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.flip(0)
+    call()
+
+    def scaled(*args: Any, scaling: float, **options: Any) -> Any:
+        return sdpa_attention_forward(*args, scaling=3 * scaling, **options)
+
+    AttentionInterface.register("scaled", scaled)
+    model.set_attn_implementation("scaled")
+    call(plainly="attention")
+    assert held
+
+
+def test_a_replayed_step_is_the_step_itself(recorder: CpuRecorder) -> None:
+    config = lade.Config(execution="graphs", max_draft_tokens=7)
+    for prompt in (ONE, THREE):
+        same_as_generate(tiny_model(), prompt, accept=0.7, config=config, **LONG)
+    assert recorder.num_replayed > 4 * recorder.num_recorded > 0
+
+
+# --- drafts ---------------------------------------------------------------------------------
+
+
+def test_a_wrong_prediction_costs_little() -> None:
+    model = shared_model()
+    answer = answered(model, ONE, **LONG).sequences[0, ONE.shape[1] :].tolist()
+    by = partial(lade.generate, prediction=[*answer[:8], *range(30, 62)])
+    costs = lade.Config(step_costs={1: 10, 2: 13, 8: 31, 16: 55})
+    _, got = same_as_generate(model, ONE, by=by, config=costs, **LONG)
+    found = got.stats.sources["prediction"]
+    assert found.num_draft_tokens - found.num_accepted_tokens < 200
+
+
+def test_an_assistant_that_is_the_model_is_always_right() -> None:
+    model, steps = tiny_model(), list[lade.Step]()
+    assistant = AssistantModel(copy.deepcopy(model), length=4)
+    by = partial(lade.generate, on_step=steps.append)
+    same_as_generate(model, ONE, by=by, drafter=assistant, config=EIGHT, **LONG)
+    assert min(step.num_accepted for step in steps[1:-1]) >= 1
+
+
+def test_a_window_teaches_what_the_model_says() -> None:
+    """A model without attention says one token after each: all else that a pool has is wrong."""
+    model = tiny_model()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+        says = model(torch.arange(VOCAB_SIZE)[:, None]).logits[:, 0].argmax(-1).tolist()
+    pool, config = NGramPool(), lade.Config(lookahead=lade.Lookahead(4, 4), max_draft_tokens=4)
+    same_as_generate(model, torch.tensor([[5]]), pool=pool, config=config, **LONG)
+    drafts = {token: pool.draft([token], 4) for token in range(VOCAB_SIZE)}
+    first = {token: draft.token_ids[:1].tolist() for token, draft in drafts.items() if len(draft)}
+    assert len(first) > 10
+    assert all(found == [says[token]] for token, found in first.items())
+
+
+# --- calls after and beside each other ------------------------------------------------------
+
+
+def test_a_kept_prefix_is_used_for_what_begins_so() -> None:
+    model, config = tiny_model(), lade.Config(reuses_prefix=True, max_draft_tokens=4)
+    text = answered(model, ONE, config=config, **LONG).sequences
+    for place in (3, 11, 30, 46):
+        other = torch.cat([text[:, :place], (text[:, place:] + 1) % 90, ONE], dim=1)
+        _, got = same_as_generate(model, other, config=config, **LONG)
+        assert got.stats.num_reused_tokens == place
+
+
+def test_calls_at_once_have_their_own_tokens_and_errors() -> None:
+    model = tiny_model()
+    prompts = [torch.randint(2, 90, (1, length)) for length in (3, 9, 14, 5)]
+    alone = [answered(model, prompt, **LONG).sequences.tolist() for prompt in prompts]
+    unknown = torch.full((1, 6), 1000)
+    with lade.Batcher(model) as batcher:
+        submit = partial(batcher.submit, do_sample=False, **LONG)
+        for _ in range(2):
+            wrong, *right = [submit(prompt) for prompt in (unknown, *prompts)]
+            assert [request.result().tolist() for request in right] == alone
+            with pytest.raises(IndexError, match="out of range"):
+                wrong.result()
+        endless = batcher.submit(ONE, max_new_tokens=400, do_sample=False, eos_token_id=None)
+        tokens = iter(endless)
+        next(tokens)
+        assert endless.cancel()
+        with pytest.raises(CancelledError):
+            endless.result(timeout=30)
+        assert len([*_rest(tokens)]) < 300
+
+
+def _rest(tokens: Iterator[int]) -> Iterator[int]:
+    with pytest.raises(CancelledError):
+        yield from tokens
+
+
+def test_a_store_has_what_was_learned_last(tmp_path: Path) -> None:
+    for time in range(3):
+        with PoolStore(tmp_path) as store, store.open("ann") as pool:
+            assert len(pool) == 2 * time
+            pool.observe([5 + time, 6 + time])
+
+
+# --- commands and servers -------------------------------------------------------------------
+
+
+def test_a_command_prints_the_text_of_generate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model of bytes, most of which begin characters that do not go on."""
+    tokenizer = byte_tokenizer()
+    model = tiny_model(seed=2, dtype=torch.float32, vocab_size=256, eos_token_id=None)
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path)
+    ids = tokenizer("abcabc", return_tensors="pt")["input_ids"]
+    handler = signal.getsignal(signal.SIGINT)
+    for length in range(8, 14):
+        options = ["--dtype", "float32", "--max-new-tokens", str(length), "--raw"]
+        command = ["lade", "generate", "abcabc", "--model", str(tmp_path), *options]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit):
+            runpy.run_module("lade", run_name="__main__")
+        signal.signal(signal.SIGINT, handler)
+        plain = model.generate(ids, do_sample=False, max_new_tokens=length, pad_token_id=0)
+        expected = tokenizer.decode(plain[0, ids.shape[1] :])
+        assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_a_server_answers_with_the_text_of_generate() -> None:
+    from tests.lade.server import serving
+
+    loaded = serving.loaded_model()
+    expected = serving.plain_text(loaded)
+    stop = expected[12:15]
+    with serving.serving(loaded) as server, serving.client_of(server) as client:
+        for stream in (False, True):
+            answer = serving.asked(client, stop=stop, stream=stream)
+            text = serving.text_of(answer) if stream else answer.choices[0].message.content
+            assert text == expected[: expected.index(stop)]
+        asked = {"user": "ann", "logprobs": True, "top_logprobs": 1}
+        for _ in range(2):
+            answer = serving.asked(client, **asked)
+            found = answer.choices[0].logprobs.content
+            assert "".join(each.token for each in found) == expected
+            assert all(each.logprob == each.top_logprobs[0].logprob for each in found)
+            assert [each.top_logprobs[0].token for each in found] == [*expected]
+            usage = answer.usage
+            details = usage.completion_tokens_details
+            assert (usage.completion_tokens, usage.total_tokens) == (40, usage.prompt_tokens + 40)
+            assert 0 <= details.accepted_draft_tokens < 40
+
+
+@pytest.mark.exhaustive  # a process that loads everything
+def test_a_key_that_was_revoked_opens_nothing(tmp_path: Path) -> None:
+    """Nor has one key what another has taught the server."""
+    import openai
+
+    from tests.lade.server import serving
+
+    model, tokenizer, _ = serving.loaded_model()
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path)
+    keys, log = tmp_path / "keys", tmp_path / "log"
+    keys.write_text("ann\nbob\n")
+    keys.chmod(0o600)
+    command = [sys.executable, "-m", "lade", "serve", "--model", str(tmp_path), "--port", "0"]
+    command += ["--dtype", "float32", "--model-name", "tiny", "--api-keys-file", str(keys)]
+    with log.open("w") as file:
+        environment = {**os.environ, "COLUMNS": "500", "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, stderr=file, env=environment)
+    try:
+        serving.wait_until(lambda: "/v1" in log.read_text(), 120)
+        url = re.search(r"http://\S+/v1", log.read_text())
+        assert url is not None
+
+        def num_accepted(key: str) -> int:
+            with openai.OpenAI(base_url=url[0], api_key=key, max_retries=0) as client:
+                usage = serving.asked(client).usage
+            accepted: int = usage.completion_tokens_details.accepted_draft_tokens
+            return accepted
+
+        first = num_accepted("ann")
+        assert num_accepted("ann") > first + 5
+        assert num_accepted("bob") == first
+        keys.write_text("bob\n")
+        process.send_signal(signal.SIGHUP)
+        serving.wait_until(lambda: "read again" in log.read_text())
+        assert num_accepted("bob") > first
+        with pytest.raises(openai.AuthenticationError):
+            num_accepted("ann")
+    finally:
+        process.kill()
+        process.wait()
