@@ -23,7 +23,7 @@ FAMILIES = (
 SINGLES = ("llama float32", "gemma2 float32", "qwen3 float32")
 
 # Whose trees are verified whole, the same whatever else is in a forward.
-_TREES = ("llama", "qwen3", "olmo2", "phi3", "mistral", "gemma3_text", *SINGLES)
+TREES = ("llama", "qwen3", "olmo2", "phi3", "mistral", "gemma3_text", *SINGLES)
 _STATES = ("mamba2", "rwkv", "jamba", "qwen3_next")  # no token can be taken back from it
 _DRAFTS = {
     "a new pool": {},
@@ -144,8 +144,8 @@ def fits(row: Row) -> bool:
         has("way", "batcher") and has("processors", "drawing"),
         # Trees alone have room for a window; what is kept is of steps of any width.
         has("drafts", "a window") and has("method", "chain", "plain"),
-        has("drafts", "a window") and (lacks("model", *_TREES) or has("prompt", "earlier turn")),
-        has("method", "stable") and (lacks("model", *_TREES) or has("prompt", "earlier turn")),
+        has("drafts", "a window") and (lacks("model", *TREES) or has("prompt", "earlier turn")),
+        has("method", "stable") and (lacks("model", *TREES) or has("prompt", "earlier turn")),
         has("method", "stable") and (has("output", "states") or has("drafts", "a kept prefix")),
         has("drafts", "a kept prefix") and lacks("output", "tokens"),
         has("method", "chain") and has("model", *_STATES),
@@ -171,7 +171,8 @@ def case_of(row: Row, rng: Random) -> Case:
         options["streamer"] = "Recorder(log)"
     if row["prompt"] == "samples":
         settings["num_return_sequences"] = "2"
-    places = {"call": {}, "config": {}, "model": {}} | {row["settings"]: settings}
+    places: dict[str, dict[str, str]] = {"call": {}, "config": {}, "model": {}}
+    places[row["settings"]] = settings
     config = _METHODS[row["method"]]
     if row["drafts"] == "a window":
         config += "lookahead=lade.Lookahead(window_size=3, ngram_size=4), "

@@ -124,7 +124,11 @@ def _call_batcher(
             pad_token_id=0,
             tokenizer=parts.fuzz_tokenizer(),  # the model's config may have stop strings
         )
-        output = batcher.submit(*place, seed=seed, **arguments, **given).result()
+        if place:
+            arguments["input_ids"] = place[0]
+        elif "inputs" in arguments:
+            arguments["input_ids"] = arguments.pop("inputs")
+        output = batcher.submit(seed=seed, **arguments, **given).result()
         neighbour.result()
     return output
 
