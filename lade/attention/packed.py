@@ -320,8 +320,8 @@ def packed_rows(
             raise NotImplementedError("keys and values change between the cache and attention")
         parts = zip(calls.nodes, key._lade_held, value._lade_held, calls.masks, strict=True)
         of_calls = [
-            packed_sdpa(module, query[:, :, nodes], *held, dropout=dropout, scaling=scaling)[0]
-            for nodes, *held in parts
+            packed_sdpa(module, query[:, :, nodes], keys, values, mask, dropout, scaling)[0]
+            for nodes, keys, values, mask in parts
         ]
         return torch.cat(of_calls, dim=1), None
     groups: Sequence[RowGroup | PromptRow] | None = getattr(attention_mask, "_lade_groups", None)

@@ -173,10 +173,9 @@ def prewarm(
 ) -> None:
     """Learn a model's likely next tokens once, to draft from the first step on.
 
-    No text is needed: the model is asked about single tokens, those first that it names most often,
-    and writes texts of its own. The table made of it is kept in your cache folder and used with
-    this model from then on, also in other number formats and on other devices. The longer it runs,
-    the more it helps.
+    No text is needed: the model writes texts of its own. The table made of them is kept in your
+    cache folder and used with this model from then on, also in other number formats and on other
+    devices. The longer it runs, the more it helps.
     """
     from lade.cli.prewarm import run
 

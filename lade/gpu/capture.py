@@ -121,10 +121,10 @@ def end_failed_capture(device: torch.device, pool: Any) -> None:
 
     torch up to 2.11 does not: the one asserts when it frees memory, the other refuses every draw.
     """
-    with suppress(RuntimeError):  # it knows
-        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-        end = end or torch._C._cuda_endAllocateCurrentStreamToPool  # before torch 2.8
-        end(device.index or 0, pool)
+    with suppress(RuntimeError, StopIteration):  # it knows
+        names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
+        end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
+        end(device.index or 0, pool)  # the latter before torch 2.8
     with suppress(RuntimeError):  # the device is beyond help
         # The generator forgets one capture at the end of another.
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -197,7 +197,8 @@ def test_what_cannot_be_honoured_is_refused(
                 tree_attention(Layer(3), query, key, value, other, **options)
         elif "position_bias" not in options:
             tree_attention(Layer(3), query, key, value, other, **options)
-    tree_attention(Layer(3), query, key, value, mask, **dict.fromkeys(options))
+    nothing: dict[str, Any] = dict.fromkeys(options)
+    tree_attention(Layer(3), query, key, value, mask, **nothing)
 
 
 def test_dropout_and_masks_of_other_queries_or_keys_are_refused() -> None:

@@ -446,7 +446,7 @@ def _followed(device: FakeCuda) -> Iterator[None]:
 
 
 def _efficient_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *others: Any, **options: Any
 ) -> tuple[Tensor, ...]:
     """Stand in for the kernel, refusing what it refuses."""
     rows, num_heads, num_queries, _ = query.shape
@@ -456,8 +456,8 @@ def _efficient_attention(
         assert each.dtype == query.dtype != torch.float64
         assert each.stride(-1) == 1
         numbers = 16 // each.element_size()
-        for size in (each.shape[-1], *each.stride()[:3]):
-            assert size % numbers == 0, "(inputs) not correctly aligned"
+        sizes = (each.shape[-1], *each.stride()[:3])
+        assert not any(size % numbers for size in sizes), "(inputs) not correctly aligned"
     if bias is not None:
         assert bias.shape == (rows, num_heads, num_queries, num_keys)
         assert bias.dtype == query.dtype

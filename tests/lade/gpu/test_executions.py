@@ -54,7 +54,7 @@ def test_the_text_is_that_of_generate(
 @pytest.mark.usefixtures("waits")
 @pytest.mark.parametrize("execution", thinned(["eager", "fixed"], "fixed"))
 def test_what_is_learned_while_a_device_computes_is_learned_in_order(execution: Any) -> None:
-    model, told = tiny_model("llama"), []
+    model, told = tiny_model("llama"), list[Any]()
     config = lade.Config(execution=execution, max_draft_tokens=7)
     for prompt in (ONE, THREE):
         for seed in range(2):

@@ -75,7 +75,8 @@ class Counting(LlamaForCausalLM):  # type: ignore[misc]
     """Looks at the length of its cache, as some models do to count positions."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        length = kwargs.get("cache", kwargs.get("past_key_values")).get_seq_length()
+        cache: Any = kwargs.get("cache", kwargs.get("past_key_values"))
+        length = cache.get_seq_length()
         self.length.copy_(torch.as_tensor(length))
         return super().forward(*args, **kwargs)
 

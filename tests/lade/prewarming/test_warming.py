@@ -67,7 +67,7 @@ def test_an_earlier_call_without_a_limit_warms_a_model_and_so_does_a_wrapper() -
         lambda model: lade.warm_up(torch.compile(model, backend="eager")),
     ):
         model = tiny_model(seed=1)
-        warm(model)  # type: ignore[no-untyped-call]
+        warm(model)
         _, got = same_as_generate(model, ONE, accept=0.8, config=EIGHT, **TIMED)
         assert got.stats.num_draft_tokens > 0
 
