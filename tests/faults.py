@@ -73,11 +73,12 @@ def planted() -> list[Fault]:
 def _read(entry: str) -> Fault:
     begin, *lines = entry.splitlines()
     kind, name, file = begin.split()
-    parts = {mark: [line[1:] for line in lines if line[:1] == mark] for mark in ":?-+"}
-    tests = " ".join(parts["?"]).replace("@", _CONTRACTS).split()
+    parts = {mark: [line[1:] for line in lines if line[:1] == mark] for mark in ":-+"}
+    (told,), old, new = (parts[":"], *("\n".join(parts[mark]) for mark in "-+"))
+    breaks, _, ids = told.strip().rpartition(" ? ")
+    tests = ids.replace("@", _CONTRACTS).split()
     if kind == "text" and (ROOT / _TABLE).exists():
         tests.insert(0, _TABLE)
-    breaks, old, new = " ".join(parts[":"]).strip(), "\n".join(parts["-"]), "\n".join(parts["+"])
     return Fault(name, file, breaks, tests, old, new)
 
 
@@ -135,10 +136,12 @@ class Copy:
             if cache != self._kernels:
                 shutil.rmtree(cache)
 
-    def run(self, tests: Sequence[str], cache: Path | None = None) -> tuple[int | None, str]:
+    def run(
+        self, tests: Sequence[str], cache: Path | None = None, limit_sec: float | None = None
+    ) -> tuple[int | None, str]:
         """Run tests up to the first that fails; return pytest's exit code, and what it prints.
 
-        None is the code of tests that do not end.
+        None is the code of tests that do not end in time.
         """
         environment = {
             **os.environ,
@@ -155,7 +158,7 @@ class Copy:
             options = {"cwd": self.path, "env": environment, "start_new_session": True}
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, **options)
             try:
-                code: int | None = process.wait(_TIMEOUT_SEC)
+                code: int | None = process.wait(limit_sec)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
@@ -169,7 +172,7 @@ class Copy:
         """Plant a fault and run its tests."""
         start = time.perf_counter()
         with self.planted(fault) as cache:
-            code, output = self.run(fault.tests, cache)
+            code, output = self.run(fault.tests, cache, _TIMEOUT_SEC)
         sec, found = round(time.perf_counter() - start, 1), _FAILED.search(output)
         if code is None:
             return Verdict(fault, f"no end within {_TIMEOUT_SEC} s", False, sec)

@@ -35,7 +35,7 @@ from tests.lade.tiny import VOCAB_SIZE, byte_tokenizer, tiny_model
 
 __all__ = ["recorder"]
 
-MANY_ENDS = [*range(0, VOCAB_SIZE, 8)]
+MANY_ENDS = [*range(4, VOCAB_SIZE, 8)]  # not what pads
 LONG: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
 # Heads of whole vectors; together they have what decoders have.
 FUSED: dict[str, dict[str, Any]] = {
@@ -54,15 +54,11 @@ def are_close(mine: Any, theirs: Any) -> None:
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-# --- one call -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one", "batch"])
 def test_outputs_are_those_of_generate(prompt: torch.Tensor) -> None:
     names = ("scores", "logits", "hidden_states")
     options: dict[str, Any] = {f"output_{name}": True for name in names}
     options |= {"do_sample": True, "temperature": 1.5, "repetition_penalty": 1.3}
-    options |= {"min_new_tokens": 6}
     for seed in range(3):
         options |= {"seed": seed, "eos_token_id": MANY_ENDS if seed else None}
         model = shared_model("llama", seed=seed)
@@ -77,6 +73,7 @@ def test_rows_of_a_batch_are_those_of_generate(family: str, do_sample: bool) -> 
     model = shared_model(family)
     assert lade.probe(model, num_rows=3).verification == "tree"
     options: dict[str, Any] = {"do_sample": do_sample, "max_new_tokens": 30, "config": EIGHT}
+    options |= {"min_new_tokens": 5}
     for seed, eos in enumerate((None, MANY_ENDS, MANY_ENDS)):
         same_as_generate(model, THREE, accept=0.7, seed=seed, eos_token_id=eos, **options)
 
@@ -119,7 +116,7 @@ def test_a_cache_is_filled_as_by_generate_or_left_as_it_was() -> None:
     theirs, mine = same_as_generate(model, THREE, accept=0.7, config=EIGHT, **options)
     assert mine.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length()
     for one, other in zip(mine.past_key_values.layers, theirs.past_key_values.layers, strict=True):
-        are_close(one.keys[THREE[0, 0] :, :, 2:], other.keys[THREE[0, 0] :, :, 2:])
+        are_close(one.keys[:, :, 2:], other.keys[:, :, 2:])  # the rest may be padding
 
     class Interrupting(BaseStreamer):  # type: ignore[misc]
         def put(self, value: Any) -> None:
@@ -138,7 +135,7 @@ def test_a_cache_is_filled_as_by_generate_or_left_as_it_was() -> None:
 
 
 def test_rejection_sampling_has_the_distribution_of_the_model() -> None:
-    """Of a first token and the one after it, of 8,000 samples whose pool drafts what others had."""
+    """Of a first token and the one after it, of 6,000 samples whose pool drafts what others had."""
     size, prompt = 8, [1, 2, 3, 1, 2]
     model = shared_model(seed=3, vocab_size=size, eos_token_id=None, pad_token_id=0)
     config = lade.Config(acceptance="rejection", max_draft_tokens=6)
@@ -148,16 +145,13 @@ def test_rejection_sampling_has_the_distribution_of_the_model() -> None:
     expected = probs[0, 0][:, None] * probs[:, 1]
     counts, pool = torch.zeros(size, size, dtype=torch.int64), NGramPool(4000)
     options: dict[str, Any] = {"do_sample": True, "top_k": 0, "num_return_sequences": 400}
-    for _ in range(20):
+    for _ in range(15):
         got = answered(
             model, torch.tensor([prompt]), pool=pool, config=config, **options, max_new_tokens=3
         )
         for first, second in got.sequences[:, 5:7].tolist():
             counts[first, second] += 1
     assert p_value(counts.flatten().tolist(), expected.flatten().tolist()) > FALSE_ALARM
-
-
-# --- forwards -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -217,9 +211,6 @@ def test_a_replayed_step_is_the_step_itself(recorder: CpuRecorder) -> None:
     assert recorder.num_replayed > 4 * recorder.num_recorded > 0
 
 
-# --- drafts ---------------------------------------------------------------------------------
-
-
 def test_a_wrong_prediction_costs_little() -> None:
     model = shared_model()
     answer = answered(model, ONE, **LONG).sequences[0, ONE.shape[1] :].tolist()
@@ -251,9 +242,6 @@ def test_a_window_teaches_what_the_model_says() -> None:
     first = {token: draft.token_ids[:1].tolist() for token, draft in drafts.items() if len(draft)}
     assert len(first) > 10
     assert all(found == [says[token]] for token, found in first.items())
-
-
-# --- calls after and beside each other ------------------------------------------------------
 
 
 def test_a_kept_prefix_is_used_for_what_begins_so() -> None:
@@ -296,9 +284,6 @@ def test_a_store_has_what_was_learned_last(tmp_path: Path) -> None:
         with PoolStore(tmp_path) as store, store.open("ann") as pool:
             assert len(pool) == 2 * time
             pool.observe([5 + time, 6 + time])
-
-
-# --- commands and servers -------------------------------------------------------------------
 
 
 def test_a_command_prints_the_text_of_generate(
