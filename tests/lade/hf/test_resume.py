@@ -62,7 +62,7 @@ def compared(
     """Run plain and lade, whose forward fails on the way; compare all that can be seen."""
     lade.probe(model, num_rows=len(prompt))
     breaking = Breaking(model, after)
-    streamers, processors = [(kind(), kind()) for kind in (ListStreamer, CallsProcessor)]
+    streamers, processors = [ListStreamer() for _ in "12"], [CallsProcessor() for _ in "12"]
     made: list[dict[str, Any]] = [{"streamer": each} for each in streamers]
     if joint:
         for each, processor in zip(made, processors, strict=True):
