@@ -75,7 +75,7 @@ from lade.sampling.processors import Processors
 from lade.sampling.rejection_choice import rejection_choice
 from lade.stats import DecodeStats
 from lade.targets.base import Target, fill_cache
-from lade.targets.rollback import cache_in, find_cache
+from lade.targets.rollback import cache_in, find_cache, length_of
 from lade.targets.trees import TreeTarget
 from lade.turns import current_seat
 from ngram_pool import NGramPool
@@ -507,8 +507,10 @@ class Generation:
         """
         failure, found = decoder.failure, find_cache(self._call.model_kwargs)
         assert failure is not None
+        # A state without a length does not tell transformers which tokens it has seen.
+        goes_on = found is not None and length_of(found[1]) is not None
         keeps = failure.flaw is not None and failure.flaw.keeps_cache and not decoder.was_cut
-        if keeps and found is not None:
+        if keeps and goes_on and found is not None:
             if self._reuse is not None:
                 self._reuse.drop()
             fill_cache(target, text)
@@ -518,7 +520,7 @@ class Generation:
         if self._reuse is not None:
             self._reuse.undo()
             decoder.stats.num_reused_tokens = 0
-        if self._own_code is None:
+        if self._own_code is None or not goes_on:
             return self._call.model_kwargs
         return replayed(self._call, text)
 

@@ -105,7 +105,8 @@ def num_wrong(
 
 def _error_of(request: Request) -> BaseException | None:
     try:
-        return request.exception()
+        raised: BaseException | None = request.exception()
+        return raised
     except BaseException as error:  # it was cancelled before it began
         return error
 

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.exhaustive  # a process of its own takes some seconds
 def test_nothing_is_collected_while_lade_is_imported() -> None:
     code = (
         "import gc\n"

@@ -48,10 +48,13 @@ def test_a_call_leaves_no_workers() -> None:
     model, counts = tiny_model("llama", dtype=torch.float32), []
     given: dict[str, Any] = {"attention_mask": torch.ones_like(ONE), "max_new_tokens": 4}
 
+    def note(step: lade.Step) -> None:
+        run_loop()
+
     def run() -> None:
         before = num_threads()
         for _ in range(2):  # other workers begin with the next loop
-            lade.generate(model, ONE, on_step=lambda _: run_loop(), **given)
+            lade.generate(model, ONE, on_step=note, **given)
             counts.append(num_threads() - before)
             run_loop()
             counts.append(num_threads() - before)

@@ -116,8 +116,8 @@ def draft_of(token_ids: Sequence[int], parents: Sequence[int], probs: Any = 1.0)
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
-    ids = (np.array(each, np.int32) for each in (token_ids, parents, depths))
-    return Draft(*ids, np.full(len(depths), probs, np.float64))
+    ids, places, depth = (np.array(each, np.int32) for each in (token_ids, parents, depths))
+    return Draft(ids, places, depth, np.full(len(depths), probs, np.float64))
 
 
 def chain(token_ids: Sequence[int], probs: Any = 1.0) -> Draft:

@@ -30,7 +30,6 @@ from tests.lade.forward.conftest import Ran
 from tests.lade.forward.families import FORMATS, QUICK, READABLE, model_of
 from tests.lade.targets.test_tree import make_draft
 from tests.lade.tiny import BatchDrafter
-from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here")
 
@@ -323,22 +322,6 @@ def test_logits_of_a_batch_are_those_of_the_model(
     assert [each for each in compared if not each.is_close] == []
 
 
-def test_modes_of_torch_are_kept(ran: list[Ran]) -> None:
-    model = model_of("llama")
-    with torch.enable_grad():
-        assert Prefilled(model, TEXT).prefilled.requires_grad
-    assert ran == []
-    target = Prefilled(model, TEXT)
-    parents = [-1, 0]
-    ran.clear()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert target.run(parents).dtype is torch.bfloat16
-    assert ran == []
-    with torch.inference_mode():
-        assert target.run(parents).is_inference()
-    assert len(ran) == 1
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -405,16 +388,6 @@ def test_what_is_no_plain_decoder_is_left_to_torch(
     assert afresh is None or afresh.view(model) is model
     if forwards is not None and change in ("_sparse", "_negated", "_transposed"):
         assert forwards.view(model) is model
-
-
-def test_other_models_have_none() -> None:
-    assert forwards_for(tiny_model("mixtral", dtype=torch.float32)) is None
-    assert forwards_for(tiny_model("llama", dtype=torch.float64)) is None
-    assert forwards_for(tiny_model("llama", dtype=torch.float32).train()) is None
-    assert forwards_for(tiny_model("llama", dtype=torch.float32).to("meta")) is None
-    mixed = tiny_model("llama", dtype=torch.float32)
-    mixed.model.layers[0].mlp.bfloat16()
-    assert forwards_for(mixed) is None or forwards_for(mixed).view(mixed) is mixed  # type: ignore[union-attr]
 
 
 # --- models that change ---------------------------------------------------------------------------

@@ -35,8 +35,8 @@ def test_finished_rows_leave_the_forward() -> None:
         sizes.append(tuple(inputs["input_ids"].shape))
 
     options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": ends, **TOKENS}
-    same_as_generate(model, THREE, **options)  # and the model is checked
     handle = model.register_forward_pre_hook(watch, with_kwargs=True)
+    same_as_generate(model, THREE, **options)  # and the model is checked
     by = partial(_after, sizes.clear)
     same_as_generate(model, THREE, config=lade.Config(max_draft_tokens=0), by=by, **options)
     handle.remove()

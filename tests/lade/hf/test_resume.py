@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import lade
 from tests.grids import thinned
 from tests.lade.both import EIGHT, ONE, THREE, ListStreamer, same_as_generate
-from tests.lade.tiny import BLOOM, CACHE, tiny_model
+from tests.lade.tiny import BLOOM, CACHE, MAMBA2, tiny_model
 
 SEEN_BY_NO_CHECK = "what no check has seen"
 
@@ -62,7 +62,7 @@ def compared(
     """Run plain and lade, whose forward fails on the way; compare all that can be seen."""
     lade.probe(model, num_rows=len(prompt))
     breaking = Breaking(model, after)
-    streamers, processors = [(kind(), kind()) for kind in (ListStreamer, CallsProcessor)]
+    streamers, processors = [ListStreamer() for _ in "12"], [CallsProcessor() for _ in "12"]
     made: list[dict[str, Any]] = [{"streamer": each} for each in streamers]
     if joint:
         for each, processor in zip(made, processors, strict=True):
@@ -110,10 +110,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
     # In float64, rows of padding are no numbers to eager attention.
     "bloom": {**BLOOM, "attention": "eager", "dtype": torch.float32},
+    "mamba2": {**MAMBA2, "attention": "eager"},
 }
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "bloom"))
+@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "bloom", "mamba2"))
 @pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one", "batch"])
 @pytest.mark.parametrize("asked", range(len(ASKED)))
 def test_a_forward_that_fails_on_the_way_loses_nothing(

@@ -49,27 +49,6 @@ def check(
 # --- caches of another kind -----------------------------------------------------------------------
 
 
-class Evicting(DynamicLayer):  # type: ignore[misc]
-    """Keeps the first four and the last twelve tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num = 0
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
-        held = super().update(key_states, value_states)
-        self.num += key_states.shape[2]
-        if held[0].shape[2] > 16:
-            self.keys, self.values = (torch.cat([x[:, :, :4], x[:, :, -12:]], 2) for x in held)
-        return held
-
-    def get_seq_length(self) -> int:
-        return self.num
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (self.keys.shape[2] if self.is_initialized else 0) + query_length, 0
-
-
 class Own(DynamicCache):  # type: ignore[misc]
     """Of the caller's; nobody knows what it does."""
 
@@ -103,9 +82,7 @@ def windowed(window: int) -> Made:
 
 
 UNUSUAL: list[tuple[str, Callable[[], Made], str]] = [
-    ("llama", partial(layered, *[Evicting] * 3), "code of one's own"),
-    ("mistral", partial(layered, *[Evicting] * 3), "code of one's own"),
-    ("gpt2", partial(layered, DynamicLayer, DynamicLayer, Evicting), "code of one's own"),
+    ("mistral", partial(patched, 2), "code of one's own"),
     ("llama", partial(patched, None), "code of one's own"),
     ("gpt2", partial(patched, 1), "code of one's own"),
     ("llama", partial(windowed, 8), "layers of DynamicSlidingWindowLayer"),

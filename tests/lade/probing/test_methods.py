@@ -1,6 +1,5 @@
 """How drafts of a model are verified, and why not better; what is wrong is decoded plainly."""
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -170,22 +169,6 @@ def test_a_model_that_breaks_trees_is_caught_and_verifies_chains(
     assert reason in found.reasons["tree"]
     if dtype == torch.float64:
         assert check_text(model).mean_accepted_tokens > 1.1
-
-
-def test_a_state_that_starts_anew_in_every_longer_forward_is_caught() -> None:
-    """As the selective scan of the first mamba does, and mamba2 did until it was mended."""
-    model = model_of("mamba2", **MAMBA2)
-
-    def forgetful(args: Any, kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("cache_params", kwargs.get("cache"))
-        if args[0].shape[1] > 1 and cache is not None:
-            for layer in cache.layers:
-                for state in layer.recurrent_states.values():
-                    if state is not None:
-                        state.zero_()
-
-    around(model.backbone, forgetful)
-    check_text(model, plainly="logits differ")
 
 
 def test_a_state_kept_outside_of_the_cache_is_caught() -> None:
@@ -364,24 +347,6 @@ def test_attention_that_ignores_masks_prefills_and_another_one_verifies() -> Non
 
 
 # --- what a check leaves behind -------------------------------------------------------------------
-
-
-def test_draws_of_another_thread_do_not_come_twice() -> None:
-    """The random state is everybody's, also while a model is looked at."""
-    drawn: list[int] = []
-    done = threading.Event()
-
-    def draw() -> None:
-        while not done.is_set():
-            drawn.append(int(torch.randint(2**62, (1,))))
-
-    thread = threading.Thread(target=draw)
-    thread.start()
-    for seed in range(3):
-        lade.probe(tiny_model("llama", seed))
-    done.set()
-    thread.join()
-    assert len({*drawn}) == len(drawn) > 100
 
 
 def test_a_model_that_draws_is_plain_and_leaves_the_state_as_it_was() -> None:

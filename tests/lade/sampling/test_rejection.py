@@ -220,28 +220,6 @@ def test_chosen_drafts_leave_the_distribution(
     assert p_value_after(target, chosen_tree(token_ids, parents)) > FALSE_ALARM
 
 
-def test_float32_leaves_the_distribution() -> None:
-    tree = draw_tree(Law(seed=2), TREES["tree"], replacement=False)
-    assert p_value_after(Law(seed=1), tree, torch.float32) > FALSE_ALARM
-
-
-def test_a_draft_drawn_from_the_target_is_accepted_whole() -> None:
-    target = Law(seed=1)
-    tree = draw_tree(target, TREES["chain"], replacement=True)
-    path = verify_tree(target_of(target, tree.paths), tree.token_ids, tree.parents, tree.probs)
-    assert (path.num_accepted == 3).all()
-
-
-def test_draws_without_replacement_are_accepted_more_often() -> None:
-    accepted = []
-    for replacement in (True, False):
-        tree = draw_tree(Law(seed=2), TREES["siblings"], replacement)
-        probs = target_of(Law(seed=1), tree.paths)
-        path = verify_tree(probs, tree.token_ids, tree.parents, tree.probs)
-        accepted.append(path.num_accepted.sum().item())
-    assert accepted[1] > 1.05 * accepted[0]
-
-
 @pytest.mark.parametrize("distribution", ["as it was", "of the first sibling"])
 def test_a_wrongly_stated_draft_distribution_is_noticed(distribution: str) -> None:
     tree = draw_tree(Law(seed=2), TREES["siblings"], replacement=False)
