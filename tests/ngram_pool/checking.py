@@ -66,7 +66,7 @@ def _check_arrays(pool: NGramPool) -> None:
     assert num_observed <= 2**31 - 1
     assert num_rows == pool.capacity_tokens or num_observed <= num_rows
     assert np.isfinite(pool._weights).all()
-    assert len(pool._harvested) == len(pool._harvested.contexts())
+    assert len(pool._harvested.contexts()) == len(pool._harvested)
     assert np.isfinite(pool._unigrams.counts).all()
     assert (pool._unigrams.counts[pool._unigrams.token_ids == NONE] == 0).all()
 

@@ -77,11 +77,6 @@ def fill_the_disk(folder: Path) -> None:
 
 BREAKS: dict[str, Callable[[Path], None]] = {
     "index empty": changed(lambda data: b"", ".nbi"),
-    "index cut off early": changed(lambda data: data[:9], ".nbi"),
-    "index cut off": changed(lambda data: data[:-20], ".nbi"),
-    "index noise": changed(noise, ".nbi"),
-    "code empty": changed(lambda data: b"", ".nbc"),
-    "code cut off": changed(lambda data: data[: len(data) // 2], ".nbc"),
     "code noise": changed(noise, ".nbc"),
     "not to be written": forbid_writing,
     "disk full": fill_the_disk,
