@@ -432,7 +432,7 @@ class NGramPool:
             )
 
     def forget(self, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
-        """Remove every occurrence of some tokens in a row, for good; linear in what is held.
+        """Remove every occurrence of some tokens in a row, for good.
 
         No sequence holds them afterwards; what stood before and behind each occurrence are two
         sequences. Where a sequence begins with their last ones, or ends with their first, those go
@@ -477,8 +477,8 @@ class NGramPool:
         with self._lock:
             self._check_learns("forget")
             header, text = self._header().row, self._held.text
-            left, fallbacks = np.zeros(len(text), np.int32), np.empty((2, len(ids)), np.int32)
-            num_found = _kernels.find_occurrences(header, ids, ids[::-1].copy(), fallbacks, left)
+            left = np.zeros(len(text), np.int32)
+            num_found = _kernels.find_occurrences(header, ids, left)
             distinct = np.unique(ids)
             is_elsewhere = np.isin(distinct, text[left == 0, TOKEN])
             contexts = self._contexts_of(ids, np.flatnonzero(left))
@@ -1062,9 +1062,9 @@ class NGramPool:
         """Run the kernels that read and write whole texts once."""
         _kernels.find_unsound(*self._held, 0)
         header, none = self._header().row, np.zeros(1, np.int64)
-        left, scratch = np.zeros(len(self._held.text), np.int32), np.empty((2, 1), np.int32)
-        _kernels.write_texts(header, 0, left[:0], scratch[0])
-        _kernels.find_occurrences(header, none, none, scratch, left)
+        left = np.zeros(len(self._held.text), np.int32)
+        _kernels.write_texts(header, 0, left[:0], left)
+        _kernels.find_occurrences(header, none, left)
         _kernels.forget(header, left, none, none, False)
 
 

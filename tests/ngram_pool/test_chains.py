@@ -129,18 +129,6 @@ def test_a_path_ends_where_it_is_too_unlikely_as_a_whole() -> None:
     assert ended > 40
 
 
-def test_what_is_not_asked_for_is_empty() -> None:
-    pool = NGramPool()
-    pool.observe([1, 2, 3, 1, 2])
-    chains = pool.draft_chains([[1, 2], [1, 2], [8, 9]], [2, 0, 2], [3, 3, 3])
-    assert chains.tolist() == [[3, 1, 2], [], []]
-    assert chains.token_ids.shape == chains.probs.shape == (3, 3)
-    assert (chains.token_ids[1:] == -1).all()
-    assert pool.draft_chains([[1, 2]], [2], 0).tolist() == [[]]
-    assert pool.draft_chains(np.empty((0, 5), int), [], 4).tolist() == []
-    assert NGramPool().draft_chains([[1, 2]], [2], 4).tolist() == [[]]
-
-
 def test_pools_beside_each_other_are_drafted_from_in_one_call() -> None:
     pool = NGramPool(3000, 4, seed=9)
     mine = [pool, pool.beside(), pool.beside().beside()]

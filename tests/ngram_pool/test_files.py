@@ -1,16 +1,13 @@
 """Files of pools: what they keep, what is refused, and that no accident costs a pool."""
 
-import errno
 import json
 import os
 import random
 import signal
-import time
 import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -115,38 +112,12 @@ def test_what_is_learned_after_loading_is_in_no_file_until_saved(
     check_pool(other)
 
 
-def test_a_pool_may_be_saved_to_the_file_it_was_loaded_from(path: Path, small_blocks: None) -> None:
-    used_pool().save(path)
-    content = path.read_bytes()
-    NGramPool.load(path).save(path)
-    assert path.read_bytes() == content
-
-
-def test_any_tool_can_read_the_file(path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors")
-    pool = used_pool()
-    pool.save(path)
-    with safetensors.safe_open(path, framework="numpy") as file:
-        found = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
-        assert file.metadata()["tokenizer"] == "tokenizer A"
-    assert found == arrays_of(pool)
-
-
 def test_a_file_is_for_its_owner_alone_and_its_folder_is_made(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "my.pool"
     used_pool().save(path)
     assert path.stat().st_mode & 0o777 == 0o600
     used_pool().save(str(path))
     assert [*path.parent.iterdir()] == [path]
-
-
-def test_a_link_is_followed(tmp_path: Path) -> None:
-    path, link = tmp_path / "folder" / "my.pool", tmp_path / "link"
-    used_pool().save(path)
-    link.symlink_to(path)
-    used_pool(num_tokens=7).save(link)
-    assert link.is_symlink()
-    assert len(NGramPool.load(path)) == 7
 
 
 def test_a_pool_in_use_is_saved_whole(path: Path) -> None:
@@ -186,20 +157,6 @@ def test_what_another_model_found_likely_is_left_out_and_said(path: Path) -> Non
     for name in found:
         is_of_text = name in ("text", "links", "heads", "sequence")
         assert found[name] == (saved if is_of_text else fresh)[name]
-
-
-def test_fingerprints_are_strings_of_some_length(path: Path) -> None:
-    pool = NGramPool(10)
-    pool.tokenizer = 5  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="expected the fingerprint 'tokenizer' to be a string"):
-        pool.save(path)
-    pool.tokenizer, pool.model = "", "x" * 1001
-    with pytest.raises(ValueError, match="'model' to have at most 1000 characters, got 1001"):
-        pool.save(path)
-    assert not path.exists()
-    pool.model = '"crc32.header":"\\\n\0\ud800' * 50  # whatever it has
-    pool.save(path)
-    assert NGramPool.load(path).model == pool.model
 
 
 # --- damage ---------------------------------------------------------------------------------
@@ -426,19 +383,6 @@ def test_a_file_cut_anywhere_is_refused_with_its_sizes(
         NGramPool.load(path)
 
 
-def test_a_damaged_block_is_named(path: Path, small_blocks: None) -> None:
-    used_pool().save(path)
-    content = path.read_bytes()
-    begin = 8 + int.from_bytes(content[:8], "little")
-    start = begin + json.loads(content[8:begin])["links"]["data_offsets"][0] + 256
-    damaged = bytearray(content)
-    damaged[start + 9] ^= 16
-    path.write_bytes(damaged)
-    expected = f"part 'links', bytes {start} to {start + 256}: it does not match its checksum"
-    with pytest.raises(PoolFileError, match=expected):
-        NGramPool.load(path)
-
-
 # --- files that change under a pool ----------------------------------------------------------
 
 
@@ -522,15 +466,6 @@ def test_a_save_that_fails_anywhere_leaves_one_file_whole(
         assert [*path.parent.iterdir()] == [path]
 
 
-def test_short_writes_are_gone_on_with(
-    old_and_new: tuple[bytes, bytes], path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:1000]))
-    used_pool(num_tokens=50).save(path)
-    assert path.read_bytes() == old_and_new[1]
-
-
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 may_fork = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -580,24 +515,6 @@ def test_files_of_killed_saves_are_swept_by_the_next_one_and_no_others(path: Pat
         assert {*folder.iterdir()} == {path, held, begun, other, unrelated}
     used_pool().save(path)
     assert {*folder.iterdir()} == {path, begun, other, unrelated}
-
-
-@pytest.mark.parametrize("lacks", ["a system", "a file system"])
-def test_where_nothing_can_be_locked_only_old_files_are_swept(
-    path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    without = None if lacks == "a system" else SimpleNamespace(LOCK_EX=2, LOCK_NB=4, flock=refuse)
-    monkeypatch.setattr(writing, "fcntl", without)
-    recent, old = (path.parent / f"my.making-{str(i) * 16}" for i in range(2))
-    for each in (recent, old):
-        each.write_bytes(b"half")
-    long_ago = time.time() - 25 * 60 * 60
-    os.utime(old, (long_ago, long_ago))
-    used_pool().save(path)
-    assert {*path.parent.iterdir()} == {path, recent}
 
 
 def test_names_that_look_like_patterns_sweep_nothing_else(tmp_path: Path) -> None:

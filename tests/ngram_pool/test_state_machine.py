@@ -52,13 +52,6 @@ def as_arguments(known: list[tuple[int, int, list[tuple[int, float]]]]) -> tuple
     return pairs, ids.reshape(-1, 3), probs.reshape(-1, 3)
 
 
-def saved_and_loaded(pool: NGramPool, read_only: bool = False) -> NGramPool:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "my.pool"
-        pool.save(path)
-        return NGramPool.load(path, read_only=read_only)
-
-
 class PoolMachine(RuleBasedStateMachine):
     sequences: Bundle[int] = Bundle("sequences")
     layers: Bundle[tuple[NGramPool, OraclePool]] = Bundle("layers")
@@ -101,19 +94,6 @@ class PoolMachine(RuleBasedStateMachine):
         pool.harvest(*as_arguments(known))
         oracle.harvested.put(*(array.tolist() for array in as_arguments(known)))
         return pool.as_read_only(), oracle
-
-    @rule(target=layers)
-    def freeze(self) -> tuple[NGramPool, OraclePool]:
-        return self.pool.as_read_only(), copy.deepcopy(self.oracle)
-
-    @rule(target=layers)
-    def load_layer(self) -> tuple[NGramPool, OraclePool]:
-        return saved_and_loaded(self.pool, read_only=True), copy.deepcopy(self.oracle)
-
-    @precondition(lambda self: self.pool.num_open_sequences == 0)
-    @rule()
-    def save_and_load(self) -> None:
-        self.pool = saved_and_loaded(self.pool)
 
     @rule(target=sequences, has_prewarmed=st.booleans(), layers=st.lists(layers, max_size=6))
     def open_sequence(self, has_prewarmed: bool, layers: Any) -> int:
@@ -255,6 +235,10 @@ class LivingPoolMachine(PoolMachine):
         pool, oracle = other
         self.pool.merge(pool)
         self.oracle.merge(oracle)
+
+    @rule(target=PoolMachine.layers)
+    def freeze(self) -> tuple[NGramPool, OraclePool]:
+        return self.pool.as_read_only(), copy.deepcopy(self.oracle)
 
     @rule()
     def save(self) -> None:

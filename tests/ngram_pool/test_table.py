@@ -143,12 +143,9 @@ def changed(name: str, change: Callable[[Any], Any]) -> dict[str, Any]:
         ("counts", lambda x: x.astype(float), "expected an array 'counts' of int32 in the table"),
         ("costs", lambda x: x.astype(int), "expected an array 'costs' of uint16 in the table"),
         ("keys", lambda x: x[:-1], "expected the arrays of a table to have a row for each key"),
-        ("keys", lambda x: x[:, None], "to have a row for each key"),
         ("counts", lambda x: x[1:], "to have a row for each key"),
         ("token_ids", lambda x: x[:, 1:], "to have a row for each key"),
-        ("token_ids", lambda x: x.ravel(), "to have a row for each key"),
         ("keys", lambda x: x - 2**62, "expected keys, counts and token ids of a table, got neg"),
-        ("counts", lambda x: x * 0, "expected keys, counts and token ids of a table"),
         ("token_ids", lambda x: x - 9, "expected keys, counts and token ids of a table"),
     ],
 )
@@ -165,19 +162,14 @@ def test_other_arrays_are_refused(name: str, change: Callable[[Any], Any], text:
     [
         ([[1.0, 2.0]], [[3]], [[0.5]], TypeError, "contexts to be integers, got dtype float64"),
         ([[1, 2]], [[True]], [[0.5]], TypeError, "token_ids to be integers, got dtype bool"),
-        ([[1, 2]], [["a"]], [[0.5]], TypeError, "token_ids to be integers, got dtype <U1"),
         ([1, 2], [[3]], [[0.5]], ValueError, r"contexts of shape \[n, 2\], got shape \[2\]"),
-        ([[1, 2, 3]], [[3]], [[0.5]], ValueError, r"got shape \[1, 3\]"),
         ([[1, 2]], [3], [0.5], ValueError, r"of shape \[1, k\], got shapes \[1\] and \[1\]"),
         ([[1, 2]], [[3, 4]], [[0.5]], ValueError, r"got shapes \[1, 2\] and \[1, 1\]"),
-        ([[1, 2]] * 2, [[3]], [[0.5]], ValueError, r"of shape \[2, k\], got shapes \[1, 1\]"),
         ([[-2, 2]], [[3]], [[0.5]], ValueError, "expected contexts from -1 to 2147483647"),
         ([[1, -1]], [[3]], [[0.5]], ValueError, "expected contexts from 0 to 2147483647"),
         ([[1, 2**31]], [[3]], [[0.5]], ValueError, "expected contexts from 0 to 2147483647"),
-        ([[1, 2]], [[-2]], [[0.5]], ValueError, "expected token_ids from -1 to 2147483647"),
         ([[1, 2]], [[2**31]], [[0.5]], ValueError, "expected token_ids from -1 to 2147483647"),
         ([[1, 2]], [[3]], [[1.5]], ValueError, "expected probs from 0 to 1"),
-        ([[1, 2]], [[3]], [[-0.5]], ValueError, "expected probs from 0 to 1"),
         ([[1, 2]], [[3]], [[float("nan")]], ValueError, "expected probs from 0 to 1"),
     ],
 )
@@ -211,23 +203,3 @@ def test_a_table_learns_what_another_holds_as_often_as_it_was_put_there() -> Non
     assert contents(table)[7, 8] == before[7, 8]
     once.update(SuccessorTable(64))
     assert len(once) == 0
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(0, 200), st.integers(0, 200))
-def test_tables_that_are_joined_hold_the_contexts_of_both(seed: int, num: int, more: int) -> None:
-    # Buckets may be full: of 6,000 joins one lost 6 contexts, 13 lost 4, and the others fewer.
-    assert num_lost_in_joining(seed, num, more) <= 12
-
-
-def num_lost_in_joining(seed: int, num: int, more: int) -> int:
-    """Join two tables, check what they hold then, and return how many contexts are gone."""
-    rng = np.random.default_rng(seed)
-    table, other = SuccessorTable(1024), SuccessorTable(1024)
-    table.put(*random_puts(rng, num))
-    other.put(*random_puts(rng, more))
-    expected = {*map(tuple, [*table.contexts().tolist(), *other.contexts().tolist()])}
-    table.update(other)
-    held = {*contents(table)}
-    assert held <= expected
-    assert held == {*map(tuple, table.contexts().tolist())}
-    return len(expected) - len(held)

@@ -76,18 +76,6 @@ def test_a_secret_is_in_no_array_afterwards() -> None:
     assert len(pool.draft(SECRET[:2], 30)) == 0
 
 
-def test_tokens_that_other_text_has_stay_there() -> None:
-    pool = told(secret := [1, 2, 3, 4])
-    pool.harvest([[9, 8]], [[2, 1]], [[0.5, 0.1]])
-    num_known = sum(secret == OTHER[i : i + 4] for i in range(100))
-    assert pool.forget(secret) >= 2 + num_known
-    assert all(secret != t[i : i + 4] for t in map(list, pool.texts()) for i in range(len(t)))
-    for context in ([-1, 1], [-1, 2], [1, 2], [2, 3], [3, 4]):  # it could have taught these
-        assert pool._harvested.get(*context) is None
-    assert pool._harvested.get(9, 8)[0].tolist() == [2, 1]  # type: ignore[index]
-    check_pool(pool)
-
-
 @pytest.mark.parametrize("capacity", [7, 40])
 @given(
     texts=st.lists(st.lists(st.integers(0, 2), max_size=30), max_size=4),
@@ -113,23 +101,6 @@ def test_what_is_left_is_what_a_plain_search_leaves(
             check_pool(pool)
             pool.observe(more)
             oracle.observe(more)
-
-
-def test_a_long_text_is_forgotten_in_linear_time() -> None:
-    """Of a periodic text each token ends an occurrence; a plain search would take 10^10 steps."""
-    pool = NGramPool(200_000, max_ngram_size=2)
-    pool.observe(np.ones(200_000, np.int64))
-    assert pool.forget(np.ones(100_000, np.int64)) == 100_001
-    assert list(pool.texts()) == []
-
-
-def test_a_pool_that_is_only_read_forgets_nothing() -> None:
-    pool = told(SECRET)
-    frozen = pool.as_read_only()
-    with pytest.raises(ReadOnlyPoolError, match="expected a pool that learns for forget"):
-        frozen.forget(SECRET)
-    pool.forget(SECRET)
-    assert sum(text.tolist().count(SECRET[0]) for text in frozen.texts()) == 2
 
 
 @pytest.mark.parametrize(
