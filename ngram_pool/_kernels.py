@@ -1710,7 +1710,7 @@ def mark_occurrence(
         if text[position % text.shape[0], TOKEN] != sought[num]:
             return False
         position, num = follow(text, position, end), num + 1
-    is_whole = num == sought.shape[0]
+    is_whole = bool(num == sought.shape[0])
     position = begin
     for _ in range(num):
         left[position % text.shape[0]] = 1

@@ -247,8 +247,6 @@ def test_a_verdict_that_outlives_what_was_checked_is_found(
     assert verdict.kind == "mismatch"
 
 
-
-
 def warns(text: str, category: type[Warning]) -> Door:
     return faulty(lambda *_: warnings.warn(text, category, stacklevel=2))
 

@@ -91,7 +91,7 @@ def test_tokens_observed_in_one_call_are_those_observed_one_by_one(capacity: int
     known = [5, 0, 9, 20, 1, 3]
     for pool, sequences in zip((one, other), handles, strict=True):
         for sequence, text, num in zip(sequences, texts, known, strict=True):
-            pool.observe(text[:num], sequence)  # type: ignore[arg-type]
+            pool.observe(text[:num], sequence)
     rng = np.random.default_rng(2)
     for _ in range(30):
         num_new = rng.integers(0, 5, len(texts))

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ def test_what_was_cut_short_is_rebuilt_at_the_next_use(
         pool._held.text[150] = -1
         raise KeyboardInterrupt
 
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "append": lambda: pool.observe(TEXT[:9], other, is_answer=True),
         "observe_rows": lambda: pool.draft_chains([TEXT[:9]], [9], 2, [other], [9]),
         "forget": lambda: pool.forget(TEXT[:2]),

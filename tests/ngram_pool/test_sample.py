@@ -9,7 +9,7 @@ import pytest
 from ngram_pool import NGramPool, SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.grids import thinned
-from tests.ngram_pool.test_pool import JIT_IS_OFF, noisy_text
+from tests.ngram_pool.test_pool import noisy_text
 
 
 def pool_of(text: list[int]) -> NGramPool:
@@ -39,7 +39,6 @@ def test_equal_generators_give_equal_drafts_and_smaller_ones_are_their_beginning
     assert len(seen) > 25
 
 
-@pytest.mark.skipif(JIT_IS_OFF, reason="thousands of drafts; the state machine covers the code")
 @pytest.mark.parametrize("max_candidates", thinned([None, 2], 2))
 def test_places_depend_on_earlier_tokens_only_and_tokens_come_as_often_as_stated(
     max_candidates: int | None,
