@@ -22,7 +22,7 @@ help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
 	@echo "make chat         chat with the default model in the terminal"
 	@echo "make test         run the tests in a few minutes, without the long grids"
-	@echo "make test-all     run all tests, those of the pool's kernels also without compilation"
+	@echo "make test-all     run all tests, those of the pool's kernels also with checks of every index"
 	@echo "make test-oldest  run the quick tests of decoding on the oldest supported transformers"
 	@echo "make test-oldest-all  run all tests of lade on it, as before a release"
 	@echo "make check        format, lint and strict types"
@@ -50,13 +50,15 @@ test: $(VENV)/.dev
 	$(VENV)/bin/$(COMPILE)
 	$(TEST) $(VENV)/bin/$(PYTEST) -m "not exhaustive"
 
-# What kernels compute, where numpy tells of integers that overflow and of indices out of bounds.
-# Files, copies, threads and interrupts are the same with and without compilation.
-UNCOMPILED := $(foreach name,chains delta forget golden layers learning merge pool sample seed \
-	state_machine table unigrams,tests/ngram_pool/test_$(name).py)
+# What kernels compute once more, compiled with checks of every index; and without compilation, where
+# numpy tells of integers that overflow, which no check of compiled code does.
+CHECKED := $(foreach name,chains golden kernels sample sources state_machine table texts,\
+	tests/ngram_pool/test_$(name).py)
+UNCOMPILED := tests/ngram_pool/test_state_machine.py
 test-all: $(VENV)/.dev
 	$(VENV)/bin/$(COMPILE)
 	$(TEST) $(VENV)/bin/$(PYTEST)
+	$(TEST) NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/checked $(VENV)/bin/$(PYTEST) -m "not exhaustive" $(CHECKED)
 	$(TEST) NUMBA_DISABLE_JIT=1 $(VENV)/bin/$(PYTEST) -m "not exhaustive" $(UNCOMPILED)
 
 check: $(VENV)/.dev

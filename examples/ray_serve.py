@@ -28,7 +28,7 @@ class Replica:
 
 async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        replicas = serve.run(Replica.bind(folder))
+        replicas = serve.run(Replica.bind(folder))  # type: ignore[attr-defined]
         for _ in range(3):  # what one answered, the other drafts from
             asked = [replicas.remote("Name three planets.") for _ in range(2)]
             means = await asyncio.gather(*asked)

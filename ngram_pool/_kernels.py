@@ -1701,87 +1701,55 @@ def write_texts(pool: Int64Array, since: int, token_ids: Int32Array, bounds: Int
 
 
 @kernel
-def fill_fallback(sought: Int64Array, fallback: Int32Array) -> None:
-    """Fill in, for each place, how many tokens up to it are the first ones of `sought` again."""
-    length = 0
-    fallback[0] = 0
-    for i in range(1, sought.shape[0]):
-        while length > 0 and sought[i] != sought[length]:
-            length = int(fallback[length - 1])
-        if sought[i] == sought[length]:
-            length += 1
-        fallback[i] = length
+def mark_occurrence(
+    text: Int32Array, begin: int, end: int, sought: Int64Array, left: Int32Array
+) -> bool:
+    """Mark what is sought, or as much of it as its sequence holds; return whether it is whole."""
+    position, num = begin, 0
+    while position != NONE and num < sought.shape[0]:
+        if text[position % text.shape[0], TOKEN] != sought[num]:
+            return False
+        position, num = follow(text, position, end), num + 1
+    is_whole = bool(num == sought.shape[0])
+    position = begin
+    for _ in range(num):
+        left[position % text.shape[0]] = 1
+        position = follow(text, position, end)
+    return is_whole
 
 
 @kernel
-def advance(sought: Int64Array, fallback: Int32Array, length: int, token_id: int) -> int:
-    """Return how many of the last tokens, now that one more came, are the first of `sought`."""
-    while length > 0 and (length == sought.shape[0] or token_id != sought[length]):
-        length = int(fallback[length - 1])
-    return length + 1 if token_id == sought[length] else length
+def begins_with(text: Int32Array, position: int, end: int, sought: Int64Array) -> bool:
+    """Return whether a sequence goes on from `position` with all that is sought."""
+    for i in range(sought.shape[0]):
+        if position == NONE or text[position % text.shape[0], TOKEN] != sought[i]:
+            return False
+        position = follow(text, position, end)
+    return True
 
 
 @kernel
-def find_occurrences(
-    pool: Int64Array,
-    sought: Int64Array,
-    reversed_sought: Int64Array,
-    fallbacks: Int32Array,
-    left: Int32Array,
-) -> int:
+def find_occurrences(pool: Int64Array, sought: Int64Array, left: Int32Array) -> int:
     """Mark every held token that is part of an occurrence; return how many occurrences there are.
 
     What a sequence ends with, or begins with, is marked as well where it may be part of one whose
     rest is not held with it. Such parts are not counted.
 
-    Source: Knuth, Morris and Pratt, "Fast pattern matching in strings", SIAM Journal on Computing 6
-    (1977).
-
     Args:
-        sought, reversed_sought: int64 [num_sought], at least one token.
-        fallbacks: int32 [2, num_sought], scratch.
-        left: int32 [num_rows], zeros; above 0 afterwards where a token is part of an occurrence.
+        sought: int64 [num_sought], at least one token.
+        left: int32 [num_rows], zeros; 1 afterwards where a token is part of an occurrence.
     """
     (text, _), end = text_of(pool), int(counts_of(pool)[NEXT_POSITION])
-    first, num_rows = first_of(pool), text.shape[0]
-    fill_fallback(sought, fallbacks[0])
-    fill_fallback(reversed_sought, fallbacks[1])
-    num_found = 0
+    first, num_found = first_of(pool), 0
     for begin in range(first, end):
-        if text[begin % num_rows, PREVIOUS] >= first or text[begin % num_rows, TOKEN] == NONE:
+        row = begin % text.shape[0]
+        if text[row, TOKEN] == NONE:
             continue
-        position, length, num_read, last = begin, 0, 0, begin
-        while position != NONE:
-            row = position % num_rows
-            length = advance(sought, fallbacks[0], length, int(text[row, TOKEN]))
-            if length == sought.shape[0]:
-                left[row] = length
-                num_found += 1
-            num_read += 1
-            if num_read < sought.shape[0]:
-                last = position
-            after = follow(text, position, end)
-            if after == NONE:
-                left[row] = max(left[row], length)
-            position = after
-        # From the last token that could be of an occurrence begun before, back to the first.
-        length, position = 0, last
-        while position >= begin and sought.shape[0] > 1:
-            row = position % num_rows
-            length = advance(reversed_sought, fallbacks[1], length, int(text[row, TOKEN]))
-            if position == begin:
-                break
-            position = int(text[row, PREVIOUS])
-        position = begin
-        while length > 0:
-            row = position % num_rows
-            left[row] = max(left[row], 1)
-            position, length = int(text[row, NEXT]), length - 1
-    for position in range(end - 1, first - 1, -1):  # from the ends of occurrences to their begins
-        row = position % num_rows
-        previous = int(text[row, PREVIOUS])
-        if left[row] > 1 and previous >= first:
-            left[previous % num_rows] = max(left[previous % num_rows], left[row] - 1)
+        num_found += mark_occurrence(text, begin, end, sought, left)
+        if text[row, PREVIOUS] < first:
+            for i in range(1, sought.shape[0]):
+                if begins_with(text, begin, end, sought[i:]):
+                    mark_occurrence(text, begin, end, sought[i:], left)
     return num_found
 
 

@@ -78,19 +78,18 @@ class NGramPool:
     Memory is bounded by `capacity_tokens`: the arrays grow by doubling up to it, then the oldest
     text is forgotten first. As long as nothing was harvested and no answer observed, the pool
     behaves like a new one that was given the newest `capacity_tokens` tokens. Methods may be called
-    from several threads, and run without holding the GIL: one at a time, or beside each other where
-    the pool is read-only. Wherever a method is interrupted, the pool is consistent: as before or
-    after it, or between two pieces of long input. A pool can be copied or pickled at any time; the
-    copy is independent, and only sequence 0 is open in it.
+    from several threads, and run one at a time, without holding the GIL. Whenever one is
+    interrupted, the pool is consistent. A pool can be copied or pickled at any time; the copy is
+    independent, and only sequence 0 is open in it.
 
     A pool that is only read (`as_read_only`) can be a *layer* of any number of sequences of other
-    pools, in any number of threads: their drafts come from its text, too (`open_sequence`).
+    pools, which do not wait for it: their drafts come from its text, too (`open_sequence`).
 
     Args:
         capacity_tokens: maximum number of tokens held; each takes up to 20 + 8 N bytes, 60 with the
             default N, and half as much again for the moment in which the arrays grow. The largest
-            draft takes another 2.7 kB per node, for at least 64 nodes and each of up to 8 threads
-            that draft at once, and the target's unigrams 48 kB.
+            draft takes another 2.7 kB per node, for at least 64 nodes, and the target's unigrams 48
+            kB.
         max_ngram_size: N; contexts of 1 to N tokens are indexed and matched.
         seed: from 0 to 2**60 - 1, of the hashes; None for a secret one, so that nobody can make
             texts that slow the pool down. The same calls give the same drafts only in pools of the
@@ -433,7 +432,7 @@ class NGramPool:
             )
 
     def forget(self, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
-        """Remove every occurrence of some tokens in a row, for good; linear in what is held.
+        """Remove every occurrence of some tokens in a row, for good.
 
         No sequence holds them afterwards; what stood before and behind each occurrence are two
         sequences. Where a sequence begins with their last ones, or ends with their first, those go
@@ -478,8 +477,8 @@ class NGramPool:
         with self._lock:
             self._check_learns("forget")
             header, text = self._header().row, self._held.text
-            left, fallbacks = np.zeros(len(text), np.int32), np.empty((2, len(ids)), np.int32)
-            num_found = _kernels.find_occurrences(header, ids, ids[::-1].copy(), fallbacks, left)
+            left = np.zeros(len(text), np.int32)
+            num_found = _kernels.find_occurrences(header, ids, left)
             distinct = np.unique(ids)
             is_elsewhere = np.isin(distinct, text[left == 0, TOKEN])
             contexts = self._contexts_of(ids, np.flatnonzero(left))
@@ -525,15 +524,7 @@ class NGramPool:
         >>> len(pool.draft([8], max_draft_tokens=2))
         0
         """
-        ids, num, max_leaves = self._check_draft(context, max_draft_tokens, max_candidates)
-        with self._lock:
-            opened = self._sequence(sequence)
-            if not len(ids):
-                return Draft.empty()
-            room = self._take_room(num, opened)
-            draft = Draft(*self._grow_tree(ids, num, max_leaves, _NONE_DRAWN, opened, room))
-            self._rooms[len(opened.layers)] = room
-            return draft
+        return self._grow(context, max_draft_tokens, max_candidates, sequence, None)
 
     def draft_chains(
         self,
@@ -620,17 +611,9 @@ class NGramPool:
         left out).
 
         Args:
-            context: integers [num_tokens], oldest first; only the last `max_match` matter. Need
-                not have been observed.
-            max_draft_tokens: maximum number of tokens to propose.
             rng: gives `max_draft_tokens` uniforms, whatever is found, so that equal generators give
                 equal drafts and stay equal.
-            max_candidates: G, the maximum number of root-to-leaf paths; None for no limit.
-            sequence: the open sequence of the context, for its table and to tell its own text from
-                others'; None for neither.
-
-        Returns:
-            A draft of at most `max_draft_tokens` tokens; empty where no successor is known.
+            context, max_draft_tokens, max_candidates, sequence: as for `draft`.
 
         Raises:
             TypeError, ValueError: as for `draft`; `rng` must be a numpy Generator.
@@ -641,20 +624,11 @@ class NGramPool:
         >>> np.flatnonzero(draft.dense_probs(vocab_size=6)[0]).tolist()
         [3, 4]
         """
-        ids, num, max_leaves = self._check_draft(context, max_draft_tokens, max_candidates)
         if not isinstance(rng, np.random.Generator):
             raise TypeError(f"expected rng to be a numpy.random.Generator, got {rng!r}")
-        with self._lock:
-            opened = self._sequence(sequence)
-            uniforms = rng.random(num)
-            if not len(ids):
-                return SampledDraft.empty()
-            room = self._take_room(num, opened)
-            grown = self._grow_tree(ids, num, max_leaves, uniforms, opened, room)
-            left_ids = room.left_ids[grown[1] + 1].astype(np.int32)
-            draft = SampledDraft(*grown, left_ids, room.support_probs[: len(left_ids)].copy())
-            self._rooms[len(opened.layers)] = room
-            return draft
+        draft = self._grow(context, max_draft_tokens, max_candidates, sequence, rng)
+        assert isinstance(draft, SampledDraft)
+        return draft
 
     def explore(
         self,
@@ -843,19 +817,6 @@ class NGramPool:
         if self._is_read_only:
             raise ReadOnlyPoolError(f"expected a pool that learns for {what}, got {self!r}")
 
-    def _check_draft(
-        self,
-        context: Sequence[int] | NDArray[np.integer[Any]],
-        max_draft_tokens: int,
-        max_candidates: int | None,
-    ) -> tuple[Int64Array, int, int]:
-        """Return the part of the context that matters and both sizes, or raise."""
-        ids = token_ids_of("context", context)[-self.max_match :]
-        max_draft_tokens = positive("max_draft_tokens", max_draft_tokens)
-        if max_candidates is None:
-            return ids, max_draft_tokens, max_draft_tokens
-        return ids, max_draft_tokens, positive("max_candidates", max_candidates)
-
     def _sequence(self, number: int | None) -> OpenSequence:
         """Return an open sequence, or raise; for None, one without text."""
         if number is None:
@@ -953,27 +914,36 @@ class NGramPool:
             num = _kernels.write_texts(header, since, token_ids, bounds)
         return (token_ids[begin:end] for begin, end in pairwise(bounds[: num + 1].tolist()))
 
-    def _grow_tree(
+    def _grow(
         self,
-        ids: Int64Array,
+        context: Sequence[int] | NDArray[np.integer[Any]],
         max_draft_tokens: int,
-        max_leaves: int,
-        uniforms: Float64Array,
-        opened: OpenSequence,
-        room: Room,
-    ) -> tuple[Int32Array, Int32Array, Int32Array, Float64Array]:
-        """Return tokens, parents and depths of nodes, and their probabilities."""
-        num_nodes = _kernels.grow_tree(
-            self._header().row,
-            opened.header().row,
-            room.row,
-            ids[::-1].copy(),
-            max_draft_tokens,
-            max_leaves,
-            uniforms,
-        )
-        token_ids, parents, depths = room.nodes[:3, :num_nodes].astype(np.int32)
-        return token_ids, parents, depths, room.node_probs[:num_nodes].copy()
+        max_candidates: int | None,
+        sequence: int | None,
+        rng: np.random.Generator | None,
+    ) -> Draft | SampledDraft:
+        """Grow a tree under a context, of the likeliest nodes or, with `rng`, of drawn ones."""
+        ids = token_ids_of("context", context)[-self.max_match :]
+        size = most_leaves = positive("max_draft_tokens", max_draft_tokens)
+        if max_candidates is not None:
+            most_leaves = positive("max_candidates", max_candidates)
+        with self._lock:
+            opened = self._sequence(sequence)
+            uniforms = _NONE_DRAWN if rng is None else rng.random(size)
+            if not len(ids):
+                return Draft.empty() if rng is None else SampledDraft.empty()
+            room, header = self._take_room(size, opened), self._header().row
+            tree = opened.header().row, room.row, ids[::-1].copy(), size, most_leaves, uniforms
+            num = _kernels.grow_tree(header, *tree)
+            token_ids, parents, depths = room.nodes[:3, :num].astype(np.int32)
+            nodes = token_ids, parents, depths, room.node_probs[:num].copy()
+            if rng is None:
+                draft: Draft | SampledDraft = Draft(*nodes)
+            else:
+                left_ids = room.left_ids[parents + 1].astype(np.int32)
+                draft = SampledDraft(*nodes, left_ids, room.support_probs[:num].copy())
+            self._rooms[len(opened.layers)] = room
+            return draft
 
     def _draft_chains(
         self,
@@ -1092,9 +1062,9 @@ class NGramPool:
         """Run the kernels that read and write whole texts once."""
         _kernels.find_unsound(*self._held, 0)
         header, none = self._header().row, np.zeros(1, np.int64)
-        left, scratch = np.zeros(len(self._held.text), np.int32), np.empty((2, 1), np.int32)
-        _kernels.write_texts(header, 0, left[:0], scratch[0])
-        _kernels.find_occurrences(header, none, none, scratch, left)
+        left = np.zeros(len(self._held.text), np.int32)
+        _kernels.write_texts(header, 0, left[:0], left)
+        _kernels.find_occurrences(header, none, left)
         _kernels.forget(header, left, none, none, False)
 
 

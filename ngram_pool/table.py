@@ -87,12 +87,15 @@ class SuccessorTable:
         self._capacity = _power_of_two(max(positive("capacity", capacity), _LEAST_ROWS))
         self._num_successors = positive("num_successors", num_successors)
         self._averages = averages
+        #: Whether rows may be half written, since putting was cut short, as by a fork.
+        self._is_dirty = False
         self._lock = new_lock()
         self._held = self._empty(_LEAST_ROWS)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name != "_lock"}
         with self._lock:
+            self._mend()
+            state = {name: value for name, value in vars(self).items() if name != "_lock"}
             return {**state, "_held": [array.copy() for array in self._held[:4]]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -210,10 +213,13 @@ class SuccessorTable:
             np.empty(size, np.float64),
         )
         with self._lock:
+            self._mend()
             # Buckets overflow beyond half load.
             while 2 * (len(self) + 2 * len(ids)) > len(self._held.keys) < self._capacity:
                 self._resize(self._held, 2 * len(self._held.keys))
+            self._is_dirty = True
             is_valid = _kernels.put_tree(self._held.header, *given)
+            self._is_dirty = False
         if not is_valid:
             raise ValueError(
                 f"expected token ids up to {MAX_TOKEN_ID}, parents before their children, and "
@@ -247,6 +253,7 @@ class SuccessorTable:
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return copies of all that is held, for writing to a file; newest first in each bucket."""
         with self._lock:
+            self._mend()
             held = self._held._asdict()
             is_held = held["keys"] != NONE
             return {name: held[name][is_held] for name in _SAVED}
@@ -313,6 +320,7 @@ class SuccessorTable:
         scratch = np.empty(scratch_size, np.int32), np.empty(scratch_size, np.float64)
         start = 0
         with self._lock:
+            self._mend()
             while start < len(pairs):
                 # Buckets overflow beyond half load, so the table grows before each piece is put.
                 num_rows = len(self._held.keys)
@@ -322,8 +330,16 @@ class SuccessorTable:
                     continue
                 part = slice(start, start + max(room, _LEAST_PIECE))
                 given = pairs[part], ids[part], probs[part]
+                self._is_dirty = True
                 _kernels.put_successors(self._held.header, *given, self._averages, *scratch)
+                self._is_dirty = False
                 start = part.stop
+
+    def _mend(self) -> None:
+        """Count and order the rows anew where putting was cut short; under the lock."""
+        if self._is_dirty:
+            self._resize(self._held, len(self._held.keys))
+            self._is_dirty = False
 
     def _resize(self, old: _Rows, num_rows: int) -> None:
         """Move what `old` holds to `num_rows` rows: all or nothing, even if interrupted."""

@@ -5,8 +5,9 @@ from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any, Literal, get_args
 
+from ngram_pool import NGramPool
 from ngram_pool.checks import positive
-from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE, MAX_CAPACITY_TOKENS
+from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE
 
 Sharing = Literal["none", "all"]
 
@@ -42,17 +43,12 @@ class PoolOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.sharing not in get_args(Sharing):
-            raise ValueError(
-                f"expected sharing to be one of {get_args(Sharing)}, got {self.sharing!r}"
-            )
-        for name in ("capacity_tokens", "max_ngram_size", "max_step_tokens"):
-            positive(name, getattr(self, name))
-        if self.capacity_tokens > MAX_CAPACITY_TOKENS:
-            raise ValueError(
-                f"expected capacity_tokens of at most {MAX_CAPACITY_TOKENS}, "
-                f"got {self.capacity_tokens}"
-            )
+        if self.sharing not in (shares := get_args(Sharing)):
+            raise ValueError(f"expected sharing to be one of {shares}, got {self.sharing!r}")
+        if self.seed is None:  # a secret one would be another on each rank
+            raise TypeError("expected seed to be an integer, got None")
+        NGramPool(self.capacity_tokens, self.max_ngram_size, self.seed)  # checks them
+        positive("max_step_tokens", self.max_step_tokens)
         least = self.min_probability
         if isinstance(least, bool) or not isinstance(least, int | float):
             raise TypeError(f"expected min_probability to be a number, got {least!r}")
@@ -62,10 +58,6 @@ class PoolOptions:
             path = getattr(self, name)
             if not isinstance(path, str | PathLike | None):
                 raise TypeError(f"expected {name} to be a path or None, got {path!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"expected seed to be an integer, got {self.seed!r}")
-        if not 0 <= self.seed < 2**60:
-            raise ValueError(f"expected seed from 0 to 2**60 - 1, got {self.seed}")
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> "PoolOptions":

@@ -1,19 +1,14 @@
 """Chains: many texts observed and drafted for in one call, as one by one."""
 
 import copy
-import pickle
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-import ngram_pool.pool
-from ngram_pool import NGramPool, ReadOnlyPoolError, SuccessorTable
+from ngram_pool import NGramPool, SuccessorTable
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import noisy_text
-from tests.ngram_pool.threads import in_threads
 
 TEXT = noisy_text(900, seed=5)
 
@@ -96,7 +91,7 @@ def test_tokens_observed_in_one_call_are_those_observed_one_by_one(capacity: int
     known = [5, 0, 9, 20, 1, 3]
     for pool, sequences in zip((one, other), handles, strict=True):
         for sequence, text, num in zip(sequences, texts, known, strict=True):
-            pool.observe(text[:num], sequence)  # type: ignore[arg-type]
+            pool.observe(text[:num], sequence)
     rng = np.random.default_rng(2)
     for _ in range(30):
         num_new = rng.integers(0, 5, len(texts))
@@ -132,42 +127,6 @@ def test_a_path_ends_where_it_is_too_unlikely_as_a_whole() -> None:
             assert len(ids) == len(probs) or probs[len(ids)] < least
             ended += len(ids) < len(probs)
     assert ended > 40
-
-
-def test_what_is_not_asked_for_is_empty() -> None:
-    pool = NGramPool()
-    pool.observe([1, 2, 3, 1, 2])
-    chains = pool.draft_chains([[1, 2], [1, 2], [8, 9]], [2, 0, 2], [3, 3, 3])
-    assert chains.tolist() == [[3, 1, 2], [], []]
-    assert chains.token_ids.shape == chains.probs.shape == (3, 3)
-    assert (chains.token_ids[1:] == -1).all()
-    assert pool.draft_chains([[1, 2]], [2], 0).tolist() == [[]]
-    assert pool.draft_chains(np.empty((0, 5), int), [], 4).tolist() == []
-    assert NGramPool().draft_chains([[1, 2]], [2], 4).tolist() == [[]]
-
-
-def test_weights_learn_from_as_many_tokens_as_they_may() -> None:
-    weights = {}
-    for most in (None, 40, 7, 1):
-        pool = NGramPool(seed=1)
-        pool.observe(TEXT)
-        rows = [pool.open_sequence() for _ in range(4)]
-        texts = [[*TEXT[i * 50 : i * 50 + 30], 1] for i in range(4)]
-        before = pool._weights.copy()
-        pool.draft_chains(*padded(texts), 3, rows, [10] * 4, max_learned=most)
-        check_pool(pool)
-        weights[most] = float(np.abs(pool._weights - before).sum())
-        assert pool._sequences[rows[0]].state[2] < 2**62  # type: ignore[union-attr]
-    assert weights[None] == weights[40] > weights[7] > weights[1] > 0
-    with pytest.raises(ValueError, match="max_learned"):
-        NGramPool().draft_chains([[1]], [1], 1, [0], [1], max_learned=0)
-
-
-def test_the_newest_tokens_of_any_text_are_drafted_for_all() -> None:
-    pool = NGramPool()
-    rows = [pool.open_sequence(), pool.open_sequence()]
-    chains = pool.draft_chains([[1, 2], [1, 5]], [1, 2], 2, rows, [0, 2])
-    assert chains.tolist() == [[5], []]
 
 
 def test_pools_beside_each_other_are_drafted_from_in_one_call() -> None:
@@ -245,48 +204,6 @@ def test_wrong_arguments_are_named_and_change_nothing(
     assert not len(pool)
 
 
-def test_ids_that_are_not_read_do_not_matter() -> None:
-    pool = NGramPool()
-    text = [-1, *[4] * pool.max_match, 5, 4]
-    assert pool.draft_chains([text], [len(text)], 1).tolist() == [[]]
-    with pytest.raises(ValueError, match="less in row 0"):
-        pool.draft_chains([text], [len(text)], 1, [0], [len(text)])
-
-
-def test_a_pool_that_is_only_read_drafts_chains_and_observes_none() -> None:
-    pool = NGramPool()
-    pool.observe([1, 2, 3])
-    frozen = pool.as_read_only()
-    assert frozen.draft_chains([[1]], [1], 2).tolist() == [[2, 3]]
-    with pytest.raises(ReadOnlyPoolError):
-        frozen.draft_chains([[1]], [1], 2, [0], [1])
-
-
-def test_more_tokens_than_there_were_rows_for_are_all_held() -> None:
-    pool = NGramPool(seed=1)
-    row = pool.open_sequence()
-    text = noisy_text(10_000, seed=6)
-    pool.draft_chains([text], [len(text)], 0, [row], [len(text)])
-    assert [held.tolist() for held in pool.texts()] == [text]
-
-
-def test_positions_are_lowered_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 150)
-    pool, other = NGramPool(50, seed=1), NGramPool(50, seed=1)
-    mine, theirs = pool.open_sequence(), other.open_sequence()
-    idle = pool.open_sequence()
-    pool.observe([1, 2], idle)
-    other.observe([1, 2], other.open_sequence())
-    for end in range(4, 400, 4):
-        got = pool.draft_chains(
-            [TEXT[:end], [1, 2] * (end // 2)], [end, 2], 4, [mine, idle], [4, 0]
-        )
-        other.observe(TEXT[end - 4 : end], theirs, is_answer=True)
-        assert got.tolist()[0] == by_tree(other, TEXT[:end], 4, theirs)[0]
-    check_pool(pool)
-    assert pool._counts[1] > 0
-
-
 def test_tables_and_arrays_that_were_replaced_are_not_read_any_more() -> None:
     pool, table = NGramPool(seed=1), SuccessorTable(10_000)
     row = pool.open_sequence(table)
@@ -300,37 +217,3 @@ def test_tables_and_arrays_that_were_replaced_are_not_read_any_more() -> None:
     assert pool.draft_chains([[7000]], [1], 1, [row]).tolist() == [[7001]]
     pool.observe(np.arange(8000, 14_000))  # the pool's arrays grow
     assert pool.draft_chains([[13_000]], [1], 2, [row]).tolist() == [[13_001, 13_002]]
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
-)
-def test_a_copy_reads_its_own_arrays(copied: Callable[[NGramPool], NGramPool]) -> None:
-    pool = NGramPool()
-    pool.draft_chains([[1, 2, 3]], [3], 1, [0], [3])  # sequence 0 is known by address now
-    other = copied(pool)
-    other.draft_chains([[1, 2, 3, 4]], [4], 1, [0], [1])
-    assert [text.tolist() for text in pool.texts()] == [[1, 2, 3]]
-    assert [text.tolist() for text in other.texts()] == [[1, 2, 3, 4]]
-    del pool
-    assert other.draft_chains([[1]], [1], 3, [0]).tolist() == [[2, 3, 4]]
-
-
-def test_threads_draft_chains_beside_each_other_and_those_that_observe() -> None:
-    pool = NGramPool(4000, seed=1)
-    pool.observe(TEXT)
-    texts = some_texts(20, seed=1)
-    rows, lengths = padded(texts)
-    sequences = [pool.open_sequence() for _ in texts]
-
-    def read() -> None:
-        for _ in range(20):
-            assert pool.draft_chains(rows, lengths, 4).lengths.sum() > 0
-
-    def write() -> None:
-        for _ in range(20):
-            pool.draft_chains(rows, lengths, 4, sequences, [1] * len(texts))
-
-    assert in_threads(read, write, partial(pool.observe, TEXT), read, write) == []
-    check_pool(pool)
-    assert len(pool) == 2 * len(TEXT) + 2 * 20 * len(texts)

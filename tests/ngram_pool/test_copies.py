@@ -6,12 +6,10 @@ import pickle
 import random
 import threading
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import numpy as np
 import pytest
 
 from ngram_pool import NGramPool, SuccessorTable
@@ -122,23 +120,6 @@ def test_a_copy_is_a_table_of_its_own(way: str) -> None:
     assert everything_of(copied) != before
 
 
-@pytest.mark.parametrize("way", [NGramPool.as_read_only, copy.copy, copy.deepcopy])
-def test_a_copy_takes_its_own_memory_and_no_more_for_a_moment(
-    way: Callable[[NGramPool], NGramPool],
-) -> None:
-    pool = NGramPool(2**16, max_ngram_size=40)
-    pool.observe(range(2**12))
-    pool.harvest([[-1, t] for t in range(2**11)], [[t] for t in range(2**11)], [[0.5]] * 2**11)
-    tracemalloc.start()
-    try:
-        copied = way(pool)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert copied.nbytes <= pool.nbytes
-    assert peak < 1.3 * copied.nbytes  # copied twice, it would be 2 or more
-
-
 @pytest.mark.parametrize("way", thinned(WAYS, "copy", "pickle"))
 def test_what_others_are_using_is_copied_whole(way: str) -> None:
     pool, table = NGramPool(2000), SuccessorTable(1000)
@@ -184,35 +165,3 @@ def status_of(child: int, timeout: float = 30.0) -> int | None:
     os.kill(child, 9)
     os.waitpid(child, 0)
     return None
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_pools_may_be_made_and_dropped_while_others_fork() -> None:
-    done = threading.Event()
-
-    def make() -> None:
-        while not done.is_set():
-            table = SuccessorTable(100)
-            copy.copy(table).put(*KNOWN)
-
-    threads = [threading.Thread(target=make) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(20):
-            child = os.fork()
-            if child == 0:
-                made = -1
-                try:
-                    pool = NGramPool(100)
-                    pool.observe(np.arange(50))
-                    made = len(pool)
-                finally:
-                    os._exit(0 if made == 50 else 1)
-            assert status_of(child) == 0
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()

@@ -1,21 +1,13 @@
 """Files of pools: what they keep, what is refused, and that no accident costs a pool."""
 
-import copy
-import errno
-import itertools
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,16 +17,13 @@ from numpy.typing import NDArray
 from ngram_pool import (
     NGramPool,
     PoolFileError,
-    ReadOnlyPoolError,
     SuccessorTable,
-    _kernels,
     files,
     writing,
 )
 from tests.grids import thinned
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_copies import used
-from tests.ngram_pool.test_interrupts import interrupted
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
 
 ROOT = Path(__file__).parents[2]
@@ -102,19 +91,6 @@ def test_a_loaded_pool_goes_on_like_the_saved_one(
             check_pool(each)
 
 
-def test_positions_lowered_before_are_kept_as_they_are(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ngram_pool.pool._POSITION_LIMIT", 1500)
-    pool = used_pool()
-    for _ in range(3):
-        pool.observe(TEXT, is_answer=True)
-    pool.save(path)
-    loaded = NGramPool.load(path)
-    check_pool(loaded)
-    assert everything_said_by(loaded) == everything_said_by(pool)
-
-
 def test_what_is_learned_after_loading_is_in_no_file_until_saved(
     path: Path, small_blocks: None
 ) -> None:
@@ -136,44 +112,6 @@ def test_what_is_learned_after_loading_is_in_no_file_until_saved(
     check_pool(other)
 
 
-def test_a_pool_may_be_saved_to_the_file_it_was_loaded_from(path: Path, small_blocks: None) -> None:
-    used_pool().save(path)
-    content = path.read_bytes()
-    NGramPool.load(path).save(path)
-    assert path.read_bytes() == content
-
-
-def test_a_pool_loaded_to_be_read_is_a_layer_and_learns_nothing(
-    path: Path, small_blocks: None
-) -> None:
-    pool = used_pool()
-    pool.save(path)
-    assert not NGramPool.load(path).is_read_only
-    docs = NGramPool.load(path, read_only=True)
-    assert docs.is_read_only
-    assert everything_said_by(docs) == everything_said_by(pool)
-    mine = NGramPool(seed=3)
-    sequences = [mine.open_sequence(layers=[layer]) for layer in (docs, pool.as_read_only())]
-    for end in range(4, 200, 9):
-        drafts = [mine.draft(TEXT[end - 4 : end], 12, sequence=each) for each in sequences]
-        assert len(drafts[0]) == 12
-        assert as_tuple(drafts[0]) == as_tuple(drafts[1])
-    with pytest.raises(ReadOnlyPoolError):
-        docs.observe([1, 2, 3])
-    docs.save(path)
-    assert arrays_of(NGramPool.load(path)) == arrays_of(docs) == arrays_of(pool)
-
-
-def test_any_tool_can_read_the_file(path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors")
-    pool = used_pool()
-    pool.save(path)
-    with safetensors.safe_open(path, framework="numpy") as file:
-        found = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
-        assert file.metadata()["tokenizer"] == "tokenizer A"
-    assert found == arrays_of(pool)
-
-
 def test_a_file_is_for_its_owner_alone_and_its_folder_is_made(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "my.pool"
     used_pool().save(path)
@@ -182,68 +120,12 @@ def test_a_file_is_for_its_owner_alone_and_its_folder_is_made(tmp_path: Path) ->
     assert [*path.parent.iterdir()] == [path]
 
 
-def test_a_link_is_followed(tmp_path: Path) -> None:
-    path, link = tmp_path / "folder" / "my.pool", tmp_path / "link"
-    used_pool().save(path)
-    link.symlink_to(path)
-    used_pool(num_tokens=7).save(link)
-    assert link.is_symlink()
-    assert len(NGramPool.load(path)) == 7
-
-
-def test_a_copy_of_a_loaded_pool_is_independent(path: Path, small_blocks: None) -> None:
-    used_pool().save(path)
-    loaded = NGramPool.load(path)
-    copied = copy.deepcopy(loaded)
-    copied.observe(TEXT)
-    assert arrays_of(loaded) == arrays_of(NGramPool.load(path)) != arrays_of(copied)
-
-
 def test_a_pool_in_use_is_saved_whole(path: Path) -> None:
     pool = NGramPool(2000)
     with used(pool, SuccessorTable(1000)):
         for _ in range(10):
             pool.save(path)
             check_pool(NGramPool.load(path))
-
-
-def stored_and_written(pool: NGramPool, line: int) -> tuple[files.StoredPool, bool]:
-    """Copy a pool for a file, and write to it at a line; tell whether there is such a line."""
-    num_lines = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal num_lines
-        if Path(frame.f_code.co_filename).parent.name != "ngram_pool":
-            return None
-        num_lines += event == "line"
-        if num_lines > line:
-            sys.settrace(None)
-            pool.observe(TEXT, is_answer=True)
-            pool.harvest([[9, t] for t in range(99)], [[t] for t in range(99)], [[0.5]] * 99)
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        return pool._stored(), num_lines > line
-    finally:
-        sys.settrace(before)
-
-
-# Text is overwritten, or the arrays grow.
-@pytest.mark.parametrize("capacity", thinned([500, 10_000], 500))
-def test_a_handler_that_writes_while_a_pool_is_copied_tears_nothing(capacity: int) -> None:
-    """A signal handler of the same thread may write wherever it interrupts."""
-    for line in itertools.count():
-        pool = used_pool(capacity)
-        pool.observe(TEXT * 3, is_answer=True)
-        stored, has_line = stored_and_written(pool, line)
-        files._check_content(stored)
-        entries = files._entries({name: stored.arrays[name].shape for name in files._DTYPES})
-        assert files._shapes(entries, *stored[:4])
-        if not has_line:
-            break
-    assert line > 20
 
 
 # --- whose it is ----------------------------------------------------------------------------
@@ -275,26 +157,6 @@ def test_what_another_model_found_likely_is_left_out_and_said(path: Path) -> Non
     for name in found:
         is_of_text = name in ("text", "links", "heads", "sequence")
         assert found[name] == (saved if is_of_text else fresh)[name]
-
-
-def test_a_pool_of_unknown_origin_becomes_that_of_its_user(path: Path) -> None:
-    NGramPool().save(path)
-    loaded = NGramPool.load(path, tokenizer="T", model="M")
-    assert (loaded.tokenizer, loaded.model) == ("T", "M")
-
-
-def test_fingerprints_are_strings_of_some_length(path: Path) -> None:
-    pool = NGramPool(10)
-    pool.tokenizer = 5  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="expected the fingerprint 'tokenizer' to be a string"):
-        pool.save(path)
-    pool.tokenizer, pool.model = "", "x" * 1001
-    with pytest.raises(ValueError, match="'model' to have at most 1000 characters, got 1001"):
-        pool.save(path)
-    assert not path.exists()
-    pool.model = '"crc32.header":"\\\n\0\ud800' * 50  # whatever it has
-    pool.save(path)
-    assert NGramPool.load(path).model == pool.model
 
 
 # --- damage ---------------------------------------------------------------------------------
@@ -340,25 +202,16 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-def test_forging_alone_changes_nothing(content: bytes) -> None:
-    assert forged(content, lambda header, arrays: None) == content
-
-
 def no_bytes_of_tensors(text: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
 FOREIGN: dict[str, bytes | None] = {
     "nothing": b"",
-    "seven bytes": b"1234567",
     "text": b"To be, or not to be, that is the question" * 9,
     "zip": b"PK\x03\x04" + bytes(1000),
-    "zeros": bytes(1000),
-    "ones": b"\xff" * 1000,
     "a long header": (2**20 + 1).to_bytes(8, "little") + bytes(2**20 + 1),
     "a table": no_bytes_of_tensors(b'{"__metadata__":{"lade_table":"{}"}}'),
-    "an empty header": no_bytes_of_tensors(b"{}"),
-    "no header": no_bytes_of_tensors(b""),
     "its name alone": sealed(b'{"__metadata__":{"crc32.header":"00000000"}}'),
     "metadata elsewhere": sealed(b'["crc32.header","crc32.header":"00000000"]'),
 }
@@ -381,6 +234,35 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     for path in ("/dev/zero", tmp_path / "pipe"):
         with pytest.raises(PoolFileError, match="expected a file"):
             NGramPool.load(path)
+
+
+def corrupted(content: bytes, rng: random.Random) -> bytes:
+    """Damage a file as disks, copies and transfers do, half of the time in its small header."""
+    data = bytearray(content)
+    end = rng.choice([len(data), 8 + int.from_bytes(data[:8], "little")])
+    at, length = rng.randrange(end), rng.choice([1, 8, 512])
+    kind, other = rng.randrange(5), rng.randrange(len(data))
+    if kind == 0:
+        data[at] ^= 1 << rng.randrange(8)
+    elif kind < 4:  # noise, zeros, or a block in another's place
+        size = len(data[at : at + length])
+        data[at : at + size] = (rng.randbytes(size), bytes(size), data[other : other + size])[
+            kind - 1
+        ]
+    else:
+        del data[at : at + length]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("num", [300, pytest.param(3000, marks=pytest.mark.exhaustive)])
+def test_no_corruption_goes_unnoticed(content: bytes, path: Path, num: int) -> None:
+    rng = random.Random(num)
+    for _ in range(num):
+        damaged = corrupted(content, rng)
+        if damaged != content:
+            path.write_bytes(damaged)
+            with pytest.raises(PoolFileError):
+                NGramPool.load(path)
 
 
 def put(name: str, value: Any) -> Callable[[Header, Arrays], None]:
@@ -419,25 +301,16 @@ def replace(value: Any) -> Callable[[Header, Arrays], None]:
 # tokens and rows, the next position 900, N = 4, 256 buckets and 256 harvested rows or so.
 HOSTILE: dict[str, tuple[Callable[[Header, Arrays], None], str]] = {
     "newer": (put("version", "2"), r"it has format 2, of a newer version of lade \('.*'\); this"),
-    "older": (put("version", "0"), "header: expected version from 1"),
     "another format": (put("format", "ngrams"), "expected a file that NGramPool.save wrote"),
     "more metadata": (put("more", ""), "header: expected the strings .* as metadata, got others"),
-    "a fingerprint of numbers": (put("tokenizer", 5), "header: expected the strings"),
     "no metadata": (replace([]), "expected a file that NGramPool.save wrote, got another"),
-    "no capacity": (put("capacity_tokens", ""), "expected capacity_tokens from 1 to .*, got ''"),
     "capacity 0": (put("capacity_tokens", "0"), "expected capacity_tokens from 1"),
-    "capacity -1": (put("capacity_tokens", "-1"), "expected capacity_tokens from 1"),
-    "capacity 5e2": (put("capacity_tokens", "5e2"), "expected capacity_tokens from 1"),
-    "other digits": (put("capacity_tokens", "\u0665\u0660"), "expected capacity_tokens from 1"),
     "capacity 10**9000": (put("capacity_tokens", "1" + "0" * 9000), "expected capacity_tokens"),
-    "capacity 2**31": (put("capacity_tokens", str(2**31)), "expected capacity_tokens from 1"),
     "capacity 2**30": (put("capacity_tokens", str(2**30)), "part 'text': expected rows for 900"),
     "capacity too small": (put("capacity_tokens", "499"), "part 'text': expected rows"),
     "N 5": (put("max_ngram_size", "5"), r"part 'links': expected {.*\[500, 5\].*, got {.*500, 4"),
-    "N 0": (put("max_ngram_size", "0"), "expected max_ngram_size from 1"),
     "position -1": (put("num_observed", "-1"), "expected num_observed from 0"),
     "position 899": (put("num_observed", "899"), "part 'text', row [0-9]+: expected token ids and"),
-    "position 2**31": (put("num_observed", str(2**31)), "expected num_observed from 0"),
     "seed": (put("hash_seed", str(2**60)), "expected hash_seed from 0"),
     "an array less": (drop("links"), "part 'links': expected .*, got None"),
     "an array more": (
@@ -445,40 +318,22 @@ HOSTILE: dict[str, tuple[Callable[[Header, Arrays], None], str]] = {
         r"header: expected no other parts, got \['more'\]",
     ),
     "no shape": (say("text", shape=[]), "part 'text': expected a number from 1"),
-    "a shape of floats": (say("text", shape=[500.0, 3]), "part 'text': expected a number from 1"),
     "a true shape": (say("text", shape=[True, 3]), "part 'text': expected a number from 1"),
-    "a true column": (say("sequence", shape=[3.0]), "part 'sequence': expected"),
-    "no rows": (say("text", shape=[0, 3]), "part 'text': expected a number from 1"),
-    "rows -1": (say("text", shape=[-1, 3]), "part 'text': expected a number from 1"),
     "rows 2**62": (say("text", shape=[2**62, 3]), "part 'text': expected rows"),
     "buckets 3": (say("heads", shape=[4, 3]), "part 'heads': expected a power of two from 1"),
-    "contexts 3": (say("harvested.keys", shape=[3]), "'harvested.keys': expected a power of two"),
     "contexts 4": (say("harvested.keys", shape=[4]), "expected a power of two from 8"),
     "another dtype": (say("text", dtype="F32"), "part 'text': expected {'dtype': 'I32'"),
     "offsets": (say("text", data_offsets=[0, 6000]), "part 'text': expected .* got .*6000"),
-    "offsets 2**63": (say("links", data_offsets=[2**63, 2**64]), "part 'links': expected"),
-    "more of an array": (say("weights", more=1), "part 'weights': expected"),
     "a token -2": (fill("text", (3, 0), -2), "part 'text', row 3: expected token ids and"),
-    "before itself": (fill("text", (3, 1), 503), "part 'text', row [23]"),
     "after itself": (fill("text", (3, 2), 503), "part 'text', row [23]"),
-    "after all": (fill("text", (3, 2), 2**31 - 1), "part 'text', row 3"),
-    "before all": (fill("text", (3, 1), -(2**31)), "part 'text', row [23]"),
-    "next that is not": (fill("text", (3, 2), 899), "part 'text', row 3"),
-    "a link to itself": (fill("links", (3, 1), 503), "part 'links', row 3"),
     "a link below": (fill("links", (3, 0), -2), "part 'links', row 3"),
-    "a head above": (fill("heads", (2, 7), 900), "part 'heads', row 2"),
     "a head below": (fill("heads", (2, 7), -2), "part 'heads', row 2"),
     "a tail above": (fill("sequence", 0, 900), "part 'sequence': expected positions, got .900,"),
     "a tail in the middle": (fill("sequence", 0, 600), "part 'sequence'"),
-    "a tail below": (fill("sequence", 0, -2), "part 'sequence'"),
     "an answer before its prompt": (fill("sequence", slice(1, 3), [9, 3]), "part 'sequence'"),
     "weights of nan": (fill("weights", (0, 0), np.nan), "part 'weights': expected values from"),
-    "weights of inf": (fill("weights", (0, 0), -np.inf), "part 'weights': expected values from"),
-    "weights too large": (fill("weights", (0, 0), 1e200), "part 'weights': expected values from"),
     "counts of nan": (fill("unigrams.counts", 9, np.nan), "part 'unigrams.counts': expected"),
-    "counts below 0": (fill("unigrams.counts", 9, -0.5), "part 'unigrams.counts': expected"),
     "a unigram -2": (fill("unigrams.token_ids", 9, -2), "part 'unigrams.token_ids': expected"),
-    "a key -2": (fill("harvested.keys", 9, -2), "part 'harvested.keys': expected values from -1"),
     "a key 2**63": (fill("harvested.keys", 9, 2**63 - 1), "part 'harvested.keys': expected"),
     "a successor -2": (fill("harvested.token_ids", (9, 0), -2), "'harvested.token_ids': expected"),
     "put -1 times": (fill("harvested.counts", 9, -1), "part 'harvested.counts': expected"),
@@ -528,262 +383,7 @@ def test_a_file_cut_anywhere_is_refused_with_its_sizes(
         NGramPool.load(path)
 
 
-def test_every_byte_of_the_header_is_held_against_its_checksum(content: bytes, path: Path) -> None:
-    rng, damaged = random.Random(0), bytearray(content)
-    for at in range(8 + int.from_bytes(content[:8], "little")):
-        damaged[at] ^= 1 << rng.randrange(8)
-        path.write_bytes(damaged)
-        with pytest.raises(PoolFileError):
-            NGramPool.load(path)
-        damaged[at] = content[at]
-
-
-def test_a_damaged_block_is_named(path: Path, small_blocks: None) -> None:
-    used_pool().save(path)
-    content = path.read_bytes()
-    begin = 8 + int.from_bytes(content[:8], "little")
-    start = begin + json.loads(content[8:begin])["links"]["data_offsets"][0] + 256
-    damaged = bytearray(content)
-    damaged[start + 9] ^= 16
-    path.write_bytes(damaged)
-    expected = f"part 'links', bytes {start} to {start + 256}: it does not match its checksum"
-    with pytest.raises(PoolFileError, match=expected):
-        NGramPool.load(path)
-
-
-def corrupted(content: bytes, rng: random.Random) -> bytes:
-    """Damage a file as disks, copies and transfers do."""
-    data = bytearray(content)
-    # Half of the places in the header, though it is small.
-    end = rng.choice([len(data), 8 + int.from_bytes(data[:8], "little")])
-    at, length = rng.randrange(end), rng.choice([1, 2, 8, 512, 4096])
-    kind = rng.randrange(8)
-    if kind == 0:
-        data[at] ^= 1 << rng.randrange(8)
-    elif kind == 1:
-        for _ in range(length):
-            data[rng.randrange(end)] ^= 1 << rng.randrange(8)
-    elif kind == 2:
-        data[at : at + length] = rng.randbytes(len(data[at : at + length]))
-    elif kind == 3:
-        data[at : at + length] = bytes(len(data[at : at + length]))
-    elif kind == 4:
-        del data[at : at + length]
-    elif kind == 5:
-        data[at:at] = rng.randbytes(length)
-    elif kind == 6:  # a block in another's place
-        other = rng.randrange(len(data))
-        data[at : at + length] = data[other : other + len(data[at : at + length])]
-    else:
-        del data[at:]
-    return bytes(data)
-
-
-@pytest.mark.parametrize("num", [300, pytest.param(3000, marks=pytest.mark.exhaustive)])
-def test_no_corruption_goes_unnoticed(content: bytes, path: Path, num: int) -> None:
-    rng, num_changed = random.Random(num), 0
-    for _ in range(num):
-        damaged = corrupted(content, rng)
-        if damaged == content:
-            continue
-        num_changed += 1
-        path.write_bytes(damaged)
-        with pytest.raises(PoolFileError):
-            NGramPool.load(path)
-    assert num_changed > 0.9 * num
-
-
-def noise(array: NDArray[Any], rng: np.random.Generator, most: int) -> None:
-    """Overwrite some items, or all, by values of any size, or by such as positions have."""
-    flat = array.reshape(-1)
-    num = int(rng.choice([1, 3, len(flat)]))
-    info = np.iinfo(array.dtype)
-    low, high = (info.min, info.max) if rng.random() < 0.5 else (max(-2, info.min), most + 2)
-    places = rng.integers(0, len(flat), num)
-    flat[places] = rng.integers(low, high, num, array.dtype, endpoint=True)
-
-
-def forge_at_random(rng: np.random.Generator, header: Header, arrays: Arrays) -> None:
-    for name in rng.choice([*arrays], int(rng.integers(1, 4)), replace=False).tolist():
-        if arrays[name].dtype != np.float64:
-            noise(arrays[name], rng, 900)
-        else:
-            place = rng.integers(arrays[name].size)
-            arrays[name].reshape(-1)[place] = rng.choice([np.nan, np.inf, -1.0, 1e300, 5.0, 1e6])
-    if rng.random() < 0.3:
-        name = str(rng.choice(["max_ngram_size", "capacity_tokens", "num_observed", "hash_seed"]))
-        header["__metadata__"][name] = str(rng.choice([0, 1, 5, 499, 501, 899, 901, 2**31 - 1]))
-    if rng.random() < 0.3:
-        name = str(rng.choice([*arrays]))
-        header[name]["shape"][0] = int(rng.choice([0, 1, 7, 64, 128, 499, 501, 2**40]))
-
-
-def use(pool: NGramPool, layers: Sequence[NGramPool] = ()) -> None:
-    """Do all that can be done with a pool; what it says must be a draft."""
-    sequence = pool.open_sequence(layers=layers)
-    for start in (0, 40, 80):
-        context = TEXT[start : start + 9]
-        draft = pool.draft(context, 30, sequence=sequence)
-        assert ((draft.probs >= 0) & (draft.probs <= 1)).all()
-        sampled = pool.sample(context, 30, np.random.default_rng(start), 4, 0)
-        assert np.isfinite(sampled.probs).all()
-        pool.observe(TEXT[start : start + 20], sequence, is_answer=start > 0)
-        pool.observe(TEXT[start : start + 5])
-        pool.harvest(*KNOWN)
-        pool.explore(10, sequence=sequence)
-        other = pool.open_sequence(layers=layers)
-        texts, lengths = [TEXT[start : start + 20], TEXT[start + 20 : start + 40]], [20, 12]
-        chains = pool.draft_chains(texts, lengths, 6, [sequence, other], num_new=[3, 12])
-        assert (chains.lengths <= 6).all()
-        copy.copy(pool).observe(TEXT[:10])
-        NGramPool().merge(pool.delta())
-
-
-@pytest.mark.parametrize("num", [300, pytest.param(3000, marks=pytest.mark.exhaustive)])
-def test_what_is_forged_is_refused_or_serves(content: bytes, path: Path, num: int) -> None:
-    num_refused = 0
-    for seed in range(num):
-        rng = np.random.default_rng([num, seed])
-        path.write_bytes(forged(content, partial(forge_at_random, rng)))
-        try:
-            pool = NGramPool.load(path)
-        except PoolFileError:
-            num_refused += 1
-            continue
-        use(pool)
-        draft = pool.draft(TEXT[:9], 50)
-        assert (draft.token_ids >= 0).all()
-        next_position = pool._counts.item(_kernels.NEXT_POSITION)
-        assert _kernels.find_unsound(*pool._held, next_position) == (-1, -1)
-    assert 0.2 * num < num_refused < num
-
-
-# Whatever passes the checks of a file or slips in beside them: kernels stay within the arrays and
-# end. In a process of its own, because Numba's cache does not tell code with checks from other
-# code, and because an endless loop in a kernel cannot be interrupted.
-ON_NOISE = """
-import sys
-import numpy as np
-from ngram_pool import NGramPool, _kernels
-from tests.ngram_pool.test_files import TEXT, noise, use
-
-try:  # whether anything is checked at all
-    few = np.zeros((5, 1), np.int64)
-    _kernels.read_context(few, 7, few[0], few[1])
-except IndexError:
-    print("checked", end=" ")
-
-def noisy_pool(rng, is_read_only):
-    capacity, max_ngram_size = int(rng.choice([1, 2, 7, 64, 100])), int(rng.integers(1, 6))
-    pool = NGramPool(capacity, max_ngram_size)
-    pool.observe(TEXT[:int(rng.integers(0, 200))])
-    pool = pool.as_read_only() if is_read_only else pool
-    for array in (*pool._held, *pool._harvested.held[:4]):
-        if rng.random() < 0.7:
-            noise(array, rng, 200)
-    return pool
-
-for seed in range(int(sys.argv[1])):
-    rng = np.random.default_rng(seed)
-    use(noisy_pool(rng, False), [noisy_pool(rng, True)] * int(rng.integers(0, 3)))
-print("ended")
-"""
-
-
-@pytest.mark.parametrize(
-    ("variable", "num"),
-    [
-        ("NUMBA_DISABLE_JIT", 2),  # numpy checks every index
-        pytest.param("NUMBA_DISABLE_JIT", 6, marks=pytest.mark.exhaustive),
-        pytest.param("NUMBA_DISABLE_JIT", 40, marks=pytest.mark.exhaustive),
-        pytest.param("NUMBA_BOUNDSCHECK", 2000, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_kernels_stay_within_arrays_and_end_whatever_these_hold(
-    tmp_path: Path, variable: str, num: int
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::RuntimeWarning", "-c", ON_NOISE, str(num)],
-        env={
-            **os.environ,
-            variable: "1",
-            "NUMBA_CACHE_DIR": str(tmp_path),
-            "PYTHONPATH": str(ROOT),
-        },
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.stdout == "checked ended\n", done.stderr[-3000:]
-
-
 # --- files that change under a pool ----------------------------------------------------------
-
-# In a process of its own, which a signal could end; with arrays of 16 MiB and more, compiled.
-CHANGED_IN_PLACE = """
-import sys
-import numpy as np
-from pathlib import Path
-from ngram_pool import NGramPool, PoolStore
-from tests.ngram_pool.test_pool import as_tuple
-
-path = Path(sys.argv[1])
-text = np.random.default_rng(0).integers(0, 9, 2**16).tolist()
-learned = NGramPool(2**16, max_ngram_size=64, seed=7)
-learned.observe(text)
-
-def drafts(pool, sequence):
-    contexts = [text[i : i + 9] for i in range(0, 2**16, 300)]
-    return [as_tuple(pool.draft(each, 12, sequence=sequence)) for each in contexts]
-
-def compare(pool, sequence=0):
-    before = drafts(pool, sequence)
-    assert all(tree for tree, *_ in before)
-    size = 100 if is_shortened else path.stat().st_size
-    with open(path, "r+b") as file:
-        file.write(b"?" * size)
-        file.truncate(size)
-    assert drafts(pool, sequence) == before
-    print("drafted", flush=True)
-
-for is_shortened in (True, False):
-    for is_read_only in (True, False):
-        learned.save(path)
-        compare(NGramPool.load(path, read_only=is_read_only))
-    learned.save(path)
-    mine = NGramPool()
-    compare(mine, mine.open_sequence(layers=[NGramPool.load(path, read_only=True)]))
-    learned.save(path)
-    with PoolStore(path.parent) as store, store.open(path.stem) as pool:
-        compare(pool)
-"""
-
-
-@pytest.mark.exhaustive
-def test_pools_go_on_when_their_file_is_changed_in_place(path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CHANGED_IN_PLACE, str(path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert (done.returncode, done.stdout) == (0, "drafted\n" * 8), done.stderr[-3000:]
-
-
-def test_a_file_cut_while_it_is_read_is_refused(
-    path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used_pool(10_000).save(path)  # more than Python reads ahead
-    parsed = files._parsed
-
-    def cut(begin: bytes) -> dict[str, Any]:
-        os.truncate(path, len(begin) + 10_000)
-        return parsed(begin)
-
-    monkeypatch.setattr(files, "_parsed", cut)
-    with pytest.raises(PoolFileError, match="arrays: the file ends at byte"):
-        NGramPool.load(path)
 
 
 # --- interruptions --------------------------------------------------------------------------
@@ -866,32 +466,6 @@ def test_a_save_that_fails_anywhere_leaves_one_file_whole(
         assert [*path.parent.iterdir()] == [path]
 
 
-# Between `open` and `with`, the file is closed without our doing.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_save_interrupted_at_any_line_leaves_one_file_whole(
-    old_and_new: tuple[bytes, bytes], path: Path
-) -> None:
-    (old, new), pool, line = old_and_new, used_pool(num_tokens=50), 0
-    seen = []
-    while interrupted(lambda: pool.save(path), line):
-        assert [*path.parent.iterdir()] == [path]
-        seen.append(path.read_bytes())
-        path.write_bytes(old)
-        line += 1
-    num_old = seen.count(old)
-    assert seen == [old] * num_old + [new] * (line - num_old)
-    assert 100 < num_old < line
-
-
-def test_short_writes_are_gone_on_with(
-    old_and_new: tuple[bytes, bytes], path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:1000]))
-    used_pool(num_tokens=50).save(path)
-    assert path.read_bytes() == old_and_new[1]
-
-
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 may_fork = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -941,24 +515,6 @@ def test_files_of_killed_saves_are_swept_by_the_next_one_and_no_others(path: Pat
         assert {*folder.iterdir()} == {path, held, begun, other, unrelated}
     used_pool().save(path)
     assert {*folder.iterdir()} == {path, begun, other, unrelated}
-
-
-@pytest.mark.parametrize("lacks", ["a system", "a file system"])
-def test_where_nothing_can_be_locked_only_old_files_are_swept(
-    path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    without = None if lacks == "a system" else SimpleNamespace(LOCK_EX=2, LOCK_NB=4, flock=refuse)
-    monkeypatch.setattr(writing, "fcntl", without)
-    recent, old = (path.parent / f"my.making-{str(i) * 16}" for i in range(2))
-    for each in (recent, old):
-        each.write_bytes(b"half")
-    long_ago = time.time() - 25 * 60 * 60
-    os.utime(old, (long_ago, long_ago))
-    used_pool().save(path)
-    assert {*path.parent.iterdir()} == {path, recent}
 
 
 def test_names_that_look_like_patterns_sweep_nothing_else(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 from ngram_pool import NGramPool, SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.grids import thinned
-from tests.ngram_pool.test_pool import JIT_IS_OFF, noisy_text
-from tests.oracle import check_tree
+from tests.ngram_pool.test_pool import noisy_text
 
 
 def pool_of(text: list[int]) -> NGramPool:
@@ -24,57 +23,6 @@ def as_tuple(draft: SampledDraft) -> tuple[Any, ...]:
         *(draft.token_ids.tolist(), draft.parents.tolist(), draft.depths.tolist()),
         *(draft.probs.tolist(), draft.support_token_ids.tolist(), draft.support_probs.tolist()),
     )
-
-
-@pytest.mark.parametrize("max_draft_tokens", [1, 5, 33, 200])
-@pytest.mark.parametrize("max_candidates", [1, 3, None])
-def test_a_sampled_draft_is_a_tree_of_possible_tokens(
-    max_draft_tokens: int, max_candidates: int | None
-) -> None:
-    text = noisy_text(3000)
-    pool = pool_of(text)
-    rng = np.random.default_rng(0)
-    for end in range(2000, 2100, 10 if JIT_IS_OFF else 1):
-        draft = pool.sample(text[end - 8 : end], max_draft_tokens, rng, max_candidates)
-        check_tree(draft, max_draft_tokens, max_candidates)
-        assert 0 < draft.probs.min() <= draft.probs.max() <= 1
-        dense = draft.dense_probs(vocab_size=60)
-        assert dense.min() >= 0
-        np.testing.assert_allclose(dense.sum(1), 1.0, rtol=1e-12)
-        assert (dense[np.arange(len(draft)), draft.token_ids] > 0).all()
-
-
-def test_later_siblings_are_drawn_from_what_the_earlier_ones_left() -> None:
-    text = noisy_text(3000, alphabet=12)
-    pool = pool_of(text)
-    rng = np.random.default_rng(0)
-    num_later = 0
-    for end in range(2000, 2100):
-        draft = pool.sample(text[end - 3 : end], 30, rng)
-        dense = draft.dense_probs(vocab_size=12)
-        left: dict[int, Any] = {}
-        for node, (token_id, parent) in enumerate(
-            zip(draft.token_ids.tolist(), draft.parents.tolist(), strict=True)
-        ):
-            if parent in left:
-                np.testing.assert_allclose(dense[node], left[parent] / left[parent].sum())
-                num_later += 1
-            left[parent] = dense[node].copy()
-            left[parent][token_id] = 0.0
-    assert num_later > 500
-
-
-def test_drawn_from_are_the_probabilities_that_draft_goes_by() -> None:
-    text = noisy_text(3000, alphabet=12)
-    pool = pool_of(text)
-    rng = np.random.default_rng(0)
-    for end in range(2000, 2050):
-        whole = pool.draft(text[end - 3 : end], max_draft_tokens=60)
-        at_root = whole.parents == -1
-        (sampled,) = pool.sample(text[end - 3 : end], 1, rng).dense_probs(vocab_size=12)
-        known = np.zeros(12)
-        known[whole.token_ids[at_root]] = whole.probs[at_root]
-        np.testing.assert_allclose(sampled[known > 0] / known[known > 0], 1 / known.sum())
 
 
 def test_equal_generators_give_equal_drafts_and_smaller_ones_are_their_beginnings() -> None:
@@ -91,16 +39,6 @@ def test_equal_generators_give_equal_drafts_and_smaller_ones_are_their_beginning
     assert len(seen) > 25
 
 
-@pytest.mark.parametrize("context", [[], [99], [1, 2]])
-def test_a_generator_gives_as_many_uniforms_whatever_is_found(context: list[int]) -> None:
-    pool = pool_of([1, 2] * 10)
-    rng, expected = np.random.default_rng(3), np.random.default_rng(3)
-    assert len(pool.sample(context, 9, rng)) == (9 if context == [1, 2] else 0)
-    expected.random(9)
-    assert rng.random() == expected.random()
-
-
-@pytest.mark.skipif(JIT_IS_OFF, reason="thousands of drafts; the state machine covers the code")
 @pytest.mark.parametrize("max_candidates", thinned([None, 2], 2))
 def test_places_depend_on_earlier_tokens_only_and_tokens_come_as_often_as_stated(
     max_candidates: int | None,
@@ -127,23 +65,11 @@ def test_places_depend_on_earlier_tokens_only_and_tokens_come_as_often_as_stated
         assert p_value(counts, places[history][2]) > FALSE_ALARM
 
 
-def test_what_a_unanimous_context_goes_on_with_is_drawn_for_certain() -> None:
-    draft = pool_of([1, 2, 3, 4, 5]).sample([1], 10, np.random.default_rng(0))
-    assert draft.candidates() == [[2, 3, 4, 5]]
-    assert draft.support_probs.max(axis=1).tolist() == [1.0] * 4
-
-
 def test_a_vocabulary_too_small_for_the_support_raises() -> None:
     draft = pool_of([1, 2, 7]).sample([2], 1, np.random.default_rng(0))
     assert draft.dense_probs(8).tolist() == [[0.0] * 7 + [1.0]]
     with pytest.raises(ValueError, match="expected vocab_size of at least 8, got 7"):
         draft.dense_probs(7)
-
-
-def test_an_empty_draft_has_no_distributions() -> None:
-    draft = NGramPool().sample([1], 4, np.random.default_rng(0))
-    assert len(draft) == len(SampledDraft.empty().first(3)) == 0
-    assert draft.dense_probs(10).shape == (0, 10)
 
 
 def test_arguments_are_checked_before_anything_is_drawn() -> None:

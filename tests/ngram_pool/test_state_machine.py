@@ -1,6 +1,7 @@
-"""The pool against the oracle, over any interleaving of operations."""
+"""The pool against the oracle, over any interleaving of operations; then with files, too."""
 
 import copy
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,6 @@ def as_arguments(known: list[tuple[int, int, list[tuple[int, float]]]]) -> tuple
     return pairs, ids.reshape(-1, 3), probs.reshape(-1, 3)
 
 
-def saved_and_loaded(pool: NGramPool, read_only: bool = False) -> NGramPool:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "my.pool"
-        pool.save(path)
-        return NGramPool.load(path, read_only=read_only)
-
-
 class PoolMachine(RuleBasedStateMachine):
     sequences: Bundle[int] = Bundle("sequences")
     layers: Bundle[tuple[NGramPool, OraclePool]] = Bundle("layers")
@@ -100,19 +94,6 @@ class PoolMachine(RuleBasedStateMachine):
         pool.harvest(*as_arguments(known))
         oracle.harvested.put(*(array.tolist() for array in as_arguments(known)))
         return pool.as_read_only(), oracle
-
-    @rule(target=layers)
-    def freeze(self) -> tuple[NGramPool, OraclePool]:
-        return self.pool.as_read_only(), copy.deepcopy(self.oracle)
-
-    @rule(target=layers)
-    def load_layer(self) -> tuple[NGramPool, OraclePool]:
-        return saved_and_loaded(self.pool, read_only=True), copy.deepcopy(self.oracle)
-
-    @precondition(lambda self: self.pool.num_open_sequences == 0)
-    @rule()
-    def save_and_load(self) -> None:
-        self.pool = saved_and_loaded(self.pool)
 
     @rule(target=sequences, has_prewarmed=st.booleans(), layers=st.lists(layers, max_size=6))
     def open_sequence(self, has_prewarmed: bool, layers: Any) -> int:
@@ -234,3 +215,83 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(stateful_step_count=40, deadline=None)
 test_pool_equals_oracle = pytest.mark.usefixtures("small_limits")(PoolMachine.TestCase)
+
+
+class LivingPoolMachine(PoolMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.saved: OraclePool | None = None
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.folder)
+
+    @rule(token_ids=st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    def forget(self, token_ids: list[int]) -> None:
+        assert self.pool.forget(token_ids) == self.oracle.forget(token_ids)
+
+    @rule(other=PoolMachine.layers)
+    def merge(self, other: Any) -> None:
+        pool, oracle = other
+        self.pool.merge(pool)
+        self.oracle.merge(oracle)
+
+    @rule(target=PoolMachine.layers)
+    def freeze(self) -> tuple[NGramPool, OraclePool]:
+        return self.pool.as_read_only(), copy.deepcopy(self.oracle)
+
+    @rule()
+    def save(self) -> None:
+        self.pool.save(self.folder / "saved.pool")
+        self.saved = copy.deepcopy(self.oracle)
+
+    @precondition(lambda self: self.saved is not None)
+    @rule()
+    def go_on_with_what_was_saved(self) -> None:
+        """Load the file, and open every sequence in it that is open now, under its handle."""
+        loaded = NGramPool.load(self.folder / "saved.pool")
+        assert self.saved is not None
+        oracle = copy.deepcopy(self.saved)
+        for handle in [*oracle.open]:
+            if handle not in (0, None):
+                del oracle.open[handle]
+        for handle in [*self.oracle.open]:
+            if handle:
+                opened = self.pool._sequences[handle]
+                loaded._num_opened = handle
+                loaded.open_sequence(opened.prewarmed, opened.layers)
+                prior, layers = self.oracle.priors[handle], self.oracle.layers[handle]
+                oracle.open_sequence(handle, prior, layers)
+        loaded._num_opened = self.pool._num_opened
+        self.pool, self.oracle = loaded, oracle
+
+    @precondition(lambda self: self.saved is not None)
+    @rule(target=PoolMachine.layers)
+    def read_what_was_saved(self) -> Any:
+        layer = NGramPool.load(self.folder / "saved.pool", read_only=True)
+        return layer, copy.deepcopy(self.saved)
+
+    @precondition(lambda self: hasattr(self, "pool"))
+    @invariant()
+    def the_text_is_the_same(self) -> None:
+        assert [text.tolist() for text in self.pool.texts()] == self.oracle.texts()
+
+
+LivingPoolMachine.TestCase.settings = settings(stateful_step_count=40, deadline=None)
+test_living_pool_equals_oracle = pytest.mark.exhaustive(
+    pytest.mark.usefixtures("small_limits")(LivingPoolMachine.TestCase)
+)
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_a_layer_of_shorter_ngrams_is_found_after_longer_ones() -> None:
+    state = LivingPoolMachine()
+    state.start(capacity=25, max_ngram_size=4, known=[], seed=10_000)
+    state.observe(is_answer=False, sequence=0, token_ids=[0, 0, 3, 1])
+    layer = state.make_layer(
+        capacity=34, known=[], max_ngram_size=1, seed=0, texts=[[0, 2, 0, 3, 0]]
+    )
+    sequence = state.open_sequence(has_prewarmed=False, layers=[layer])
+    for context in ([0, 2, 0, 3], [2, 0, 3], [0, 3], [3]):
+        state.draft(context=context, max_draft_tokens=8, max_candidates=None, sequence=sequence)
+    state.teardown()

@@ -81,14 +81,13 @@ def damage(use: Use, before: dict[str, Any]) -> list[str]:
 
 
 def damage_of_pool(pool: NGramPool) -> list[str]:
-    found = []
     if not is_free(pool._lock):
-        return [*found, "the lock of the pool is taken"]
+        return ["the lock of the pool is taken"]
     try:
         check_pool(pool)
     except AssertionError as error:
-        found.append(f"the pool is not sound: {error!r}")
-    return found
+        return [f"the pool is not sound: {error!r}"]
+    return []
 
 
 def answers(use: Use) -> list[str]:

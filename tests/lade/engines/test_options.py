@@ -1,12 +1,14 @@
-"""Options of a pool inside of an engine: what is refused, and where they come from."""
+"""Options of a pool inside of an engine, and what its workers are asked from outside."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lade.engines.extension import PoolExtension
 from lade.engines.options import PoolOptions
-from lade.engines.vllm import options_from
+from lade.engines.vllm import PoolProposer, options_from
+from tests.lade.engines.fake_engine import config
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,7 @@ from lade.engines.vllm import options_from
         ({"prewarmed": ["a"]}, TypeError, "prewarmed"),
         ({"seed": -1}, ValueError, "seed"),
         ({"seed": 1.0}, TypeError, "seed"),
+        ({"seed": None}, TypeError, "seed"),
         ({"salts": ["a"]}, ValueError, "expected options among sharing, .*, got 'salts'"),
     ],
 )
@@ -41,8 +44,25 @@ def test_without_options_there_are_defaults(additional: Any) -> None:
 
 
 def test_options_are_those_under_the_name_of_lade() -> None:
-    config = SimpleNamespace(additional_config={"lade": {"sharing": "all", "seed": 5}, "x": 1})
-    assert options_from(config) == PoolOptions(sharing="all", seed=5)
-    config.additional_config["lade"] = [1]
+    given = SimpleNamespace(additional_config={"lade": {"sharing": "all", "seed": 5}, "x": 1})
+    assert options_from(given) == PoolOptions(sharing="all", seed=5)
+    given.additional_config["lade"] = [1]
     with pytest.raises(TypeError, match="additional_config"):
-        options_from(config)
+        options_from(given)
+
+
+class Worker(PoolExtension):
+    def __init__(self, **runner: object) -> None:
+        self.model_runner = SimpleNamespace(**runner)
+
+
+def test_a_worker_tells_what_its_proposer_counted_and_no_other_one() -> None:
+    proposer = PoolProposer(config())
+    stats = Worker(drafter=proposer).lade_stats()
+    assert stats is not None
+    assert stats == proposer.stats()
+    assert stats["failures"] == 0
+    assert Worker().lade_stats() is None
+    assert Worker(drafter=object()).lade_stats() is None
+    # VLLM refuses to add a method that its worker has.
+    assert [name for name in dir(PoolExtension) if not name.startswith("__")] == ["lade_stats"]

@@ -1,5 +1,6 @@
-"""What was forgotten is nowhere, and nothing else is; what is held can be read back."""
+"""Texts as a whole: what is forgotten is nowhere, and a merged pool knows what both knew."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import ngram_pool.pool
-from ngram_pool import NGramPool, ReadOnlyPoolError, _kernels
+from ngram_pool import NGramPool, ReadOnlyPoolError
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import noisy_text
 from tests.oracle import OraclePool
@@ -76,65 +76,6 @@ def test_a_secret_is_in_no_array_afterwards() -> None:
     assert len(pool.draft(SECRET[:2], 30)) == 0
 
 
-def test_nothing_else_is_forgotten() -> None:
-    pool = told(SECRET)
-    assert pool.forget(SECRET) == 2
-    texts = [text.tolist() for text in pool.texts()]
-    assert texts == [OTHER[:100], OTHER[:20], [*OTHER[20:40], 3]]
-    assert pool.forget(SECRET) == 0
-    assert [text.tolist() for text in pool.texts()] == texts
-
-
-def test_tokens_that_other_text_has_stay_there() -> None:
-    pool = told(secret := [1, 2, 3, 4])
-    pool.harvest([[9, 8]], [[2, 1]], [[0.5, 0.1]])
-    num_known = sum(secret == OTHER[i : i + 4] for i in range(100))
-    assert pool.forget(secret) >= 2 + num_known
-    assert all(secret != t[i : i + 4] for t in map(list, pool.texts()) for i in range(len(t)))
-    for context in ([-1, 1], [-1, 2], [1, 2], [2, 3], [3, 4]):  # it could have taught these
-        assert pool._harvested.get(*context) is None
-    assert pool._harvested.get(9, 8)[0].tolist() == [2, 1]  # type: ignore[index]
-    check_pool(pool)
-
-
-def test_the_two_across_an_end_of_it_are_dropped() -> None:
-    pool = NGramPool(100)
-    pool.observe([5, 1, 2, 6])
-    contexts = [[5, 1], [2, 6], [1, 6], [5, 6], [-1, 6]]
-    pool.harvest(contexts, [[7]] * 5, [[0.5]] * 5)
-    pool.forget([1, 2])
-    assert sorted(pool._harvested.contexts().tolist()) == [[-1, 6], [5, 6]]
-
-
-def test_what_is_no_longer_in_the_text_is_forgotten_of_the_harvest() -> None:
-    pool = told(SECRET)
-    pool.observe(np.arange(2000) % 50)
-    assert pool.forget(SECRET) == 0
-    assert places_of(pool, SECRET) == []
-
-
-def test_an_occurrence_runs_along_its_own_sequence_alone() -> None:
-    pool = NGramPool(100)
-    one, two = pool.open_sequence(), pool.open_sequence()
-    for token_id in (1, 2, 3):
-        pool.observe([token_id], one)
-        pool.observe([token_id + 5], two)
-    assert pool.forget([2, 7]) == 0
-    assert pool.forget([2, 3]) == 1
-    assert [text.tolist() for text in pool.texts()] == [[1], [6, 7, 8]]
-    pool.observe([4], one)  # whose last token is gone
-    assert [text.tolist() for text in pool.texts()] == [[1], [6, 7, 8], [4]]
-    check_pool(pool)
-
-
-def test_what_is_observed_later_is_learned_anew() -> None:
-    pool = told(SECRET)
-    pool.forget(SECRET)
-    pool.observe(SECRET)
-    assert pool.draft(SECRET[:2], 30).candidates()[0][0] == SECRET[2]
-    assert pool.forget(SECRET) == 1
-
-
 @pytest.mark.parametrize("capacity", [7, 40])
 @given(
     texts=st.lists(st.lists(st.integers(0, 2), max_size=30), max_size=4),
@@ -145,8 +86,8 @@ def test_what_is_left_is_what_a_plain_search_leaves(
     capacity: int, texts: list[list[int]], sought: list[int], more: list[int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ngram_pool.pool, "_FIRST_NUM_ROWS", 2)
-        patch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 90)
+        patch.setattr("ngram_pool.pool._FIRST_NUM_ROWS", 2)
+        patch.setattr("ngram_pool.pool._POSITION_LIMIT", 90)
         pool, oracle = NGramPool(capacity, 3), OraclePool(capacity, 3)
         for text in texts:
             handle = pool.open_sequence()
@@ -162,34 +103,6 @@ def test_what_is_left_is_what_a_plain_search_leaves(
             oracle.observe(more)
 
 
-def test_texts_are_those_of_the_call() -> None:
-    pool = NGramPool(100)
-    pool.observe([1, 2])
-    texts = pool.texts()
-    pool.observe([3])
-    assert [text.tolist() for text in texts] == [[1, 2]]
-    assert list(NGramPool(10).texts()) == []
-
-
-def test_a_long_text_is_forgotten_in_linear_time() -> None:
-    """Of a periodic text each token ends an occurrence; a plain search would take 10^10 steps."""
-    pool = NGramPool(200_000, max_ngram_size=2)
-    if isinstance(_kernels.forget, type(lambda: None)):
-        pytest.skip("without compilation, linear time is too long as well")
-    pool.observe(np.ones(200_000, np.int64))
-    assert pool.forget(np.ones(100_000, np.int64)) == 100_001
-    assert list(pool.texts()) == []
-
-
-def test_a_pool_that_is_only_read_forgets_nothing() -> None:
-    pool = told(SECRET)
-    frozen = pool.as_read_only()
-    with pytest.raises(ReadOnlyPoolError, match="expected a pool that learns for forget"):
-        frozen.forget(SECRET)
-    pool.forget(SECRET)
-    assert sum(text.tolist().count(SECRET[0]) for text in frozen.texts()) == 2
-
-
 @pytest.mark.parametrize(
     ("token_ids", "error"), [([], ValueError), ([-1], ValueError), ([1.5], TypeError)]
 )
@@ -198,3 +111,86 @@ def test_what_cannot_be_forgotten_is_refused(token_ids: Any, error: type[Excepti
     with pytest.raises(error, match=r"^expected token_ids"):
         pool.forget(token_ids)
     assert sum(map(len, pool.texts())) == len(pool)
+
+
+# --- merging ---
+
+
+ONE, TWO = noisy_text(200, seed=1, alphabet=8), noisy_text(200, seed=2, alphabet=8)
+
+
+CONTEXTS = {1: [1], 2: [1, 2], 3: [3]}
+
+
+def pool_of(*texts: list[int], capacity: int = 2000) -> NGramPool:
+    pool = NGramPool(capacity)
+    for text in texts:
+        pool.observe(text, None)
+    return pool
+
+
+def drafts_of(pool: NGramPool) -> Iterator[list[list[int]]]:
+    for begin in range(0, 190, 10):
+        yield pool.draft(TWO[begin : begin + 4], 20).candidates()
+
+
+def test_text_is_drafted_from_as_if_it_had_been_observed() -> None:
+    pool, other = pool_of(ONE), pool_of(TWO, ONE[:50])
+    pool.merge(other)
+    assert [text.tolist() for text in pool.texts()] == [ONE, TWO, ONE[:50]]
+    assert list(drafts_of(pool)) == list(drafts_of(pool_of(ONE, TWO, ONE[:50])))
+    assert [text.tolist() for text in other.texts()] == [TWO, ONE[:50]]
+    check_pool(pool)
+
+
+def test_successors_of_both_are_known_those_of_the_other_where_both_know() -> None:
+    pool, other = pool_of(), pool_of()
+    pool.harvest([[-1, 1], [1, 2]], [[5], [6]], [[0.5], [0.25]])
+    other.harvest([[1, 2], [-1, 3]], [[7], [8]], [[0.75], [0.5]])
+    pool.merge(other)
+    known = {last: pool.draft(context, 1).token_ids.tolist() for last, context in CONTEXTS.items()}
+    assert known == {1: [5], 2: [7], 3: [8]}
+
+
+def test_expected_counts_are_not_counted_twice() -> None:
+    pool, other = pool_of(), pool_of()
+    pool.harvest([[-1, 1]] * 2, [[5, 6]] * 2, [[0.5, 0.25]] * 2)
+    other.harvest([[-1, 1]] * 4, [[5, 7]] * 4, [[0.5, 0.25]] * 4)
+    for _ in range(2):
+        pool.merge(other)
+        found = dict(zip(*(part.tolist() for part in pool.explore(9)), strict=True))
+        assert found == {5: 5 * 2.0 / 19.5, 7: 5 * 1.0 / 19.5, 6: 5 * 0.5 / 19.5}
+
+
+def test_text_of_another_tokenizer_is_refused() -> None:
+    pool, other = pool_of(ONE), pool_of(TWO)
+    pool.tokenizer, other.tokenizer = "one", "two"
+    with pytest.raises(ValueError, match="expected text of the tokenizer one, got a pool of two"):
+        pool.merge(other)
+    assert len(pool) == len(ONE)
+
+
+def test_successors_of_another_model_are_left_out() -> None:
+    pool, other = pool_of(ONE), pool_of(TWO)
+    other.harvest([[1, 2]], [[7]], [[0.75]])
+    pool.model, other.model = "one", "two"
+    with pytest.warns(UserWarning, match="successors of the model two are left out"):
+        pool.merge(other)
+    assert len(pool) == len(ONE) + len(TWO)
+    assert 7 not in pool.draft([1, 2], 9).token_ids
+
+
+def test_only_another_pool_is_taken() -> None:
+    pool = pool_of(ONE)
+    with pytest.raises(ValueError, match="expected another pool, got this one itself"):
+        pool.merge(pool)
+    frozen = pool.as_read_only()
+    for other in (pool_of(TWO), pool_of()):
+        other.tokenizer = "words"
+        with pytest.raises(ReadOnlyPoolError):
+            frozen.merge(other)
+    assert (len(frozen), frozen.tokenizer) == (len(ONE), "")
+    pool.merge(frozen)
+    assert [text.tolist() for text in pool.texts()] == [ONE, ONE]
+    with pytest.raises(TypeError, match="expected an NGramPool, got"):
+        pool.merge(np.array(ONE))  # type: ignore[arg-type]

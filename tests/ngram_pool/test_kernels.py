@@ -1,0 +1,289 @@
+"""Kernels: compiled once, within their arrays whatever these hold, whole wherever Python stops."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numba.core.dispatcher import Dispatcher
+
+import ngram_pool.chains
+import ngram_pool.pool
+from ngram_pool import NGramPool, SuccessorTable, _kernels
+from tests.ngram_pool.checking import check_pool
+from tests.ngram_pool.test_pool import as_tuple, noisy_text
+
+ROOT = Path(__file__).parents[2]
+TEXT = noisy_text(400, seed=3, alphabet=6)
+KNOWN = [[t % 60 - 1, t % 7] for t in range(200)], [[t % 9] for t in range(200)], [[0.5]] * 200
+
+
+@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
+def test_each_kernel_is_compiled_once_and_for_all_when_it_may_be_needed() -> None:
+    # Those that Python calls; what they call in turn is compiled, or cached, with them.
+    source = inspect.getsource(ngram_pool.pool) + inspect.getsource(ngram_pool.chains)
+    names = {*re.findall(r"_kernels\.([a-z_]+)\b\(?", source)} - {"kernels"}
+    names = {name for name in names if hasattr(_kernels, name)}
+    of_chains = {"observe_rows", "draft_rows", "find_negative"}
+    of_texts = {"find_unsound", "write_texts", "find_occurrences", "forget"}
+    program = f"""
+from ngram_pool import NGramPool, _kernels
+kernels = {{name: getattr(_kernels, name) for name in {sorted(names)!r}}}
+compiled = lambda: {{name for name, kernel in kernels.items() if kernel.signatures}}
+pool = NGramPool(50)
+first = compiled()
+list(pool.texts())
+texts = compiled() - first
+pool.draft_chains([[1]], [1], 1)
+print(sorted(first), sorted(texts), sorted(compiled() - first - texts), sep="|")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    groups = (names - of_chains - of_texts, of_texts, of_chains)
+    assert done.stdout.decode().strip() == "|".join(str(sorted(group)) for group in groups)
+    pool = NGramPool(50)
+    sequence = pool.open_sequence(SuccessorTable(10))
+    given = np.array([[1, 2]], np.int32)
+    given.setflags(write=False)
+    pool.draft_chains(given, [2], 3, [sequence], num_new=1)
+    pool.sample([1, 2], 100, np.random.default_rng(0), max_candidates=3, sequence=sequence)
+    pool.forget([3, 1])
+    for name, kernel in vars(_kernels).items():  # none is compiled twice, whoever calls it
+        if isinstance(kernel, Dispatcher) and name not in ("hash_with", "hash_step"):
+            assert len(kernel.nopython_signatures) <= 1, name
+
+
+def test_a_folder_that_cannot_be_written_costs_the_cache_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def njit(**options: bool) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr("numba.njit", njit)
+    with pytest.warns(UserWarning, match="compiles anew in each process.* NUMBA_CACHE_DIR"):
+        assert _kernels.kernel(len) is len
+
+
+# --- within arrays --------------------------------------------------------------------------
+
+
+def noise(array: np.ndarray[Any, Any], rng: np.random.Generator, most: int) -> None:
+    """Overwrite some items, or all, by values of any size, or by such as positions have."""
+    flat = array.reshape(-1)
+    num = int(rng.choice([1, 3, len(flat)]))
+    info = np.iinfo(array.dtype)
+    low, high = (info.min, info.max) if rng.random() < 0.5 else (max(-2, info.min), most + 2)
+    places = rng.integers(0, len(flat), num)
+    flat[places] = rng.integers(low, high, num, array.dtype, endpoint=True)
+
+
+def noisy_pool(rng: np.random.Generator, is_read_only: bool) -> NGramPool:
+    capacity, max_ngram_size = int(rng.choice([1, 2, 7, 64, 100])), int(rng.integers(1, 6))
+    pool = NGramPool(capacity, max_ngram_size)
+    pool.observe(TEXT[: int(rng.integers(0, 200))])
+    pool = pool.as_read_only() if is_read_only else pool
+    for array in (*pool._held, *pool._harvested.held[:4]):
+        if rng.random() < 0.7:
+            noise(array, rng, 200)
+    return pool
+
+
+def use(pool: NGramPool, layers: list[NGramPool]) -> None:
+    """Do all that can be done with a pool; what it says must be a draft."""
+    sequence = pool.open_sequence(layers=layers)
+    for start in (0, 40, 80):
+        context = TEXT[start : start + 9]
+        draft = pool.draft(context, 30, sequence=sequence)
+        assert ((draft.probs >= 0) & (draft.probs <= 1)).all()
+        sampled = pool.sample(context, 30, np.random.default_rng(start), 4, 0)
+        assert np.isfinite(sampled.probs).all()
+        pool.observe(TEXT[start : start + 20], sequence, is_answer=start > 0)
+        pool.observe(TEXT[start : start + 5])
+        pool.harvest(*KNOWN)
+        pool.explore(10, sequence=sequence)
+        other = pool.open_sequence(layers=layers)
+        texts, lengths = [TEXT[start : start + 20], TEXT[start + 20 : start + 40]], [20, 12]
+        chains = pool.draft_chains(texts, lengths, 6, [sequence, other], num_new=[3, 12])
+        assert (chains.lengths <= 6).all()
+        NGramPool(100).merge(pool)
+        pool.forget(TEXT[start : start + 1])
+
+
+# In a process of its own, because Numba's cache does not tell code with checks from other code, and
+# because an endless loop in a kernel cannot be interrupted.
+ON_NOISE = """
+import sys
+import numpy as np
+from ngram_pool import _kernels
+from tests.ngram_pool.test_kernels import noisy_pool, use
+
+try:  # whether anything is checked at all
+    few = np.zeros((5, 1), np.int64)
+    _kernels.read_context(few, 7, few[0], few[1])
+except IndexError:
+    print("checked", end=" ")
+for seed in range(int(sys.argv[1])):
+    rng = np.random.default_rng(seed)
+    use(noisy_pool(rng, False), [noisy_pool(rng, True)] * int(rng.integers(0, 3)))
+print("ended")
+"""
+
+
+@pytest.mark.exhaustive  # compiles all kernels, with checks
+def test_kernels_stay_within_arrays_and_end_whatever_these_hold(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ON_NOISE, "2000"],
+        env={
+            **os.environ,
+            "NUMBA_BOUNDSCHECK": "1",
+            "NUMBA_CACHE_DIR": str(tmp_path),
+            "PYTHONPATH": str(ROOT),
+        },
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.stdout == "checked ended\n", done.stderr[-3000:]
+
+
+# --- wherever Python stops ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["append", "observe_rows", "forget", "rebase"])
+def test_what_was_cut_short_is_rebuilt_at_the_next_use(
+    monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    """As when a process forks while another thread writes, or an interrupt comes behind it."""
+    monkeypatch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 900 if kernel == "rebase" else 2**31)
+    pool, rng = NGramPool(300, 3), np.random.default_rng(0)
+    other = pool.open_sequence()
+    pool.observe(TEXT)
+    pool.observe(TEXT[:200], other)
+    pool.harvest(*KNOWN)
+
+    def torn(*_: Any) -> Any:
+        pool._held.links[:] = rng.integers(-1, 300, pool._held.links.shape)
+        pool._held.heads[:] = rng.integers(-1, 300, pool._held.heads.shape)
+        pool._held.text[150] = -1
+        raise KeyboardInterrupt
+
+    calls: dict[str, Callable[[], Any]] = {
+        "append": lambda: pool.observe(TEXT[:9], other, is_answer=True),
+        "observe_rows": lambda: pool.draft_chains([TEXT[:9]], [9], 2, [other], [9]),
+        "forget": lambda: pool.forget(TEXT[:2]),
+        "rebase": lambda: pool.observe(TEXT),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(_kernels, kernel, torn)
+        with pytest.raises(KeyboardInterrupt):
+            calls[kernel]()
+    assert len(pool.draft(TEXT[:5], 12, sequence=other)) == 12
+    check_pool(pool)
+    calls[kernel]()
+    check_pool(pool)
+    assert sum(len(text) for text in pool.texts()) > 200
+
+
+def test_a_table_that_was_cut_short_counts_its_contexts_again() -> None:
+    table = SuccessorTable(100)
+    table.put([[-1, t] for t in range(50)], [[1]] * 50, [[0.5]] * 50)
+    before = {name: array.tolist() for name, array in table.arrays().items()}
+    table.held.header[_kernels.NUM_CONTEXTS] += 3
+    table._is_dirty = True
+    assert {name: array.tolist() for name, array in table.arrays().items()} == before
+    assert len(table) == 50
+
+
+# --- positions, buckets and weights ---------------------------------------------------------
+
+
+def test_a_sequence_not_used_for_long_follows_when_positions_are_lowered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 140)
+    pool = NGramPool(40, 3)
+    idle = pool.open_sequence()
+    pool.observe([1, 2, 3], idle)
+    pool.observe([4], idle, is_answer=True)
+    for num_tokens in (30, 300):  # its tail is held yet; it is forgotten
+        pool.observe(np.arange(num_tokens) + 10)
+        check_pool(pool)
+        pool.observe([5, 6], idle, is_answer=True)
+        pool.draft_chains([[6, 7]], [2], 2, [idle], [1])
+        check_pool(pool)
+        assert pool.draft([5], 2, sequence=idle).token_ids.tolist() == [6, 7]
+
+
+def test_a_bucket_is_read_no_further_than_256_entries_and_no_text_fills_that_of_a_secret_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a text made so that its n-grams share a bucket would make every draft slow."""
+    bucket = _kernels.hash_step(0, 5) % 4096
+    tokens = [t for t in range(6, 2_000_000) if _kernels.hash_step(0, t) % 4096 == bucket][:300]
+    for num_others, expected in ((255, [7]), (256, [])):
+        pool = NGramPool(4096, seed=0)
+        pool.observe([5, 7, *[tokens[0]] * num_others])
+        assert pool.draft([5], 1).token_ids.tolist() == expected
+    monkeypatch.undo()  # of what makes seeds repeatable
+    for seed in (0, None):
+        pool = NGramPool(4096, seed=seed)
+        pool.observe(tokens)
+        _, counts = np.unique(pool._held.links[: len(tokens), 0], return_counts=True)
+        chained = int((pool._held.links[: len(tokens), 0] >= 0).sum())
+        assert chained == 299 if seed == 0 else chained < 60, counts
+
+
+def test_answers_teach_which_source_and_layer_to_trust() -> None:
+    """What follows in one layer comes, what follows in the other never does."""
+    right, wrong = np.arange(300), np.arange(1000, 1300)
+    layers = [NGramPool(), NGramPool()]
+    for layer, text in zip(layers, (wrong, right), strict=True):
+        layer.observe(text)
+    pool = NGramPool()
+    pool._learning_rate = 0.02
+    sequence = pool.open_sequence(layers=[layer.as_read_only() for layer in layers])
+
+    def trust() -> list[float]:
+        ends = [[int(text[250])] for text in (wrong, right)]
+        return [float(pool.draft(end, 1, sequence=sequence).probs[0]) for end in ends]
+
+    before, (in_wrong, in_right) = pool._weights.copy(), trust()
+    assert in_wrong == in_right
+    pool.observe(right, sequence)  # a prompt teaches nothing
+    assert (pool._weights == before).all()
+    pool.close_sequence(sequence)
+    sequence = pool.open_sequence(layers=[layer.as_read_only() for layer in layers])
+    for i in range(60):
+        answer = [*right[4 * i : 4 * i + 4], wrong[2 * i], 2000 + i]
+        pool.observe(answer, sequence, is_answer=True)
+    moved = np.abs(pool._weights - before).sum(axis=1)
+    assert (moved[_kernels.LAYER_ROW :] > 0.0).tolist() == [True, True, False, False]
+
+
+def test_what_comes_is_likelier_after_it_came() -> None:
+    """One step along the gradient, from weights as random as can be."""
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        pool = NGramPool()
+        weights = pool._weights[: _kernels.LAYER_ROW]
+        weights[:] = rng.normal(0.0, 0.3, weights.shape)
+        pool.observe(rng.integers(0, 4, 60))
+        pool.harvest(np.arange(8).reshape(4, 2) % 4, np.full((4, 1), 2), np.full((4, 1), 0.5))
+        context = rng.integers(0, 4, 5).tolist()
+        pool.close_sequence(0)
+        pool.observe(context)
+        before = as_tuple(pool.draft(context, 100))
+        came = before[0][0]
+        learned = pool.as_read_only().__copy__()
+        learned._is_read_only = False
+        learned.observe([int(came)], is_answer=True)
+        pool._weights[:] = learned._weights
+        after = as_tuple(pool.draft(context, 100))
+        assert after[3][after[0].index(came)] > before[3][0]

@@ -1,0 +1,277 @@
+"""Sources that `NGramPool` blends: harvested and prewarmed successors, unigrams, layers."""
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngram_pool import NGramPool, ReadOnlyPoolError, SuccessorTable
+from tests.ngram_pool.test_pool import as_tuple, noisy_text
+from tests.ngram_pool.threads import in_threads
+
+NUM_TOKENS = 30
+
+
+def likeliest(pool: NGramPool, context: list[int], sequence: int | None = None) -> list[int]:
+    found: list[int] = pool.draft(context, max_draft_tokens=1, sequence=sequence).token_ids.tolist()
+    return found
+
+
+def root_probs(
+    pool: NGramPool, context: list[int], sequence: int | None = None
+) -> dict[int, float]:
+    """Return what a draft of 100 nodes says of the next token."""
+    draft = pool.draft(context, 100, sequence=sequence)
+    at_root = draft.parents == -1
+    return dict(zip(draft.token_ids[at_root].tolist(), draft.probs[at_root].tolist(), strict=True))
+
+
+# --- what is known --------------------------------------------------------------------------
+
+
+def test_what_was_harvested_is_drafted_where_no_text_is() -> None:
+    pool = NGramPool()
+    pool.harvest([[-1, 5], [4, 5], [-1, 6]], [[6, 7], [8, 9], [5, -1]], [[0.7, 0.1]] * 3)
+    assert likeliest(pool, [5]) == [6]
+    assert root_probs(pool, [4, 5]).keys() == {6, 7, 8, 9}  # of the pair and of the last one
+    assert len(pool.draft([9], 4)) == 0
+    drawn = pool.sample([5], 4, np.random.default_rng(0))
+    assert set(drawn.token_ids.tolist()) <= {5, 6, 7}
+
+
+def test_a_tree_is_harvested_as_its_pairs_and_single_tokens_most_likely_last() -> None:
+    rng = np.random.default_rng(0)
+    trees, contexts = SuccessorTable(4096), SuccessorTable(4096)
+    for _ in range(300):
+        num_nodes = int(rng.integers(1, 20))
+        nodes = rng.integers(0, NUM_TOKENS, num_nodes)
+        parents = np.array([rng.integers(-1 if i == 0 else 0, max(1, i)) for i in range(num_nodes)])
+        parents = np.array([-1, *(rng.integers(0, node) for node in range(1, num_nodes))])
+        previous = int(rng.integers(-1, NUM_TOKENS))
+        ids = np.stack([rng.permutation(NUM_TOKENS)[:4] for _ in nodes])
+        probs = -np.sort(-rng.random(ids.shape), axis=1)
+        trees.put_tree(previous, nodes, parents, ids, probs)
+        for node in reversed(range(num_nodes)):
+            contexts.put([[-1, nodes[node]]], ids[[node]], probs[[node]])
+        for node in reversed(range(num_nodes)):
+            before = nodes[parents[node]] if node else previous
+            contexts.put([[before, nodes[node]]], ids[[node]], probs[[node]])
+    assert len(trees) == len(contexts) > 800
+    for first in range(-1, NUM_TOKENS):
+        for second in range(NUM_TOKENS):
+            known, expected = trees.get(first, second), contexts.get(first, second)
+            assert (known is None) == (expected is None)
+            if known is not None and expected is not None:
+                assert [part.tolist() for part in known] == [part.tolist() for part in expected]
+
+
+@pytest.mark.parametrize(
+    ("previous", "nodes", "parents", "ids", "prob", "error"),
+    [
+        (-2, [5, 6], [-1, 0], [[7], [8]], 0.5, ValueError),
+        (-1, [5, -1], [-1, 0], [[7], [8]], 0.5, ValueError),
+        (-1, [5, 6], [-1, 1], [[7], [8]], 0.5, ValueError),
+        (-1, [5, 6], [-1, 0], [[7], [8]], 1.5, ValueError),
+        (-1, [5, 6], [-1, 0], [[7], [8]], np.nan, ValueError),
+        (-1, [5], [-1, 0], [[7], [8]], 0.5, ValueError),
+        (-1, [5.0, 6.0], [-1, 0], [[7], [8]], 0.5, TypeError),
+    ],
+)
+def test_a_bad_tree_raises_and_changes_nothing(
+    previous: int, nodes: Any, parents: Any, ids: Any, prob: float, error: type[Exception]
+) -> None:
+    pool = NGramPool()
+    with pytest.raises(error, match="expected"):
+        pool.harvest_tree(previous, nodes, parents, ids, np.full(np.shape(ids), prob))
+    assert len(pool.draft([5], 5)) == 0
+
+
+def test_a_prior_is_used_by_its_sequence_alone_and_never_written() -> None:
+    prewarmed = SuccessorTable(100)
+    prewarmed.put([[-1, 5], [4, 5]], [[6, 7], [8, 9]], [[0.7, 0.1]] * 2)
+    before = {name: array.tolist() for name, array in prewarmed.arrays().items()}
+    pool = NGramPool()
+    mine, other = pool.open_sequence(prewarmed), pool.open_sequence()
+    assert likeliest(pool, [5], mine) == [6]
+    for sequence in (None, 0, other):
+        assert len(pool.draft([5], 4, sequence=sequence)) == 0
+        assert len(pool.sample([5], 4, np.random.default_rng(0), sequence=sequence)) == 0
+    assert set(pool.sample([5], 1, np.random.default_rng(0), sequence=mine).token_ids) <= {6, 7}
+    pool.harvest([[-1, 5], [1, 5]], [[3], [3]], [[0.5], [0.5]])
+    pool.observe([4, 5, 1, 4, 5, 2] * 20, mine, is_answer=True)
+    assert {name: array.tolist() for name, array in prewarmed.arrays().items()} == before
+    prewarmed.put([[-1, 77]], [[78]], [[0.9]])  # its owner may
+    assert likeliest(pool, [77], mine) == [78]
+    pool.close_sequence(mine)
+    assert len(pool.draft([77], 4)) == 0
+
+
+# --- unigrams ---
+
+
+OFFSET, FACTOR = 16, 5  # see `NGramPool.explore`
+
+
+def harvested(num_contexts: int, seed: int, num_ids: int = 300) -> tuple[NGramPool, Counter[int]]:
+    """Return a pool that harvested at random, and the expected counts in plain Python."""
+    rng = np.random.default_rng(seed)
+    pool = NGramPool()
+    counts: Counter[int] = Counter()
+    for _ in range(num_contexts):
+        ids = rng.choice(num_ids, size=(1, 4), replace=False)
+        probs = np.sort(rng.dirichlet(np.ones(5), size=1)[:, 1:].astype(np.float32))[:, ::-1]
+        pool.harvest([[-1, int(rng.integers(num_ids // 3))]], ids, probs)
+        for token_id, prob in zip(ids[0].tolist(), probs[0].tolist(), strict=True):
+            counts[token_id] += prob
+    return pool, counts
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_worths_are_unigram_probabilities_and_more_where_nothing_is_known(seed: int) -> None:
+    pool, counts = harvested(60, seed)
+    known = {token_id for token_id in counts if len(pool.draft([token_id], 1))}
+    worths = {
+        token_id: min(1.0, count * (1 if token_id in known else FACTOR) / (OFFSET + counts.total()))
+        for token_id, count in counts.items()
+    }
+    token_ids, found = pool.explore(20)
+    assert len(token_ids) == len(set(token_ids.tolist())) == 20
+    assert found.tolist() == pytest.approx([worths[token_id] for token_id in token_ids.tolist()])
+    assert found.tolist() == pytest.approx(sorted(worths.values(), reverse=True)[:20])
+    assert len(pool.explore(1000)[0]) == len(counts)
+
+
+def test_nothing_is_named_before_a_harvest_nor_what_is_excluded() -> None:
+    assert len(NGramPool().explore(5)[0]) == 0
+    pool, _ = harvested(60, 0)
+    first = pool.explore(10)[0].tolist()
+    assert pool.explore(4, excluded=first[:6])[0].tolist() == first[6:]
+
+
+def test_counts_of_rare_tokens_give_way_and_nothing_grows() -> None:
+    pool = NGramPool()
+    often = np.arange(8)[None]
+    for start in range(0, 40_000, 8):
+        rare = np.arange(start, start + 8)[None] + 1000
+        pool.harvest([[-1, start], [-1, 5]], [rare[0], often[0]], np.full((2, 8), [[0.01], [0.1]]))
+    nbytes = pool.nbytes
+    pool.harvest([[-1, 1]], [[123_456]], [[0.5]])
+    assert pool.nbytes == nbytes
+    assert set(pool.explore(8, excluded=[123_456])[0].tolist()) >= set(range(8)) - {5}
+
+
+# --- layers ---
+
+TEXT = noisy_text(600, seed=4)
+
+
+def frozen(text: Any, capacity: int = 2000, max_ngram_size: int = 5) -> NGramPool:
+    pool = NGramPool(capacity, max_ngram_size)
+    pool.observe(text)
+    return pool.as_read_only()
+
+
+def test_a_draft_follows_the_text_of_every_layer() -> None:
+    pool = NGramPool()
+    pool.observe([1, 2, 3, 10, 11])
+    layers = [frozen([1, 2, 3, 20 + i, 30 + i]) for i in range(6)]
+    sequence = pool.open_sequence(layers=layers)
+    draft = pool.draft([1, 2, 3], 40, sequence=sequence)
+    at_root = draft.token_ids[draft.parents == -1].tolist()
+    assert sorted(at_root) == [10, *range(20, 26)]
+    assert sorted(draft.candidates()) == [[10, 11], *([20 + i, 30 + i] for i in range(6))]
+    for other in (pool.open_sequence(), 0, None):  # its layers are a sequence's own
+        assert pool.draft([1, 2, 3], 40, sequence=other).candidates() == [[10, 11]]
+
+
+@pytest.mark.parametrize("max_ngram_size", [1, 3, 9])
+@pytest.mark.parametrize("capacity", [60, 700, 5000])
+def test_a_layer_may_have_any_size(capacity: int, max_ngram_size: int) -> None:
+    pool = NGramPool(1000)
+    pool.observe(TEXT[:100])
+    sequence = pool.open_sequence(layers=[frozen(TEXT, capacity, max_ngram_size)])
+    newest = TEXT[-50:]
+    num_followed = 0
+    for end in range(10, 49):
+        draft = pool.draft(newest[:end], 8, sequence=sequence)
+        num_followed += newest[end] in draft.token_ids[draft.parents == -1].tolist()
+    assert num_followed > 30
+
+
+def test_what_a_layer_has_harvested_counts_where_the_pool_knows_nothing() -> None:
+    learned = NGramPool()
+    learned.harvest([[-1, 1], [-1, 2]], [[5], [6]], [[0.9], [0.9]])
+    pool = NGramPool()
+    pool.harvest([[-1, 1]], [[7]], [[0.9]])
+    sequence = pool.open_sequence(layers=[frozen([99]), learned.as_read_only()])
+    assert pool.draft([1], 1, sequence=sequence).token_ids.tolist() == [7]
+    assert pool.draft([2], 1, sequence=sequence).token_ids.tolist() == [6]
+    assert len(pool.draft([2], 1)) == 0
+
+
+# --- pools that are only read ---------------------------------------------------------------
+
+
+def test_a_read_only_pool_is_an_independent_copy_that_drafts_the_same() -> None:
+    pool = NGramPool(500)
+    pool.observe(TEXT)
+    pool.harvest([[-1, 1]], [[2]], [[0.5]])
+    fixed = pool.as_read_only()
+    assert (pool.is_read_only, fixed.is_read_only) == (False, True)
+    assert fixed.as_read_only() is fixed
+    before = as_tuple(fixed.draft(TEXT[-4:], 20))
+    assert before == as_tuple(pool.draft(TEXT[-4:], 20))
+    pool.observe(list(range(500)))
+    assert as_tuple(fixed.draft(TEXT[-4:], 20)) == before
+    assert as_tuple(pool.draft(TEXT[-4:], 20)) != before
+    for copied in (copy.copy(fixed), copy.deepcopy(fixed), pickle.loads(pickle.dumps(fixed))):
+        assert copied.is_read_only
+        assert as_tuple(copied.draft(TEXT[-4:], 20)) == before
+
+
+WRITES: dict[str, Callable[[NGramPool], object]] = {
+    "observe": lambda pool: pool.observe([1]),
+    "harvest": lambda pool: pool.harvest([[-1, 1]], [[2]], [[0.5]]),
+    "harvest_tree": lambda pool: pool.harvest_tree(-1, [0], [-1], [[0]], [[1.0]]),
+    "open_sequence": lambda pool: pool.open_sequence(),
+    "close_sequence": lambda pool: pool.close_sequence(0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writing_to_a_read_only_pool_raises_and_changes_nothing(name: str) -> None:
+    fixed = frozen(TEXT)
+    before = pickle.dumps(fixed)
+    with pytest.raises(ReadOnlyPoolError, match=f"a pool that learns for {name}, got NGramPool"):
+        WRITES[name](fixed)
+    assert pickle.dumps(fixed) == before
+
+
+def test_layers_are_checked_before_a_sequence_opens() -> None:
+    pool = NGramPool()
+    with pytest.raises(ValueError, match=r"from NGramPool.load\(..., read_only=True\) or as_read"):
+        pool.open_sequence(layers=[frozen([1]), NGramPool()])
+    with pytest.raises(TypeError, match="expected layers to be NGramPools, got 'docs'"):
+        pool.open_sequence(layers=["docs"])  # type: ignore[list-item]
+    assert pool.num_open_sequences == 0
+
+
+def test_many_threads_draft_from_one_layer_while_their_own_pools_learn() -> None:
+    layer = frozen(TEXT)
+    expected = as_tuple(layer.draft(TEXT[5:9], 8))
+
+    def work(seed: int) -> None:
+        mine = NGramPool(500)
+        sequence = mine.open_sequence(layers=[layer])
+        for start in range(0, 200, 5):
+            mine.observe([1000 + seed] * 5, sequence, is_answer=start % 2 == 0)
+            found = mine.draft(TEXT[start : start + 4], 8, sequence=sequence)
+            assert found.token_ids.max(initial=0) < 1000
+            assert as_tuple(layer.draft(TEXT[5:9], 8)) == expected
+
+    assert not in_threads(*(partial(work, seed) for seed in range(4)), seconds=None)
