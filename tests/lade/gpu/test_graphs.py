@@ -149,6 +149,8 @@ class Wrapper(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["integers", "scales"], None
 
+    __tensor_unflatten__ = None  # torch asks whether there is one
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
