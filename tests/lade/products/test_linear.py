@@ -57,8 +57,7 @@ _ALWAYS = {"best": file._OURS, "_num_left": -1, "_sec": [math.inf, 0.0, math.inf
 
 
 def made() -> Products:
-    found = products_for(nn.Linear(256, 256))
-    assert found is not None
+    assert (found := products_for(nn.Linear(256, 256))) is not None
     return found
 
 
