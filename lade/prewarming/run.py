@@ -65,7 +65,8 @@ def prewarm(
 
     The table is kept in the user's cache under the model's fingerprint, and is used whenever lade
     generates with that model; it changes only the speed, never the text. What a run learned is
-    added to the file at its end, also after an exception or Ctrl-C, beside what others added.
+    added to the file at its end, also after an exception or Ctrl-C, beside what others added. What
+    it then holds is returned.
 
     Args:
         model: a transformers causal LM.
@@ -73,9 +74,6 @@ def prewarm(
         max_tokens: how many tokens to run through the model, if that takes less time.
         folder: of the tables; None for the user's cache, where lade looks for them.
         progress: called after every forward with what this run has made so far.
-
-    Returns:
-        What the file holds, of all runs.
 
     Raises:
         OSError: the table cannot be read or written.

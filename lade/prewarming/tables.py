@@ -135,7 +135,7 @@ def _read(path: Path, vocab_size: int) -> StoredTable:
             return StoredTable(_table_in(file, vocab_size), _effort_in(described["effort"]))
     except _NOT_OURS as error:
         raise ValueError(
-            f"expected a table that lade.prewarm made for this model in {path}, remove it to begin "
+            f"expected a table that lade prewarm made for this model in {path}, remove it to begin "
             f"anew; got a file that cannot be used ({type(error).__name__}: {error})"
         ) from error
 

@@ -177,7 +177,7 @@ def test_cells_and_counts() -> None:
         "tie; differs: greedy long, row 0, token 3, gap 0.01",
         "a | reason",
     )
-    assert int4[-1] == "tree, rows: steps"
+    assert int4[-1] == "tree, chain: steps"
     assert fp8 == ("fp8", *[""] * 13, "it needs a GPU")
     assert counts(_rows())["models"] == 2
     assert summary(_rows()) == (

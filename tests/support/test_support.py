@@ -232,7 +232,7 @@ def test_cells_say_each_reason_once_and_shortly() -> None:
     tree, snapshot, not_text, plain = map(cells, _rows())
     assert tree == ("llama", "A", "tree", "tree", "2.00", "exact", "")
     assert snapshot[5] == "exact, batches in float32"
-    assert snapshot[6] == "tree: a state; rows, chain: a list; in a batch, snapshot: x"
+    assert snapshot[6] == "tree: a state; chain: a list; in a batch, snapshot: x"
     assert not_text == ("blt", "C", "not a text model", "", "", "", "it reads | bytes")
     assert plain[5] == "wrong; differs: greedy short, row 0, token 3, gap 0.5"
     assert len(plain[6]) < 130

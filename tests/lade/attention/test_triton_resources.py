@@ -1,7 +1,4 @@
-"""What the Triton kernels take of a GPU, by the report of its assembler: no GPU is needed for that.
-
-The interpreter, in which the kernels are tested elsewhere, takes Python that the compiler refuses.
-"""
+"""What the Triton kernels take of a GPU, by the report of its assembler, which needs no GPU."""
 
 import os
 import re

@@ -156,7 +156,8 @@ def test_ctrl_c_before_an_answer_begins_asks_again(
     take = chat.terminal.take
 
     def interrupted(line: str) -> None:
-        os.kill(os.getpid(), signal.SIGINT)  # as the line has been read
+        if chat.conversation.turn is not None:
+            os.kill(os.getpid(), signal.SIGINT)  # as the line has been read
         take(line)
 
     monkeypatch.setattr(chat.terminal, "take", interrupted)

@@ -536,7 +536,7 @@ def test_check_says_why_nothing_better_and_measures_no_plain_model(
     assert result.exit_code == 0
     assert "Verification by plain" in result.stdout
     assert "  not by tree: trees do not grow here" in result.stdout
-    assert "  not by rows: rows [1, 2] neither" in result.stdout
+    assert "  not by chain: chains [1, 2] neither" in result.stdout
     assert "Speed-up not measured: lade decodes the model plainly" in result.stdout
 
 

@@ -1,7 +1,4 @@
-"""Captures of CUDA graphs: what is called in which order, and what else uses the device meanwhile.
-
-`CudaRecorder` is private; on a machine without a GPU nothing else shows what it does.
-"""
+"""Captures of CUDA graphs; without a GPU, only the private recorder shows what is called when."""
 
 import gc
 import threading

@@ -33,7 +33,6 @@ _OF_TREES = {
     "greedy": Path(False, _GREEDY, {}),
     "sampled": Path(False, _SAMPLED, {}),
     "processed": Path(False, {**_GREEDY, **_PROCESSED}, {}, _ONE_BY_ONE),
-    "processed-sampled": Path(False, {**_SAMPLED, **_PROCESSED}, {}, _ONE_BY_ONE),
     "rejection": Path(False, _SAMPLED, {"acceptance": "rejection"}, _ONE_BY_ONE),
 }
 PATHS = {

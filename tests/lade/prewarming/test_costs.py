@@ -1,7 +1,4 @@
-"""Costs of forwards on disk: measured once, read later, and never in the way.
-
-Tiny models are not measured, hence the private names: of limits, and of the files.
-"""
+"""Costs of forwards on disk: measured once, read later; of tiny models by private names alone."""
 
 import math
 from pathlib import Path
