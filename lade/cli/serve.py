@@ -2,7 +2,6 @@
 
 import ctypes
 import importlib.util
-import json
 import logging
 import os
 import signal
@@ -16,14 +15,13 @@ from lade.errors import MissingExtraError
 from lade.hosts import is_local
 from lade.models.loading import LoadedModel
 from lade.pools import load_pool
-from lade.server.corpora import check_name
-from lade.server.options import ServerOptions
+from lade.server.options import ServerOptions, check_name
 from ngram_pool import NGramPool
 
 _MOST_TOKENS = 2**24  # of a corpus; the arrays grow as text comes
 _M_ARENA_MAX = -8  # of glibc's malloc.h
 # What the extra `serve` brings; each may be there without the others.
-_NEEDED = ("fastapi", "openai", "prometheus_client", "uvicorn", "xgrammar")
+_NEEDED = ("prometheus_client", "pydantic", "starlette", "uvicorn", "xgrammar")
 
 
 def check_extra() -> None:
@@ -106,34 +104,11 @@ def read_corpora(paths: Mapping[str, Path], loaded: LoadedModel) -> dict[str, NG
     return pools
 
 
-class _JsonLines(logging.Formatter):
-    """A JSON object for each line of the log."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {"time": self.formatTime(record), "level": record.levelname.lower()}
-        line |= {"logger": record.name, "message": record.getMessage()}
-        if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def run(
-    loaded: LoadedModel,
-    options: ServerOptions,
-    keys: KeySource,
-    host: str,
-    port: int,
-    *,
-    has_json_logs: bool = False,
-) -> None:
+def run(loaded: LoadedModel, options: ServerOptions, keys: KeySource, host: str, port: int) -> None:
     """Serve until SIGTERM or Ctrl-C; SIGHUP reads the keys again."""
     from lade.server.app import Server
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(
-        _JsonLines() if has_json_logs else logging.Formatter("%(asctime)s %(message)s")
-    )
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("lade.server").setLevel(logging.INFO)
     _allow_many_files()
     share_arenas()
@@ -150,8 +125,6 @@ def run(
             "--share-pool is for a machine with one user.[/dim]",
             soft_wrap=True,
         )
-    if server.metrics_url is not None:
-        console.print(f"metrics are at {server.metrics_url}", markup=False, soft_wrap=True)
 
     def read_again(*_: Any) -> None:
         try:

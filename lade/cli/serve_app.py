@@ -1,161 +1,33 @@
-"""`lade serve`: its options and help texts. Next file: `serve.py`."""
+"""`lade serve`: its options and help texts, which fit a screen. Next file: `serve.py`."""
 
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lade.cli.options import DraftOptions, LoadOptions, ModelOption, grouped, of_drafting
+from lade.cli.options import DraftOptions, Dtype, LoadOptions, grouped
 from lade.hosts import check_port
 
 _of_server = partial(typer.Option, rich_help_panel="Server")
-_of_limits = partial(typer.Option, rich_help_panel="Limits")
-
-
-@dataclass(frozen=True)
-class ServingOptions:
-    """What becomes the field of that name of `lade.server.options.ServerOptions`."""
-
-    model_name: Annotated[
-        str | None,
-        _of_server(
-            metavar="NAME", help="What clients call the model. Without it, as it was asked for."
-        ),
-    ] = None
-    allowed_hosts: Annotated[
-        list[str] | None,
-        _of_server(
-            "--allowed-host",
-            metavar="NAME",
-            help="Take requests that call the server by this name, as a proxy's do; may be "
-            "repeated. A server for this machine alone takes no others.",
-        ),
-    ] = None
-    allowed_origins: Annotated[
-        list[str] | None,
-        _of_server(
-            "--allowed-origin",
-            metavar="URL",
-            help="Let pages of this site send requests; may be repeated, * for all.",
-        ),
-    ] = None
-    metrics_host: Annotated[str, _of_server(metavar="NAME", help="Address of --metrics-port.")] = (
-        "127.0.0.1"
-    )
-    metrics_port: Annotated[
-        int | None,
-        _of_server(
-            min=0,
-            max=65535,
-            help="Serve /metrics on a port of its own. Where there are keys it is nowhere else: it "
-            "tells what others ask.",
-        ),
-    ] = None
-    certificate: Annotated[
-        Path | None,
-        _of_server(help="Serve by TLS with this certificate, in PEM.", exists=True, dir_okay=False),
-    ] = None
-    private_key: Annotated[
-        Path | None, _of_server(help="The key of --certificate.", exists=True, dir_okay=False)
-    ] = None
-    max_connections: Annotated[int, _of_limits(min=1, help="Clients that may be connected.")] = (
-        10_000
-    )
-    max_batch_size: Annotated[
-        int, _of_limits(min=1, help="Requests that are answered at once.")
-    ] = 16
-    max_batch_tokens: Annotated[
-        int | None,
-        _of_limits(
-            min=1,
-            help="Tokens of all requests that are answered at once, prompts and answers. Without "
-            "it, as many as half of the free memory holds.",
-        ),
-    ] = None
-    max_queue: Annotated[
-        int,
-        _of_limits(
-            min=0,
-            help="Requests of one key, or from one address, that may wait; more are sent away "
-            "with 429.",
-        ),
-    ] = 100
-    max_prompt_tokens: Annotated[
-        int | None,
-        _of_limits(min=1, help="The longest prompt. Without it, what the model has positions for."),
-    ] = None
-    max_new_tokens: Annotated[int, _of_limits(min=1, help="The longest answer.")] = 4096
-    max_body_bytes: Annotated[int, _of_limits(min=1, help="The largest request.")] = 2**22
-    timeout_sec: Annotated[
-        float,
-        _of_limits(
-            "--timeout",
-            min=0.001,
-            help="Seconds for a request, from its first byte to the last of its answer.",
-        ),
-    ] = 600.0
-    chunk_interval_sec: Annotated[
-        float,
-        _of_server(
-            "--chunk-interval",
-            min=0.0,
-            help="Seconds between the chunks of a stream, so that nobody on the line sees how many "
-            "tokens a step has. 0 sends them as they come.",
-        ),
-    ] = 0.0
-    grace_sec: Annotated[
-        float,
-        _of_limits(
-            "--grace",
-            min=0.0,
-            help="Seconds for answers that are under way when the server is told to stop.",
-        ),
-    ] = 30.0
-    shares_pool: Annotated[
-        bool,
-        of_drafting(
-            "--share-pool",
-            help="One pool for all, as suits a machine with one user: the speed of an answer "
-            "reveals to each what the others wrote.",
-        ),
-    ] = False
-    corpora_bytes: Annotated[
-        int,
-        of_drafting(
-            min=0,
-            help="Memory for all of --corpus, beyond which the server takes no more of them.",
-        ),
-    ] = 2**30
-    pool_memory_bytes: Annotated[int, of_drafting(min=1, help="Memory for pools.")] = 2**30
-    pool_disk_bytes: Annotated[int, of_drafting(min=1, help="Disk for pools.")] = 2**34
-    save_every_sec: Annotated[
-        float,
-        of_drafting(
-            "--save-every", min=0.0, help="Seconds after which pools that learned are saved."
-        ),
-    ] = 60.0
+_of_limits = partial(typer.Option, rich_help_panel="Limits", show_default=True)
+_of_drafting = partial(typer.Option, rich_help_panel="Drafting")
+_of_model = partial(typer.Option, rich_help_panel="Model")
+_FILE = {"exists": True, "dir_okay": False}
 
 
 @grouped
 def serve(
     *,
     host: Annotated[
-        str,
-        _of_server(
-            metavar="NAME",
-            help="Address to listen at. 0.0.0.0 lets other machines in; give them API keys.",
-        ),
+        str, _of_server(metavar="NAME", help="Address; 0.0.0.0 lets other machines in.")
     ] = "127.0.0.1",
-    port: Annotated[int, _of_server(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, _of_server(metavar="N", help="0 takes a free one.")] = 8000,
     api_key: Annotated[
         list[str] | None,
         _of_server(
             metavar="KEY",
-            help="Let in only those who send this key; may be repeated. Other users of this "
-            "machine can see it; a file they cannot read is better, or the variable LADE_API_KEY, "
-            "with blanks between several.",
+            help="Let in who sends it; or LADE_API_KEY.",
             envvar="LADE_API_KEY",
             show_envvar=False,
         ),
@@ -163,67 +35,101 @@ def serve(
     api_keys_file: Annotated[
         Path | None,
         _of_server(
-            help="Let in those who send a key of this file, which has one a line, and behind it "
-            "pools=NAME,… or pools=* for the corpora that it may name, admin to change these, "
-            "alone to draft and keep nothing, so that times tell others nothing of its text; "
-            "SIGHUP reads it again.",
-            exists=True,
-            dir_okay=False,
+            help="Keys, one a line, with rights behind: pools=NAME,… admin alone. SIGHUP reads it "
+            "again.",
+            **_FILE,
         ),
     ] = None,
-    json_logs: Annotated[
-        bool, _of_server("--json-logs", help="Log a JSON object for each line.")
-    ] = False,
-    serving: ServingOptions,
+    allowed_host: Annotated[
+        list[str] | None, _of_server(metavar="NAME", help="What a proxy calls the server.")
+    ] = None,
+    model_name: Annotated[
+        str | None, _of_server(metavar="NAME", help="What clients call the model.")
+    ] = None,
+    max_batch_size: Annotated[int, _of_limits(metavar="N", help="Requests answered at once.")] = 16,
+    max_queue: Annotated[
+        int, _of_limits(metavar="N", help="Requests of a key that may wait.")
+    ] = 100,
+    max_prompt_tokens: Annotated[
+        int | None, _of_limits(help="The longest prompt; else the model's.")
+    ] = None,
+    max_new_tokens: Annotated[int, _of_limits(metavar="N", help="The longest answer.")] = 4096,
+    timeout: Annotated[float, _of_limits(metavar="T", help="Seconds for a request.")] = 600.0,
     keeps: Annotated[
         Path | None,
-        of_drafting(
-            "--pools",
-            metavar="FOLDER",
-            help="Keep everybody's pools in this folder. Without it, they end with the server.",
-            file_okay=False,
+        _of_drafting(
+            "--pools", metavar="FOLDER", help="Keep everybody's pools here.", file_okay=False
         ),
+    ] = None,
+    share_pool: Annotated[
+        bool, _of_drafting("--share-pool", help="One for all: a machine of one user.")
+    ] = False,
+    pool_memory_bytes: Annotated[int, _of_drafting(metavar="N", help="Memory for pools.")] = 2**30,
+    max_prefix_bytes: Annotated[
+        int, _of_drafting(metavar="N", help="Memory for kept prompts and answers.")
+    ] = 2**30,
+    pool: Annotated[
+        list[Path] | None, _of_drafting(help="Draft from this pool too, for all.", **_FILE)
     ] = None,
     corpus: Annotated[
         list[str] | None,
-        of_drafting(
-            metavar="NAME=PATH",
-            help='Have requests with "pools": ["NAME"] draft from this pool too, a .pool file, or '
-            "texts, files and folders as lade pool build takes them. May be repeated.",
-        ),
+        _of_drafting(metavar="NAME=PATH", help='Draft from it where "pools" names it.'),
     ] = None,
-    max_prefix_bytes: Annotated[
-        int, of_drafting(min=1, help="Memory for keys and values of earlier prompts and answers.")
-    ] = 2**30,
-    drafting: DraftOptions,
-    model: ModelOption = None,
-    loading: LoadOptions,
+    assistant: Annotated[
+        str | None, _of_drafting(metavar="ID", help="Let this model draft, too.")
+    ] = None,
+    max_draft_tokens: Annotated[
+        int | None, _of_drafting(help="Of a step; 0 drafts nothing.")
+    ] = None,
+    model: Annotated[
+        str | None, _of_model(metavar="ID", help="A Hugging Face id or a folder.")
+    ] = None,
+    device: Annotated[str | None, _of_model(metavar="NAME", help="cpu, cuda, cuda:1, …")] = None,
+    dtype: Annotated[
+        Dtype | None, _of_model(metavar="NAME", help="float32, bfloat16, float16, …")
+    ] = None,
+    threads: Annotated[int | None, _of_model(help="CPU threads.")] = None,
+    trust_remote_code: Annotated[
+        bool, _of_model("--trust-remote-code", help="Run the model's own code.")
+    ] = False,
 ) -> None:
-    """Serve a model to OpenAI's clients: chats, completions and responses, streamed or not.
+    """Serve a model to OpenAI's clients: chats and completions, streamed or not.
 
-    Every API key, and every "user" or "cache_salt" that requests name, has a pool of its own, from
-    which nothing is drafted for anybody else.
+    Every key, and every "user" of a request, has a pool that nobody else drafts from.
     """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"expected a port below 65536, got {port}")
     if port:
         check_port(host, port)
     from lade.cli.serve import KeySource, check_extra, corpora_of, read_corpora, run
 
     check_extra()
-    corpora = corpora_of(corpus or [])
+    corpora, keys = corpora_of(corpus or []), KeySource(api_key or [], api_keys_file)
+    from dataclasses import replace
+
     from lade.server.options import ServerOptions
 
-    keys = KeySource(api_key or [], api_keys_file)
+    drafting = DraftOptions(
+        max_draft_tokens=max_draft_tokens, assistant=assistant, pools=pool or None
+    )
     options = ServerOptions(
-        **{name: value for name, value in vars(serving).items() if value is not None},
+        model_name=model_name,
         api_keys=keys.read(),
-        layers=drafting.pools or [],
+        shares_pool=share_pool,
+        layers=pool or [],
         pools=keeps,
+        pool_memory_bytes=pool_memory_bytes,
+        allowed_hosts=allowed_host or [],
+        max_batch_size=max_batch_size,
+        max_queue=max_queue,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        timeout_sec=timeout,
         config=replace(drafting.config, max_prefix_bytes=max_prefix_bytes),
     )
+    loading = LoadOptions(device, dtype, threads, trust_remote_code)
     loaded = loading.load(model)
     options = replace(
-        options,
-        drafter=drafting.drafter(loaded, loading),
-        corpora=read_corpora(corpora, loaded),
+        options, drafter=drafting.drafter(loaded, loading), corpora=read_corpora(corpora, loaded)
     )
-    run(loaded, options, keys, host, port, has_json_logs=json_logs)
+    run(loaded, options, keys, host, port)

@@ -1,5 +1,5 @@
-"""An OpenAI-compatible server for several users of one model, on transformers' own serving code.
+"""An OpenAI-compatible server for several users of one model.
 
-`app.py` puts it together and runs it. `gate.py` is what a request meets first; `upstream.py` is
-all that touches transformers' handlers; `inference.py` is one answer, on the thread of the model.
+`app.py` puts it together and runs it; `routes.py` is what a request meets, and reads top to bottom
+as what becomes of it: `requests.py`, `limits.py`, `inference.py`, `answers.py`.
 """

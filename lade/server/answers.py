@@ -1,24 +1,241 @@
-"""What transformers' answers lack: stops cut off, log-probabilities, details of usage, errors.
+"""Answers as OpenAI's clients expect them: one object, or events, the text of a step in one."""
 
-Answers are completed as the JSON that clients get, whole or event by event, so that nothing of
-how transformers makes it is relied on.
-"""
-
-import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Sequence
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
-from lade.server.errors import failed, left
-from lade.server.exchange import Exchange, Logprob
+from lade.server.exchange import AnswerPiece, Exchange, Logprob
+from lade.server.parsing import message_of
+from lade.stats import DecodeStats
 
 _EVENT = "data: "
-_END = "data: [DONE]\n\n"
 # An event with the text of a step fits into one: 220 bytes and the model's name are of all events.
 _BLOCK_BYTES = 512
 
 Json = dict[str, Any]
+
+
+class ToldAnswer:
+    """The answer of an exchange, by pieces.
+
+    Args:
+        exchange: that is answered.
+        model: its name, as clients call it.
+    """
+
+    def __init__(self, exchange: Exchange, model: str) -> None:
+        self._exchange = exchange
+        self._options = exchange.asked.stream_options
+        self._is_chat = exchange.asked.is_chat
+        self._cutter = StopCutter(exchange.asked.stops)
+        self._num_sent = 0  # characters
+        self._num_logprobs = 0  # of those sent
+        self._num_calls = 0
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        kind += ".chunk" if self._is_chat and exchange.asked.stream else ""
+        common = {"id": exchange.request_id, "object": kind, "created": int(time.time())}
+        self._common = {**common, "model": model}
+        if exchange.asked.stream and self._is_chat:
+            self._common["system_fingerprint"] = ""
+
+    async def whole(self, tokenizer: Any) -> Json:
+        """Wait for all of it; return it as one object.
+
+        Raises:
+            ApiError: it has ended early.
+        """
+        exchange = self._exchange
+        while await exchange.pieces.get() is not None:
+            pass
+        if exchange.error is not None:
+            raise exchange.error
+        pieces = message_of(tokenizer, exchange.parser, exchange.token_ids)
+        choice: Json = {"index": 0}
+        holder = choice
+        if self._is_chat:
+            holder = choice["message"] = {"role": "assistant", "content": ""}
+        for piece in pieces:
+            if piece.kind == "tool_call":
+                holder.setdefault("tool_calls", []).append(self._call(piece))
+            elif piece.kind == "reasoning_content":
+                holder[piece.kind] = piece.text
+            else:
+                self._fill(choice, holder, piece.text, is_last=True)
+        choice["finish_reason"] = self._why_it_ends()
+        return {**self._common, "choices": [choice], **self._figures()}
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """Yield it as events, which are of a size that tells nothing unless asked not to be."""
+        exchange = self._exchange
+        if self._is_chat:
+            yield self._chunk({"delta": {"role": "assistant"}})
+        while (pieces := await exchange.pieces.get()) is not None:
+            if text := "".join(map(self._chunk, self._choices(pieces))):
+                yield text
+        if exchange.error is not None:
+            yield f"{_EVENT}{json.dumps(exchange.error.body())}\n\n"
+            return
+        last: Json = {"delta": {}} if self._is_chat else {}
+        self._fill(last, last.get("delta", last), "", is_last=True)
+        yield self._chunk({**last, "finish_reason": self._why_it_ends()})
+        if self._options is not None and self._options.include_usage:
+            yield self._event({**self._common, "choices": [], **self._figures()})
+        yield _EVENT + "[DONE]\n\n"
+
+    def _choices(self, pieces: Iterable[AnswerPiece]) -> Iterator[Json]:
+        """Yield what is new as choices of chunks; text of one kind in a row is one."""
+        joined: list[AnswerPiece] = []
+        for piece in pieces:
+            if joined and joined[-1].kind == piece.kind != "tool_call":
+                joined[-1] = piece._replace(text=joined[-1].text + piece.text)
+            else:
+                joined.append(piece)
+        for piece in joined:
+            if piece.kind == "tool_call":
+                call = {"index": self._num_calls, **self._call(piece)}
+                yield {"delta": {"tool_calls": [call]}}
+            elif piece.kind == "reasoning_content":
+                yield {"delta": {piece.kind: piece.text}}
+            else:
+                choice: Json = {"delta": {}} if self._is_chat else {}
+                if self._fill(choice, choice.get("delta", choice), piece.text):
+                    yield choice
+
+    def _fill(self, choice: Json, holder: Json, text: str, *, is_last: bool = False) -> bool:
+        """Put text into a choice up to a stop; return false where all of it is held back."""
+        shown = self._cutter.feed(text) + (self._cutter.rest() if is_last else "")
+        if not (shown or is_last):
+            return False
+        if shown or not self._is_chat or "content" in holder:
+            holder["content" if self._is_chat else "text"] = shown
+        self._num_sent += len(shown)
+        if self._exchange.asked.num_logprobs is not None:
+            choice["logprobs"] = self._new_logprobs(len(shown), is_last)
+        return True
+
+    def _call(self, piece: AnswerPiece) -> Json:
+        name = f"{self._exchange.request_id}_tool_call_{self._num_calls}"
+        self._num_calls += 1
+        function = {"name": piece.name, "arguments": piece.text}
+        return {"id": name, "type": "function", "function": function}
+
+    def _why_it_ends(self) -> str:
+        if self._num_calls:
+            return "tool_calls"
+        exchange = self._exchange
+        is_full = len(exchange.token_ids) >= exchange.options.max_new_tokens
+        return "length" if is_full else "stop"
+
+    def _chunk(self, choice: Json) -> str:
+        return self._event({**self._common, "choices": [{"index": 0, **choice}]})
+
+    def _event(self, event: Json) -> str:
+        text = json.dumps(event)
+        if self._options is not None and self._options.include_obfuscation is False:
+            return f"{_EVENT}{text}\n\n"
+        begin, end = f'{_EVENT}{text[:-1]}, "obfuscation": "', '"}\n\n'
+        num_missing = -len(begin + end) % _BLOCK_BYTES
+        return begin + secrets.token_urlsafe(_BLOCK_BYTES)[:num_missing] + end
+
+    # --- log-probabilities ------------------------------------------------------------------
+
+    def _new_logprobs(self, num_shown: int, is_last: bool) -> Json | None:
+        """Return those of tokens whose text has been sent by now, and have not been sent."""
+        exchange, begin = self._exchange, self._num_logprobs
+        if exchange.parser is not None:
+            new = exchange.logprobs[begin:]
+        else:
+            new = [*self._within(begin, only_whole=not is_last)]
+        self._num_logprobs += len(new)
+        if not new and is_last and begin:
+            return None
+        return self._told(new, self._num_sent - num_shown)
+
+    def _within(self, begin: int, *, only_whole: bool) -> Iterator[Logprob]:
+        """Yield tokens, from one on, that are within what was sent, at least in part."""
+        found = self._exchange.logprobs
+        start = found[begin - 1].end if begin else 0
+        for each in found[begin:]:
+            if each.end > self._num_sent and (only_whole or start >= self._num_sent):
+                return
+            yield each
+            start = each.end
+
+    def _told(self, shown: Sequence[Logprob], offset: int) -> Json:
+        """Return log-probabilities as the endpoint has them; `offset`: characters before them."""
+        pieces = self._exchange.token_bytes
+
+        def named(token_id: int) -> str:
+            return pieces[token_id].decode(errors="replace")
+
+        def entry(token_id: int, logprob: float) -> Json:
+            return {"token": named(token_id), "logprob": logprob, "bytes": [*pieces[token_id]]}
+
+        if self._is_chat:
+            content = [
+                {
+                    **entry(each.token_id, each.logprob),
+                    "top_logprobs": [entry(*t) for t in each.top],
+                }
+                for each in shown
+            ]
+            return {"content": content}
+        before = [offset, *(each.end for each in shown[:-1])]
+        return {
+            "tokens": [named(each.token_id) for each in shown],
+            "token_logprobs": [each.logprob for each in shown],
+            "top_logprobs": [{named(other): value for other, value in each.top} for each in shown],
+            "text_offset": before[: len(shown)],
+        }
+
+    # --- figures ----------------------------------------------------------------------------
+
+    def _figures(self) -> Json:
+        """Return usage and metrics: what was run, drafted, accepted and kept."""
+        exchange, stats = self._exchange, self._exchange.stats
+        assert stats is not None, "the answer is whole"
+        num_prompt, num_new = exchange.num_prompt_tokens, len(exchange.token_ids)
+        # Tokens of the answer that were drafted from the client's prediction, and the rest of it.
+        is_clients = getattr(exchange.asked, "prediction", None) is not None
+        num_predicted = len(exchange.prediction or ()) if is_clients else 0
+        source = stats.sources.get("prediction")
+        num_accepted = 0 if source is None else min(source.num_accepted_tokens, num_predicted)
+        usage: Json = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": num_accepted,
+                "rejected_prediction_tokens": num_predicted - num_accepted,
+                "accepted_draft_tokens": stats.num_accepted_tokens,
+                "rejected_draft_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
+            },
+        }
+        # Without keys, whoever asks in another's name would read that one's prompt.
+        if exchange.knows_kept:
+            usage["prompt_tokens_details"] = {"cached_tokens": stats.num_reused_tokens}
+        return {"usage": usage, "metrics": {"speculative_decoding": speculation(stats)}}
+
+
+def speculation(stats: DecodeStats) -> Json:
+    """Return what vLLM tells of the drafts of a request, with its names; trees count by depth.
+
+    Source: https://docs.vllm.ai/en/stable/features/speculative_decoding/acceptance_metrics/
+    """
+    num_steps = stats.num_drafted_row_steps
+    reached = [num_steps, *stats.accepted_by_depth, 0]
+    return {
+        "mean_acceptance_length": 1 + stats.num_accepted_tokens / max(num_steps, 1),
+        "draft_acceptance_rate": stats.acceptance_rate,
+        "acceptance_histogram": [more - fewer for more, fewer in pairwise(reached)],
+        "num_spec_steps": num_steps,
+        "num_accepted_draft_tokens": stats.num_accepted_tokens,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_spec_tokens": len(stats.accepted_by_depth),
+    }
 
 
 class StopCutter:
@@ -52,263 +269,3 @@ def _num_begun(text: str, stop: str) -> int:
     """Return the length of the longest end of a text that a stop begins with."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
-
-
-def completed(exchange: Exchange, body: Json) -> Json:
-    """Return a whole answer, completed.
-
-    Args:
-        exchange: whose answer is known.
-        body: transformers' answer; changed.
-    """
-    _complete_usage(exchange, body)
-    if exchange.asked.endpoint != "responses":
-        _Stream(exchange).fill(body["choices"][0], "message")
-    return body
-
-
-async def rewritten(
-    exchange: Exchange, parts: AsyncGenerator[str, None]
-) -> AsyncGenerator[str, None]:
-    """Yield the events of an answer, completed: one for the text of each part.
-
-    Args:
-        exchange: of the answer.
-        parts: transformers' events, those of a step at a time.
-    """
-    stream = _Stream(exchange)
-    is_whole = False
-    interval_sec = exchange.chunk_interval_sec
-    source = _paced(parts, interval_sec) if interval_sec else parts
-    try:
-        async for part in source:
-            events = [json.loads(each.removeprefix(_EVENT)) for each in part.split("\n\n") if each]
-            text = "".join(map(stream.text_of, stream.completed(_merged(events))))
-            if not text and interval_sec:  # a comment, so that nobody sees that nothing came
-                text = _padded(": ", "\n\n")
-            if text:
-                yield text
-        if exchange.asked.endpoint != "responses" and not stream.is_failed:
-            yield _END
-        is_whole = True
-    finally:
-        if not is_whole:  # the client has left
-            exchange.end(left())
-        await source.aclose()
-
-
-async def _paced(
-    parts: AsyncGenerator[str, None], interval_sec: float
-) -> AsyncGenerator[str, None]:
-    """Yield what has come, or nothing, at fixed intervals."""
-    come = ""
-
-    async def take() -> None:
-        nonlocal come
-        async for part in parts:
-            come += part
-
-    taking = asyncio.create_task(take())
-    loop = asyncio.get_running_loop()
-    begin = loop.time()
-    try:
-        while not taking.done() or come:
-            await asyncio.sleep(interval_sec - (loop.time() - begin) % interval_sec)
-            part, come = come, ""
-            yield part
-        await taking
-    finally:
-        taking.cancel()
-        await asyncio.wait({taking})
-        await parts.aclose()
-
-
-def _merged(events: Iterable[Json]) -> Iterable[Json]:
-    """Yield events; those in a row that only go on with a text are one."""
-    before: Json | None = None
-    for event in events:
-        place, place_before = _place_of_text(event), _place_of_text(before or {})
-        if place is not None and place_before is not None and place[1:] == place_before[1:]:
-            place_before[0][place[1]] += place[0][place[1]]
-            continue
-        if before is not None:
-            yield before
-        before = event
-    if before is not None:
-        yield before
-
-
-def _place_of_text(event: Json) -> tuple[Json, str, str] | None:
-    """Return what has an event's text, by which name, and of what; None if there is more to it."""
-    if event.get("type", "").endswith(".delta"):
-        return event, "delta", event["item_id"]
-    for choice in event.get("choices", ()):
-        delta = choice.get("delta", choice)
-        for name in ("content", "reasoning_content", "text"):
-            if name in delta and not delta.keys() - {name, "index"} and len(choice) == 2:
-                return delta, name, ""
-    return None
-
-
-class _Stream:
-    """The events of one answer."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._cutter = StopCutter(exchange.asked.stops)
-        self._num_sent = 0  # characters
-        self._num_logprobs = 0  # of those sent
-        self._num_events = 0  # of a response
-        self.is_failed = False
-
-    def text_of(self, event: Json) -> str:
-        """Return an event as it is sent: unless asked not to be, of a size that tells nothing."""
-        text = json.dumps(event)
-        if "error" in event or not self._exchange.asked.obfuscates:
-            return f"{_EVENT}{text}\n\n"
-        return _padded(f'{_EVENT}{text[:-1]}, "obfuscation": "', '"}\n\n')
-
-    def completed(self, events: Iterable[Json]) -> Iterable[Json]:
-        """Yield what becomes of some of transformers' events."""
-        for event in events:
-            if self._exchange.asked.endpoint == "responses":
-                yield self._of_response(event)
-            elif "error" in event:
-                self.is_failed = True
-                yield (self._exchange.error or failed()).body()
-            else:
-                yield from self._of_choice(event)
-
-    def _of_response(self, event: Json) -> Json:
-        error = self._exchange.error or failed()
-        event["sequence_number"] = self._num_events
-        self._num_events += 1
-        if event["type"] == "error":
-            event |= {"message": error.message, "code": error.code or error.kind, "param": None}
-        elif event["type"] == "response.failed":
-            event["response"]["error"]["message"] = error.message
-        elif event["type"] == "response.completed":
-            _complete_usage(self._exchange, event["response"])
-        return event
-
-    def _of_choice(self, event: Json) -> Iterable[Json]:
-        choice = event["choices"][0]
-        usage = event.pop("usage", None)
-        if not self.fill(choice, "delta"):
-            return
-        yield event
-        is_last = choice.get("finish_reason") is not None
-        if is_last and usage is not None and self._exchange.asked.includes_usage:
-            event = event | {"choices": [], "usage": usage}
-            _complete_usage(self._exchange, event)
-            yield event
-
-    def fill(self, choice: Json, name_in_chats: str) -> bool:
-        """Complete what a choice has of the text; return false where all of it is held back."""
-        is_chat = self._exchange.asked.endpoint == "chat"
-        holder, name = (choice[name_in_chats], "content") if is_chat else (choice, "text")
-        is_last = choice.get("finish_reason") is not None
-        text = holder.get(name) or ""
-        shown = self._cutter.feed(text) + (self._cutter.rest() if is_last else "")
-        if text and not shown and not is_last:
-            return False
-        if text or shown or not is_chat:  # a field that completions require
-            holder[name] = shown
-        self._num_sent += len(shown)
-        if self._exchange.asked.num_logprobs is not None and (shown or is_last):
-            choice["logprobs"] = self._new_logprobs(len(shown), is_last)
-        return True
-
-    def _new_logprobs(self, num_shown: int, is_last: bool) -> Json | None:
-        """Return those of tokens whose text has been sent by now, and have not been sent."""
-        exchange, begin = self._exchange, self._num_logprobs
-        if exchange.is_parsed:
-            new = exchange.logprobs[begin:]
-        else:
-            new = list(_within(exchange, begin, self._num_sent, only_whole=not is_last))
-        self._num_logprobs += len(new)
-        if not new and is_last and begin:
-            return None
-        return _logprobs(exchange, new, self._num_sent - num_shown)
-
-
-def _within(
-    exchange: Exchange, begin: int, num_chars: int, *, only_whole: bool = False
-) -> Iterable[Logprob]:
-    """Yield tokens, from one on, that are within so much text, at least in part."""
-    all_of_them = exchange.logprobs
-    start = all_of_them[begin - 1].end if begin else 0
-    for logprob in all_of_them[begin:]:
-        if logprob.end > num_chars and (only_whole or start >= num_chars):
-            return
-        yield logprob
-        start = logprob.end
-
-
-def _logprobs(exchange: Exchange, shown: Sequence[Logprob], offset: int) -> Json:
-    """Return log-probabilities as the endpoint has them.
-
-    Args:
-        offset: characters of the answer before the first of them.
-    """
-    pieces = exchange.pieces
-
-    def named(token_id: int) -> str:
-        return pieces[token_id].decode(errors="replace")
-
-    if exchange.asked.endpoint == "chat":
-
-        def entry(token_id: int, logprob: float) -> Json:
-            return {
-                "token": named(token_id),
-                "logprob": logprob,
-                "bytes": list(pieces[token_id]),
-            }
-
-        return {
-            "content": [
-                entry(each.token_id, each.logprob)
-                | {"top_logprobs": [entry(*other) for other in each.top]}
-                for each in shown
-            ]
-        }
-    before = [offset, *(each.end for each in shown[:-1])]
-    return {
-        "tokens": [named(each.token_id) for each in shown],
-        "token_logprobs": [each.logprob for each in shown],
-        "top_logprobs": [
-            {named(token_id): logprob for token_id, logprob in each.top} for each in shown
-        ],
-        "text_offset": before[: len(shown)],
-    }
-
-
-def _complete_usage(exchange: Exchange, body: Json) -> None:
-    """Say which tokens were drafted, and which were not run again; `body` is changed."""
-    usage, stats = body.get("usage"), exchange.stats
-    if usage is None or stats is None:
-        return
-    # Whoever may ask in another's name, because there are no keys, would read that one's prompt.
-    num_cached = stats.num_reused_tokens if exchange.knows_kept else 0
-    cached = {"cached_tokens": num_cached}
-    if exchange.asked.endpoint == "responses":  # which has no place for drafts
-        usage["input_tokens_details"] = {**usage.get("input_tokens_details", {}), **cached}
-        return
-    if exchange.knows_kept:
-        usage["prompt_tokens_details"] = cached
-    # Tokens of the answer that were drafted from the client's prediction, and the rest of it.
-    num_predicted = 0 if exchange.asked.prediction is None else len(exchange.prediction or ())
-    source = stats.sources.get("prediction")
-    num_accepted = 0 if source is None else min(source.num_accepted_tokens, num_predicted)
-    usage["completion_tokens_details"] = {
-        "accepted_prediction_tokens": num_accepted,
-        "rejected_prediction_tokens": num_predicted - num_accepted,
-        "accepted_draft_tokens": stats.num_accepted_tokens,
-        "rejected_draft_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
-    }
-
-
-def _padded(begin: str, end: str) -> str:
-    """Return a text with random characters in the middle, which fill its last block."""
-    num_missing = -len(begin + end) % _BLOCK_BYTES
-    return begin + secrets.token_urlsafe(_BLOCK_BYTES)[:num_missing] + end

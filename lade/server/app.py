@@ -1,6 +1,6 @@
 """The server put together, and run until it is told to stop.
 
-Begin here; `gate.py` is what a request meets first.
+Begin here; `routes.py` is what a request meets first.
 """
 
 import asyncio
@@ -8,32 +8,23 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import uvicorn
-from starlette.middleware.cors import CORSMiddleware
 
 from lade.batcher import Batcher
 from lade.hf.api import generate
 from lade.hosts import names_of
 from lade.models.loading import LoadedModel
 from lade.prewarming.warming import warm_up
-from lade.probing.profile import Profiles
-from lade.server.connections import GuardedProtocol, shares_of
-from lade.server.gate import END_SEC, Gate, Names
-from lade.server.grammars import Grammars
-from lade.server.keys import ApiKeys
-from lade.server.limits import RequestLimits
-from lade.server.line import Line
-from lade.server.metrics import Metrics
+from lade.server.connections import guarded
 from lade.server.options import ServerOptions
-from lade.server.requests import Reader
-from lade.server.upstream import Upstream
-from lade.server.users import UserPools
+from lade.server.routes import END_SEC, Routes
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +50,7 @@ class Server:
     Raises:
         OSError: the address is taken, or a folder cannot be used.
         ngram_pool.PoolFileError: a layer is no pool, or one of another tokenizer.
-        ValueError: the tokenizer is not a fast one, or two ports are one.
+        ValueError: the tokenizer is not a fast one.
     """
 
     def __init__(
@@ -76,23 +67,14 @@ class Server:
                 f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}, which cannot "
                 "be streamed"
             )
-        if port and port == options.metrics_port:
-            raise ValueError(f"expected a metrics_port other than the port, got {port} twice")
-        self.name = options.model_name or _name_of(loaded)
+        # Of a folder clients are told its name alone, not where it lies.
+        name = Path(loaded.name).name if Path(loaded.name).exists() else loaded.name
+        self.name = name = options.model_name or name
         self._thread: threading.Thread | None = None
-        self._stack = ExitStack()
         with ExitStack() as stack:
-            self._socket = stack.enter_context(_listening(host, port))
-            self._sockets = [self._socket]
-            self.metrics_url: str | None = None
-            metrics_port = options.metrics_port
-            if metrics_port is not None:
-                self._sockets.append(
-                    stack.enter_context(_listening(options.metrics_host, metrics_port))
-                )
-                metrics_port = self._sockets[1].getsockname()[1]
-                self.metrics_url = f"{_url_of(self._sockets[1], options)}/metrics"
-            self._pools = stack.enter_context(closing(UserPools(loaded, options)))
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            made = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+            self._socket = stack.enter_context(made)
             batcher = stack.enter_context(
                 Batcher(
                     loaded.model,
@@ -100,44 +82,30 @@ class Server:
                     max_batch_tokens=options.max_batch_tokens,
                 )
             )
-            grammars = stack.enter_context(closing(Grammars(loaded)))
-            limits = RequestLimits(loaded.model, options)
-            upstream = Upstream(loaded, self.name, limits, grammars.pieces, batcher)
-            self._manager = upstream.manager
-            self._manager.submit(_warm_up, loaded, options).result()
-            size = options.max_batch_size if batcher.is_joint else 1
-            logger.info("requests are answered %s", "together" if size > 1 else "one by one")
-            # Whoever waits for others in the batcher waits for whole answers, out of any order.
-            line = Line(options.max_queue, size, max(1, size - 1))
-            self.metrics = Metrics(
-                self.name, line, self._pools.store, Profiles.of(loaded.model).prefixes
-            )
-            vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-            reader = Reader(self.name, vocab_size, grammars)
-            self.keys = ApiKeys(options.api_keys)
-            names = Names(
-                names_of(host, options.allowed_hosts),
-                metrics_port,
-                names_of(options.metrics_host, options.allowed_hosts),
-            )
-            gate = Gate(
-                *(upstream, reader, self.keys, self._pools, line, self.metrics, options), names
-            )
-            self._uvicorn = _Uvicorn(gate, options)
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(batcher.run, partial(_warm_up, loaded, options)).result()
+            hosts = names_of(host, options.allowed_hosts)
+            routes = Routes(loaded, name, batcher, options, hosts, stack)
+            self.keys, self._answering = routes.keys, routes.answering
+            self._uvicorn = _Uvicorn(routes, options)
             self._stack = stack.pop_all()
-        self.url = f"{_url_of(self._socket, options)}/v1"
+        address, port, *_ = self._socket.getsockname()
+        self.url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then finish or end what is under way and save pools."""
+        # uvicorn raises these again after it has stopped; the exit code is to be 0.
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, lambda *_: None)
         try:
-            self._uvicorn.run(sockets=self._sockets)
+            self._uvicorn.run(sockets=[self._socket])
         finally:
             self._finish()
 
     def __enter__(self) -> Self:
         """Serve in a thread."""
         self._thread = threading.Thread(
-            target=self._uvicorn.run, kwargs={"sockets": self._sockets}, name="lade-server"
+            target=self._uvicorn.run, kwargs={"sockets": [self._socket]}, name="lade-server"
         )
         self._thread.start()
         return self
@@ -153,48 +121,34 @@ class Server:
         self._finish()
 
     def _finish(self) -> None:
-        self._manager.wait(END_SEC)
+        self._answering.wait(END_SEC)
         self._stack.close()
 
 
 class _Uvicorn(uvicorn.Server):
-    """Stops as it should: nobody new, a while for what is under way, exit code 0."""
+    """Stops as it should: nobody new, and a while for what is under way."""
 
-    def __init__(self, gate: Gate, options: ServerOptions) -> None:
-        app: Any = gate
-        if options.allowed_origins:
-            app = CORSMiddleware(
-                app,
-                allow_origins=options.allowed_origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-            )
-        shares = shares_of(options.max_connections)
-        settings = {"shares": shares, "stall_sec": options.timeout_sec}
-        guarded = type("Guarded", (GuardedProtocol,), settings)
-        grace_sec = options.grace_sec
+    def __init__(self, routes: Routes, options: ServerOptions) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
-                http=guarded,
+                routes,
+                http=guarded(options.max_connections, options.timeout_sec),
                 ws="none",
-                ssl_certfile=options.certificate,
-                ssl_keyfile=options.private_key,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,  # anybody can write these: addresses take turns
                 timeout_keep_alive=_KEEP_ALIVE_SEC,
-                timeout_graceful_shutdown=int(END_SEC),  # of what has not come to the gate
+                timeout_graceful_shutdown=int(END_SEC),  # of what is not let in
             )
         )
-        self._gate = gate
-        self._grace_sec = grace_sec
+        self._routes = routes
+        self._grace_sec = options.grace_sec
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the gate, and listen until it is, for `/ready` tells so; then end connections."""
+        """Let nobody in, and listen until all is answered, for `/health` tells; then hang up."""
         logger.info("shutting down; running answers have %g s", self._grace_sec)
-        closing = asyncio.create_task(self._gate.close(self._grace_sec))
+        closing = asyncio.create_task(self._routes.close(self._grace_sec))
         while not self.force_exit and not closing.done():
             await asyncio.wait({closing}, timeout=_TICK_SEC)
         if self.force_exit:  # Ctrl-C, once more
@@ -202,41 +156,6 @@ class _Uvicorn(uvicorn.Server):
             for connection in [*self.server_state.connections]:
                 connection.transport.abort()  # which ends what is answered there
         await super().shutdown(sockets)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Stop at SIGINT and SIGTERM, which uvicorn raises again after it has stopped."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        handled = (signal.SIGINT, signal.SIGTERM)
-        before = {each: signal.signal(each, self.handle_exit) for each in handled}
-        try:
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
-
-    Raises:
-        OSError: it cannot.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-
-
-def _url_of(listener: socket.socket, options: ServerOptions) -> str:
-    host, port, *_ = listener.getsockname()
-    shown = f"[{host}]" if listener.family == socket.AF_INET6 else host
-    return f"{'http' if options.certificate is None else 'https'}://{shown}:{port}"
-
-
-def _name_of(loaded: LoadedModel) -> str:
-    """Return what clients call a model: of a folder its name alone, not where it lies."""
-    return Path(loaded.name).name if Path(loaded.name).exists() else loaded.name
 
 
 def _warm_up(loaded: LoadedModel, options: ServerOptions) -> None:

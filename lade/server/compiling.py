@@ -1,22 +1,21 @@
-"""Schemas compiled in a process of their own, each in a child that may be killed.
+"""Schemas compiled in a process of its own, which may take only so much time and memory.
 
 A schema of a few bytes may take minutes or gigabytes, and a thread cannot be stopped. So a process
-that has the model's tokens forks for each schema, and the child may take only so much processor
-time and memory. Where there is no fork, that process itself is stopped, and begun anew.
+that has the model's tokens compiles one after the other; the system ends it where one takes too
+much, and the next schema begins another.
 """
 
 import json
-import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-# Of a child. With 49,000 tokens, a text of at most 200 characters takes 1.8 s, 300 properties take
+# Of a schema. With 49,000 tokens, a text of at most 200 characters takes 1.8 s, 300 properties take
 # 1.7, and all of it twice as long on a busy machine.
 CPU_SEC = 5.0
-_MEMORY_BYTES = 2**30  # beyond what its parent has
+_MEMORY_BYTES = 2**30  # beyond what the process has from the start
 _MAX_CHARS = 2**26  # of a grammar, which the server reads: 300 properties make half of that
 _WALL_SEC = 60.0  # a busy machine may take so long for this work
 _NICENESS = 5  # the model, which all wait for, goes before
@@ -50,15 +49,14 @@ class CompilerProcess:
             timer.start()
             try:
                 answer = _exchanged(process, {"schema": schema})
-            except OSError:  # it was killed
+            except OSError:  # it was ended
                 self.close()
-                answer = {"error": _TOO_LONG}
+                answer = {"error": f"it takes more than {CPU_SEC:g} s to compile"}
             finally:
                 timer.cancel()
         if "error" in answer:
             raise SchemaError(answer["error"])
-        grammar: str = answer["grammar"]
-        return grammar
+        return answer["grammar"]
 
     def close(self) -> None:
         """End the process."""
@@ -78,9 +76,6 @@ class CompilerProcess:
             )
             _exchanged(self._process, {"tokens": self._tokens})
         return self._process
-
-
-_TOO_LONG = f"it takes more than {CPU_SEC:g} s to compile"
 
 
 def _exchanged(process: "subprocess.Popen[bytes]", message: dict[str, str]) -> dict[str, str]:
@@ -104,65 +99,53 @@ def _serve() -> None:
     """Answer each line of standard input with one."""
     import xgrammar
 
-    if hasattr(os, "nice"):
-        os.nice(_NICENESS)
     tokens = xgrammar.TokenizerInfo.deserialize_json(json.loads(sys.stdin.readline())["tokens"])
     compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
-    _say("{}")
-    for line in sys.stdin:
-        schema = json.loads(line)["schema"]
-        _say(_in_child(compiler, schema) if hasattr(os, "fork") else _compiled(compiler, schema))
+    _limit_memory()
+    answer = {}
+    while True:
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+        if not (line := sys.stdin.readline()):
+            return
+        _limit_time(CPU_SEC)
+        answer = _compiled(compiler, json.loads(line)["schema"])
+        _limit_time(0)
 
 
-def _say(answer: str) -> None:
-    sys.stdout.write(answer + "\n")
-    sys.stdout.flush()
-
-
-def _compiled(compiler: Any, schema: str) -> str:
-    """Return the grammar, or what is wrong, as a JSON object."""
+def _compiled(compiler: Any, schema: str) -> dict[str, str]:
+    """Return the grammar, or what is wrong."""
     try:
         # Without this, a model may write blanks until its answer is full.
         grammar = compiler.compile_json_schema(schema, any_whitespace=False).serialize_json()
-        if len(grammar) <= _MAX_CHARS:
-            return json.dumps({"grammar": grammar})
-        error = f"its grammar has more than {_MAX_CHARS:,} characters"
     except Exception as raised:  # of its C++ code, or text that it cannot take
-        error = str(raised)[:300]
-    return json.dumps({"error": error})
+        return {"error": str(raised)[:300]}
+    if len(grammar) > _MAX_CHARS:
+        return {"error": f"its grammar has more than {_MAX_CHARS:,} characters"}
+    return {"grammar": grammar}
 
 
-def _in_child(compiler: Any, schema: str) -> str:
-    """Compile in a child, which the system ends where it takes too much."""
-    source, target = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(source)
-            _limit()
-            with os.fdopen(target, "w") as pipe:
-                pipe.write(_compiled(compiler, schema))
-        finally:
-            os._exit(0)
-    os.close(target)
-    with os.fdopen(source) as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    # Whose end is missing was ended.
-    return text if text.endswith("}") else json.dumps({"error": _TOO_LONG})
-
-
-def _limit() -> None:
-    """Have the system end this process where it takes too much time, and refuse it memory."""
+def _limit_memory() -> None:
+    """Have the system refuse memory beyond what there is, and put this process behind others."""
+    if sys.platform == "win32":
+        return
+    import os
     import resource
-    import signal
 
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, CPU_SEC)
+    os.nice(_NICENESS)
     pages = Path("/proc/self/statm")  # of Linux
     if pages.exists():
         most = int(pages.read_text().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _limit_time(sec: float) -> None:
+    """Have the system end this process after so much processor time; 0 is for never."""
+    if sys.platform != "win32":
+        import signal
+
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, sec)
 
 
 if __name__ == "__main__":

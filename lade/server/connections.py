@@ -34,10 +34,10 @@ class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._stalling: asyncio.TimerHandle | None = None
         self._origin = origin_of(transport.get_extra_info("peername"))
         self._has_share = self.shares.take(self._origin)
-        if not self._has_share:
+        if self._has_share:
+            self._await_headers()
+        else:
             transport.abort()
-            return
-        self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
@@ -78,16 +78,17 @@ class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._closing = None
 
 
-def shares_of(wanted: int) -> Shares:
-    """Return shares of so many connections, or of as many as the system has files for."""
-    most = wanted
+def guarded(max_connections: int, stall_sec: float) -> type[GuardedProtocol]:
+    """Return a protocol for so many connections, or as many as the system has files for."""
+    most = max_connections
     if sys.platform != "win32":
         import resource
 
         num_files: Any = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if num_files != resource.RLIM_INFINITY:
             most = max(1, min(most, num_files - _OTHER_FILES))
-    return Shares(most, max(1, most // _PARTS))
+    settings = {"shares": Shares(most, max(1, most // _PARTS)), "stall_sec": stall_sec}
+    return type("Guarded", (GuardedProtocol,), settings)
 
 
 def origin_of(peer: Sequence[Any] | None) -> str:

@@ -23,22 +23,16 @@ class ApiError(LadeError):
     def __str__(self) -> str:
         return self.message
 
-    @property
-    def kind(self) -> str:
-        """OpenAI's `type` of the error."""
-        default = "invalid_request_error" if self.status < 500 else "server_error"
-        return _KINDS.get(self.status, default)
-
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
-        told = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _KINDS.get(self.status, default)
+        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": told}
 
     def headers(self) -> dict[str, str]:
         """Return the headers that go with the status."""
-        headers = {}
-        if self.retry_after is not None:
-            headers["retry-after"] = str(self.retry_after)
+        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.closes:
             headers["connection"] = "close"
         if self.status == 401:

@@ -5,7 +5,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakValueDictionary
 
 from lade.models.loading import LoadedModel
 from lade.server.compiling import CompilerProcess, SchemaError
@@ -28,10 +27,8 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokens: Any = None
         self._process: CompilerProcess | None = None
-        self._pieces: list[bytes] = []
+        self._token_bytes: list[bytes] = []
         self._kept: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()
-        self._in_use = WeakValueDictionary[tuple[str, str], Any]()  # by the answers of one client
-        self._num_bytes = 0
 
     def checked(self, schema: Mapping[str, Any]) -> str:
         """Return a schema as JSON.
@@ -49,13 +46,12 @@ class Grammars:
         check_schema(schema)
         return text
 
-    def compiled(self, tenant: str, schema: str, of_whom: str = "") -> Any:
+    def compiled(self, tenant: str, schema: str) -> Any:
         """Return the grammar of a JSON schema; may wait for others.
 
         Args:
             tenant: who asks; "" for nobody in particular, of whom nothing is kept.
             schema: as `checked` returns it.
-            of_whom: the client, which at once may ask more than once for one schema.
 
         Raises:
             ApiError: it cannot be compiled, or not in time.
@@ -66,9 +62,7 @@ class Grammars:
             if (found := self._kept.get((tenant, schema))) is not None:
                 self._kept.move_to_end((tenant, schema))
                 return found[0]
-            if not tenant and (grammar := self._in_use.get((of_whom, schema))) is not None:
-                return grammar
-            self._made()
+            self._make_tokens()
             if self._process is None:
                 self._process = CompilerProcess(self._tokens.serialize_json())
             process = self._process
@@ -78,32 +72,26 @@ class Grammars:
             raise refusal(f"expected a JSON schema that xgrammar knows: {error}") from None
         grammar = xgrammar.CompiledGrammar.deserialize_json(made, self._tokens)
         if tenant:
-            self._keep((tenant, schema), grammar, len(made) + len(schema))
-        else:
-            self._in_use[of_whom, schema] = grammar
+            with self._lock:
+                self._kept[tenant, schema] = grammar, len(made) + len(schema)
+                while sum(num_bytes for _, num_bytes in self._kept.values()) > _CACHE_BYTES:
+                    self._kept.popitem(last=False)
         return grammar
 
-    def pieces(self) -> list[bytes]:
+    def token_bytes(self) -> list[bytes]:
         """Return the bytes of every token."""
         with self._lock:
-            self._made()
-            if not self._pieces:
-                self._pieces = self._tokens.decoded_vocab  # made anew each time
-            return self._pieces
+            self._make_tokens()
+            if not self._token_bytes:
+                self._token_bytes = self._tokens.decoded_vocab  # made anew each time
+            return self._token_bytes
 
     def close(self) -> None:
         """End the process that compiles."""
         if self._process is not None:
             self._process.close()
 
-    def _keep(self, key: tuple[str, str], grammar: Any, num_bytes: int) -> None:
-        with self._lock:
-            self._num_bytes += num_bytes - self._kept.pop(key, (None, 0))[1]
-            self._kept[key] = grammar, num_bytes
-            while self._num_bytes > _CACHE_BYTES:
-                self._num_bytes -= self._kept.popitem(last=False)[1][1]
-
-    def _made(self) -> None:
+    def _make_tokens(self) -> None:
         if self._tokens is None:
             import xgrammar
 

@@ -1,20 +1,21 @@
-"""One answer in its thread: seeded, drafted from its own pool, stopped, recorded."""
+"""Answers in threads of their own: seeded, drafted from their own pools, stopped, recorded."""
 
 import logging
 import secrets
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -22,11 +23,14 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from lade.compat import Model, mark_as_new
+from lade.batcher import Batcher
+from lade.compat import mark_as_new
+from lade.drafting.drafter import Drafter
 from lade.hf.api import decode
-from lade.hf.arguments import OnStep
+from lade.models.loading import LoadedModel
 from lade.server.errors import failed
-from lade.server.exchange import Exchange, Logprob
+from lade.server.exchange import AnswerPiece, Exchange, Logprob
+from lade.server.parsing import TextReader
 
 logger = logging.getLogger(__name__)
 
@@ -34,86 +38,82 @@ logger = logging.getLogger(__name__)
 _LOWEST_LOGPROB = -9999.0
 
 
-def answer(
-    exchange: Exchange,
-    model: Model,
-    tokenizer: Any,
-    inputs: dict[str, Any],
-    options: GenerationConfig,
-    streamer: Any = None,
-    on_step: OnStep | None = None,
-) -> Tensor:
-    """Generate as `model.generate` does with the request's seed; return the sequences, [1, n].
+class Answering:
+    """Runs exchanges together, each in a thread of its own.
 
     Args:
-        exchange: gets statistics, times and log-probabilities.
-        model: whose own `generate` prepares the call.
-        tokenizer: of the model.
-        inputs: `input_ids` and `attention_mask`, [1, num_prompt_tokens]; others are not used.
-        options: of the call; changed.
-        streamer: gets the prompt, every token, and the end once statistics are known.
-        on_step: called after each step's tokens.
-
-    Raises:
-        ApiError: the exchange ends early, or decoding failed, which is in the log.
+        loaded: the model.
+        batcher: of the model.
+        drafter: of all calls, beside their pools.
     """
-    with _telling(exchange):
-        asked = exchange.asked
-        recorder = None if asked.num_logprobs is None else _Recorder(asked.num_logprobs)
-        relay = _Relay(exchange, tokenizer, recorder, streamer)
-        options.return_dict_in_generate = True
-        criteria = StoppingCriteriaList()
-        if asked.stops:
-            criteria.append(_StopOnText(exchange, tokenizer, inputs["input_ids"].shape[1]))
 
-        decoding: Callable[..., Any] = partial(
-            decode,
-            pool=exchange.pools,
-            drafter=exchange.drafter,
-            config=replace(exchange.config, reuses_prefix=not exchange.is_private),
-            prediction=exchange.prediction,
-            token_streamer=relay,
-            on_step=on_step,
-        )
+    def __init__(self, loaded: LoadedModel, batcher: Batcher, drafter: Drafter | None) -> None:
+        self._loaded, self._batcher, self._drafter = loaded, batcher, drafter
+        self._threads = WeakSet[threading.Thread]()
 
-        def run(*args: Any, logits_processor: LogitsProcessorList, **prepared: Any) -> Any:
-            if recorder is not None:  # before all others: penalties and grammars change the scores
-                logits_processor.insert(0, recorder)
-            mark_as_new(prepared)
-            return decoding(*args, logits_processor=logits_processor, **prepared)
+    def begin(self, exchange: Exchange) -> None:
+        """Answer an exchange; its place is given back, and its last piece is None, at the end."""
+        # A daemon, so that the process can end in the middle of a long forward.
+        thread = threading.Thread(target=self._run, args=(exchange,), daemon=True)
+        thread.start()
+        self._threads.add(thread)
 
-        if streamer is not None:
-            streamer.put(inputs["input_ids"])
-        # Another request must not continue the random numbers of this one, which its client knows.
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        torch.manual_seed(seed)
-        output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            generation_config=options,
-            logits_processor=LogitsProcessorList(_grammar_of(exchange)),
-            stopping_criteria=criteria,
-            custom_generate=run,
-        )
-        exchange.stats = output.stats
-        if streamer is not None:
-            streamer.end()
-        sequences: Tensor = output.sequences
-        return sequences
+    def wait(self, sec: float) -> None:
+        """Wait until all have ended, but not longer than so many seconds."""
+        end = time.monotonic() + sec
+        for thread in [*self._threads]:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _run(self, exchange: Exchange) -> None:
+        num_tokens = exchange.num_prompt_tokens + exchange.options.max_new_tokens
+        call = partial(_answer, exchange, self._loaded, self._drafter)
+        try:
+            self._batcher.run(call, num_tokens, exchange.check, exchange.of_whom)
+        except Exception:  # the model's, its processors' or the grammar's
+            if exchange.error is None:  # else it was ended from outside
+                logger.exception("an answer failed")
+                exchange.end(failed())
+        finally:
+            exchange.in_loop(exchange.leave)
+            exchange.in_loop(exchange.pieces.put_nowait, None)
 
 
-@contextmanager
-def _telling(exchange: Exchange) -> Iterator[None]:
-    """Tell whoever waits why an answer has failed."""
-    try:
-        exchange.check()
-        yield
-    except Exception:  # the model's, its processors' or the grammar's
-        if exchange.error is None:  # else it was ended from outside
-            logger.exception("an answer failed")
-            exchange.end(failed())
-        assert exchange.error is not None
-        raise exchange.error from None
+def _answer(exchange: Exchange, loaded: LoadedModel, drafter: Drafter | None) -> None:
+    """Generate as `model.generate` does with the request's seed."""
+    exchange.check()
+    asked, inputs = exchange.asked, exchange.inputs
+    recorder = None if asked.num_logprobs is None else _Recorder(asked.num_logprobs)
+    relay = _Relay(exchange, loaded.tokenizer, recorder)
+    criteria = StoppingCriteriaList()
+    if asked.stops:
+        criteria.append(_StopOnText(exchange, loaded.tokenizer))
+    decoding: Callable[..., Any] = partial(
+        decode,
+        pool=exchange.pools,
+        drafter=drafter,
+        config=replace(exchange.config, reuses_prefix=not exchange.is_private),
+        prediction=exchange.prediction,
+        token_streamer=relay,
+        on_step=relay.tell,
+    )
+
+    def run(*args: Any, logits_processor: LogitsProcessorList, **prepared: Any) -> Any:
+        if recorder is not None:  # before all others: penalties and grammars change the scores
+            logits_processor.insert(0, recorder)
+        mark_as_new(prepared)
+        return decoding(*args, logits_processor=logits_processor, **prepared)
+
+    # Another request must not continue the random numbers of this one, which its client knows.
+    torch.manual_seed(secrets.randbits(63) if asked.seed is None else asked.seed)
+    output = loaded.model.generate(
+        **inputs,
+        generation_config=exchange.options,
+        logits_processor=LogitsProcessorList(_grammar_of(exchange)),
+        stopping_criteria=criteria,
+        custom_generate=run,
+    )
+    exchange.stats = output.stats
+    relay.finish()
 
 
 def _grammar_of(exchange: Exchange) -> list[Any]:
@@ -131,12 +131,12 @@ class _StopOnText(StoppingCriteria):  # type: ignore[misc]
     users 0.4 s a request, and minutes where a stop is made for it.
     """
 
-    def __init__(self, exchange: Exchange, tokenizer: Any, num_seen: int) -> None:
+    def __init__(self, exchange: Exchange, tokenizer: Any) -> None:
         self._stops = exchange.asked.stops
         self._longest = max(map(len, self._stops))
         self._backend = tokenizer._tokenizer
-        self._decode = DecodeStream([], skip_special_tokens=not exchange.is_parsed)
-        self._num_seen = num_seen
+        self._decode = DecodeStream([], skip_special_tokens=exchange.parser is None)
+        self._num_seen = exchange.num_prompt_tokens
         self._tail = ""  # too short to have a stop
         self._is_met = False
 
@@ -167,53 +167,50 @@ class _Recorder(LogitsProcessor):  # type: ignore[misc]
 
     def take(self, token_id: int, end: int) -> Logprob:
         """Return what there is to say of the next emitted token."""
-        row = self._rows.popleft()
+        row = self._rows.popleft().clamp_min(_LOWEST_LOGPROB)
         best = row.topk(self._num_top)
         top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return Logprob(
-            token_id,
-            max(float(row[token_id]), _LOWEST_LOGPROB),
-            [(each, max(logprob, _LOWEST_LOGPROB)) for each, logprob in top],
-            end,
-        )
+        return Logprob(token_id, float(row[token_id]), [*top], end)
 
 
 class _Relay(BaseStreamer):  # type: ignore[misc]
-    """Notes every emitted token and passes it on; ends the call if the exchange is to end."""
+    """Notes every emitted token, tells what is new of a step, and ends a call that is to end."""
 
-    def __init__(
-        self, exchange: Exchange, tokenizer: Any, recorder: _Recorder | None, streamer: Any
-    ) -> None:
-        self._exchange = exchange
-        self._recorder = recorder
-        self._streamer = streamer
-        self._backend = tokenizer._tokenizer
-        self._text = DecodeStream([], skip_special_tokens=not exchange.is_parsed)
-        self._special = frozenset[int]()
-        if recorder is not None and not exchange.is_parsed:
-            self._special = frozenset(tokenizer.all_special_ids)
-        self._end = 0
+    def __init__(self, exchange: Exchange, tokenizer: Any, recorder: _Recorder | None) -> None:
+        self._exchange, self._recorder = exchange, recorder
+        self._streams = bool(exchange.asked.stream)
+        self._reads = self._streams or recorder is not None
+        # A parser of its own reads a whole answer at its end.
+        parser = exchange.parser if self._streams else None
+        self._text = TextReader(tokenizer, parser)
+        self._special = frozenset(tokenizer.all_special_ids if recorder is not None else ())
+        self._new: list[AnswerPiece] = self._text.begin()
 
     def put(self, value: Tensor) -> None:
         """Take the next token, int64 [1]."""
         exchange = self._exchange
         exchange.check()
         exchange.last_token = perf_counter()
-        if exchange.first_token is None:
-            exchange.first_token = exchange.last_token
-        token_ids = value.tolist()
-        exchange.num_tokens += len(token_ids)
-        if self._recorder is not None:
-            self._record(token_ids, self._recorder)
-        if self._streamer is not None:
-            self._streamer.put(value)
+        exchange.first_token = exchange.first_token or exchange.last_token
+        for token_id in value.tolist():
+            exchange.token_ids.append(token_id)
+            if self._reads:
+                self._new += self._text.feed(token_id)
+            if self._recorder is not None:
+                logprob = self._recorder.take(token_id, self._text.num_chars)
+                if token_id not in self._special:  # its text is not in the answer
+                    exchange.logprobs.append(logprob)
 
-    def _record(self, token_ids: Sequence[int], recorder: _Recorder) -> None:
-        for token_id in token_ids:
-            self._end += len(self._text.step(self._backend, token_id) or "")
-            logprob = recorder.take(token_id, self._end)
-            if token_id not in self._special:  # its text is not in the answer
-                self._exchange.logprobs.append(logprob)
+    def tell(self, *_: Any) -> None:
+        """Send what is new: token by token, their number would show in how they are sent."""
+        new, self._new = self._new, []
+        if new and self._streams:
+            self._exchange.in_loop(self._exchange.pieces.put_nowait, new)
+
+    def finish(self) -> None:
+        """Send what is known at the end only, once statistics are."""
+        self._new += self._text.end()
+        self.tell()
 
     def end(self) -> None:
-        """Do nothing: the streamer is ended once statistics are known."""
+        """Do nothing: what waits for the statistics is sent by `finish`."""

@@ -13,7 +13,7 @@ class KeyOwner(NamedTuple):
 
     key: str = ""  # of the API; "" where none is needed
     corpora: frozenset[str] | None = None  # that it may draft from; None for all
-    administers: bool = False  # whether it may list, add and delete these
+    administers: bool = False  # whether it may read the metrics
     is_alone: bool = False  # whether its texts decide on no time that others may measure
 
 
@@ -24,8 +24,8 @@ class ApiKeys:
 
     Args:
         lines: a key each, and behind it what its owner may do: `pools=NAME,…` or `pools=*` for the
-            corpora to draft from, `admin` to change them; `alone` to be served without drafts and
-            without anything kept, so that others who measure times learn nothing of the text.
+            corpora to draft from, `admin` to read the metrics; `alone` to be served without drafts
+            and without anything kept, so that others who measure times learn nothing of the text.
 
     Raises:
         ValueError: something else is behind a key.
@@ -50,7 +50,7 @@ class ApiKeys:
         """
         known = self._known  # once: SIGHUP may replace it at any line
         if not known:
-            return KeyOwner()
+            return KeyOwner(administers=True)
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = _digest(key.strip())
         found = [hmac.compare_digest(digest, each) for each, _ in known]

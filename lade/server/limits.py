@@ -1,111 +1,163 @@
-"""How long prompts, answers and drafts may be, and a call's options that follow from a request."""
+"""Prompts of requests, how long they and their answers may be, and a call's options."""
 
+import copy
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from lade.compat import Model
+from transformers.utils.chat_parsing import ResponseParser
+
+from lade.attempts import Attempt
 from lade.config import Config
+from lade.errors import in_one_line
+from lade.models.loading import LoadedModel
+from lade.models.prompts import num_positions, tool_calls
 from lade.server.errors import ApiError
-from lade.server.exchange import Asked, Exchange
+from lade.server.exchange import Exchange
 from lade.server.options import ServerOptions
+from lade.server.parsing import template_of, told_to_template
+from lade.server.requests import Asked, Chat, Completion
 
 # Texts are looked at in pieces, so that megabytes are refused for their beginning.
 _PIECE_CHARS = 2**15
 # They may be made into more tokens than a prompt by so much before they are refused for that: cuts
 # add some, and templates leave parts of a conversation out.
 _SLACK = 2
-# Draft tokens of a step that a request may ask for where the server sets no number: others wait
-# for its steps.
-_MOST_DRAFT_TOKENS = 64
-# The same where all steps have one width, which depends on the number from this one on.
-_MOST_OF_STABLE_TEXT = 7
+# Whose calls are predicted: each is a run of the chat template, which keeps others waiting.
+_MOST_TOOLS = 64
+_USUAL_NEW_TOKENS = 1024  # where neither request nor model names more
 
 
-class RequestLimits:
-    """Limits on prompts and answers.
+class Preparing:
+    """Makes what a call needs of a request; may be called from threads.
 
     Args:
-        model: its positions are a limit, too.
+        loaded: the model; its positions are a limit, too.
         options: of the server.
     """
 
-    def __init__(self, model: Model, options: ServerOptions) -> None:
-        text = model.config.get_text_config(decoder=True)
-        self._num_positions: int | None = getattr(text, "max_position_embeddings", None)
-        limits = options.max_prompt_tokens, self._num_positions and self._num_positions - 1
+    def __init__(self, loaded: LoadedModel, options: ServerOptions) -> None:
+        self._loaded, self._tokenizer = loaded, loaded.tokenizer
+        self._positions = num_positions(loaded.model)
+        limits = options.max_prompt_tokens, self._positions and self._positions - 1
         self._max_prompt_tokens = min((each for each in limits if each is not None), default=None)
         self._max_new_tokens = options.max_new_tokens
+        self._template = template_of(loaded)
+        self._lock = threading.Lock()  # a tokenizer's settings are not made for threads
 
-    def apply(self, exchange: Exchange, options: Any) -> None:
-        """Check a prompt's length; set the options of its call, a GenerationConfig.
+    def prepare(self, exchange: Exchange) -> None:
+        """Set prompt, prediction, parser and options of an exchange.
+
+        Raises:
+            ApiError: no prompt can be made of it, or one that is too long.
+        """
+        asked = exchange.asked
+        chat = asked if isinstance(asked, Chat) else None
+        if chat is not None and chat.prediction is not None:
+            exchange.prediction = self._predicted(chat.prediction.text)
+        names = {"prompt", "messages", "tools", "chat_template_kwargs"}
+        self._check_texts(asked.model_dump(include=names))
+        try:
+            encoded = self._encoded(asked)
+        except Exception as error:  # whatever templates and tokenizers raise of a request
+            message = f"expected a request that makes a prompt, got {in_one_line(error)}"
+            raise ApiError(400, message) from error
+        device = self._loaded.model.device
+        # Some tokenizers add inputs, such as token types, that causal LMs do not need.
+        names = ("input_ids", "attention_mask")
+        exchange.inputs = {name: encoded[name].to(device) for name in names}
+        exchange.num_prompt_tokens = encoded["input_ids"].shape[1]
+        exchange.options = self._options(asked, exchange.num_prompt_tokens)
+        if chat is None:
+            return
+        if chat.tools and chat.prediction is None and chat.speculates:
+            with Attempt():  # templates may refuse what they are never asked to write
+                calls = tool_calls(self._tokenizer, chat.tools[:_MOST_TOOLS])
+                exchange.prediction = self._predicted(calls)
+        if self._template is not None:
+            prefix = self._tokenizer.decode(encoded["input_ids"][0])
+            exchange.parser = ResponseParser(self._template, prefix=prefix, tools=chat.tools)
+
+    def _encoded(self, asked: Asked) -> Any:
+        with self._lock:
+            if isinstance(asked, Completion):
+                return self._tokenizer(asked.prompt, return_tensors="pt")
+            assert isinstance(asked, Chat)
+            messages = [each.model_dump(exclude_unset=True) for each in asked.messages]
+            return self._tokenizer.apply_chat_template(
+                [*told_to_template(messages)],
+                add_generation_prompt=True,
+                tools=asked.tools or None,
+                return_tensors="pt",
+                return_dict=True,
+                **asked.chat_template_kwargs or {},
+            )
+
+    def _options(self, asked: Asked, num_prompt: int) -> Any:
+        """Return the GenerationConfig of a call.
 
         Raises:
             ApiError: the prompt is empty, or leaves no room for its answer.
         """
-        asked, num_prompt = exchange.asked, exchange.num_prompt_tokens
         if num_prompt == 0:
             raise ApiError(400, "expected a prompt of one token or more, got none")
-        self._check_length(num_prompt)
+        self._check_length(num_prompt, "prompt")
         room = self._max_new_tokens
-        if self._num_positions is not None:
-            room = min(room, self._num_positions - num_prompt)
-        if asked.max_new_tokens is not None and asked.max_new_tokens > room:
+        if self._positions is not None:
+            room = min(room, self._positions - num_prompt)
+        wanted = getattr(asked, "max_completion_tokens", None) or asked.max_tokens
+        if wanted is not None and wanted > room:
             raise ApiError(
                 400,
                 f"expected an answer of at most {room} tokens after a prompt of {num_prompt}, "
-                f"got {asked.max_new_tokens}",
-                param="max_output_tokens" if asked.endpoint == "responses" else "max_tokens",
+                f"got {wanted}",
+                param="max_tokens",
                 code="context_length_exceeded",
             )
-        wanted = options.max_new_tokens if asked.max_new_tokens is None else asked.max_new_tokens
-        options.max_new_tokens = min(wanted, room)
-        options.max_length = None
-        exchange.most_tokens = num_prompt + options.max_new_tokens
+        options = copy.deepcopy(self._loaded.model.generation_config)
+        if wanted is None:
+            wanted = max(options.max_new_tokens or 0, _USUAL_NEW_TOKENS)
+        options.max_new_tokens, options.max_length = min(wanted, room), None
+        options.return_dict_in_generate = True
+        for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+            if (value := getattr(asked, name)) is not None:
+                setattr(options, name, value)
         if asked.temperature is not None:
             options.do_sample = asked.temperature > 0
             options.temperature = asked.temperature or None
         elif asked.top_p is not None:
             options.do_sample = True
-        if asked.top_p is not None:
-            options.top_p = asked.top_p
-        for name, value in asked.sampling.items():
-            setattr(options, name, value)
+        if asked.logit_bias:  # transformers takes no empty dict
+            biases = asked.logit_bias.items()
+            options.sequence_bias = {(int(token),): float(bias) for token, bias in biases}
+        return options
 
-    def predicted_ids(self, tokenizer: Any, text: str) -> list[int]:
+    def _predicted(self, text: str) -> list[int]:
         """Return the tokens of a prediction, which may have as many as a prompt.
 
         Raises:
             ApiError: it is too long.
         """
-        self.check_texts(tokenizer, text, "prediction")
-        ids: list[int] = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+        self._check_texts(text, "prediction")
+        ids: list[int] = self._tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
         self._check_length(len(ids), "prediction")
         return ids
 
-    def check_texts(self, tokenizer: Any, message: Any, what: str = "prompt") -> None:
-        """Refuse texts of many more tokens than a prompt may have, without making them all.
-
-        Args:
-            tokenizer: of the model.
-            message: texts, in lists and dicts of any depth.
-            what: the texts are.
-
-        Raises:
-            ApiError: they are too long.
-        """
+    def _check_texts(self, message: Any, what: str = "prompt") -> None:
+        """Refuse texts of many more tokens than a prompt may have, without making them all."""
         if self._max_prompt_tokens is None:
             return
         num_tokens, text = 0, "".join(_texts(message))
         for begin in range(0, len(text), _PIECE_CHARS):
-            piece = text[begin : begin + _PIECE_CHARS]
+            piece = [text[begin : begin + _PIECE_CHARS]]
             # A batch, for which the tokenizer lets other threads go on.
-            (encoded,) = tokenizer._tokenizer.encode_batch_fast([piece], add_special_tokens=False)
-            num_tokens += len(encoded.ids)
+            encode = self._tokenizer._tokenizer.encode_batch_fast
+            num_tokens += len(encode(piece, add_special_tokens=False)[0].ids)
             if num_tokens > _SLACK * self._max_prompt_tokens:
                 self._check_length(num_tokens, what)
 
-    def _check_length(self, num_tokens: int, what: str = "prompt") -> None:
+    def _check_length(self, num_tokens: int, what: str) -> None:
         most = self._max_prompt_tokens
         if most is not None and num_tokens > most:
             raise ApiError(
@@ -119,39 +171,18 @@ class RequestLimits:
 def config_for(asked: Asked, config: Config) -> Config:
     """Return the config of a request's call.
 
-    Args:
-        asked: the request.
-        config: of the server.
-
     Raises:
-        ApiError: fields contradict each other, or more is asked for than the server allows.
+        ApiError: fields contradict each other, or what the server promises.
     """
-    most, wanted = config.max_draft_tokens, asked.max_draft_tokens
-    if config.stable_text and (most is not None or config.lookahead is not None):
-        # Near-ties depend on the width of steps, which these would change.
-        for name, is_asked in (
-            ("speculation", not asked.speculates),
-            ("max_draft_tokens", wanted is not None),
-        ):
-            if is_asked:
-                raise ApiError(400, f"expected no {name}: the texts are kept stable", param=name)
-    if not asked.speculates:
-        config = replace(config, lookahead=None)
-        for name in ("prediction", "max_draft_tokens", "pools"):
-            if getattr(asked, name) is not None:
-                raise ApiError(400, f"expected no {name}, as nothing is drafted", param=name)
-        wanted = 0
-    if wanted is None:
+    if asked.speculates:
         return config
-    if most is None:
-        most = _MOST_OF_STABLE_TEXT if config.stable_text else _MOST_DRAFT_TOKENS
-    if wanted > most:
-        raise ApiError(
-            400,
-            f"expected max_draft_tokens of at most {most}, got {wanted}",
-            param="max_draft_tokens",
-        )
-    return replace(config, max_draft_tokens=wanted, step_costs=None)
+    if config.stable_text:  # near-ties depend on the width of steps, which this would change
+        message = "expected no speculation: the texts are kept stable"
+        raise ApiError(400, message, param="speculation")
+    for name in ("prediction", "pools"):
+        if getattr(asked, name, None) is not None:
+            raise ApiError(400, f"expected no {name}, as nothing is drafted", param=name)
+    return replace(config, lookahead=None, max_draft_tokens=0, step_costs=None)
 
 
 def _texts(message: Any) -> Iterator[str]:
@@ -162,6 +193,6 @@ def _texts(message: Any) -> Iterator[str]:
         for name, part in message.items():
             yield name
             yield from _texts(part)
-    elif isinstance(message, list | tuple):
+    elif isinstance(message, list):
         for part in message:
             yield from _texts(part)

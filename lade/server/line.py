@@ -70,10 +70,9 @@ class Line:
     def refuse(self, error: ApiError) -> None:
         """Send away all who wait, and all who come."""
         self._refusal = error
-        for waiting in self._waiting.values():
-            for turn in waiting:
-                if not turn.done():
-                    turn.set_exception(error)
+        for turn in (turn for waiting in self._waiting.values() for turn in waiting):
+            if not turn.done():
+                turn.set_exception(error)
         self._waiting.clear()
 
     def _serve(self) -> None:
@@ -93,13 +92,11 @@ class Line:
     def _taken(self, key: str) -> Leave:
         """Take a place; return what gives it back."""
         self._running[key] += 1
-        is_taken = True
+        left = iter([key])
 
         def leave() -> None:
-            nonlocal is_taken
-            if is_taken:
-                is_taken = False
-                self._running -= Counter([key])  # which drops keys that have none
+            if gone := [*left]:
+                self._running -= Counter(gone)  # which drops keys that have none
                 self._serve()
 
         return leave
@@ -115,8 +112,8 @@ class Shares:
 
     def __init__(self, most: int, most_of_key: int) -> None:
         self._most, self._most_of_key = most, most_of_key
-        self._num_taken = 0
         self._taken: Counter[str] = Counter()
+        self._num_taken = 0
 
     def take(self, key: str, number: int = 1) -> bool:
         """Take so many; return whether there were."""
@@ -149,18 +146,8 @@ class Workers:
     async def run(self, key: str, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function in a thread, whose place is taken until it ends, whoever waits for it."""
         leave = await self._line.enter(key)
-        try:
-            job = asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
-        except RuntimeError:  # nothing more is begun
-            leave()
-            raise
-
-        def finish(job: "asyncio.Future[Any]") -> None:
-            leave()
-            if not job.cancelled():
-                job.exception()  # its client may have left
-
-        job.add_done_callback(finish)
+        job = asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        job.add_done_callback(lambda job: (leave(), job.cancelled() or job.exception()))
         return await asyncio.shield(job)
 
     def refuse(self, error: ApiError) -> None:

@@ -1,5 +1,6 @@
 """`ServerOptions`: what an operator decides."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,13 @@ from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.server.keys import ApiKeys
 from ngram_pool import NGramPool
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LEAST = {
+    **dict.fromkeys(("max_connections", "max_batch_size", "max_batch_tokens"), 1),
+    **dict.fromkeys(("max_prompt_tokens", "max_new_tokens", "max_body_bytes"), 1),
+    **dict.fromkeys(("max_queue", "grace_sec"), 0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +28,12 @@ class ServerOptions:
             `lade.server.keys.ApiKeys`; none let everybody in.
         shares_pool: whether all clients have one pool and one set of prefixes.
         layers: files of pools that are only read, for all.
-        corpora: pools by name, for requests that choose them; an owner of a key with the right
-            `admin` may add others while the server runs.
-        corpora_bytes: memory of all of these, beyond which none is added.
+        corpora: pools by name, for requests that choose them.
         pools: folder that keeps the pools of clients; None for a temporary one.
         pool_memory_bytes, pool_disk_bytes: for all of them together.
         save_every_sec: how often those that learn are saved.
         allowed_hosts: names that clients may call the server by, beside its address; without any,
             all where it listens at an address that others reach, else those of this machine.
-        allowed_origins: pages of other sites that may send requests; "*" for all.
-        metrics_host, metrics_port: where `/metrics` is served apart, to anybody, by the same
-            names. Without a port, it is served with all else, but not to clients that have keys: it
-            tells what others ask.
-        certificate, private_key: files, in PEM, to serve by TLS.
         max_connections: clients that may be connected.
         max_batch_size: requests that are answered at once, where forwards of the model can run
             together; one key has all places but one at most.
@@ -42,15 +43,13 @@ class ServerOptions:
         max_new_tokens: of an answer.
         max_body_bytes: of a request.
         timeout_sec: of a request, from its first byte to the last of its answer.
-        chunk_interval_sec: between what is sent of a stream, whatever was decoded meanwhile; 0 to
-            send as it comes.
         grace_sec: for answers that are under way when the server is told to stop.
         config: of all calls; prefixes are reused for those who have a pool, whatever it says.
         drafter: drafts from a request's pools and whatever else it has, as a `lade.drafters.Merged`
             of a `CallPool` and others does; None for the pools alone.
 
     Raises:
-        ValueError: one is out of its range.
+        ValueError: one is out of its range, or a corpus has no proper name.
     """
 
     model_name: str | None = None
@@ -58,17 +57,11 @@ class ServerOptions:
     shares_pool: bool = False
     layers: Sequence[Path] = ()
     corpora: Mapping[str, NGramPool] = field(default_factory=dict)
-    corpora_bytes: int = 2**30
     pools: Path | None = None
     pool_memory_bytes: int = 2**30
     pool_disk_bytes: int = 2**34
     save_every_sec: float = 60.0
     allowed_hosts: Sequence[str] = ()
-    allowed_origins: Sequence[str] = ()
-    metrics_host: str = "127.0.0.1"
-    metrics_port: int | None = None
-    certificate: Path | None = None
-    private_key: Path | None = None
     max_connections: int = 10_000
     max_batch_size: int = 16
     max_batch_tokens: int | None = None
@@ -77,28 +70,30 @@ class ServerOptions:
     max_new_tokens: int = 4096
     max_body_bytes: int = 2**22
     timeout_sec: float = 600.0
-    chunk_interval_sec: float = 0.0
     grace_sec: float = 30.0
     config: Config = field(default_factory=Config)
     drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("max_connections", 1),
-            ("max_batch_size", 1),
-            ("max_batch_tokens", 1),
-            ("max_queue", 0),
-            ("max_prompt_tokens", 1),
-            ("max_new_tokens", 1),
-            ("max_body_bytes", 1),
-            ("chunk_interval_sec", 0),
-            ("grace_sec", 0),
-        ):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise ValueError(f"expected {name} of at least {least}, got {value!r}")
         if not self.timeout_sec > 0:
             raise ValueError(f"expected timeout_sec above 0, got {self.timeout_sec!r}")
-        if (self.certificate is None) != (self.private_key is None):
-            raise ValueError("expected a certificate and a private_key, or neither, got one")
+        for name in self.corpora:
+            check_name(name)
         ApiKeys(self.api_keys)
+
+
+def check_name(name: str) -> None:
+    """Raise if a corpus cannot be named so.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            "expected the name of a pool, up to 64 letters, digits, dots, dashes and underscores, "
+            f"got {name[:80]!r}"
+        )

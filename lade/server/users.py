@@ -1,9 +1,10 @@
-"""Whose pool is drafted from: names of pools, the folder that keeps them, corpora."""
+"""Whose pool is drafted from: names of pools, the folder that keeps them, corpora by name."""
 
 import hashlib
 import hmac
 import json
 import secrets
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,19 +15,18 @@ from lade.hf.pools import AnyPool, Pools
 from lade.models.loading import LoadedModel
 from lade.pools import fingerprint_of_tokenizer, load_pool
 from lade.prewarming.fingerprint import fingerprint_of
-from lade.server.corpora import Corpora
-from lade.server.exchange import Asked
+from lade.server.errors import ApiError
 from lade.server.keys import KeyOwner
 from lade.server.options import ServerOptions
+from lade.server.requests import Asked
 from ngram_pool import PoolStore
 from ngram_pool.writing import write_whole
 
-SHARED = "shared"
 _SECRET_BYTES = 32
 
 
 class UserPools:
-    """A pool for each user, the layers that all draft from, and those that requests choose.
+    """A pool for each user, the layers that all draft from, and corpora that requests choose.
 
     Args:
         loaded: the model; pools of other tokenizers are kept apart from its own.
@@ -34,11 +34,10 @@ class UserPools:
 
     Raises:
         OSError, ngram_pool.PoolFileError: a folder or a layer cannot be used.
-        ValueError: a corpus has no proper name.
     """
 
     def __init__(self, loaded: LoadedModel, options: ServerOptions) -> None:
-        self.corpora = Corpora(loaded.tokenizer, options.corpora, options.corpora_bytes)
+        self._corpora = {name: pool.as_read_only() for name, pool in options.corpora.items()}
         self._shares = options.shares_pool
         self._stack = ExitStack()
         folder = options.pools
@@ -71,23 +70,31 @@ class UserPools:
         Raises:
             ApiError: it names a corpus that it may not draft from, or that there is not.
         """
-        layers = [*self.corpora.of(asked.pools or (), owner), *self._layers]
-        key, user, salt = owner.key, asked.user, asked.salt
+        layers = [*self._chosen(asked.pools or (), owner), *self._layers]
+        key, user, salt = owner.key, asked.user, asked.cache_salt
         is_nobody = not self._shares and not key and user is None and salt is None
         if is_nobody or owner.is_alone:
             return layers or None, ""
-        name = SHARED if self._shares else self.name_of(key, user, salt)
-        return [self.store.named(name), *layers], name
-
-    def name_of(self, key: str, user: str | None, salt: str | None) -> str:
-        """Return the name of a user's pool, which tells nothing of who it is."""
         who = json.dumps([key, user, salt]).encode()
-        return hmac.new(self._secret, who, hashlib.sha256).hexdigest()
+        hashed = hmac.new(self._secret, who, hashlib.sha256).hexdigest()  # tells not who it is
+        name = "shared" if self._shares else hashed
+        return [self.store.named(name), *layers], name
 
     def close(self) -> None:
         """Save all pools, or remove them if nobody asked to keep them."""
         with self._stack:
             self.store.close()
+
+    def _chosen(self, names: Sequence[str], owner: KeyOwner) -> list[AnyPool]:
+        pools: list[AnyPool] = []
+        for name in dict.fromkeys(names):
+            pool = self._corpora.get(name)
+            if pool is None or not (owner.corpora is None or name in owner.corpora):
+                # Which of both is not told.
+                message = f"expected pools that this key may draft from, got {name!r}"
+                raise ApiError(404, message, param="pools", code="pool_not_found")
+            pools.append(pool)
+        return pools
 
 
 def _secret_in(folder: Path) -> bytes:

@@ -170,19 +170,12 @@ def test_clients(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert " drafted\n" in capsys.readouterr().out
 
 
-def test_corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("manual.md").write_text("The-manual-of-the-pool.")
+def test_corpora() -> None:
     with (
-        serving(loaded_model(), api_keys=["sk-mine pools=docs admin"]) as server,
-        openai.OpenAI(base_url=server.url, api_key="sk-mine", max_retries=0) as client,
+        serving(loaded_model(), corpora={"docs": lade.NGramPool()}) as server,
+        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
     ):
-        question = {
-            "model": NAME,
-            "messages": [{"role": "user", "content": "What-is-a-pool?"}],
-            "max_tokens": 8,
-        }
-        given = {"client": client, "question": question, "Path": Path}
-        asking, putting = blocks_of("guides/serving")
-        exec(compile(putting, "serving", "exec"), given)
-        exec(compile(asking, "serving", "exec"), given)
+        messages = [{"role": "user", "content": "What-is-a-pool?"}]
+        question = {"model": NAME, "messages": messages, "max_tokens": 8}
+        (asking,) = blocks_of("guides/serving")
+        exec(compile(asking, "serving", "exec"), {"client": client, "question": question})

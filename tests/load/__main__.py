@@ -1,46 +1,293 @@
-"""Run the load; see `run.py`.
+"""A server in a process of its own, and clients that ask, leave, dawdle and send nonsense.
 
 python -m tests.load --clients 1000 --seconds 1200 --out docs/results/load.json
+
+Attackers, if asked for, send what takes much, by keys of their own, after a tenth of the time.
+Every complete answer is held against plain `generate`'s for its prompt and seed, so that a wrong
+one, or one that was meant for somebody else, is seen.
 """
 
 import argparse
 import asyncio
 import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import httpx
+import numpy as np
 
 from lade.bench.environment import environment
-from tests.load.run import Plan, load
+from tests.lade.server.hostile import BODIES
+from tests.lade.server.serving import loaded_model, plain_text
+
+_KEYS = [f"key-{number}" for number in range(20)]
+_ATTACKERS = [f"attacker-{number}" for number in range(6)]
+_CHAT = "/v1/chat/completions"
+_LONGEST_WAIT_SEC = 5.0  # though the server says more
+_AFTER_SEC = 20.0  # without attackers, at the end
+_FLOOD = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 24}
+_PLAIN = json.dumps(_FLOOD).encode()
+# Made once, or those who measure would wait for them.
+_CONTENTS = {name: json.dumps({**_FLOOD, **make()}).encode() for name, make in BODIES.items()}
+
+
+class Load:
+    """All that is asked of a server, and what came of it."""
+
+    def __init__(self, plan: argparse.Namespace) -> None:
+        self.plan = plan
+        self.counts = Counter(num_right=0, num_wrong=0, num_mixed=0, num_lost=0, num_left=0)
+        self.statuses, self.attack_statuses, self.errors_in_streams = (
+            Counter[str]() for _ in range(3)
+        )
+        self.seconds: dict[str, list[float]] = {
+            name: [] for name in ("first_token", "quiet_first_token", "health", "own")
+        }
+        self.memory_bytes: list[int] = []
+        # Schemas want a model whose answers end.
+        self.loaded = loaded_model(eos_token_id=93) if plan.attackers else loaded_model()
+        self.asked = [self._question(number, seed) for number in range(40) for seed in range(4)]
+
+    def _question(self, number: int, seed: int) -> tuple[dict[str, Any], str]:
+        """Return what to ask, and the only right answer."""
+        messages = [{"role": "user", "content": f"Question-{number}:-what-is-{number * 37}?"}]
+        body = {"messages": messages, "max_tokens": 24, "temperature": 0.9, "seed": seed}
+        sampling: Any = {"temperature": 0.9, "max_new_tokens": 24}
+        return body, plain_text(self.loaded, messages, seed=seed, **sampling)
+
+    async def run(self, url: str) -> str:
+        """Ask until the end; return the server's metrics then."""
+        plan, begin = self.plan, perf_counter()
+        self.turn, self.end = begin + plan.seconds / 10, begin + plan.seconds
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=plan.clients)
+        async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as http:
+            seeds = range(plan.seed, plan.seed + plan.clients)
+            await asyncio.gather(
+                *(self._client(http, random.Random(each)) for each in seeds),
+                *(self._attacker(http, random.Random(-each - 1)) for each in range(plan.attackers)),
+                self._watch(http),
+            )
+            return await self._metrics(http)
+
+    async def _metrics(self, http: httpx.AsyncClient) -> str:
+        return (await http.get("/metrics", headers={"authorization": "Bearer boss"})).text
+
+    async def _watch(self, http: httpx.AsyncClient) -> None:
+        """Note the server's memory, and how soon it says that it lives."""
+        while (begin := perf_counter()) < self.end:
+            (await http.get("/health")).raise_for_status()
+            self.seconds["health"].append(perf_counter() - begin)
+            name = "process_resident_memory_bytes"
+            self.memory_bytes.append(int(metric(await self._metrics(http), name)))
+            begin = perf_counter()
+            await asyncio.sleep(2)
+            self.seconds["own"].append(perf_counter() - begin - 2)
+
+    async def _client(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        """Ask again and again, behaving well or not."""
+        await asyncio.sleep(rng.random() * 2)
+        while perf_counter() < self.end:
+            asking, wait = self._ask(http, rng), 0.0
+            if rng.random() < 0.3:
+                try:
+                    await asyncio.wait_for(asking, rng.random() ** 2 * 20)
+                except TimeoutError:
+                    self.counts["num_left"] += 1
+            else:
+                wait = await asking
+            await asyncio.sleep(wait * (0.5 + rng.random()))
+
+    async def _ask(self, http: httpx.AsyncClient, rng: random.Random) -> float:
+        """Ask once; return for how long to wait."""
+        body, text = rng.choice(self.asked)
+        stream, dawdles = rng.random() < 0.7, rng.random() < 0.1
+        content = json.dumps({**body, "stream": stream, "user": str(rng.randrange(3))})
+        if rng.random() < 0.04:
+            content = rng.choice([content[: rng.randrange(len(content))], "[]", '{"n": 2}', "\0"])
+        elif rng.random() < 0.01:
+            content += " " * 2**22
+        key, begin, lines, has_text = rng.choice(_KEYS), perf_counter(), list[str](), False
+        try:
+            async with http.stream("POST", _CHAT, content=content, headers=headers(key)) as answer:
+                self.statuses[str(answer.status_code)] += 1
+                if answer.status_code != 200:
+                    error = json.loads(await answer.aread())["error"]
+                    assert error.keys() == {"message", "type", "param", "code"}
+                    return min(float(answer.headers.get("retry-after", 0)), _LONGEST_WAIT_SEC)
+                async for line in answer.aiter_lines():
+                    if stream and not has_text and '"content"' in line:
+                        has_text, now = True, perf_counter()
+                        is_quiet = self.plan.attackers and now < self.turn
+                        name = "quiet_first_token" if is_quiet else "first_token"
+                        self.seconds[name].append(now - begin)
+                    lines.append(line.removeprefix("data: "))
+                    if dawdles:
+                        await asyncio.sleep(rng.random())
+        except httpx.HTTPError as error:
+            self.statuses[type(error).__name__] += 1
+            self.counts["num_lost"] += 1
+            print(f"lost: {len(lines)} lines, {error!r}", file=sys.stderr)
+            return 1.0
+        self._judge([line for line in lines if line], text, stream)
+        return 0.0
+
+    def _judge(self, lines: list[str], text: str, stream: bool) -> None:
+        events = [json.loads(line) for line in lines if line != "[DONE]"]
+        if "error" in events[-1]:
+            self.errors_in_streams[events[-1]["error"]["code"]] += 1
+            return
+        choices = [event["choices"][0] for event in events]
+        parts = [each.get("delta") or each.get("message") or {} for each in choices]
+        found = "".join(part.get("content") or "" for part in parts)
+        if stream and lines[-1] != "[DONE]":
+            self.counts["num_lost"] += 1
+        elif found == text:
+            self.counts["num_right"] += 1
+        else:
+            is_other = any(found == other for _, other in self.asked)
+            self.counts["num_mixed" if is_other else "num_wrong"] += 1
+
+    async def _attacker(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        """Send what takes much, connect and say nothing, or never end what is said."""
+        await asyncio.sleep(max(self.turn - perf_counter(), 0))
+        while perf_counter() < self.end - _AFTER_SEC:
+            try:
+                async with asyncio.timeout(rng.choice((0.5, 5.0, 60.0))):
+                    status = await _attack(http, rng)
+            except TimeoutError:
+                status = "left"
+            except (httpx.HTTPError, OSError) as error:
+                status = type(error).__name__
+            self.attack_statuses[status] += 1
+            await asyncio.sleep(rng.random())
+
+    def report(self, metrics: str, sec: float, exit_code: int) -> dict[str, Any]:
+        """Return what came of it, ready for JSON."""
+        memory = np.array(self.memory_bytes)
+        tenth = max(len(memory) // 10, 1)
+        places = np.linspace(0, len(memory) - 1, min(len(memory), 41)).astype(int)
+        times = {
+            f"{name}_sec": {f"p{p}": round(float(np.percentile(sec, p)), 3) for p in (50, 99)}
+            for name, sec in self.seconds.items()
+            if sec
+        }
+        accepted = "vllm:spec_decode_num_accepted_tokens_total"
+        return {
+            "plan": {name: each for name, each in vars(self.plan).items() if name != "out"},
+            "sec": round(sec, 1),
+            "statuses": self.statuses,
+            "errors_in_streams": self.errors_in_streams,
+            "attack_statuses": self.attack_statuses,
+            **self.counts,
+            "num_tokens": int(metric(metrics, "vllm:generation_tokens_total")),
+            "num_accepted_tokens": int(metric(metrics, accepted)),
+            **times,
+            "memory_mb": {
+                "after_a_tenth": round(int(memory[tenth - 1]) / 1e6),
+                "last_tenth": round(float(np.median(memory[-tenth:])) / 1e6),
+                "last": round(int(memory[-1]) / 1e6),
+                "over_time": [round(int(memory[place]) / 1e6) for place in places],
+            },
+            "exit_code": exit_code,
+        }
+
+
+async def _attack(http: httpx.AsyncClient, rng: random.Random) -> str:
+    kind = rng.choice([*BODIES, "silence", "no end", "floods", "floods"])
+    if kind == "silence":
+        _, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+        try:
+            await asyncio.sleep(30)
+        finally:
+            writer.close()
+    content: Any = _endless() if kind == "no end" else _CONTENTS.get(kind, _PLAIN)
+    answer = await http.post(_CHAT, content=content, headers=headers(rng.choice(_ATTACKERS)))
+    return str(answer.status_code)
+
+
+async def _endless() -> AsyncIterator[bytes]:
+    yield b'{"messages": "'
+    while True:
+        yield b"a" * 1000
+        await asyncio.sleep(0.1)
+
+
+def headers(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}", "content-type": "application/json"}
+
+
+def metric(text: str, name: str) -> float:
+    """Return a metric's value, of all labels."""
+    values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    return sum(map(float, values))
+
+
+def started(load: Load, folder: Path) -> tuple["subprocess.Popen[str]", str]:
+    """Start a server; return its process and address."""
+    load.loaded.model.save_pretrained(folder / "model")
+    load.loaded.tokenizer.save_pretrained(folder / "model")
+    keys, log = folder / "keys", folder / "log"
+    keys.write_text("\n".join(["boss admin", *_KEYS, *_ATTACKERS]))
+    keys.chmod(0o600)
+    command = [sys.executable, "-m", "lade", "serve", "--model", str(folder / "model")]
+    command += ["--dtype", "float32", "--threads", "1", "--port", "0", "--timeout", "300"]
+    command += ["--api-keys-file", str(keys), "--pools", str(folder / "pools")]
+    command += ["--max-queue", str(load.plan.max_queue)]
+    # So little that both are full within minutes, and memory shows what else grows.
+    command += ["--pool-memory-bytes", str(2**26), "--max-prefix-bytes", str(2**25)]
+    with log.open("w") as file:
+        wide = {**os.environ, "COLUMNS": "500"}
+        process = subprocess.Popen(command, stderr=file, text=True, env=wide)
+    end = perf_counter() + 120
+    while (found := re.search(r"(http://\S+)/v1", log.read_text())) is None:
+        if process.poll() is not None or perf_counter() > end:
+            process.kill()
+            raise RuntimeError(f"the server did not start: {log.read_text()}")
+        os.sched_yield()
+    return process, found[1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description="Load on lade serve, and attacks on it.")
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=1200)
     parser.add_argument("--max-queue", type=int, default=200)
-    parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--attackers", type=int, default=0, help="that send what takes much")
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    plan = Plan(
-        asked.clients,
-        asked.seconds,
-        asked.max_queue,
-        asked.max_tokens,
-        asked.seed,
-        asked.attackers,
-    )
+    load = Load(plan := parser.parse_args())
+    with suppress(ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with tempfile.TemporaryDirectory() as folder:
-        report = asyncio.run(load(plan, Path(folder)))
+        process, url = started(load, Path(folder))
+        begin = perf_counter()
+        try:
+            metrics = asyncio.run(load.run(url))
+        finally:
+            sec = perf_counter() - begin
+            process.send_signal(signal.SIGTERM)
+            exit_code = process.wait(120)
+    report = load.report(metrics, sec, exit_code)
     report["environment"] = environment()
     text = json.dumps(report, indent=2) + "\n"
     print(text, end="")
-    if asked.out is not None:
-        asked.out.write_text(text)
+    if plan.out is not None:
+        plan.out.write_text(text)
     failed = {"500"} & {*report["statuses"], *report["attack_statuses"]}
-    if report["num_wrong"] or report["num_mixed"] or report["num_lost"] or failed:
+    if failed or any(report[name] for name in ("num_wrong", "num_mixed", "num_lost")):
         sys.exit(1)
 
 

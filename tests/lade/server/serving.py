@@ -1,4 +1,7 @@
-"""A tiny model that speaks printable text, served; and what it says plainly."""
+"""A tiny model that speaks printable text, served, and what it says plainly.
+
+The only file of these tests that imports what is not public.
+"""
 
 import threading
 import time
@@ -6,37 +9,36 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
-import openai
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
-from lade.config import Config
-from lade.models.loading import LoadedModel
+import lade
+from lade.cli.app import app
+from lade.models import LoadedModel
 from lade.server.app import Server
 from lade.server.options import ServerOptions
+from tests.lade.server.client import QUESTION, Client, Json
 from tests.lade.tiny import tiny_model
 
 NAME = "tiny"
 # Every run takes the same steps: with a limit to candidates nothing is explored.
-REPEATING = Config(max_candidates=4, max_draft_tokens=4, uses_table=False)
+REPEATING = lade.Config(max_candidates=4, max_draft_tokens=4, uses_table=False)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-QUESTION = [{"role": "user", "content": "What-is-a-pool?"}]
 
 
-def printable_tokenizer() -> Any:
-    """Return a tokenizer with one token for each printable character, a space for one of them."""
+def loaded_model(**options: Any) -> LoadedModel:
+    """Return a tiny model with a token for each printable character.
+
+    Its answers do not end by themselves, unless `eos_token_id` is 93, which is "~".
+    """
     letters = {chr(33 + place).replace("`", "Ġ"): place for place in range(94)}
     made = Tokenizer(models.BPE(letters, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made)
-
-
-def loaded_model(**options: Any) -> LoadedModel:
-    """Return a tiny model whose answers do not end by themselves."""
-    tokenizer = printable_tokenizer()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
     if "eos_token_id" in options:
         tokenizer.add_special_tokens({"eos_token": "~"})
     tokenizer.chat_template = TEMPLATE
@@ -46,25 +48,16 @@ def loaded_model(**options: Any) -> LoadedModel:
     return LoadedModel(model, tokenizer, NAME)
 
 
-def prompt_ids(loaded: LoadedModel, messages: Sequence[dict[str, Any]] = QUESTION) -> Any:
-    return loaded.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-
-
 def plain_ids(
     loaded: LoadedModel,
-    messages: Sequence[dict[str, Any]] | str = QUESTION,
+    messages: Sequence[Json] | str = QUESTION,
     *,
     seed: int | None = None,
     **options: Any,
 ) -> list[int]:
     """Return the tokens of transformers' own answer."""
-    if isinstance(messages, str):
-        inputs = loaded.tokenizer(messages, return_tensors="pt")
-    else:
-        inputs = prompt_ids(loaded, messages)
-    ids = inputs["input_ids"]
+    prompt = messages if isinstance(messages, str) else prompt_of(messages)
+    ids = loaded.tokenizer(prompt, return_tensors="pt")["input_ids"]
     if seed is not None:
         torch.manual_seed(seed)
     options = {"do_sample": seed is not None, "max_new_tokens": 40, **options}
@@ -81,44 +74,18 @@ def plain_text(loaded: LoadedModel, *args: Any, **options: Any) -> str:
     return str(loaded.tokenizer.decode(ids, skip_special_tokens=True))
 
 
+def prompt_of(messages: Sequence[Json] = QUESTION) -> str:
+    """Return what the template makes of messages; each character is a token."""
+    return "".join(f"<{each['role']}>{each['content']}" for each in messages) + "<assistant>"
+
+
 @contextmanager
-def serving(loaded: LoadedModel, **options: Any) -> Iterator[Server]:
+def serving(loaded: LoadedModel, **options: Any) -> Iterator[Client]:
+    """Serve a model, with drafts that are the same in every run; yield a client of it."""
     options = {"config": REPEATING, **options}
     with Server(loaded, ServerOptions(**options), port=0) as server:
-        yield server
-
-
-@contextmanager
-def client_of(server: Server, api_key: str = "none", **options: Any) -> Iterator[openai.OpenAI]:
-    options = {"max_retries": 0, "timeout": 60, **options}
-    with openai.OpenAI(base_url=server.url, api_key=api_key, **options) as client:
-        yield client
-
-
-def asked(client: openai.OpenAI, **options: Any) -> Any:
-    """Ask the question."""
-    options = {"max_tokens": 40, "temperature": 0, "messages": QUESTION, **options}
-    return client.chat.completions.create(model=NAME, **options)
-
-
-def text_of(chunks: Any) -> str:
-    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-
-
-def post(server: Server, path: str = "/chat/completions", **options: Any) -> httpx.Response:
-    """Send whatever it is, with no client's help."""
-    headers = {"content-type": "application/json", **options.pop("headers", {})}
-    return httpx.post(f"{server.url}{path}", headers=headers, timeout=60, **options)
-
-
-def metric(server: Server, name: str, **labels: str) -> float:
-    """Return a metric's value."""
-    found = 0.0
-    for line in server.metrics.text().decode().splitlines():
-        named = line.startswith((f"{name}{{", f"{name} "))
-        if named and all(f'{label}="{value}"' in line for label, value in labels.items()):
-            found += float(line.rsplit(" ", 1)[1])
-    return found
+        key = next((line.split()[0] for line in options.get("api_keys", ())), "none")
+        yield Client(server, server.url, key)
 
 
 class Paced:
@@ -146,7 +113,7 @@ class Paced:
 
     def free(self) -> None:
         self._is_free = True
-        self.let(1)
+        self.let(99)  # as many as may wait
 
     def _paced(self, **options: Any) -> Any:
         self.num_calls += 1
@@ -167,3 +134,16 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def run_command(*words: str) -> Any:
+    """Run `lade` in this process; return what it printed, and how it ended."""
+    return CliRunner().invoke(app, [*words])
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make limits that are of seconds and megabytes small enough for tests."""
+    monkeypatch.setattr("lade.server.connections.HEADER_SEC", 0.3)
+    monkeypatch.setattr("lade.server.routes._IDLE_SEC", 0.4)
+    monkeypatch.setattr("lade.server.routes._MAX_BODIES_OF_KEY", 3)

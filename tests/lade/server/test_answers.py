@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -10,25 +11,17 @@ import openai
 import pytest
 import torch
 
-from lade.models.loading import LoadedModel
-from lade.server import inference, upstream
-from lade.server.answers import StopCutter
-from lade.server.app import Server
-from tests.grids import thinned
+from tests.lade.server.client import QUESTION, Client, Json, text_of
 from tests.lade.server.serving import (
-    QUESTION,
-    TEMPLATE,
-    asked,
-    client_of,
+    LoadedModel,
     loaded_model,
     plain_ids,
     plain_text,
-    post,
-    printable_tokenizer,
-    prompt_ids,
+    prompt_of,
     serving,
-    text_of,
 )
+
+SAMPLED: Json = {"temperature": 0.8, "top_p": 0.9}
 
 
 @pytest.fixture(scope="module")
@@ -37,194 +30,150 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def server(loaded: LoadedModel) -> Iterator[Server]:
-    with serving(loaded, max_new_tokens=200) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with client_of(server) as client:
+def client(loaded: LoadedModel) -> Iterator[Client]:
+    with serving(loaded, max_new_tokens=200) as client:
         yield client
 
 
-@pytest.fixture
-def known(loaded: LoadedModel) -> Iterator[openai.OpenAI]:
-    """A client with a key, which may know what was kept of its prompts."""
-    with serving(loaded, api_keys=["none"]) as server, client_of(server) as client:
-        yield client
+@pytest.fixture(scope="module")
+def ending() -> LoadedModel:
+    """A model whose answers may end by themselves, as schemas want it."""
+    return loaded_model(eos_token_id=93)
 
 
-def test_an_answer_is_plain_generates(loaded: LoadedModel, client: openai.OpenAI) -> None:
-    answer = asked(client)
-    assert answer.choices[0].message.content == plain_text(loaded)
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.model == "tiny"
-    assert text_of(asked(client, stream=True)) == plain_text(loaded)
+# --- texts ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", thinned([3, 4, 2**40], 2**40))
-def test_the_same_seed_gives_the_same_text(
-    loaded: LoadedModel, client: openai.OpenAI, seed: int
+def test_answers_are_plain_generates(loaded: LoadedModel, client: Client) -> None:
+    answer = client.ask()
+    assert answer["choices"][0]["message"]["content"] == plain_text(loaded)
+    assert (answer["choices"][0]["finish_reason"], answer["model"]) == ("length", "tiny")
+    events = client.stream(stream_options={"include_usage": True})
+    assert text_of(events) == plain_text(loaded)
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant"}
+    assert events[-2]["choices"][0]["finish_reason"] == "length"
+    assert len({each["id"] for each in events}) == 1
+    expected = plain_text(loaded, "What-is", max_new_tokens=30)
+    assert client.text(prompt="What-is", max_tokens=30) == expected
+    assert text_of(client.stream(prompt="What-is", max_tokens=30)) == expected
+
+
+def test_openais_own_client_reads_all_of_it(loaded: LoadedModel, client: Client) -> None:
+    asked: Any = {"model": "tiny", "temperature": 0, "max_tokens": 40}
+    with openai.OpenAI(base_url=client.url, api_key="none", max_retries=0) as made:
+        official: Any = made
+        answer = official.chat.completions.create(messages=QUESTION, **asked)
+        assert answer.choices[0].message.content == plain_text(loaded)
+        chunks = official.chat.completions.create(messages=QUESTION, stream=True, **asked)
+        assert "".join(each.choices[0].delta.content or "" for each in chunks) == plain_text(loaded)
+        assert official.completions.create(prompt="What-is", **asked).choices[0].text
+        assert [model.id for model in official.models.list()] == ["tiny"]
+        with pytest.raises(openai.BadRequestError, match="n: nothing but 1"):
+            official.chat.completions.create(messages=QUESTION, n=2, **asked)
+
+
+@pytest.mark.parametrize("seed", [3, 2**40])
+def test_the_same_seed_gives_the_same_text(loaded: LoadedModel, client: Client, seed: int) -> None:
+    expected = plain_text(loaded, seed=seed, **SAMPLED)
+    assert client.text(seed=seed, **SAMPLED) == expected
+    assert text_of(client.stream(seed=seed, **SAMPLED)) == expected
+
+
+def test_seeds_of_requests_at_once_do_not_mix_and_without_one_texts_differ(
+    loaded: LoadedModel, client: Client
 ) -> None:
-    expected = plain_text(loaded, seed=seed, temperature=0.8, top_p=0.9)
-    options = {"seed": seed, "temperature": 0.8, "top_p": 0.9}
-    assert asked(client, **options).choices[0].message.content == expected
-    assert text_of(asked(client, stream=True, **options)) == expected
-
-
-def test_seeds_of_requests_at_once_do_not_mix(
-    loaded: LoadedModel, server: Server, client: openai.OpenAI
-) -> None:
-    options = {"temperature": 1.0, "max_tokens": 20}
-    expected = {
-        seed: plain_text(loaded, seed=seed, temperature=1.0, max_new_tokens=20) for seed in range(6)
-    }
+    expected = [plain_text(loaded, seed=seed, **SAMPLED) for seed in range(6)]
     with ThreadPoolExecutor(6) as threads:
-        answers = threads.map(lambda seed: asked(client, seed=seed, **options), expected)
-        for seed, answer in zip(expected, answers, strict=True):
-            assert answer.choices[0].message.content == expected[seed]
+        texts = [*threads.map(lambda seed: client.text(seed=seed, **SAMPLED), range(6))]
+    assert texts == expected
+    assert len({client.text(temperature=1) for _ in range(3)}) == 3
 
 
-def test_without_a_seed_texts_differ(client: openai.OpenAI) -> None:
-    """Also right after a request with one."""
-    texts = set()
-    for _ in range(3):
-        asked(client, seed=3, temperature=1)
-        texts.add(asked(client, temperature=1).choices[0].message.content)
-    assert len(texts) == 3
-
-
-def test_sampling_options_of_vllm_are_known(loaded: LoadedModel, client: openai.OpenAI) -> None:
+def test_options_of_sampling_are_generates(loaded: LoadedModel, client: Client) -> None:
     sampling = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.3}
-    answer = asked(client, seed=1, temperature=1, extra_body=sampling)
-    assert answer.choices[0].message.content == plain_text(loaded, seed=1, **sampling)
+    expected = plain_text(loaded, seed=1, **sampling)
+    assert client.text(seed=1, temperature=1, **sampling) == expected
+    assert client.text(logit_bias={"40": 100}, max_tokens=5) == "I" * 5
 
 
-def test_biases_are_added(client: openai.OpenAI) -> None:
-    answer = asked(client, logit_bias={"40": 100}, max_tokens=5)
-    assert answer.choices[0].message.content == "I" * 5
-
-
-# --- stops ----------------------------------------------------------------------------------
-
-
-def test_an_answer_that_ends_itself_has_no_mark_of_its_end() -> None:
-    loaded = loaded_model(eos_token_id=93)
-    sampling = {"temperature": 0.9, "max_tokens": 24}
-    ids = {
-        seed: plain_ids(loaded, seed=seed, temperature=0.9, max_new_tokens=24) for seed in range(9)
-    }
+def test_an_answer_that_ends_itself_has_no_mark_of_its_end(ending: LoadedModel) -> None:
+    sampling: Json = {"temperature": 0.9, "max_new_tokens": 24}
+    ids = {seed: plain_ids(ending, seed=seed, **sampling) for seed in range(9)}
     seed = next(seed for seed, each in ids.items() if each[-1] == 93)
-    expected = loaded.tokenizer.decode(ids[seed][:-1])
-    assert plain_text(loaded, seed=seed, temperature=0.9, max_new_tokens=24) == expected
-    with serving(loaded) as server, client_of(server) as client:
-        whole = asked(client, seed=seed, **sampling).choices[0]
-        assert (whole.message.content, whole.finish_reason) == (expected, "stop")
-        assert text_of(asked(client, seed=seed, stream=True, **sampling)) == expected
+    expected = ending.tokenizer.decode(ids[seed][:-1])
+    with serving(ending) as client:
+        choice = client.ask(seed=seed, temperature=0.9, max_tokens=24)["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (expected, "stop")
+        assert text_of(client.stream(seed=seed, temperature=0.9, max_tokens=24)) == expected
 
 
 @pytest.mark.parametrize("place", [(3, 4), (9, 12), (20, 21)])
 def test_an_answer_ends_before_a_stop(
-    loaded: LoadedModel, client: openai.OpenAI, place: tuple[int, int]
+    loaded: LoadedModel, client: Client, place: tuple[int, int]
 ) -> None:
     text = plain_text(loaded)
     stop = text[slice(*place)]
     expected = text[: text.index(stop)]
-    whole = asked(client, stop=stop).choices[0]
-    assert (whole.message.content, whole.finish_reason) == (expected, "stop")
-    assert text_of(asked(client, stop=[stop, "~~~~"], stream=True)) == expected
-    options = {"model": "tiny", "prompt": "What-is", "max_tokens": 40, "temperature": 0}
-    text = plain_text(loaded, "What-is")
-    stop = text[slice(*place)]
-    whole = client.completions.create(**options, stop=stop).choices[0]
-    assert (whole.text, whole.finish_reason) == (text[: text.index(stop)], "stop")
-
-
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [
-        (["ab", "cd"], "abcd"),
-        (["a", "b", "--", "c", "END", "d"], "ab--c"),
-        (["aE", "N", "Nb"], "aENNb"),
-        (["aE", "N", "D"], "a"),
-        (["ENEND"], "EN"),
-        (["a", "E", "N"], "aEN"),
-        (["x.", "."], "x"),
-    ],
-)
-def test_what_may_begin_a_stop_is_held_back(parts: list[str], expected: str) -> None:
-    cutter = StopCutter(["END", ".."])
-    shown = [cutter.feed(part) for part in parts]
-    assert "".join(shown) + cutter.rest() == expected
-    assert not any("END".startswith(text[-1:]) and text[-1:] for text in shown)
+    choice = client.ask(stop=stop)["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (expected, "stop")
+    events = client.stream(stop=[stop, "~~~~"])
+    assert text_of(events) == expected
+    # What may begin a stop is held back, and sent at the end where none comes.
+    assert text_of(client.stream(stop=[stop + "~~~~", text[-3:] + "~"])) == text
+    assert client.text(stop=stop, prompt="What-is") in plain_text(loaded, "What-is")
 
 
 # --- log-probabilities ----------------------------------------------------------------------
 
 
-def raw_logprobs(loaded: LoadedModel, token_ids: list[int]) -> torch.Tensor:
-    """Return the model's own log-probabilities after the question and each token, plainly."""
-    prompt = prompt_ids(loaded)["input_ids"][0].tolist()
-    ids = torch.tensor([[*prompt, *token_ids]])
-    with torch.no_grad():
-        logits = loaded.model(ids).logits[0, len(prompt) - 1 : -1]
-    logprobs: torch.Tensor = logits.float().log_softmax(-1)
-    return logprobs
-
-
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "top_p": 0.8, "seed": 3}])
-def test_logprobs_are_the_models_own(
-    loaded: LoadedModel, client: openai.OpenAI, options: dict[str, Any]
-) -> None:
-    options = {**options, "extra_body": {"repetition_penalty": 1.2}, "max_tokens": 12}
-    answer = asked(client, logprobs=True, top_logprobs=3, **options).choices[0]
-    content = answer.logprobs.content
-    assert "".join(each.token for each in content) == answer.message.content
-    token_ids = loaded.tokenizer(answer.message.content)["input_ids"]
-    expected = raw_logprobs(loaded, token_ids)
-    for place, (each, token_id) in enumerate(zip(content, token_ids, strict=True)):
-        assert each.bytes == list(each.token.encode())
-        assert each.logprob == pytest.approx(float(expected[place, token_id]), abs=1e-3)
+def test_logprobs_are_the_models_own(loaded: LoadedModel, client: Client, options: Json) -> None:
+    options = {**options, "repetition_penalty": 1.2, "max_tokens": 12}
+    choice = client.ask(logprobs=True, top_logprobs=3, **options)["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert "".join(each["token"] for each in content) == choice["message"]["content"]
+    prompt, ids = loaded.tokenizer([prompt_of(), choice["message"]["content"]])["input_ids"]
+    with torch.no_grad():
+        logits = loaded.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.float().log_softmax(-1)
+    for place, (each, token_id) in enumerate(zip(content, ids, strict=True)):
+        assert each["bytes"] == list(each["token"].encode())
+        assert each["logprob"] == pytest.approx(float(expected[place, token_id]), abs=1e-3)
         best = expected[place].topk(3)
-        assert [other.logprob for other in each.top_logprobs] == pytest.approx(
-            best.values.tolist(), abs=1e-3
-        )
         names = [loaded.tokenizer.decode([other]) for other in best.indices.tolist()]
-        assert [other.token for other in each.top_logprobs] == names
+        assert [other["token"] for other in each["top_logprobs"]] == names
 
 
-def test_streamed_logprobs_go_with_their_text(client: openai.OpenAI) -> None:
-    whole = asked(client, logprobs=True, stop="zz").choices[0]
-    assert whole.logprobs.content[0].top_logprobs == []
-    found = []
-    for chunk in asked(client, logprobs=True, stop="zz", stream=True):
-        choice = chunk.choices[0]
-        shown = [] if choice.logprobs is None else choice.logprobs.content
-        assert "".join(each.token for each in shown) == (choice.delta.content or "")
-        found += [each.logprob for each in shown]
-    assert found == pytest.approx([each.logprob for each in whole.logprobs.content], abs=1e-3)
+def test_streamed_logprobs_go_with_their_text(client: Client) -> None:
+    whole = client.ask(logprobs=True, stop="zz")["choices"][0]["logprobs"]["content"]
+    assert whole[0]["top_logprobs"] == []
+    found: list[Json] = []
+    for event in client.stream(logprobs=True, stop="zz"):
+        choice = event["choices"][0]
+        shown = (choice.get("logprobs") or {"content": []})["content"]
+        said = choice["delta"].get("content") or ""
+        assert "".join(each["token"] for each in shown) == said
+        found += shown
+    assert [each["token"] for each in found] == [each["token"] for each in whole]
 
 
-def test_completions_have_logprobs_of_their_own(loaded: LoadedModel, client: openai.OpenAI) -> None:
-    options = {"model": "tiny", "prompt": "What-is", "max_tokens": 9, "temperature": 0}
-    answer = client.completions.create(**options, logprobs=2).choices[0]
-    assert answer.text == plain_text(loaded, "What-is", max_new_tokens=9)
-    logprobs = answer.logprobs
-    assert "".join(logprobs.tokens) == answer.text
-    assert logprobs.text_offset == list(range(9))
+def test_completions_have_logprobs_of_their_own(client: Client) -> None:
+    options: Json = {"prompt": "What-is", "max_tokens": 9, "logprobs": 2}
+    choice = client.ask(**options)["choices"][0]
+    told = choice["logprobs"]
+    assert "".join(told["tokens"]) == choice["text"]
+    assert told["text_offset"] == list(range(9))
     for token, logprob, top in zip(
-        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+        told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
     ):
-        assert len(top) == 2
         assert top[token] == max(top.values()) == logprob
-    streamed = [*client.completions.create(**options, logprobs=2, stream=True)]
-    shown = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs]
-    assert [token for each in shown for token in each.tokens] == logprobs.tokens
-    assert [at for each in shown for at in each.text_offset] == logprobs.text_offset
+    streamed = [each["choices"][0].get("logprobs") for each in client.stream(**options)]
+    shown = [each for each in streamed if each]
+    assert [token for each in shown for token in each["tokens"]] == told["tokens"]
+    assert [at for each in shown for at in each["text_offset"]] == told["text_offset"]
 
 
-# --- grammars and tools ---------------------------------------------------------------------
+# --- schemas and tools ----------------------------------------------------------------------
 
 SCHEMA = {
     "type": "object",
@@ -232,197 +181,212 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+        },
+    }
+]
 
 
-def test_a_schema_is_kept_and_what_it_forces_is_drafted() -> None:
-    with serving(loaded_model(eos_token_id=93)) as server, client_of(server) as client:
+def test_a_schema_is_kept_and_what_it_forces_is_drafted(ending: LoadedModel) -> None:
+    with serving(ending) as client:
         form = {"type": "json_schema", "json_schema": {"name": "who", "schema": SCHEMA}}
-        answer = asked(client, response_format=form)
-        assert answer.choices[0].finish_reason == "stop"
-        found = json.loads(answer.choices[0].message.content)
+        answer = client.ask(response_format=form)
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        found = json.loads(answer["choices"][0]["message"]["content"])
         assert found["name"] in ("ann", "bob")
         assert found["age"] in (1, 2)
-        details = answer.usage.completion_tokens_details
-        assert details.accepted_draft_tokens > 10
-        assert json.loads(text_of(asked(client, response_format=form, stream=True))) == found
-        form = {"type": "json_object"}
-        assert asked(client, response_format=form).choices[0].message.content.startswith("{")
-        text = {"format": {"type": "json_schema", "name": "who", "schema": SCHEMA}}
-        response = client.responses.create(
-            model="tiny", input="What-is", text=text, temperature=0, max_output_tokens=60
-        )
-        assert json.loads(response.output_text).keys() == {"name", "age"}
+        assert answer["usage"]["completion_tokens_details"]["accepted_draft_tokens"] > 10
+        assert json.loads(text_of(client.stream(response_format=form))) == found
+        assert client.text(response_format={"type": "json_object"}).startswith("{")
 
 
-def test_schemas_that_cannot_be_kept_are_refused(client: openai.OpenAI) -> None:
-    def refused(client: openai.OpenAI, schema: dict[str, Any], match: str) -> None:
-        form = {"type": "json_schema", "json_schema": {"name": "who", "schema": schema}}
-        with pytest.raises(openai.BadRequestError, match=match) as raised:
-            asked(client, response_format=form)
-        assert raised.value.param == "response_format"
+# By kinds of models whose tokenizers need not say how answers are read, and one that does.
+CALLS = {
+    "qwen3": '<think>hm</think><tool_call>{"name":"f","arguments":{"a":1}}</tool_call>',
+    "qwen3_5": "<think>hm</think><tool_call><function=f><parameter=a>1</parameter></function>"
+    "</tool_call>",
+    "gemma4": "<|channel>thought\nhm<channel|><|tool_call>call:f{a:1}<tool_call|>",
+    "own": '[hm]call(f,{"a":1})',
+}
+ANCHORS = ["<|im_start|>assistant\n", "<|turn>model\n"]
+OWN = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ANCHORS[0],
+    "fields": {
+        "thinking": {"open": "[", "close": "]", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"call\((?P<name>\w+),",
+            "close": ")",
+            "repeats": True,
+            "content": "json",
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+        "content": {"close": "~", "content": "text"},
+    },
+}
 
-    refused(client, SCHEMA, "no token that ends an answer")
-    with serving(loaded_model(eos_token_id=93)) as server, client_of(server) as client:
-        refused(client, {"type": "nothing"}, "type 'nothing'")
-        refused(client, {"description": "long" * 2**14}, "at most 65536 characters")
 
-
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}}}
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
-CALL = '<call>{"name":"f","arguments":{"a":1}}</call>'
-
-
-@pytest.fixture
-def calling(monkeypatch: pytest.MonkeyPatch) -> Iterator[openai.OpenAI]:
-    """A client of a model that is made to call a tool, and of a template that tells calls."""
+@contextmanager
+def calling(kind: str) -> Iterator[tuple[Client, list[str]]]:
+    """Serve a model that writes what stands in the list."""
+    loaded, written = loaded_model(eos_token_id=93, vocab_size=97), [CALLS[kind]]
+    tokenizer = loaded.tokenizer
+    tokenizer.add_tokens([*ANCHORS, "\n"])
+    if kind == "own":
+        tokenizer.response_template = OWN
+    loaded.model.config.model_type = kind
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        '<tool_call>{"name":"{{ c.function.name }}","arguments":{"a":""}}</tool_call>{% endfor %}'
+        "{% endfor %}{% if add_generation_prompt %}" + ANCHORS[kind == "gemma4"] + "{% endif %}"
+    )
 
     class Writes:
-        """A logits processor that makes the model write a call."""
+        """A logits processor."""
 
         def __init__(self) -> None:
-            self.left = [*printable_tokenizer()(CALL)["input_ids"]]
+            self.left = [*tokenizer("".join(written))["input_ids"]]
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             forced = torch.full_like(scores, -torch.inf)
             forced[:, self.left.pop(0) if self.left else 93] = 0
             return forced
 
-    monkeypatch.setattr(inference, "_grammar_of", lambda exchange: [Writes()])
-    loaded = loaded_model(eos_token_id=93)
-    loaded.tokenizer.chat_template = TEMPLATE.replace(
-        "{% endfor %}",
-        "{% for c in m.tool_calls or [] %}<call>"
-        '{"name":"{{ c.function.name }}","arguments":{"a":""}}</call>{% endfor %}{% endfor %}',
-    )
-    loaded.tokenizer.response_template = {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "<assistant>",
-        "fields": {
-            "tool_calls": {
-                "open": "<call>",
-                "close": "</call>",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
-            "content": {"close": "~", "content": "text"},
-        },
-    }
-    with serving(loaded) as server, client_of(server) as client:
-        yield client
+    def generate(**options: Any) -> Any:
+        options["logits_processor"].append(Writes())
+        return type(loaded.model).generate(loaded.model, **options)
+
+    with serving(loaded) as client:
+        loaded.model.generate = generate
+        yield client, written
 
 
-def test_calls_of_tools_are_transformers(calling: openai.OpenAI) -> None:
-    choice = asked(calling, tools=TOOLS, tool_choice="auto", max_tokens=90).choices[0]
-    assert choice.finish_reason == "tool_calls"
-    (call,) = choice.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"a": 1})
-    chunks = [*asked(calling, tools=TOOLS, stream=True, max_tokens=90)]
-    (streamed,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-    assert (streamed.function.name, json.loads(streamed.function.arguments)) == ("f", {"a": 1})
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+@pytest.mark.parametrize("kind", CALLS)
+def test_calls_and_thoughts_are_told_apart(kind: str) -> None:
+    with calling(kind) as (client, _):
+        choice = client.ask(tools=TOOLS, tool_choice="auto", max_tokens=99)["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        message = choice["message"]
+        assert message["reasoning_content"] == "hm"
+        assert message["content"].strip("~") == ""  # which is the end of no such model's answers
+        (call,) = message["tool_calls"]
+        function = {"name": "f", "arguments": '{"a": 1}'}
+        assert (call["type"], call["function"]) == ("function", function)
+        events = client.stream(tools=TOOLS, max_tokens=99)
+        deltas = [each["choices"][0]["delta"] for each in events]
+        assert "".join(each.get("reasoning_content", "") for each in deltas) == "hm"
+        (streamed,) = [call for each in deltas for call in each.get("tool_calls", ())]
+        assert (streamed["index"], streamed["function"]) == (0, function)
+        assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+        told = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+        assert client.ask(messages=[*QUESTION, message, told], tools=TOOLS, max_tokens=99)
 
 
-def test_calls_of_tools_are_predicted(
-    calling: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("broken", ['<tool_call>{"name":</tool_call>so', '<tool_call>{"name":"f"'])
+def test_what_looks_like_a_call_and_is_none_is_text(broken: str) -> None:
+    with calling("qwen3") as (client, written):
+        written[:] = ["yes", broken]
+        choice = client.ask(tools=TOOLS, max_tokens=90)["choices"][0]
+        assert choice["message"]["content"] == "yes" + broken
+        events = client.stream(tools=TOOLS, max_tokens=90)
+        assert text_of(events).startswith("yes")
+        assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "stop"
+
+
+def test_calls_of_tools_are_predicted() -> None:
     """They change no text, and count as no prediction of the client's."""
+    with calling("qwen3") as (client, _):
 
-    def told(**options: Any) -> tuple[Any, Any]:
-        answer = asked(calling, tools=TOOLS, max_tokens=90, **options)
-        (call,) = answer.choices[0].message.tool_calls
-        return call.function, answer.usage.completion_tokens_details
+        def told(**options: Any) -> Any:
+            answer = client.ask(tools=TOOLS, max_tokens=90, **options)
+            return answer["usage"]["completion_tokens_details"]
 
-    call, details = told()
-    assert details.accepted_draft_tokens > 25
-    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
-    with_own, details = told(prediction={"type": "content", "content": "nothing-of-it"})
-    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == 13
-    details = asked(
-        calling, tools=TOOLS, max_tokens=90, tool_choice="none"
-    ).usage.completion_tokens_details
-    assert details.accepted_draft_tokens < 20
-
-    def refuse(*_: Any) -> str:
-        raise ValueError
-
-    monkeypatch.setattr(upstream, "tool_calls", refuse)
-    without, details = told()
-    assert details.accepted_draft_tokens < 20
-    assert call == with_own == without
+        details = told()
+        assert details["accepted_draft_tokens"] > 20
+        assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0
+        details = told(prediction={"type": "content", "content": "nothing-of-it"})
+        assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == 13
+        assert told(tool_choice="none")["accepted_draft_tokens"] < 20
 
 
-# --- usage, other endpoints -----------------------------------------------------------------
+# --- predictions, usage, padding ------------------------------------------------------------
 
 
-def test_usage_says_what_was_drafted_and_what_was_kept(
-    loaded: LoadedModel, known: openai.OpenAI
-) -> None:
-    num_prompt = prompt_ids(loaded)["input_ids"].shape[1]
-    usage = asked(known, user="ann").usage
-    assert (usage.prompt_tokens, usage.completion_tokens) == (num_prompt, 40)
-    assert usage.prompt_tokens_details.cached_tokens == 0
-    streamed = [*asked(known, user="ann", stream=True, stream_options={"include_usage": True})]
-    assert [chunk.usage for chunk in streamed[:-1]] == [None] * (len(streamed) - 1)
-    assert streamed[-1].choices == []
-    usage = streamed[-1].usage
-    assert usage.completion_tokens_details.accepted_draft_tokens > 20
-    assert usage.prompt_tokens_details.cached_tokens >= num_prompt - 1
-    assert all(chunk.usage is None for chunk in asked(known, stream=True))
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.2, "seed": 7}], ids=["greedy", "seeded"])
+def test_a_prediction_changes_no_text_and_usage_counts_it(client: Client, options: Json) -> None:
+    text = client.text(**options)
+
+    def predicted(content: Any) -> Json:
+        return {"prediction": {"type": "content", "content": content}, **options}
+
+    parts = [{"type": "text", "text": part} for part in (text[:9], text[9:])]
+    for content in (text, parts):
+        answer = client.ask(**predicted(content))
+        assert answer["choices"][0]["message"]["content"] == text
+        details = answer["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] >= 30
+        both = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+        assert both == len(text)
+    assert text_of(client.stream(**predicted(text))) == text
+    answer = client.ask(**predicted("~!" * 40))
+    assert answer["choices"][0]["message"]["content"] == text
+    assert answer["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] >= 70
 
 
-def test_what_another_user_said_is_not_kept_for_this_one(known: openai.OpenAI) -> None:
-    for user in ("carl", "dora"):
-        assert asked(known, user=user).usage.prompt_tokens_details.cached_tokens == 0
-    assert asked(known).usage.prompt_tokens_details.cached_tokens == 0
+def test_usage_and_metrics_say_what_was_drafted(client: Client) -> None:
+    whole = client.ask(user="carl")
+    events = client.stream(user="dora", stream_options={"include_usage": True})
+    assert [each.get("usage") for each in events[:-1]] == [None] * (len(events) - 1)
+    assert events[-1]["choices"] == []
+    for told in (whole, events[-1]):
+        usage, details = told["usage"], told["usage"]["completion_tokens_details"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt_of()), 40)
+        drafts = told["metrics"]["speculative_decoding"]  # as vLLM has it
+        counts = drafts["acceptance_histogram"]
+        assert sum(counts) == drafts["num_spec_steps"] > 0
+        accepted = sum(number * count for number, count in enumerate(counts))
+        assert accepted == drafts["num_accepted_draft_tokens"] == details["accepted_draft_tokens"]
+        both = details["accepted_draft_tokens"] + details["rejected_draft_tokens"]
+        assert drafts["num_draft_tokens"] == both
+        assert drafts["draft_acceptance_rate"] == pytest.approx(accepted / both)
+        assert len(counts) == drafts["num_spec_tokens"] + 1
+        length = 1 + accepted / drafts["num_spec_steps"]
+        assert drafts["mean_acceptance_length"] == pytest.approx(length)
+    drafts = client.ask(speculation=False)["metrics"]["speculative_decoding"]
+    assert (drafts["acceptance_histogram"], drafts["num_draft_tokens"]) == ([0], 0)
 
 
-def test_streams_end_as_openais(server: Server) -> None:
-    body = {"messages": QUESTION, "max_tokens": 3, "stream": True}
-    for path in ("/chat/completions", "/completions"):
-        if path == "/completions":
-            body = {"prompt": "What-is", "max_tokens": 3, "stream": True}
-        answer = post(server, path, json=body)
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        assert answer.text.endswith("\n\ndata: [DONE]\n\n")
+@pytest.mark.parametrize("body", [{"messages": QUESTION}, {"prompt": "What-is"}], ids=str)
+def test_events_are_padded_unless_asked_not_to_be(client: Client, body: Json) -> None:
+    body = {**body, "max_tokens": 9, "stream": True, "temperature": 0}
+    path = "/completions" if "prompt" in body else "/chat/completions"
+    parts = client.post(path, json=body).text.split("\n\n")[:-2]
+    assert {(len(part) + 2) % 512 for part in parts} == {0}
+    paddings = {json.loads(part.removeprefix("data: "))["obfuscation"] for part in parts}
+    assert len(paddings) == len(parts)
+    plain = client.post(path, json=body | {"stream_options": {"include_obfuscation": False}})
+    assert "obfuscation" not in plain.text
+    assert plain.headers["content-type"].startswith("text/event-stream")
 
 
-def test_completions_and_responses_are_plain_generates(
-    loaded: LoadedModel, known: openai.OpenAI
-) -> None:
-    options = {"model": "tiny", "prompt": "What-is", "max_tokens": 30, "temperature": 0}
-    expected = plain_text(loaded, "What-is", max_new_tokens=30)
-    assert known.completions.create(**options).choices[0].text == expected
-    chunks = known.completions.create(**options, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
-    options = {
-        "model": "tiny",
-        "input": "What-is-a-pool?",
-        "max_output_tokens": 40,
-        "temperature": 0,
-    }
-    response = known.responses.create(**options, user="erna")
-    assert response.output_text == plain_text(loaded)
-    events = [*known.responses.create(**options, stream=True, user="erna")]
-    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    assert text == plain_text(loaded)
-    assert events[-1].type == "response.completed"
-    usage = events[-1].response.usage
-    assert usage.output_tokens == 40
-    assert usage.input_tokens_details.cached_tokens >= usage.input_tokens - 1
-
-
-def test_the_one_model_is_listed(server: Server, client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny"]
-    health = httpx.get(server.url.removesuffix("/v1") + "/health")
-    assert health.json() == {"status": "ok"}
-
-
-def test_a_prompt_that_goes_on_is_not_run_again(known: openai.OpenAI) -> None:
-    messages: list[Any] = [*QUESTION]
-    for turn in range(3):
-        answer = asked(known, messages=messages, user="turns", max_tokens=20)
-        kept = answer.usage.prompt_tokens_details.cached_tokens
-        assert (kept > 20) == (turn > 0)
-        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-        messages.append({"role": "user", "content": "And-then?"})
+def test_the_one_model_is_listed_and_tells_no_path(loaded: LoadedModel, tmp_path: Any) -> None:
+    (tmp_path / "some-model").mkdir()
+    with serving(loaded._replace(name=str(tmp_path / "some-model"))) as client:
+        (found,) = client.get("/v1/models").json()["data"]
+        assert found["id"] == "some-model"
+        assert client.get("/v1/models/some-model").json() == found
+        missing = client.get("/v1/models/other")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+        assert httpx.get(f"{client.base}/health").json() == {"status": "ok"}
+        answer = client.post(
+            json={"messages": QUESTION, "max_tokens": 2}, headers={"x-request-id": "a1"}
+        )
+        assert (answer.headers["x-request-id"], answer.json()["id"]) == ("a1", "a1")

@@ -1,5 +1,6 @@
-"""`lade serve` as a process: signals, pools that outlive a kill, options."""
+"""`lade serve` as a process: signals, pools that outlive a kill, keys, corpora, options."""
 
+import json
 import os
 import re
 import signal
@@ -8,27 +9,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import openai
+import httpx
 import pytest
-from typer.testing import CliRunner
 
-from lade import hosts
-from lade.cli.app import app
-from lade.cli.serve import KeySource
-from tests.lade.server.serving import QUESTION, loaded_model, plain_text, wait_until
+from tests.lade.server.client import QUESTION, Client, error_of, text_of
+from tests.lade.server.serving import (
+    loaded_model,
+    plain_text,
+    prompt_of,
+    run_command,
+    wait_until,
+)
 
-KEYS = ("key-of-alice", "key-of-bob")
 _START_SEC = 300  # a busy machine compiles kernels meanwhile
-
-
-class Running(NamedTuple):
-    process: subprocess.Popen[str]
-    url: str
-
-    def client(self, key: str = KEYS[0]) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=_START_SEC)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(folder: Path, log: Path, *options: str) -> Iterator[Running]:
+def serving(folder: Path, log: Path, *options: str) -> Iterator[Client]:
     command = [sys.executable, "-m", "lade", "serve", "--model", str(folder), "--port", "0"]
     command += ["--dtype", "float32", "--model-name", "tiny", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
@@ -55,82 +50,73 @@ def serving(folder: Path, log: Path, *options: str) -> Iterator[Running]:
 
     try:
         wait_until(lambda: url() is not None, _START_SEC)
-        yield Running(process, url()[0])
+        yield Client(process, url()[0], "key-of-alice")
     finally:
         process.kill()
         process.wait()
 
 
-def ask(client: openai.OpenAI, **options: Any) -> Any:
-    options = {"max_tokens": 40, "temperature": 0, **options}
-    return client.chat.completions.create(model="tiny", messages=QUESTION, **options)
-
-
-def num_accepted(client: openai.OpenAI) -> int:
-    number: int = ask(client).usage.completion_tokens_details.accepted_draft_tokens
-    return number
-
-
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # each start of a process takes seconds
 def test_pools_outlive_a_kill_and_a_stop_ends_well(folder: Path, tmp_path: Path) -> None:
-    """One test, for each start of a process takes seconds."""
-    pools, log = tmp_path / "pools", tmp_path / "log"
-    keys = tmp_path / "keys"
-    keys.write_text("# of all\n" + "\n".join(KEYS))
-    options = ["--api-keys-file", str(keys), "--pools", str(pools), "--save-every", "0.1"]
-    options += ["--max-draft-tokens", "4", "--grace", "20"]
-    with serving(folder, log, *options) as running:
-        num_accepted(running.client())
-        wait_until(lambda: any(pools.rglob("*.pool")))
-        # When it changed, not when it was modified: this time says how long the file may stay.
-        saved = next(pools.rglob("*.pool")).stat().st_ctime_ns
-        ask(running.client(), seed=1, temperature=1)
-        wait_until(lambda: next(pools.rglob("*.pool")).stat().st_ctime_ns > saved)
-        running.process.kill()
-    with serving(folder, log, *options) as running:
-        assert num_accepted(running.client()) > num_accepted(running.client(KEYS[1])) + 5
-        stream = ask(running.client(), max_tokens=300, stream=True)
-        text = "".join(next(stream).choices[0].delta.content or "" for _ in range(3))
-        running.process.send_signal(signal.SIGTERM)
-        text += "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-        assert text == plain_text(loaded_model(), max_new_tokens=300)
-        assert running.process.wait(60) == 0
+    pools, log, keys, manual = (tmp_path / name for name in ("pools", "log", "keys", "manual"))
+    keys.write_text("# of all\nkey-of-alice pools=docs\n\nkey-of-bob\n")
+    manual.mkdir()
+    (manual / "a.txt").write_text(prompt_of() + plain_text(loaded_model()))
+    (manual / "b.txt").write_bytes(b"\x00\xff" * 999)
+    options = ["--api-keys-file", str(keys), "--pools", str(pools), "--max-draft-tokens", "4"]
+    options += ["--corpus", f"docs={manual}"]
+    with serving(folder, log, *options) as client:
+        few, many = client.drafted(user="a"), client.drafted(user="b", pools=["docs"])
+        assert many > few + 10
+        keys.write_text("key-of-carol\n")
+        client.server.send_signal(signal.SIGHUP)
+        wait_until(lambda: "the keys were read again" in log.read_text())
+        assert "other users of this machine may read" in log.read_text()
+        error_of(client.post(json={}), 401)
+        client.key = "key-of-carol"
+        first = client.drafted()
+        wait_until(lambda: len([*pools.rglob("*.pool")]) == 3, 150)  # as often as they are saved
+        client.server.kill()
+    assert "left out of the corpus docs: binary: 1" in log.read_text()
+    with serving(folder, log, *options) as client:
+        client.key = "key-of-carol"
+        assert client.drafted() > first + 5
+        body = {"messages": QUESTION, "max_tokens": 300, "temperature": 0, "stream": True}
+        headers = {"authorization": f"Bearer {client.key}"}
+        with httpx.stream(
+            "POST", f"{client.url}/chat/completions", json=body, headers=headers
+        ) as answer:
+            lines = answer.iter_lines()
+            told = [next(lines) for _ in range(5)]
+            client.server.send_signal(signal.SIGTERM)
+            events = [json.loads(each[6:]) for each in [*told, *lines] if each.endswith("}")]
+        assert text_of(events) == plain_text(loaded_model(), max_new_tokens=300)
+        assert client.server.wait(60) == 0
     shown = log.read_text()
     assert "POST /v1/chat/completions 200" in shown
-    assert "What-is" not in shown
-    assert "Traceback" not in shown
-    for path in pools.rglob("*"):
-        assert "alice" not in path.name
+    assert not re.search("What-is|Traceback", shown)
+    assert not any("alice" in path.name for path in pools.rglob("*"))
 
 
-def test_keys_come_one_by_one_and_in_files(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("# first\n a \n\nb\n")
-    assert KeySource(["c"], path).read() == ["c", "a", "b"]
-    assert KeySource(["c"], None).read() == ["c"]
-    path.write_text("# none\n\n")
-    with pytest.raises(ValueError, match="expected API keys in"):
-        KeySource([], path).read()
-
-
-def test_a_missing_package_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    done = CliRunner().invoke(app, ["serve"])
-    assert 'pip install "lade-decoding[serve]"' in str(done.exception)
+def test_the_help_fits_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run_command("serve", "--help").output
+    rows = [line for line in shown.splitlines() if line.startswith("│") and "--help" not in line]
+    assert 20 < len(rows) <= 40
+    for gone in ("certificate", "allowed-origin", "json-logs", "chunk-interval", "corpora-bytes"):
+        assert gone not in shown
 
 
 @pytest.mark.parametrize(
-    ("host", "is_local"),
+    ("options", "said"),
     [
-        ("127.0.0.1", True),
-        ("127.0.0.2", True),
-        ("::1", True),
-        ("localhost", True),
-        ("0.0.0.0", False),
-        ("::", False),
-        ("192.168.0.1", False),
-        ("my-machine", False),
+        (["--corpus", "a"], "expected --corpus NAME=PATH"),
+        (["--corpus", "a=/no/such/file"], "expected --corpus NAME=PATH"),
+        (["--port", "70000"], "expected a port below 65536"),
+        (["--chunk-interval", "1"], "No such option"),
     ],
 )
-def test_hosts_that_others_reach_are_told(host: str, is_local: bool) -> None:
-    assert hosts.is_local(host) == is_local
+def test_wrong_options_are_refused_before_a_model_is_loaded(options: list[str], said: str) -> None:
+    done = run_command("serve", *options)
+    assert done.exit_code != 0
+    assert said in f"{done.output}{done.exception}"

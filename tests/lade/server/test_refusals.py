@@ -2,27 +2,67 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
-from typing import Any
 
-import httpx
 import pytest
 
-from lade.models.loading import LoadedModel
-from lade.server.app import Server
-from tests.lade.server.serving import (
-    QUESTION,
-    asked,
-    client_of,
-    loaded_model,
-    plain_text,
-    post,
-    serving,
-)
+from tests.lade.server.client import QUESTION, Client, Json, error_of
+from tests.lade.server.hostile import BODIES, schema_of
+from tests.lade.server.serving import LoadedModel, loaded_model, plain_text, serving
 
-CHAT: dict[str, Any] = {"messages": QUESTION, "max_tokens": 4}
-TEXT: dict[str, Any] = {"prompt": "What-is", "max_tokens": 4}
-RESPONSE: dict[str, Any] = {"input": "What-is", "max_output_tokens": 4}
+CHATS: list[tuple[Json, str]] = [
+    ({"frequency_penalty": 0.5}, "frequency_penalty: nothing but 0 is supported"),
+    ({"n": 2}, "n: nothing but 1 is supported"),
+    ({"tool_choice": "required"}, "tool_choice: .*; calls cannot be forced"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls: nothing but true"),
+    ({"metadata": {"a": "b"}}, "metadata"),
+    ({"generation_config": "{}"}, "generation_config is not supported"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"content": "a"}]}, "messages.0.role"),
+    ({"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role: .*'system', .*'user'"),
+    ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages.0.content.0.type",
+    ),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "many"}, "max_tokens"),
+    ({"max_tokens": 101}, "expected an answer of at most 100"),
+    ({"temperature": 2.5}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"seed": 2**64}, "seed"),
+    ({"stop": ["a"] * 5}, "stop: .* at most 4 items"),
+    ({"stop": 3}, "stop: Input should be a valid string"),
+    ({"stop": ""}, "stop"),
+    ({"top_logprobs": 3}, "top_logprobs: expected it with logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logit_bias": {"94": 1}}, "expected ids of tokens below 94"),
+    ({"stream_options": {"include_usage": True}}, "stream_options: expected it with stream"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "tools": [{}]}, "expected a schema or tools"),
+    ({"user": "a" * 257}, "user"),
+    ({"cache_salt": "a" * 257}, "cache_salt"),
+    ({"chat_template_kwargs": {"tokenize": False}}, "expected arguments of the chat template"),
+    ({"prediction": {"type": "content"}}, "prediction.content"),
+    (
+        {"prediction": {"type": "content", "content": "a" * 3000}},
+        "expected a prediction of at most",
+    ),
+    ({"prediction": {"type": "content", "content": "a"}, "speculation": False}, "expected no"),
+]
+TEXTS: list[tuple[Json, str]] = [
+    ({"best_of": 2}, "best_of"),
+    ({"echo": True}, "echo: nothing but false is supported"),
+    ({"suffix": "a"}, "suffix is not supported"),
+    ({"prompt": ["a", "b"]}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "expected a prompt of one token or more"),
+    ({"prompt": "a" * 301}, "expected a prompt of at most 300 tokens, got 301"),
+    ({"logprobs": 6}, "logprobs"),
+    ({"prediction": {"type": "content", "content": "a"}}, "prediction is not supported"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,235 +71,140 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def server(loaded: LoadedModel) -> Iterator[Server]:
-    with serving(
-        loaded, max_body_bytes=20_000, max_prompt_tokens=300, max_new_tokens=100
-    ) as server:
-        yield server
-
-
-def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
-    assert answer.status_code == status, answer.text
-    body = answer.json()
-    assert body.keys() == {"error"}
-    assert body["error"].keys() == {"message", "type", "param", "code"}
-    found: dict[str, Any] = body["error"]
-    return found
+def client(loaded: LoadedModel) -> Iterator[Client]:
+    limits = {"max_body_bytes": 20_000, "max_prompt_tokens": 300, "max_new_tokens": 100}
+    with serving(loaded, **limits) as client:
+        yield client
 
 
 @pytest.mark.parametrize(
-    ("path", "changes", "param"),
-    [
-        ("/chat/completions", {"n": 2}, "n"),
-        ("/chat/completions", {"frequency_penalty": 0.5}, "frequency_penalty"),
-        ("/chat/completions", {"presence_penalty": -1}, "presence_penalty"),
-        ("/chat/completions", {"tool_choice": "required"}, "tool_choice"),
-        (
-            "/chat/completions",
-            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-            "tool_choice",
-        ),
-        ("/chat/completions", {"parallel_tool_calls": False}, "parallel_tool_calls"),
-        ("/chat/completions", {"store": True}, "store"),
-        ("/chat/completions", {"metadata": {"a": "b"}}, "metadata"),
-        ("/chat/completions", {"generation_config": "{}"}, "generation_config"),
-        ("/chat/completions", {"audio": {}}, "audio"),
-        ("/chat/completions", {"nonsense": 1}, "nonsense"),
-        ("/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
-        ("/chat/completions", {"messages": []}, "messages"),
-        ("/chat/completions", {"messages": "hello"}, "messages"),
-        ("/chat/completions", {"messages": [{"content": "a"}]}, "messages.0.role"),
-        ("/chat/completions", {"messages": [{"role": "user", "content": 1}]}, "messages.0.content"),
-        (
-            "/chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages.0.content.0.type",
-        ),
-        ("/chat/completions", {"max_tokens": 0}, "max_tokens"),
-        ("/chat/completions", {"max_tokens": "many"}, "max_tokens"),
-        ("/chat/completions", {"max_tokens": 101}, "max_tokens"),
-        ("/chat/completions", {"temperature": 2.5}, "temperature"),
-        ("/chat/completions", {"temperature": "hot"}, "temperature"),
-        ("/chat/completions", {"top_p": 0}, "top_p"),
-        ("/chat/completions", {"seed": 2**64}, "seed"),
-        ("/chat/completions", {"seed": True}, "seed"),
-        ("/chat/completions", {"stop": ["a"] * 5}, "stop"),
-        ("/chat/completions", {"stop": ""}, "stop"),
-        ("/chat/completions", {"top_logprobs": 3}, "top_logprobs"),
-        ("/chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ("/chat/completions", {"logit_bias": {"94": 1}}, "logit_bias"),
-        ("/chat/completions", {"logit_bias": {"a": 1}}, "logit_bias"),
-        ("/chat/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
-        ("/chat/completions", {"response_format": {"type": "xml"}}, "response_format.type"),
-        ("/chat/completions", {"response_format": {"type": "json_schema"}}, "response_format"),
-        ("/chat/completions", {"user": 3}, "user"),
-        ("/chat/completions", {"user": "a" * 257}, "user"),
-        ("/completions", {"cache_salt": "a" * 257}, "cache_salt"),
-        (
-            "/chat/completions",
-            {"chat_template_kwargs": {"tokenize": False}},
-            "chat_template_kwargs.tokenize",
-        ),
-        ("/completions", {"best_of": 2}, "best_of"),
-        ("/completions", {"echo": True}, "echo"),
-        ("/completions", {"suffix": "a"}, "suffix"),
-        ("/completions", {"prompt": ["a", "b"]}, "prompt"),
-        ("/completions", {"logprobs": 6}, "logprobs"),
-        ("/completions", {"prompt": None}, "prompt"),
-        ("/responses", {"previous_response_id": "a"}, "previous_response_id"),
-        ("/responses", {"input": 3}, "input"),
-        ("/responses", {"include": ["message.output_text.logprobs"]}, "include"),
-        ("/responses", {"max_output_tokens": 101}, "max_output_tokens"),
-        ("/responses", {"tool_choice": "required"}, "tool_choice"),
-    ],
-    ids=lambda value: json.dumps(value)[:60],
+    ("path", "changes", "said"),
+    [("/chat/completions", *each) for each in CHATS] + [("/completions", *each) for each in TEXTS],
+    ids=lambda value: json.dumps(value)[:50],
 )
 def test_what_is_not_supported_is_named(
-    server: Server, path: str, changes: dict[str, Any], param: str
+    client: Client, path: str, changes: Json, said: str
 ) -> None:
-    body = {"/chat/completions": CHAT, "/completions": TEXT, "/responses": RESPONSE}[path]
-    error = error_of(post(server, path, json=body | changes), 400)
-    assert error["param"] == param
-    assert error["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize(
-    ("path", "changes", "message"),
-    [
-        ("/chat/completions", {"n": 2}, "n: nothing but 1 is supported"),
-        (
-            "/chat/completions",
-            {"frequency_penalty": 0.5},
-            "frequency_penalty: nothing but 0 is supported",
-        ),
-        ("/completions", {"echo": True}, "echo: nothing but false is supported"),
-        ("/completions", {"suffix": "a"}, "suffix is not supported"),
-        ("/chat/completions", {"stop": ["a", "b", "c", "d", "e"]}, "stop: .* at most 4 items"),
-        ("/chat/completions", {"stop": 3}, "stop: Input should be a valid string"),
-        (
-            "/chat/completions",
-            {"messages": [{"role": "wizard", "content": "a"}]},
-            "messages.0.role: Input should be 'system', .*'user'",
-        ),
-        (
-            "/responses",
-            {"input": [{"role": "wizard", "content": "a"}]},
-            "input.0.role is not supported",
-        ),
-    ],
-    ids=str,
-)
-def test_messages_name_what_is_supported(
-    server: Server, path: str, changes: dict[str, Any], message: str
-) -> None:
-    body = {"/chat/completions": CHAT, "/completions": TEXT, "/responses": RESPONSE}[path]
-    error = error_of(post(server, path, json=body | changes), 400)
-    assert re.match(message, error["message"]), error["message"]
+    streamed: Json = {} if "stream_options" in changes else {"stream": True}
+    for more in ({}, streamed):
+        error = client.error(path=path, **changes, **more)
+        assert re.search(said, error["message"]), error
+        assert error["type"] == "invalid_request_error"
+        named = error["param"]
+        assert named is None or named.split(".")[0] in changes
 
 
 def test_fields_that_ask_for_what_is_done_anyway_are_taken(
-    loaded: LoadedModel, server: Server
+    loaded: LoadedModel, client: Client
 ) -> None:
-    changes = {
-        **dict.fromkeys(("n",), 1),
-        **dict.fromkeys(("frequency_penalty", "presence_penalty"), 0),
-        "tool_choice": "none",
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-        "parallel_tool_calls": True,
-        "store": False,
-        "metadata": {},
-        "response_format": {"type": "text"},
-        "temperature": 0.0,
-        "logit_bias": {},
-        "seed": None,
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "What-is-a-pool?"}]}],
-    }
-    answer = post(server, json=CHAT | changes)
-    assert answer.json()["choices"][0]["message"]["content"] == plain_text(loaded, max_new_tokens=4)
+    text = client.text(
+        n=1,
+        frequency_penalty=0,
+        presence_penalty=0,
+        tool_choice="none",
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        parallel_tool_calls=True,
+        store=False,
+        metadata={},
+        response_format={"type": "text"},
+        logit_bias={},
+        seed=None,
+        max_completion_tokens=4,
+        messages=[{"role": "user", "content": [{"type": "text", "text": "What-is-a-pool?"}]}],
+    )
+    assert text == plain_text(loaded, max_new_tokens=4)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'"text"',
-        b"\xff\xfe",
-        b'{"messages": NaN}',
-        b"[" * 10_000,
-        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-        b'{"a": ' * 2000 + b"1" + b"}" * 2000,
-    ],
-    ids=lambda data: repr(data[:20]),
-)
-def test_what_is_no_request_is_refused(server: Server, data: bytes) -> None:
-    error_of(post(server, content=data), 400)
+def test_what_is_no_request_is_refused(client: Client) -> None:
+    surrogate = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    deep = (b"[" * 10_000, b'{"a": ' * 2000 + b"1" + b"}" * 2000)
+    for data in (b"", b"{", b"[]", b"\xff\xfe", b'{"messages": NaN}', surrogate, *deep):
+        error_of(client.post(content=data), 400)
 
 
 def test_prompts_that_templates_refuse_are_refused() -> None:
     loaded = loaded_model()
     loaded.tokenizer.chat_template = "{{ raise_exception('roles must take turns') }}"
-    with serving(loaded) as server:
+    with serving(loaded) as client:
         for stream in (False, True):
-            error = error_of(post(server, json=CHAT | {"stream": stream}), 400)
-            assert "roles must take turns" in error["message"]
-
-
-def test_long_prompts_are_refused(server: Server) -> None:
-    for stream in (False, True):
-        body = {"prompt": "a" * 301, "max_tokens": 4, "stream": stream}
-        error = error_of(post(server, "/completions", json=body), 400)
-        assert error["code"] == "context_length_exceeded"
-        assert "at most 300 tokens, got 301" in error["message"]
-    error_of(post(server, "/completions", json={"prompt": ""}), 400)
+            assert "roles must take turns" in client.error(stream=stream)["message"]
 
 
 def test_answers_end_where_positions_do(loaded: LoadedModel) -> None:
-    with serving(loaded) as server:
+    with serving(loaded) as client:
         body = {"prompt": "a" * 500, "temperature": 0}
-        usage = post(server, "/completions", json=body).json()["usage"]
+        usage = client.post("/completions", json=body).json()["usage"]
         assert usage["completion_tokens"] == 12
-        error = error_of(post(server, "/completions", json=body | {"max_tokens": 13}), 400)
-        assert error["code"] == "context_length_exceeded"
-        error_of(post(server, "/completions", json={"prompt": "a" * 512}), 400)
+        for body in ({"prompt": "a" * 500, "max_tokens": 13}, {"prompt": "a" * 512}):
+            error = error_of(client.post("/completions", json=body), 400)
+            assert error["code"] == "context_length_exceeded"
 
 
-def test_large_bodies_are_refused_however_they_come(server: Server) -> None:
-    data = json.dumps(CHAT | {"user": "a" * 20_000}).encode()
-    assert error_of(post(server, content=data), 413)["code"] == "too_large"
+def test_large_bodies_are_refused_however_they_come(client: Client) -> None:
+    data = json.dumps({"messages": QUESTION, "user": "a" * 20_000}).encode()
     pieces = (data[begin : begin + 1000] for begin in range(0, len(data), 1000))
-    assert error_of(post(server, content=pieces), 413)["code"] == "too_large"
-
-
-def test_other_models_are_not_found(server: Server) -> None:
-    error = error_of(post(server, json=CHAT | {"model": "gpt"}), 404)
-    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    for content in (data, pieces):
+        assert error_of(client.post(content=content), 413)["code"] == "too_large"
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("POST", "/reset", 404),
         ("POST", "/load_model", 404),
-        ("POST", "/v1/systemone", 404),
-        ("POST", "/v1/audio/transcriptions", 404),
+        ("POST", "/v1/responses", 404),
         ("GET", "/docs", 404),
-        ("GET", "/openapi.json", 404),
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/models", 405),
+        ("OPTIONS", "/v1/chat/completions", 405),
         ("POST", "/v1/chat/completions/", 404),
     ],
 )
 def test_only_what_is_listed_can_be_asked_for(
-    loaded: LoadedModel, server: Server, method: str, path: str, status: int
+    loaded: LoadedModel, client: Client, method: str, path: str, status: int
 ) -> None:
-    url = server.url.removesuffix("/v1") + path
-    error_of(httpx.request(method, url, json={"model": "tiny"}), status)
-    with client_of(server) as client:  # the model is still there
-        assert asked(client).choices[0].message.content == plain_text(loaded)
+    error_of(client.get(path, method=method), status)
+    error = client.error(404, model="gpt")
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert client.text(max_tokens=4) == plain_text(loaded, max_new_tokens=4)
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_pages_of_other_sites_can_send_nothing(server: Server, kind: str) -> None:
-    error_of(post(server, content=json.dumps(CHAT), headers={"content-type": kind}), 415)
+def test_pages_of_other_sites_can_send_nothing(loaded: LoadedModel) -> None:
+    """By other names of the server, a page in a browser may reach one that is not for it."""
+    with serving(loaded, allowed_hosts=["lade.example"]) as client:
+        for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+            headers = {"content-type": kind}
+            error_of(client.post(content=json.dumps({"messages": QUESTION}), headers=headers), 415)
+        for host in ("localhost", "127.0.0.1:8000", "[::1]:80", "LADE.example:443"):
+            assert client.get("/v1/models", host=host).status_code == 200
+        for host in ("evil.example", "localhost.evil.example", "127.0.0.1.nip.io"):
+            for path in ("/v1/models", "/metrics"):
+                assert client.get(path, host=host).status_code == 421
+            answer = client.post(json={"messages": QUESTION}, headers={"host": host})
+            assert answer.status_code == 421
+
+
+# --- what is made to take long --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def attacked() -> Iterator[Client]:
+    with serving(loaded_model(eos_token_id=93)) as client:
+        assert client.text(**schema_of({"type": "null"}))  # begins the compiler
+        yield client
+
+
+@pytest.mark.xdist_group("attacks")  # whose server takes seconds to begin
+@pytest.mark.parametrize("name", BODIES)
+def test_what_would_take_long_is_refused_within_a_second(attacked: Client, name: str) -> None:
+    """Of processor time, that of threads included; the compiler's is bounded as well."""
+    body = BODIES[name]()
+    taken = []
+    for _ in range(3):  # two threads on one core take each other's time
+        begin = time.process_time()
+        error = attacked.error(**body)
+        taken.append(time.process_time() - begin)
+        assert len(error["message"]) < 500
+        if taken[-1] < 1.3:  # with what the test itself takes to send it
+            break
+    assert min(taken) < 1.3
+    assert attacked.text(**schema_of({"enum": ["a"]})).startswith('"a')  # whatever had to end

@@ -4,23 +4,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
+import httpx
 import pytest
 
-from lade.models.loading import LoadedModel
-from lade.server.app import Server
+import lade
+from tests.lade.server.client import QUESTION, Client, Json, error_of
 from tests.lade.server.serving import (
-    NAME,
-    QUESTION,
-    asked,
-    client_of,
+    LoadedModel,
     loaded_model,
     plain_text,
-    post,
+    prompt_of,
     serving,
 )
 
-KEYS = ("alice-key", "bob-key")
+KEYS = ("alice-key pools=docs,more", "bob-key", "boss admin pools=*", "quiet alone pools=docs")
+ALICE, BOB, BOSS, QUIET = (line.split()[0] for line in KEYS)
 
 
 @pytest.fixture(scope="module")
@@ -28,73 +26,79 @@ def loaded() -> LoadedModel:
     return loaded_model()
 
 
+@pytest.fixture(scope="module")
+def told(loaded: LoadedModel) -> lade.NGramPool:
+    """A pool of the question and its answer, which nobody is likely to guess."""
+    pool = lade.NGramPool()
+    token_ids = loaded.tokenizer(prompt_of() + plain_text(loaded))["input_ids"]
+    pool.observe(token_ids, pool.open_sequence())
+    return pool
+
+
 @pytest.fixture
-def server(loaded: LoadedModel, tmp_path: Path) -> Iterator[Server]:
-    with serving(loaded, api_keys=KEYS, pools=tmp_path / "pools") as server:
-        yield server
+def client(loaded: LoadedModel, told: lade.NGramPool) -> Iterator[Client]:
+    corpora = {"docs": told, "secret": told}
+    with serving(loaded, api_keys=KEYS, corpora=corpora) as client:
+        yield client
 
 
-def num_accepted(server: Server, key: str, **options: Any) -> int:
-    """Ask, and return how many tokens of the answer were drafted."""
-    with client_of(server, key) as client:
-        usage = asked(client, **options).usage
-    accepted: int = usage.completion_tokens_details.accepted_draft_tokens
-    rejected = usage.completion_tokens_details.rejected_draft_tokens
-    assert 0 <= accepted <= usage.completion_tokens
-    assert rejected >= 0
-    return accepted
+# --- pools ----------------------------------------------------------------------------------
 
 
-def test_a_secret_is_drafted_for_its_own_key_alone(server: Server) -> None:
+def test_a_secret_is_drafted_for_its_own_key_user_or_salt_alone(client: Client) -> None:
     """What nobody has seen is hardly drafted; what one has seen is, for that one."""
-    first = num_accepted(server, KEYS[0])
-    again = num_accepted(server, KEYS[0])
-    assert again > first + 10
-    assert num_accepted(server, KEYS[1]) == first
+    first = client.drafted(key=ALICE)
+    assert client.drafted(key=ALICE) > first + 10
+    for others in (
+        {"key": BOB},
+        {"key": ALICE, "user": "a"},
+        {"key": ALICE, "user": "b"},
+        {"key": ALICE, "cache_salt": "a"},
+        {"key": BOB, "user": "a"},
+    ):
+        assert client.drafted(**others) == first
+    assert client.drafted(key=ALICE, user="a") > first + 10
 
 
-def test_users_and_salts_of_one_key_have_pools_of_their_own(server: Server) -> None:
-    first = num_accepted(server, KEYS[0], user="a")
-    assert num_accepted(server, KEYS[0], user="a") > first + 10
-    assert num_accepted(server, KEYS[0], user="b") == first
-    assert num_accepted(server, KEYS[0], extra_body={"cache_salt": "a"}) == first
-    assert num_accepted(server, KEYS[1], user="a") == first
+def test_prompts_are_kept_for_their_own_user_alone(client: Client) -> None:
+    def num_kept(key: str = ALICE, **body: Any) -> int:
+        usage = client.ask(key=key, **body)["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert [num_kept(user="ann"), num_kept(user="bea"), num_kept(), num_kept(BOB)] == [0] * 4
+    assert num_kept(user="ann") >= len(prompt_of()) - 1
+
+
+def test_nothing_of_a_prediction_is_there_for_a_later_request(client: Client) -> None:
+    prediction = {"type": "content", "content": client.text(key=BOB)}
+    first = client.drafted(user="ann")
+    client.ask(user="bea", max_tokens=1, prediction=prediction)
+    assert client.drafted(user="bea") <= first + 2
 
 
 def test_requests_of_nobody_are_kept_for_nobody(loaded: LoadedModel, tmp_path: Path) -> None:
-    with serving(loaded, pools=tmp_path) as server:
-        first = num_accepted(server, "none")
-        assert num_accepted(server, "none") == first
+    with serving(loaded, pools=tmp_path) as client:
+        first = client.drafted()
+        assert client.drafted() == first
         assert [*tmp_path.rglob("*.pool")] == []
-        assert num_accepted(server, "none", user="a") == first
-        assert num_accepted(server, "none", user="a") > first + 10
+        assert client.drafted(user="a") == first
+        assert client.drafted(user="a") > first + 10
+        # Without keys, whoever guesses a name would read that one's prompt by what was kept.
+        assert "prompt_tokens_details" not in client.ask(user="a")["usage"]
 
 
 def test_one_pool_is_shared_where_it_is_asked_for(loaded: LoadedModel) -> None:
-    with serving(loaded, api_keys=KEYS, shares_pool=True) as server:
-        first = num_accepted(server, KEYS[0])
-        assert num_accepted(server, KEYS[1]) > first + 10
-
-
-@pytest.mark.parametrize(
-    "header", ["", "alice-key", "Bearer", "Bearer carol-key", "Basic alice-key"]
-)
-def test_a_wrong_key_opens_nothing(server: Server, header: str) -> None:
-    body = {"model": NAME, "messages": QUESTION}
-    refused = post(server, json=body, headers={"authorization": header})
-    assert refused.status_code == 401
-    assert refused.json()["error"]["code"] == "invalid_api_key"
-    assert refused.json()["error"]["type"] == "authentication_error"
-    with client_of(server, "wrong") as client, pytest.raises(openai.AuthenticationError):
-        client.models.list()
+    with serving(loaded, api_keys=KEYS, shares_pool=True) as client:
+        first = client.drafted(key=ALICE)
+        assert client.drafted(key=BOB) > first + 10
 
 
 def test_pools_outlive_the_server_and_name_nobody(loaded: LoadedModel, tmp_path: Path) -> None:
-    with serving(loaded, api_keys=KEYS, pools=tmp_path) as server:
-        first = num_accepted(server, KEYS[0], user="alice")
-    with serving(loaded, api_keys=KEYS, pools=tmp_path) as server:
-        assert num_accepted(server, KEYS[0], user="alice") > first + 10
-        assert num_accepted(server, KEYS[1], user="alice") == first
+    with serving(loaded, api_keys=KEYS, pools=tmp_path) as client:
+        first = client.drafted(user="alice")
+    with serving(loaded, api_keys=KEYS, pools=tmp_path) as client:
+        assert client.drafted(user="alice") > first + 10
+        assert client.drafted(key=BOB, user="alice") == first
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert sum(path.suffix == ".pool" for path in files) == 2
     for path in files:
@@ -104,17 +108,111 @@ def test_pools_outlive_the_server_and_name_nobody(loaded: LoadedModel, tmp_path:
             assert path.suffix == ".pool" or word not in path.read_bytes()
 
 
-def test_layers_are_drafted_from_and_learn_nothing(loaded: LoadedModel, tmp_path: Path) -> None:
-    import lade
-
-    pool = lade.NGramPool()
-    answer = loaded.tokenizer(plain_text(loaded))["input_ids"]
-    prompt = "<user>What-is-a-pool?<assistant>"
-    pool.observe([*loaded.tokenizer(prompt)["input_ids"], *answer], pool.open_sequence())
+def test_layers_are_drafted_from_and_learn_nothing(
+    loaded: LoadedModel, told: lade.NGramPool, tmp_path: Path
+) -> None:
     layer = tmp_path / "layer.pool"
-    lade.save_pool(pool, layer, tokenizer=loaded.tokenizer)
+    lade.save_pool(told, layer, tokenizer=loaded.tokenizer)
     before = layer.read_bytes()
-    with serving(loaded, layers=[layer]) as server:
-        assert num_accepted(server, "none") > 20
-        assert num_accepted(server, "none", user="a") > 20
+    with serving(loaded, layers=[layer]) as client:
+        assert client.drafted() > 20
+        assert client.drafted(user="a") > 20
     assert layer.read_bytes() == before
+
+
+# --- corpora --------------------------------------------------------------------------------
+
+
+def test_a_corpus_is_drafted_from_by_requests_that_name_it(
+    loaded: LoadedModel, client: Client
+) -> None:
+    few = client.drafted(key=ALICE, user="a")
+    answer = client.ask(key=ALICE, user="b", pools=["docs", "docs"])
+    assert answer["choices"][0]["message"]["content"] == plain_text(loaded)
+    assert answer["usage"]["completion_tokens_details"]["accepted_draft_tokens"] > few + 10
+    assert client.drafted(key=ALICE, user="c") == few  # it learned nothing
+    assert client.drafted(key=BOSS, pools=["secret"]) > few + 10
+
+
+def test_who_may_not_draft_from_a_corpus_is_not_told_whether_there_is_one(client: Client) -> None:
+    said = set()
+    for key, names in ((BOB, ["docs", "none"]), (ALICE, ["secret", "more", "none"])):
+        for name in names:
+            body = {"messages": QUESTION, "pools": [name]}
+            error = error_of(client.post(json=body, key=key), 404)
+            assert (error["param"], error["code"]) == ("pools", "pool_not_found")
+            said.add(error["message"].replace(name, "NAME"))
+    assert len(said) == 1
+    assert client.error(pools=list("123456789"))["param"] == "pools"
+    assert client.error(pools=["docs"], speculation=False)["param"] == "pools"
+
+
+# --- keys -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header", ["none", "alice-key", "Bearer", "Bearer carol-key", "Basic alice-key"]
+)
+def test_a_wrong_key_opens_nothing(client: Client, header: str) -> None:
+    headers = {"authorization": header}
+    for answer in (
+        client.post(json={"messages": QUESTION}, headers=headers),
+        httpx.get(f"{client.url}/models", headers=headers),
+        httpx.get(f"{client.base}/metrics", headers=headers),
+    ):
+        error = error_of(answer, 401)
+        assert (error["code"], error["type"]) == ("invalid_api_key", "authentication_error")
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(f"{client.base}/health").status_code == 200
+
+
+def test_metrics_are_those_of_the_answers_and_for_administrators(client: Client) -> None:
+    """They tell how long the prompts of others are."""
+    assert client.get("/metrics", key=ALICE).status_code == 403
+    for _ in range(2):
+        client.ask(user="a")
+    client.ask(key=QUIET)
+    client.key = BOSS
+    drafted = "vllm:spec_decode_num_"
+    accepted = client.metric(f"{drafted}accepted_tokens_total", model_name="tiny")
+    name = f"{drafted}accepted_tokens_per_pos_total"
+    by_position = [client.metric(name, position=str(place)) for place in range(4)]
+    assert sum(by_position) == accepted > 10
+    num_drafts = client.metric(f"{drafted}drafts_total")
+    assert by_position[0] <= num_drafts <= client.metric(f"{drafted}draft_tokens_total")
+    assert client.metric("vllm:generation_tokens_total") == 120
+    assert client.metric("vllm:prompt_tokens_total") == 3 * len(prompt_of())
+    assert client.metric("vllm:prefix_cache_queries_total") == 2 * len(prompt_of())
+    assert client.metric("vllm:prefix_cache_hits_total") >= len(prompt_of()) - 1
+    for name in (
+        "vllm:time_to_first_token_seconds",
+        "vllm:request_time_per_output_token_seconds",
+        "vllm:request_queue_time_seconds",
+        "vllm:e2e_request_latency_seconds",
+    ):
+        assert client.metric(f"{name}_count") == 3
+    assert client.metric("lade:requests_total", code="403") == 1
+    assert client.metric("lade:pool_in_memory") == 1
+    assert client.metric("process_resident_memory_bytes") > 0
+    text = client.get("/metrics").text
+    assert not any(word in text for word in ("alice", "boss", "What-is"))
+
+
+def test_of_a_key_alone_nothing_is_drafted_or_kept(loaded: LoadedModel, client: Client) -> None:
+    """Its text decides on no time that others may measure."""
+    for _ in range(2):
+        answer = client.ask(key=QUIET, user="a")
+        assert answer["choices"][0]["message"]["content"] == plain_text(loaded)
+        assert answer["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    prediction: Json = {"prediction": {"type": "content", "content": "a"}}
+    for change in (prediction, {"pools": ["docs"]}):
+        error = error_of(client.post(json={"messages": QUESTION, **change}, key=QUIET), 400)
+        assert [error["param"]] == [*change]
+
+
+@pytest.mark.parametrize("line", ["key word", "key pools=", "key admin=yes", " "])
+def test_what_is_no_key_or_right_is_refused(loaded: LoadedModel, line: str) -> None:
+    match = r"behind key 2$|one character or more"
+    with pytest.raises(ValueError, match=match), serving(loaded, api_keys=["one", line]):
+        pass

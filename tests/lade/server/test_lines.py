@@ -1,0 +1,345 @@
+"""Clients that leave, wait, dawdle, flood or come when the server stops do not disturb others."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.lade.server.client import QUESTION, RUNNING, WAITING, Client, Json, error_of, text_of
+from tests.lade.server.serving import (
+    LoadedModel,
+    Paced,
+    impatient,  # noqa: F401  # a fixture
+    loaded_model,
+    plain_text,
+    serving,
+    wait_until,
+)
+
+SHORT: Json = {"messages": QUESTION, "max_tokens": 4, "temperature": 0}
+KEYS = ["boss admin", "one", "two"]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return loaded_model(eos_token_id=93)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(20) as threads:
+        yield threads
+
+
+def connected(client: Client, source: str | None = None) -> socket.socket:
+    url = httpx.URL(client.url)
+    found = None if source is None else (source, 0)
+    return socket.create_connection((url.host, url.port or 0), 60, source_address=found)
+
+
+def sent(client: Client, body: Json, promised: int = 0, receive: int | None = None) -> Any:
+    """Ask without reading the answer; `promised` bytes more never come."""
+    url, connection = httpx.URL(client.url), socket.socket()
+    if receive is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
+    connection.connect((url.host, url.port))
+    data = json.dumps({**SHORT, **body}).encode()
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(data) + promised, data)
+    )
+    return connection
+
+
+# --- who leaves -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_more_is_computed_for_a_client_that_has_left(
+    loaded: LoadedModel, stream: bool
+) -> None:
+    with serving(loaded) as client, Paced(loaded) as pace:
+        connection = sent(client, {"stream": stream, "max_tokens": 300})
+        pace.let(3)
+        wait_until(lambda: pace.num_tokens == 3)
+        connection.close()
+        wait_until(lambda: client.metric("lade:requests_total", code="499") == 1)
+        pace.free()
+        wait_until(lambda: client.metric(RUNNING) == 0)
+        assert pace.num_tokens < 20
+        assert client.text() == plain_text(loaded)
+
+
+@pytest.mark.parametrize("options", [{"max_batch_size": 1}, {"max_batch_tokens": 100}], ids=str)
+def test_who_leaves_while_waiting_is_never_computed_for(
+    loaded: LoadedModel, threads: ThreadPoolExecutor, options: Json
+) -> None:
+    """Whether it waits for its turn or for room in the memory."""
+    with serving(loaded, **options) as client, Paced(loaded) as pace:
+        first = threads.submit(client.post, json=SHORT)
+        wait_until(lambda: pace.num_calls == 1)
+        connection = sent(client, {"max_tokens": 300})
+        wait_until(lambda: client.metric(WAITING) + client.metric(RUNNING) == 2)
+        connection.close()
+        wait_until(lambda: client.metric("lade:requests_total", code="499") == 1)
+        wait_until(lambda: client.metric(WAITING) + client.metric(RUNNING) == 1)
+        pace.free()
+        assert first.result().status_code == 200
+        assert pace.num_calls == 1
+
+
+# --- the line -------------------------------------------------------------------------------
+
+
+def test_answers_come_in_order_of_arrival_and_more_are_sent_away(
+    loaded: LoadedModel, threads: ThreadPoolExecutor
+) -> None:
+    with serving(loaded, max_queue=3, max_batch_size=1) as client, Paced(loaded) as pace:
+        order: list[int] = []
+
+        def ask(number: int) -> str:
+            text = client.text(max_tokens=3)
+            order.append(number)
+            return text
+
+        answers = []
+        for number in range(4):
+            answers.append(threads.submit(ask, number))
+            wait_until(lambda: client.metric(RUNNING) == 1)
+            wait_until(lambda n=number: client.metric(WAITING) == n)  # type: ignore[misc]
+        refused = client.post(json=SHORT)
+        assert error_of(refused, 429)["code"] == "queue_full"
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        pace.free()
+        expected = plain_text(loaded, max_new_tokens=3)
+        assert [answer.result() for answer in answers] == [expected] * 4
+        assert order == [0, 1, 2, 3]
+
+
+def test_a_key_that_floods_turns_nobody_else_away(
+    loaded: LoadedModel, threads: ThreadPoolExecutor
+) -> None:
+    options = {"api_keys": KEYS, "max_queue": 5, "max_batch_size": 1}
+    with serving(loaded, **options) as client, Paced(loaded) as pace:
+        flood = [threads.submit(client.post, key="one", json=SHORT) for _ in range(12)]
+        wait_until(lambda: sum(each.done() for each in flood) == 6)
+        assert {each.result().status_code for each in flood if each.done()} == {429}
+        other = threads.submit(client.post, key="two", json=SHORT)
+        wait_until(lambda: client.metric(WAITING) == 6)
+        pace.free()
+        wait_until(other.done)
+        # It came last and was served second.
+        assert other.result().status_code == 200
+        assert sum(each.done() for each in flood) < 12
+        assert sorted(each.result().status_code for each in flood) == [200] * 6 + [429] * 6
+
+
+def test_many_run_at_once_and_one_key_leaves_a_place_to_others(
+    loaded: LoadedModel, threads: ThreadPoolExecutor
+) -> None:
+    with serving(loaded, api_keys=KEYS, max_batch_size=4) as client, Paced(loaded) as pace:
+        many = [threads.submit(client.post, key="one", json=SHORT) for _ in range(6)]
+        wait_until(lambda: (client.metric(RUNNING), client.metric(WAITING)) == (3, 3))
+        other = threads.submit(client.post, key="two", json=SHORT)
+        wait_until(lambda: client.metric(RUNNING) == 4)
+        pace.free()
+        assert {each.result().status_code for each in (*many, other)} == {200}
+
+
+def test_bodies_of_those_who_wait_are_bounded(
+    loaded: LoadedModel,
+    threads: ThreadPoolExecutor,
+    impatient: None,  # noqa: F811
+) -> None:
+    options = {"api_keys": KEYS, "max_body_bytes": 1000, "max_batch_size": 1}
+    with serving(loaded, **options) as client, Paced(loaded) as pace:
+        long = {**SHORT, "stop": ["x" * 250] * 3}
+        first = threads.submit(client.post, key="one", json=SHORT)
+        wait_until(lambda: pace.num_calls == 1)  # what runs needs its body no more
+        waiting = []
+        for number in range(1, 4):
+            waiting.append(threads.submit(client.post, key="one", json=long))
+            wait_until(lambda n=number: client.metric(WAITING) == n)  # type: ignore[misc]
+        refused = client.post(key="one", json=long)
+        assert error_of(refused, 429)["code"] == "queue_full"
+        other = threads.submit(client.post, key="two", json=SHORT)
+        pace.free()
+        assert {each.result().status_code for each in (first, *waiting, other)} == {200}
+        assert client.post(key="one", json=long).status_code == 200
+
+
+# --- connections ----------------------------------------------------------------------------
+
+
+def test_silent_and_slow_connections_are_closed(
+    loaded: LoadedModel,
+    impatient: None,  # noqa: F811
+) -> None:
+    with serving(loaded) as client:
+        silent, slow, used = (connected(client) for _ in range(3))
+        used.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += used.recv(4096)
+        used.sendall(b"GET /health HTTP/1.1\r\n")
+        begin = time.perf_counter()
+        for _ in range(3):
+            slow.sendall(b"G")
+            time.sleep(0.1)
+        half = sent(client, {}, promised=9)
+        assert half.recv(4096).startswith(b"HTTP/1.1 408")
+        for connection in (silent, slow, used, half):
+            with suppress(ConnectionResetError):
+                while connection.recv(4096):
+                    pass
+            connection.close()
+        assert time.perf_counter() - begin < 5
+        with httpx.Client(base_url=client.base) as kept:
+            for _ in range(2):  # what is between two requests may be silent
+                assert kept.get("/health").status_code == 200
+                time.sleep(0.4)
+
+
+def test_there_are_only_so_many_connections_and_each_address_has_a_share(
+    loaded: LoadedModel,
+) -> None:
+    with serving(loaded, max_connections=8) as client:
+        held: list[socket.socket] = []
+
+        def is_open(number: int) -> bool:
+            """Return whether another connection from an address is not hung up at once."""
+            held.append(connected(client, f"127.0.0.{number}"))
+            with suppress(ConnectionResetError):
+                held[-1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                if held[-1].recv(1):
+                    return True
+            held[-1].close()
+            return False
+
+        assert [is_open(2) for _ in range(3)] == [True, True, False]
+        assert [is_open(number) for number in (3, 3, 4, 4, 5, 5)] == [True] * 6
+        assert not is_open(6)
+        for connection in held:
+            connection.close()
+        wait_until(lambda: is_open(7))
+        held[-1].close()
+
+
+def test_addresses_that_a_client_writes_get_no_turns_of_their_own(
+    loaded: LoadedModel, threads: ThreadPoolExecutor
+) -> None:
+    with serving(loaded, max_queue=1, max_batch_size=1) as client, Paced(loaded) as pace:
+        forged = [{"x-forwarded-for": f"192.0.2.{number}"} for number in range(4)]
+        asked = [threads.submit(client.post, json=SHORT, headers=each) for each in forged]
+        wait_until(lambda: sum(each.done() for each in asked) == 2)
+        pace.free()
+        assert sorted(each.result().status_code for each in asked) == [200, 200, 429, 429]
+
+
+def test_a_request_has_one_length_and_no_endless_name(loaded: LoadedModel) -> None:
+    with serving(loaded) as client, connected(client) as connection:
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 4\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+        )
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))  # to its close
+        assert answer.startswith(b"HTTP/1.1 400")
+        answers = [client.post(json=SHORT, headers={"x-request-id": "a" * n}) for n in (256, 257)]
+    assert [each.status_code for each in answers] == [200, 400]
+
+
+def test_who_never_reads_is_hung_up(loaded: LoadedModel) -> None:
+    with serving(loaded, timeout_sec=0.5) as client:
+        client.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        body = {"stream": True, "max_tokens": 300, "logprobs": True, "top_logprobs": 20}
+        with sent(client, body, receive=4096) as connection:
+            time.sleep(1.5)
+            found = b""
+            with suppress(ConnectionResetError):
+                while piece := connection.recv(4096):
+                    found += piece
+        assert b"[DONE]" not in found
+        assert b'"error"' not in found
+        assert client.text(max_tokens=4) == plain_text(loaded, max_new_tokens=4)
+
+
+# --- time, and the end ----------------------------------------------------------------------
+
+
+def test_what_takes_too_long_ends_with_an_error(loaded: LoadedModel) -> None:
+    with serving(loaded, timeout_sec=0.4) as client:
+        with Paced(loaded) as pace:
+            pace.let(2)
+            whole = client.post(json={**SHORT, "max_tokens": 300})
+            assert error_of(whole, 504)["code"] == "timeout"
+            pace.free()
+        with Paced(loaded) as pace:
+            threading.Timer(0.6, pace.free).start()
+            text = client.post(json={**SHORT, "max_tokens": 300, "stream": True}).text
+            assert json.loads(text.split("data: ")[-1])["error"]["code"] == "timeout"
+        with sent(client, {}, promised=9) as half:
+            answer = b"".join(iter(lambda: half.recv(4096), b""))  # to its close
+        assert answer.startswith(b"HTTP/1.1 504")
+        assert client.text(max_tokens=4) == plain_text(loaded, max_new_tokens=4)
+
+
+def test_an_answer_that_fails_is_told_and_the_next_is_right(loaded: LoadedModel) -> None:
+    def fail(**_: Any) -> None:
+        raise MemoryError("secret")
+
+    with serving(loaded, max_batch_size=1) as client:
+        loaded.model.generate = fail
+        try:
+            error = error_of(client.post(json=SHORT), 500)
+            text = client.post(json={**SHORT, "stream": True}).text
+        finally:
+            del loaded.model.generate
+        assert (error["code"], error["type"]) == ("internal_error", "server_error")
+        assert json.loads(text.split("data: ")[-1])["error"] == error
+        assert "secret" not in text + str(error)
+        assert client.text() == plain_text(loaded)
+
+
+def test_a_stop_finishes_what_runs_and_turns_away_the_rest(
+    loaded: LoadedModel, threads: ThreadPoolExecutor
+) -> None:
+    with serving(loaded, max_batch_size=1) as client, Paced(loaded) as pace:
+        running = threads.submit(client.stream, max_tokens=20)
+        wait_until(lambda: pace.num_calls == 1)
+        waiting = threads.submit(client.post, json=SHORT)
+        wait_until(lambda: client.metric(WAITING) == 1)
+        closing = threads.submit(client.server.close)
+        for refused in (waiting.result(), client.post(json=SHORT), client.get("/health")):
+            assert error_of(refused, 503)["code"] == "shutting_down"
+        pace.free()
+        assert text_of(running.result()) == plain_text(loaded, max_new_tokens=20)
+        closing.result()
+        with pytest.raises(httpx.ConnectError):
+            client.get("/health")
+
+
+def test_a_stop_ends_what_runs_for_too_long(
+    loaded: LoadedModel, threads: ThreadPoolExecutor
+) -> None:
+    with serving(loaded, grace_sec=0.1) as client, Paced(loaded) as pace:
+        whole = threads.submit(client.post, json={**SHORT, "max_tokens": 300})
+        body = {**SHORT, "max_tokens": 300, "stream": True}
+        streamed = threads.submit(client.post, json=body)
+        wait_until(lambda: (pace.num_calls, client.metric(RUNNING)) == (1, 2))
+        closing = threads.submit(client.server.close)
+        time.sleep(0.3)
+        pace.free()
+        assert error_of(whole.result(), 503)["code"] == "shutting_down"
+        error = json.loads(streamed.result().text.split("data: ")[-1])["error"]
+        assert error["code"] == "shutting_down"
+        closing.result()
+        assert pace.num_tokens < 40
