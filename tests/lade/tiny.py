@@ -90,9 +90,14 @@ def tiny_model(
     attention: str = "sdpa",
     **options: Any,
 ) -> Any:
-    """Return a model whose logits vary: every matrix keeps the size of what passes through it."""
+    """Return a model whose logits vary: every matrix keeps the size of what passes through it.
+
+    The same one whatever was drawn before; torch's own random state is left unchanged.
+    """
     config = CONFIG_MAPPING[family](**{**COMMON, **FAMILIES.get(family, {}), **options})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # for vectors, some of which are drawn
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -57,7 +57,7 @@ class Breaking:
 
 
 def compared(
-    model: Any, prompt: torch.Tensor, after: int = 3, joint: bool = False, **options: Any
+    model: Any, prompt: torch.Tensor, after: int = 2, joint: bool = False, **options: Any
 ) -> tuple[Any, Any]:
     """Run plain and lade, whose forward fails on the way; compare all that can be seen."""
     lade.probe(model, num_rows=len(prompt))
@@ -67,7 +67,7 @@ def compared(
     if joint:
         for each, processor in zip(made, processors, strict=True):
             each["logits_processor"] = LogitsProcessorList([processor])
-    options = {"max_new_tokens": 20, "config": EIGHT, **options}
+    options = {"min_new_tokens": 12, "max_new_tokens": 20, "config": EIGHT, **options}
     with pytest.warns(lade.VerificationWarning, match=SEEN_BY_NO_CHECK):
         expected, got = same_as_generate(
             model,
