@@ -87,7 +87,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         caught_by: id of the first test that fails; None if none does.
-        is_private: whether that test is in a file that imports names that are not public.
+        is_private: whether its file imports names that are not public.
         problem: why it is not known whether a test notices the fault.
     """
 
@@ -155,8 +155,14 @@ class Copy:
         if not all("::" in test for test in tests):  # else they were chosen one by one
             command += ["-m", "not exhaustive"]
         with tempfile.TemporaryFile("w+") as output:
-            options = {"cwd": self.path, "env": environment, "start_new_session": True}
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, **options)
+            process = subprocess.Popen(
+                command,
+                cwd=self.path,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
                 code: int | None = process.wait(limit_sec)
             except subprocess.TimeoutExpired:

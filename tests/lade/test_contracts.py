@@ -1,7 +1,4 @@
-"""What users rely on, in a few lines each and by public names alone.
-
-Here is what no other such test notices of the faults that `tests/faults` plants.
-"""
+"""What users rely on, by public names alone: what no other such test notices of `tests/faults.py`."""
 
 import copy
 import os
