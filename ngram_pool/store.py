@@ -19,12 +19,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
+from sortedcontainers import SortedKeyList
 
 from ngram_pool._kernels import Int64Array
 from ngram_pool.checks import positive, token_ids_of
@@ -185,6 +187,9 @@ class PoolStore:
         """Begin with nothing open, as a forked child does too."""
         self._lock = threading.RLock()  # of all below; nobody waits for anything else holding it
         self._entries: dict[str, _Entry] = {}  # by stem
+        # Those that nobody uses, the least valuable first.
+        self._idle: SortedKeyList[_Entry, float] = SortedKeyList(key=attrgetter("worth"))
+        self._idle_bytes = 0
         self._disk_bytes = self.disk_bytes + 1  # that are taken, or more; not known yet
         self._counted = dict.fromkeys(("loaded", "saved", "failed", "evicted", "dropped"), 0)
         self._done = threading.Event()
@@ -310,6 +315,8 @@ class PoolStore:
         with self._lock:
             used = {stem: entry for stem, entry in self._entries.items() if entry.num_users}
             self._entries = used
+            self._idle.clear()
+            self._idle_bytes = 0
 
     @property
     def stats(self) -> StoreStats:
@@ -335,6 +342,7 @@ class PoolStore:
             if self._is_closed:
                 raise ValueError("expected an open store, got one that was closed")
             entry = self._entries.setdefault(stem, _Entry(name, self.folder / f"{stem}.pool"))
+            self._wake(entry)
             entry.num_users += 1
             self._start_saver()
         return entry
@@ -350,6 +358,13 @@ class PoolStore:
                 self._let_go(entry)
             else:
                 entry.nbytes = entry.pool.nbytes
+                self._idle.add(entry)
+                self._idle_bytes += entry.nbytes
+
+    def _wake(self, entry: _Entry) -> None:
+        if entry in self._idle:
+            self._idle.remove(entry)
+            self._idle_bytes -= entry.nbytes
 
     def _enter(self, name: str) -> tuple[_Entry, NGramPool]:
         while True:
@@ -411,12 +426,9 @@ class PoolStore:
     def _next_victim(self) -> _Entry | None:
         """Return what is to leave memory, if anything."""
         with self._lock:
-            idle = [entry for entry in self._entries.values() if not entry.num_users]
             used = [e.pool for e in self._entries.values() if e.num_users and e.pool is not None]
-            taken = sum(entry.nbytes for entry in idle) + sum(pool.nbytes for pool in used)
-            if taken <= self.memory_bytes:
-                return None
-            return min(idle, key=lambda entry: entry.worth, default=None)
+            taken = self._idle_bytes + sum(pool.nbytes for pool in used)
+            return self._idle[0] if self._idle and taken > self.memory_bytes else None
 
     def _evict(self, entry: _Entry) -> None:
         """Save a pool, and let go of it unless it was opened meanwhile."""
@@ -431,6 +443,7 @@ class PoolStore:
 
     def _let_go(self, entry: _Entry) -> None:
         with self._lock:
+            self._wake(entry)
             if self._is_current(entry):
                 del self._entries[entry.path.stem]
             if entry.pool is not None:
