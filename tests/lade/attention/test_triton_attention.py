@@ -18,7 +18,6 @@ from torch import Tensor
 import lade
 from lade.attention import tree as tree_attention
 from lade.attention.tree import Seen
-from tests.grids import thinned
 from tests.lade.interpreter import Interpreted, answer_cases, interpreted_by
 from tests.lade.tiny import tiny_model
 
@@ -217,8 +216,9 @@ def interpreted() -> Iterator[Interpreted]:
         yield run
 
 
-@pytest.mark.xdist_group("interpreter")  # which the first call in a process waits for
-@pytest.mark.parametrize("case", thinned(CASES, *CASES[::14]), ids=named)
+@pytest.mark.exhaustive  # the interpreter takes seconds to start
+@pytest.mark.xdist_group("interpreter")
+@pytest.mark.parametrize("case", CASES, ids=named)
 def test_in_the_interpreter_it_attends_as_plain_torch_does(
     case: Case, interpreted: Interpreted
 ) -> None:
