@@ -1,4 +1,4 @@
-"""What users rely on, by public names alone: what no other such test notices of `tests/faults.py`."""
+"""What users rely on, by public names alone: what no other such test notices of the faults."""
 
 import copy
 import os
