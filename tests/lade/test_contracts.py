@@ -1,4 +1,4 @@
-"""What users rely on, by public names alone, and no other such test of `tests/faults.py` does."""
+"""What users rely on, by public names alone: what no other such test notices of the faults."""
 
 import copy
 import os
