@@ -16,8 +16,7 @@ from ngram_pool import PoolStore
 class Replica:
     def __init__(self, folder: str) -> None:
         self.model, self.tokenizer, _ = load(dtype="float32")
-        # Each answer is in the file before the next question, whichever replica it goes to.
-        self.store = PoolStore(folder, save_every_sec=0)
+        self.store = PoolStore(folder, save_every_sec=0)  # each answer is saved when it is done
 
     def __call__(self, question: str) -> float:
         inputs: dict[str, Any] = encode(self.tokenizer, question)

@@ -89,10 +89,6 @@ class Unigrams(NamedTuple):
         """Return the counts of nothing harvested."""
         return cls(np.full(_NUM_UNIGRAMS, NONE, np.int32), np.zeros(_NUM_UNIGRAMS))
 
-    def copy(self) -> "Unigrams":
-        """Return an independent copy."""
-        return Unigrams._make(array.copy() for array in self)
-
     def as_dict(self) -> dict[int, float]:
         """Return the expected counts by token."""
         is_held = self.token_ids != NONE

@@ -16,9 +16,11 @@ def new_lock() -> Any:
 
 
 def _free_all() -> None:
-    # The threads that held some are not in the child; what they were writing is rebuilt.
+    # The other threads, which may have held some, are not in the child; what they were writing is
+    # rebuilt.
     for lock in _locks:
-        lock._at_fork_reinit()
+        if not lock._is_owned():
+            lock._at_fork_reinit()
 
 
 if hasattr(os, "register_at_fork"):

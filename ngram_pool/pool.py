@@ -436,18 +436,13 @@ class NGramPool:
 
         No sequence holds them afterwards; what stood before and behind each occurrence are two
         sequences. Where a sequence begins with their last ones, or ends with their first, those go
-        too: the rest may be too old to be held. The places stay empty until new text takes them, so
-        the length of what was forgotten can still be told, and nothing else of it.
+        too: the rest may be too old to be held. The places stay empty until new text takes them.
 
-        Of what was harvested, the contexts that occurrences were part of are dropped: each of these
-        tokens, each two neighbours among them, and the two across either end of an occurrence. A
-        token that no other text held has is dropped wherever it stands: in contexts, successors and
-        expected counts.
-
-        What is left: of tokens that other text has too, how likely they are in other contexts and
-        at all; and the weights of the sources, which hold no tokens. Read-only layers, copies and
-        files made before are not touched, but a pool of a `PoolStore` is forgotten of in its file
-        as well. Text observed later is learned anew.
+        Of what was harvested, the contexts that occurrences were part of are dropped; a token that
+        no other text held has is dropped wherever it stands. What is left: how likely tokens that
+        other text has too are elsewhere, and the weights of the sources, which hold no tokens.
+        Read-only layers, copies and files made before are not touched, but a pool of a `PoolStore`
+        is forgotten of in its file as well.
 
         Args:
             token_ids: integers [num_tokens], at least one.
@@ -539,9 +534,9 @@ class NGramPool:
     ) -> DraftChains:
         """Propose the likeliest path on from each of many texts, in one compiled call.
 
-        As `draft` with `max_candidates=1` for each text in turn, but as far as the path is likely
-        enough. With `num_new`, the newest tokens of all texts are first observed as answers, text
-        by text, so that each draft knows what came last in any of them: a whole step of an engine.
+        As `draft` with `max_candidates=1` for each text, but as far as the path is likely enough.
+        With `num_new`, the newest tokens of all texts are first observed as answers, text by text:
+        a whole step of an engine.
 
         Args:
             texts: integers [num_rows, width], a text at the start of each row, oldest token first.
@@ -604,11 +599,9 @@ class NGramPool:
         """Propose how `context` goes on, drawn at random; O(N) lookups per node.
 
         Every node's token is drawn from the successors that `draft` would choose among, in
-        proportion to their probabilities, children of one parent without replacement. The place
-        with the greatest expected probability is filled first; further children that expect less
-        than 0.1 % are not drawn. A place never depends on the token drawn there, so rejection
-        sampling by the returned distributions is unbiased (`SampledDraft` says which nodes may be
-        left out).
+        proportion to their probabilities, children of one parent without replacement. A place never
+        depends on the token drawn there, so rejection sampling by the returned distributions is
+        unbiased (`SampledDraft` says which nodes may be left out).
 
         Args:
             rng: gives `max_draft_tokens` uniforms, whatever is found, so that equal generators give
@@ -686,13 +679,10 @@ class NGramPool:
     # --- files ------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all that the pool holds to a file; linear in `nbytes`.
+        """Write all that the pool holds to a file, for its owner's eyes only.
 
-        The file is for its owner's eyes only. It is replaced as a whole: whenever this is
-        interrupted, even by a power cut, it is the old one or the new one. Pools that were loaded
-        from the old one go on with what they have. Other threads may use the pool meanwhile; those
-        that write to it wait while it is copied, which takes as much memory again, but not for the
-        disk.
+        It is replaced as a whole: whenever this is interrupted, even by a power cut, it is the old
+        one or the new one. Other threads wait while the pool is copied, not for the disk.
 
         Args:
             path: of the file; its folder is made if there is none.
@@ -715,9 +705,8 @@ class NGramPool:
     ) -> "NGramPool":
         """Return the pool that `save` wrote, as if it had been copied.
 
-        All of the file is read into memory of this process and checked, in 0.1 to 0.3 s per 100 MB.
-        What the pool learns is in no file until it is saved, and whatever is done to the file
-        later, the pool goes on with what it has.
+        All of the file is read into memory and checked, in 0.1 to 0.3 s per 100 MB. Whatever is
+        done to the file later, the pool goes on with what it has.
 
         Args:
             path: of the file.

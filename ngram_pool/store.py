@@ -120,14 +120,10 @@ class PoolStore:
     Several processes may use a folder. Whoever saves a pool whose file another process changed
     takes that file and adds the text it observed itself since it last saved. A process that is
     killed loses at most what came in the last `save_every_sec` seconds. What is forgotten or
-    deleted in one process does not come back from another: that one lets go of its copy when it
-    next saves, or once it is no longer in use, and of what it had not saved, as that may hold the
-    same.
+    deleted in one process does not come back from another: that one lets go of its copy, with what
+    it had not saved, when it next saves or once it is no longer in use.
 
-    Unfinished files that killed processes left in the folder are removed when a store is made.
-
-    Methods may be called from several threads. Where one is interrupted, the store goes on; what
-    was being saved may then be in a pool twice. A forked child begins with nothing open, and saves
+    Methods may be called from several threads. A forked child begins with nothing open, and saves
     nothing of what its parent has open.
 
     Args:

@@ -1,5 +1,4 @@
 """Pools that draft inside of serving engines: what an engine's worker runs, without transformers.
 
-One file for each engine; options and the recognition of requests are shared. What other processes
-do for an engine, such as prewarming, is left to the rest of lade.
+One file for each engine; options and the recognition of requests are shared.
 """

@@ -6,7 +6,7 @@ from typing import Any
 class PoolExtension:
     """Methods that vLLM adds to its workers, to be called by `collective_rpc`.
 
-    vLLM's own counters tell drafts and accepted tokens; these tell what only the proposer knows.
+    They tell what only the proposer knows.
 
         llm = vllm.LLM(model, worker_extension_cls="lade.engines.extension.PoolExtension")
         llm.collective_rpc("lade_stats")  # a dict for each worker

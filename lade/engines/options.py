@@ -65,9 +65,6 @@ class PoolOptions:
 
         Raises:
             TypeError, ValueError: as for the class; or there is no option of a name.
-
-        >>> PoolOptions.from_mapping({"sharing": "all"}).sharing
-        'all'
         """
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(options) - set(names))

@@ -1,16 +1,13 @@
 """`PoolProposer`: a pool that drafts for all requests of a vLLM worker.
 
-vLLM makes one by itself, from its dotted name; nothing of vLLM is imported here. Tried with vLLM
-0.32. Next files: `options.py`, `requests.py`.
-
-    vllm serve MODEL --speculative-config '{"method": "custom_class",
-        "model": "lade.engines.vllm.PoolProposer", "num_speculative_tokens": 8}'
-        --additional-config '{"lade": {"sharing": "all"}}'
+vLLM makes one by itself, from its dotted name (docs/guides/vllm.md); nothing of vLLM is imported
+here. Tried with vLLM 0.32. Next files: `options.py`, `requests.py`.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +30,7 @@ _MAX_STEPS_MISSED = 4
 # Tokens of a step, of all requests, that pools learn from how far to trust their sources. With few
 # requests that is every token; with many, so many teach as much.
 _MAX_LEARNED = 128
-# Failures in a row after which all is forgotten and begun anew, and how often that is tried.
-_FAILURES_TO_RESTART = 3
-_MAX_RESTARTS = 3
+_MAX_FAILURES = 3  # in a row, after which nothing more is drafted
 
 
 @dataclass
@@ -49,8 +44,7 @@ class ProposerStats:
     known_tokens: int = 0  # of prompts, at their beginning, which the shared pool held already
     requests: int = 0  # that were not known
     failures: int = 0  # steps without drafts because something raised
-    restarts: int = 0  # after too many failures in a row
-    is_off: bool = False  # after too many restarts
+    is_off: bool = False  # after too many failures in a row
 
 
 class _Slots:
@@ -113,7 +107,7 @@ class PoolProposer:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        self.options = options_from(vllm_config)
+        self.options = options = options_from(vllm_config)
         self._max_draft_tokens: int = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._max_rows: int = vllm_config.scheduler_config.max_num_seqs
@@ -121,11 +115,24 @@ class PoolProposer:
         self._stats = ProposerStats()
         self._num_failed_in_row = 0
         self._prewarmed: SuccessorTable | None = None
-        if self.options.prewarmed is not None:
+        if options.prewarmed is not None:
             from lade.prewarming.tables import load_table  # imports torch
 
-            self._prewarmed = load_table(Path(self.options.prewarmed), self._vocab_size)
-        self._restart()
+            self._prewarmed = load_table(Path(options.prewarmed), self._vocab_size)
+        is_shared = options.sharing == "all"
+        # That of all requests; or one beside which each gets its own.
+        self._pool = NGramPool(options.capacity_tokens, options.max_ngram_size, options.seed)
+        self._layers: list[NGramPool] = []
+        if options.pool is not None and is_shared:
+            self._pool = NGramPool.load(options.pool)
+        elif options.pool is not None:
+            self._layers = [NGramPool.load(options.pool, read_only=True)]
+        num_slots = _SLOTS_PER_ROW * self._max_rows
+        compile_chains()
+        self._requests = Requests(num_slots, self._max_model_len)
+        # Where requests share no pool, each has its whole prompt observed.
+        self._prefixes = Prefixes(self._pool.capacity_tokens) if is_shared else None
+        self._slots = _Slots(num_slots, self._pool)
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Do nothing: a pool needs no model. vLLM calls this once."""
@@ -176,24 +183,6 @@ class PoolProposer:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _restart(self) -> None:
-        """Forget all requests, and begin with new pools."""
-        options = self.options
-        is_shared = options.sharing == "all"
-        # That of all requests; or one beside which each gets its own.
-        self._pool = NGramPool(options.capacity_tokens, options.max_ngram_size, options.seed)
-        self._layers: list[NGramPool] = []
-        if options.pool is not None and is_shared:
-            self._pool = NGramPool.load(options.pool)
-        elif options.pool is not None:
-            self._layers = [NGramPool.load(options.pool, read_only=True)]
-        num_slots = _SLOTS_PER_ROW * self._max_rows
-        compile_chains()
-        self._requests = Requests(num_slots, self._max_model_len)
-        # Where requests share no pool, each has its whole prompt observed.
-        self._prefixes = Prefixes(self._pool.capacity_tokens) if is_shared else None
-        self._slots = _Slots(num_slots, self._pool)
-
     def _note_failure(self, error: Exception) -> None:
         if self._stats.failures == 0:
             _logger.warning(
@@ -201,19 +190,9 @@ class PoolProposer:
             )
         self._stats.failures += 1
         self._num_failed_in_row += 1
-        if self._num_failed_in_row < _FAILURES_TO_RESTART:
-            return
-        self._num_failed_in_row = 0
-        if self._stats.restarts == _MAX_RESTARTS:
+        if self._num_failed_in_row == _MAX_FAILURES:
             self._stats.is_off = True
-            _logger.error("lade drafts no more: it failed again after %d restarts", _MAX_RESTARTS)
-            return
-        self._stats.restarts += 1
-        try:
-            self._restart()
-        except (OSError, ValueError, MemoryError) as failure:  # of its pools and their file
-            self._stats.is_off = True
-            _logger.error("lade drafts no more: it cannot restart", exc_info=failure)
+            _logger.error("lade drafts no more: %d steps in a row failed", _MAX_FAILURES)
 
     def _propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any
@@ -308,15 +287,9 @@ class PoolProposer:
         slots.num_observed[by_row] += num_new
         drafts = chains.tolist()
         if chains.token_ids.max(initial=0) >= self._vocab_size:
-            drafts = [self._up_to_unknown(ids) for ids in drafts]
+            # Such as of a wrong file.
+            drafts = [[*takewhile(lambda t: t < self._vocab_size, ids)] for ids in drafts]
         self._stats.observed_tokens += int(num_new.sum())
         self._stats.drafts += int(np.count_nonzero(chains.lengths))
         self._stats.draft_tokens += sum(map(len, drafts))
         return drafts
-
-    def _up_to_unknown(self, ids: list[int]) -> list[int]:
-        """Return what comes before a token that the model has not, such as of a wrong file."""
-        for i, token_id in enumerate(ids):
-            if token_id >= self._vocab_size:
-                return ids[:i]
-        return ids

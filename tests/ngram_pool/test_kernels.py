@@ -256,13 +256,13 @@ def test_answers_teach_which_source_and_layer_to_trust() -> None:
 
     before, (in_wrong, in_right) = pool._weights.copy(), trust()
     assert in_wrong == in_right
-    pool.observe(right, sequence)  # a prompt teaches nothing
+    pool.observe(np.arange(5000, 5300), sequence)  # a prompt teaches nothing
     assert (pool._weights == before).all()
-    pool.close_sequence(sequence)
-    sequence = pool.open_sequence(layers=[layer.as_read_only() for layer in layers])
     for i in range(60):
         answer = [*right[4 * i : 4 * i + 4], wrong[2 * i], 2000 + i]
         pool.observe(answer, sequence, is_answer=True)
+    in_wrong, in_right = trust()
+    assert in_right > 1.2 * in_wrong
     moved = np.abs(pool._weights - before).sum(axis=1)
     assert (moved[_kernels.LAYER_ROW :] > 0.0).tolist() == [True, True, False, False]
 

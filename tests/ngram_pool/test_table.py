@@ -90,7 +90,7 @@ def test_a_table_knows_what_the_oracle_knows(
 def test_memory_is_bounded_whatever_is_put(capacity: int, rounded: int) -> None:
     table = SuccessorTable(capacity)
     at_first = table.nbytes
-    assert at_first == 64 * (8 + 4 + 4 + 8 * 4 + 8 * 2)
+    assert at_first == 64 * (8 + 4 + 8 * 4 + 8 * 2)
     for start in range(0, 10 * rounded, 500):
         contexts = [[-1, token_id] for token_id in range(start, start + 500)]
         table.put(contexts, [[1]] * 500, [[0.5]] * 500)
