@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lade.attention import joint
-from lade.budget.budget import MeasuredBudget
 from lade.compat import Model, without_compiler
 from lade.config import Config
 from lade.drafting.successors import compile_kernels
@@ -65,7 +64,6 @@ def kernels() -> Mapping[str, Callable[[], Any]]:
         "the pool": lambda: NGramPool(1),
         "pools on disk": compile_texts,
         "the ranks of tokens": compile_kernels,
-        "the budget": MeasuredBudget,
         "whole forwards": job.kernels,
         "products for few rows": _load_products,
         "attention of several calls": joint.kernels,

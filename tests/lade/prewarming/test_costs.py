@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import lade
-from lade.budget import _kernels
 from lade.budget.budget import MeasuredBudget
 from lade.budget.costs import ForwardCosts
 from lade.prewarming import costs
@@ -198,7 +197,7 @@ def test_the_first_step_knows_the_costs(folder: Path) -> None:
     lade.generate(model, PROMPT, config=config, do_sample=False, max_new_tokens=1)
     costs = profile_of(model).costs["tree", "eager", False].of(1)
     assert not costs.are_unknown
-    assert costs._costs[_kernels.NUM, :10].sum() >= 4
+    assert costs._known.num[:10].sum() >= 4
 
 
 def test_first_costs_decide_and_steps_correct_them() -> None:
