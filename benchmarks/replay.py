@@ -17,10 +17,10 @@ from benchmarks.rivals.catalogue import RIVALS
 from benchmarks.traces import Trace, Traces, read_traces
 from lade.cli.bench import fingerprint
 from lade.cli.results import ResultFiles, keeping, progress_bar, say_written
-from lade.drafting.drafter import Abilities, Drafter
+from lade.drafting.drafter import Drafter
 from lade.drafting.drafts import chain
 from lade.drafting.pool_drafter import PoolDrafter
-from lade.drafting.proposer import Proposer
+from lade.drafting.sources import Proposer
 from lade.drafting.successors import Successors, num_prompt_tokens
 from lade.prewarming.tables import load_table
 from lade.stats import DecodeStats, Step
@@ -109,7 +109,7 @@ def replay_trace(
 ) -> DecodeStats:
     """Draft along one recorded answer; return what would have been accepted."""
     stats = DecodeStats(num_prefills=1)
-    proposer = Proposer(drafter, recorded.vocab_size)
+    proposer = Proposer.alone(drafter, recorded.vocab_size)
     harvests = proposer.num_successors > 0
     token_ids, num_prompt = trace.token_ids, trace.num_prompt_tokens
     max_length = num_prompt + recorded.max_new_tokens
@@ -176,7 +176,7 @@ def _harvest(proposer: Proposer, trace: Trace, start: int, stop: int) -> None:
 
 def _check_successors(name: str, drafter: Drafter, recorded: Traces) -> None:
     """Raise if the drafter needs more successors than were recorded."""
-    wanted = Abilities.of(drafter).num_successors
+    wanted = drafter.num_successors
     known = recorded.num_successors
     if wanted > known and known < recorded.vocab_size:
         raise ValueError(

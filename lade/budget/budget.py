@@ -4,21 +4,23 @@
 probabilities are to be believed (`calibration.py`).
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lade.budget import _kernels
-from lade.budget._kernels import KNOTS, SIZES, Floats
-from lade.budget.back_off import BackOff
-from lade.budget.calibration import Calibration, Outcome
-from lade.budget.costs import Costs, ForwardCosts, arrays_of, interpolated
-from ngram_pool import Draft
-from ngram_pool._kernels import Int64Array
-from ngram_pool.compiling import compile_by
+from lade.budget.asking import BackOff
+from lade.budget.calibration import Calibration, Floats, Outcome
+from lade.budget.costs import (
+    KNOTS,
+    SIZES,
+    Costs,
+    ForwardCosts,
+    Trials,
+    arrays_of,
+    interpolated,
+)
 
 Probs = Sequence[Sequence[float] | Floats]
 
@@ -131,10 +133,11 @@ class MeasuredBudget(Budget):
         temperature: float = 0.0,
         most: int | None = None,
     ) -> None:
-        compile_by(_run_kernels, _kernels)
         self._costs = ForwardCosts() if costs is None else costs
         self._patience = self._costs.begin_call()
-        self._turns: dict[int, Int64Array] = {}  # by the bit length of the batch size
+        self._trials: dict[int, Trials] = {}  # by the bit length of the batch size
+        # Numbers of nodes to choose from, and sizes, by the most and by pending tokens.
+        self._sizes: dict[tuple[int, int], tuple[NDArray[np.int64], Floats]] = {}
         self._calibration = Calibration(1 / (1 + temperature**3))
         self._most = _MAX_DRAFT_TOKENS if most is None else min(most, _MAX_DRAFT_TOKENS)
         self._recent_most = float(self._most)  # most nodes of a row verified lately, decayed
@@ -164,13 +167,20 @@ class MeasuredBudget(Budget):
 
     def num_nodes(self, probs: Probs, num_pending: int) -> int:
         """Return the number of nodes with the best ratio of expected tokens to cost."""
-        gains = np.zeros(1 + max(map(len, probs)))
-        for worth in self._worths(probs):
-            gains[1 : 1 + len(worth)] += worth
-        between = [size - 1 - num_pending for size in SIZES if size > 1 + num_pending]
-        nums = self._options(len(gains) - 1, between)
-        sizes = nums.astype(np.float64) + (1.0 + num_pending)
-        chosen = int(nums[self._best(sizes, 1.0 + gains.cumsum()[nums], len(probs))])
+        worths = self._worths(probs)
+        gains = worths[0]
+        if len(worths) > 1:
+            gains = np.zeros(max(map(len, probs)))
+            for worth in worths:
+                gains[: len(worth)] += worth
+        asked = len(gains), num_pending
+        if asked not in self._sizes:
+            nums = self._options([size - 1 - num_pending for size in SIZES], len(gains))
+            self._sizes[asked] = nums, nums.astype(np.float64) + (1.0 + num_pending)
+        nums, sizes = self._sizes[asked]
+        expected = np.ones(1 + len(gains))
+        expected[1:] += gains.cumsum()
+        chosen = nums.item(self._best(sizes, expected[nums], len(probs)))
         self._recent_most = max(chosen, _FADING * self._recent_most)
         return chosen
 
@@ -188,7 +198,7 @@ class MeasuredBudget(Budget):
         # Of one row, nodes keep their order: the first ones are a tree.
         worths = np.concatenate([np.minimum.accumulate(each) for each in self._worths(probs)])
         order = np.argsort(-worths, kind="stable")
-        nums = self._options(len(order), _SUMS)
+        nums = self._options(_SUMS, len(order))
         gains = 1.0 + np.concatenate([[0.0], worths[order].cumsum()])[nums]
         best = self._best(1.0 + nums / len(probs), gains, len(probs))
         rows = np.repeat(np.arange(len(probs)), [*map(len, probs)])[order[: nums[best]]]
@@ -198,20 +208,22 @@ class MeasuredBudget(Budget):
 
     def _worths(self, probs: Probs) -> list[Floats]:
         """Return the expected tokens of each row's nodes, best first; rows together weigh 1."""
+        if len(probs) == 1 and len(self._of_rows) != 1:
+            return [self._calibration.believed(probs[0])]
         weights, calibrations = self._weights(len(probs)), [*self._of_rows.values()]
         if len(calibrations) != len(probs):  # as a call begins, or while some rows wait
             calibrations = [self._calibration] * len(probs)
         rows = zip(weights, calibrations, probs, strict=True)
         return [weight * calibration.believed(row) for weight, calibration, row in rows]
 
-    def _options(self, most: int, between: Sequence[int]) -> NDArray[np.int64]:
+    def _options(self, between: Sequence[int], most: int) -> NDArray[np.int64]:
         """Return the numbers of nodes to choose from: 0, some between, and the most."""
-        return np.array([0, *between[: bisect_left(between, most)], most])
+        return np.array([0, *(num for num in between if 0 < num < most), most])
 
     def _best(self, sizes: Floats, gains: Floats, num_rows: int) -> int:
         """Return the index of the best size, in tokens per row, by the expected tokens."""
-        costs, turns = self._costs_of(num_rows)
-        best = costs.choose(turns, sizes, gains)
+        costs, trials = self._costs_of(num_rows)
+        best = costs.choose(trials, sizes, gains)
         if best:
             self._back_off.granted(_DRAFTS_BEFORE_REST)
         self._has_refused = not best and not costs.are_unknown
@@ -227,8 +239,8 @@ class MeasuredBudget(Budget):
     ) -> None:
         """Learn the cost of a forward of this size and how far to believe drafted probabilities."""
         if forward_sec is not None:
-            costs, turns = self._costs_of(num_rows)
-            costs.record(turns, num_nodes + 1, forward_sec)
+            costs, trials = self._costs_of(num_rows)
+            costs.record(num_nodes + 1, forward_sec, trials.end_step())
         hits = self._calibration.record(outcomes) if outcomes else []
         # A step that had nothing but tokens to explore has refused no draft.
         if self._has_refused and any(len(outcome.draft) for outcome in outcomes):
@@ -252,12 +264,12 @@ class MeasuredBudget(Budget):
         weights: Floats = _SHARE_OF_ALL / num_rows + (1 - _SHARE_OF_ALL) * lags / lags.sum()
         return weights
 
-    def _costs_of(self, num_rows: int) -> tuple[Costs, Int64Array]:
-        """Return the costs of such batches, and the call's `turns` with them."""
+    def _costs_of(self, num_rows: int) -> tuple[Costs, Trials]:
+        """Return the costs of such batches, and the call's trials with them."""
         costs, num_bits = self._costs.of(num_rows), num_rows.bit_length()
-        if num_bits not in self._turns:
-            self._turns[num_bits] = costs.turns(self._patience)
-        return costs, self._turns[num_bits]
+        if num_bits not in self._trials:
+            self._trials[num_bits] = costs.trials(self._patience)
+        return costs, self._trials[num_bits]
 
 
 class PricedBudget(MeasuredBudget):
@@ -282,18 +294,8 @@ class PricedBudget(MeasuredBudget):
 
     num_nodes_at = Budget.num_nodes_at  # as for a call alone, so that runs are reproducible
 
-    def _options(self, most: int, between: Sequence[int]) -> NDArray[np.int64]:
+    def _options(self, between: Sequence[int], most: int) -> NDArray[np.int64]:
         return np.arange(most + 1, dtype=np.int64)
 
     def _best(self, sizes: Floats, gains: Floats, num_rows: int) -> int:
         return int((gains / interpolated(num_rows * sizes, *self._prices)).argmax())
-
-
-def _run_kernels() -> None:
-    """Run every kernel once, so that the first step does not wait for a compiler."""
-    costs, calibration = Costs(np.ones(len(KNOTS))), Calibration()
-    turns = costs.turns(1)
-    for _ in range(2):
-        costs.record(turns, 1, 1.0)
-    calibration.record([Outcome(0, Draft.empty(), [1])])
-    costs.choose(turns, np.ones(2), np.ones(2))

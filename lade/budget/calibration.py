@@ -4,10 +4,23 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lade.budget import _kernels
-from lade.budget._kernels import NUM_INTERVALS, PROMISES, Floats
 from ngram_pool import Draft
+
+Floats = NDArray[np.float64]
+
+# Promised probabilities are grouped into intervals; these are the lower bounds but the first.
+_PROMISES = np.array(
+    [0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
+)
+_NUM_INTERVALS = len(_PROMISES) + 1
+# Weight that the past keeps per step: a short memory, because the worst case is a text that stops
+# being predictable.
+_MEMORY = 0.9
+_PRIOR_WEIGHT = 2.0  # as if this many tokens had been promised, and had come true
+# Of promises that a call begins with, as if so much had been promised at each probability.
+_WEIGHT_AT_FIRST = 3.0
 
 
 class Outcome(NamedTuple):
@@ -16,10 +29,6 @@ class Outcome(NamedTuple):
     row: int
     draft: Draft  # all that was proposed, verified or not
     token_ids: Sequence[int]  # emitted by the step
-
-
-# Of promises that a call begins with, as if so much had been promised at each probability.
-_WEIGHT_AT_FIRST = 3.0
 
 
 class Calibration:
@@ -35,27 +44,61 @@ class Calibration:
 
     def __init__(self, share: float = 1.0) -> None:
         # Acceptance over promise, by interval of promises.
-        self.worth = np.full(NUM_INTERVALS, share)
-        self._sums = np.zeros((2, NUM_INTERVALS))  # of what was promised and of what came, decayed
-        if share < 1.0:
-            self._sums[:] = [[_WEIGHT_AT_FIRST], [share * _WEIGHT_AT_FIRST]]
+        self._worth = np.full(_NUM_INTERVALS, share)
+        # Decayed sums of what was promised and of what came.
+        self._promised = np.full(_NUM_INTERVALS, _WEIGHT_AT_FIRST if share < 1.0 else 0.0)
+        self._came = share * self._promised
 
     def believed(self, probs: Sequence[float] | Floats) -> Floats:
         """Return the corrected probabilities of nodes, at most 1."""
-        worth = self.worth[PROMISES.searchsorted(probs, "right")]
-        believed: Floats = np.minimum(1.0, worth * np.asarray(probs, np.float64))
+        worth = self._worth[_PROMISES.searchsorted(probs, "right")]
+        believed: Floats = np.minimum(1.0, worth * probs)
         return believed
 
     def count(self, promised: Floats, came: Floats, num_rows: int = 1) -> None:
-        """Learn from what was promised of some nodes, and whether each came, 1 or 0."""
-        _kernels.renew_worth(self._sums, self.worth, promised, came, num_rows)
+        """Learn from what was promised of some nodes, and whether each came, 1 or 0.
+
+        All rows together weigh as one.
+        """
+        promises, outcomes = _MEMORY * self._promised, _MEMORY * self._came
+        if len(promised):
+            intervals = _PROMISES.searchsorted(promised, "right")
+            promises += np.bincount(intervals, promised, _NUM_INTERVALS) / num_rows
+            outcomes += np.bincount(intervals, came, _NUM_INTERVALS) / num_rows
+        prior = _PRIOR_WEIGHT
+        of_all = (outcomes.sum() + prior) / (promises.sum() + prior)
+        self._worth = (outcomes + prior * of_all) / (promises + prior)
+        self._promised, self._came = promises, outcomes
 
     def record(self, outcomes: Sequence[Outcome]) -> list[bool]:
         """Compare promises with what was emitted; return whether the likeliest nodes came."""
-        came = [np.zeros(len(draft)) for _, draft, _ in outcomes]
-        for (_, draft, token_ids), of_row in zip(outcomes, came, strict=True):
-            nodes = draft.token_ids, draft.parents, draft.depths, draft.probs
-            _kernels.look_at_outcome(*nodes, np.array(token_ids, np.int64), of_row)
-        promised = np.concatenate([draft.probs for _, draft, _ in outcomes])
-        self.count(promised, np.concatenate(came), len(outcomes))
+        came = [came_of(draft, token_ids) for _, draft, token_ids in outcomes]
+        if len(outcomes) == 1:
+            self.count(outcomes[0].draft.probs, came[0])
+        else:
+            promised = np.concatenate([draft.probs for _, draft, _ in outcomes])
+            self.count(promised, np.concatenate(came), len(outcomes))
         return [len(of_row) > 0 and of_row.item(0) == 1.0 for of_row in came]
+
+
+def came_of(draft: Draft, token_ids: Sequence[int]) -> Floats:
+    """Return whether the path of each node was emitted: 1, 0, or a probability where unknown.
+
+    The fate of a node beyond the last emitted token is unknown if its path up to there was emitted.
+    It counts with the drafter's probability, given that path. If it were left out, only the
+    failures beside it would count, and teach that long drafts are worth nothing.
+    """
+    came, parents = np.zeros(len(draft)), draft.parents.tolist()
+    last, depth, most = -1, 0, len(token_ids)
+    for node, (parent, token_id) in enumerate(zip(parents, draft.token_ids.tolist(), strict=True)):
+        if parent == last and token_id == token_ids[depth]:
+            came[node], last, depth = 1.0, node, depth + 1
+            if depth == most:
+                break
+    if depth == most and last >= 0:
+        known, probs, beyond = draft.probs.item(last), draft.probs.tolist(), {last}
+        for node in range(last + 1, len(draft)):
+            if parents[node] in beyond and known > 0 and probs[node] > 0:
+                beyond.add(node)
+                came[node] = min(1.0, probs[node] / known)
+    return came

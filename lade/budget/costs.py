@@ -3,24 +3,103 @@
 They are all that a call leaves to later ones: what depends on texts is of `budget.py`.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lade.budget import _kernels
-from lade.budget._kernels import KNOTS, LAST_PROBE, Floats
-from ngram_pool._kernels import Int64Array
+Floats = NDArray[np.float64]
+
+# Sizes of a forward, in tokens per row, that are chosen from and measured: few, so that each is
+# soon known. Sizes beyond the longest drafts occur with pending tokens; larger ones count as 256.
+SIZES = (
+    *(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64),
+    *(80, 96, 128, 192, 256),
+)
+KNOTS = np.array(SIZES, np.float64)
 
 # Until a size is measured, each further token, of any row, is assumed to cost this fraction of a
 # one-token step. Optimistic on purpose: a size that looks better than it is gets tried, measured
 # and abandoned.
 PRIOR_SLOPE = 0.01
+# Weights of a new measurement: on all sizes, because a longer text or a busy machine slows all of
+# them, or of the first few where costs are known from another time; and on its own size, where the
+# first few are averaged.
+_SHARED_WEIGHT, _SCALING_WEIGHT, _OWN_WEIGHT = 0.1, 0.5, 0.1
 _NUM_SCALING = 4  # measurements that correct costs of another time, all by the same factor
+# A measurement is clipped to within a factor of the expected cost, another one until there are two.
+_OUTLIER, _FIRST_OUTLIER = 1.3, 2.0
+# A cost may be lower than measured: by this fraction after one measurement, and by this over the
+# square of their number after more. Measurements are gradually forgotten, down to two. The size
+# that looks best at its lowest cost is measured again, so a bad start or a load that has ended is
+# noticed.
+_DOUBT_OF_ONE = 0.2
+_LEAST_COUNTED, _MOST_COUNTED = 2.0, 10.0
+_MEMORY = 0.997  # per step
+_PATIENCE_AT_FIRST = 4  # steps; the first one of a size does not count, and two must
+
 # Steps of a call until drafting, or not drafting, is tried though the other has won throughout:
-# where the costs were not measured yet, and in every so many calls, whatever their texts are.
-_FIRST_PROBE, _SHORT_PROBE = 16, 4
+# doubled each time, up to this. A try every 128 steps costs 0.5 % where a second token makes a step
+# 1.6 times as long, as in float32 on some CPUs. Sooner where the costs were not measured yet, and
+# in every so many calls, whatever their texts are.
+_LAST_PROBE, _FIRST_PROBE, _SHORT_PROBE = 128, 16, 4
 _CALLS_BETWEEN_PROBES = 8
+
+
+class Trials:
+    """When a call has drafted and has not, last, and when it is to try the other way for once."""
+
+    def __init__(self, first: int, patience: int) -> None:
+        self._num_steps = 0
+        self._last = {True: first, False: first}  # steps, by whether they drafted
+        self._patience = patience
+        self._trial = -1  # the step that was the last trial
+
+    def decide(self, is_drafting: bool) -> bool:
+        """Return whether to draft: as it seems best, or for once the other way."""
+        if self._num_steps - self._last[not is_drafting] >= self._patience:
+            self._patience = min(2 * self._patience, _LAST_PROBE)
+            self._trial = self._num_steps
+            is_drafting = not is_drafting
+        self._last[is_drafting] = self._num_steps
+        return is_drafting
+
+    def end_step(self) -> bool:
+        """Count a step; return whether it was a trial."""
+        self._num_steps += 1
+        return self._trial == self._num_steps - 1
+
+
+class _Places(NamedTuple):
+    """Which sizes were measured, and how the guess goes on before and beyond them."""
+
+    indices: NDArray[np.intp]
+    sizes: Floats
+    before: Floats  # relative to the first
+    beyond: Floats  # from the last on, relative to it
+
+    @classmethod
+    def of(cls, guess: Floats, num: Floats) -> "_Places":
+        """Return the places of some numbers of measurements."""
+        places = num.nonzero()[0]
+        if not len(places):
+            return cls(places, guess[:0], guess[:0], guess[:0])
+        first, last = places[[0, -1]].tolist()
+        before, beyond = guess[:first] / guess[first], guess[last:] / guess[last]
+        return cls(places, KNOTS[places], before, beyond)
+
+
+class _Known(NamedTuple):
+    """What is known of the sizes `KNOTS`; exchanged as a whole, for calls of other threads."""
+
+    measured: Floats  # smoothed, in seconds
+    num: Floats  # measurements, gradually forgotten
+    curve: Floats  # seconds, also where nothing was measured
+    lowest: Floats  # what each may cost at the lowest
+    places: _Places
 
 
 class Costs:
@@ -31,47 +110,118 @@ class Costs:
     """
 
     def __init__(self, guess: Floats) -> None:
-        # `_kernels.py` describes the arrays.
-        self._costs = np.zeros((4, len(KNOTS)))
-        self._costs[_kernels.GUESS] = self._costs[_kernels.CURVE] = guess
-        self._is_seen = np.zeros(int(KNOTS[-1]) + 1, np.bool_)
-        self._counts = np.zeros(2, np.int64)
+        self._guess = guess
+        self._seen: set[int] = set()  # sizes that have run
+        self._num_asked = 0
+        self._num_scaling = 0  # measurements that are still to tell how fast the machine is now
+        nothing = np.zeros(len(KNOTS))
+        self._known = _Known(nothing, nothing, guess, guess, _Places.of(guess, nothing))
 
     @classmethod
     def of(cls, seconds: Mapping[int, float]) -> "Costs":
         """Return costs that were measured before, of at least two sizes, as a first guess."""
         costs = cls(interpolated(KNOTS, *arrays_of(seconds)))
         is_known = np.isin(KNOTS, [*seconds])
-        costs._costs[_kernels.KNOWN, is_known] = costs._costs[_kernels.GUESS, is_known]
-        costs._costs[_kernels.NUM, is_known] = _kernels.LEAST_COUNTED
-        costs._counts[_kernels.NUM_SCALING] = _NUM_SCALING
+        costs._know(
+            np.where(is_known, costs._guess, 0.0), np.where(is_known, _LEAST_COUNTED, 0.0), True
+        )
+        costs._num_scaling = _NUM_SCALING
         return costs
 
     @property
     def curve(self) -> Floats:
         """Seconds of the sizes `KNOTS`."""
-        curve: Floats = self._costs[_kernels.CURVE]
-        return curve
+        return self._known.curve
 
     @property
     def are_unknown(self) -> bool:
         """Whether there are fewer than two measurements; a single one may be anything."""
-        return float(self._costs[_kernels.NUM].sum()) < 1.5
+        return float(self._known.num.sum()) < 1.5
 
-    def turns(self, patience: int) -> Int64Array:
-        """Return the `turns` of a call that is to try the other way after so many steps."""
-        first, patience = patience - LAST_PROBE, LAST_PROBE
-        if self.are_unknown or self._counts[_kernels.NUM_SCALING] > 0:  # of this process
-            first, patience = 0, _FIRST_PROBE
-        return np.array([0, first, first, patience, -1])  # STEPS, DRAFTED, PLAIN, PATIENCE, TRIAL
+    def trials(self, patience: int) -> Trials:
+        """Return the trials of a call that is to try the other way after so many steps."""
+        if self.are_unknown or self._num_scaling > 0:  # of this process
+            return Trials(0, _FIRST_PROBE)
+        return Trials(patience - _LAST_PROBE, _LAST_PROBE)
 
-    def record(self, turns: Int64Array, size: float, sec: float) -> None:
-        """Learn from one measurement, in a call of these `turns`."""
-        _kernels.record_cost(self._costs, self._is_seen, self._counts, turns, float(size), sec)
+    def choose(self, trials: Trials, sizes: Floats, gains: Floats) -> int:
+        """Return the index of the size with the best ratio of tokens to time; 0 for no draft.
 
-    def choose(self, turns: Int64Array, sizes: Floats, gains: Floats) -> int:
-        """Return the index of the best size, in a call of these `turns`; see the kernel."""
-        return _kernels.choose_size(self._costs, self._counts, turns, sizes, gains)
+        Args:
+            trials: of the call.
+            sizes: [num_sizes], mean tokens per row; the first one has no draft.
+            gains: [num_sizes], expected tokens.
+        """
+        self._num_asked += 1
+        # Steps without a draft are measured first. After a few calls without a measurement the
+        # guess has to do: where finished rows stay in the forward, only the others are asked about,
+        # and what is measured counts for a larger batch.
+        must_begin = self.are_unknown and self._num_asked <= _PATIENCE_AT_FIRST
+        if must_begin or sizes[-1] == sizes[0]:
+            return 0
+        rates = gains / np.interp(sizes, KNOTS, self._known.lowest)
+        best = 1 + int(rates[1:].argmax())
+        return best if trials.decide(bool(rates[best] > rates[0])) else 0
+
+    def record(self, size: float, sec: float, is_trial: bool) -> None:
+        """Learn from the seconds of one forward, of a step that may have been a trial."""
+        known = self._known
+        size, sec = min(size, SIZES[-1]), max(sec, 1e-9)  # a coarse clock may not have advanced
+        if int(size) not in self._seen:
+            # The first forward of a size does not count: libraries prepare kernels for it.
+            self._seen.add(int(size))
+            return
+        # The size lies at a share of the way from one knot to the next.
+        left = min(bisect_right(SIZES, size), len(SIZES) - 1) - 1
+        share = (size - SIZES[left]) / (SIZES[left + 1] - SIZES[left])
+        shares = [(left, 1.0 - share), (left + 1, share)]
+        expected = sum(part * known.curve.item(knot) for knot, part in shares)
+        ratio = sec / expected
+        # The guess is known up to a factor.
+        scale = 1.0 if known.num.any() else ratio
+        ratio /= scale
+        least = min(known.num.item(knot) for knot, part in shares if part > 0)
+        # Forwards are often slower than they should be and hardly ever faster: where there are few
+        # measurements, or none of late, a lower one is taken as it is.
+        is_scaling = self._num_scaling > 0
+        is_news = ratio < 1.0 and (is_trial or least <= _LEAST_COUNTED) and not is_scaling
+        shared = 1.0
+        if not is_news:
+            most = _FIRST_OUTLIER if is_scaling or least < _LEAST_COUNTED else _OUTLIER
+            ratio = min(max(ratio, 1.0 / most), most)
+            if least > 0:  # a wrong guess says nothing about the others
+                shared = 1.0 + (_SCALING_WEIGHT if is_scaling else _SHARED_WEIGHT) * (ratio - 1.0)
+                if is_scaling:
+                    self._num_scaling -= 1
+                    ratio /= shared
+        measured = shared * known.measured
+        num = np.maximum(_MEMORY * known.num, np.minimum(known.num, _LEAST_COUNTED))
+        for knot, part in shares:
+            if part > 0.0:
+                counted = num.item(knot)
+                before = measured.item(knot) if counted else scale * known.curve.item(knot)
+                weight = 1.0 if is_news else max(1.0 / (1.0 + counted), _OWN_WEIGHT)
+                measured[knot] = before * (1.0 + part * weight * (ratio - 1.0))
+                num[knot] = min(_MOST_COUNTED, counted + part)
+        self._know(measured, num, not all(known.num.item(k) for k, part in shares if part > 0))
+
+    def _know(self, measured: Floats, num: Floats, is_other: bool) -> None:
+        """Interpolate costs between the measured sizes; beyond them they follow the guess.
+
+        Args:
+            is_other: whether other sizes than before were measured.
+        """
+        places = _Places.of(self._guess, num) if is_other else self._known.places
+        at_places = measured[places.indices]
+        curve = np.interp(KNOTS, places.sizes, at_places)
+        if len(places.before):
+            curve[: len(places.before)] = at_places[0] * places.before
+        curve[-len(places.beyond) :] = at_places[-1] * places.beyond
+        # The guess for a size never measured is optimistic already.
+        doubts = _DOUBT_OF_ONE / np.maximum(1.0, num[places.indices]) ** 2
+        lowest = curve.copy()
+        lowest[places.indices] -= doubts * at_places
+        self._known = _Known(measured, num, curve, lowest, places)
 
 
 class ForwardCosts:
@@ -89,7 +239,7 @@ class ForwardCosts:
 
     def begin_call(self) -> int:
         """Return the patience of a call: how many steps it goes before it tries the other way."""
-        return LAST_PROBE if next(self._calls) % _CALLS_BETWEEN_PROBES else _SHORT_PROBE
+        return _LAST_PROBE if next(self._calls) % _CALLS_BETWEEN_PROBES else _SHORT_PROBE
 
     def of(self, num_rows: int) -> Costs:
         """Return the costs of batches of about this size."""

@@ -1,8 +1,8 @@
 """Drafters that are models, and what combines drafters: objects for `drafter=`.
 
 `AssistantModel` is another causal LM, `FirstLayers` the target's own first layers. What both share
-is in `model_drafter.py`: how far a draft goes is in `growth.py`, its tree in `expansion.py`.
-`runner.py` runs a model with a cache of its own. `Merged` is several drafters as one;
+is in `model_drafter.py`: how far a draft goes and which tree it is, in `growing.py`.
+`runner.py` runs a model with a cache of its own. `Merged` is a list of several drafters;
 `prediction.py` is the argument `prediction` as one.
 """
 

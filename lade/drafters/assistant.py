@@ -1,12 +1,11 @@
 """Another causal LM as a drafter."""
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from lade.budget.sources import SourceCosts
+from lade.budget.asking import SourceCosts
 from lade.compat import Model
-from lade.drafters.growth import ExpansionName, Growth, LengthName
-from lade.drafters.merging import alone
+from lade.drafters.growing import ExpansionName, Growth, LengthName
 from lade.drafters.model_drafter import ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for
 from lade.drafting.drafter import Drafter, DraftingCall
@@ -68,14 +67,10 @@ class AssistantModel(Drafter):
         """
         self._check_vocabulary(call)
         plan, structure = plan_for(self.model), profile_of(self.model).structure
-
-        def open_scorer(committed: Sequence[int]) -> ModelRunner:
-            return ModelRunner(self.model, plan, call.max_length, structure)
-
+        open_runner = partial(ModelRunner, self.model, plan, call.max_length, structure)
         config = self.model.config.get_text_config(decoder=True)
         max_length = getattr(config, "max_position_embeddings", None)
-        made = ModelDrafter(call, open_scorer, self._growth, max_length)
-        return alone(self.name, made, self._costs, call, asks_all=not self._growth.is_measured)
+        return ModelDrafter(call, open_runner, self._growth, max_length)
 
     @property
     def _vocab_size(self) -> int:

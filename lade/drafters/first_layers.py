@@ -8,17 +8,17 @@ does in the view, too, and no config, mask or cache has to be changed.
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lade.attempts import Attempt
-from lade.budget.sources import SourceCosts
+from lade.budget.asking import SourceCosts
 from lade.compat import Model, device_of_inputs, mesh_of
-from lade.drafters.growth import ExpansionName, Growth, LengthName
-from lade.drafters.merging import alone
+from lade.drafters.growing import ExpansionName, Growth, LengthName
 from lade.drafters.model_drafter import ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for
 from lade.drafting.drafter import Drafter, DraftingCall
@@ -79,12 +79,7 @@ class FirstLayers(Drafter):
             UnsupportedOptionError: it has too few layers; also a `ValueError`.
         """
         view, plan = _view_of(call.model, self.num_layers)
-
-        def open_scorer(committed: Sequence[int]) -> ModelRunner:
-            return ModelRunner(view, plan, call.max_length)
-
-        made = ModelDrafter(call, open_scorer, self._growth)
-        return alone(self.name, made, self._costs, call, asks_all=not self._growth.is_measured)
+        return ModelDrafter(call, partial(ModelRunner, view, plan, call.max_length), self._growth)
 
 
 def _view_of(model: Model, num_layers: int) -> tuple[Model, VerificationPlan]:

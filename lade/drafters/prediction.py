@@ -67,6 +67,7 @@ class Prediction(Drafter):
     """
 
     name = "prediction"
+    is_free = True
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._ids = tuple(token_ids)

@@ -38,7 +38,7 @@ def plan_for(model: Model) -> VerificationPlan:
 
 
 class ModelRunner:
-    """A `Scorer` that is a causal LM with its own cache, for one sequence.
+    """A causal LM with its own cache, for one sequence: logits after a text and a growing tree.
 
     The prompt is run when the first draft is asked for, and tokens that were drafted and accepted
     are not run again.
@@ -99,7 +99,12 @@ class ModelRunner:
 
     @torch.no_grad()
     def grow(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
-        """Run nodes and return the logits after each [num_new, vocab]."""
+        """Run nodes and return the logits after each [num_new, vocab].
+
+        Args:
+            token_ids: of the nodes [num_new].
+            parents: their parents, in order of growth; 0 is the root, 1 the first node grown.
+        """
         num_run = len(self._tokens)
         self._tokens += token_ids
         self._parents += [self._root + parent for parent in parents]

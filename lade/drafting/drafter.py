@@ -1,21 +1,20 @@
 """`Drafter`, the base class of all that drafts, and what one is told of its call."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lade.drafting.successors import Successors
-from lade.stats import SourceStats
-from ngram_pool import Draft, SampledDraft
+from ngram_pool import Draft
 
 
 class Drafter:
     """Source of drafts; it can change the speed of decoding, never the text.
 
-    Subclass it, and override what your drafter does: as it is, it drafts nothing.
+    Subclass it, and write `draft`, and `observe` where it learns; the rest does nothing by itself.
 
     One object serves any number of sequences; each begins with `open` and ends with `close`. After
     each of its methods, torch's global random state is put back, so that what it draws or seeds
@@ -24,25 +23,18 @@ class Drafter:
     what other threads draw during one is.
 
     Attributes:
+        name: Of this source in `DecodeStats.sources`; its class if empty.
         num_successors: Top-k target tokens per node that `harvest` is told; 0 for none, and then
-            neither `harvest` nor `explore` is called.
-        draws: Whether `sample` draws drafts at random.
+            it is not called.
         learns_ngrams: Whether `observe_ngrams` learns; needed for `Config(lookahead=…)`.
-        takes_pool: Whether the pool of the call drafts, too, so that `pool=` may be given besides.
-        has_table: Whether it has a prewarmed table. Then the ends of prompts are not harvested:
-            that took more time (0.7 % of an answer) than it saved.
+        is_free: Whether a draft takes so little time that it is asked at every step; else it is
+            asked where that pays, as long as there are others.
     """
 
+    name: str = ""
     num_successors: int = 0
-    draws: bool = False
     learns_ngrams: bool = False
-    takes_pool: bool = False
-    has_table: bool = False
-
-    @property
-    def sources(self) -> Mapping[str, SourceStats]:
-        """Counts and times by source of its drafts, read when a call has ended."""
-        return {}
+    is_free: bool = False
 
     def for_call(self, call: "DraftingCall") -> "Drafter":
         """Return what drafts for one call: itself, or a drafter whose state belongs to the call.
@@ -70,20 +62,6 @@ class Drafter:
         """
         return Draft.empty()
 
-    def sample(
-        self,
-        sequence: int,
-        committed: Sequence[int],
-        max_draft_tokens: int,
-        rng: np.random.Generator,
-    ) -> Draft:
-        """Draw at most `max_draft_tokens` tokens after `committed`, if it `draws`.
-
-        Node i may depend only on the draws of nodes before i, so that `SampledDraft.first` is
-        unbiased.
-        """
-        return SampledDraft.empty()
-
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Learn the tokens that a step committed."""
 
@@ -109,22 +87,6 @@ class Drafter:
             successors: the target's likeliest tokens after each node [num_nodes, num_successors].
         """
 
-    def explore(
-        self, sequence: int, excluded: NDArray[np.int32], max_tokens: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """Name tokens to run as further children of the root, for what is harvested there.
-
-        Args:
-            sequence: handle of the sequence.
-            excluded: tokens not to name, as they are run anyway, int32 [num_excluded].
-            max_tokens: maximum number of tokens to name, at least 1.
-
-        Returns:
-            Token ids, int32 [num_tokens], and how many tokens each is expected to save in the long
-            run, float64 [num_tokens], never increasing.
-        """
-        return np.empty(0, np.int32), np.empty(0)
-
     def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
         """Learn n-grams [num_ngrams, ngram_size] of a lookahead window, outside of any text.
 
@@ -144,7 +106,7 @@ class DraftingCall:
         model: The target's model; not to be changed.
         vocab_size: Exclusive upper bound of the token ids in a draft.
         max_length: Maximum length of a row, prompt included.
-        target: The target (`lade.targets.base.Target`), before its prefill; None in tests.
+        device: Where the target chooses its tokens; None for the CPU.
         num_rows: Sequences of the call; they are opened in the order of its rows.
         max_candidates: Paths of a draft that can be verified at once; None for no limit.
         processors: The call's logits processors; those that keep state must not be called.
@@ -153,8 +115,6 @@ class DraftingCall:
             row, to draw with; else None.
         make_pool_drafter: Returns a drafter by the call's own pools and table, as the call has
             without another drafter.
-        is_strict: Whether what a drafter raises is to end the call (`Config(strict_drafter=True)`).
-        is_part: Whether it is asked by another drafter, which decides when.
         step_sec: Returns the seconds of a step that verifies so many tokens in each row, as far as
             measured, else 0; None for not at all.
     """
@@ -162,50 +122,11 @@ class DraftingCall:
     model: Any
     vocab_size: int
     max_length: int
-    target: Any = None
+    device: Any = None
     num_rows: int = 1
     max_candidates: int | None = None
     processors: Sequence[Any] = ()
     samples: bool = False
     rngs: Sequence[np.random.Generator] | None = None
     make_pool_drafter: Callable[[], Drafter] = Drafter
-    is_strict: bool = False
-    is_part: bool = False
     step_sec: Callable[[int], float] | None = None
-
-
-class Abilities(NamedTuple):
-    """What a drafter says that it does, looked at once in a call; see `Drafter`."""
-
-    num_successors: int = 0
-    draws: bool = False
-    learns_ngrams: bool = False
-    has_table: bool = False
-
-    @classmethod
-    def of(cls, drafter: Drafter) -> "Abilities":
-        """Look at a drafter.
-
-        Raises:
-            TypeError, ValueError: `num_successors` is no number, or below 0.
-        """
-        wanted: Any = drafter.num_successors
-        if isinstance(wanted, bool) or not isinstance(wanted, int | np.integer):
-            raise TypeError(f"expected num_successors to be an int, got {wanted!r}")
-        if wanted < 0:
-            raise ValueError(f"expected num_successors of at least 0, got {wanted}")
-        flags = (drafter.draws, drafter.learns_ngrams, drafter.has_table)
-        return cls(int(wanted), *map(bool, flags))
-
-
-def sources_of(drafter: Drafter) -> dict[str, SourceStats]:
-    """Return what each source of a drafter did; empty if it does not say.
-
-    Raises:
-        TypeError: it says something else.
-    """
-    sources = {**drafter.sources}
-    for name, stats in sources.items():
-        if not (isinstance(name, str) and isinstance(stats, SourceStats)):
-            raise TypeError(f"expected sources to be SourceStats by name, got {name!r}: {stats!r}")
-    return sources

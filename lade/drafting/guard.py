@@ -1,19 +1,14 @@
 """The one place where a user's drafter or grammar is asked: no call fails, and no text changes."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from lade.attempts import Attempt
 from lade.captures import apart_from_captures
-from lade.drafting.drafts import checked, checked_ids, checked_tokens
 from lade.errors import DrafterWarning, LadeError, in_one_line
-from ngram_pool import Draft
 
 _T = TypeVar("_T")
 _CPU = torch.device("cpu")
@@ -52,9 +47,9 @@ class Guard:
 
     def asks(self, drafter: object) -> None:
         """Ask another drafter from now on: the one that was made for the call."""
-        self._drafter: Any = drafter
+        self.drafter: Any = drafter
         # Whether it is one of lade's own, and no subclass of a user's.
-        self._is_own = type(drafter).__module__.startswith("lade.")
+        self.is_own = type(drafter).__module__.startswith("lade.")
 
     def ask(
         self,
@@ -75,7 +70,7 @@ class Guard:
         if self.has_failed and not even_if_failed:
             return instead
         try:
-            if self._is_own:
+            if self.is_own:
                 return ask()
             with unchanged_generators(self._device):
                 return ask()
@@ -92,76 +87,9 @@ class Guard:
                 )
             return instead
 
-    # --- what drafters are asked --------------------------------------------------------------
-
     def tell(self, method: str, *args: object, even_if_failed: bool = False) -> None:
         """Call a method of the drafter that returns nothing."""
-        self.ask(lambda: getattr(self._drafter, method)(*args), None, even_if_failed=even_if_failed)
-
-    def draft(
-        self,
-        sequence: int | None,
-        committed: Sequence[int],
-        max_draft_tokens: int,
-        check: Callable[[Draft], None] = lambda draft: None,
-    ) -> Draft | None:
-        """Return a valid draft, or None where the drafter fails; `check` may raise, too."""
-
-        def ask() -> Draft:
-            draft = self._drafter.draft(sequence, committed, max_draft_tokens)
-            draft = self._valid(draft, max_draft_tokens)
-            check(draft)
-            return draft
-
-        return self.ask(ask, None)
-
-    def sample(
-        self,
-        sequence: int | None,
-        committed: Sequence[int],
-        max_draft_tokens: int,
-        rng: np.random.Generator,
-    ) -> Draft:
-        """Return a valid draft that is drawn, or an empty one where the drafter fails."""
-
-        def ask() -> Draft:
-            draft = self._drafter.sample(sequence, committed, max_draft_tokens, rng)
-            return self._valid(draft, max_draft_tokens)
-
-        return self.ask(ask, Draft.empty())
-
-    def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
-        """Return the tokens that a grammar forces, none where it fails to say."""
-
-        def ask() -> list[int]:
-            forced = self._drafter.forced_tokens(row, committed, max_tokens)
-            return forced if self._is_own else checked_ids(forced)[:max_tokens]
-
-        return self.ask(ask, [])
-
-    def _valid(self, draft: Any, max_draft_tokens: int) -> Draft:
-        return draft if self._is_own else checked(draft, max_draft_tokens)
-
-    def explore(
-        self, sequence: int | None, excluded: NDArray[np.int32], max_tokens: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """Return valid tokens to explore and what they are worth; none where the drafter fails."""
-
-        def ask() -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-            token_ids, worths = self._drafter.explore(sequence, excluded, max_tokens)
-            return (token_ids, worths) if self._is_own else checked_tokens(token_ids, worths)
-
-        return self.ask(ask, (np.empty(0, np.int32), np.empty(0)))
-
-
-def may(look: Callable[[], bool]) -> bool:
-    """Return what is seen of a drafter before its call; True where looking at it raises.
-
-    The call looks again, and goes on without the drafter.
-    """
-    with Attempt(even_memory=True), unchanged_generators(_CPU):
-        return look()
-    return True
+        self.ask(lambda: getattr(self.drafter, method)(*args), None, even_if_failed=even_if_failed)
 
 
 @contextmanager

@@ -25,9 +25,10 @@ class PoolDrafter(Drafter):
         ValueError: a layer is not read-only.
     """
 
+    name = "pool"
     num_successors = DEFAULT_NUM_SUCCESSORS
-    draws = True
     learns_ngrams = True
+    is_free = True  # also because what pools know comes and goes too fast to measure
 
     def __init__(
         self,
@@ -73,19 +74,30 @@ class PoolDrafter(Drafter):
         max_draft_tokens: int,
         rng: np.random.Generator,
     ) -> SampledDraft:
-        """Draw from what may follow the last tokens, by all that the pool holds."""
+        """Draw from what may follow the last tokens, by all that the pool holds.
+
+        Node i depends only on the draws of nodes before i, so that `SampledDraft.first` is
+        unbiased.
+        """
         context = committed[-self.pool.max_match :]
         return self.pool.sample(context, max_draft_tokens, rng, self._max_candidates, sequence)
 
     def explore(
         self, sequence: int, excluded: NDArray[np.int32], max_tokens: int
     ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """Name frequent tokens, above all those whose successors are not known.
+        """Name tokens to run as further children of the root, for what is harvested there.
 
-        None where candidates are limited: each token would be one.
+        Frequent ones, above all those whose successors are not known.
+
+        Args:
+            sequence: handle of the sequence.
+            excluded: tokens not to name, as they are run anyway, int32 [num_excluded].
+            max_tokens: maximum number of tokens to name, at least 1.
+
+        Returns:
+            Token ids, int32 [num_tokens], and how many tokens each is expected to save in the long
+            run, float64 [num_tokens], never increasing.
         """
-        if self._max_candidates is not None:
-            return np.empty(0, np.int32), np.empty(0)
         return self.pool.explore(max_tokens, excluded, sequence)
 
     def harvest(

@@ -16,8 +16,8 @@ from lade.budget.calibration import Outcome
 from lade.config import Lookahead
 from lade.drafting.drafts import chain
 from lade.drafting.lookahead import Window, likeliest_tokens
-from lade.drafting.proposer import Proposer
 from lade.drafting.ranks import Ranks
+from lade.drafting.sources import Proposer
 from lade.drafting.successors import (
     PromptHarvester,
     Ranked,

@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.drafting import _kernels
-from lade.drafting.drafts import exploring
 from lade.transfer import HostCopy
 from lade.view import counterpart, keep_attributes, with_own_hooks
-from ngram_pool import Draft
 from ngram_pool.compiling import compile_by
 
 
@@ -106,8 +104,6 @@ def _run_kernels() -> None:
     for dtype in _INTEGERS:
         logits = torch.zeros((1, 2), dtype=dtype)
         with_probs(rank(logits, 1), logits)
-    token_ids = np.zeros(1, np.int32)
-    exploring(Draft.empty(), token_ids, np.ones(1), token_ids, 1, 1)
 
 
 def first_of_highest(ranked: Ranked) -> Tensor | None:

@@ -31,9 +31,10 @@ from lade.compat import (
     without_compiler,
 )
 from lade.config import Config
+from lade.drafters.merged import takes_pool
 from lade.drafting.drafter import Drafter
 from lade.errors import LadeError, PlainDecodingWarning, in_one_line
-from lade.hf.arguments import Arguments, OnStep, takes_pool
+from lade.hf.arguments import Arguments, OnStep
 from lade.hf.assistance import drafter_of, take_assistant
 from lade.hf.call import Call
 from lade.hf.generation import Generation

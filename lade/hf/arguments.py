@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lade.config import Config
+from lade.drafters.merged import takes_pool
 from lade.drafting.drafter import Drafter
-from lade.drafting.guard import may
 from lade.errors import UnsupportedOptionError
 from lade.hf.pools import Pools, pools_of
 from lade.hf.predictions import Predicted, predicted_ids
@@ -67,15 +67,9 @@ class Arguments(NamedTuple):
                 )
 
 
-def takes_pool(drafter: Drafter) -> bool:
-    """Return whether a drafter also drafts by the pool of its call."""
-    return may(lambda: bool(drafter.takes_pool))
-
-
 def refuse_lookahead(drafter: Drafter) -> None:
-    """Raise if a drafter would make nothing of a lookahead window."""
-    if not drafter.learns_ngrams:
-        raise UnsupportedOptionError(
-            "lade does not support Config(lookahead=…) beside a drafter that learns no "
-            f"n-grams: {type(drafter).__name__} has learns_ngrams = {drafter.learns_ngrams!r}"
-        )
+    """Raise because a drafter would make nothing of a lookahead window."""
+    raise UnsupportedOptionError(
+        "lade does not support Config(lookahead=…) beside a drafter that learns no n-grams: "
+        f"{type(drafter).__name__} has learns_ngrams = False"
+    )

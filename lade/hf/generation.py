@@ -26,16 +26,16 @@ from lade.compat import (
     has_own_generate,
     may_be_users,
     mesh_of,
-    placeholders_of,
 )
 from lade.config import SPECULATING
 from lade.decoder import Decoder, VerificationError
+from lade.drafters.merged import sources_of
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.grammar import forced_tokens_of
 from lade.drafting.guard import Guard
 from lade.drafting.pool_drafter import PoolDrafter
-from lade.drafting.proposer import Proposer
 from lade.drafting.ranks import Ranks
+from lade.drafting.sources import Proposer, Source
 from lade.drafting.speculator import Speculator
 from lade.drafting.successors import PromptHarvester, num_prompt_tokens
 from lade.errors import (
@@ -252,64 +252,43 @@ class Generation:
             )
         return found
 
-    def _drafter(
+    def _proposer(
         self,
         target: Target,
         max_length: int,
         rngs: Sequence[np.random.Generator] | None,
         budget: Budget,
-    ) -> Drafter:
+    ) -> Proposer:
+        """Return what drafts for the call."""
+        config, device = self._config, target.device
         given, prediction = self._call.arguments.drafter, self._call.arguments.prediction
         if prediction is not None:
             given = beside_prediction(given, prediction)
-        if given is None:
-            return self._pool_drafter(target)
-
-        def ask() -> Drafter:
-            _ = given.takes_pool  # which could not be told if it raised as it was given
-            return self._asked(given, target, max_length, rngs, budget)
-
-        device, is_strict = self._call.input_ids.device, self._config.strict_drafter
-        guard = Guard(given, f"drafts: {type(given).__name__}", is_strict, device)
-        return guard.ask(ask, Drafter(), may_refuse=True)
-
-    def _asked(
-        self,
-        drafter: Drafter,
-        target: Target,
-        max_length: int,
-        rngs: Sequence[np.random.Generator] | None,
-        budget: Budget,
-    ) -> Drafter:
-        """Return what a given drafter has for the call."""
-        max_candidates = self._max_candidates(target)
         call = DraftingCall(
             model=self._model,
-            target=target,
             vocab_size=target.vocab_size,
-            num_rows=self._call.num_rows,
             max_length=max_length,
-            max_candidates=max_candidates,
+            device=device,
+            num_rows=self._call.num_rows,
+            max_candidates=self._max_candidates(target),
             processors=self._call.processors,
             samples=bool(self._call.options.do_sample),
             rngs=rngs,
             make_pool_drafter=lambda: self._pool_drafter(target),
-            is_strict=self._config.strict_drafter,
             step_sec=partial(budget.step_sec, self._call.num_rows),
         )
-        made = drafter.for_call(call)
-        if not isinstance(made, Drafter):
-            raise TypeError(f"expected for_call to return a lade.Drafter, got {made!r}")
-        if self._config.lookahead is not None:
-            refuse_lookahead(made)
-        limits_paths = rngs is not None and max_candidates is not None
-        if made is drafter and limits_paths and made.draws:
-            # It was not told of the call; only it could say which drawn paths to leave out.
-            raise UnsupportedOptionError(
-                "lade does not support a drafter of one's own that draws its drafts where only "
-                f"{max_candidates} of their paths can be verified"
-            )
-        return made
+        if given is None:
+            sources = [Source(self._pool_drafter(target)).make(call)]
+        else:
+            sources = sources_of(given, call, config.strict_drafter)
+            may_learn = any(source.learns_ngrams or source.has_failed for source in sources)
+            if config.lookahead is not None and not may_learn:
+                refuse_lookahead(given)
+        grammar, foresight = forced_tokens_of(self._call.processors), None
+        if grammar is not None:
+            what = f"forced tokens: {type(grammar).__name__}"
+            foresight = Guard(grammar, what, config.strict_drafter, device)
+        return Proposer(sources, call, foresight)
 
     def _pool_drafter(self, target: Target) -> Drafter:
         """Return a drafter by the pools of the call and the table of its model."""
@@ -397,17 +376,7 @@ class Generation:
         if options.do_sample and config.acceptance == "rejection":
             rngs, rejecting = rejection_choice(text, processors, device, outputs.on_choice)
         budget = self._budget(verification)
-        drafter = self._drafter(target, needed.max_length, rngs, budget)
-        proposer = Proposer(
-            drafter,
-            target.vocab_size,
-            self._max_candidates(target),
-            forced_tokens_of(self._call.processors),
-            rngs,
-            config.strict_drafter,
-            placeholders_of(self._model),
-            device,
-        )
+        proposer = self._proposer(target, needed.max_length, rngs, budget)
         choice: Choice
         if rngs is not None:
             choice = rejecting

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lade.budget.budget import MeasuredBudget
 from lade.compat import Model, without_compiler
 from lade.config import Config
 from lade.drafting.successors import compile_kernels
@@ -64,7 +63,6 @@ def kernels() -> Mapping[str, Callable[[], Any]]:
         "the pool": lambda: NGramPool(1),
         "pools on disk": compile_texts,
         "the ranks of tokens": compile_kernels,
-        "the budget": MeasuredBudget,
         "whole forwards": job.kernels,
         "products for few rows": _load_products,
     }

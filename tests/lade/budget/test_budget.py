@@ -127,42 +127,28 @@ def rates(costs: dict[int, float], *texts: Text, num_machines: int = 4) -> list[
     return found
 
 
-class FixedUpTo(Budget):
-    """Verify so many nodes of drafts that are longer."""
-
-    def num_nodes(self, probs: object, num_pending: int) -> int:
-        return min(self.max_draft_tokens, super().num_nodes(probs, num_pending))  # type: ignore[arg-type]
-
-
-def best_fixed(costs: dict[int, float], *texts: Text) -> float:
-    """Return the mean rate of the best fixed number of nodes, known beforehand."""
-    found = []
-    for num in (0, 1, 3, 5, 7, 10, 13):
-        drafters = [Drafting(text, row) for row, text in enumerate(texts)]
-        found.append(answer(FixedUpTo(num), Machine(costs, 0), drafters, 600))
-    return max(found)
-
-
+# The rate of the best fixed number of nodes, known beforehand, by trying all.
 CASES = [
-    (BFLOAT16, RANDOM, 0.98),
-    (BFLOAT16, DECEPTIVE, 0.96),
-    (BFLOAT16, PREDICTABLE, 0.96),
-    (BFLOAT16, MIXED, 1.0),
-    (FLOAT32, DECEPTIVE, 0.98),
-    (FLOAT32, MIXED, 1.0),
-    (FLOAT32, OVERRATED, 1.0),
+    (BFLOAT16, RANDOM, 1.06),
+    (BFLOAT16, PREDICTABLE, 3.90),
+    (BFLOAT16, MIXED, 2.52),
+    (BFLOAT16, OVERRATED, 1.58),
+    (FLOAT32, DECEPTIVE, 1.00),
+    (FLOAT32, PREDICTABLE, 3.13),
+    (FLOAT32, MIXED, 2.02),
+    (FLOAT32, OVERRATED, 1.17),
 ]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, CASES[1], CASES[3], CASES[6]))
+@pytest.mark.parametrize("case", thinned(CASES, CASES[2], CASES[4], CASES[7]))
 def test_a_budget_is_as_fast_as_the_best_fixed_size_and_never_slower_than_plain(
     case: tuple[dict[int, float], Text, float],
 ) -> None:
     """Or faster: it need not be the same size each step."""
-    costs, text, least = case
+    costs, text, best = case
     found = rates(costs, text)
-    assert np.mean(found) >= least * best_fixed(costs, text)
-    assert min(found) >= 0.975
+    assert np.mean(found) >= 0.95 * best
+    assert min(found) >= 0.985
 
 
 @pytest.mark.parametrize("costs", thinned([BFLOAT16, FLOAT32], BFLOAT16))

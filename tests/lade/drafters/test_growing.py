@@ -2,23 +2,14 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lade.budget.levels import Level, Rule
-from lade.budget.sources import Mean
-from lade.drafters.expansion import (
-    TREE_CHILDREN,
-    TREE_WIDTH,
-    GrowthLimits,
-    RankedTokens,
-    drawn,
-    likeliest,
-)
-from ngram_pool import SampledDraft
+from lade.budget.asking import Level, Mean, Rule
+from lade.drafters.growing import TREE_CHILDREN, TREE_WIDTH, GrowingTree, RankedTokens
+from ngram_pool import Draft, SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.lade.tiny import paths_of
 
@@ -33,7 +24,6 @@ class Table:
     def __init__(self, seed: int, sharpness: float = 2.0) -> None:
         self._seed = seed
         self._sharpness = sharpness
-        self._paths: dict[int, Path] = {-1: ()}
         self.forwards: list[list[Path]] = []
 
     def probs(self, path: Path) -> NDArray[np.float64]:
@@ -45,49 +35,51 @@ class Table:
         """Return the probability of a whole path."""
         return float(np.prod([self.probs(path[:i])[token] for i, token in enumerate(path)]))
 
-    def first(self, num_ranked: int) -> RankedTokens:
-        return self._ranked([()], num_ranked)
+    def grown(self, tree: GrowingTree, num_levels: int, *ends: int) -> Draft:
+        """Grow a tree by what the table tells."""
 
-    def grow(self, nodes: Any, token_ids: Any, parents: Any, num_ranked: int) -> RankedTokens:
-        for node, token_id, parent in zip(nodes, token_ids, parents, strict=True):
-            assert not self.is_end(token_id)
-            self._paths[node] = (*self._paths[parent], token_id)
-        return self._ranked([self._paths[node] for node in nodes], num_ranked)
+        def path_of(node: int) -> Path:
+            above = () if node < 0 else path_of(tree.parents[node])
+            return above if node < 0 else (*above, tree.token_ids[node])
 
-    def is_end(self, token_id: int) -> bool:
-        return token_id == END
+        def say(nodes: Sequence[int]) -> RankedTokens:
+            self.forwards.append([path_of(node) for node in nodes])
+            probs = np.stack([self.probs(path) for path in self.forwards[-1]])
+            token_ids = np.argsort(-probs, axis=1)[:, : tree.num_ranked]
+            return RankedTokens(token_ids, np.take_along_axis(probs, token_ids, axis=1))
 
-    def _ranked(self, paths: list[Path], num_ranked: int) -> RankedTokens:
-        self.forwards.append(paths)
-        probs = np.stack([self.probs(path) for path in paths])
-        token_ids = np.argsort(-probs, axis=1)[:, :num_ranked]
-        return RankedTokens(token_ids, np.take_along_axis(probs, token_ids, axis=1))
-
-
-def always(levels: object) -> bool:
-    return True
+        tree.grow(say, num_levels, lambda levels: True, frozenset(ends))
+        return tree.draft()
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_tree_has_the_likeliest_paths_best_first(seed: int) -> None:
     """Of all paths whose parents were run: the rule for what is run is checked beside."""
     table = Table(seed)
-    grown = likeliest(table, GrowthLimits(12, 4), always)
+    draft = table.grown(GrowingTree(12), 4, END)
     children = [
         (*path, int(token))
         for path in set(itertools.chain(*table.forwards))
         for token in np.argsort(-table.probs(path))[:TREE_CHILDREN]
     ]
     ranked = sorted(children, key=lambda path: -table.prob_of(path))
-    assert paths_of(grown.draft) == ranked[:12]
-    np.testing.assert_allclose(grown.draft.probs, [table.prob_of(path) for path in ranked[:12]])
+    assert paths_of(draft) == ranked[:12]
+    np.testing.assert_allclose(draft.probs, [table.prob_of(path) for path in ranked[:12]])
     for level, paths in enumerate(table.forwards[1:]):
         of_level = [path for path in ranked if len(path) == level + 1]
         share = table.prob_of(of_level[0]) * 0.1
         best = [path for path in of_level[:TREE_WIDTH] if path[-1] != END]
         assert paths == [path for path in best if table.prob_of(path) >= share]
-    two_levels = likeliest(Table(seed), GrowthLimits(64, 9), lambda levels: len(levels) < 2)
-    assert int(two_levels.draft.depths.max()) <= 2
+    chain = Table(seed).grown(GrowingTree(64, is_chain=True), 3, END)
+    assert paths_of(chain)[-1] == likeliest_of(table, 3)
+
+
+def likeliest_of(table: Table, length: int) -> Path:
+    """Return the likeliest token after each, until an end."""
+    path: Path = ()
+    while len(path) < length and path[-1:] != (END,):
+        path = (*path, int(table.probs(path).argmax()))
+    return path
 
 
 def test_drawn_tokens_have_the_distributions_that_they_tell() -> None:
@@ -96,16 +88,12 @@ def test_drawn_tokens_have_the_distributions_that_they_tell() -> None:
     Which nodes there are does not depend on the tokens that are drawn for them.
     """
 
-    class Endless(Table):
-        def is_end(self, token_id: int) -> bool:
-            return False
-
-    table, rng = Endless(3, sharpness=1.0), np.random.default_rng(0)
+    table, rng = Table(3, sharpness=1.0), np.random.default_rng(0)
     best = int(table.probs(()).argmax())
     counts: dict[Path, NDArray[np.int64]] = {}
     dense: dict[Path, NDArray[np.float64]] = {}
     for _ in range(1500):
-        draft = drawn(table, GrowthLimits(64, 2), always, rng, 0.5).draft
+        draft = table.grown(GrowingTree(64, rng=rng, acceptance=0.5), 2)
         assert isinstance(draft, SampledDraft)
         told, paths = draft.dense_probs(VOCAB_SIZE), paths_of(draft)
         for node, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
@@ -120,9 +108,7 @@ def test_drawn_tokens_have_the_distributions_that_they_tell() -> None:
                 dense[place] = told[node]
     for place, of_place in counts.items():
         assert p_value(of_place.tolist(), dense[place].tolist()) > FALSE_ALARM, place
-    roots = [
-        drawn(Table(1), GrowthLimits(64, 1), always, rng, rate).draft for rate in (1.0, 0.6, 0.2)
-    ]
+    roots = [table.grown(GrowingTree(64, rng=rng, acceptance=rate), 1) for rate in (1.0, 0.6, 0.2)]
     assert [len(draft) for draft in roots] == [1, 3, 4]  # more where they are rarely accepted
 
 
@@ -131,12 +117,8 @@ def test_tokens_that_are_ruled_out_are_no_nodes() -> None:
         def probs(self, path: Path) -> NDArray[np.float64]:
             return np.array([0.0, 0.6, 0.4, 0.0, 0.0, 0.0])
 
-    rng, limits = np.random.default_rng(0), GrowthLimits(64, 3)
-    for grown in (
-        likeliest(OnlyTwo(0), limits, always),
-        drawn(OnlyTwo(0), limits, always, rng, 0.3),
-    ):
-        assert {*grown.draft.token_ids.tolist()} == {1, 2}
+    for tree in (GrowingTree(64), GrowingTree(64, rng=np.random.default_rng(0), acceptance=0.3)):
+        assert {*OnlyTwo(0).grown(tree, 3).token_ids.tolist()} == {1, 2}
 
 
 def length_of(rule: Rule, probs: Sequence[float]) -> int:

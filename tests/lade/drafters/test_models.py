@@ -306,9 +306,9 @@ def test_vocabularies_must_be_one_whatever_their_size() -> None:
     drafter = AssistantModel(larger, Words(), target_tokenizer=Words(), length=3)
     assert stats_of(model, ONE, drafter).sources["assistant"].num_asked > 0
     told = "LlamaForCausalLM cannot draft for LlamaForCausalLM: it has another vocabulary, of 128"
-    for options in ({}, {"tokenizer": Words(), "target_tokenizer": Words("!")}):
+    for mine, theirs in ((None, None), (Words(), Words("!"))):
         with pytest.raises(lade.UnsupportedModelError, match=told):
-            stats_of(model, ONE, AssistantModel(larger, **options))
+            stats_of(model, ONE, AssistantModel(larger, mine, target_tokenizer=theirs))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from lade.budget.budget import MeasuredBudget
 from lade.budget.calibration import Outcome
 from lade.budget.costs import ForwardCosts
 from lade.drafters import Merged
+from lade.drafters.merged import sources_of
 from lade.drafting.drafter import DraftingCall
 from lade.drafting.drafts import chain, matched_depth
+from lade.drafting.sources import Proposer
 from tests.grids import thinned
 
 NUM_TOKENS, NUM_PROMPT, VOCAB_SIZE = 4000, 100, 50
@@ -72,20 +74,21 @@ def decode(
     while place < num_tokens:
         end = min(num_tokens, place + per_call)
         length = NUM_PROMPT + min(per_call, num_tokens)
-        of_call = drafter.for_call(DraftingCall(None, VOCAB_SIZE, length, is_strict=True))
-        clock.place, text = place, [0] * NUM_PROMPT
-        sequence, budget = of_call.open(text), MeasuredBudget(costs)
+        call = DraftingCall(None, VOCAB_SIZE, length)
+        proposer = Proposer(sources_of(drafter, call, is_strict=True), call)
+        clock.place, text, budget = place, [0] * NUM_PROMPT, MeasuredBudget(costs)
+        proposer.open(0, text)
         while (now := place + len(text) - NUM_PROMPT) < end:
-            draft = of_call.draft(sequence, text, budget.max_draft_tokens)
+            draft = proposer.propose(0, text, text, 99, budget.max_draft_tokens)
             num = budget.num_nodes([draft.probs], 0)
             sec = STEP_SEC + SEC_PER_NODE * num
             clock.now += sec
             coming = ANSWER[now : now + num + 1]
             emitted = coming[: matched_depth(draft.first(num), coming) + 1]
             text += emitted
-            of_call.observe(sequence, emitted)
+            proposer.observe(0, emitted)
             budget.record(1, num, sec, [Outcome(0, draft, emitted)], {0: len(text)})
-        of_call.close(sequence)
+        proposer.close(0)
         place = end
     return clock.now - begun
 
@@ -140,7 +143,7 @@ def test_the_best_part_is_hardly_faster(
         clock = Clock()
         alone.append(decode(case.sources(clock)[which], clock, per_call=per_call))
     clock = Clock()
-    monkeypatch.setattr("lade.drafters.merging.perf_counter", clock)
+    monkeypatch.setattr("lade.drafting.sources.perf_counter", clock)
     took = decode(Merged(case.sources(clock)), clock, per_call=per_call)
     most = case.most if per_call == NUM_TOKENS else case.most_short
     assert took < most * min(alone)
@@ -151,7 +154,7 @@ def test_a_call_tells_nothing_of_texts_but_costs(monkeypatch: pytest.MonkeyPatch
     found = []
     for rate in (0.95, 0.02):
         clock = Clock()
-        monkeypatch.setattr("lade.drafters.merging.perf_counter", clock)
+        monkeypatch.setattr("lade.drafting.sources.perf_counter", clock)
         cheap, dear = Case(always(rate), always(rate), 0.006, 0, 0).sources(clock)
         merged = Merged([dear, cheap])
         decode(merged, clock, 2000, 200)

@@ -90,7 +90,7 @@ def test_what_a_processor_foresees_can_fail_no_call_and_change_no_text(foresee: 
 def test_an_author_sees_what_foresight_raises() -> None:
     given: dict[str, Any] = {"config": lade.Config(strict_drafter=True), "max_new_tokens": 4}
     with pytest.raises(ZeroDivisionError):
-        lade.generate(tiny_model(), PROMPT, logits_processor=[Knowing(lambda num: 1 / 0)], **given)  # type: ignore[arg-type,return-value]
+        lade.generate(tiny_model(), PROMPT, logits_processor=[Knowing(lambda num: 1 / 0)], **given)
 
 
 # --- xgrammar -----------------------------------------------------------------------------------

@@ -186,19 +186,15 @@ def test_sizes_that_mean_nothing_are_refused() -> None:
 WINDOWED: dict[str, Any] = {"config": lade.Config(lookahead=lade.Lookahead()), "max_new_tokens": 4}
 
 
-@pytest.mark.parametrize("verification", ["chain", "snapshot", "plain"])
-def test_a_window_without_trees_is_refused(verification: Any) -> None:
-    config = lade.Config(verification=verification, lookahead=lade.Lookahead())
-    told = f"LlamaForCausalLM verifies them by '{verification}' here"
+def test_a_window_without_trees_is_refused_with_the_reason() -> None:
+    prompt, types = torch.tensor([[5, 6]]), [[["global", "local", "global"], 1]]
+    config = lade.Config(verification="chain", lookahead=lade.Lookahead())
+    told = "LlamaForCausalLM verifies them by 'chain' here"
     with pytest.raises(lade.UnsupportedOptionError, match=told):
-        answered(tiny_model("llama"), torch.tensor([[5, 6]]), config=config, max_new_tokens=4)
-
-
-def test_a_window_of_a_model_that_no_tree_fits_is_refused_with_the_reason() -> None:
-    local = {"attention_types": [[["global", "local", "global"], 1]]}
-    model = tiny_model("gpt_neo", attention="eager", **local)
+        answered(tiny_model("llama"), prompt, config=config, max_new_tokens=4)
+    model = tiny_model("gpt_neo", attention="eager", attention_types=types)
     with pytest.raises(lade.UnsupportedOptionError, match=r"GPTNeoForCausalLM .* local layers ma"):
-        answered(model, torch.tensor([[5, 6]]), **WINDOWED)
+        answered(model, prompt, **WINDOWED)
 
 
 def test_a_window_for_a_drafter_that_learns_no_ngrams_is_refused() -> None:

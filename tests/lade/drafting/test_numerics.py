@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lade.drafters.joining import joined
-from lade.drafting.drafts import draft_of, exploring, matched_depth
+from lade.drafting.drafts import draft_of, exploring, joined, matched_depth
 from lade.drafting.successors import PromptHarvester, first_of_highest, rank, with_probs
 from ngram_pool import Draft
 from tests.lade.tiny import VOCAB_SIZE, paths_of, tiny_model

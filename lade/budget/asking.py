@@ -1,0 +1,316 @@
+"""Whether a source of drafts is asked and how far its draft goes, K: by measured costs and gains.
+
+A source is worth asking if the tokens that it adds to what cheaper ones propose are worth more, at
+the seconds that a token takes at present, than the seconds of asking it. How many it adds depends
+on how sure the cheaper ones are, so that is learned for a few levels of it, and on the text, so
+each call learns it anew. What a draft costs is kept. A model's draft goes on by the same numbers.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lade.budget.calibration import Calibration, Floats
+
+# Tokens that cheaper sources are expected to yield, where one level ends and the next begins.
+_LEVELS = (0.3, 1.0, 2.5)
+_MEMORY = 32.0  # measurements that a mean goes back to
+_MEMORY_OF_STEPS = 1 - 1 / 64
+# As if a source had added so many tokens once, before it is measured; then, as if it had added at
+# each level twice what it added at all of them.
+_FIRST_GAIN = 1.0
+_WEIGHT_OF_ALL = 2.0
+# Sources that cost less than this share of a step are always asked.
+_CHEAP = 0.01
+# Of the time, what asking may take where it does not pay; the first drafts, at most a step's time;
+# and so many drafts' time saved up.
+_SHARE_OF_TRIALS = 0.005
+_FIRST_TRIALS, _MOST_TRIALS = 4.0, 8.0
+# Tokens of the text that a source has not seen are run in about the time of one, up to so many.
+# Where there are more, as at its first draft, what it promises must be worth the time that they
+# take; so many times, as long as it was not measured, and never before so many steps. Of simulated
+# calls of 64 tokens, a source that does not pay took up to 10 % with factors of 1 and 0.5 steps,
+# and 4 % with these.
+FEW_BEHIND = 16
+_DOUBT = 9.0
+_LEAST_STEPS = 2.5
+_OUTLIER = 4.0  # a time may be this many times the mean: others use the machine, or the user pauses
+_NUM_FIRST = 3  # of the first few times, the shortest counts: libraries prepare kernels
+# How often a level is right, as if that had been seen so many times before a call has seen any.
+_RIGHT_AT_FIRST, _WEIGHT_AT_FIRST = 0.7, 4.0
+
+
+class BackOff:
+    """Lets what does not pay be tried for a small share of what passes without it.
+
+    Steps or seconds, as its user counts. Nothing is drawn at random.
+
+    Args:
+        share: of what passes that trials may take.
+        first: what they may take before any has passed.
+        most: what is saved up for them at most.
+    """
+
+    def __init__(self, share: float, first: float, most: float) -> None:
+        self.left = first
+        self._share = share
+        self._most = most
+
+    def passed(self, amount: float) -> None:
+        """Save up for trials."""
+        if self.left < self._most:
+            self.left = min(self._most, self.left + self._share * amount)
+
+    def spent(self, amount: float) -> None:
+        """Take a trial into account that did not pay."""
+        self.left -= amount
+
+    def granted(self, amount: float) -> None:
+        """Let trials take so much, at least: what is tried looks promising."""
+        self.left = max(self.left, amount)
+
+
+class Mean:
+    """Mean of measurements, the older the less they count."""
+
+    def __init__(self) -> None:
+        self.num = 0.0
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
+        """Take a measurement into account."""
+        num = min(self.num + 1, _MEMORY)
+        self.value += (value - self.value) / num
+        self.num = num  # last, for calls of other threads
+
+    def add_sec(self, sec: float) -> None:
+        """Take a time into account, which may be too long, but hardly too short."""
+        if 0 < self.num < _NUM_FIRST:
+            self.num, self.value = self.num + 1, min(self.value, sec)
+        else:
+            self.add(min(sec, _OUTLIER * self.value) if self.num else sec)
+
+
+# --- whether it is asked --------------------------------------------------------------------
+
+
+class SourceCosts:
+    """Seconds of a source: all that a call leaves to later ones, which may share it."""
+
+    def __init__(self) -> None:
+        self._warm_sec = Mean()  # of a draft
+        self._cold_sec = Mean()  # of one that had to run much of the text before
+        self.behind_sec = Mean()  # of that, beyond a usual one, per token of the text
+
+    @property
+    def draft_sec(self) -> float:
+        """Seconds of a draft, as far as they are known."""
+        return self._warm_sec.value if self._warm_sec.num else self._cold_sec.value
+
+    @property
+    def are_known(self) -> bool:
+        """Whether they were measured often enough, also where all answers are short."""
+        return self._warm_sec.num > 0 or self._cold_sec.num > 1
+
+    def record(self, sec: float, num_behind: int) -> None:
+        """Learn the seconds of a draft by a source that had to run so many tokens before."""
+        if num_behind <= FEW_BEHIND:
+            self._warm_sec.add_sec(sec)
+        else:
+            self._cold_sec.add_sec(sec)
+            self.behind_sec.add_sec(max(0.0, sec - self._warm_sec.value) / num_behind)
+
+
+class Pace:
+    """What the steps of a call take."""
+
+    def __init__(self) -> None:
+        self._sec = self._num_tokens = self._num_steps = 0.0  # decayed sums
+
+    def record(self, sec: float, num_tokens: int, num_steps: float = 1.0) -> None:
+        """Learn what steps took, drafting included, and how many tokens all rows emitted."""
+        if self._num_steps >= 2:
+            sec = min(sec, _OUTLIER * num_steps * self.step_sec)
+        self._sec = _MEMORY_OF_STEPS * self._sec + sec
+        self._num_tokens = _MEMORY_OF_STEPS * self._num_tokens + num_tokens
+        self._num_steps = _MEMORY_OF_STEPS * self._num_steps + num_steps
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a step was measured."""
+        return self._num_tokens > 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a few steps were measured."""
+        return self._num_steps >= _LEAST_STEPS
+
+    @property
+    def token_sec(self) -> float:
+        """Seconds that a token takes at present; 0 until a step was measured."""
+        return self._sec / self._num_tokens if self._num_tokens else 0.0
+
+    @property
+    def step_sec(self) -> float:
+        """Seconds of a step."""
+        return self._sec / self._num_steps
+
+    def steps_of(self, num_tokens: int) -> float:
+        """Return about how many steps emit so many tokens."""
+        return num_tokens * self._num_steps / self._num_tokens
+
+
+class Asking:
+    """Whether to ask a source in a call: by what it costs and adds.
+
+    Decisions depend on what was recorded alone; nothing is drawn at random.
+
+    Args:
+        costs: of its drafts; measured on.
+        pace: of the call.
+    """
+
+    def __init__(self, costs: SourceCosts, pace: Pace) -> None:
+        self.costs = costs
+        self._pace = pace
+        self._gain = Mean()  # tokens added
+        self._gains = [Mean() for _ in range(len(_LEVELS) + 1)]  # the same by level
+        self._back_off: BackOff | None = None  # once its cost is known
+
+    def is_worth(self, num_expected: float, num_behind: int = 0, num_to_come: int = 0) -> bool:
+        """Return whether to ask now, because it pays or to learn whether it does.
+
+        Args:
+            num_expected: tokens expected of what cheaper sources propose.
+            num_behind: tokens of the text that the source must run first.
+            num_to_come: tokens that may still be emitted, which such a run may serve.
+        """
+        costs, pace = self.costs, self._pace
+        is_behind = num_behind > FEW_BEHIND
+        if is_behind and not pace.is_settled:
+            return False
+        if not pace.is_known or not costs.are_known:
+            return True
+        behind_sec = num_behind * costs.behind_sec.value if is_behind else 0.0
+        asking_sec = costs.draft_sec + behind_sec
+        if asking_sec <= _CHEAP * pace.step_sec:
+            return True
+        net, doubt = self._net_gain(num_expected), 1.0 if self._gain.num else _DOUBT
+        if net > 0 and net * pace.steps_of(num_to_come) >= behind_sec * doubt:
+            return True
+        if self._back_off is None:
+            first = min(_FIRST_TRIALS * costs.draft_sec, pace.step_sec)
+            self._back_off = BackOff(_SHARE_OF_TRIALS, first, _MOST_TRIALS * asking_sec)
+        left = self._back_off.left
+        if self._gain.num < _FIRST_TRIALS:  # these may take what all of the call would save up
+            left += _SHARE_OF_TRIALS * num_to_come * pace.token_sec
+        return left >= asking_sec
+
+    def record_gain(self, num_expected: float, num_added: float, sec: float) -> None:
+        """Learn what asking has added.
+
+        Args:
+            num_expected: as for `is_worth`.
+            num_added: emitted tokens that would not have been without it.
+            sec: seconds of asking, this time.
+        """
+        self._gain.add(num_added)
+        self._gains[bisect_right(_LEVELS, num_expected)].add(num_added)
+        lost = sec - num_added * self._pace.token_sec
+        if self._back_off is not None and lost > 0 and self._net_gain(num_expected) <= 0:
+            self._back_off.spent(lost)
+
+    def passed(self, sec: float) -> None:
+        """Save up for trials in a step of so many seconds."""
+        if self._back_off is not None:
+            self._back_off.passed(sec)
+
+    def _net_gain(self, num_expected: float) -> float:
+        """Return the seconds that asking is expected to save, below 0 for a loss."""
+        of_all, here = self._gain, self._gains[bisect_right(_LEVELS, num_expected)]
+        mean = (_FIRST_GAIN + of_all.num * of_all.value) / (1 + of_all.num)
+        gain = (here.num * here.value + _WEIGHT_OF_ALL * mean) / (here.num + _WEIGHT_OF_ALL)
+        return gain * self._pace.token_sec - self.costs.draft_sec
+
+
+# --- how far a model's draft goes ------------------------------------------------------------
+
+
+class Level(NamedTuple):
+    """What a level of a draft is: the nodes that one forward of the drafting model told."""
+
+    mass: float  # sum of the path probabilities of the nodes kept
+    token_prob: float  # of the best of these nodes, given its parent
+    num_nodes: int  # kept
+
+
+class Rule:
+    """The rule for K in one sequence.
+
+    Where times are known, another level is run if the tokens that it adds come faster than those
+    before it: the tokens expected per second of the step, drafting included, must grow. Whether a
+    first level pays is decided by `Asking`.
+
+    Args:
+        num_levels: levels of a draft at most.
+        threshold: without times, the lowest probability of a token to go on after.
+        step_sec: returns the seconds of a step that verifies so many nodes, 0 where unknown.
+        forward_sec: of a forward of the drafting model over a level.
+    """
+
+    def __init__(
+        self,
+        num_levels: int,
+        threshold: float = 0.0,
+        step_sec: Callable[[int], float] = lambda num_nodes: 0.0,
+        forward_sec: Mean | None = None,
+    ) -> None:
+        self.num_levels = num_levels
+        self._threshold = threshold
+        self._step_sec = step_sec
+        self._forward_sec = forward_sec or Mean()
+        self._right = Mean()
+        self._calibration = Calibration()
+
+    @property
+    def mean_right(self) -> float:
+        """How often a level was right, given the one before, of late."""
+        known = self._right
+        num = known.num + _WEIGHT_AT_FIRST
+        return (known.num * known.value + _WEIGHT_AT_FIRST * _RIGHT_AT_FIRST) / num
+
+    def goes_on(self, levels: Sequence[Level]) -> bool:
+        """Return whether another level is worth a forward, after these; at least one."""
+        forward_sec, num_nodes = self._forward_sec.value, sum(each.num_nodes for each in levels)
+        step_sec = self._step_sec(num_nodes)
+        if not forward_sec or not step_sec:
+            return levels[-1].token_prob >= self._threshold
+        right = np.cumprod(self._calibration.believed(_given(levels)))
+        more = float(right[-1]) * self.mean_right
+        more_sec = forward_sec + self._step_sec(num_nodes + levels[-1].num_nodes) - step_sec
+        expected = 1.0 + float(right.sum())
+        return more * (step_sec + len(levels) * forward_sec) > expected * more_sec
+
+    def learn(self, levels: Sequence[Level], num_right: int, is_ended: bool) -> None:
+        """Learn what became of a draft.
+
+        Args:
+            levels: of the draft.
+            num_right: how many of them are on the path of the text.
+            is_ended: whether the text left the draft, or went past its end.
+        """
+        came = np.arange(min(len(levels), num_right + is_ended)) < num_right
+        for is_right in came.tolist():
+            self._right.add(is_right)
+        if len(came):
+            self._calibration.count(_given(levels[: len(came)]), came.astype(np.float64))
+
+
+def _given(levels: Sequence[Level]) -> Floats:
+    """Return the probability of each level, given the one before."""
+    masses = np.array([1.0, *(level.mass for level in levels)])
+    before = masses[:-1]
+    given: Floats = np.divide(masses[1:], before, out=np.zeros(len(levels)), where=before > 0)
+    return given
