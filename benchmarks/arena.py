@@ -3,7 +3,7 @@
 In half precision the texts of two methods soon differ, and with them what can be drafted. So
 `generate` writes each answer first, and every method then has to write just that. What it drafts,
 and what it learns from the logits of draft tokens, rejected ones too, is all its own. Next file:
-`replay_report.py`.
+`points.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ METHODS = {
     name: ALL_METHODS[name]
     for name in (
         *("lade", "lade_untabled", "lade_fresh"),
-        *(name for name, rival in RIVALS.items() if rival.lookahead is None),
+        *RIVALS,
     )
 }
 

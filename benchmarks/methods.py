@@ -39,12 +39,12 @@ def _alone(drafter_of: Callable[[Given], Drafter], description: str, takes: str)
 
 
 def _drafting_as(rival: Rival) -> MethodInfo:
-    """Return a rival's method: its own window, and its own budget unless one is set."""
+    """Return a rival's method, with its own budget unless one is set."""
 
     def make(given: Given) -> Lade:
         asked = given.config.max_draft_tokens
         budget = rival.max_draft_tokens if asked is None else asked
-        config = replace(given.config, max_draft_tokens=budget, lookahead=rival.lookahead)
+        config = replace(given.config, max_draft_tokens=budget, lookahead=None)
         return Lade(config, drafter=rival.make_drafter())
 
     described = f"{rival.description}; {rival.max_draft_tokens} draft tokens, or max_draft_tokens"

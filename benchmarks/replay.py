@@ -4,7 +4,7 @@ The loop is that of `lade/decoder.py` for one row, with the recorded tokens as t
 and every step verifying as many nodes as it may. One thing differs: a recording has the target's
 successors along the answer, but not after draft tokens that were rejected. Drafters that harvest
 those too learn less here than live, so their replayed numbers are too low. Next file:
-`replay_report.py`.
+`points.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,6 @@ DRAFTERS: dict[str, Callable[[SuccessorTable | None], Drafter]] = {
     **{
         name: lambda prewarmed, rival=rival: rival.make_drafter()  # type: ignore[misc]
         for name, rival in RIVALS.items()
-        if rival.lookahead is None
     },
 }
 _FRESH = "lade_fresh"  # starts afresh with every prompt

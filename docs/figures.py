@@ -38,13 +38,9 @@ from lade.bench.environment import code as present_code
 from lade.bench.report import OVERALL, msec_text, share_text, speedup_text
 from lade.bench.settings import BenchSettings
 from lade.bench.tables import Sheet
-from tests.support.formats import FormatRow
-from tests.support.formats_report import document as support_document
-from tests.support.formats_report import read_json as read_formats
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-SUPPORT = DOCS / "SUPPORT.md"  # all of it is a figure
 
 _MARKED = re.compile(r"<!-- figures: (?P<call>[^\n]*?) -->(?P<body>.*?)<!-- end -->", re.DOTALL)
 _FIGURES: dict[str, Callable[..., str]] = {}
@@ -73,9 +69,7 @@ _NAMES = {
     "plain_twice": "`generate`, each prompt twice",
     "lade_stable": "**lade**, `stable_text=True`",
     "rival_prompt_lookup": "prompt lookup",
-    "rival_lookahead": "lookahead pool (N=5, G=7)",
     "rival_recycling": "Token Recycling",
-    "rival_sam": "suffix automaton (SAM)",
     "rival_sam_recycling": "SAM with Recycling",
     "rival_goose": "copy and adjacency (Goose-like)",
 }
@@ -141,16 +135,13 @@ def outdated() -> Iterator[tuple[Path, str]]:
         made = filled(text, path.name)
         if made != text:
             yield path, made
-    document = support_document(DOCS / "support")
-    if document != SUPPORT.read_text(encoding="utf-8"):
-        yield SUPPORT, document
 
 
 def pages() -> list[Path]:
     """Return all Markdown files that may hold figures."""
     made = ("_build", "results", "support")
     found = [path for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] not in made]
-    return [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted({*found} - {SUPPORT})]
+    return [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(found)]
 
 
 def filled(text: str, name: str = "text") -> str:
@@ -619,16 +610,19 @@ def stress() -> str:
     return _table(headings, 1, rows)
 
 
+def _by_release() -> list[str]:
+    """Return the files of architectures, the newest transformers first, then those of others."""
+    files = [path.stem for path in (DOCS / "support").glob("*.json") if path.stem != "formats"]
+    return sorted(files, key=lambda stem: [*map(int, re.findall(r"\d+", stem))], reverse=True)
+
+
 @_figure
 def support() -> str:
     """Return how many architectures are verified by which method."""
-    files = sorted((DOCS / "support").glob("*.json"), key=lambda path: path.stem, reverse=True)
     names = ("all", "tree", "chain", "snapshot", "plain", "exact", "tie", "wrong", "failed")
     rows = []
-    for path in files:
-        content = _read(f"support/{path.stem}")
-        if "formats" in content:
-            continue
+    for file in _by_release():
+        content = _read(f"support/{file}")
         label = f"transformers {content['environment']['transformers']}"
         if content["settings"].get("execution", "eager") != "eager":
             label += ", fixed shapes"
@@ -639,23 +633,71 @@ def support() -> str:
 
 
 @_figure
+def architectures() -> str:
+    """Return what was found of each architecture, a section for each transformers."""
+    sections = []
+    for file in _by_release():
+        content = _read(f"support/{file}")
+        made, counts = content["environment"], content["summary"]
+        if content["settings"].get("execution", "eager") != "eager":
+            continue
+        totals = [
+            (name, str(number), str(counts["variants"][name]))
+            for name, number in counts["architectures"].items()
+        ]
+        sections += [
+            f"## transformers {made['transformers']}",
+            f"With torch {made['torch']} and lade {made['lade']}, {made['date']}, seed "
+            f"{content['settings']['seed']}.",
+            _table(("", "architectures", "variants"), 1, totals),
+            _words(content["headings"], content["rows"]),
+        ]
+    return "\n\n".join(sections)
+
+
+@_figure
+def weight_formats(file: str) -> str:
+    """Return what was found of each weight format, and why some were not made."""
+    content = _read(file)
+    made, rows = content["environment"], content["formats"]
+    missing = [(", ".join(filter(None, row[:2])), row[-1]) for row in rows if not row[2]]
+    packages = "".join(f"{package}, " for package in content["packages"])
+    parts = [
+        f"With transformers {made['transformers']}, torch {made['torch']}, {packages}and lade "
+        f"{made['lade']}; {made['cpu']}, {made['date']}, seed {content['settings']['seed']}.",
+        _words(content["headings"], [row for row in rows if row[2]]),
+    ]
+    if missing:
+        parts += ["Not made there:", _words(("format", "why"), missing)]
+    return "\n\n".join(parts)
+
+
+def _words(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of texts, which may have what Markdown reads."""
+    escaped = [[re.sub(r"([|<*])", r"\\\1", cell) for cell in row] for row in rows]
+    return _table(headings, len(headings), escaped)
+
+
+@_figure
 def formats(*widths: str) -> str:
     """Return how drafts are verified in each weight format, and what longer forwards cost."""
-    by_format: dict[str, dict[str, FormatRow]] = {}
-    for row in read_formats(DOCS / "support" / "formats.json").rows:
-        if row.check is not None and row.dtype is not None:
-            by_format.setdefault(row.name, {})[row.dtype] = row
+    by_format: dict[str, dict[str, dict[str, str]]] = {}
+    content = _read("support/formats")
+    for cells in content["formats"]:
+        row = dict(zip(content["headings"], cells, strict=True))
+        if row["one row"]:
+            by_format.setdefault(row["format"], {})[row["activations"]] = row
     rows = []
     for name, found in by_format.items():
         methods = [_verified(found.get(dtype)) for dtype in ("float32", "bfloat16")]
-        costs = found.get("bfloat16", next(iter(found.values()))).costs
-        rows.append((name, *methods, *(f"{costs[int(width)]:.1f}" for width in widths)))
+        costs = found.get("bfloat16", next(iter(found.values())))
+        rows.append((name, *methods, *(f"{float(costs[width]):.1f}" for width in widths)))
     headings = [f"{width} tokens" for width in widths]
     return _table(("format", "in float32", "in bfloat16", *headings), 3, rows)
 
 
-def _verified(row: FormatRow | None) -> str:
-    return "" if row is None or row.check is None else f"{row.check.kind}, {row.verdict}"
+def _verified(row: Mapping[str, str] | None) -> str:
+    return "" if row is None else f"{row['one row']}, {row['text'].split(';')[0]}"
 
 
 @_figure

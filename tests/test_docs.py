@@ -46,22 +46,12 @@ def names_of(paths: list[Path]) -> list[str]:
 
 def test_every_figure_is_that_of_its_result_file(figures: ModuleType) -> None:
     assert names_of([path for path, _ in figures.outdated()]) == [], "run: python docs/figures.py"
-
-
-def test_every_plot_is_of_its_result_file(figures: ModuleType) -> None:
     assert figures.outdated_plots() == [], "run: python docs/figures.py"
 
 
 def test_a_figure_that_was_changed_by_hand_is_found(figures: ModuleType) -> None:
     call = "<!-- figures: value results/fuzz num_cases , -->{}<!-- end -->"
     assert figures.filled(call.format("20,001")) == call.format("20,000")
-
-
-def test_a_figure_that_there_is_not_is_refused(figures: ModuleType) -> None:
-    with pytest.raises(ValueError, match=r"expected a figure of .* in text: nothing"):
-        figures.filled("<!-- figures: nothing -->1<!-- end -->")
-    with pytest.raises(ValueError, match=r"results/none"):
-        figures.filled("<!-- figures: value results/none a -->1<!-- end -->")
 
 
 def test_no_speed_up_is_typed_by_hand(figures: ModuleType) -> None:
@@ -79,7 +69,6 @@ def test_results_say_what_code_they_are_of_and_are_small(figures: ModuleType) ->
         assert re.fullmatch("[0-9a-f]{7,12}", of), path.name
         assert made["lade"], path.name
     assert sum(path.stat().st_size for path in files) <= 200_000  # `python -m benchmarks publish`
-    print("of other code:", *figures.of_older_code(), sep="\n")
 
 
 # --- pages ----------------------------------------------------------------------------------
@@ -112,12 +101,8 @@ def test_python_code_compiles(page: str) -> None:
     for block in _CODE.finditer((ROOT / page).read_text()):
         if block["language"] == "python":
             compile(block["code"], page, "exec")
-
-
-@pytest.mark.parametrize("page", names_of(PAGES))
-def test_pages_read_on_github_as_on_the_site(page: str) -> None:
-    blocks = {block["language"] for block in _CODE.finditer((ROOT / page).read_text())}
-    assert not {language for language in blocks if language.startswith("{")} - {"{toctree}"}
+        # Else it would not read on GitHub as on the site.
+        assert block["language"][:1] != "{" or block["language"] == "{toctree}"
 
 
 def test_every_page_of_the_site_is_in_its_index() -> None:

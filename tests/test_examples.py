@@ -4,14 +4,12 @@ import ast
 import json
 import re
 import runpy
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
-from lade.budget.budget import Budget
+from tests.grids import thinned
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -59,6 +57,9 @@ def test_pools_of_users(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.model
 @pytest.mark.usefixtures("real_model")
 def test_the_notebook_runs_from_top_to_bottom() -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
     path = EXAMPLES / "lade.ipynb"
     notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     assert not any(cell.get("outputs") for cell in notebook.cells)  # it is kept without
@@ -74,123 +75,103 @@ def test_the_notebook_runs_from_top_to_bottom() -> None:
     assert re.search(r"^\d+ tokens in \d+ steps$", printed, re.MULTILINE)
 
 
-@pytest.mark.model
-@pytest.mark.usefixtures("real_model")
-class TestWithTheDefaultModel:
-    @pytest.mark.exhaustive
-    def test_chat_with_memory(self, capsys: pytest.CaptureFixture[str]) -> None:
-        output = run("chat_with_memory.py", capsys)
-        first, second = (float(line.split()[1]) for line in output.splitlines() if "->" in line)
-        assert second > first  # the answer is in the pool by then; how far, costs decide
+def after_arrow(output: str) -> list[float]:
+    """Return the number in each line that begins with an arrow or has one."""
+    return [float(line.split()[1]) for line in output.splitlines() if "->" in line]
 
-    @pytest.mark.exhaustive
-    def test_repository_pool(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+
+def check_stopping(output: str) -> bool:
+    at_string, by_rule = map(ast.literal_eval, output.splitlines())
+    return at_string.endswith("Monkeys") and by_rule.endswith("\n") and by_rule.count("\n") == 3
+
+
+def check_batch(output: str) -> bool:
+    _, *answers = output.split("-> ")
+    firsts = [answer.split()[0] for answer in answers]
+    return firsts == ["Name", "Name", "Count", "Count"] and answers[0] != answers[1]
+
+
+def check_json(output: str) -> bool:
+    answer = json.loads(output)
+    names = ["name", "population", "capital_city", "continent"]
+    return list(answer) == names and isinstance(answer["population"], int)
+
+
+def check_growing(output: str) -> bool:
+    numbers = [line.split() for line in output.splitlines() if line.startswith("-> ran")]
+    ran, lengths = ([int(each[place]) for each in numbers] for place in (2, 4))
+    later = zip(ran[1:], lengths[1:], strict=True)
+    return "Paris" in output and ran[0] == lengths[0] and all(0 < n < 25 < m for n, m in later)
+
+
+def check_prediction(output: str) -> bool:
+    without, predicted, *_ = (line.split() for line in output.splitlines())
+    return without[0] == predicted[0] and int(predicted[-2]) <= int(without[-2])
+
+
+def check_streaming(output: str) -> bool:
+    from_a_thread, in_an_event_loop = output.split("\n---\n")
+    return from_a_thread == in_an_event_loop and len(from_a_thread.split()) > 20
+
+
+#: What each example prints with the default model.
+CHECKS: dict[str, Callable[[str], bool]] = {
+    "batch_of_samples.py": check_batch,
+    # The answer is in the pool by then; how far, costs decide.
+    "chat_with_memory.py": lambda output: float.__lt__(*after_arrow(output)),
+    "constrained_json.py": check_json,
+    "continue_chat.py": lambda output: "Paris" in output and "Rome" in output,
+    "decode_from_folder.py": lambda output: len(output.split()) > 20,
+    "growing_chat.py": check_growing,
+    "many_at_once.py": lambda output: len(output.splitlines()) >= 3,
+    "own_drafter.py": lambda output: output.count("SourceStats(num_asked=") == 2,
+    "predicted_output.py": check_prediction,
+    "rejection_sampling.py": lambda output: (
+        re.findall(r"^-> (\w+):", output, re.MULTILINE) == ["exact", "rejection"]
+    ),
+    "repository_pool.py": lambda output: float.__lt__(*after_arrow(output)),
+    "sampling.py": lambda output: "same tokens: True" in output,
+    "stopping.py": check_stopping,
+    "streaming.py": check_streaming,
+    "wrap_pipeline.py": lambda output: len(output.split()) > 20,
+}
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("real_model", "own_remote_code")
+@pytest.mark.parametrize("name", thinned(CHECKS, "own_drafter.py"))
+def test_with_the_default_model(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name in ("predicted_output.py", "repository_pool.py"):
+        from lade.budget.budget import Budget
+
         # Times measured on a busy machine may say that no draft pays.
         monkeypatch.setattr("lade.hf.generation.MeasuredBudget", lambda *_: Budget(16))
-        output = run("repository_pool.py", capsys)
-        empty, filled = (float(line.split()[1]) for line in output.splitlines() if "->" in line)
-        assert filled > empty
-
-    @pytest.mark.exhaustive
-    def test_predicted_output(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("lade.hf.generation.MeasuredBudget", lambda *_: Budget(16))
-        without, predicted, *_ = run("predicted_output.py", capsys).splitlines()
-        assert without.split()[0] == predicted.split()[0]
-        assert int(predicted.split()[-2]) <= int(without.split()[-2])
-
-    @pytest.mark.exhaustive
-    def test_wrap_pipeline(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert len(run("wrap_pipeline.py", capsys).split()) > 20
-
-    def test_own_drafter(self, capsys: pytest.CaptureFixture[str]) -> None:
-        pool, phrases = run("own_drafter.py", capsys).splitlines()
-        assert pool.startswith("('pool', SourceStats(num_asked=")
-        assert phrases.startswith("('Phrases', SourceStats(num_asked=")
-        assert "num_asked=0," not in phrases
-
-    @pytest.mark.exhaustive
-    def test_ray_serve(self, capfd: pytest.CaptureFixture[str]) -> None:
-        pytest.importorskip("ray", reason="Ray is no dependency of lade or of its tests")
-        runpy.run_path(str(EXAMPLES / "ray_serve.py"), run_name="__main__")
-        first, *_, last = re.findall(r"-> tokens per forward: (.*)", capfd.readouterr().out)
-        assert min(map(float, last.split())) > max(map(float, first.split()))
-
-    @pytest.mark.exhaustive
-    def test_sampling(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "same tokens: True" in run("sampling.py", capsys)
-
-    @pytest.mark.exhaustive
-    def test_rejection_sampling(self, capsys: pytest.CaptureFixture[str]) -> None:
-        output = run("rejection_sampling.py", capsys)
-        named = [line.split()[1] for line in output.splitlines() if line.startswith("->")]
-        assert named == ["exact:", "rejection:"]
-
-    @pytest.mark.exhaustive
-    def test_many_at_once(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert len(run("many_at_once.py", capsys).splitlines()) >= 3
-
-    @pytest.mark.exhaustive
-    def test_batch_of_samples(self, capsys: pytest.CaptureFixture[str]) -> None:
-        output = run("batch_of_samples.py", capsys)
-        _, *answers = output.split("-> ")
-        assert [answer.split()[0] for answer in answers] == ["Name", "Name", "Count", "Count"]
-        assert answers[0] != answers[1]
-
-    @pytest.mark.exhaustive
-    def test_streaming(self, capsys: pytest.CaptureFixture[str]) -> None:
-        from_a_thread, in_an_event_loop = run("streaming.py", capsys).split("\n---\n")
-        assert len(from_a_thread.split()) > 20
-        assert from_a_thread == in_an_event_loop
-
-    @pytest.mark.exhaustive
-    def test_stopping(self, capsys: pytest.CaptureFixture[str]) -> None:
-        at_string, by_rule = map(ast.literal_eval, run("stopping.py", capsys).splitlines())
-        assert at_string.endswith("Monkeys")
-        assert by_rule.endswith("\n")
-        assert by_rule.count("\n") == 3
-
-    @pytest.mark.exhaustive
-    def test_constrained_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+    if name == "constrained_json.py":
         pytest.importorskip("xgrammar", reason="xgrammar has no wheel for this platform")
-        answer = json.loads(run("constrained_json.py", capsys))
-        assert list(answer) == ["name", "population", "capital_city", "continent"]
-        assert isinstance(answer["population"], int)
+    output = run(name, capsys)
+    assert CHECKS[name](output), output
 
-    @pytest.mark.exhaustive
-    @pytest.mark.filterwarnings("error::lade.PlainDecodingWarning")
-    @pytest.mark.filterwarnings("ignore")  # by TRL and what it uses, of versions that nobody pins
-    def test_rollouts(
-        self,
-        capsys: pytest.CaptureFixture[str],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        pytest.importorskip("trl", reason="TRL is no dependency of lade or of its tests")
-        monkeypatch.chdir(tmp_path)
-        assert "'reward': " in run("rollouts.py", capsys)
 
-    @pytest.mark.exhaustive
-    def test_continue_chat(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", FutureWarning)  # of a name that will be gone
-            output = run("continue_chat.py", capsys)
-        assert "Paris" in output
-        assert "Rome" in output
+@pytest.mark.exhaustive  # two replicas of a model
+@pytest.mark.model
+@pytest.mark.usefixtures("real_model")
+def test_ray_serve(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray", reason="Ray is no dependency of lade or of its tests")
+    runpy.run_path(str(EXAMPLES / "ray_serve.py"), run_name="__main__")
+    first, *_, last = re.findall(r"-> tokens per forward: (.*)", capfd.readouterr().out)
+    assert min(map(float, last.split())) > max(map(float, first.split()))
 
-    @pytest.mark.exhaustive
-    def test_growing_chat(self, capsys: pytest.CaptureFixture[str]) -> None:
-        output = run("growing_chat.py", capsys)
-        assert "Paris" in output
-        numbers = [line.split() for line in output.splitlines() if line.startswith("-> ran")]
-        ran, lengths = ([int(each[place]) for each in numbers] for place in (2, 4))
-        assert ran[0] == lengths[0]
-        assert all(0 < num < 25 < length for num, length in zip(ran[1:], lengths[1:], strict=True))
 
-    @pytest.mark.exhaustive
-    @pytest.mark.usefixtures("own_remote_code")
-    def test_decode_from_folder(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert len(run("decode_from_folder.py", capsys).split()) > 20
+@pytest.mark.exhaustive  # minutes of training
+@pytest.mark.model
+@pytest.mark.usefixtures("real_model")
+@pytest.mark.filterwarnings("error::lade.PlainDecodingWarning")
+@pytest.mark.filterwarnings("ignore")  # by TRL and what it uses, of versions that nobody pins
+def test_rollouts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trl", reason="TRL is no dependency of lade or of its tests")
+    monkeypatch.chdir(tmp_path)
+    assert "'reward': " in run("rollouts.py", capsys)

@@ -9,13 +9,12 @@ import sys
 import zipfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import lade
 import ngram_pool
-from tests.lade.tiny import tiny_model
+from tests.lade.tiny import byte_tokenizer, tiny_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -230,22 +229,6 @@ def test_the_older_lade_distribution_is_named_with_what_to_uninstall(tmp_path: P
     assert "pip uninstall -y lade lade-decoding && pip install lade-decoding" in done.stderr
 
 
-class Words:
-    """Stands in for a tokenizer, which the tiny model has not."""
-
-    def __call__(self, text: str, **options: Any) -> dict[str, Any]:
-        import torch
-
-        ids = torch.tensor([[5, 6] * len(text.split())])
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-    def apply_chat_template(self, chat: list[dict[str, str]], **options: Any) -> dict[str, Any]:
-        return self(chat[-1]["content"])
-
-    def decode(self, token_ids: Any) -> str:
-        return " ".join(map(str, token_ids.tolist()))
-
-
 def test_python_code_in_the_readme_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,15 +236,18 @@ def test_python_code_in_the_readme_runs(
 
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) == 2
-    model, tokenizer = tiny_model("llama"), Words()
+    model, tokenizer = tiny_model("llama", vocab_size=256), byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     for name, thing in (("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer)):
         loader = getattr(transformers, name)
         monkeypatch.setattr(loader, "from_pretrained", lambda *_, thing=thing, **__: thing)
-    inputs = tokenizer("two words")
+    inputs = tokenizer("two words", return_tensors="pt")
     for block in blocks:
         names = {"model": model, "inputs": inputs, "lade": lade}
         exec(compile(block, "README.md", "exec"), names)
-    assert capsys.readouterr().out.startswith("5 6 5 6 5 6 5 6 ")
+    said = capsys.readouterr().out
+    assert said.startswith("When was it built")
+    assert said.endswith("tokens a forward\n")
 
 
 @pytest.mark.exhaustive

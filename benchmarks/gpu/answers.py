@@ -4,7 +4,7 @@
 
 Drafts are replayed so that the requested number of tokens is accepted; all else is the work that
 lade does. Methods whose clean-up disturbs others (`static` frees memory that recordings use) are
-not to share a process with them. Next file: `chat.py`.
+not to share a process with them. Next file: `work.py`.
 """
 
 from collections.abc import Mapping, Sequence

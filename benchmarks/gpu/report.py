@@ -27,8 +27,6 @@ _TITLES = {
     "compiled": "Whole answers, lade compiled, drafts replayed",
     "sampled": "Whole answers, sampled, drafts replayed",
     "batches": "Whole answers, several at once, drafts replayed",
-    "kernels": "Kernels of a step",
-    "chat": "Chat, its whole text as each prompt, drafts replayed",
 }
 #: The stages whose rows are compared with each other.
 WHOLE_ANSWERS = (
@@ -57,11 +55,6 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     "steps": (
         *("context", *_STEPS, "num_nodes", "sec", "busy_sec", "ratio_to_one_node"),
         *("share_of_copy_bandwidth", "host_sec", "recording_sec", "recording_bytes"),
-    ),
-    "kernels": ("num_nodes", *_STEPS, "what", "num_kernels", "sec", "share"),
-    "chat": (
-        *("turn", *_STEPS, "prompt_length", "tokens_per_sec", "mean_accepted_tokens"),
-        *("draft_tokens_per_step", "num_recorded", "num_lost", "recording_sec", "num_replayed"),
     ),
 }
 

@@ -21,7 +21,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("bandwidth", "attention", "host"),
     ("plain", "installed", "steps", "graphs"),
     ("static",),
-    ("eager", "sampled", "chat", "batches", "kernels"),
+    ("eager", "sampled", "batches"),
     ("compiled",),
 )
 STAGES = tuple(name for group in GROUPS for name in group)
@@ -40,9 +40,7 @@ _NEEDED_SEC: Mapping[str, float] = {
     "static": 110,
     "eager": 35,
     "sampled": 45,
-    "chat": 60,
     "batches": 100,
-    "kernels": 40,
     "compiled": 150,
 }
 NUM_NODES = 32  # of each tree in whole answers, the root included

@@ -31,8 +31,6 @@ class Shape:
     tree_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes, the root included
     prompt_length: int = 2048  # for whole answers
     max_new_tokens: int = 256
-    #: Tokens of the first prompt of a chat, of each later question, and of each answer.
-    chat: tuple[int, int, int] = (512, 128, 128)
     #: Rotary parameters, as Llama 3 scales positions.
     rope: Mapping[str, Any] = field(default_factory=dict)
 
@@ -74,7 +72,6 @@ SHAPES = {
             tree_sizes=(1, 8, 16, 32),
             prompt_length=256,
             max_new_tokens=64,
-            chat=(128, 32, 32),
         ),
         # To try the command out, also on a CPU.
         Shape(
@@ -92,7 +89,6 @@ SHAPES = {
             contexts=(64, 128, 1024),  # the last one exceeds the positions
             prompt_length=96,
             max_new_tokens=64,
-            chat=(40, 8, 24),
         ),
     )
 }

@@ -2,7 +2,7 @@
 
 A step is what the decoding loop does between a draft and its verification: it makes the tree's
 tensors, replays the recorded forward, ranks the likeliest tokens for the pool, and waits for the
-target's choices on the host. Next file: `kernels.py`.
+target's choices on the host. Next file: `answers.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

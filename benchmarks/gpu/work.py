@@ -81,8 +81,6 @@ def _measure_shape(job: "GpuJob", device: Any, stage: "Stage") -> None:
         measure_answers,
         measure_side_by_side,
     )
-    from benchmarks.gpu.chat import measure_chat
-    from benchmarks.gpu.kernels import measure_kernels
     from benchmarks.gpu.shapes import DTYPE, make_model
     from benchmarks.gpu.steps import measure_steps
 
@@ -109,10 +107,6 @@ def _measure_shape(job: "GpuJob", device: Any, stage: "Stage") -> None:
         measure_side_by_side(make(), shape, replayed, stage, SAMPLED)
     elif job.stage == "batches":
         measure_side_by_side(make(), shape, replayed, stage, nums_rows=BATCH_SIZES)
-    elif job.stage == "kernels":
-        measure_kernels(make(), shape, stage)
-    elif job.stage == "chat":
-        measure_chat(make(), shape, *replayed, stage)
     else:
         measure_answers(make(), shape, job.stage, replayed, stage)
 

@@ -1,6 +1,6 @@
 """Prompt lookup: copy what followed the first occurrence of the last few tokens.
 
-Next file: `lookahead.py`.
+Next file: `recycling.py`.
 """
 
 from collections.abc import Sequence

@@ -1,24 +1,32 @@
-"""`python -m benchmarks`, from help texts to result files, on a tiny local model."""
+"""`python -m benchmarks`: each command runs on a tiny model, and its numbers are what it says."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks import cpu_engines, forwards, memory, methods, pool
+import lade
+from benchmarks import cpu_engines, forwards, memory, pool
 from benchmarks.__main__ import app, main
-from benchmarks.gguf_engines import write_gguf
+from benchmarks.formula import compare, expected_tokens
+from benchmarks.gguf_engines import Continuation, write_gguf
 from benchmarks.memory import Peak
-from benchmarks.traces import read_traces
-from lade.bench.baselines import Answer, MethodInfo, plain
-from lade.cli.results import ResultFiles
-from lade.models.loading import LoadedModel, load
-from ngram_pool import NGramPool
-from tests.lade.tiny import tiny_model
+from benchmarks.pool_requests import time_requests
+from benchmarks.pool_threads import time_threads
+from benchmarks.predictions import EDITS, measured
+from benchmarks.prompts import Half
+from benchmarks.publish import publish
+from benchmarks.rivals.catalogue import RIVALS
+from benchmarks.rollouts import Both, summary
+from tests.lade.tiny import byte_tokenizer, tiny_model
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+DRAFTING = "plain,pool,assistant,first_layers,pool+assistant,hf_assistant,hf_early_exit"
 
 
 def run(*args: Any) -> Any:
@@ -27,288 +35,369 @@ def run(*args: Any) -> Any:
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.txt"
-    path.write_text("abcabc\nxyxyxy\nhello\n")
-    return path
-
-
-@pytest.fixture
-def options(folder: str, prompts: Path) -> list[Any]:
+def options(folder: str, tmp_path: Path) -> list[Any]:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abcabc\nxyxyxy\nhello\n")
     options = ["--prompts", prompts, "--model", folder, "--dtype", "float32"]
     return [*options, "--max-new-tokens", 8]
 
 
-def test_every_command_has_help() -> None:
-    names = [command.name for command in app.registered_commands]
-    assert len(names) == 18
-    for name in names:
-        assert "Usage" in run(name, "--help").stdout
+@pytest.fixture
+def results(tmp_path: Path) -> Callable[..., Any]:
+    """Run a command and return what it wrote."""
+
+    def read(*args: Any) -> Any:
+        path = tmp_path / "result.json"
+        done = run(*args, "--json", path)
+        content = json.loads(path.read_text())
+        assert str(tmp_path) not in path.read_text()  # results are published
+        return {**content, "exit_code": done.exit_code, "shown": done.output}
+
+    return read
 
 
-def test_what_is_wrong_with_an_option_is_told_in_one_line(
-    prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def interrupt(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, nth: int) -> None:
+    """Have a function interrupt when it is called for the nth time."""
+    whole, calls = getattr(place, name), list[int]()
+
+    def call(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == nth:
+            raise KeyboardInterrupt
+        return whole(*args, **named)
+
+    monkeypatch.setattr(place, name, call)
+
+
+def test_every_command_has_help_and_names_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    argv = ["benchmarks", "arena", "--prompts", str(prompts), "--methods", "wrong"]
-    monkeypatch.setattr("sys.argv", argv)
-    with pytest.raises(SystemExit) as end:
+    for command in app.registered_commands:
+        assert "Usage" in run(command.name, "--help").stdout
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello")
+    wrong = ["benchmarks", "arena", "--prompts", str(prompts), "--methods", "wrong"]
+    monkeypatch.setattr("sys.argv", wrong)
+    with pytest.raises(SystemExit, match="1"):
         main()
-    assert end.value.code == 1
     said = capsys.readouterr().err
     assert said.startswith("error: expected different ones of lade, ")
     assert said.count("\n") == 1
 
 
-@pytest.mark.exhaustive
-def test_methods_are_compared_in_several_passes(options: list[Any], tmp_path: Path) -> None:
-    path, markdown = tmp_path / "result.json", tmp_path / "result.md"
-    names = ["plain", "prompt_lookup", "lade_tree", "lade_rows", "rival_sam"]
-    files = ["--json", path, "--markdown", markdown, "--plot", tmp_path / "plots"]
-    run("run", *options, "--methods", ",".join(names), "--passes", 2, "--limit", 2, *files)
-    content = json.loads(path.read_text())
-    settings = content["settings"]
-    assert (settings["prompts"]["name"], settings["prompts"]["num"]) == ("prompts.txt", 2)
-    assert list(settings["methods"]) == names
-    assert settings["methods"]["lade_rows"] == "as lade, drafts verified by rows"
-    assert (settings["interrupted"], settings["left_out"]) == (False, {})
-    for of_methods in content["summary"].values():
-        for entry in of_methods.values():
-            assert entry["share_repeated"] == 1.0
-            assert len(entry["speedup_of_each_pass"]) == 2
-    assert len(content["prompts"]) == 4
-    for entry in content["prompts"]:
+# --- run ------------------------------------------------------------------------------------
+
+
+def test_speed_ups_are_ratios_to_plain_and_the_median_of_passes_counts(
+    options: list[Any], results: Callable[..., Any]
+) -> None:
+    names = ["plain", "prompt_lookup", "lade_tree", "lade_chain", "rival_goose"]
+    found = results("run", *options, "--methods", ",".join(names), "--passes", 3, "--limit", 2)
+    assert [*found["settings"]["methods"]] == names
+    assert (found["settings"]["prompts"]["num"], found["settings"]["left_out"]) == (2, {})
+    assert len(found["prompts"]) == 6
+    for entry in found["prompts"]:
         assert all(entry[name]["same_text"] for name in names[1:])
-    assert "| rival_sam |" in markdown.read_text()
-    assert (tmp_path / "plots" / "speedup.svg").exists()
+        assert entry["plain"]["num_steps"] == 7  # of eight tokens, the first is the prompt's
+    for of_methods in found["summary"].values():
+        for name, entry in of_methods.items():
+            passes = entry["speedup_of_each_pass"]
+            assert len(passes) == 3
+            assert entry["speedup"] == pytest.approx(median(passes), rel=1e-4), name
+            assert entry["same_text"] == entry["share_repeated"] == 1.0
+        assert of_methods["plain"]["speedup_of_each_pass"] == [1.0, 1.0, 1.0]
+        assert of_methods["plain"]["mean_accepted_tokens"] == 1.0
+        assert of_methods["lade_tree"]["mean_accepted_tokens"] >= 1.0
 
 
-def test_samples_and_batches_leave_out_what_has_one_row(options: list[Any], tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
+def test_samples_and_batches_leave_out_what_has_one_row(
+    options: list[Any], results: Callable[..., Any]
+) -> None:
     options += ["--temperature", 0.8, "--top-p", 0.95, "--seed", 7, "--verification", "chain"]
-    options += ["--batch-size", 2, "--num-return-sequences", 2, "--json", path]
-    result = run("run", *options)
-    assert "Sampling at temperature 0.8, top-p 0.95, batches of 2, 2 sequences a" in result.stdout
-    assert "prompt_lookup is left out: transformers runs it on one prompt" in result.stdout
-    assert "verification: chain" in result.stdout
-    content = json.loads(path.read_text())
+    found = results("run", *options, "--batch-size", 2, "--num-return-sequences", 2)
+    assert "prompt_lookup is left out: transformers runs it on one prompt" in found["shown"]
     names = ["no_drafts", "lade", "lade_fresh"]
-    assert list(content["settings"]["methods"]) == ["plain", *names]
-    assert [entry["plain"]["num_rows"] for entry in content["prompts"]] == [4, 2]
-    for entry in content["prompts"]:
-        assert all(entry[name]["same_text"] for name in names)
+    assert [*found["settings"]["methods"]] == ["plain", *names]
+    assert [entry["plain"]["num_rows"] for entry in found["prompts"]] == [4, 2]
+    assert all(entry[name]["same_text"] for entry in found["prompts"] for name in names)
 
 
-def test_pools_are_learned_saved_and_read(options: list[Any], tmp_path: Path) -> None:
-    mine, more, path = tmp_path / "mine.pool", tmp_path / "more.pool", tmp_path / "result.json"
+def test_pools_are_learned_saved_and_read(
+    options: list[Any], results: Callable[..., Any], tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.pool"
     options += ["--max-new-tokens", 24, "--max-draft-tokens", 4, "--limit", 2]
     run("run", *options, "--methods", "lade", "--save-pool", mine)
-    assert len(NGramPool.load(mine)) == 2 * 30
-    run("run", *options, "--pool", mine, "--json", path)
-    content = json.loads(path.read_text())
-    assert content["settings"]["pools"] == {"names": ["mine.pool"], "num_tokens": 60}
-    for of_methods in content["summary"].values():
-        for name in ("lade", "lade_fresh"):
-            with_pool = of_methods[name.replace("lade", "lade_pool")]["mean_accepted_tokens"]
-            assert with_pool > of_methods[name]["mean_accepted_tokens"]
-    run("run", *options, "--methods", "lade_pool", "--pool", mine, "--save-pool", more)
-    assert len(NGramPool.load(more)) == len(NGramPool.load(mine)) == 60
-    with pytest.raises(ValueError, match="expected lade or lade_pool in --methods with --save-po"):
-        run("run", *options, "--methods", "lade_fresh", "--save-pool", mine)
+    assert len(lade.NGramPool.load(mine)) == 2 * 30
+    found = results("run", *options, "--pool", mine)
+    assert found["settings"]["pools"] == {"names": ["mine.pool"], "num_tokens": 60}
+    for of_methods in found["summary"].values():
+        for name, with_pool in (("lade", "lade_pool"), ("lade_fresh", "lade_pool_fresh")):
+            mats = [of_methods[each]["mean_accepted_tokens"] for each in (name, with_pool)]
+            assert mats[0] < mats[1]
 
 
 def test_draft_models_are_compared_and_held_against_the_formula(
-    options: list[Any], tmp_path: Path
+    options: list[Any], results: Callable[..., Any], tmp_path: Path
 ) -> None:
-    path = tmp_path / "run.json"
-    names = "plain,pool,assistant,first_layers,pool+assistant,hf_assistant,hf_early_exit"
-    options += ["--methods", names, "--json", path, "--limit", 1]
-    result = run("run", *options, "--assistant", "self:int8", "--first-layers", 1)
-    assert "Sources of drafts" in result.stdout
-    content = json.loads(path.read_text())
-    assert content["settings"]["assistant"] == "self:int8"
-    assert content["settings"]["first_layers"] == 1
-    for entry in content["prompts"]:
-        assert all(entry[name]["same_text"] for name in names.split(",")[1:])
+    options += ["--methods", DRAFTING, "--limit", 1]
+    found = results("run", *options, "--assistant", "self:int8", "--first-layers", 1)
+    assert found["settings"]["assistant"] == "self:int8"
+    (entry,) = found["prompts"]
+    assert all(entry[name]["same_text"] for name in DRAFTING.split(",")[1:])
+    assisted = entry["hf_assistant"]
+    assert entry["assistant"]["num_accepted_tokens"] > 0  # its 8 bits are close to the model
+    # As lade counts: steps without the prompt's, tokens of a step the accepted ones and one more.
+    assert assisted["num_steps"] < 7
+    assert assisted["num_accepted_tokens"] <= assisted["num_draft_tokens"]
+    path = tmp_path / "result.json"
     assert "The formula against a real run" in run("formula", path).stdout
+    for made in compare(path):
+        counts = entry[made.method]
+        drafted = counts["num_draft_tokens"] / counts["num_drafted_row_steps"]
+        assert made.num_draft_tokens == pytest.approx(drafted, rel=1e-4)
+        assert 0 <= made.acceptance <= 1
+    assert expected_tokens(0.8, 5) == pytest.approx(3.68928)  # of the paper
+    assert (expected_tokens(1.0, 5), expected_tokens(0.0, 5)) == (6, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--methods", "plain,magic"], "expected different ones of plain, .*, got 'plain,magic'"),
+        (["--methods", "plain,assistant"], "expected --assistant with a method"),
+        (["--methods", "lade_pool"], "expected --pool with lade_pool"),
+        (["--methods", "hf_early_exit"], "expected --first-layers N with hf_early_exit"),
+        (["--methods", "plain", "--first-layers", 2], r"expected one of pool\+first_layers"),
+        (["--methods", "lade_fresh", "--save-pool", "x.pool"], "expected lade or lade_pool"),
+    ],
+)
+def test_methods_have_to_get_what_they_draft_by(
+    options: list[Any], given: list[Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run("run", *options, *given)
 
 
 def test_what_was_measured_before_an_interruption_is_kept(
-    options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[Any], results: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-
-    def interrupting(model: Any, inputs: Any, options: Any) -> Answer:
-        calls.append(1)
-        if len(calls) == 5:  # the first one warms up
-            raise KeyboardInterrupt
-        return plain(model, inputs, options)
-
-    info = MethodInfo(lambda given: interrupting, "interrupting")
-    monkeypatch.setitem(methods.METHODS, "plain", info)
-    path = tmp_path / "result.json"
-    options += ["--methods", "plain", "--passes", "3", "--limit", 2, "--json", path]
-    result = run("run", *options)
-    assert result.exit_code == 130
-    assert "stopped after 3 of 6" in result.stderr
-    content = json.loads(path.read_text())
-    assert len(content["prompts"]) == 2  # an unfinished second pass is left out
-    assert content["settings"]["interrupted"] is True
+    interrupt(monkeypatch, type(tiny_model("llama")), "generate", 5)  # the first one warms up
+    options += ["--methods", "plain", "--passes", 3, "--limit", 2]
+    found = results("run", *options)
+    assert found["exit_code"] == 130
+    assert "stopped after 3 of 6" in found["shown"]
+    assert len(found["prompts"]) == 2  # an unfinished second pass is left out
+    assert found["settings"]["interrupted"] is True
 
 
-@pytest.mark.exhaustive
-def test_the_arena_writes_its_points(options: list[Any], tmp_path: Path) -> None:
-    path = tmp_path / "arena.json"
-    options += ["--methods", "lade,rival_sam", "--max-draft-tokens", "4", "--limit", 1]
-    run("arena", *options, "--json", path, "--plot", tmp_path)
-    content = json.loads(path.read_text())
-    assert {run["method"] for run in content["runs"]} == {"lade", "rival_sam"}
-    assert content["prompts"][0]["num_steps"]["lade"]["4"] <= 7
-    assert (tmp_path / "arena.png").exists()
-    with pytest.raises(ValueError, match="expected different ones of lade, lade_untabled"):
-        run("arena", *options, "--methods", "plain")
+# --- arena and fit --------------------------------------------------------------------------
 
 
-def test_answers_are_recorded_and_replayed(options: list[Any], tmp_path: Path) -> None:
-    traces, path, markdown = (tmp_path / name for name in ("traces", "replay.json", "replay.md"))
-    result = run("record", *options, "--out", traces, "--limit", 2)
-    assert "2 answers, 16 tokens" in result.stderr
-    files = ["--json", path, "--markdown", markdown, "--plot", tmp_path]
-    asked = ["--max-draft-tokens", "4,8", "--passes", 2, "--methods", "lade,lade_fresh"]
-    assert "lade, pass 2" in run("replay", traces, *asked, *files).stdout
-    assert "| lade, pass 2 | 8 |" in markdown.read_text()
-    assert (tmp_path / "mat.svg").exists()
-    content = json.loads(path.read_text())
-    assert content["settings"]["traces"]["name"] == "traces"
-    assert content["settings"]["recorded"]["settings"]["num_successors"] == 16
-    assert len(content["runs"]) % 8 == 0  # two methods, two sizes, two passes a group
-    with pytest.raises(ValueError, match=r"expected different ones of lade, .* got 'plain'"):
-        run("replay", traces, "--methods", "plain")
-
-
-def test_an_interrupted_recording_keeps_what_it_has(
-    options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_in_the_arena_all_write_the_texts_of_generate_at_every_size(
+    options: list[Any], results: Callable[..., Any]
 ) -> None:
-    from benchmarks import record
-
-    whole, calls = record.successors_of, list[int]()
-
-    def interrupting(model: Any, token_ids: Any, num_successors: int) -> Any:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return whole(model, token_ids, num_successors)
-
-    monkeypatch.setattr(record, "successors_of", interrupting)
-    result = run("record", *options, "--out", tmp_path / "traces")
-    assert result.exit_code == 130
-    assert "stopped after 2 of 3 prompts" in result.stderr
-    recorded = read_traces(tmp_path / "traces")
-    assert [trace.id for trace in recorded.traces] == ["1", "2"]
-    assert recorded.settings["interrupted"] is True
+    names, sizes = ["lade", "lade_fresh", *RIVALS], [2, 8]
+    options += ["--methods", ",".join(names), "--max-draft-tokens", "2,8", "--limit", 2]
+    found = results("arena", *options)
+    runs = {(r["group"], r["method"], r["max_draft_tokens"]): r for r in found["runs"]}
+    for name in names:
+        for size in sizes:
+            each = runs["overall", name, size]
+            assert each["draft_tokens_per_step"] <= size
+            assert each["num_tokens"] == 16
+            steps = [prompt["num_steps"][name][str(size)] for prompt in found["prompts"]]
+            # Each prompt's first token takes no step.
+            assert each["mean_accepted_tokens"] == pytest.approx((16 - 2) / sum(steps), rel=1e-4)
 
 
-def test_weights_are_fitted_and_printed(options: list[Any], tmp_path: Path) -> None:
-    path = tmp_path / "weights.json"
-    result = run("fit", *options, "--half", "publish", "--json", path)
-    assert result.stdout.startswith("    (")
-    assert json.loads(path.read_text())["weights"]
-
-
-def test_forwards_are_timed_with_both_products(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_weights_are_fitted_to_one_half_of_the_prompts(
+    options: list[Any], results: Callable[..., Any]
 ) -> None:
-    model = tiny_model("llama", hidden_size=256, dtype=torch.float32)
-    loaded = LoadedModel(model, None, "x")
-    monkeypatch.setattr("lade.cli.options.LoadOptions.load", lambda *_: loaded)
-    monkeypatch.setattr(forwards, "_NUM_ROUNDS", 1)
-    path = tmp_path / "forwards.json"
-    result = run("forwards", "--context", 20, "--json", path)
-    assert result.exit_code == 0, result.output
-    content = json.loads(path.read_text())
-    assert {*content["seconds"]} == {"torch", "lade"}
-    for of_contexts in content["seconds"].values():
-        assert {*of_contexts} == {"20"}
-        assert min(of_contexts["20"].values()) > 0
-    assert "reading the weights once" in result.output
+    halves = [Half.of(prompt_id) for prompt_id in ("81", "84", "560", "translation-1")]
+    assert halves == ["fit", "publish", "fit", "fit"]  # in any file
+    found = results("fit", *options, "--half", "publish")
+    published = json.loads((RESULTS / "weights.json").read_text())
+    assert {*map(len, found["weights"])} == {*map(len, published["weights"])}
+    assert "\n    (" in found["shown"]  # as in ngram_pool/weights.py
+
+
+# --- engines and memory ---------------------------------------------------------------------
 
 
 def test_engines_that_are_not_installed_are_left_out(
-    options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[Any], results: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_engines, "find_spec", lambda name: None)
-    path = tmp_path / "engines.json"
-    result = run("cpu-engines", *options, "--limit", 2, "--json", path)
-    for package in ("openvino-genai", "llama-cpp-python"):
-        assert f"is left out: it is not installed: pip install {package}\n" in result.stdout
-    content = json.loads(path.read_text())
-    assert content["columns"] == [*cpu_engines.COLUMNS]
-    assert len(cpu_engines.HEADINGS) == len(cpu_engines.COLUMNS)
-    ((key, rows),) = content["runs"].items()
-    assert key.startswith("float32, ")
+    found = results("cpu-engines", *options, "--limit", 2)
+    assert "is left out: it is not installed: pip install openvino-genai\n" in found["shown"]
+    (rows,) = found["runs"].values()
     assert [*rows] == ["plain", "prompt_lookup", "no_drafts", "lade_fresh"]
-    for _, _, ratio, first_sec, same_text in rows.values():
-        assert ratio > 0 < first_sec
-        assert same_text == 1.0
-    assert rows["plain"][2] == 1.0
-    run("cpu-engines", *options, "--limit", 2, "--dtype", "bfloat16", "--json", path)
-    assert [key.split(",")[0] for key in json.loads(path.read_text())["runs"]] == [
-        *("float32", "bfloat16")
-    ]
+    assert all(row[2] > 0 < row[3] and row[4] == 1.0 for row in rows.values())
+    again = results("cpu-engines", *options, "--limit", 2, "--dtype", "bfloat16")
+    assert [key.split(",")[0] for key in again["runs"]] == ["float32", "bfloat16"]
+
+
+def test_engines_are_compared_answer_by_answer() -> None:
+    """Speeds are of what comes after the first tokens; medians, of ratios and of first tokens."""
+    plain = [Continuation([1, 2, 3, 4, 5], 1, sec, 2.0, 4.0) for sec in (0.1, 0.2, 0.6)]
+    ours = [Continuation([1, 2, 3, 4, 5], 1, 0.3, rest, 1.0) for rest in (1.0, 0.5, 0.25)]
+    ours[2] = ours[2]._replace(token_ids=[1, 2, 3, 4, 6])
+    found = cpu_engines.summarise({"plain": plain, "lade_fresh": ours})
+    assert found["plain"] == [2.0, 1.0, 1.0, 0.2, 1.0]
+    assert found["lade_fresh"] == [6.86, 4.0, 4.0, 0.3, 0.667]
 
 
 def test_a_file_for_engines_has_the_weights_of_the_model(folder: str, tmp_path: Path) -> None:
-    loaded = load(folder, dtype="float32")
+    from transformers import AutoModelForCausalLM
+
+    loaded = lade.models.load(folder, dtype="float32")
     write_gguf(loaded.model, loaded.tokenizer, tmp_path / "model.gguf", "float32")
-    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
-    weights = read.state_dict()
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").state_dict()
     for name, weight in loaded.model.state_dict().items():
         assert torch.equal(weights[name], weight), name
     with pytest.raises(ValueError, match=r"expected weights that are the same in float16, got "):
         write_gguf(loaded.model, loaded.tokenizer, tmp_path / "half.gguf", "float16")
 
 
-def test_a_model_without_large_layers_has_nothing_to_time() -> None:
-    small = LoadedModel(tiny_model("llama", dtype=torch.float32), None, "x")
+def test_peaks_are_medians_held_against_plains(
+    options: list[Any], results: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = {"plain": iter([1000, 1200, 900]), "lade": iter([1500, 1400, 1700])}
+
+    def measured(work: memory.Work) -> Peak:
+        return Peak(work.method, next(peaks[work.method]), 10, 3000, False, 24, 1)
+
+    monkeypatch.setattr(memory, "measure_in_process", measured)
+    found = results("memory", *options, "--passes", 3)
+    assert found["summary"]["lade"]["peak_bytes"] == 1500
+    assert found["summary"]["lade"]["peak_ratio"] == 1.5  # of 1500 and 1000
+    assert len(found["runs"]) == 6
+
+
+@pytest.mark.exhaustive  # two processes that import torch
+def test_a_process_that_measures_plain_tells_its_peak_or_why_it_failed(
+    options: list[Any], results: Callable[..., Any]
+) -> None:
+    (peak,) = results("memory", *options, "--methods", "plain")["runs"]
+    assert 10**8 < peak["peak_bytes"] <= peak["life_peak_bytes"]
+    assert (peak["growth_bytes"] < peak["peak_bytes"], peak["num_tokens"]) == (True, 24)
+    options[options.index("--model") + 1] = "/does/not/exist"
+    with pytest.raises((lade.LadeError, ValueError, OSError), match="no such folder"):
+        run("memory", *options, "--methods", "plain")
+
+
+# --- parts ----------------------------------------------------------------------------------
+
+
+def test_forwards_are_timed_with_both_products(
+    results: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwards, "_NUM_ROUNDS", 1)
+    load = "lade.cli.options.LoadOptions.load"
+
+    def loaded(width: int) -> Any:
+        model = tiny_model("llama", hidden_size=width, dtype=torch.float32)
+        return lambda *_: lade.models.LoadedModel(model, None, "x")
+
+    monkeypatch.setattr(load, loaded(256))
+    found = results("forwards", "--context", 20)
+    assert {*found["seconds"]} == {"torch", "lade"}
+    assert all(min(each["20"].values()) > 0 for each in found["seconds"].values())
+    monkeypatch.setattr(load, loaded(32))
     with pytest.raises(ValueError, match="expected a model on a CPU with large layers"):
-        forwards.run(small, [9], ResultFiles())
+        run("forwards", "--context", 20)
 
 
-def test_interrupted_measurements_of_memory_keep_what_they_have(
-    options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_pool_is_timed_and_an_interruption_keeps_its_sizes(
+    results: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done: list[str] = []
-
-    def interrupting(work: memory.Work) -> Peak:
-        if done:
-            raise KeyboardInterrupt
-        done.append(work.method)
-        return Peak(work.method, 2**30, 2**29, 2**30, True, 5, 1)
-
-    monkeypatch.setattr(memory, "measure_in_process", interrupting)
-    path = tmp_path / "memory.json"
-    result = run("memory", *options, "--json", path)
-    assert result.exit_code == 130
-    assert "1024" in result.stdout
-    assert "that of loading the model is included" in " ".join(result.stdout.split())
-    assert "stopped after 1 of 2 processes" in result.stderr
-    assert list(json.loads(path.read_text())["summary"]) == ["plain"]
+    interrupt(monkeypatch, pool, "time_pool", 3)  # the first one compiles
+    found = results("pool", "--max-tokens", 100_000)
+    assert (found["exit_code"], found["settings"]["interrupted"]) == (130, True)
+    (timing,) = found["timings"]
+    assert timing["num_tokens"] == 10_000
+    assert 0 < timing["nodes_per_draft"] <= pool.MAX_DRAFT_TOKENS
+    assert 0 < timing["draft_us"] <= timing["draft_p95_us"]
+    assert min(timing.values()) > 0
 
 
-def test_an_interrupted_bench_of_the_pool_keeps_its_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_threads_lose_no_update_and_a_proposers_drafts_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = pool.time_pool
+    monkeypatch.setattr("benchmarks.pool_threads._NUM_STEPS", 256)
+    timing = time_threads(64, max_draft_tokens=8)
+    assert timing.num_lost == 0
+    assert 0 < timing.draft_us <= timing.draft_p99_us <= timing.longest_us
+    monkeypatch.setattr("benchmarks.pool_requests._NUM_STEPS", 10)
+    monkeypatch.setattr("benchmarks.pool_requests._NUM_SHARED", 5_000)
+    of_step = time_requests(2, "all", 8)
+    assert 0 < of_step.step_ms <= of_step.step_p95_ms
+    assert 0 <= of_step.drafted <= 8
 
-    def interrupting(num_tokens: int, max_draft_tokens: int) -> pool.PoolTiming:
-        if num_tokens > 10_000:
-            raise KeyboardInterrupt
-        return whole(num_tokens, max_draft_tokens)
 
-    monkeypatch.setattr(pool, "time_pool", interrupting)
-    path = tmp_path / "pool.json"
-    result = run("pool", "--max-tokens", 100_000, "--json", path)
-    assert result.exit_code == 130
-    assert "10,000" in result.stdout
-    content = json.loads(path.read_text())
-    assert content["settings"]["interrupted"] is True
-    assert [row["num_tokens"] for row in content["timings"]] == [10_000]
+@pytest.mark.exhaustive  # five answers of 160 tokens
+def test_an_edit_takes_fewest_steps_with_the_text_as_the_prediction() -> None:
+    model = tiny_model(vocab_size=256, dtype=torch.float32)
+    short = EDITS[1]._replace(answer=EDITS[1].answer[:160])
+    found = measured(lade.models.LoadedModel(model, byte_tokenizer(), "tiny"), short, 1)
+    assert found["num_tokens"] == 160
+    assert found["text"].keys() == {"lade", "prediction", "prompt_lookup"}
+    for methods in (found["request"], found["text"]):
+        assert methods["prediction"]["num_steps"] <= methods["lade"]["num_steps"] < 160
+
+
+def test_rollouts_draw_the_same_samples_while_weights_change() -> None:
+    model = tiny_model(dtype=torch.float32).train()
+    model.generate = both = Both(model, lade.NGramPool())
+    prompts = torch.tensor([[5, 6, 7, 5, 6, 7, 5]]).repeat(3, 1)
+    options = {"attention_mask": torch.ones_like(prompts), "do_sample": True, "pad_token_id": 0}
+    texts = []
+    for _ in range(3):
+        tokens = model.generate(input_ids=prompts, max_new_tokens=12, **options)
+        texts.append(tokens.tolist())
+        with torch.no_grad():
+            model.lm_head.weight.neg_()
+    assert [each.is_same for each in both.rollouts] == [True] * 3
+    assert texts[0] != texts[1]
+    found, calls = summary(both.rollouts), both.rollouts
+    assert found["num_new_tokens"] == sum(each.num_new_tokens for each in calls)
+    ratio = sum(each.plain_sec for each in calls) / sum(each.lade_sec for each in calls)
+    assert found["speedup"] == pytest.approx(ratio, abs=0.01)
+
+
+# --- what is published ----------------------------------------------------------------------
+
+
+def test_what_is_published_is_read_as_before(tmp_path: Path) -> None:
+    """Published again, results change in nothing."""
+    for path in (
+        *("new_pools/bfloat16", "arena/smollm2_bfloat16", "gpu/1b_cpu", "memory"),
+        "serving/short_float32",
+    ):
+        source, out = RESULTS / f"{path}.json", tmp_path / "again.json"
+        publish(source, out)
+        assert json.loads(out.read_text()) == json.loads(source.read_text()), path
+
+
+def test_totals_and_medians_stand_for_the_answers_of_a_result(tmp_path: Path) -> None:
+    entry = {"num_steps": 3, "sec": 0.25, "overhead": 0.1, "same_text": True}
+    prompts = [
+        {"id": "0", "loops": False, "lade": entry},
+        {"id": "1", "loops": False, "lade": {**entry, "num_steps": 4, "overhead": 0.3}},
+        {"id": "2", "loops": True, "lade": entry},
+    ]
+    speeds = {"num_prompts": 3, "tokens_per_sec": 1 / 3, "speedup": 1.5}
+    made = {"environment": {"gpu": None}, "prompts": prompts}
+    made["settings"] = {"assistant": "self:int8", "methods": {"lade": "lade, with one pool"}}
+    made["summary"] = {group: {"lade": {**speeds, "steps": 10}} for group in ("a", "overall")}
+    source, out = tmp_path / "result.json", tmp_path / "published.json"
+    source.write_text(json.dumps(made))
+    publish(source, out)
+    found = json.loads(out.read_text())
+    overall = {**speeds, "tokens_per_sec": 0.333333, "steps": 10, "overhead": 0.1}
+    assert found["summary"]["overall"]["lade"] == pytest.approx(overall)
+    assert found["summary"]["a"]["lade"] == {"num_prompts": 3, "speedup": 1.5}
+    total = {"loops": False, "num_prompts": 2, "lade": {"num_steps": 7, "sec": 0.5}}
+    assert found["prompts"] == [total]
+    assert found["settings"]["methods"] == ["lade"]

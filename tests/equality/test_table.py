@@ -12,6 +12,7 @@ from tests.equality.table import FACTORS, TREES, cases, fits
 from tests.fuzz.cases import Case
 from tests.fuzz.compare import call_lade, compare
 from tests.fuzz.run import deterministic, explain
+from tests.lade.tiny import IS_NEWEST
 
 PARTS = 2  # of a model's cases, each within two seconds
 PLAIN = ("jamba", "rwkv")  # no drafts, or only for single rows
@@ -42,12 +43,14 @@ def test_a_model_answers_as_generate_does_whatever_is_asked(model: str, part: in
         kinds[verdict.kind] += 1
         if verdict.kind == "mismatch":
             pytest.fail(explain(str(row), case, call_lade))
-        assert verdict.kind in ("same", "tie"), (row, verdict.reason)
+        # transformers 5.15 does not tell whose a cache is, and lade refuses some calls there.
+        is_refused = verdict.kind == "refused" and not IS_NEWEST
+        assert is_refused or verdict.kind in ("same", "tie"), (row, verdict.reason)
         if verdict.stats is not None:
             total.add(verdict.stats)
     assert kinds["tie"] <= 1
     # The comparison means nothing unless drafts are both accepted and rejected.
-    if model not in PLAIN:
+    if model not in PLAIN and IS_NEWEST:
         assert total.num_accepted_tokens > 0
     if model in TREES:
         assert total.num_accepted_tokens < total.num_draft_tokens

@@ -13,8 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ngram_pool import NGramPool
-from tests.ngram_pool.checking import check_pool, is_free
+from tests.ngram_pool.checking import check_pool
 from tests.stress.uses import Use
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
@@ -36,33 +35,24 @@ def state_of(use: Use) -> dict[str, Any]:
         state[f"{name}: attributes"] = sorted(vars(module))
         state[f"{name}: forward"] = id(vars(module).get("forward"))
         state[f"{name}: hooks"] = [sorted(getattr(module, hooks)) for hooks in _HOOKS]
-    state |= of_process() | of_thread()
     if use.keeps_random_state:
         state["random state"] = hash(torch.get_rng_state().numpy().tobytes())
-    return state
+    return state | _of_process()
 
 
-def of_process() -> dict[str, Hashable]:
+def _of_process() -> dict[str, Hashable]:
+    """Return what torch, transformers and the system keep for all, or for this thread."""
+    files = Path("/proc/self/fd")
+    hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
     return {
-        "global hooks": (
-            *torch_module._global_forward_hooks,
-            *torch_module._global_forward_pre_hooks,
-        ),
+        "global hooks": tuple(map(tuple, hooks)),
         "attention functions": (*AttentionInterface().valid_keys(),),
         "mask functions": (*AttentionMaskInterface().valid_keys(),),
         "dtype": torch.get_default_dtype(),
         "torch threads": torch.get_num_threads(),
         "threads": threading.active_count(),
-        "files": len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0,
-        "temporary files": tuple(
-            sorted(name for name in os.listdir(tempfile.gettempdir()) if "lade" in name)
-        ),
-    }
-
-
-def of_thread() -> dict[str, Hashable]:
-    """What torch keeps for each thread."""
-    return {
+        "files": len(os.listdir(files)) if files.exists() else 0,
+        "temporary files": tuple(sorted(Path(tempfile.gettempdir()).glob("*lade*"))),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
@@ -73,21 +63,20 @@ def of_thread() -> dict[str, Hashable]:
 
 def damage(use: Use, before: dict[str, Any]) -> list[str]:
     """Return what is not as it was, or not sound."""
-    now = state_of(use)
+    now, pool = state_of(use), use.pool
     found = [f"{name} differs" for name in before | now if before.get(name) != now.get(name)]
-    if use.pool is not None:
-        found += damage_of_pool(use.pool)
-    return found
-
-
-def damage_of_pool(pool: NGramPool) -> list[str]:
-    if not is_free(pool._lock):
-        return ["the lock of the pool is taken"]
+    if pool is None:
+        return found
+    drafting = threading.Thread(target=pool.draft, args=([1], 1), daemon=True)
+    drafting.start()
+    drafting.join(5)
+    if drafting.is_alive():
+        return [*found, "the lock of the pool is taken"]
     try:
         check_pool(pool)
     except AssertionError as error:
-        return [f"the pool is not sound: {error!r}"]
-    return []
+        found.append(f"the pool is not sound: {error!r}")
+    return found
 
 
 def answers(use: Use) -> list[str]:

@@ -2,15 +2,13 @@
 
 The formats are those that people load models in: some made by packages of their own, and all that
 the installed transformers knows. Whatever cannot be made here says why. A second model, large
-enough that products take the time, tells what a forward over more tokens costs in each. Next file:
-`formats_report.py`.
+enough that products take the time, tells what a forward over more tokens costs in each.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module, metadata
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -20,9 +18,11 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from lade.bench.environment import environment
 from lade.compat import CACHE
 from lade.gpu.graphs import why_not_recorded
 from lade.stats import DecodeStats
+from tests.support.report import VERDICTS, reason_of, short
 from tests.support.run import CASES, Case, Row, Verdict, check_model, quiet
 from tests.support.tiny import Model, error_line, tiny_model
 
@@ -52,6 +52,12 @@ WIDTHS = (1, 2, 4, 8, 16, 32)
 NUM_REPEATS = 9
 #: Number of tokens whose logits are compared, of forwards over one token and over all of them.
 NUM_COMPARED = 64
+HEADINGS = (
+    *("format", "activations", "one row", "batch", "MAT", "rounding", "text", "recorded"),
+    "1 token, ms",
+    *(f"{width}" for width in WIDTHS[1:]),
+    "why no better method",
+)
 
 Build = Callable[[Model], Model]  # from a model in float; that one may be changed
 
@@ -99,13 +105,6 @@ class FormatRow:
     def is_bad(self) -> bool:
         """Whether lade is at fault."""
         return self.verdict in ("wrong", "failed")
-
-
-# --- how formats are made -------------------------------------------------------------------
-
-
-def _unchanged(model: Model) -> Model:
-    return model
 
 
 def _by_transformers(method: str, **options: Any) -> Build:
@@ -163,12 +162,7 @@ def _hqq(num_bits: int) -> Build:
 
 
 def _compressed_tensors(preset: str, **activations: Any) -> Build:
-    """Return how to quantize to the nearest value, save, and load as transformers does.
-
-    Args:
-        preset: the name of a scheme.
-        activations: how activations are quantized, if not as in the preset.
-    """
+    """Return how to quantize to the nearest value, save, and load as transformers does."""
 
     def build(model: Model) -> Model:
         library = import_module("compressed_tensors.quantization")
@@ -206,48 +200,6 @@ def _calibrate(module: Any, library: Any) -> None:
     module.quantization_status = library.QuantizationStatus.FROZEN
 
 
-def _gguf(kind: str) -> Build:
-    """Return how to write a file of llama.cpp and load it, which makes plain weights of it."""
-
-    def build(model: Model) -> Model:
-        library = import_module("gguf")
-        config, quantization = model.config, library.GGMLQuantizationType[kind]
-        names = library.get_tensor_name_map(library.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        with TemporaryDirectory() as folder:
-            writer = library.GGUFWriter(Path(folder) / "model.gguf", MODEL_TYPE)
-            writer.add_block_count(config.num_hidden_layers)
-            writer.add_context_length(config.max_position_embeddings)
-            writer.add_embedding_length(config.hidden_size)
-            writer.add_feed_forward_length(config.intermediate_size)
-            writer.add_head_count(config.num_attention_heads)
-            writer.add_head_count_kv(config.num_key_value_heads)
-            writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-            writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-            writer.add_vocab_size(config.vocab_size)
-            for name, weight in model.state_dict().items():
-                values = weight.float().numpy()
-                for part, num_heads in heads.items():
-                    if part in name:  # llama.cpp interleaves the halves that rotate together
-                        halves = values.reshape(num_heads, 2, -1, values.shape[-1])
-                        values = halves.swapaxes(1, 2).reshape(values.shape)
-                stored = quantization if values.ndim > 1 else library.GGMLQuantizationType.F32
-                data = library.quants.quantize(values, stored)
-                place = names.get_name(name, try_suffixes=(".weight",))
-                writer.add_tensor(place, data, raw_dtype=stored)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
-            loaded: Any = type(model).from_pretrained(
-                folder, gguf_file="model.gguf", dtype=model.dtype
-            )
-        loaded.generation_config = model.generation_config
-        return loaded.eval()
-
-    return build
-
-
 _INT4: Any = vars(torch)["int4"]  # which torch's types do not have
 _PER_TENSOR = {"num_bits": 8, "strategy": "tensor", "dynamic": True}
 _BNB = partial(Format, package="bitsandbytes")
@@ -257,7 +209,7 @@ _HQQ = partial(Format, package="hqq", method="hqq")
 _CT = partial(Format, package="compressed-tensors", method="compressed-tensors")
 #: Formats with names of their own; `all_formats` adds the others that transformers knows.
 FORMATS = [
-    Format("not quantized", _unchanged),
+    Format("not quantized", lambda model: model),
     Format("torch.ao dynamic int8", _dynamic, dtypes=(torch.float32,)),
     _BNB(
         "bitsandbytes int8",
@@ -317,7 +269,6 @@ FORMATS = [
         "compressed-tensors W8A8, activations per tensor",
         _compressed_tensors("W8A8", **_PER_TENSOR),
     ),
-    Format("GGUF Q8_0, as plain weights", _gguf("Q8_0"), package="gguf", method="gguf"),
 ]
 #: Options without which a config of transformers cannot be made.
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {"gptq": {"bits": 4}}
@@ -333,19 +284,8 @@ def all_formats() -> dict[str, Format]:
     return {each.name: each for each in (*FORMATS, *others)}
 
 
-# --- what is found --------------------------------------------------------------------------
-
-
 def run_formats(names: Sequence[str], *, seed: int = 0) -> Iterator[FormatRow]:
-    """Check formats in turn; whatever one of them does, the run goes on.
-
-    Args:
-        names: names from `all_formats`.
-        seed: of weights, prompts, drafts and samples.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
+    """Check formats of `all_formats` in turn; whatever one of them does, the run goes on."""
     known = all_formats()
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"expected weight formats of {[*known]}, got {', '.join(unknown)}")
@@ -365,42 +305,35 @@ def run_format(
     with quiet(), torch.random.fork_rng(devices=[]):
         for dtype in kind.dtypes:
             row = FormatRow(kind.name, package, str(dtype).removeprefix("torch."))
-            _fill(row, kind, dtype, cases, seed, is_timed)
+            try:
+                model = kind.build(tiny_model(MODEL_TYPE, seed=seed, dtype=dtype, **TINY))
+            except Exception as error:  # packages, devices: whatever it says is the reason
+                is_made_elsewhere = "model to be pre-quantized" in str(error)
+                loaded = "transformers only loads weights that are in it already"
+                row.why_not = loaded if is_made_elsewhere else error_line(error)
+            else:
+                _fill(row, kind, model, cases, seed)
+                if is_timed and row.check is not None and row.check.compared:
+                    large = tiny_model(MODEL_TYPE, seed=seed, dtype=dtype, **TIMED)
+                    seconds = _seconds(kind.build(large))
+                    row.sec = seconds.pop(1)
+                    row.costs = {width: each / row.sec for width, each in seconds.items()}
             rows.append(row)
-    reasons = {row.why_not for row in rows}
-    if None not in reasons and len(reasons) == 1:
+    if len({row.why_not for row in rows}) == 1 and rows[0].why_not is not None:
         return [FormatRow(kind.name, package, why_not=rows[0].why_not)]
     return rows
 
 
-def _fill(
-    row: FormatRow,
-    kind: Format,
-    dtype: torch.dtype,
-    cases: Sequence[Case],
-    seed: int,
-    is_timed: bool,
-) -> None:
-    """Make a model, compare it with its own `generate`, and time a larger one."""
-    try:
-        model = kind.build(tiny_model(MODEL_TYPE, seed=seed, dtype=dtype, **TINY))
-    except Exception as error:  # packages, devices and versions: whatever it says is the reason
-        is_made_elsewhere = "model to be pre-quantized" in str(error)
-        loaded = "transformers only loads weights that are in it already"
-        row.why_not = loaded if is_made_elsewhere else error_line(error)
-        return
+def _fill(row: FormatRow, kind: Format, model: Model, cases: Sequence[Case], seed: int) -> None:
+    """Compare a model with its own `generate`."""
     row.check = Row(kind.name, MODEL_TYPE, type(model).__name__)
     stats = DecodeStats()
-    if dtype != torch.float32:  # where rounding decides some draws
+    if model.dtype != torch.float32:  # where rounding decides some draws
         cases = [case for case in cases if not case.is_sampled]
         row.rounding = _rounding(model)
     check_model(row.check, model, cases, seed, "eager", stats)
     row.check.add(stats)
     row.why_not_recorded = why_not_recorded(model)
-    if is_timed and row.check.compared:
-        seconds = _seconds(kind.build(tiny_model(MODEL_TYPE, seed=seed, dtype=dtype, **TIMED)))
-        row.sec = seconds[1]
-        row.costs = {width: each / row.sec for width, each in seconds.items() if width > 1}
 
 
 @torch.no_grad()
@@ -430,3 +363,61 @@ def _seconds(model: Model) -> dict[int, float]:
             if repeat >= 0:  # the first one is a warm-up
                 found[width] = min(found[width], perf_counter() - started)
     return found
+
+
+def summary(rows: Sequence[FormatRow]) -> dict[str, int]:
+    """Return the numbers of formats, of models made, of those that speculate, and by verdict."""
+    made = [row.check for row in rows if row.check is not None]
+    verdicts = [row.verdict for row in rows]
+    return {
+        "formats": len({row.name for row in rows}),
+        "models": len(made),
+        "speculate": sum(check.speculates for check in made),
+        **{name: verdicts.count(name) for name in VERDICTS},
+    }
+
+
+def cells(row: FormatRow) -> tuple[str, ...]:
+    """Return the cells of a row as text."""
+    check = row.check
+    if check is None:
+        nothing = [""] * (len(HEADINGS) - 3)
+        return (row.name, row.dtype or "", *nothing, short(row.why_not or ""))
+    found = [f"differs: {difference}" for difference in check.differences]
+    found += [f"{case}: {short(error)}" for case, error in check.failures.items()]
+    plain = dict.fromkeys(check.plain_failures.values())
+    found += [f"plain generate fails ({short(error)})" for error in plain]
+    return (
+        row.name,
+        row.dtype or "",
+        check.kind,
+        check.batch_verification or "",
+        "" if check.mat is None else f"{check.mat:.2f}",
+        "" if row.rounding is None else f"{row.rounding:.1%}",
+        "; ".join([row.verdict, *found]),
+        row.why_not_recorded or "yes",
+        "" if row.sec is None else f"{1000 * row.sec:.1f}",
+        *(f"{row.costs[width]:.2f}" if width in row.costs else "" for width in WIDTHS[1:]),
+        reason_of(check),
+    )
+
+
+def content_of(rows: Sequence[FormatRow], seed: int, stopped: bool) -> dict[str, Any]:
+    """Return what a result file has: the counts, and the table's rows."""
+    settings = {
+        "seed": seed,
+        "cases": [case.name for case in CASES],
+        "tiny": TINY,
+        "timed": TIMED,
+        "num_repeats": NUM_REPEATS,
+        "num_compared": NUM_COMPARED,
+        "interrupted": stopped,
+    }
+    return {
+        "environment": environment(),
+        "settings": settings,
+        "summary": summary(rows),
+        "headings": [*HEADINGS],
+        "packages": sorted({row.package for row in rows if row.package}),
+        "formats": [[*cells(row)] for row in rows],
+    }

@@ -1,74 +1,19 @@
-"""Rows as JSON for a file, and several runs as one Markdown document."""
+"""What was found of architectures: cells of a table, counts, and the content of a file."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
-from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
-
-from packaging import version
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from lade.bench.environment import environment
 from lade.config import Execution, Verification
-from tests.support.run import CASES, MAX_DRAFT_TOKENS, Difference, Kind, Row, Verdict
+from tests.support.run import CASES, MAX_DRAFT_TOKENS, Kind, Row, Verdict
 
 _KINDS: tuple[Kind, ...] = (
     *("tree", "chain", "snapshot", "plain"),
     *("not a text model", "cannot build"),
 )
-_HEADINGS = ("model type", "class", "one row", "batch", "MAT", "text", "why no better method")
-_ALL = [case.name for case in CASES]
-_REASONS = ("reasons", "batch_reasons", "plain_by_rule")
-_NOT_SHOWN = ("speculated", "num_drafted", "num_accepted", "sec")
-#: Fields of a row that a file has only where they are not those of another field.
-_USUAL = {"model_type": "name", "batch_verification": "kind", "batch_reasons": "reasons"}
-_TOLD: tuple[Verdict, ...] = ("exact", "tie", "wrong", "failed")
-_MAX_REASON = 120  # characters; the JSON has all of it
-_INTRODUCTION = """\
-# Supported architectures
-
-Written by `python -m tests.support`, which builds a tiny model with random weights of every causal
-LM that the installed transformers maps, and decodes with plain `generate` and with lade, with the
-same seeds: a prompt shorter than the windows of the tiny models, one longer, one padded on the
-left, and two of them as a batch, greedily and sampled, {new} new tokens each. Drafts are made so
-that some of their tokens are right and some are wrong. Rows such as `mixtral-window` are the same
-architecture with what its default configuration leaves off.
-
-Drafts are verified by one of these methods: `tree`, all candidates in one forward; `chain`,
-one candidate, with the cache cropped after what was accepted; `snapshot`, one candidate, from a
-copy of the state; `plain`, not at all: the same text at plain speed. A check of the loaded model
-chooses the best method that is exact (`lade.probe`), so a model with trained weights may get
-another one than here.
-
-- **one row**, **batch**: the method chosen for one sequence and for several.
-- **MAT**: mean accepted tokens, those that a step commits to a row. It is that of these drafts, and
-  says that they were accepted and rejected, not how fast a real model is.
-- **text**: *exact* if every token is that of plain `generate`, in float64, or in float32 where that
-  is stated because the model cannot run in float64. *Tie*: a first difference where plain's best
-  two logits are the same up to rounding. *Wrong*: any other. *Failed*: lade raises where plain
-  `generate` does not. What plain `generate` itself cannot do with the model is named, and not
-  compared.
-- **why no better method**: for each better method, what the check found.
-"""
-
-
-_Row = TypeVar("_Row")
-
-
-class Results(NamedTuple, Generic[_Row]):
-    """The findings of one run, as in its file."""
-
-    environment: dict[str, Any]
-    settings: dict[str, Any]
-    rows: list[_Row]
-
-    @property
-    def transformers(self) -> str:
-        """The version of transformers."""
-        return str(self.environment["transformers"])
-
-
-# --- counts ---------------------------------------------------------------------------------
+HEADINGS = ("model type", "class", "one row", "batch", "MAT", "text", "why no better method")
+VERDICTS: tuple[Verdict, ...] = ("exact", "tie", "wrong", "failed")
+_MAX_REASON = 120  # characters
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:
@@ -78,30 +23,16 @@ def counts(rows: Iterable[Row]) -> dict[str, int]:
         "all": len(rows),
         "speculate": sum(row.speculates for row in rows),
         **{kind: sum(row.kind == kind for row in rows) for kind in _KINDS},
-        **{verdict: sum(row.verdict == verdict for row in rows) for verdict in _TOLD},
+        **{verdict: sum(row.verdict == verdict for row in rows) for verdict in VERDICTS},
     }
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """Return the counts in two lines: of architectures, and of their variants."""
-    return "\n".join(
-        _counted(part, name)
-        for part, name in (
-            ([row for row in rows if not row.is_variant], "architectures"),
-            ([row for row in rows if row.is_variant], "variants"),
-        )
-        if part
-    )
-
-
-def _counted(rows: Sequence[Row], name: str) -> str:
-    count = counts(rows)
-    kinds = ", ".join(f"{count[kind]} {kind}" for kind in _KINDS if count[kind])
-    verdicts = ", ".join(f"{count[verdict]} {verdict}" for verdict in _TOLD)
-    return f"{count['all']} {name}, {count['speculate']} speculate: {kinds}; {verdicts}"
-
-
-# --- cells --------------------------------------------------------------------------------------
+def summary(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
+    """Return the counts of architectures, and those of their variants."""
+    return {
+        "architectures": counts(row for row in rows if not row.is_variant),
+        "variants": counts(row for row in rows if row.is_variant),
+    }
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -178,13 +109,10 @@ def short(text: str) -> str:
     return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON - 1].rstrip()}…"
 
 
-# --- JSON -----------------------------------------------------------------------------------
-
-
-def results_of(
+def content_of(
     rows: Sequence[Row], seed: int, stopped: bool, execution: Execution = "eager"
-) -> Results[Row]:
-    """Return rows with the environment and settings of their run."""
+) -> dict[str, Any]:
+    """Return what a result file has: the counts, and the table's rows."""
     settings = {
         "seed": seed,
         "execution": execution,
@@ -195,108 +123,11 @@ def results_of(
         },
         "interrupted": stopped,
     }
-    return Results(environment(), settings, [*rows])
-
-
-def content_of(results: Results[Row]) -> dict[str, Any]:
-    """Return what a result file has."""
-    summary = {
-        "architectures": counts(row for row in results.rows if not row.is_variant),
-        "variants": counts(row for row in results.rows if row.is_variant),
-    }
-    # Of steps of fixed shape the pages show the counts, and a row only where lade is at fault.
-    is_shown = results.settings.get("execution", "eager") == "eager"
     return {
-        "environment": results.environment,
-        "settings": results.settings,
-        "summary": summary,
-        "rows": [as_json(row) for row in results.rows if is_shown or row.is_bad],
+        "environment": environment(),
+        "settings": settings,
+        "summary": summary(rows),
+        "headings": [*HEADINGS],
+        # Of steps of fixed shape the pages show the counts, and a row only where lade is at fault.
+        "rows": [[*cells(row)] for row in rows if execution == "eager" or row.is_bad],
     }
-
-
-def read_json(path: Path) -> Results[Row]:
-    """Return what a file has of `content_of`."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    rows = [row_of(entry) for entry in content["rows"]]
-    return Results(content["environment"], content["settings"], rows)
-
-
-def as_json(row: Row) -> dict[str, Any]:
-    """Return what the page shows of a row: non-empty fields that are not as others have them."""
-    entry = {name: value for name, value in asdict(row).items() if value not in (None, [], {})}
-    for name in _NOT_SHOWN:
-        entry.pop(name, None)
-    for name, usual in _USUAL.items():
-        entry[name] = getattr(row, name)
-        if entry[name] == getattr(row, usual):
-            del entry[name]
-    if row.batch_verification == row.kind:
-        entry.pop("batch_reasons", None)
-    entry["compared"] = row.compared
-    if row.compared == (_ALL if row.is_built else []):
-        del entry["compared"]
-    if row.in_float32 and row.in_float32 == row.compared:
-        entry["in_float32"] = "all"
-    for name in _REASONS:
-        if name in entry:
-            entry[name] = _by_reason(entry[name])
-    if row.mat is not None:
-        entry["mat"] = round(row.mat, 4)
-    return entry
-
-
-def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for what, reason in reasons.items():
-        found.setdefault(reason, []).append(what)
-    return found
-
-
-def row_of(entry: dict[str, Any]) -> Row:
-    """Return the row that `as_json` made an entry of, as far as the page shows it."""
-    known = {one.name: entry[one.name] for one in fields(Row) if one.name in entry}
-    known["differences"] = [Difference(**each) for each in entry.get("differences", ())]
-    for name in _REASONS:
-        if name in known:
-            known[name] = {each: why for why, found in known[name].items() for each in found}
-    for name, usual in _USUAL.items():
-        if usual in known:
-            known.setdefault(name, known[usual])
-    known.setdefault("compared", [*_ALL] if known["batch_verification"] is not None else [])
-    if known.get("in_float32") == "all":
-        known["in_float32"] = [*known["compared"]]
-    return Row(**known)
-
-
-# --- Markdown -------------------------------------------------------------------------------
-
-
-def markdown(runs: Iterable[Results[Row]]) -> str:
-    """Return one document of several runs, the newest transformers first."""
-    newest_first = sorted(runs, key=lambda run: version.parse(run.transformers), reverse=True)
-    parts = [_INTRODUCTION.format(new=CASES[0].num_new), *map(_section, newest_first)]
-    return "\n".join(parts)
-
-
-def _section(run: Results[Row]) -> str:
-    made = run.environment
-    lines = [
-        f"## transformers {run.transformers}",
-        "",
-        f"With torch {made['torch']} and lade {made['lade']}, {made['date']}, seed "
-        f"{run.settings['seed']}." + (" Interrupted." if run.settings["interrupted"] else ""),
-        "",
-    ]
-    architectures = counts(row for row in run.rows if not row.is_variant)
-    variants = counts(row for row in run.rows if row.is_variant)
-    lines += ["| | architectures | variants |", "| --- | ---: | ---: |"]
-    lines += [f"| {name} | {number} | {variants[name]} |" for name, number in architectures.items()]
-    lines += ["", "| " + " | ".join(_HEADINGS) + " |"]
-    lines.append("| " + " | ".join("---:" if name == "MAT" else "---" for name in _HEADINGS) + " |")
-    lines += [f"| {' | '.join(map(in_cell, cells(row)))} |" for row in run.rows]
-    return "\n".join([*lines, ""])
-
-
-def in_cell(text: str) -> str:
-    """Return a text as it may stand in a Markdown table."""
-    return text.replace("|", r"\|").replace("<", r"\<").replace("*", r"\*")

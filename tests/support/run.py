@@ -7,7 +7,7 @@ file: `report.py`.
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -25,7 +25,7 @@ from lade.probing.plan import choose_verification
 from lade.probing.report import probe
 from lade.probing.rules import Lengths, why_not_speculate
 from lade.stats import DecodeStats
-from tests.support.drafter import AnswerDrafter
+from tests.lade.tiny import BatchDrafter
 from tests.support.tiny import (
     EOS_TOKEN_ID,
     PAD_TOKEN_ID,
@@ -39,6 +39,7 @@ from tests.support.tiny import (
 )
 
 MAX_DRAFT_TOKENS = 7
+RIGHT = 0.7  # probability that a next draft token is the answer's
 # A first difference is a tie, not a wrong token, if plain's top two logits are this close.
 _TIE = 1e-6
 
@@ -70,8 +71,7 @@ QUICK_CASES = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     """Where lade's text first differs from that of plain `generate`."""
 
     case: str
@@ -174,17 +174,7 @@ def run_all(
     seed: int = 0,
     execution: Execution = "eager",
 ) -> Iterator[Row]:
-    """Check architectures in turn; whatever one of them does, the run goes on.
-
-    Args:
-        names: names from `all_names`.
-        cases: the calls to compare.
-        seed: of weights, prompts, drafts and samples.
-        execution: of forwards that verify trees.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
+    """Check architectures of `all_names` in turn; whatever one of them does, the run goes on."""
     if unknown := [name for name in names if name not in all_names()]:
         raise ValueError(f"expected model types that transformers maps, got {', '.join(unknown)}")
     for name in names:
@@ -202,30 +192,19 @@ def run_one(
     with quiet(), torch.random.fork_rng(devices=[]):
         for dtype in (torch.float64, torch.float32):
             left = [case for case in cases if case.name not in (*row.compared, *row.failures)]
-            if left and row.kind != "not a text model":
-                _check(row, dtype, left, seed, execution, stats)
+            if not left or row.kind == "not a text model":
+                continue
+            try:
+                model = tiny_model(name, seed=seed, dtype=dtype)
+            except CannotBuild as error:
+                if row.why_not is None and not row.is_built:
+                    row.kind = "not a text model" if isinstance(error, NotText) else "cannot build"
+                    row.why_not = str(error).removeprefix(f"{name}: ")
+            else:
+                check_model(row, model, left, seed, execution, stats)
     row.add(stats)
     row.sec = perf_counter() - started
     return row
-
-
-def _check(
-    row: Row,
-    dtype: torch.dtype,
-    cases: Sequence[Case],
-    seed: int,
-    execution: Execution,
-    stats: DecodeStats,
-) -> None:
-    """Build a model and compare cases; write the findings into the row."""
-    try:
-        model = tiny_model(row.name, seed=seed, dtype=dtype)
-    except CannotBuild as error:
-        if row.why_not is None and not row.is_built:
-            row.kind = "not a text model" if isinstance(error, NotText) else "cannot build"
-            row.why_not = str(error).removeprefix(f"{row.name}: ")
-        return
-    check_model(row, model, cases, seed, execution, stats)
 
 
 def check_model(
@@ -245,20 +224,13 @@ def check_model(
     if not row.is_built:
         row.kind, row.batch_verification, row.why_not = one.verification, batch.verification, None
         row.reasons, row.batch_reasons = dict(one.reasons), dict(batch.reasons)
-        if execution != "eager":
-            row.why_eager = _why_eager(model, execution)
+        for is_padded in (False, True) if execution != "eager" else ():
+            with torch.no_grad():
+                chosen = choose_verification(model, is_padded=is_padded, execution=execution)
+            if chosen.verification == "tree":
+                row.why_eager = row.why_eager or chosen.why_eager
     for case in cases:
         _compare(model, case, seed, row, execution, stats)
-
-
-@torch.no_grad()
-def _why_eager(model: Model, execution: Execution) -> str | None:
-    """Return why trees of one row, or of a batch, are not run in fixed shapes."""
-    for is_padded in (False, True):
-        chosen = choose_verification(model, is_padded=is_padded, execution=execution)
-        if chosen.verification == "tree" and chosen.why_eager is not None:
-            return chosen.why_eager
-    return None
 
 
 def _compare(
@@ -269,8 +241,8 @@ def _compare(
     # A single row runs to full length, past every window; rows of a batch may end early.
     model.generation_config.eos_token_id = EOS_TOKEN_ID if len(case.lengths) > 1 else None
     try:
-        with_logits = {**options, "output_logits": True}
-        expected = _decode(type(model).generate, model, with_logits, seed)
+        torch.manual_seed(seed)
+        expected = type(model).generate(model, **options, output_logits=True)
         if not all(logits.isfinite().all() for logits in expected.logits):
             raise ArithmeticError("its logits are not finite")
     except Exception as error:  # transformers' own limits, which are not lade's to judge
@@ -281,16 +253,18 @@ def _compare(
     answers = [
         [*ids[mask.bool()].tolist(), *rest] for (ids, mask), rest in zip(prompts, new, strict=True)
     ]
-    options["drafter"] = AnswerDrafter(answers, seed)
+    options["drafter"] = BatchDrafter(answers, np.random.default_rng(seed), RIGHT)
     options["config"] = Config(max_draft_tokens=MAX_DRAFT_TOKENS, execution=execution)
     try:
-        output = _decode(generate, model, options, seed)
+        torch.manual_seed(seed)
+        output = generate(model, **options)
     except Exception as error:
         row.failures[case.name] = error_line(error)
         return
     row.compared.append(case.name)
-    reason = why_not_speculate(model, _lengths(case))
-    if reason is not None:
+    longest, is_padded = max(case.lengths), min(case.lengths) < case.width
+    lengths = Lengths(len(case.lengths), longest, case.width, case.num_new, is_padded)
+    if (reason := why_not_speculate(model, lengths)) is not None:
         row.plain_by_rule[case.name] = reason
     row.plain_failures.pop(case.name, None)
     if model.dtype == torch.float32:
@@ -303,11 +277,6 @@ def _compare(
         which, token = place[0], place[1] - case.width
         gap = None if case.is_sampled else _gap(expected.logits, which, token)
         row.differences.append(Difference(case.name, which, token, gap))
-
-
-def _lengths(case: Case) -> Lengths:
-    longest, is_padded = max(case.lengths), min(case.lengths) < case.width
-    return Lengths(len(case.lengths), longest, case.width, case.num_new, is_padded)
 
 
 def _inputs(case: Case, seed: int) -> dict[str, Any]:
@@ -326,11 +295,6 @@ def _inputs(case: Case, seed: int) -> dict[str, Any]:
         "do_sample": case.is_sampled,
         "return_dict_in_generate": True,
     }
-
-
-def _decode(decode: Callable[..., Any], model: Model, options: Mapping[str, Any], seed: int) -> Any:
-    torch.manual_seed(seed)
-    return decode(model, **options)
 
 
 def _first_difference(expected: Tensor, found: Tensor) -> tuple[int, int] | None:

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from lade.errors import LadeError
+from lade import LadeError
 from tests.support.overrides import MORE_ROWS, NOT_TEXT, OVERRIDES
 
 Model = Any  # a transformers PreTrainedModel with generate; transformers is untyped here
@@ -105,11 +105,7 @@ class NotText(CannotBuild):
 
 
 def tiny_config(name: str, **overrides: Any) -> PretrainedConfig:
-    """Return a small configuration of a model type or variant.
-
-    Raises:
-        CannotBuild: the type has no default configuration, or none that can be made small.
-    """
+    """Return a small configuration of a model type or variant."""
     model_type, switches = VARIANTS.get(name, (name, {}))
     try:
         return _shrunk(CONFIG_MAPPING[model_type], {**switches, **overrides})
@@ -127,16 +123,11 @@ def tiny_model(
 ) -> Model:
     """Return a tiny causal LM on the CPU whose logits depend on the whole text.
 
-    Args:
-        name: a model type of `causal_lm_types` or a key of `VARIANTS`.
-        seed: of the weights; torch's own random state is left unchanged.
-        dtype: of the weights.
-        attention: `attn_implementation`; None for the default of the class.
-        overrides: fields of the configuration, set before the others are shrunk.
+    It is of a type of `causal_lm_types` or of a key of `VARIANTS`. `overrides` are fields of its
+    configuration, set before the others are shrunk. torch's own random state is left unchanged.
 
     Raises:
-        CannotBuild: the model cannot be built, or its forward does not run; `NotText` if it is of
-            a type that does not continue a text.
+        CannotBuild: it cannot be built, or its forward does not run; `NotText` by its type.
     """
     model_type = VARIANTS.get(name, (name,))[0]
     if model_type in NOT_TEXT:
