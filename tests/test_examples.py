@@ -82,7 +82,8 @@ def after_arrow(output: str) -> list[float]:
 
 def check_stopping(output: str) -> bool:
     at_string, by_rule = map(ast.literal_eval, output.splitlines())
-    return at_string.endswith("Monkeys") and by_rule.endswith("\n") and by_rule.count("\n") == 3
+    ends = at_string.endswith("Monkeys") and by_rule.endswith("\n")
+    return bool(ends and by_rule.count("\n") == 3)
 
 
 def check_batch(output: str) -> bool:

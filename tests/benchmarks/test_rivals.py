@@ -39,7 +39,7 @@ class Told:
         """Tell of a chain of nodes, the first of which is committed: token -> successors."""
         token_ids = np.array([*nodes.values()], np.int32)
         weights = np.array(probs) if probs else np.ones(token_ids.shape[1])
-        told = Top(token_ids, np.tile(weights / 2, (len(nodes), 1)).astype(np.float32))
+        told: Any = Top(token_ids, np.tile(weights / 2, (len(nodes), 1)).astype(np.float32))
         committed = [*self.text[:-1], next(iter(nodes))]
         self.drafter.harvest(self._sequence, committed, [*nodes], range(-1, len(nodes) - 1), told)
 
