@@ -17,11 +17,12 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loa
 COMPILE := lade compile
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo chat test test-all test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines ray gpu gpu-right gpu-steps gpu-rest gpu-bundle dist sbom check-release clean
+.PHONY: help demo chat web test test-all test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines ray gpu gpu-right gpu-steps gpu-rest gpu-bundle dist sbom check-release clean
 
 help:
-	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
+	@echo "make demo         tell what lade does with a model, and compare plain generate, prompt lookup and lade"
 	@echo "make chat         chat with the default model in the terminal"
+	@echo "make web          chat with it in the browser, and race plain generate and lade"
 	@echo "make test         run the tests in a few minutes, without the long grids"
 	@echo "make test-all     run all tests, those of the pool's kernels also without compilation"
 	@echo "make test-oldest  run the quick tests of decoding on the oldest supported transformers"
@@ -47,6 +48,9 @@ demo: $(VENV)/.demo
 
 chat: $(VENV)/.demo
 	$(VENV)/bin/lade chat
+
+web: $(VENV)/.web
+	$(VENV)/bin/python examples/chat_web.py --dtype float32
 
 test: $(VENV)/.dev
 	$(VENV)/bin/$(COMPILE)
@@ -90,7 +94,7 @@ coverage: $(VENV)/.dev
 test-oldest test-oldest-all: export NUMBA_CACHE_DIR := $(CURDIR)/$(OLDEST)/numba
 # What torch and transformers have a part in; the rest is tested on them before a release.
 IN_PART := attention drafters drafting forward gpu hf models probing products sampling targets \
-	chat/test_conversation.py server/test_answers.py
+	chat server/test_answers.py
 test-oldest: CHOSEN := -m "not exhaustive" $(addprefix tests/lade/,$(IN_PART)) \
 	$(wildcard tests/lade/test_*.py) tests/support
 test-oldest-all: CHOSEN := tests/lade tests/support
@@ -190,6 +194,10 @@ $(GPU)/.gpu: pyproject.toml
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[cli]"
+	@touch $@
+
+$(VENV)/.web: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[web]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python

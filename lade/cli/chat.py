@@ -4,34 +4,33 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lade.cli.loading import note
 from lade.cli.prompting import read_prompt
-from lade.errors import MissingExtraError
+from lade.errors import MissingExtraError, UserError
 from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
     from lade.chat.conversation import Conversation
-    from lade.chat.settings import Settings
     from lade.cli.options import LearningOptions
     from lade.drafting.drafter import Drafter
+    from lade.models.settings import Settings
 
 
 def read_question() -> str | None:
     """Return all of standard input as a question; None where it is a terminal to chat in.
 
     Raises:
-        ValueError: it is empty or not UTF-8, or answers would not appear in the terminal.
+        UserError: it is empty or not UTF-8, or answers would not appear in the terminal.
     """
     if sys.stdin.isatty():
         if not sys.stdout.isatty():
-            raise ValueError(
+            raise UserError(
                 "expected a terminal on standard output, or a question on standard input; lade "
                 "generate answers one question into a file"
             )
         return None
     question = read_prompt("-").strip()
     if not question:
-        raise ValueError("expected a question on standard input, got nothing")
+        raise UserError("expected a question on standard input, got nothing")
     return question
 
 
@@ -42,12 +41,11 @@ def run(
     system: str | None,
     drafting: "LearningOptions",
     drafter: "Drafter | None",
-    learns: bool,
 ) -> None:
     """Chat until the user leaves, or answer one question."""
     from lade.chat.conversation import Conversation
     from lade.cli.generate import check_verification
-    from lade.models.loading import encode
+    from lade.models.prompts import encode
 
     config = replace(drafting.config, reuses_prefix=True)
     hello = encode(loaded.tokenizer, "Hi", loaded.model.device)
@@ -57,12 +55,12 @@ def run(
             loaded, settings=settings, config=config, pool=pools, system=system, drafter=drafter
         )
         if question is None:
-            _chat(conversation, learns and not drafting.is_plain)
+            _chat(conversation)
         else:
             _answer(conversation, question)
 
 
-def _chat(conversation: "Conversation", learns: bool) -> None:
+def _chat(conversation: "Conversation") -> None:
     """Chat in the terminal."""
     try:
         from lade.chat.terminal import Terminal, history_in
@@ -72,16 +70,12 @@ def _chat(conversation: "Conversation", learns: bool) -> None:
     from platformdirs import user_data_path
     from rich.console import Console
 
-    from lade.chat.learning import IdleLearner
-
     history = history_in(user_data_path("lade", appauthor=False))
-    learner = IdleLearner(conversation.loaded.model, note) if learns else None
-    Terminal(conversation, Console(highlight=False, theme=THEME), history, learner).run()
+    Terminal(conversation, Console(highlight=False, theme=THEME), history).run()
 
 
 def _answer(conversation: "Conversation", question: str) -> None:
     """Print an answer as plain text, without its thinking, and its figures to standard error."""
-    from lade.chat.figures import figures_of
     from lade.cli.generate import show_text, tell_figures
 
     try:
@@ -92,4 +86,4 @@ def _answer(conversation: "Conversation", question: str) -> None:
         show_text("\n")
     turn = conversation.turn
     assert turn is not None, "it was answered"
-    tell_figures(figures_of(turn, None), conversation.settings, turn.seed, turn.stats)
+    tell_figures(turn.figures(None), conversation.settings, turn.seed, turn.stats)

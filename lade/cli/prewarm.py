@@ -1,4 +1,4 @@
-"""`lade prewarm`, and what commands do of it before they start: a table, with a progress bar."""
+"""`lade prewarm`, and what `lade demo` does of it before it starts, with a progress bar."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +39,16 @@ def run(loaded: LoadedModel, seconds: float) -> None:
             newest = prewarm(loaded.model, seconds, progress=keep)
     finally:
         if newest is not None and newest.path.exists():
-            _tell(newest)
+            Console(highlight=False).print(
+                f"{newest.num_contexts:,} contexts from {newest.num_tokens:,} tokens in "
+                f"{newest.seconds:,.0f} seconds of all runs; "
+                f"{newest.path.stat().st_size / 10**6:.1f} MB"
+            )
+            console.print(
+                f"[dim]kept in {newest.path}, and used with this model from now on; another run "
+                "adds to it[/dim]",
+                soft_wrap=True,
+            )
 
 
 def prewarm_once(loaded: LoadedModel, seconds: float = _SECONDS) -> None:
@@ -86,21 +95,9 @@ def _bar(title: str) -> Iterator[Callable[["PrewarmProgress", float], None]]:
         task = bars.add_task(title, total=1.0)
 
         def show(progress: "PrewarmProgress", share: float) -> None:
-            made = progress.made
-            has = f"{made.num_lone_tokens:,} single tokens, {made.num_contexts:,} contexts"
-            text = f"{title}{progress.stage} ({has}, {progress.tokens_per_sec:,.0f} tokens/s)"
-            bars.update(task, description=text, completed=share)
+            has = (
+                f"{progress.made.num_contexts:,} contexts, {progress.tokens_per_sec:,.0f} tokens/s"
+            )
+            bars.update(task, description=f"{title}{progress.stage} ({has})", completed=share)
 
         yield show
-
-
-def _tell(made: "Prewarmed") -> None:
-    Console(highlight=False).print(
-        f"{made.num_contexts:,} contexts ({made.num_lone_tokens:,} of {made.vocab_size:,} "
-        f"single tokens) from {made.num_tokens:,} tokens in {made.seconds:,.0f} seconds of all "
-        f"runs; {made.path.stat().st_size / 10**6:.1f} MB"
-    )
-    console.print(f"[dim]kept in {made.path}[/dim]", soft_wrap=True)
-    console.print(
-        "[dim]lade uses it with this model from now on; run this again to add to it[/dim]"
-    )
