@@ -17,11 +17,12 @@ COMPILE := lade compile
 TESTS ?=
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo chat test test-all test-bounds test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines gpu gpu-right gpu-steps gpu-rest gpu-bundle dist sbom check-release clean
+.PHONY: help demo chat web test test-all test-bounds test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines gpu gpu-right gpu-steps gpu-rest gpu-bundle dist sbom check-release clean
 
 help:
-	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
+	@echo "make demo         tell what lade does with a model, and compare plain generate, prompt lookup and lade"
 	@echo "make chat         chat with the default model in the terminal"
+	@echo "make web          chat with it in the browser, and race plain generate and lade"
 	@echo "make test         run the tests in a few minutes, without the long grids"
 	@echo "make test-bounds  run the tests of the pool's kernels with every index checked"
 	@echo "make test-oldest  run some 200 tests on the oldest supported transformers"
@@ -47,6 +48,9 @@ demo: $(VENV)/.demo
 
 chat: $(VENV)/.demo
 	$(VENV)/bin/lade chat
+
+web: $(VENV)/.web
+	$(VENV)/bin/python examples/chat_web.py --dtype float32
 
 test: $(VENV)/.dev
 	$(VENV)/bin/$(COMPILE)
@@ -192,6 +196,10 @@ $(GPU)/.gpu: pyproject.toml
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[cli]"
+	@touch $@
+
+$(VENV)/.web: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[web]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.drafting import MeasuredOptions
 from benchmarks.prompts import Half, choose
 from lade.cli.failures import line_of
 from lade.cli.options import (
     Dtype,
     DtypeOption,
-    LearningOptions,
     LimitOption,
     LoadOptions,
     MaxNewTokensOption,
@@ -88,7 +88,7 @@ def run_methods(
     model: ModelOption = None,
     loading: LoadOptions,
     sampling: SamplingOptions,
-    drafting: LearningOptions,
+    drafting: MeasuredOptions,
     files: ResultFiles,
 ) -> None:
     """Compare any methods, those of lade bench and many more, on a file of prompts.

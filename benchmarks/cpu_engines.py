@@ -30,7 +30,7 @@ from lade.bench.tables import Sheet
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.prompting import check_prompts
 from lade.cli.results import ResultFiles, progress_bar
-from lade.models.loading import LoadedModel, encode
+from lade.models import LoadedModel, encode
 
 #: What is told of a method: sums over all prompts divided; medians, of speeds over plain's and of
 #: times; and a share.

@@ -21,7 +21,7 @@ from lade.bench.environment import environment
 from lade.cli.bench import describe_model
 from lade.cli.loading import console
 from lade.cli.results import ResultFiles
-from lade.models.loading import LoadedModel, encode
+from lade.models import LoadedModel, encode
 
 CODE = '''\
 class Inventory:

@@ -1,13 +1,7 @@
-"""Pictures of what one sees, made of the real thing: `python docs/screenshots.py [terminal] [web]`.
-
-Each function draws into `docs/images`, from a conversation with the default model that takes place
-while it is drawn.
-"""
+"""The picture of a chat in a terminal, from one that takes place: `python docs/screenshots.py`."""
 
 import io
 import re
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
@@ -29,9 +23,9 @@ def terminal() -> None:
     """Draw a chat in a terminal."""
     import lade
     from lade.chat.conversation import Conversation
-    from lade.chat.settings import Settings
     from lade.chat.terminal import PROMPT, Terminal
     from lade.chat.view import THEME
+    from lade.models.settings import Settings
 
     loaded = lade.models.load()
     for is_plain in (True, False):  # checks of the model and compiling are no part of an answer
@@ -63,23 +57,5 @@ def terminal() -> None:
     )
 
 
-def web() -> None:
-    """Draw the page in a browser."""
-    import screenshots_web  # of this folder
-
-    screenshots_web.main()
-
-
-PICTURES: dict[str, Callable[[], None]] = {"terminal": terminal, "web": web}
-
-
-def main(names: Sequence[str]) -> None:
-    """Draw the pictures of these names, or all."""
-    for name in names or PICTURES:
-        if name not in PICTURES:
-            raise SystemExit(f"expected {', '.join(PICTURES)}, got {name}")
-        PICTURES[name]()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    terminal()

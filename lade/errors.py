@@ -5,6 +5,10 @@ class LadeError(Exception):
     """Base class of this package's errors."""
 
 
+class UserError(LadeError, ValueError):
+    """What a user gave cannot be taken; the message says what was expected, and all there is."""
+
+
 class UnsupportedModelError(LadeError):
     """A model does not support the requested verification; raised before anything is generated."""
 

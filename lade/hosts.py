@@ -8,6 +8,8 @@ import socket
 from collections.abc import Container, Iterable
 from ipaddress import ip_address
 
+from lade.errors import UserError
+
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -46,7 +48,7 @@ def check_port(host: str, port: int) -> None:
     """Raise if a port is taken; 0 asks for a free one.
 
     Raises:
-        ValueError: another program listens there, or the address is none of this machine.
+        UserError: another program listens there, or the address is none of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
@@ -54,6 +56,6 @@ def check_port(host: str, port: int) -> None:
         try:
             listener.bind((host, port))
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"cannot listen at {host}:{port}: {error.strerror}; --port names another port"
             ) from None

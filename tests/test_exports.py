@@ -50,9 +50,9 @@ ORDER = [
         "outputs",
     ),
     *("gpu", "probing", "decoder", "prewarming", "pools", "drafters", "hf"),
-    *("batcher", "models", "chat", "server", "engines"),
+    *("batcher", "models", "bench", "chat", "server", "engines"),
 ]
-EDGE = ["cli", "bench"]  # may import all of it
+EDGE = ["cli"]  # may import all of it
 
 
 @pytest.mark.parametrize("package", [lade, ngram_pool])
@@ -196,7 +196,7 @@ def test_nothing_of_the_wheel_imports_benchmarks_or_tests() -> None:
 
 
 def test_lade_generate_runs_without_the_benchmark() -> None:
-    for name in ("generate", "chat", "serve", "prewarm"):
+    for name in ("generate", "serve", "prewarm"):
         imported = imports_of(ROOT / "lade" / "cli" / f"{name}.py")
         assert not any(each.startswith("lade.bench") for each in imported), name
 
@@ -267,7 +267,7 @@ def test_the_wheel_carries_both_packages_and_their_types(tmp_path: Path) -> None
         "root = pathlib.Path(sys.argv[1])\n"
         "assert pathlib.Path(lade.__file__).is_relative_to(root), lade.__file__\n"
         "for name in ('lade/py.typed', 'ngram_pool/py.typed', 'lade/cli/app.py',\n"
-        "             'lade/bench/run.py', 'lade/chat/web.css', 'lade/chat/web.js',\n"
+        "             'lade/bench/run.py',\n"
         "             'ngram_pool/_kernels.py'):\n"
         "    assert (root / name).is_file(), name\n"
         "print(m.version('lade-decoding'), lade.__version__)"

@@ -22,7 +22,8 @@ from lade.cli.results import ResultFiles, keeping, progress_bar
 from lade.engines.options import PoolOptions
 from lade.errors import LadeError
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, embedded_model
-from lade.models.loading import device_of, encode, find_model, native_dtype
+from lade.models.loading import device_of, find_model, native_dtype
+from lade.models.prompts import encode
 
 
 def choose_dtype(dtype: Dtype | None, checks: bool) -> str:

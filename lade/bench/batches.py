@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.functional import pad
 
-from lade.models.loading import LoadedModel, encode
+from lade.models.loading import LoadedModel
+from lade.models.prompts import encode
 
 _T = TypeVar("_T")
 

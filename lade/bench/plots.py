@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lade.errors import MissingExtraError
+from lade.errors import MissingExtraError, UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,11 +31,11 @@ def plot_speedups(folder: Path, name: str, summary: Mapping[str, Any]) -> list[P
     """Plot the speed-up of every method in every group of answers as bars; return the files.
 
     Raises:
-        ValueError: no method was measured against plain.
+        UserError: no method was measured against plain.
     """
     bars = _speedups(summary)
     if not bars:
-        raise ValueError("expected results of plain and another method to plot speed-ups, got none")
+        raise UserError("expected results of plain and another method to plot speed-ups, got none")
     figure, axes = new_figure(width=max(6.0, 1.0 + 0.3 * len(bars) * len(summary)))
     width = 0.8 / len(bars)
     for number, (label, of_groups) in enumerate(bars.items()):

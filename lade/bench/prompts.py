@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from lade.errors import UserError
+
 _T = TypeVar("_T")
 
 
@@ -31,13 +33,13 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     the first is the prompt.
 
     Raises:
-        ValueError: a line cannot be read, or the file has no prompt.
+        UserError: a line cannot be read, or the file has no prompt.
     """
     # Not by splitlines: JSON strings may contain other line-ending characters unescaped.
     lines = enumerate(re.split(r"\r\n?|\n", _read(path)), start=1)
     prompts = [_parse(line.strip(), number, path.name) for number, line in lines if line.strip()]
     if not prompts:
-        raise ValueError(f"expected prompts in {path.name}, found none")
+        raise UserError(f"expected prompts in {path.name}, found none")
     return spread(prompts, limit)
 
 
@@ -52,7 +54,7 @@ def _read(path: Path) -> str:
         return path.read_bytes().decode("utf-8-sig")  # Windows editors may add a byte order mark
     except UnicodeDecodeError as error:
         byte, number = error.object[error.start], error.object.count(b"\n", 0, error.start) + 1
-        raise ValueError(
+        raise UserError(
             f"expected {path.name} in UTF-8, got byte 0x{byte:02x} in line {number}"
         ) from None
 
@@ -67,9 +69,9 @@ def _parse(line: str, number: int, name: str) -> Prompt:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{expected}; its JSON is broken: {error}") from None
+        raise UserError(f"{expected}; its JSON is broken: {error}") from None
     turns = entry["turns"] if "turns" in entry else [entry.get("prompt")]
     if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
-        raise ValueError(f"{expected}, got {line if len(line) <= 60 else f'{line[:60]} …'}")
+        raise UserError(f"{expected}, got {line if len(line) <= 60 else f'{line[:60]} …'}")
     question_id, category = entry.get("question_id", number), entry.get("category", "all")
     return Prompt(str(question_id), str(category), turns[0], tuple(turns[1:]))

@@ -6,17 +6,18 @@ Next file: `prompts.py`.
 from dataclasses import dataclass
 from typing import Any
 
-from lade.chat import settings as chat
+from lade.errors import UserError
+from lade.models.settings import Settings
 
 
 @dataclass(frozen=True)
-class BenchSettings(chat.Settings):
+class BenchSettings(Settings):
     """Decoding settings of a run, the same for every method.
 
     The n-th batch of every pass is answered with seed + n, by each method.
 
     Raises:
-        ValueError: a value is out of range, or would have no effect.
+        UserError: a value is out of range, or would have no effect.
     """
 
     batch_size: int = 1  # prompts per call
@@ -27,9 +28,9 @@ class BenchSettings(chat.Settings):
         super().__post_init__()
         for name in ("batch_size", "num_return_sequences"):
             if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} of 1 or more, got {getattr(self, name)}")
+                raise UserError(f"expected {name} of 1 or more, got {getattr(self, name)}")
         if self.temperature == 0 and self.num_return_sequences > 1:
-            raise ValueError(
+            raise UserError(
                 f"expected a temperature above 0 with {self.num_return_sequences} sequences of "
                 "each prompt, as greedy ones are all the same; got temperature 0"
             )
@@ -55,8 +56,6 @@ class BenchSettings(chat.Settings):
             parts.append(f"top-p {self.top_p:g}")
         if self.top_k:
             parts.append(f"top-k {self.top_k}")
-        if self.repetition_penalty is not None:
-            parts.append(f"repetition penalty {self.repetition_penalty:g}")
         if self.batch_size > 1:
             parts.append(f"batches of {self.batch_size}")
         if self.num_return_sequences > 1:

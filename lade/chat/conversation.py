@@ -7,7 +7,6 @@ piece can be interrupted at once.
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from os import PathLike
@@ -21,15 +20,15 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from lade.batcher import Batcher
 from lade.chat.pieces import Piece, PieceStream
-from lade.chat.settings import Settings
 from lade.config import Config
 from lade.drafting.drafter import Drafter
+from lade.errors import UserError
 from lade.hf.api import generate
 from lade.hf.pools import Pools, pools_of
 from lade.models.loading import LoadedModel
 from lade.models.prompts import check_system, encode_messages, num_positions, room_after
+from lade.models.settings import Settings
 from lade.stats import DecodeStats, Step, ends_in_loop
 from ngram_pool import NGramPool
 from ngram_pool.writing import write_whole
@@ -38,32 +37,24 @@ _FORMAT = "lade.chat"
 _VERSION = 1
 _MAX_FILE_BYTES = 2**28
 
+# What the thread of an answer passes on: steps, then the end: statistics, none, or an error.
+_Made = Step | DecodeStats | BaseException | None
+
 
 @dataclass(slots=True)
 class Turn:
-    """One answer, finished or not; it grows while it is generated.
+    """One answer, finished or not; it grows while it is generated."""
 
-    Attributes:
-        seed: of torch's generator when it began.
-        is_plain: whether the model's own `generate` made it.
-        num_prompt_tokens: of the whole conversation before it.
-        pieces: what was said, thinking included.
-        steps: what each forward committed, the prompt's first.
-        token_times: seconds from the begin to each token.
-        sec: seconds that it took altogether, the prompt included.
-        is_interrupted: whether it was stopped before its end.
-        stats: of the whole call; None while it runs, and of plain answers.
-    """
-
-    seed: int
-    is_plain: bool
-    num_prompt_tokens: int
-    pieces: list[Piece] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    token_times: list[float] = field(default_factory=list)
-    sec: float = 0.0
-    is_interrupted: bool = False
-    stats: DecodeStats | None = None
+    seed: int  # of torch's generator when it began
+    is_plain: bool  # whether the model's own `generate` made it
+    prompt_ids: list[int]  # tokens of the whole conversation before it
+    pieces: list[Piece] = field(default_factory=list)  # what was said, thinking included
+    steps: list[Step] = field(default_factory=list)  # of each forward, the prompt's first
+    first_token_sec: float | None = None  # None before there is one
+    sec: float = 0.0  # that it took altogether, the prompt included
+    is_done: bool = False
+    is_interrupted: bool = False  # stopped before its end
+    stats: DecodeStats | None = None  # of the whole call, at its end; none of plain answers
 
     @property
     def text(self) -> str:
@@ -76,9 +67,9 @@ class Turn:
         return "".join(piece.text for piece in self.pieces if piece.is_thinking)
 
     @property
-    def num_tokens(self) -> int:
-        """Number of tokens of the answer, its end and thinking included."""
-        return len(self.token_times)
+    def token_ids(self) -> list[int]:
+        """The answer's tokens, its end and thinking included."""
+        return [token_id for step in self.steps for token_id in step.token_ids]
 
     @property
     def num_reused_tokens(self) -> int:
@@ -86,14 +77,9 @@ class Turn:
         return self.stats.num_reused_tokens if self.stats else 0
 
     @property
-    def first_token_sec(self) -> float | None:
-        """Seconds to the first token; None before there is one."""
-        return self.token_times[0] if self.token_times else None
-
-    @property
     def tokens_per_sec(self) -> float:
         """Tokens per second of all its time, the prompt's included."""
-        return self.num_tokens / self.sec if self.sec > 0 else 0.0
+        return len(self.token_ids) / self.sec if self.sec > 0 else 0.0
 
     @property
     def mean_accepted_tokens(self) -> float:
@@ -104,7 +90,22 @@ class Turn:
     @property
     def ends_in_loop(self) -> bool:
         """Whether it ends in the same few tokens over and over, which flatters drafts."""
-        return ends_in_loop([token_id for step in self.steps for token_id in step.token_ids])
+        return ends_in_loop(self.token_ids)
+
+    def figures(self, plain_tokens_per_sec: float | None) -> list[str]:
+        """Return what is said of it, the most important first; where it is whole, beside plain."""
+        num_tokens = len(self.token_ids)
+        parts = ["stopped"] * self.is_interrupted + ["plain"] * self.is_plain
+        parts.append(f"{num_tokens:,} token{'s' * (num_tokens != 1)}")
+        parts += [f"{self.tokens_per_sec:.1f} a second", f"{self.mean_accepted_tokens:.2f} a step"]
+        is_fair = not (self.is_plain or self.is_interrupted or self.ends_in_loop)
+        if plain_tokens_per_sec and is_fair:
+            parts.append(f"{self.tokens_per_sec / plain_tokens_per_sec:.2f}x plain")
+        if self.first_token_sec is not None:
+            parts.append(f"the first after {self.first_token_sec:.1f} s")
+        if self.num_reused_tokens:
+            parts.append(f"{self.num_reused_tokens:,} of {len(self.prompt_ids):,} not run again")
+        return parts + ["ends in a loop"] * self.ends_in_loop
 
 
 class Context(NamedTuple):
@@ -123,29 +124,19 @@ class Conversation:
         print(conversation.turn.tokens_per_sec)
 
     One pool is kept for all answers. A question is there with its answer, or neither is: what fails
-    or is stopped before its first word leaves the messages as they were.
-
-    Answers that sample draw from torch's own generator. Conversations that answer at the same time
-    share a batcher, in which each has random numbers of its own.
-
-    Args:
-        loaded: the model and its tokenizer.
-        settings: of answers; may be replaced between two of them.
-        config: of drafts; None for what is automatic, and to run only what is new of each prompt.
-        pool: as for `lade.generate`; None for a new one.
-        drafter: drafts from that pool and whatever else it has, as a `lade.drafters.Merged` of a
-            `CallPool` and others does; None for the pool alone.
-        system: a system prompt.
-        batcher: has answers share forwards with other calls of the model; None to run alone.
+    or is stopped before its first word leaves the messages as they were. Answers that sample draw
+    from torch's own generator. `config`, `pool` and `drafter` are those of `lade.generate`; without
+    a config, only what is new of each prompt is run.
 
     Attributes:
         messages: of user and assistant in turn, as chat templates take them; without the system's.
         turns: the answers made here that still stand, the newest last.
         settings: of the next answer.
+        system: the system prompt of all messages; None without one.
 
     Raises:
         TypeError: `pool` has something that is no pool.
-        ValueError: the model has no place for a system prompt.
+        UserError: the model has no place for a system prompt.
     """
 
     def __init__(
@@ -157,7 +148,6 @@ class Conversation:
         pool: Pools | None = None,
         drafter: Drafter | None = None,
         system: str | None = None,
-        batcher: Batcher | None = None,
     ) -> None:
         self.loaded = loaded
         self.settings = settings or Settings()
@@ -166,7 +156,6 @@ class Conversation:
         self._config = Config(reuses_prefix=True) if config is None else config
         self._pools = pools_of(NGramPool() if pool is None else pool)
         self._drafter = drafter
-        self._batcher = batcher
         self._num_answers = 0
         self._num_plain_tokens, self._plain_sec = 0, 0.0
         self._is_answering = False
@@ -197,7 +186,7 @@ class Conversation:
 
         Raises:
             ContextLengthError: the conversation is longer than what the model has positions for.
-            ValueError: there is no message to answer, it has no token, or the chat template refuses
+            UserError: there is no message to answer, it has no token, or the chat template refuses
                 the messages.
             RuntimeError: another answer has not ended.
         """
@@ -207,58 +196,89 @@ class Conversation:
         else:
             asked = self.messages[:-1] if self._ends_with("assistant") else [*self.messages]
             if not asked:
-                raise ValueError("expected a message to answer again, got an empty conversation")
+                raise UserError("expected a message to answer again, got an empty conversation")
         inputs = self._encode(asked)
-        num_prompt_tokens: int = inputs["input_ids"].shape[1]
-        options = self.settings.options()
-        room = room_after(self.loaded.model, num_prompt_tokens)
+        options = self.settings.options() | inputs
+        prompt_ids: list[int] = inputs["input_ids"][0].tolist()
+        room = room_after(self.loaded.model, len(prompt_ids))
         if room is not None:
             options["max_new_tokens"] = min(options["max_new_tokens"], room)
         if seed is None:
             seed = self.settings.seed + self._num_answers
-        turn = Turn(seed, is_plain, num_prompt_tokens)
-        return self._answer(asked, turn, inputs, options, cancelled or threading.Event())
+        turn = Turn(seed, is_plain, prompt_ids)
+        return self._answer(asked, turn, options, cancelled or threading.Event())
 
     def _answer(
         self,
         asked: list[dict[str, str]],
         turn: Turn,
-        inputs: dict[str, Any],
         options: dict[str, Any],
         cancelled: threading.Event,
     ) -> Iterator[Piece]:
         self._check_is_idle()
         before = [*self.messages], [*self.turns]
-        is_again = len(asked) <= len(self.messages)
-        if is_again and self._ends_with("assistant"):
+        if len(asked) <= len(self.messages) and self._ends_with("assistant"):
             del self.turns[-1:]
         self.messages[:] = asked
         self.turns.append(turn)
         self._is_answering = True
-        closed = threading.Event()
-        worker = _Worker(self, turn, inputs, options, (cancelled, closed))
+        stop, stream = _Stop(cancelled), PieceStream(self.loaded.tokenizer, turn.prompt_ids)
+        run = _Answering(turn, options, stop, stream)
+        # A daemon, so that a second interrupt can leave in the middle of a long forward.
+        worker = threading.Thread(target=self._generate, args=(run,), name="lade-chat", daemon=True)
         try:
             worker.start()
-            yield from worker.pieces()
+            yield from run.pieces()
         finally:
-            closed.set()
+            stop.is_closed = True
             try:
-                if worker.ident is not None:  # else it could not start
+                if worker.ident is not None and not turn.is_done:  # else it could not start
                     with suppress(Exception):  # there is another one already
-                        for _ in worker.pieces():  # what was said meanwhile
+                        for _ in run.pieces():  # what was said meanwhile
                             pass
             finally:
                 self._is_answering = False
-                if turn.pieces or (worker.is_done and not turn.is_interrupted):
+                if turn.pieces or (turn.is_done and not turn.is_interrupted):
                     self._keep(turn)
                 else:
                     self.messages[:], self.turns[:] = before
 
+    def _generate(self, run: "_Answering") -> None:
+        """Answer; in the thread. Plain `generate` counts nothing."""
+        turn, options, put = run.turn, run.options, run.put
+        model = self.loaded.model
+        defaults = model.generation_config
+        if defaults.pad_token_id is None and defaults.eos_token_id is not None:
+            # What transformers would choose, too, with a line that says so.
+            eos = defaults.eos_token_id
+            options["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
+        options["stopping_criteria"] = StoppingCriteriaList([run.stop])
+        try:
+            torch.manual_seed(turn.seed)
+            if turn.is_plain:  # by the class's generate, in case the model is wrapped
+                type(model).generate(model, **options, streamer=_PutStreamer(put))
+                put(None)
+                return
+            output = generate(
+                model,
+                **options,
+                pool=self._pools,
+                drafter=self._drafter,
+                config=self._config,
+                on_step=put,
+                return_dict_in_generate=True,
+            )
+            put(output.stats)
+        except BaseException as error:  # raised where the pieces are taken
+            put(error)
+
     def _keep(self, turn: Turn) -> None:
         self._num_answers += 1
-        self.messages.append({"role": "assistant", "content": _content_of(turn)})
+        # Without thinking, as models are to see earlier turns.
+        content = turn.text.lstrip("\n") if turn.thinking else turn.text
+        self.messages.append({"role": "assistant", "content": content})
         if turn.is_plain and not turn.is_interrupted:  # else others would be held against its begin
-            self._num_plain_tokens += turn.num_tokens
+            self._num_plain_tokens += len(turn.token_ids)
             self._plain_sec += turn.sec
 
     # --- messages -----------------------------------------------------------------------------
@@ -270,11 +290,7 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """The system prompt of all messages.
-
-        Raises:
-            ValueError: set to one that the model's chat template has no place for.
-        """
+        """The system prompt of all messages; one that has no place raises a `UserError`."""
         return self._system
 
     @system.setter
@@ -299,13 +315,7 @@ class Conversation:
         self._num_answers = 0
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write messages, system prompt and settings as JSON that only its owner may read.
-
-        An older file is replaced as a whole.
-
-        Raises:
-            OSError: the file cannot be written; an older one is as it was.
-        """
+        """Write messages, system prompt and settings as JSON that only its owner may read."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -322,7 +332,7 @@ class Conversation:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is not one of ours, or the model has no place for its system prompt;
+            UserError: it is not one of ours, or the model has no place for its system prompt;
                 nothing was changed.
         """
         self._check_is_idle()
@@ -352,15 +362,8 @@ class Conversation:
     @property
     def pool(self) -> NGramPool | None:
         """The pool that learns; None where none does, or a store holds it."""
-        learning = [
-            pool for pool in self._pools if isinstance(pool, NGramPool) and not pool.is_read_only
-        ]
-        return learning[0] if learning else None
-
-    @property
-    def read_pools(self) -> list[NGramPool]:
-        """The pools that are only read."""
-        return [pool for pool in self._pools if isinstance(pool, NGramPool) and pool.is_read_only]
+        pools = [pool for pool in self._pools if isinstance(pool, NGramPool)]
+        return next((pool for pool in pools if not pool.is_read_only), None)
 
     # ------------------------------------------------------------------------------------------
 
@@ -376,33 +379,21 @@ class Conversation:
             raise RuntimeError("expected the answer before to have ended, or its iterator closed")
 
 
-class _Worker(threading.Thread):
-    """One answer, generated in a thread of its own.
-
-    Its steps go through a queue, and everything else is done by whoever takes them out.
-    """
+class _Answering:
+    """One answer as its thread makes it and somebody else takes it out."""
 
     def __init__(
-        self,
-        conversation: Conversation,
-        turn: Turn,
-        inputs: dict[str, Any],
-        options: dict[str, Any],
-        stops: tuple[threading.Event, ...],
+        self, turn: Turn, options: dict[str, Any], stop: "_Stop", stream: PieceStream
     ) -> None:
-        # A daemon, so that a second interrupt can leave in the middle of a long forward.
-        super().__init__(name="lade-chat", daemon=True)
-        self._conversation = conversation
-        self._turn = turn
-        self._inputs = inputs
-        self._options = options
-        self._stops = _Stop(stops)
-        self._stream = PieceStream(conversation.loaded.tokenizer, inputs["input_ids"][0].tolist())
+        self.turn, self.options, self.stop = turn, options, stop
+        self._stream = stream
         # Steps, then the end: statistics, none, or an error. Each with its time.
-        self._queue: SimpleQueue[tuple[Step | DecodeStats | BaseException | None, float]]
-        self._queue = SimpleQueue()
-        self._begin = 0.0
-        self.is_done = False
+        self._made: SimpleQueue[tuple[_Made, float]] = SimpleQueue()
+        self._begin = perf_counter()
+
+    def put(self, made: _Made) -> None:
+        """Pass a step on, or the end; in the thread."""
+        self._made.put((made, perf_counter() - self._begin))
 
     def pieces(self) -> Iterator[Piece]:
         """Take steps out until the end, note each as a whole in the turn, and yield its text.
@@ -412,94 +403,40 @@ class _Worker(threading.Thread):
         Raises:
             BaseException: what the thread raised.
         """
-        turn, stream = self._turn, self._stream
-        while not self.is_done:
-            taken, at = self._queue.get()
-            turn.sec = at - self._begin
+        turn, stream = self.turn, self._stream
+        while not turn.is_done:
+            taken, turn.sec = self._made.get()
             if isinstance(taken, Step):
                 turn.steps.append(taken)
-                turn.token_times += [turn.sec] * len(taken.token_ids)
+                turn.first_token_sec = turn.first_token_sec or turn.sec
                 new = [
                     piece
                     for i, token_id in enumerate(taken.token_ids)
                     for piece in stream.put(token_id, i < taken.num_accepted)
                 ]
             else:
-                self.join()
-                self.is_done = True
+                turn.is_done = True
                 turn.stats = taken if isinstance(taken, DecodeStats) else None
-                turn.is_interrupted = self._stops.was_asked or isinstance(taken, BaseException)
-                is_at_limit = turn.num_tokens >= self._options["max_new_tokens"]
+                turn.is_interrupted = self.stop.was_asked or isinstance(taken, BaseException)
+                is_at_limit = len(turn.token_ids) >= self.options["max_new_tokens"]
                 new = stream.end(is_cut=turn.is_interrupted or is_at_limit)
             turn.pieces += new
             yield from new
             if isinstance(taken, BaseException):
                 raise taken
 
-    def run(self) -> None:
-        """Answer; in the thread."""
-        batcher = self._conversation._batcher
-        try:
-            if batcher is None:
-                self._stops.check()
-                stats = self._generate()
-            else:
-                num_tokens = self._turn.num_prompt_tokens + self._options["max_new_tokens"]
-                stats = batcher.run(self._generate, num_tokens, self._stops.check)
-            self._put(stats)
-        except CancelledError:  # before it began
-            self._put(None)
-        except BaseException as error:  # raised where the pieces are taken
-            self._put(error)
-
-    def _generate(self) -> DecodeStats | None:
-        """Answer; plain `generate` counts nothing."""
-        self._begin = perf_counter()
-        conversation, options = self._conversation, dict(self._options)
-        model = conversation.loaded.model
-        defaults = model.generation_config
-        if defaults.pad_token_id is None and defaults.eos_token_id is not None:
-            # What transformers would choose, too, with a line that says so.
-            eos = defaults.eos_token_id
-            options["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
-        options |= self._inputs | {"stopping_criteria": StoppingCriteriaList([self._stops])}
-        torch.manual_seed(self._turn.seed)
-        if self._turn.is_plain:  # by the class's generate, in case the model is wrapped
-            type(model).generate(model, **options, streamer=_PutStreamer(self._put))
-            return None
-        output = generate(
-            model,
-            **options,
-            pool=conversation._pools,
-            drafter=conversation._drafter,
-            config=conversation._config,
-            on_step=self._put,
-            return_dict_in_generate=True,
-        )
-        stats: DecodeStats = output.stats
-        return stats
-
-    def _put(self, made: Step | DecodeStats | BaseException | None) -> None:
-        self._queue.put((made, perf_counter()))
-
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]
-    """Ends an answer once one of some events is set."""
+    """Ends an answer once its event is set, or nobody waits for its pieces any more."""
 
-    def __init__(self, events: tuple[threading.Event, ...]) -> None:
-        self._events = events
+    def __init__(self, cancelled: threading.Event) -> None:
+        self._cancelled = cancelled
+        self.is_closed = False
         self.was_asked = False
-
-    def check(self) -> None:
-        """Raise if the answer is to end."""
-        self.was_asked |= any(event.is_set() for event in self._events)
-        if self.was_asked:
-            raise CancelledError
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Return whether each row is to end, bool [rows]."""
-        with suppress(CancelledError):
-            self.check()
+        self.was_asked |= self.is_closed or self._cancelled.is_set()
         return torch.full((input_ids.shape[0],), self.was_asked, device=input_ids.device)
 
 
@@ -520,21 +457,14 @@ class _PutStreamer(BaseStreamer):  # type: ignore[misc]
         """Do nothing: the call's return tells."""
 
 
-def _content_of(turn: Turn) -> str:
-    """Return an answer as its message: without thinking, as models are to see earlier turns."""
-    return turn.text.lstrip("\n") if turn.thinking else turn.text
-
-
 def _read(path: Path) -> tuple[str | None, Settings, list[dict[str, str]]]:
     """Return system prompt, settings and messages of a file."""
     with open(path, "rb") as file:
         data = file.read(_MAX_FILE_BYTES)
     try:
         content = json.loads(data)
-        if content["format"] != _FORMAT:
-            raise ValueError(f"its format is {content['format']!r}")
-        if content["version"] != _VERSION:
-            raise ValueError(f"its version is {content['version']!r}, not {_VERSION}")
+        if (content["format"], content["version"]) != (_FORMAT, _VERSION):
+            raise ValueError(f"its format is {content['format']!r} {content['version']!r}")
         system = content["system"]
         if not isinstance(system, str | None):
             raise ValueError("its system prompt is no text")
@@ -543,7 +473,7 @@ def _read(path: Path) -> tuple[str | None, Settings, list[dict[str, str]]]:
         if len(messages) % 2:
             raise ValueError("its last question has no answer")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"expected a saved conversation in {path}: {error}") from None
+        raise UserError(f"expected a saved conversation in {path}: {error}") from None
     return system, settings, messages
 
 

@@ -1,15 +1,17 @@
 """A chat in a terminal: reads lines, runs commands, shows answers.
 
-`commands.py` has what one can type, `view.py` how answers appear, `conversation.py` all the rest.
+`view.py` has how answers appear, `conversation.py` all the rest.
 """
 
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +22,75 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.styles import Style
-from rich.bar import Bar
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lade.chat.commands import COMMANDS, parse
+from lade.bench.comparison import Side, compared, why_different
 from lade.chat.conversation import Context, Conversation, Turn
-from lade.chat.figures import figures_of, fill_of, fitted, likeness_of, speed_of
-from lade.chat.pieces import Piece, without_controls
+from lade.chat.pieces import Piece
 from lade.chat.view import AnswerView, drafted_style
-from lade.errors import ContextLengthError, in_one_line
+from lade.errors import ContextLengthError, UserError, in_one_line
+from lade.models.stream import without_controls
 from lade.stats import DecodeStats
 
 PROMPT = "> "
 _CONTINUED = "  "
+_SEPARATOR = " · "
 _STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "prompt": "bold"})
-_LEAST_WIDTH_OF_BARS = 80  # of the window
 _TAKES_FILES = ("/save ", "/load ")
+_COMMAND = re.compile(r"/([A-Za-z]+|\?)(?:\s+(.*))?", re.DOTALL)
+
+
+# By name: what may follow it, and what it does.
+_COMMANDS = {
+    "plain": ("[QUESTION]", "answer this or the next question by plain generate as well"),
+    "retry": ("", "answer the last question again, when sampling by another seed"),
+    "undo": ("", "take the last question and its answer back, to ask it differently"),
+    "system": ("[TEXT|off]", "show, set or remove the system prompt"),
+    "temperature": ("[T]", "show or set the temperature of sampling; 0 is greedy"),
+    "show": ("", "tell drafted tokens from the model's own, or no longer"),
+    "stats": ("", "show the figures of all answers, and what drafts come from"),
+    "save": ("[FILE]", "save the conversation, without a name where it was last"),
+    "load": ("FILE", "go on with a saved conversation"),
+    "clear": ("", "begin a new conversation; the pool keeps what it learned"),
+    "help": ("", "show this list"),
+    "exit": ("", "leave, as Ctrl-D does"),
+}
+_OTHER_NAMES = {"quit": "exit", "bye": "exit", "?": "help", "temp": "temperature"}
+
+
+def _usage(name: str) -> str:
+    """Return how a command is typed."""
+    return f"/{name} {_COMMANDS[name][0]}".rstrip()
+
+
+def _parsed(line: str) -> tuple[str, str] | None:
+    """Return the command that a line is and what follows it; None for a question.
+
+    A path such as `/etc/hosts` is no command, nor is what a space stands before.
+
+    Raises:
+        UserError: there is no such command, or its argument is missing or one too many.
+    """
+    found = _COMMAND.fullmatch(line)
+    if found is None:
+        return None
+    name, argument = found[1].lower(), (found[2] or "").strip()
+    name = _OTHER_NAMES.get(name, name)
+    if name not in _COMMANDS:
+        near = get_close_matches(name, _COMMANDS, 1)
+        hint = f"/{near[0]}" if near else "/help for all of them"
+        raise UserError(
+            f"expected a command, such as {hint}, got /{name}; "
+            "a space before it makes it a question"
+        )
+    metavar, _ = _COMMANDS[name]
+    if metavar == "FILE" and not argument:
+        raise UserError(f"expected {_usage(name)}")
+    if argument and not metavar:
+        raise UserError(f"expected {_usage(name)} alone, got {argument!r} behind it")
+    return name, argument
 
 
 class Terminal:
@@ -48,10 +101,7 @@ class Terminal:
     """
 
     def __init__(
-        self,
-        conversation: Conversation,
-        console: Console,
-        history: History | None = None,
+        self, conversation: Conversation, console: Console, history: History | None = None
     ) -> None:
         self.conversation = conversation
         self.console = console
@@ -63,9 +113,6 @@ class Terminal:
         self._cancelled = threading.Event()  # by Ctrl-C, since a line was asked for
         self._typed = ""  # what stands in the next prompt to begin with
         self._path: Path | None = None  # of the conversation
-        self._handlers: dict[str, Callable[[str], None]] = {
-            name: getattr(self, f"_{name}") for name in COMMANDS
-        }
 
     def run(self) -> None:
         """Read and answer until the user leaves.
@@ -78,51 +125,52 @@ class Terminal:
         if not self.conversation.loaded.tokenizer.chat_template:
             self._say(f"{name} has no chat template: it goes on with the text as it stands.")
         session = self._session()
-        with _setting_at_interrupt(self._cancelled):
-            self._run(session)
-
-    def _run(self, session: "PromptSession[str]") -> None:
         is_warned = False
-        while not self._has_left:
-            self._cancelled.clear()
-            try:
-                line = session.prompt(default=self._take_typed())
-            except EOFError:
-                return
-            except KeyboardInterrupt:
-                if is_warned:
+        with _setting_at_interrupt(self._cancelled):
+            while not self._has_left:
+                self._cancelled.clear()
+                typed, self._typed = self._typed, ""
+                try:
+                    line = session.prompt(default=typed)
+                except EOFError:
                     return
-                is_warned = True
-                self._say("Ctrl-C again, or Ctrl-D, leaves.")
-            else:
-                is_warned = False
-                self.take(line)
+                except KeyboardInterrupt:
+                    if is_warned:
+                        return
+                    is_warned = True
+                    self._say("Ctrl-C again, or Ctrl-D, leaves.")
+                else:
+                    is_warned = False
+                    self.take(line)
 
     def take(self, line: str) -> None:
         """Run a command or answer a question; errors are shown."""
         if not line.strip():
             return
         try:
-            found = parse(line.rstrip())
+            found = _parsed(line.rstrip())
             if found is not None:
-                command, argument = found
-                self._handlers[command.name](argument)
+                name, argument = found
+                getattr(self, f"_{name}")(argument)
             else:
                 self._ask(line.strip())
         except (ValueError, OSError) as error:
             self._show_error(error)
-        self._count_context()
+        try:
+            self._context = self.conversation.context
+        except ValueError:  # of a template that refuses what was loaded; the next answer tells
+            self._context = Context(0, self._context.max_positions)
 
     # --- answers ------------------------------------------------------------------------------
 
-    def _ask(self, text: str | None, seed: int | None = None) -> None:
+    def _ask(self, text: str | None) -> None:
         """Answer a question, or the last one again; put it back where that fails."""
+        compares, self._compares_next = self._compares_next, False
         try:
-            if self._compares_next:
-                self._compares_next = False
+            if compares:
                 self._compare(text)
             else:
-                self._answer(text, seed=seed)
+                self._answer(text)
         except Exception as error:  # the model may raise anything
             self._show_error(error)
             self._typed = text or ""
@@ -138,28 +186,34 @@ class Terminal:
                 turn = conversation.turn
                 view.add(piece)
         if cancelled.is_set() and turn is None:
-            self._typed = text or ""
-            raise ValueError("stopped before the first word; the question was taken back")
+            raise UserError("stopped before the first word; the question was taken back")
         turn = turn or conversation.turn
         assert turn is not None, "what did not fail is kept"
-        figures = ", ".join(figures_of(turn, conversation.plain_tokens_per_sec))
+        figures = turn.figures(conversation.plain_tokens_per_sec)
         if conversation.settings.temperature > 0:
-            figures += f", seed {turn.seed}"
+            figures.append(f"seed {turn.seed}")
         self.console.print()
-        self._say(figures)
+        self._say(", ".join(figures))
         return turn
 
     def _compare(self, text: str | None) -> None:
-        """Answer by plain generate and then by lade, with one seed, and show both times."""
+        """Answer by plain generate and then by lade, with one seed, and hold them together."""
         self.console.rule("plain generate", align="left", style="dim")
         plain = self._answer(text, is_plain=True)
         if plain.is_interrupted:
             return
         self.console.rule("lade", align="left", style="dim")
         with_drafts = self._answer(None, seed=plain.seed)
+        if with_drafts.is_interrupted:
+            return
+        model = self.conversation.loaded.model
+        turns = {"plain": plain, "lade": with_drafts}
+        sides = [Side(name, turn.token_ids, turn.sec) for name, turn in turns.items()]
         self.console.print()
-        self.console.print(_comparison(plain, with_drafts, self.console.width))
-        self._say(likeness_of(plain, with_drafts, self.conversation.loaded.model) or "stopped")
+        for line in compared(model, plain.prompt_ids, sides):
+            self.console.print(Text(line))
+        if plain.token_ids != with_drafts.token_ids:
+            self._say(why_different(model))
 
     # --- commands -----------------------------------------------------------------------------
 
@@ -172,13 +226,13 @@ class Terminal:
 
     def _retry(self, _: str) -> None:
         if not self.conversation.messages:
-            raise ValueError("expected a question to answer again, there is none yet")
+            raise UserError("expected a question to answer again, there is none yet")
         self._ask(None)
 
     def _undo(self, _: str) -> None:
         text = self.conversation.undo()
         if text is None:
-            raise ValueError("expected a question to take back, there is none")
+            raise UserError("expected a question to take back, there is none")
         self._typed = text
         self._say("The last question and its answer are taken back.")
 
@@ -194,7 +248,7 @@ class Terminal:
             try:
                 temperature = float(argument)
             except ValueError:
-                raise ValueError(f"expected a number as temperature, got {argument!r}") from None
+                raise UserError(f"expected a number as temperature, got {argument!r}") from None
             settings = self.conversation.settings = replace(settings, temperature=temperature)
         how = "" if settings.temperature else ": greedy"
         self._say(f"Temperature {settings.temperature:g}{how}.")
@@ -219,47 +273,37 @@ class Terminal:
                     view.add(piece)
 
     def _stats(self, _: str) -> None:
-        turns, plain_speed = self.conversation.turns, self.conversation.plain_tokens_per_sec
+        conversation = self.conversation
+        turns, plain_speed = conversation.turns, conversation.plain_tokens_per_sec
         if not turns:
-            raise ValueError("expected an answer to show figures of, there is none yet")
+            raise UserError("expected an answer to show figures of, there is none yet")
         num_loops = sum(turn.ends_in_loop for turn in turns)
         apart = f", {num_loops} of them ending in a loop and not counted below" * (num_loops > 0)
-        answers = f"{len(turns)}{apart}"
+        rows = {"answers": f"{len(turns)}{apart}"}
         turns = [turn for turn in turns if not turn.ends_in_loop]
         total = DecodeStats()
         for turn in turns:
             if turn.stats is not None:
                 total.add(turn.stats)
-        num_tokens, sec = sum(turn.num_tokens for turn in turns), sum(turn.sec for turn in turns)
-        rate = num_tokens / sec if sec else 0.0
-        rows = {
-            "answers": answers,
-            "tokens": f"{num_tokens:,} in {sec:.1f} s, {rate:.1f} a second",
-            "plain generate": f"{plain_speed:.1f} a second"
-            if plain_speed
-            else "unknown: see /plain",
+        num_tokens, sec = (sum(len(turn.token_ids) for turn in turns), sum(t.sec for t in turns))
+        rows |= {
+            "tokens": f"{num_tokens:,} in {sec:.1f} s, {num_tokens / (sec or 1):.1f} a second",
+            "plain generate": f"{plain_speed:.1f} a second" if plain_speed else "unknown: /plain",
             "tokens a step": f"{total.mean_accepted_tokens:.2f}",
             "drafted": f"{total.num_draft_tokens:,}, {total.acceptance_rate:.0%} of them accepted",
-            "prompts": f"{sum(turn.num_prompt_tokens for turn in turns):,} tokens, "
+            "prompts": f"{sum(len(turn.prompt_ids) for turn in turns):,} tokens, "
             f"{sum(turn.num_reused_tokens for turn in turns):,} of them not run again",
         }
-        self._print_pairs(rows)
-
-    def _pool(self, _: str) -> None:
-        rows = {}
-        own = self.conversation.pool
-        if own is not None:
-            rows["learns"] = f"{len(own):,} of at most {own.capacity_tokens:,} tokens"
-        for pool in self.conversation.read_pools:
-            rows[f"read {len(rows)}"] = f"{len(pool):,} tokens"
+        if (pool := conversation.pool) is not None:
+            rows["pool"] = f"{len(pool):,} of at most {pool.capacity_tokens:,} tokens"
         self._print_pairs(rows)
 
     def _save(self, argument: str) -> None:
         path = self._path if not argument else Path(argument).expanduser()
         if path is None:
-            raise ValueError(f"expected a file for the first time: {COMMANDS['save'].usage}")
+            raise UserError(f"expected a file for the first time: {_usage('save')}")
         if not path.parent.is_dir():
-            raise ValueError(f"no such folder: {path.parent}")
+            raise UserError(f"no such folder: {path.parent}")
         self.conversation.save(path)
         self._path = path
         self._say(f"Saved to {path}.")
@@ -273,8 +317,7 @@ class Terminal:
         if self.conversation.messages:
             question, answer = self.conversation.messages[-2:]
             asked = without_controls(question["content"])
-            self.console.print(Text(f"{PROMPT}{asked}", style="bold"))
-            self.console.print()
+            self.console.print(Text(f"{PROMPT}{asked}\n", style="bold"))
             with AnswerView(self.console) as view:
                 view.add(Piece(answer["content"], False, False))
 
@@ -283,7 +326,7 @@ class Terminal:
         self._say("A new conversation begins.")
 
     def _help(self, _: str) -> None:
-        self._print_pairs({command.usage: command.help for command in COMMANDS.values()})
+        self._print_pairs({_usage(name): told for name, (_, told) in _COMMANDS.items()})
         self._say("Alt-Enter or Esc Enter begins a new line, Tab completes commands.")
 
     def _exit(self, _: str) -> None:
@@ -292,15 +335,21 @@ class Terminal:
     # --- lines --------------------------------------------------------------------------------
 
     def status(self, width: int) -> str:
-        """Return the line at the bottom of the window."""
+        """Return the line at the bottom of the window: as many parts as fit, the first ones."""
         conversation, turn = self.conversation, self.conversation.turn
-        parts = []
-        if self._compares_next:
-            parts.append("next: plain and lade")
+        parts = ["next: plain and lade"] * self._compares_next
         if turn is not None:
-            parts += speed_of(turn, conversation.plain_tokens_per_sec)
-        parts += fill_of(self._context, conversation.pool)
-        return fitted([*parts, Path(conversation.loaded.name).name], width)
+            parts += [f"{turn.tokens_per_sec:.1f} a second"]
+            parts += [f"{turn.mean_accepted_tokens:.2f} a step"]
+        used, limit = self._context
+        parts.append(f"context {used:,}" + (f" of {limit:,}" if limit else ""))
+        if (pool := conversation.pool) is not None:
+            share = len(pool) / pool.capacity_tokens
+            parts.append(f"pool {'<1%' if 0 < share < 0.01 else f'{share:.0%}'}")
+        parts.append(Path(conversation.loaded.name).name)
+        while len(parts) > 1 and len(_SEPARATOR.join(parts)) > width:
+            parts.pop()
+        return _SEPARATOR.join(parts)[:width]
 
     def _say(self, text: str) -> None:
         self.console.print(Text(without_controls(text), style="dim"))
@@ -318,16 +367,6 @@ class Terminal:
         for name, value in rows.items():
             table.add_row(Text(name), Text(value))
         self.console.print(table)
-
-    def _count_context(self) -> None:
-        try:
-            self._context = self.conversation.context
-        except ValueError:  # of a template that refuses what was loaded; the next answer tells
-            self._context = Context(0, self._context.max_positions)
-
-    def _take_typed(self) -> str:
-        typed, self._typed = self._typed, ""
-        return typed
 
     def _session(self) -> "PromptSession[str]":
         def toolbar() -> str:
@@ -349,21 +388,16 @@ class Terminal:
 class _Completer(Completer):
     """Completes commands, and the files of those that take one."""
 
-    def __init__(self) -> None:
-        self._paths = PathCompleter(expanduser=True)
-
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
         """Yield what may stand at the cursor."""
         text = document.text_before_cursor
         if text.startswith(_TAKES_FILES):
-            path = text.split(" ", 1)[1]
-            yield from self._paths.get_completions(Document(path), event)
+            path = Document(text.split(" ", 1)[1])
+            yield from PathCompleter(expanduser=True).get_completions(path, event)
         elif text.startswith("/") and not any(letter.isspace() for letter in text):
-            for command in COMMANDS.values():
-                if f"/{command.name}".startswith(text):
-                    yield Completion(
-                        f"/{command.name}", -len(text), command.usage, display_meta=command.help
-                    )
+            for name, (_, told) in _COMMANDS.items():
+                if f"/{name}".startswith(text):
+                    yield Completion(f"/{name}", -len(text), _usage(name), display_meta=told)
 
 
 def _key_bindings() -> KeyBindings:
@@ -394,20 +428,6 @@ def history_in(folder: Path) -> History:
     path = folder / "history"
     os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
     return FileHistory(str(path))
-
-
-def _comparison(plain: Turn, with_drafts: Turn, width: int) -> Table:
-    """Return a table of two answers to one question, with bars where there is room."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    gain = with_drafts.tokens_per_sec / plain.tokens_per_sec if plain.tokens_per_sec else 0.0
-    longest = max(plain.sec, with_drafts.sec)
-    for name, turn, note in (("plain", plain, ""), ("lade", with_drafts, f", {gain:.2f}x")):
-        cells: list[RenderableType] = [Text(name)]
-        if width >= _LEAST_WIDTH_OF_BARS:
-            cells.append(Bar(longest, 0, turn.sec, width=24, color="green" if note else "default"))
-        took = f"{turn.num_tokens:,} tokens in {turn.sec:.1f} s"
-        table.add_row(*cells, Text(f"{took}, {turn.tokens_per_sec:.1f} a second{note}"))
-    return table
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def main() -> None:
             from lade.cli.app import app
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "typer", "cli") from None
-        app(obj=telling)
+        app(obj=telling, prog_name="lade")
     except Exception as error:  # shown in one line where it is meant for the user
         line = None if telling.has_tracebacks else line_of(error)
         if line is None:

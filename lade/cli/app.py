@@ -11,25 +11,22 @@ from typer.core import TyperGroup
 
 from lade.cli.failures import Telling
 from lade.cli.options import (
-    MODEL_HELP,
     DraftOptions,
     LearningOptions,
     LimitOption,
     LoadOptions,
     MaxNewTokensOption,
     ModelOption,
-    PageOptions,
     PredictionOption,
     PromptsOption,
     SamplingOptions,
     SystemOption,
     grouped,
-    of_drafting,
 )
 from lade.cli.pool import app as pool
 from lade.cli.results import JsonOption, ResultFiles
 from lade.cli.serve_app import serve
-from lade.hosts import check_port
+from lade.errors import UserError
 
 
 class _DebuggedAnywhere(TyperGroup):
@@ -53,7 +50,7 @@ app = typer.Typer(
 # Panels of the list of commands.
 _USE = "Use"
 _MEASURE = "Measure"
-_INSPECT = "Inspect"
+_PREPARE = "Prepare"
 
 
 @app.callback(cls=_DebuggedAnywhere, invoke_without_command=True)
@@ -102,22 +99,21 @@ def generate(
     prediction: PredictionOption = None,
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
-    from lade.cli.prompting import encode_prompt, read_prompt, read_typed
+    from lade.cli.prompting import encode_prompt, read_prediction, read_prompt, read_typed
 
     if system is not None and raw:
-        raise ValueError("expected --system or --raw, got both: a raw prompt is all there is")
+        raise UserError("expected --system or --raw, got both: a raw prompt is all there is")
     system = None if system is None else read_typed(system)
     text, stops = read_prompt(prompt), [*map(read_typed, stop or [])]
     if "" in stops:
-        raise ValueError("expected each --stop to be a text of one character or more, got ''")
-    predicted = drafting.predicted(prediction)
+        raise UserError("expected each --stop to be a text of one character or more, got ''")
+    predicted = None if prediction is None else read_prediction(prediction)
     settings = sampling.settings(max_new_tokens)
     loaded = loading.load(model)
     from lade.cli.generate import run  # imports transformers; wrong names fail before that
 
     inputs = encode_prompt(loaded, text, system=system, is_raw=raw)
-    drafter = drafting.drafter(loaded, loading)
-    run(inputs, stops, loaded, settings, drafting, drafter, predicted)
+    run(inputs, stops, loaded, settings, drafting, drafting.drafter(loaded, loading), predicted)
 
 
 @app.command(rich_help_panel=_USE)
@@ -130,9 +126,11 @@ def chat(
     loading: LoadOptions,
     sampling: SamplingOptions,
     drafting: LearningOptions,
-    page: PageOptions,
+    web: Annotated[
+        bool, typer.Option("--web", help="Say how to start a chat in the browser.")
+    ] = False,
 ) -> None:
-    """Chat with a model in this terminal, or with --web on a page in your browser.
+    """Chat with a model in this terminal.
 
     Answers appear as they come, with their speed; /help lists what else one can type, such as
     /plain, which answers by plain generate as well and compares. In a pipe, all of standard input
@@ -141,27 +139,99 @@ def chat(
     from lade.cli.chat import read_question, run
     from lade.cli.prompting import read_typed
 
-    if page.web and drafting.save_pool:
-        raise ValueError(
-            "expected no --save-pool with --web, where each browser tab has a pool of its own"
-        )
-    if not page.web and page != PageOptions():
-        raise ValueError("expected --host, --port, --share and --password only with --web")
-    if page.web:
-        check_port(page.host or "127.0.0.1", page.port or 0)
-        from lade.cli.web import run as serve_page  # a missing extra fails before anything else
-    question = None if page.web else read_question()
+    if web:
+        print("make web, in a clone of lade; or, with its file examples/chat_web.py:")
+        print('pip install "lade-decoding[web]" && python chat_web.py')
+        return
+    question = read_question()
     system = None if system is None else read_typed(system)
     settings = sampling.settings(max_new_tokens)
     loaded = loading.load(model)
-    drafter = drafting.drafter(loaded, loading)
-    if page.web:
-        serve_page(loaded, settings, system, drafting, drafter, page)
-    else:
-        run(question, loaded, settings, system, drafting, drafter)
+    run(question, loaded, settings, system, drafting, drafting.drafter(loaded, loading))
 
 
-@app.command(rich_help_panel=_USE)
+app.command(rich_help_panel=_USE)(serve)
+
+
+@app.command(rich_help_panel=_MEASURE)
+@grouped
+def demo(
+    *,
+    max_new_tokens: MaxNewTokensOption = 128,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="Use this prompt instead of the six built in; may be repeated."
+        ),
+    ] = None,
+    model: ModelOption = None,
+    loading: LoadOptions,
+    prewarms: Annotated[
+        bool,
+        typer.Option(
+            "--prewarm/--no-prewarm",
+            help="Whether to prewarm the model before, for a minute at most, if it has not been.",
+        ),
+    ] = True,
+    json: JsonOption = None,
+) -> None:
+    """Tell what lade does with a model, and what that gains on this machine.
+
+    A check of the model finds out how it can verify drafts without a change of its text, and why
+    better methods are ruled out. Then six prompts are answered by plain generate, by transformers'
+    prompt lookup and by lade, which is shown as it writes. The first time with a model, it is
+    prewarmed before, for a minute at most.
+    """
+    files = ResultFiles(json)
+    files.check()
+    loaded = loading.load(model)
+    from lade.cli.demo import run  # imports torch, in silence
+
+    run(loaded, prompt or [], max_new_tokens, prewarms, files)
+
+
+@app.command(rich_help_panel=_MEASURE)
+@grouped
+def bench(
+    *,
+    prompts: PromptsOption = None,
+    max_new_tokens: MaxNewTokensOption = 128,
+    limit: LimitOption = None,
+    model: ModelOption = None,
+    loading: LoadOptions,
+    sampling: SamplingOptions,
+    drafting: DraftOptions,
+    prediction: PredictionOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
+
+    All answer each prompt in turn, with the same options and seeds. lade has one pool for all
+    prompts, lade_fresh an empty one for each, and no_drafts decodes one token a step, on a CPU with
+    lade's own products; --pool, --prediction (of every answer), --assistant and --first-layers add
+    lade with those. The columns of the table:
+
+    - tokens/s: tokens up to the end of the answer, over the time of the whole call.
+    - MAT: mean accepted tokens, those that a step adds; plain decoding is 1.00.
+    - same text: the share of answers with plain's tokens. prompt_lookup draws otherwise when it
+      samples, so its texts differ then and are as likely.
+    - accepted: the share of draft tokens that were accepted.
+    - corrected: the share of steps with a draft that ended where the model chose another token
+      than those drafted there.
+    """
+    from lade.bench.settings import BenchSettings
+    from lade.cli.bench import Chosen, compare
+    from lade.cli.prompting import read_prediction
+
+    settings = BenchSettings(max_new_tokens, **{**vars(sampling), "seed": sampling.seed or 0})
+    files = ResultFiles(json)
+    files.check()
+    chosen = Chosen.read(prompts, limit)
+    predicted = None if prediction is None else read_prediction(prediction)
+    compare(loading.load(model), chosen, settings, drafting, loading, files, predicted)
+
+
+@app.command(rich_help_panel=_PREPARE)
 @grouped
 def prewarm(
     *,
@@ -173,16 +243,17 @@ def prewarm(
 ) -> None:
     """Learn a model's likely next tokens once, to draft from the first step on.
 
-    No text is needed: the model writes texts of its own. The table made of them is kept in your
-    cache folder and used with this model from then on, also in other number formats and on other
-    devices. The longer it runs, the more it helps.
+    No text is needed: the model is asked about single tokens, those first that it names most often,
+    and writes texts of its own. The table made of it is kept in your cache folder and used with
+    this model from then on, also in other number formats and on other devices. The longer it runs,
+    the more it helps.
     """
     from lade.cli.prewarm import run
 
     run(loading.load(model), seconds)
 
 
-@app.command(name="compile", rich_help_panel=_USE)
+@app.command(name="compile", rich_help_panel=_PREPARE)
 @grouped
 def compile_(
     *,
@@ -206,106 +277,4 @@ def compile_(
     run(None if model is None else loading.load(model))
 
 
-app.command(rich_help_panel=_USE)(serve)
-app.add_typer(pool, name="pool", rich_help_panel=_USE)
-
-
-@app.command(rich_help_panel=_MEASURE)
-@grouped
-def demo(
-    *,
-    max_new_tokens: MaxNewTokensOption = 128,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT", help="Use this prompt instead of the six built in; may be repeated."
-        ),
-    ] = None,
-    model: ModelOption = None,
-    loading: LoadOptions,
-    drafting: LearningOptions,
-    prewarms: Annotated[
-        bool,
-        of_drafting(
-            "--prewarm/--no-prewarm",
-            help="Whether to prewarm the model before, for a minute at most, if it has not been.",
-        ),
-    ] = True,
-    json: JsonOption = None,
-) -> None:
-    """Answer six prompts with plain generate and with lade, and compare speed.
-
-    The first time with a model, it is prewarmed before, for a minute at most.
-    """
-    loaded = loading.load(model)
-    from lade.cli.demo import run  # imports torch, in silence
-
-    drafter = drafting.drafter(loaded, loading)
-    run(loaded, prompt or [], max_new_tokens, drafting, drafter, prewarms, ResultFiles(json))
-
-
-@app.command(rich_help_panel=_MEASURE)
-@grouped
-def bench(
-    *,
-    prompts: PromptsOption = None,
-    max_new_tokens: MaxNewTokensOption = 128,
-    limit: LimitOption = None,
-    model: ModelOption = None,
-    loading: LoadOptions,
-    sampling: SamplingOptions,
-    drafting: DraftOptions,
-    prediction: PredictionOption = None,
-    files: ResultFiles,
-) -> None:
-    """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
-
-    All answer each prompt in turn, with the same options and seeds. lade has one pool for all
-    prompts, lade_fresh an empty one for each, and no_drafts decodes one token a step, on a CPU with
-    lade's own products; --pool, --prediction (of every answer), --assistant and --first-layers add
-    lade with those. The columns of the table:
-
-    - tokens/s: tokens up to the end of the answer, over the time of the whole call.
-    - MAT: mean accepted tokens, those that a step adds; plain decoding is 1.00.
-    - same text: the share of answers with plain's tokens. prompt_lookup draws otherwise when it
-      samples, so its texts differ then and are as likely.
-    - accepted: the share of draft tokens that were accepted.
-    - corrected: the share of steps with a draft that ended where the model chose another token
-      than those drafted there.
-    """
-    from lade.bench.settings import BenchSettings
-    from lade.cli.bench import Chosen, compare
-
-    settings = BenchSettings(max_new_tokens, **{**vars(sampling), "seed": sampling.seed or 0})
-    files.check()
-    chosen = Chosen.read(prompts, limit)
-    predicted = drafting.predicted(prediction)
-    compare(loading.load(model), chosen, settings, drafting, loading, files, predicted)
-
-
-@app.command(rich_help_panel=_INSPECT)
-@grouped
-def check(
-    *,
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    seconds: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="Measure speed for about T seconds; 0 leaves that out. A slow model may take "
-            "longer, as one prompt is always answered in full.",
-        ),
-    ] = 60.0,
-    loading: LoadOptions,
-    json: JsonOption = None,
-) -> None:
-    """Tell what lade does with a model, and what that gains on this machine.
-
-    A check of the model finds out how it can verify drafts without a change of its text, and why
-    better methods are ruled out. Then the six prompts of the demo are answered by plain generate
-    and by lade in turn, each with an empty pool.
-    """
-    loaded = loading.load(model)
-    from lade.cli.check import run  # imports torch, in silence
-
-    run(loaded, seconds, ResultFiles(json))
+app.add_typer(pool, name="pool", rich_help_panel=_PREPARE)

@@ -31,7 +31,7 @@ class Chosen(NamedTuple):
     def read(cls, path: Path | None, limit: int | None) -> "Chosen":
         """Read a prompt file; without one, take the prompts of the demo."""
         if path is None:
-            from lade.cli.demo_prompts import DEMO_PROMPTS
+            from lade.bench.demo_prompts import DEMO_PROMPTS
 
             prompts = [Prompt(title, title, text) for title, text in DEMO_PROMPTS][:limit]
             return cls(prompts, {"name": "demo", "num": len(prompts)})

@@ -79,7 +79,6 @@ class Built:
     num_files: int = 0
     num_unchanged: int = 0
     sec: float = 0.0  # all of it, without the last save
-    encoding_sec: float = 0.0  # the tokenizer's part, some of it beside the rest
     left_out: Counter[str] = field(default_factory=Counter)  # by reason
     num_refused: int = 0  # chats
 
@@ -116,10 +115,7 @@ def build(
     with _bar(found.files) as show, ThreadPoolExecutor(1) as threads:
 
         def encoded(parts: list[_Part]) -> tuple[list[_Part], list[list[int]]]:
-            began = perf_counter()
-            rows = encode([part.piece.text for part in parts if part.piece is not None])
-            built.encoding_sec += perf_counter() - began
-            return parts, rows
+            return parts, encode([part.piece.text for part in parts if part.piece is not None])
 
         parts_of_all = _parts(found.files, sources, render, built, show)
         batches = iter(lambda: [*islice(parts_of_all, _BATCH)], [])

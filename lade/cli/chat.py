@@ -5,32 +5,32 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lade.cli.prompting import read_prompt
-from lade.errors import MissingExtraError
+from lade.errors import MissingExtraError, UserError
 from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
     from lade.chat.conversation import Conversation
-    from lade.chat.settings import Settings
     from lade.cli.options import LearningOptions
     from lade.drafting.drafter import Drafter
+    from lade.models.settings import Settings
 
 
 def read_question() -> str | None:
     """Return all of standard input as a question; None where it is a terminal to chat in.
 
     Raises:
-        ValueError: it is empty or not UTF-8, or answers would not appear in the terminal.
+        UserError: it is empty or not UTF-8, or answers would not appear in the terminal.
     """
     if sys.stdin.isatty():
         if not sys.stdout.isatty():
-            raise ValueError(
+            raise UserError(
                 "expected a terminal on standard output, or a question on standard input; lade "
                 "generate answers one question into a file"
             )
         return None
     question = read_prompt("-").strip()
     if not question:
-        raise ValueError("expected a question on standard input, got nothing")
+        raise UserError("expected a question on standard input, got nothing")
     return question
 
 
@@ -45,7 +45,7 @@ def run(
     """Chat until the user leaves, or answer one question."""
     from lade.chat.conversation import Conversation
     from lade.cli.generate import check_verification
-    from lade.models.loading import encode
+    from lade.models.prompts import encode
 
     config = replace(drafting.config, reuses_prefix=True)
     hello = encode(loaded.tokenizer, "Hi", loaded.model.device)
@@ -76,7 +76,6 @@ def _chat(conversation: "Conversation") -> None:
 
 def _answer(conversation: "Conversation", question: str) -> None:
     """Print an answer as plain text, without its thinking, and its figures to standard error."""
-    from lade.chat.figures import figures_of
     from lade.cli.generate import show_text, tell_figures
 
     try:
@@ -87,4 +86,4 @@ def _answer(conversation: "Conversation", question: str) -> None:
         show_text("\n")
     turn = conversation.turn
     assert turn is not None, "it was answered"
-    tell_figures(figures_of(turn, None), conversation.settings, turn.seed, turn.stats)
+    tell_figures(turn.figures(None), conversation.settings, turn.seed, turn.stats)

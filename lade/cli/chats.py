@@ -1,6 +1,5 @@
 """Chats in the shapes that data sets and logs have, as messages of roles and texts."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +14,6 @@ _ROLES = {
 # What a single exchange is called.
 _ASKED = ("prompt", "question", "instruction", "query")
 _ANSWERED = ("response", "completion", "answer", "output")
-# A turn of a transcript begins with who speaks, perhaps in bold or as a heading.
-_TURN = re.compile(
-    r"^(?:#+ +|\*\*)?(user|human|customer|assistant|gpt|bot|model|ai|chatgpt|system)"
-    r"(?:\*\*)?:(?:\*\*)?[ \t]*",
-    re.IGNORECASE | re.MULTILINE,
-)
 
 
 def chat_of(entry: Any) -> list[Message] | None:
@@ -43,23 +36,6 @@ def chat_of(entry: Any) -> list[Message] | None:
     before = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
     after = answered if isinstance(answered, list) else [{"role": "assistant", "content": answered}]
     return _messages([*before, *after])
-
-
-def transcript_of(text: str) -> list[Message] | None:
-    """Return the messages of a text whose turns begin with who speaks; None if it is no such text.
-
-    That is, a text that begins with a turn, `User: …` say, and in which both sides speak.
-    """
-    turns = [*_TURN.finditer(text)]
-    if not turns or text[: turns[0].start()].strip():
-        return None
-    ends = [turn.start() for turn in turns[1:]] + [len(text)]
-    messages = [
-        {"role": _ROLES[turn[1].lower()], "content": text[turn.end() : end].strip()}
-        for turn, end in zip(turns, ends, strict=True)
-    ]
-    roles = {message["role"] for message in messages}
-    return messages if {"user", "assistant"} <= roles else None
 
 
 def _messages(entries: Sequence[Any]) -> list[Message] | None:

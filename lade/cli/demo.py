@@ -1,94 +1,144 @@
-"""`lade demo`: compare plain generate and lade on the same prompts, streaming lade's answers."""
+"""`lade demo`: what lade does with a model, and prompts answered by `generate`, lookup and lade."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
 from rich.text import Text
 
-from lade.bench.baselines import plain, warm_up
+from lade.bench.baselines import Given, Method, plain, prompt_lookup, warm_up
+from lade.bench.comparison import Side, compared, why_different
+from lade.bench.demo_prompts import DEMO_PROMPTS
 from lade.bench.environment import environment
 from lade.bench.methods import Lade
+from lade.bench.prompts import Prompt
+from lade.bench.report import as_json, table
+from lade.bench.run import Result
 from lade.bench.settings import BenchSettings
-from lade.chat.figures import sources_text
-from lade.chat.pieces import TextStream, without_controls
 from lade.cli.bench import describe_model
-from lade.cli.comparison import BothAnswers, table_of, total_of, verdict, why_different
-from lade.cli.demo_prompts import DEMO_PROMPTS
-from lade.cli.options import LearningOptions
+from lade.cli.loading import console
 from lade.cli.prewarm import prewarm_once
 from lade.cli.prompting import check_prompts, read_typed
 from lade.cli.results import ResultFiles, keeping
-from lade.drafting.drafter import Drafter
-from lade.models.loading import LoadedModel, encode
-from lade.probing.report import probe
-from lade.stats import Step
+from lade.models.loading import LoadedModel
+from lade.models.prompts import encode
+from lade.models.stream import TextStream, without_controls
+from lade.probing.report import Probe, probe
+from lade.stats import Step, ends_in_loop
+from ngram_pool import NGramPool
 
 _DRAFTED = "bold green"
+_SHOWN = 300  # characters of a prompt
+_LABELS = {
+    "tree": "tree: all candidates in one forward",
+    "chain": "chain: the best candidate alone, in one forward",
+    "snapshot": "snapshot: the best candidate alone, from a copy of the state",
+    "plain": "plain: no drafts, so the same text at plain speed",
+}
 
 
 def run(
     loaded: LoadedModel,
     prompts: list[str],
     max_new_tokens: int,
-    drafting: LearningOptions,
-    drafter: Drafter | None,
     prewarms: bool,
     files: ResultFiles,
 ) -> None:
-    """Answer each prompt with both methods, streaming lade's answer, and print a table.
-
-    Before that, the model is prewarmed if it has not been.
-    """
-    files.check()
+    """Tell how a model is verified, answer each prompt by every method, and print a table."""
     titled = [(f"prompt {i + 1}", read_typed(prompt)) for i, prompt in enumerate(prompts)]
     titled = titled or DEMO_PROMPTS
     check_prompts(loaded, [prompt for _, prompt in titled], max_new_tokens)
-    if prewarms and not drafting.is_plain:
+    out, model = Console(highlight=False), loaded.model
+    with console.status("checking how the model verifies drafts …"):
+        found = probe(model)
+    _tell_model(out, loaded, found)
+    if prewarms and found.verification != "plain":
         prewarm_once(loaded)
-    out, model, config = Console(highlight=False), loaded.model, drafting.config
-    described = describe_model(loaded)
-    out.print(
-        f"[bold]{described['model']}[/bold], {described['dtype']}, {described['device']}, "
-        f"{described['threads']} threads. Each prompt is answered by plain generate, unseen, "
-        "and then by lade. Text is shown as lade commits it:"
-    )
-    by = "by the n-gram pool" if drafter is None else "by the n-gram pool and others"
-    out.print(Text(f"drafted {by} and accepted by the model", style=_DRAFTED), end="")
-    out.print(", or the model's own token.\n")
     settings = BenchSettings(max_new_tokens)
-    for method in (plain, Lade(config, drafter=drafter)):
-        warm_up(loaded, method, settings)
-    rows: list[BothAnswers] = []
-    with keeping(rows) as stopped, drafting.open_pools(loaded) as pools:
-        for title, prompt in titled:
+    results: list[Result] = []
+    with keeping(results) as stopped:
+        ours = Lade(None, NGramPool(), TokenPrinter(loaded.tokenizer, out).show)
+        methods: dict[str, Method] = {"plain": plain, "prompt_lookup": prompt_lookup(Given())}
+        with console.status("warming up …"):
+            warmed: list[Method] = [*methods.values(), Lade(None)]
+            for method in warmed:
+                warm_up(loaded, method, settings)
+        out.print("\nText is shown as lade commits it: ", end="")
+        out.print(Text("drafted by the n-gram pool and accepted", style=_DRAFTED), end="")
+        out.print(", or the model's own token.\n")
+        for title, text in titled:
             out.rule(f"[bold]{title}", align="left")
-            out.print(Text(_shortened(prompt), style="dim"))
-            inputs = encode(loaded.tokenizer, prompt, model.device)
-            with out.status("plain generate …"):
-                expected = plain(model, inputs, settings.options())
-            show = TokenPrinter(loaded.tokenizer, out).show
-            got = Lade(config, pools, show, drafter)(model, inputs, settings.options())
+            flat = without_controls(text.strip())
+            shown = flat if len(flat) <= _SHOWN else f"{flat[:_SHOWN].rstrip()} …"
+            out.print(Text(shown, style="dim"))
+            inputs = encode(loaded.tokenizer, text, model.device)
+            answers = {}
+            for name, method in methods.items():
+                with out.status(f"{name} …"):
+                    answers[name] = method(model, inputs, settings.options())
+            answers["lade"] = ours(model, inputs, settings.options())
             out.print()
-            row = BothAnswers.of(title, model, inputs, expected, got)
-            rows.append(row)
-            out.print(f"[dim]{row.speedup:.2f}x plain, {verdict(row.difference)}[/dim]\n")
-    if stopped.by is not None:
-        out.print()
-    described |= {
-        "max_new_tokens": max_new_tokens,
-        "interrupted": stopped.by is not None,
-        "pools": [path.name for path in drafting.pools or []],
-        "verification": config.verification or probe(model).verification,
-    }
-    content = {"environment": environment(), "settings": described}
-    files.show({**content, "prompts": [row.as_dict() for row in rows]}, table_of(rows))
-    stopped.tell(f"stopped after {len(rows)} of {len(titled)} prompts")
-    if text := sources_text(total_of(rows).stats.sources):
-        out.print(f"[dim]{text}[/dim]", soft_wrap=True)
-    if any(row.difference is not None for row in rows):
-        out.print(f"[dim]{why_different(model)}[/dim]")
+            prompt_ids = inputs["input_ids"][0].tolist()
+            sides = [Side(name, each.rows[0], each.sec) for name, each in answers.items()]
+            for line in compared(model, prompt_ids, sides):
+                out.print(Text(line, style="dim"))
+            out.print()
+            loops = ends_in_loop(answers["plain"].rows[0])
+            results.append(Result([Prompt(title, title, text)], 0, len(prompt_ids), answers, loops))
+    _show_results(out, loaded, found, results, settings, files, stopped.by is not None)
+    stopped.tell(f"stopped after {len(results)} of {len(titled)} prompts")
     stopped.pass_on()
+
+
+def _tell_model(out: Console, loaded: LoadedModel, found: Probe) -> None:
+    """Print what is known before anything is answered."""
+    model, made = loaded.model, environment()
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    described = describe_model(loaded)
+    where = described["device"]
+    if model.device.type == "cpu":
+        where += f", {described['threads']} threads"
+    elif model.device.type == "cuda":
+        where += f" ({torch.cuda.get_device_name(model.device)})"
+    out.print(
+        f"[bold]{escape(Path(loaded.name).name)}[/bold]: {type(model).__name__}, "
+        f"{num_weights / 1e6:,.1f} million weights, {described['dtype']}, {where}"
+    )
+    versions = ("lade", "torch", "transformers", "numba")
+    out.print(f"[dim]{', '.join(f'{name} {made[name]}' for name in versions)}; {made['cpu']}[/dim]")
+    out.print(f"[bold]Verification[/bold] by {_LABELS.get(found.verification, found.verification)}")
+    out.print(f"[dim]  attention {found.attention}, execution {found.execution}[/dim]")
+    for verification, reason in found.reasons.items():
+        out.print(Padding(f"not by {verification}: {reason}", (0, 0, 0, 2)), markup=False)
+
+
+def _show_results(
+    out: Console,
+    loaded: LoadedModel,
+    found: Probe,
+    results: list[Result],
+    settings: BenchSettings,
+    files: ResultFiles,
+    is_interrupted: bool,
+) -> None:
+    """Print tables of all prompts, and write them; say why texts differ, if any does."""
+    names = [*results[0].answers]
+    described = {
+        **describe_model(loaded),
+        "max_new_tokens": settings.max_new_tokens,
+        "interrupted": is_interrupted,
+        "verification": found.verification,
+        "attention": found.attention,
+        "execution": found.execution,
+        "reasons": dict(found.reasons),
+    }
+    files.show(as_json(results, names, described), table(results, names, settings))
+    if any(result.answers["lade"].rows != result.answers["plain"].rows for result in results):
+        out.print(f"[dim]{why_different(loaded.model)}[/dim]")
 
 
 class TokenPrinter:
@@ -106,8 +156,3 @@ class TokenPrinter:
                 style = _DRAFTED if i < step.num_accepted else ""
                 self._out.print(Text(text, style=style), end="", soft_wrap=True)
         sys.stdout.flush()
-
-
-def _shortened(prompt: str) -> str:
-    flat = prompt.strip()
-    return flat if len(flat) <= 300 else f"{flat[:298].rstrip()} …"

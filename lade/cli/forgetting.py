@@ -1,9 +1,7 @@
 """Find a text in tokens, however it was tokenised there."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
-
-import numpy as np
 
 from ngram_pool import NGramPool
 
@@ -33,27 +31,25 @@ def runs_with(tokenizer: Any, token_ids: Any, text: str) -> Iterator[tuple[int, 
     How a text is tokenised depends on what stands around it: tokens are decoded and searched, and
     those at its ends count whole.
     """
+
+    def has(ids: list[int]) -> bool:
+        return text in tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
     overlap = len(text.encode())  # a token takes one byte at least
-    token_ids = np.asarray(token_ids)
+    token_ids = [int(each) for each in token_ids]
     for start in range(0, len(token_ids), _WINDOW):
-        window = token_ids[max(0, start - overlap) : start + _WINDOW].tolist()
-        while text in decoded(tokenizer, window):
-            end = _least(len(window), lambda n, w=window: text in decoded(tokenizer, w[:n]))
-            lead = _least(end, lambda n, w=window, e=end: text in decoded(tokenizer, w[e - n : e]))
+        window = token_ids[max(0, start - overlap) : start + _WINDOW]
+        while has(window):
+            end = _least(len(window), lambda n, w=window: has(w[:n]))
+            lead = _least(end, lambda n, w=window, e=end: has(w[e - n : e]))
             yield tuple(window[end - lead : end])
             window = window[end - lead + 1 :]
 
 
-def _least(limit: int, holds: Any) -> int:
+def _least(limit: int, holds: Callable[..., bool]) -> int:
     """Return the least number from 1 to `limit` for which something holds, as for all above."""
     low, high = 1, limit
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return low
-
-
-def decoded(tokenizer: Any, token_ids: list[int]) -> str:
-    """Return the text of tokens, special ones included."""
-    text: str = tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
-    return text

@@ -1,7 +1,7 @@
 """`lade generate`: one answer, streamed."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -9,9 +9,6 @@ from typing import Any
 import torch
 
 import lade
-from lade.chat.figures import sources_text
-from lade.chat.pieces import TextStream, without_controls
-from lade.chat.settings import Settings
 from lade.cli.loading import console
 from lade.cli.options import LearningOptions
 from lade.cli.prompting import room_for
@@ -19,7 +16,9 @@ from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.hf.predictions import predicted_ids
 from lade.models.loading import LoadedModel
-from lade.stats import DecodeStats, Step
+from lade.models.settings import Settings
+from lade.models.stream import TextStream, without_controls
+from lade.stats import DecodeStats, SourceStats, Step
 
 
 def run(
@@ -82,8 +81,17 @@ def tell_figures(
     if settings.temperature > 0:
         figures = [*figures, f"seed {seed}"]
     console.print(f"[dim]{', '.join(figures)}[/dim]")
-    if stats is not None and (text := sources_text(stats.sources)):
-        console.print(f"[dim]{text}[/dim]", soft_wrap=True)
+    if stats is not None and stats.sources:
+        console.print(f"[dim]{_of_sources(stats.sources)}[/dim]", soft_wrap=True)
+
+
+def _of_sources(sources: Mapping[str, SourceStats]) -> str:
+    """Describe what each of several sources of drafts did."""
+    parts = [
+        f"{name} {each.num_accepted_tokens:,} of {each.num_draft_tokens:,} in {each.sec:.2f} s"
+        for name, each in sources.items()
+    ]
+    return f"accepted of drafted: {', '.join(parts)}"
 
 
 def check_verification(

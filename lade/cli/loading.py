@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 
 import lade
-from lade.errors import LadeError, in_one_line
+from lade.errors import LadeError, UserError, in_one_line
 from lade.garbage import without_collection
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
 from lade.models.loading import LoadedModel, check_reachable, find_model, load
@@ -50,7 +50,7 @@ def load_with_progress(
     """Load a model, showing progress, with a bar for a download.
 
     Raises:
-        ValueError: it cannot be loaded; the message says why in one line.
+        UserError: it cannot be loaded; the message says why in one line.
     """
     name = find_model(model)
     console.print("[dim]Loading torch and transformers …[/dim]")  # which is silent for seconds
@@ -111,13 +111,13 @@ def _saying_why(name: str | None, what: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except LadeError:
-        raise
     except Exception as error:  # readers of damaged files may raise anything
+        if isinstance(error, LadeError) and error.__cause__ is None:
+            raise  # it says all there is
         reason = None if name is None else _why_not_loaded(name, error)
         if reason is None and not what:
             raise
-        raise ValueError(f"{what}{reason or in_one_line(error)}") from error
+        raise UserError(f"{what}{reason or in_one_line(error)}") from error
 
 
 def fetch_with_progress(model: str | None) -> None:

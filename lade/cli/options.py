@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from lade.chat.settings import Settings
+from lade.errors import UserError
+from lade.models.settings import Settings
 
 if TYPE_CHECKING:
     from lade.config import Config
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 _of_model = partial(typer.Option, rich_help_panel="Model")
 _of_sampling = partial(typer.Option, rich_help_panel="Sampling")
 of_drafting = partial(typer.Option, rich_help_panel="Drafting")
-_of_page = partial(typer.Option, rich_help_panel="Web page")
 
 
 # How options are written whose values are of these types, where they do not say.
@@ -141,7 +141,7 @@ class SamplingOptions:
     """How tokens are chosen.
 
     Raises:
-        ValueError: a share of the likeliest tokens is asked for beside greedy decoding.
+        UserError: a share of the likeliest tokens is asked for beside greedy decoding.
     """
 
     temperature: Annotated[
@@ -159,14 +159,6 @@ class SamplingOptions:
         ),
     ] = 1.0
     top_k: Annotated[int, _of_sampling(help="Sample from the N likeliest tokens; 0 is off.")] = 0
-    repetition_penalty: Annotated[
-        float | None,
-        _of_sampling(
-            metavar="X",
-            help="Make tokens that prompt or answer already have less likely by this factor; 1 is "
-            "off. Without it, the model's own.",
-        ),
-    ] = None
     seed: Annotated[
         int | None,
         _of_sampling(
@@ -179,7 +171,7 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         for name, off in (("top_p", 1.0), ("top_k", 0)):
             if self.temperature == 0 and (value := getattr(self, name)) != off:
-                raise ValueError(
+                raise UserError(
                     f"expected a temperature above 0 with {name}={value}, as greedy decoding has "
                     "no use for it; got temperature 0"
                 )
@@ -193,15 +185,6 @@ class SamplingOptions:
 # --- drafts ---------------------------------------------------------------------------------
 
 
-class Verification(StrEnum):
-    """Verification methods, those of `lade.config.VERIFICATIONS`."""
-
-    tree = "tree"
-    chain = "chain"
-    snapshot = "snapshot"
-    plain = "plain"
-
-
 PredictionOption = Annotated[
     Path | None,
     of_drafting(
@@ -211,90 +194,47 @@ PredictionOption = Annotated[
         dir_okay=False,
     ),
 ]
-FirstLayersOption = Annotated[
-    int | None, of_drafting(min=1, help="Let the first N layers of the model itself draft, too.")
-]
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """What is drafted by what, and how it is verified.
+    """What drafts beside a pool that learns.
 
     Raises:
-        ValueError: something is to draft beside plain decoding, which has no use for it; or a file
-            is no pool's.
+        UserError, ngram_pool.PoolFileError: a file is no pool's.
     """
 
-    max_draft_tokens: Annotated[
-        int | None,
-        of_drafting(
-            min=0,
-            help="Verify up to N draft tokens in every step. Without it, the measured time of "
-            "steps decides.",
-        ),
-    ] = None
-    verification: Annotated[
-        Verification | None,
-        of_drafting(
-            metavar="NAME",
-            help="Verify drafts by tree, chain or snapshot; plain decodes without any. "
-            "Without it, the best that a check of the model finds exact. One that is not exact is "
-            "refused.",
-        ),
-    ] = None
     assistant: Annotated[
         str | None,
         of_drafting(
-            metavar="ID",
-            help="Let this model draft, too: an id or a folder, as for --model. It must have the "
-            "same tokens.",
+            metavar="ID", help="Let this model draft, too: an id or a folder, as for --model."
         ),
     ] = None
-    first_layers: FirstLayersOption = None
+    first_layers: Annotated[
+        int | None,
+        of_drafting(min=1, help="Let the first N layers of the model itself draft, too."),
+    ] = None
     pools: Annotated[
         list[Path] | None,
         of_drafting(
             "--pool",
-            help="Also draft from this pool, made by lade pool build or --save-pool; it is only "
-            "read. May be repeated.",
+            help="Also draft from this pool of text, made by lade pool build or --save-pool; it is "
+            "only read. May be repeated.",
             exists=True,
             dir_okay=False,
         ),
     ] = None
 
     def __post_init__(self) -> None:
-        given = {"assistant": self.assistant, "first-layers": self.first_layers}
-        self._refuse_if_plain(given | {"pool": self.pools})
         for path in self.pools or []:
             _check_pool(path)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is to be drafted."""
-        return self.verification is Verification.plain
-
-    def predicted(self, path: Path | None) -> str | None:
-        """Return the text of `--prediction`.
-
-        Raises:
-            ValueError: nothing is drafted from it, or it is no text.
-        """
-        if path is None:
-            return None
-        self._refuse_if_plain({"prediction": path})
-        from lade.cli.prompting import read_prediction
-
-        return read_prediction(path)
 
     @property
     def config(self) -> "Config":
         """The configuration that they make."""
         from lade.config import Config
 
-        return Config(
-            max_draft_tokens=self.max_draft_tokens,
-            verification=self.verification.value if self.verification else None,
-        )
+        return Config()
 
     def drafter(self, loaded: "LoadedModel", loading: LoadOptions) -> "Drafter | None":
         """Return what drafts for a model together with its pool; None for the pool alone."""
@@ -322,20 +262,13 @@ class DraftOptions:
 
         return open_pools(loaded, self.pools or [], self.save_path)
 
-    def _refuse_if_plain(self, given: dict[str, Any]) -> None:
-        names = [f"--{name}" for name, value in given.items() if value]
-        if self.is_plain and names:
-            raise ValueError(
-                f"expected no {' or '.join(names)} with --verification plain, which drafts nothing"
-            )
-
 
 @dataclass(frozen=True)
 class LearningOptions(DraftOptions):
     """As `DraftOptions`, and a pool that learns and is kept.
 
     Raises:
-        ValueError: as there; or that pool could not be saved.
+        UserError, OSError: as there; or that pool could not be saved.
     """
 
     save_pool: Annotated[
@@ -349,7 +282,6 @@ class LearningOptions(DraftOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._refuse_if_plain({"save-pool": self.save_pool})
         if self.save_pool is not None:
             check_place(self.save_pool)
             if self.save_pool.exists():
@@ -365,11 +297,11 @@ def check_place(path: Path) -> None:
     """Raise if a file could not be written at a path later.
 
     Raises:
-        ValueError: there is no such folder.
+        UserError: there is no such folder.
         OSError: nothing can be written to it.
     """
     if not path.parent.is_dir():
-        raise ValueError(f"no such folder: {path.parent}")
+        raise UserError(f"no such folder: {path.parent}")
     with tempfile.TemporaryFile(dir=path.parent):
         pass
 
@@ -378,46 +310,6 @@ def _check_pool(path: Path) -> None:
     from ngram_pool.files import check_begin  # imports Numba
 
     check_begin(path)
-
-
-# --- the page of a chat ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PageOptions:
-    """Whether and where to serve a page."""
-
-    web: Annotated[
-        bool,
-        _of_page("--web", help="Chat on a page in your browser instead; needs the extra 'web'."),
-    ] = False
-    host: Annotated[
-        str | None,
-        _of_page(
-            metavar="NAME",
-            help="Address to serve the page at. Without it 127.0.0.1, which only this machine "
-            "reaches.",
-        ),
-    ] = None
-    port: Annotated[
-        int | None,
-        _of_page(
-            min=1,
-            max=65535,
-            help="Port to serve the page at. Without it, the first free one from 7860 on.",
-        ),
-    ] = None
-    share: Annotated[
-        bool, _of_page("--share", help="Let Gradio's servers forward a public address to the page.")
-    ] = False
-    password: Annotated[
-        str | None,
-        _of_page(
-            metavar="TEXT",
-            help="Let in only those who give this password. Other users of this machine can see "
-            "it; the variable LADE_PASSWORD is better.",
-        ),
-    ] = None
 
 
 # --- files ----------------------------------------------------------------------------------

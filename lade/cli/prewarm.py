@@ -1,4 +1,4 @@
-"""`lade prewarm`, and what commands do of it before they start: a table, with a progress bar."""
+"""`lade prewarm`, and what `lade demo` does of it before it starts, with a progress bar."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lade.cli.loading import note
+from lade.errors import UserError
 from lade.models.loading import LoadedModel
 from lade.models.prompts import check_system, encode_messages, num_positions, room_after
 
@@ -15,11 +16,7 @@ _POSITIONS = re.compile(r"position|pos_|wpe")
 
 
 def read_prompt(argument: str) -> str:
-    """Return a prompt, read from standard input if the argument is `-`.
-
-    Raises:
-        ValueError: it is not UTF-8.
-    """
+    """Return a prompt, read from standard input if the argument is `-`; as `read_typed`."""
     if argument == "-":
         return _decoded(sys.stdin.buffer.read(), "on standard input").replace("\r\n", "\n")
     return read_typed(argument)
@@ -29,12 +26,11 @@ def read_prediction(path: Path) -> str:
     """Return what an answer will probably be, without the line break at the end of its file.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not UTF-8, or has no text.
+        OSError, UserError: the file cannot be read, is not UTF-8, or has no text.
     """
     text = _decoded(path.read_bytes(), f"in {path}").replace("\r\n", "\n").removesuffix("\n")
     if not text:
-        raise ValueError(f"expected a prediction in {path}, got no text")
+        raise UserError(f"expected a prediction in {path}, got no text")
     return text
 
 
@@ -42,7 +38,7 @@ def read_typed(argument: str) -> str:
     """Return a text given on the command line.
 
     Raises:
-        ValueError: it is not UTF-8.
+        UserError: it is not UTF-8.
     """
     # Bytes that are not UTF-8 arrive as surrogates, which no tokenizer knows.
     return _decoded(argument.encode(errors="surrogateescape"), "as prompt")
@@ -52,7 +48,7 @@ def _decoded(data: bytes, where: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"expected UTF-8 {where}, got byte 0x{data[error.start]:02x} after {error.start} bytes"
         ) from None
 
@@ -63,10 +59,10 @@ def encode_prompt(
     """Return `input_ids` and `attention_mask` of a prompt, int64 [1, num_tokens].
 
     Raises:
-        ValueError: the prompt has no token, or there is no place for a system prompt.
+        UserError: the prompt has no token, or there is no place for a system prompt.
     """
     if not (text if is_raw else text.strip()):
-        raise ValueError("expected a prompt of one token or more, got none")
+        raise UserError("expected a prompt of one token or more, got none")
     messages = [{"role": "user", "content": text}]
     if system is not None:
         check_system(loaded, system)
@@ -81,7 +77,7 @@ def room_for(model: Any, num_prompt_tokens: int, max_new_tokens: int) -> int:
     looks them up in a table cannot.
 
     Raises:
-        ValueError: the prompt alone is too long for the table.
+        ContextLengthError: the prompt alone is too long for the table.
     """
     limit = num_positions(model)
     # The last new token is never fed.
@@ -104,12 +100,12 @@ def check_prompts(loaded: LoadedModel, texts: Sequence[str], max_new_tokens: int
     """Check that every prompt has a token and leaves room for the longest answer.
 
     Raises:
-        ValueError: one does not; nothing was generated.
+        UserError: one does not; nothing was generated.
     """
     longest = max(encode_prompt(loaded, text)["input_ids"].shape[1] for text in texts)
     room = room_for(loaded.model, longest, max_new_tokens)
     if room < max_new_tokens:
-        raise ValueError(
+        raise UserError(
             f"expected --max-new-tokens of at most {room} after the longest prompt, "
             f"got {max_new_tokens}"
         )

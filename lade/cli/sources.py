@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO, cast
 
-from lade.cli.chats import Message, chat_of, transcript_of
+from lade.cli.chats import Message, chat_of
 
 #: Characters of a piece, about; its last line is completed. Tokens may be others where pieces meet.
 PIECE = 2**14
 _HEAD = 2**13  # bytes that tell binary files, as git tells them
 # JSON values are read as a whole: a line of JSON lines, or a file of JSON.
 _MAX_JSON = 2**26
-_MAX_TRANSCRIPT = 2**20
 _JSON_LINES = (".jsonl", ".ndjson")
 _MADE = ("__pycache__", "node_modules")  # folders of what tools make or fetch
 
@@ -116,7 +115,7 @@ def pieces_of(path: Path, content: BinaryIO, render: Render) -> Iterator[TextPie
             elif name.endswith(".json"):
                 yield from _of_json(text, render)
             else:
-                yield from _of_text(text, render)
+                yield from _cut(text)
         finally:
             with suppress(ValueError):  # it was closed, as this was broken off
                 text.detach()  # else it would close the content, which is not its own
@@ -124,14 +123,6 @@ def pieces_of(path: Path, content: BinaryIO, render: Render) -> Iterator[TextPie
         raise UnreadableError("not UTF-8") from None
     except (EOFError, gzip.BadGzipFile, zlib.error):
         raise UnreadableError("damaged gzip") from None
-
-
-def _of_text(text: TextIO, render: Render) -> Iterator[TextPiece]:
-    head = text.read(_MAX_TRANSCRIPT)
-    if len(head) < _MAX_TRANSCRIPT and (chat := transcript_of(head)) is not None:
-        yield from _cut(render(chat))
-    else:
-        yield from _cut(head + text.readline(PIECE), text)
 
 
 def _of_json(text: TextIO, render: Render) -> Iterator[TextPiece]:
@@ -183,10 +174,10 @@ def _text_of_line(line: str, render: Render) -> str | None:
     return None if chat is None else render(chat)
 
 
-def _cut(head: str, rest: TextIO | None = None) -> Iterator[TextPiece]:
+def _cut(text: str | TextIO) -> Iterator[TextPiece]:
     """Yield a text in pieces, at the ends of lines where there are any."""
     begins = True
-    for text in (io.StringIO(head), rest):
-        while text is not None and (piece := text.read(PIECE) + text.readline(PIECE)):
-            yield TextPiece(piece, begins)
-            begins = False
+    stream = io.StringIO(text) if isinstance(text, str) else text
+    while piece := stream.read(PIECE) + stream.readline(PIECE):
+        yield TextPiece(piece, begins)
+        begins = False

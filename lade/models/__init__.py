@@ -5,7 +5,7 @@ model, however loaded.
 """
 
 from lade.models.embedded import default_model, embedded_model
-from lade.models.loading import LoadedModel, encode, load
-from lade.models.prompts import tool_calls
+from lade.models.loading import LoadedModel, load
+from lade.models.prompts import encode, tool_calls
 
 __all__ = ["LoadedModel", "default_model", "embedded_model", "encode", "load", "tool_calls"]

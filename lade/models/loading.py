@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import Request, getproxies, urlopen
 
+from lade.errors import UserError
 from lade.garbage import without_collection
 from lade.models.embedded import (
     DEFAULT_MODEL,
@@ -20,16 +21,6 @@ from lade.models.embedded import (
 from lade.openmp import release_workers
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-# As torch and others call them.
-_SHORT_DTYPES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "float": "float32",
-    "fp64": "float64",
-    "double": "float64",
-}
 _REACH_SEC = 4.0
 # A folder with a tokenizer has a file that matches one of these.
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")
@@ -76,7 +67,7 @@ def load(
     Raises:
         MissingExtraError: an embedded model needs a package that is not installed.
         ModelFetchError: the embedded model could not be fetched or converted.
-        ValueError: the device or dtype does not exist, or the model could not be loaded.
+        UserError: the device or dtype does not exist, or the model could not be loaded.
     """
     chosen = find_model(name)
     chosen = DEFAULT_MODEL if chosen is None else chosen
@@ -89,9 +80,7 @@ def load(
     report = progress or no_progress
     chosen_device = device_of(device)
     if dtype not in (None, *DTYPES):
-        meant = _SHORT_DTYPES.get(str(dtype))
-        hint = f"; {meant!r} is meant, perhaps" if meant else ""
-        raise ValueError(f"expected dtype {', '.join(DTYPES)}, got {dtype!r}{hint}")
+        raise UserError(f"expected dtype {', '.join(DTYPES)}, got {dtype!r}")
     chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(chosen_device)
     is_embedded = chosen in EMBEDDED_MODELS
     source = str(embedded_model(chosen, progress=progress) if is_embedded else chosen)
@@ -105,7 +94,7 @@ def load(
                 source, dtype=chosen_dtype, trust_remote_code=trust_remote_code, **there
             )
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"the model {source!r} could not be loaded: {error}") from error
+        raise UserError(f"the model {source!r} could not be loaded: {error}") from error
     loaded = LoadedModel(model.to(chosen_device).eval(), tokenizer, chosen)
     release_workers()  # calls may come in other threads
     return loaded
@@ -116,7 +105,7 @@ def check_reachable(name: str | None) -> None:
     """Look for a model that is nowhere on this machine once, where loading would try for a minute.
 
     Raises:
-        ValueError: the Hub cannot be reached, or no model can have that name.
+        UserError: the Hub cannot be reached, or no model can have that name.
     """
     from huggingface_hub import hf_hub_url, is_offline_mode, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -131,7 +120,7 @@ def check_reachable(name: str | None) -> None:
             return
         urlopen(Request(hf_hub_url(name, "config.json"), method="HEAD"), timeout=_REACH_SEC).close()
     except HFValidationError as error:
-        raise ValueError(f"the model {name!r} could not be loaded: {error}") from error
+        raise UserError(f"the model {name!r} could not be loaded: {error}") from error
     except (HTTPError, HTTPException):
         return  # it says why not, when it is asked in earnest
     except OSError as error:
@@ -139,7 +128,7 @@ def check_reachable(name: str | None) -> None:
         if not isinstance(reason, SSLError):  # the Hub's own client may trust it
             near = get_close_matches(name.lower(), EMBEDDED_MODELS, 1)
             hint = f"; {near[0]} is meant, perhaps" if near else ""
-            raise ValueError(
+            raise UserError(
                 f"the model {name!r} could not be loaded: there is no folder of that name, and the "
                 f"Hugging Face Hub cannot be reached ({reason}){hint}"
             ) from error
@@ -149,53 +138,35 @@ def find_model(model: str | None) -> str | None:
     """Return the name to load a model by; names of embedded models ignore case.
 
     Raises:
-        ValueError: it is a file, a folder that does not exist, or one without a tokenizer.
+        UserError: it is a file, a folder that does not exist, or one without a tokenizer.
     """
     if model is None:
         return None
     if not model:
-        raise ValueError("expected the name of a model or a folder, got an empty text")
+        raise UserError("expected the name of a model or a folder, got an empty text")
     folder = Path(model)
     if not folder.is_dir():
         if model.lower() in EMBEDDED_MODELS:
             return model.lower()
         if folder.is_file() or folder.suffix.lower() == ".gguf":
-            raise ValueError(
+            raise UserError(
                 f"expected a Hugging Face model id or a folder with config.json and weights, got "
                 f"the file {model}"
             )
         if model.startswith((".", "/", "~", "\\")) or len(folder.parts) > 2:  # not a Hub id
-            raise ValueError(f"no such folder: {model}")
+            raise UserError(f"no such folder: {model}")
     elif (folder / "config.json").is_file() and not any(
         any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES
     ):
-        raise ValueError(f"the folder {model} has a model, but no tokenizer (tokenizer.json)")
+        raise UserError(f"the folder {model} has a model, but no tokenizer (tokenizer.json)")
     return model
-
-
-def encode(tokenizer: Any, prompt: str, device: Any = None) -> dict[str, Any]:
-    """Return `input_ids` and `attention_mask`, int64 [1, num_tokens], of a user's prompt.
-
-    The tokenizer's chat template, if any, is applied.
-    """
-    if tokenizer.chat_template:
-        encoded = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
-    else:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    # Some tokenizers add inputs, such as token types, that causal LMs do not need.
-    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
 def device_of(name: str | None) -> Any:
     """Return the torch device of that name; for None, `cuda` if available, else `cpu`.
 
     Raises:
-        ValueError: this machine has no such device.
+        UserError: this machine has no such device.
     """
     import torch
 
@@ -205,9 +176,7 @@ def device_of(name: str | None) -> Any:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"expected a torch device of this machine, got {name!r}: {error}"
-        ) from error
+        raise UserError(f"expected a torch device of this machine, got {name!r}: {error}") from None
     return device
 
 

@@ -1,10 +1,19 @@
-"""Encode conversations, and tell how many tokens a model has positions for."""
+"""Prompts as tokens: the one place where a chat template is asked, and where positions end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from lade.errors import ContextLengthError
+from lade.errors import ContextLengthError, UserError
 from lade.models.loading import LoadedModel
+
+
+def encode(tokenizer: Any, prompt: str, device: Any = None) -> dict[str, Any]:
+    """Return `input_ids` and `attention_mask`, int64 [1, num_tokens], of a user's prompt.
+
+    The tokenizer's chat template, if any, is applied.
+    """
+    return _encoded(tokenizer, [{"role": "user", "content": prompt}], device)
 
 
 def encode_messages(
@@ -25,56 +34,73 @@ def encode_messages(
         is_raw: whether to leave out the chat template.
 
     Raises:
-        ValueError: there is no token, or the chat template refuses the messages.
+        UserError: there is no token, or the chat template refuses the messages.
     """
-    from jinja2 import TemplateError
+    with _refusals(f"the chat template of {loaded.name} refuses the messages"):
+        encoded = _encoded(loaded.tokenizer, messages, loaded.model.device, asks, is_raw)
+    if encoded["input_ids"].shape[1] == 0:
+        has_template = loaded.tokenizer.chat_template and not is_raw
+        why = "" if has_template else f": {loaded.name} has no chat template, or it is left out"
+        raise UserError(f"expected a prompt of one token or more, got none{why}")
+    return encoded
 
-    tokenizer = loaded.tokenizer
-    has_template = tokenizer.chat_template and not is_raw
-    if has_template:
-        try:
-            encoded = tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=asks,
-                return_tensors="pt",
-                return_dict=True,
-            )
-        except TemplateError as error:
-            raise ValueError(
-                f"the chat template of {loaded.name} refuses the messages ({error})"
-            ) from None
+
+def _encoded(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, str]],
+    device: Any,
+    asks: bool = True,
+    is_raw: bool = False,
+) -> dict[str, Any]:
+    if tokenizer.chat_template and not is_raw:
+        encoded = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=asks,
+            return_tensors="pt",
+            return_dict=True,
+        )
     else:
         encoded = tokenizer(_as_text(messages), return_tensors="pt")
-    if encoded["input_ids"].shape[1] == 0:
-        why = "" if has_template else f": {loaded.name} has no chat template, or it is left out"
-        raise ValueError(f"expected a prompt of one token or more, got none{why}")
     # Some tokenizers add inputs, such as token types, that causal LMs do not need.
-    names = ("input_ids", "attention_mask")
-    return {name: encoded[name].to(loaded.model.device) for name in names}
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def _as_text(messages: Sequence[Mapping[str, str]]) -> str:
+    """Return what was said as one text; each answer follows its question at once."""
+    texts: list[str] = []
+    for message in messages:
+        if texts and message["role"] == "user":
+            texts.append("\n")
+        texts.append(message["content"])
+    return "".join(texts)
+
+
+@contextmanager
+def _refusals(what: str) -> Iterator[None]:
+    """Tell of a chat template that raises as a fault of what it was given."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        raise UserError(f"{what} ({error})") from None
 
 
 def check_system(loaded: LoadedModel, system: str) -> None:
     """Check that the model's chat template has a place for a system prompt.
 
     Raises:
-        ValueError: there is no chat template, or it refuses a system prompt or leaves it out.
+        UserError: there is no chat template, or it refuses a system prompt or leaves it out.
     """
-    from jinja2 import TemplateError
-
     if not loaded.tokenizer.chat_template:
-        raise ValueError(f"expected no system prompt: {loaded.name} has no chat template")
+        raise UserError(f"expected no system prompt: {loaded.name} has no chat template")
     user = {"role": "user", "content": "?"}
     render = loaded.tokenizer.apply_chat_template
-    try:
+    begin = f"expected no system prompt: the chat template of {loaded.name}"
+    with _refusals(f"{begin} refuses it"):
         text = render([{"role": "system", "content": system}, user], tokenize=False)
-    except TemplateError as error:
-        raise ValueError(
-            f"expected no system prompt: the chat template of {loaded.name} refuses it ({error})"
-        ) from None
     if text == render([user], tokenize=False):
-        raise ValueError(
-            f"expected no system prompt: the chat template of {loaded.name} leaves it out"
-        )
+        raise UserError(f"{begin} leaves it out")
 
 
 def tool_calls(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -104,9 +130,9 @@ def tool_calls(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> str:
                 before = tokenizer.apply_chat_template(asked, tokenize=False)
             text = tokenizer.apply_chat_template([*asked, said], tokenize=False)
         except (TemplateError, TypeError, ValueError) as error:
-            raise ValueError(f"the chat template refuses a tool call ({error})") from None
+            raise UserError(f"the chat template refuses a tool call ({error})") from None
         if function["name"] not in text.removeprefix(before):
-            raise ValueError("expected a chat template that writes tool calls, got one without")
+            raise UserError("expected a chat template that writes tool calls, got one without")
         texts.append(text.removeprefix(before))
     return "".join(texts)
 
@@ -133,13 +159,3 @@ def room_after(model: Any, num_prompt_tokens: int) -> int | None:
             f"positions for no more; got {num_prompt_tokens:,}"
         )
     return limit - num_prompt_tokens + 1  # the last new token is never fed
-
-
-def _as_text(messages: Sequence[Mapping[str, str]]) -> str:
-    """Return what was said as one text; each answer follows its question at once."""
-    texts: list[str] = []
-    for message in messages:
-        if texts and message["role"] == "user":
-            texts.append("\n")
-        texts.append(message["content"])
-    return "".join(texts)

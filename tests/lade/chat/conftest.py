@@ -1,13 +1,19 @@
-"""Tiny models that one can chat with."""
+"""Tiny saved models that one can chat with, and a chat in this process."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
-from lade.models.loading import LoadedModel
-from tests.lade.shared import shared_model
-from tests.lade.tiny import byte_tokenizer
+from tests.lade.chat.screen import Screen
+from tests.lade.cli.command import Done, run
+from tests.lade.tiny import byte_tokenizer, tiny_model
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}"
@@ -21,16 +27,63 @@ def tokenizer_with(template: str | None = TEMPLATE) -> Any:
     return tokenizer
 
 
-@pytest.fixture
-def loaded() -> LoadedModel:
-    """A model of bytes, exact, that never ends on its own."""
-    return LoadedModel(shared_model(vocab_size=256, eos_token_id=None), tokenizer_with(), "tiny")
+@pytest.fixture(scope="session")
+def saved_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that saves a model of bytes that never ends on its own, by template."""
+    made: dict[str | None, Path] = {}
 
-
-@pytest.fixture
-def loaded_with() -> Callable[..., LoadedModel]:
-    def make(template: str | None = TEMPLATE, **options: Any) -> LoadedModel:
-        model = shared_model(**{"vocab_size": 256, "eos_token_id": None, **options})
-        return LoadedModel(model, tokenizer_with(template), "tiny")
+    def make(template: str | None = TEMPLATE) -> Path:
+        if template not in made:
+            path = made[template] = tmp_path_factory.mktemp("chat") / "tiny"
+            tokenizer_with(template).save_pretrained(path)
+            model = tiny_model("llama", dtype=torch.float32, vocab_size=256)
+            model.generation_config.eos_token_id = None
+            model.save_pretrained(path)
+        return made[template]
 
     return make
+
+
+class Chat:
+    """What came of a chat."""
+
+    def __init__(self, screen: Screen, done: Done, data: Path) -> None:
+        self.screen, self.done, self.data = screen, done, data
+        self.shown = screen.shown()
+
+
+@pytest.fixture
+def chat(saved_with: Callable[..., Path], tmp_path: Path) -> Callable[..., Chat]:
+    """Return a function that lets a user type until the chat ends."""
+
+    def begin(
+        *keys: str,
+        options: tuple[object, ...] = (),
+        template: str | None = TEMPLATE,
+        size: tuple[int, int] = (80, 400),
+        watch: Callable[[Screen], object] = bool,
+        **env: str,
+    ) -> Chat:
+        screen = Screen(size[1])
+        screen.on_write = lambda: watch(screen)
+        given = ["--model", saved_with(template), "--dtype", "float32", "--max-new-tokens", 10]
+        env = {"TERM": "xterm", "XDG_DATA_HOME": str(tmp_path / "data"), **env}
+        with create_pipe_input() as keyboard:
+            keyboard.send_text("".join(keys))
+            with create_app_session(input=keyboard, output=DummyOutput()):
+                columns, lines = size
+                done = run(
+                    *("chat", *given, *options),
+                    screen=screen,
+                    columns=columns,
+                    LINES=str(lines),
+                    **env,
+                )
+        return Chat(screen, done, tmp_path / "data")
+
+    return begin
+
+
+def saved(path: Path) -> list[str]:
+    """Return the texts of a saved conversation."""
+    return [message["content"] for message in json.loads(path.read_text())["messages"]]

@@ -2,9 +2,7 @@
 
 import io
 import re
-from typing import Any
-
-from rich.console import Console
+from collections.abc import Callable
 
 _CODE = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])")
 
@@ -15,6 +13,7 @@ class Screen(io.StringIO):
     Attributes:
         lines: all that was ever there, what scrolled out first.
         writes: what each write left on the screen.
+        on_write: called after each write.
     """
 
     def __init__(self, height: int) -> None:
@@ -24,8 +23,13 @@ class Screen(io.StringIO):
         self.row = 0
         self.column = 0
         self.writes: list[list[str]] = []
+        self.on_write: Callable[[], object] = bool
+
+    def isatty(self) -> bool:
+        return True
 
     def write(self, text: str) -> int:
+        super().write(text)
         at = 0
         while at < len(text):
             code = _CODE.match(text, at)
@@ -36,6 +40,7 @@ class Screen(io.StringIO):
             self._character(text[at])
             at += 1
         self.writes.append([*self.lines])
+        self.on_write()
         return len(text)
 
     def shown(self) -> str:
@@ -63,20 +68,3 @@ class Screen(io.StringIO):
             line = self.lines[self.row].ljust(self.column)
             self.lines[self.row] = line[: self.column] + letter + line[self.column + 1 :]
             self.column += 1
-
-
-def screen_console(width: int = 60, height: int = 12, **options: Any) -> tuple[Console, Screen]:
-    """Return a console on a screen of that size, with colours unless told otherwise."""
-    screen = Screen(height)
-    options = {"color_system": "standard", **options}
-    console = Console(
-        file=screen,
-        force_terminal=True,
-        width=width,
-        height=height,
-        legacy_windows=False,
-        highlight=False,
-        _environ={},
-        **options,
-    )
-    return console, screen

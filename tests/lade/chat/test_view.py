@@ -1,4 +1,4 @@
-"""Answers as they appear: the same at the end however they came, and nothing twice on the way."""
+"""Answers piece by piece, which no terminal can be asked for: how they are cut, told and drawn."""
 
 import io
 import re
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lade.chat.pieces import Piece
+from lade.chat.pieces import Piece, PieceStream
 from lade.chat.view import AnswerView
-from tests.lade.chat.screen import Screen, screen_console
+from tests.lade.chat.screen import Screen
+from tests.lade.tiny import byte_tokenizer
 
 ANSWER = """# Fruits
 
@@ -30,7 +31,8 @@ def add(a, b):
 | --- | --- |
 | lemon | sour |
 
-A <b>tag</b> and `code`. The end."""
+A <b>tag</b> and `code`.
+The end."""
 
 
 def pieces_of(text: str, size: int = 3) -> list[Piece]:
@@ -38,50 +40,45 @@ def pieces_of(text: str, size: int = 3) -> list[Piece]:
     return [Piece(part, i % 2 == 0, False) for i, part in enumerate(parts)]
 
 
+def screen_console(width: int, height: int) -> tuple[Console, Screen]:
+    screen = Screen(height)
+    sizes: Any = {"width": width, "height": height, "color_system": "standard"}
+    return Console(file=screen, legacy_windows=False, highlight=False, _environ={}, **sizes), screen
+
+
 def shown(console: Console, pieces: Sequence[Piece], shows_drafted: bool = False) -> None:
     with AnswerView(console, shows_drafted) as view:
         for piece in pieces:
+            view._pause = 0.0  # as if time had passed
             view.add(piece)
-            if view._live is not None:
-                with view._lock:
-                    view._draw()  # as if time had passed
 
 
-@pytest.mark.parametrize("width", [20, 33, 80])
-@pytest.mark.parametrize("height", [5, 12, 50])
+@pytest.mark.parametrize("size", [(20, 5), (33, 50), (80, 12)])
 @pytest.mark.parametrize("shows_drafted", [False, True])
-def test_the_end_is_the_same_however_it_came(width: int, height: int, shows_drafted: bool) -> None:
-    console, screen = screen_console(width, height)
+def test_the_end_is_the_same_however_it_came(size: tuple[int, int], shows_drafted: bool) -> None:
+    console, screen = screen_console(*size)
     shown(console, pieces_of(ANSWER), shows_drafted)
-    at_once, expected = screen_console(width, 200)
+    at_once, expected = screen_console(size[0], 200)
     shown(at_once, pieces_of(ANSWER, len(ANSWER)), shows_drafted)
     assert screen.shown() == expected.shown()
-    assert all(len(line) <= width for line in screen.lines)
-    if shows_drafted:
-        assert re.sub(r"\s", "", screen.shown()) == re.sub(r"\s", "", ANSWER)
+    assert all(len(line) <= size[0] for line in screen.lines)
     for word in ("Fruits", "apple", "return a + b", "lemon", "<b>tag</b>", "end."):
         assert screen.shown().count(word) == 1
+    if shows_drafted:
+        assert re.sub(r"\s", "", screen.shown()) == re.sub(r"\s", "", ANSWER)
+    else:
+        assert not {"**three**", "```"} & {*screen.shown().split()}
+        assert screen.shown().endswith("code.\nThe end.")  # where the model broke the line
 
 
-def test_markdown_is_rendered_and_drafted_tokens_are_not_told_apart() -> None:
-    console, screen = screen_console(80, 50)
-    shown(console, pieces_of(ANSWER))
-    assert "**three**" not in screen.shown()
-    assert "```" not in screen.shown()
-    assert " • green" in screen.shown()
-
-
-def test_lines_break_where_the_model_broke_them() -> None:
-    console, screen = screen_console(80, 50)
-    shown(console, pieces_of("A cat,\na **cat**,\na hat.\n\nThe end."))
-    lines = [line.strip() for line in screen.shown().splitlines() if line.strip()]
-    assert lines == ["A cat,", "a cat,", "a hat.", "The end."]
-
-
-def test_no_state_on_the_way_shows_a_line_twice_or_loses_one() -> None:
+@pytest.mark.parametrize("text", ["{} {}", "```\n{}\n{}\n```\n"])
+def test_no_state_on_the_way_shows_a_word_twice_or_loses_one(text: str) -> None:
+    """Lines that have scrolled out cannot be taken back; drawing them again would repeat them."""
     console, screen = screen_console(40, 8)
     words = [f"word{i:03}" for i in range(60)]
-    shown(console, pieces_of(" ".join(words[:40]) + "\n\n" + " ".join(words[40:]), 8))
+    one, other = (" ".join(part) for part in (words[:40], words[40:]))
+    text = text.format(one.replace(" ", "\n") if "`" in text else one, other)
+    shown(console, pieces_of(text, 8))
     most = 0
     for lines in screen.writes:
         seen = re.findall(r"word\d{3}", " ".join(lines))
@@ -91,68 +88,71 @@ def test_no_state_on_the_way_shows_a_line_twice_or_loses_one() -> None:
     assert most == 60
 
 
-def test_no_more_than_the_window_is_drawn_anew() -> None:
-    """Lines that have scrolled out cannot be taken back; drawing them again would repeat them."""
-    console, screen = screen_console(30, 6)
-    code = "```\n" + "\n".join(f"line {i}" for i in range(40)) + "\n```\n"
-    shown(console, pieces_of(code, 4))
-    numbers = [int(number) for number in re.findall(r"line (\d+)", screen.shown())]
-    assert numbers == [*range(40)]
-
-
-def test_drafted_text_is_coloured_underlined_or_in_brackets() -> None:
-    pieces = [Piece("own ", False, False), Piece("draf", True, False), Piece("ted", True, False)]
-    kinds: list[tuple[dict[str, Any], str]] = [
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
         ({}, "own \x1b[32mdrafted\x1b[0m"),
         ({"no_color": True}, "own \x1b[4mdrafted\x1b[0m"),
         ({"color_system": None}, "own [drafted]"),
-    ]
-    for options, expected in kinds:
-        file = io.StringIO()
-        options = {"color_system": "standard", **options}
-        console = Console(file=file, force_terminal=True, record=True, _environ={}, **options)
-        shown(console, pieces, shows_drafted=True)
-        assert file.getvalue().strip() == expected
-
-
-def test_thinking_is_dim_and_stands_before_the_answer() -> None:
+    ],
+)
+def test_drafted_text_is_coloured_underlined_or_in_brackets(options: Any, expected: str) -> None:
+    pieces = [Piece("own ", False, False), Piece("draf", True, False), Piece("ted", True, False)]
     file = io.StringIO()
-    console = Console(
-        file=file, force_terminal=True, record=True, color_system="standard", _environ={}
-    )
-    shown(
-        console,
-        [
-            Piece("\nhm, *so*\nwell", True, True),
-            Piece("\n\n", False, True),
-            Piece("\n\n**yes**", False, False),
-        ],
-    )
-    lines = file.getvalue().splitlines()
-    assert lines == [
-        *("\x1b[2mhm, *so*\x1b[0m", "\x1b[2mwell\x1b[0m", "", ""),
-        "\x1b[1myes\x1b[0m",
-    ]
+    options = {"color_system": "standard", **options}
+    console = Console(file=file, force_terminal=True, record=True, _environ={}, **options)
+    shown(console, pieces, shows_drafted=True)
+    assert file.getvalue().strip() == expected
 
 
-def test_control_characters_do_not_reach_the_terminal() -> None:
+def test_thinking_is_dim_and_no_control_character_reaches_the_terminal() -> None:
     console, screen = screen_console(60, 12)
-    shown(console, [Piece("a\x1b[2Jb\x07\x9b31mc\rd", False, False)])
-    assert screen.shown() == "a[2Jb31mcd"
+    pieces = [Piece("\nhm\x1b[2J\x07, *so*\nwell", True, True), Piece("\n\n**yes**", False, False)]
+    shown(console, pieces)
+    assert screen.shown() == "hm[2J, *so*\nwell\n\nyes"
+    assert "\x1b[2mhm[2J, *so*\x1b[0m" in screen.getvalue()
 
 
-def test_before_the_first_piece_something_moves() -> None:
-    console, screen = screen_console(60, 12)
-    with AnswerView(console) as view, view._lock:
-        view._draw()
-        assert screen.shown() in ("-", "\\", "|", "/")
-    assert screen.shown() == ""
+# --- pieces -------------------------------------------------------------------------------------
 
 
-def test_a_terminal_that_cannot_go_back_gets_finished_parts() -> None:
-    screen = Screen(50)
-    console = Console(file=screen, force_terminal=True, width=60, _environ={"TERM": "dumb"})
-    assert console.is_dumb_terminal
-    shown(console, pieces_of(ANSWER))
-    assert "\x1b" not in screen.getvalue()
-    assert screen.shown().count("apple") == 1
+@pytest.mark.parametrize(
+    ("prompt", "text", "thinking", "answer"),
+    [
+        ("", "no thinking", "", "no thinking"),
+        ("", "<think>\nhm, é</think>\n\nyes", "\nhm, é", "\n\nyes"),
+        ("", " \n<think>a</think>b", " \na", "b"),
+        ("", "[THINK]a[/THINK]b", "a", "b"),
+        ("", "<think>a </thin b </think>c</think>", "a </thin b ", "c</think>"),
+        ("", "<think>never ends </thi", "never ends </thi", ""),
+        ("", "say <think>a</think>", "", "say <think>a</think>"),
+        ("", "<thin", "", "<thin"),
+        ("assistant\n<think>\n", "a</think>b", "a", "b"),
+        ("assistant\n<think>\n\n</think>\n\n", "b", "", "b"),
+        ("special", "<think>hm</think>yes<|im_end|>", "hm", "yes"),
+        ("special", "<|channel>thought\nhm<channel|>yes<|im_end|>", "hm", "yes"),
+    ],
+)
+def test_thinking_is_told_from_the_answer(
+    prompt: str, text: str, thinking: str, answer: str
+) -> None:
+    tokenizer = byte_tokenizer()
+    if prompt == "special":  # tokens that decoding leaves out
+        marks = ["<think>", "</think>", "<|im_end|>", "<|channel>", "<channel|>"]
+        tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    stream = PieceStream(tokenizer, tokenizer(prompt)["input_ids"])
+    token_ids = tokenizer(text)["input_ids"]
+    pieces = [piece for each in token_ids for piece in stream.put(each, False)] + stream.end()
+    assert "".join(piece.text for piece in pieces if piece.is_thinking) == thinking
+    assert "".join(piece.text for piece in pieces if not piece.is_thinking) == answer
+
+
+def test_a_character_was_drafted_if_all_its_tokens_were_and_one_that_is_cut_is_none() -> None:
+    tokenizer = byte_tokenizer()
+    stream = PieceStream(tokenizer, [])
+    token_ids = tokenizer("a€é😀")["input_ids"][:-1]
+    drafted = [True, True, False, True, True, True, True, True, True]
+    pairs = zip(token_ids, drafted, strict=True)
+    found = [piece for pair in pairs for piece in stream.put(*pair)]
+    assert found == [Piece("a", True, False), Piece("€", False, False), Piece("é", True, False)]
+    assert stream.end(is_cut=True) == []

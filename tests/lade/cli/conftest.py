@@ -1,33 +1,29 @@
-"""The whole command, as a shell starts it, in this process."""
+"""A tiny saved model with chat templates."""
 
-import signal
-import sys
-import warnings
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-import lade.cli
+from tests.lade.tiny import byte_tokenizer
 
-Told = tuple[int, str]
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'][0] }}>{{ message['content'] }}"
+    "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
 
 
 @pytest.fixture
-def command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Told]:
-    """Return a function that runs `lade` and returns its exit code and what it said as an error."""
+def templated(folder: str, tmp_path: Path) -> Callable[[str], str]:
+    """Return a function that copies the tiny model and gives it a chat template."""
 
-    def run(*arguments: str) -> Told:
-        monkeypatch.setattr(sys, "argv", ["lade", *arguments])
-        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-        handler = signal.getsignal(signal.SIGINT)
-        try:
-            lade.cli.main()
-        except SystemExit as end:
-            return int(end.code or 0), capsys.readouterr().err
-        finally:
-            signal.signal(signal.SIGINT, handler)
-        raise AssertionError("a command ends by leaving the process")
+    def make(template: str) -> str:
+        path = tmp_path / f"templated{len([*tmp_path.glob('templated*')])}"
+        shutil.copytree(folder, path)
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(path)
+        return str(path)
 
-    return run
+    return make

@@ -1,8 +1,10 @@
-"""`Settings`: how answers of a conversation are generated."""
+"""`Settings`: how answers are generated."""
 
 import math
 from dataclasses import dataclass
 from typing import Any
+
+from lade.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -11,7 +13,7 @@ class Settings:
 
     Raises:
         TypeError: a value has a wrong type.
-        ValueError: a value is out of range.
+        UserError: a value is out of range.
     """
 
     max_new_tokens: int = 1024
@@ -19,7 +21,6 @@ class Settings:
     top_p: float = 1.0
     seed: int = 0  # of the first answer; each further one has the next
     top_k: int = 0  # 0 samples from the whole vocabulary
-    repetition_penalty: float | None = None  # None for the model's own
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("seed", 0), ("top_k", 0)):
@@ -27,26 +28,20 @@ class Settings:
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"expected {name} to be an integer, got {value!r}")
             if value < least:
-                raise ValueError(f"expected {name} of {least} or more, got {value}")
-        penalty = 1.0 if self.repetition_penalty is None else self.repetition_penalty
-        numbers = {"temperature": self.temperature, "top_p": self.top_p}
-        for name, value in {**numbers, "repetition_penalty": penalty}.items():
+                raise UserError(f"expected {name} of {least} or more, got {value}")
+        for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
             if not isinstance(value, int | float) or isinstance(value, bool):
                 raise TypeError(f"expected {name} to be a number, got {value!r}")
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(
+            raise UserError(
                 f"expected a finite temperature of 0 (greedy) or more, got {self.temperature}"
             )
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"expected top_p above 0 and up to 1, got {self.top_p}")
-        if not 0 < penalty < math.inf:
-            raise ValueError(f"expected a finite repetition_penalty above 0, got {penalty}")
+            raise UserError(f"expected top_p above 0 and up to 1, got {self.top_p}")
 
     def options(self) -> dict[str, Any]:
         """Return options for `generate`."""
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": False}
-        if self.repetition_penalty is not None:
-            options["repetition_penalty"] = float(self.repetition_penalty)
         if self.temperature > 0:  # top_k: transformers' own default would be 50
             sampled = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
             options |= {"do_sample": True, **sampled}

@@ -1,0 +1,37 @@
+"""How drafts are sized and verified, where a measurement fixes it: options of `run`."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from click import Choice
+
+from lade.cli.options import LearningOptions, of_drafting
+from lade.config import VERIFICATIONS, Config
+
+
+@dataclass(frozen=True)
+class MeasuredOptions(LearningOptions):
+    """As `LearningOptions`, with a number of draft tokens and a way of verifying."""
+
+    max_draft_tokens: Annotated[
+        int | None,
+        of_drafting(
+            min=0,
+            help="Verify up to N draft tokens in every step. Without it, the measured time of "
+            "steps decides.",
+        ),
+    ] = None
+    verification: Annotated[
+        str | None,
+        of_drafting(
+            click_type=Choice(VERIFICATIONS),
+            help="Verify drafts by this method; without it, by the best that is exact. One that "
+            "is not exact is refused.",
+        ),
+    ] = None
+
+    @property
+    def config(self) -> Config:
+        """The configuration that they make."""
+        options: dict[str, Any] = {"verification": self.verification}
+        return Config(max_draft_tokens=self.max_draft_tokens, **options)

@@ -1,0 +1,63 @@
+"""`TextStream`: tokens that come one by one, as text."""
+
+from typing import Any
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+# Tokens decoded before a new one: tokenizers join and space neighbours.
+_CONTEXT = 6
+# Characters that would move the cursor or change the terminal: all controls but newline and tab.
+_CONTROLS = dict.fromkeys({*range(32), 127, *range(128, 160)} - {9, 10})
+
+
+def without_controls(text: str) -> str:
+    """Return a model's text as a terminal may show it, which obeys control characters."""
+    return text.translate(_CONTROLS)
+
+
+class TextStream:
+    """Text of tokens that come one by one; its parts are what decoding all at once gives.
+
+    A character made of several tokens comes with its last one. Of one that was left incomplete
+    among bytes that are single tokens, only decoding all at once may make something else. It asks
+    no more of a tokenizer than to decode, so that those in Python have it, too.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._token_ids: list[int] = []
+        self._num_done = 0
+
+    def put(self, token_id: int) -> str:
+        """Take a token; return the text that is new, empty if it is still unknown."""
+        self._token_ids.append(token_id)
+        text = self._new_text()
+        if text.endswith(_INCOMPLETE):
+            return ""
+        self._num_done = len(self._token_ids)
+        return text
+
+    def end(self, is_cut: bool = False) -> str:
+        """Return the rest, and begin anew.
+
+        Args:
+            is_cut: whether more tokens were to come, so that an incomplete character is dropped.
+        """
+        rest = self._new_text()
+        if is_cut:
+            rest = rest.rstrip(_INCOMPLETE)
+        self._token_ids, self._num_done = [], 0
+        return rest
+
+    def _new_text(self) -> str:
+        start = max(0, self._num_done - _CONTEXT)
+        before = self._decode(self._token_ids[start : self._num_done])
+        return self._decode(self._token_ids[start:])[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if not token_ids:
+            return ""
+        # Cleaning up would take back a space that is long since shown.
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text

@@ -1,0 +1,80 @@
+"""`lade` as a shell starts it, in this process."""
+
+import io
+import signal
+import sys
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+
+import lade.cli
+
+SHORT = ("--dtype", "float32", "--max-new-tokens", "12")
+
+
+class Done(NamedTuple):
+    """What a command left."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def told(self) -> str:
+        """The error that it told, in one line."""
+        assert self.code == 1, self.out + self.err
+        (line,) = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert "Traceback" not in self.err
+        return line
+
+
+class _Terminal(io.StringIO):
+    """Standard input where somebody types, who is heard elsewhere."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def run(
+    *arguments: object,
+    given: str | bytes = b"",
+    screen: io.StringIO | None = None,
+    columns: int = 150,
+    **env: str,
+) -> Done:
+    """Run `lade` with some arguments.
+
+    Args:
+        given: standard input.
+        screen: of a terminal, in place of standard input and output.
+        columns: of the window.
+        env: environment variables.
+
+    Raises:
+        Exception: a fault, which a user would see with its traceback.
+    """
+    streams: list[Any] = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
+    data = given.encode() if isinstance(given, str) else given
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["lade", *map(str, arguments)])
+        for name, stream in zip(("stdout", "stderr"), streams, strict=True):
+            patch.setattr(sys, name, stream)
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
+        if screen is not None:
+            patch.setattr(sys, "stdin", _Terminal())
+            patch.setattr(sys, "stdout", screen)
+        patch.setattr(warnings, "showwarning", warnings.showwarning)
+        for name, value in {"COLUMNS": str(columns), **env}.items():
+            patch.setenv(name, value)
+        try:
+            lade.cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+    for stream in streams:
+        stream.flush()
+    return Done(code, *(stream.buffer.getvalue().decode() for stream in streams))

@@ -1,0 +1,142 @@
+"""`lade demo` and `lade bench`: what they print, write, and keep when they are stopped."""
+
+import json
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngram_pool import NGramPool
+from tests.lade.cli.command import SHORT, Done, run
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("abcabc\nxyxyxy\nhello\n")
+    return path
+
+
+def measured(command: str, folder: str, path: Path, *options: object) -> tuple[Done, Any]:
+    done = run(command, "--model", folder, *SHORT, "--json", path, *options)
+    return done, json.loads(path.read_text())
+
+
+def test_demo_tells_what_lade_does_and_what_that_gains(folder: str, tmp_path: Path) -> None:
+    prompt = ["--prompt", "naïve 日本 🙂 abcabc\x1b]0;title\x07", "--prompt", "xyxy"]
+    done, content = measured("demo", folder, tmp_path / "x.json", *prompt, "--no-prewarm")
+    assert done.code == 0
+    flat = " ".join(done.out.split())
+    for told in (
+        "LlamaForCausalLM",
+        "float32, cpu",
+        f"torch {metadata.version('torch')}",
+        "Verification by tree: all candidates in one forward",
+        "drafted by the n-gram pool and accepted, or the model's own token.",
+    ):
+        assert told in flat
+    assert len(re.findall(r"^lade +12 tokens .*x plain, same text$", done.out, re.MULTILINE)) == 2
+    assert re.search(r"^prompt_lookup +12 tokens .*x plain, ", done.out, re.MULTILINE)
+    assert "\x1b" not in done.out
+    assert [*content["summary"]["overall"]] == ["plain", "prompt_lookup", "lade"]
+    assert [each["category"] for each in content["prompts"]] == ["prompt 1", "prompt 2"]
+    assert all(each["lade"]["same_text"] for each in content["prompts"])
+    assert content["settings"]["verification"] == "tree"
+    assert content["settings"]["interrupted"] is False
+    assert folder not in json.dumps(content)
+    assert "prewarm" not in done.err
+
+
+@pytest.mark.exhaustive  # six prompts by three methods
+def test_demo_has_prompts_of_its_own_and_prewarms_once(folder: str) -> None:
+    first, second = (run("demo", "--model", folder, *SHORT) for _ in range(2))
+    assert "prewarmed: " in first.err
+    assert "prewarmed" not in second.err
+    for title in ("chat", "write code", "edit code", "summarise", "extract", "maths"):
+        assert f"{title} ─" in first.out
+
+
+def test_bench_prints_a_table_and_writes_everything(
+    folder: str, prompts: Path, tmp_path: Path
+) -> None:
+    options = ["--prompts", prompts, "--limit", 2]
+    done, content = measured("bench", folder, tmp_path / "x.json", *options)
+    assert done.code == 0
+    assert "Greedy decoding, loops apart" in done.out
+    assert "verification: tree" in done.out
+    settings = content["settings"]
+    assert (settings["prompts"]["name"], settings["prompts"]["num"]) == ("prompts.txt", 2)
+    names = ["plain", "prompt_lookup", "no_drafts", "lade", "lade_fresh"]
+    assert [*settings["methods"]] == names
+    assert settings["interrupted"] is False
+    for entry in content["prompts"]:
+        assert all(entry[name]["same_text"] for name in names[1:])
+
+
+@pytest.mark.exhaustive  # nine methods
+def test_bench_has_a_method_for_all_that_is_given(
+    folder: str, prompts: Path, tmp_path: Path
+) -> None:
+    mine, predicted = tmp_path / "mine.pool", tmp_path / "predicted.txt"
+    NGramPool().save(mine)
+    predicted.write_text("abcabcabc\n")
+    options = ["--prompts", prompts, "--pool", mine, "--prediction", predicted]
+    options += ["--assistant", folder, "--first-layers", 1]
+    done, content = measured("bench", folder, tmp_path / "x.json", *options)
+    assert "Sources of drafts" in done.out
+    added = ["lade_pool", "lade_pool_fresh", "lade_prediction"]
+    added += ["pool+assistant", "pool+first_layers"]
+    assert [*content["settings"]["methods"]][5:] == added
+    for entry in content["prompts"]:
+        assert all(entry[name]["same_text"] for name in added)
+
+
+@pytest.mark.parametrize(("command", "calls_before"), [("bench", 2), ("demo", 2)])
+def test_what_was_measured_before_ctrl_c_is_kept(
+    command: str,
+    calls_before: int,
+    folder: str,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    generate, calls = LlamaForCausalLM.generate, 0
+
+    def interrupted(self: Any, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        lookup = "prompt_lookup_num_tokens" in options
+        calls += lookup  # once to warm up, and once for each prompt
+        if lookup and calls > calls_before:
+            raise KeyboardInterrupt
+        return generate(self, *args, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", interrupted)
+    given = ["--prompts", prompts] if command == "bench" else ["--prompt", "a", "--prompt", "b"]
+    given += ["--no-prewarm"] * (command == "demo")
+    done, content = measured(command, folder, tmp_path / "x.json", *given)
+    assert done.code == 130
+    assert "stopped after 1 of" in done.err
+    assert len(content["prompts"]) == 1
+    assert content["settings"]["interrupted"] is True
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"fine\n\xff\xfe\n", "expected prompts.txt in UTF-8, got byte 0xff in line 2"),
+        (b'{"question": "x"}', "expected line 1 of prompts.txt to be a prompt"),
+        (b'\n{"prompt": 5}', "line 2 of prompts.txt to be a prompt, or a JSON object with"),
+        (b'{"turns": []}', 'got {"turns": []}'),
+        (b'{"prompt', "its JSON is broken: Unterminated string"),
+        (b" \n", "expected prompts in prompts.txt, found none"),
+    ],
+)
+def test_prompts_are_read_before_a_model_is_loaded(
+    content: bytes, told: str, prompts: Path, tmp_path: Path
+) -> None:
+    prompts.write_bytes(content)
+    assert told in run("bench", "--prompts", prompts, "--model", tmp_path / "no-model").told

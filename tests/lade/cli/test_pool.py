@@ -1,0 +1,251 @@
+"""`lade pool build` and `lade pool forget`: what is read of which files, and what is removed."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+import lade
+from ngram_pool import NGramPool
+from tests.lade.cli.command import Done, run
+from tests.lade.cli.conftest import TEMPLATE
+from tests.lade.tiny import byte_tokenizer
+
+ASKED = {"role": "user", "content": "Why?"}
+ANSWERED = {"role": "assistant", "content": "Because."}
+CHAT = "<u>Why?<a>Because."
+
+
+def texts(path: Path) -> list[str]:
+    """Return what a pool on disk holds."""
+    pool = NGramPool.load(path, read_only=True)
+    return [byte_tokenizer().decode(ids.tolist()) for ids in pool.texts()]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder of three files, one of them binary."""
+    path = tmp_path / "source"
+    path.mkdir()
+    (path / "a.py").write_text("def a(): return 1\n" * 3)
+    (path / "b.txt").write_text("Grüße aus Wien\n")
+    (path / "c.png").write_bytes(b"\x89PNG\0\0")
+    return path
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "code.pool"
+
+
+# --- which files --------------------------------------------------------------------------------
+
+
+def test_a_pool_is_built_from_a_folder(folder: str, source: Path, out: Path) -> None:
+    done = run("pool", "build", source, "--out", out, "--model", folder)
+    assert done.code == 0
+    assert "71 tokens of 2 files" in done.out
+    assert "left out: binary: 1" in done.err
+    assert texts(out) == ["def a(): return 1\n" * 3, "Grüße aus Wien\n"]
+    assert out.stat().st_mode & 0o077 == 0
+    assert str(source) not in out.read_bytes().decode("latin-1")
+
+
+def test_only_what_has_changed_is_read_again(folder: str, source: Path, out: Path) -> None:
+    command = ["pool", "build", source, "--out", out, "--model", folder]
+    run(*command)
+    again = run(*command)
+    assert "0 tokens of 0 files" in again.out
+    assert "unchanged since they were read: 3 files" in again.err
+    (source / "b.txt").write_text("Liebe Grüße\n")
+    (source / "d.txt").write_text("new\n")
+    assert "of 2 files" in run(*command).out
+    assert texts(out)[2:] == ["Liebe Grüße\n", "new\n"]
+    lade.save_pool(NGramPool(1000), out)  # by something that knows nothing of sources
+    changed = run(*command)
+    assert "has changed since it was built; all files are read again" in changed.err
+    assert "of 3 files" in changed.out
+    (out.parent / "code.pool.sources").write_text("{")
+    assert "code.pool.sources is damaged; all files are read again" in run(*command).err
+
+
+def test_folders_are_read_without_what_is_hidden_or_made(
+    folder: str, out: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    names = ("b.py", "a/c.txt", ".git/config", ".venv/x.py", "a/.env", "env/pyvenv.cfg")
+    for name in (*names, "env/y.py", "__pycache__/z.py", "node_modules/w.js"):
+        (root / name).parent.mkdir(exist_ok=True, parents=True)
+        (root / name).write_text(name)
+    os.symlink(root / "a", root / "linked")
+    os.symlink(root / "b.py", root / "d.py")
+    os.mkfifo(root / "pipe")  # to open it would wait for ever
+    done = run("pool", "build", root, root / "b.py", "--out", out, "--model", folder)
+    assert texts(out) == ["b.py", "a/c.txt"]
+    told = "left out: folders, hidden or made by tools: 6; links and devices: 2; hidden files: 1"
+    assert told in done.err.replace("\n", " ")
+    run("pool", "build", root / "a" / ".env", "--out", out, "--model", folder)
+    assert texts(out)[2:] == ["a/.env"]  # named
+
+
+def test_what_is_no_text_is_left_out_and_told(folder: str, out: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    for name, content in {
+        "a.bin": b"MZ\0\x01",
+        "b.txt": "Grüße".encode("latin-1"),
+        "c.gz": b"no gzip",
+        "d.gz": gzip.compress(b"\0" * 100),
+        "e.txt": b"",
+    }.items():
+        (root / name).write_bytes(content)
+    command = ["pool", "build", root, "--out", out, "--model", folder]
+    done = run(*command)
+    assert "expected text for code.pool in the files, got none" in done.told
+    assert "left out: binary: 2; not UTF-8: 1; damaged gzip: 1" in done.err
+    assert not out.exists()
+    (root / "f.gz").write_bytes(gzip.compress(b"text" * 10_000)[:-9])
+    assert "damaged gzip: 2" in run(*command).err
+    assert texts(out)[0].startswith("texttext")  # what could be read
+
+
+# --- which text ---------------------------------------------------------------------------------
+
+
+def built(tmp_path: Path, model: Any, name: str, content: str | bytes) -> list[str]:
+    """Return the texts that a file gives."""
+    path, out = tmp_path / name, tmp_path / "built.pool"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    out.unlink(missing_ok=True)
+    done = run("pool", "build", path, "--out", out, "--model", model)
+    assert done.code == 0, done.err
+    return texts(out)
+
+
+def test_text_is_whole_however_long(folder: str, tmp_path: Path) -> None:
+    text = "".join(f"line {i} with ä\n" for i in range(5000)) + "x" * 50_000
+    assert built(tmp_path, folder, "long.py", text) == [text]
+    marked = b"\xef\xbb\xbfwith a mark\r\nand more"
+    assert built(tmp_path, folder, "a.txt", marked) == ["with a mark\nand more"]
+
+
+def test_chats_have_many_shapes(templated: Any, tmp_path: Path) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}, ANSWERED]
+    shared = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
+    entries: list[dict[str, Any]] = [
+        {"messages": [ASKED, ANSWERED]},
+        {"messages": parts},
+        {"conversations": shared},
+        {"turns": [ASKED, ANSWERED]},
+        {"prompt": "Why?", "response": "Because."},
+        {"prompt": [ASKED], "completion": [ANSWERED]},
+        {"question": "Why?", "answer": "Because.", "id": 3},
+        {"instruction": "Why?", "input": "", "output": "Because."},
+    ]
+    zipped = gzip.compress("\n".join(map(json.dumps, entries)).encode())
+    assert built(tmp_path, templated(TEMPLATE), "chats.jsonl.GZ", zipped) == [CHAT] * len(entries)
+
+
+def test_json_is_chats_texts_or_itself(templated: Any, tmp_path: Path) -> None:
+    model = templated(
+        "{% if messages[0].role == 'assistant' %}{{ raise_exception('') }}{% endif %}" + TEMPLATE
+    )
+    lines: list[Any] = [{"messages": [ASKED, ANSWERED]}, {"text": "a text"}, "another"]
+    lines += [{"messages": [ANSWERED, ASKED]}, {"level": "info"}, {"prompt": "Why?"}, [1, 2]]
+    content = "\n".join([*map(json.dumps, lines), '{"half": ', json.dumps(lines[0])])
+    rest = '{"level": "info"}\n{"prompt": "Why?"}\n[1, 2]\n{"half": \n'
+    expected = [CHAT, "a text", "another", "Because.\n\nWhy?", rest, CHAT]
+    assert built(tmp_path, model, "a.jsonl", content) == expected
+    assert built(tmp_path, model, "a.json", json.dumps([lines[0], {"a": 1}])) == [CHAT, '{"a": 1}']
+    for whole in ('{\n  "name": "package"\n}\n', "{ no json", "[" * 20_000):
+        assert built(tmp_path, model, "a.json", whole) == [whole]
+
+
+# --- how far ------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive  # half a million tokens, three times
+def test_an_interrupted_build_goes_on_where_it_was(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lade.cli.build._BATCH", 3)
+    monkeypatch.setattr("lade.cli.build._SAVE_EVERY_SEC", 0.0)
+    monkeypatch.setattr("lade.cli.build._SAVE_SHARE", 0.0)  # saved now and then, too
+    source = tmp_path / "source"
+    source.mkdir()
+    letters = np.random.default_rng(0).integers(97, 123, (12, 4000, 10))
+    for number, lines in enumerate(letters):
+        text = "\n".join("".join(map(chr, line)) for line in lines)
+        (source / f"{number:02}.txt").write_text(text)
+    whole, out = tmp_path / "whole.pool", tmp_path / "parts.pool"
+    assert run("pool", "build", source, "--out", whole, "--model", folder).code == 0
+    observe, num_calls = NGramPool.observe, 0
+
+    def interrupted(self: NGramPool, *args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls % 13 == 0:
+            raise KeyboardInterrupt
+        return observe(self, *args)
+
+    monkeypatch.setattr(NGramPool, "observe", interrupted)
+    results: list[Done] = []
+    while not results or results[-1].code == 130:
+        assert len(results) < 10
+        results.append(run("pool", "build", source, "--out", out, "--model", folder))
+    assert len(results) > 3
+    assert "stopped; the same command goes on from here" in results[0].err
+    assert results[-1].code == 0
+    assert "".join(texts(out)) == "".join(texts(whole))
+    assert len(texts(whole)) == 12
+
+
+def test_a_full_pool_holds_the_newest_and_says_so(folder: str, source: Path, out: Path) -> None:
+    command = ["pool", "build", source, "--out", out, "--model", folder]
+    done = run(*command, "--capacity-tokens", "20")
+    assert "the oldest 51 tokens were forgotten" in done.err
+    assert "delete code.pool and build it anew with a larger" in done.err.replace("\n", " ")
+    assert "".join(texts(out)).endswith("Grüße aus Wien\n")
+    told = run(*command, "--capacity-tokens", "71").told
+    assert "expected no --capacity-tokens, as code.pool exists with 20" in told
+
+
+# --- forget -------------------------------------------------------------------------------------
+
+
+def test_text_is_forgotten_for_good(folder: str, out: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("key: SECRET-1, key: SECRET-1; key: SECRET-2")
+    command = ["pool", "build", path, "--out", out, "--model", folder]
+    run(*command)
+    done = run("pool", "forget", out, " SECRET-1 ", "nothing", "--model", folder)
+    assert "2 of 'SECRET-1' removed from code.pool" in done.out
+    assert "no 'nothing'" in done.out
+    assert "may still hold the text" in done.err
+    left = "".join(texts(out))
+    assert "SECRET-1" not in left
+    assert left.startswith("key: ")
+    assert left.endswith("ECRET-2")
+    assert np.array([*b"SECRET-1"], "<i4").tobytes() not in out.read_bytes()
+    assert "0 tokens of 0 files" in run(*command).out  # it is not read again
+
+
+def test_a_text_is_found_however_it_was_tokenised(tmp_path: Path) -> None:
+    tokens = {token: i for i, token in enumerate(["a", "b", "c", "_", "ab", "bc", "abc"])}
+    made = Tokenizer(models.BPE(tokens, [("a", "b"), ("b", "c"), ("ab", "c")]))
+    made.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    tokenizer.save_pretrained(tmp_path / "bpe")
+    pool = NGramPool()
+    pool.observe([6, 3, 4, 2, 3, 0, 5, 3, 0, 1, 2, 3, 0, 4] + [3, 0] * 3000)  # abc ab+c a+bc a+b+c
+    lade.save_pool(pool, tmp_path / "a.pool", tokenizer=tokenizer)
+    done = run("pool", "forget", tmp_path / "a.pool", "abc", "--model", tmp_path / "bpe")
+    assert "4 of 'abc' removed" in done.out
+    left = [token for ids in NGramPool.load(tmp_path / "a.pool").texts() for token in ids.tolist()]
+    assert sorted({*left}) == [0, 3, 4]

@@ -1,0 +1,142 @@
+"""`lade prewarm` and `lade compile`, and what `lade demo` prewarms by itself."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lade
+from tests.lade.cli.command import SHORT, Done, run
+
+PLAIN = lade.Probe("LlamaForCausalLM", "plain", None, {"tree": "trees do not grow here"})
+
+
+@pytest.fixture
+def demo(folder: str) -> Callable[[], Done]:
+    return lambda: run("demo", "--model", folder, *SHORT, "--prompt", "one")
+
+
+def stopping(error: BaseException) -> Callable[..., Any]:
+    """Prewarm, and end with an error at the first news."""
+    prewarm = lade.prewarm
+
+    def stopped(model: Any, seconds: float, *, progress: Any, **options: Any) -> Any:
+        def tell(news: Any) -> None:
+            progress(news)
+            raise error
+
+        return prewarm(model, seconds, progress=tell, **options)
+
+    return stopped
+
+
+@pytest.mark.filterwarnings("ignore:lade does not use its table")
+def test_prewarm_makes_a_table_that_demo_uses_unless_it_is_damaged(
+    folder: str, demo: Callable[[], Done]
+) -> None:
+    options = ("--model", folder, "--dtype", "float32", "--seconds", 1)
+    paths = set()
+    for _ in range(2):  # the second run adds to it
+        done = run("prewarm", *options)
+        assert done.code == 0
+        assert " contexts from " in done.out
+        (kept,) = re.findall(r"kept in (.*), and used with", done.err)
+        paths.add(kept)
+    (path,) = map(Path, paths)
+    path.write_bytes(b"no table")
+    done = demo()
+    assert done.code == 0
+    assert "note: no table is made: " in done.err
+    assert "remove it to begin anew" in done.err
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyboardInterrupt(), "skipped the rest of prewarming"),
+        (OSError(28, "No space left"), "note: no table is made: [Errno 28] No space left"),
+    ],
+)
+def test_what_stops_prewarming_does_not_stop_the_demo(
+    demo: Callable[[], Done], error: BaseException, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lade.prewarming.run.prewarm", stopping(error))
+    done = demo()
+    assert done.code == 0
+    assert told in done.err
+    assert "prewarmed: " in done.err  # what was made
+
+
+def test_a_model_that_is_decoded_plainly_is_not_prewarmed(
+    demo: Callable[[], Done], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lade.prewarming.run.probe", lambda model: PLAIN)
+    told = "lade decodes LlamaForCausalLM plainly, so it would not use a table. tree: trees do not"
+    assert told in run("prewarm", "--model", folder).told
+    monkeypatch.setattr("lade.cli.demo.probe", lambda model: PLAIN)
+    done = demo()
+    assert "Verification by plain" in done.out
+    assert "  not by tree: trees do not grow here" in done.out
+    assert "prewarm" not in done.err
+
+
+# --- compile ------------------------------------------------------------------------------------
+
+
+def test_compile_says_what_it_compiles_and_where_that_is_kept(folder: str) -> None:
+    done = run("compile", "--model", folder)
+    (kept,) = re.findall(r"^compiled; kept in (.*)$", done.out, re.MULTILINE)
+    assert any(path.suffix == ".nbi" for path in Path(kept).iterdir())
+    assert " s for the pool" in done.err
+    assert " s for what LlamaForCausalLM takes" in done.err
+
+
+def test_without_a_folder_compile_says_what_to_set(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ngram_pool.compiling.cache_folder", lambda *_: None)
+    assert "NUMBA_CACHE_DIR" in run("compile").told
+    monkeypatch.setattr("ngram_pool.compiling.cache_folder", lambda *_: tmp_path)
+    told = "The first run compiles kernels, for up to a minute …\n"
+    assert told in run("generate", "abc", "--model", folder, *SHORT).err
+
+
+# Runs a command, and writes which kernels its process has, for which types.
+_LISTING = """
+import gc, json, sys
+from numba.core.ccallback import CFunc
+from numba.core.dispatcher import Dispatcher
+from lade.cli import main
+
+out, sys.argv = sys.argv[1], ["lade", *sys.argv[2:]]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+kernels = [
+    (of.py_func.__module__, of.py_func.__qualname__, str(signature))
+    for of in gc.get_objects() if isinstance(of, Dispatcher) for signature in of.signatures
+]
+callbacks = [of for of in gc.get_objects() if isinstance(of, CFunc)]
+kernels += [(of.__module__, of.__name__, str(of._sig)) for of in callbacks]
+with open(out, "w") as file:
+    json.dump(kernels, file)
+"""
+
+
+@pytest.mark.exhaustive  # processes that begin anew
+def test_after_compile_the_first_answer_compiles_nothing(folder: str, tmp_path: Path) -> None:
+    def kernels(*arguments: str) -> set[tuple[str, ...]]:
+        command = [sys.executable, "-c", _LISTING, str(tmp_path / "kernels"), *arguments]
+        subprocess.run(command, check=True, capture_output=True)
+        return {(*map(str, of),) for of in json.loads((tmp_path / "kernels").read_text())}
+
+    compiled = kernels("compile")
+    used = kernels("generate", "one two one two", "--raw", "--model", folder, *SHORT)
+    assert min(len(compiled), len(used)) > 15
+    assert used <= compiled

@@ -1,0 +1,84 @@
+"""Loading models, and prompts as tokens."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import pytest
+import torch
+
+from lade.models import load, tool_calls
+from tests.lade.tiny import byte_tokenizer, tiny_model
+
+TEMPLATE = """\
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}\
+<call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</call>\
+{%- endfor %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"""
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    },
+    {"name": "now"},
+]
+
+
+def save(path: Path) -> Path:
+    byte_tokenizer().save_pretrained(path)
+    tiny_model("llama", dtype=torch.float32, vocab_size=256).save_pretrained(path)
+    return path
+
+
+def test_embedded_models_are_loaded_by_name_in_any_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", None)
+    for name in ("smollm2-135m-instruct", "gemma-3-270m"):
+        save(tmp_path / "lade" / "models" / name)
+    said: list[str] = []
+    for asked in (None, "SmolLM2-135M-Instruct", "Gemma-3-270m"):
+        said.clear()
+        loaded = load(asked, device="cpu", progress=lambda what, *amount: said.append(what))
+        assert loaded.name == (asked or "smollm2-135m-instruct").lower()
+        assert ("terms of use" in said[0]) == (asked == "Gemma-3-270m")
+        assert said[-1] == f"Loading {loaded.name}"
+    monkeypatch.chdir(save(tmp_path / "Gemma-3-270m").parent)
+    assert load("Gemma-3-270m", device="cpu").name == "Gemma-3-270m"  # a folder
+
+
+def test_a_model_that_is_not_here_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other way to ask the Hub tries for a minute."""
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
+    monkeypatch.setattr("lade.models.loading.getproxies", dict)
+    asked: list[str] = []
+
+    def unreachable(request: Any, timeout: float) -> Any:
+        assert timeout <= 5
+        asked.append(request.full_url)
+        raise URLError("no route")
+
+    monkeypatch.setattr("lade.models.loading.urlopen", unreachable)
+    with pytest.raises(ValueError, match=r"'a/b' could not be loaded: .* be reached \(no route\)$"):
+        load("a/b")
+    assert len(asked) == 1
+    assert asked[0].endswith("/a/b/resolve/main/config.json")
+    with pytest.raises(ValueError, match=r"\); smollm2-135m-instruct is meant, perhaps$"):
+        load("SmolLM2-135M-Instuct")
+
+
+# --- prompts ------------------------------------------------------------------------------------
+
+
+def test_tool_calls_are_written_by_the_chat_template() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    assert tool_calls(tokenizer, TOOLS) == (
+        '<assistant><call>{"name": "weather", "arguments": {"city": ""}}</call>'
+        '<assistant><call>{"name": "now", "arguments": {}}</call>'
+    )
+    assert tool_calls(tokenizer, []) == ""
