@@ -88,14 +88,14 @@ def test_a_named_pool_is_open_for_the_length_of_a_call(
     in_use: set[int] = set()
 
     def look(_: lade.Step) -> None:
-        in_use.add(store.stats().num_in_use)
+        in_use.add(store.stats.num_in_use)
 
     pools: list[Any] = [alice, [alice], [docs, alice]]
     for pool in pools:
         got = lade.generate(model, PROMPT, pool=pool, on_step=look, **GREEDY)
         assert got.tolist() == expected
     assert in_use == {1}
-    assert store.stats().num_in_use == 0
+    assert store.stats.num_in_use == 0
     with alice.open() as mine:
         assert len(mine) == 3 * len(expected[0])
     assert store.names() == ["alice"]
@@ -108,12 +108,12 @@ def test_a_named_pool_is_open_for_the_length_of_a_call(
 
 def test_a_named_pool_is_closed_where_a_call_fails(model: Any, store: PoolStore) -> None:
     def fail(_: lade.Step) -> None:
-        assert store.stats().num_in_use == 1
+        assert store.stats.num_in_use == 1
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         lade.generate(model, PROMPT, pool=store.named("alice"), on_step=fail, **GREEDY)
-    assert store.stats().num_in_use == 0
+    assert store.stats.num_in_use == 0
 
 
 def test_pools_are_checked_before_anything_is_generated(
@@ -136,7 +136,7 @@ def test_pools_are_checked_before_anything_is_generated(
         assert ("lade.load_pool" in str(told.value)) == isinstance(wrong, str | Path)
     with pytest.raises(ValueError, match="expected at most one pool that learns, got 2"):
         ours([NGramPool(), store.named("alice")])
-    assert store.stats().num_in_use == 0
+    assert store.stats.num_in_use == 0
 
 
 def test_a_copy_of_a_wrapped_model_carries_no_text(
