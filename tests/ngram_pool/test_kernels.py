@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,8 @@ def use(pool: NGramPool, layers: list[NGramPool]) -> None:
         texts, lengths = [TEXT[start : start + 20], TEXT[start + 20 : start + 40]], [20, 12]
         chains = pool.draft_chains(texts, lengths, 6, [sequence, other], num_new=[3, 12])
         assert (chains.lengths <= 6).all()
-        NGramPool(100).merge(pool)
+        with suppress(ValueError):  # of noise that is no token
+            NGramPool(100).merge(pool)
         pool.forget(TEXT[start : start + 1])
 
 

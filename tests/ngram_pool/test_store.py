@@ -395,7 +395,7 @@ def test_several_processes_add_to_the_same_names_and_one_is_killed(tmp_path: Pat
     saved = [int(killed.stdout.readline()) for _ in range(7)]
     killed.kill()
     saved += map(int, killed.stdout.read().split())
-    outputs = [worker.communicate()[0].split() for worker in workers[1:]]
+    outputs = [worker.communicate()[0].split() for worker in workers][1:]
     assert [worker.returncode for worker in workers] == [-signal.SIGKILL, 0, 0]
     assert [len(output) for output in outputs] == [20, 20]
     store = store_at(tmp_path, capacity_tokens=20_000)
