@@ -74,12 +74,11 @@ def _read(entry: str) -> Fault:
     begin, *lines = entry.splitlines()
     kind, name, file = begin.split()
     parts = {mark: [line[1:] for line in lines if line[:1] == mark] for mark in ":-+"}
-    (told,), old, new = (parts[":"], *("\n".join(parts[mark]) for mark in "-+"))
-    breaks, _, ids = told.strip().rpartition(" ? ")
+    breaks, _, ids = parts[":"][0].strip().rpartition(" ? ")
     tests = ids.replace("@", _CONTRACTS).split()
     if kind == "text" and (ROOT / _TABLE).exists():
         tests.insert(0, _TABLE)
-    return Fault(name, file, breaks, tests, old, new)
+    return Fault(name, file, breaks, tests, "\n".join(parts["-"]), "\n".join(parts["+"]))
 
 
 class Verdict(NamedTuple):
@@ -251,11 +250,15 @@ def main() -> int:
 def _result(verdicts: Sequence[Verdict]) -> dict[str, object]:
     from tests.about import about
 
-    found = []
-    for fault, caught_by, is_private, sec, _ in verdicts:
-        of_fault = {"name": fault.name, "file": fault.file, "breaks": fault.breaks}
-        of_tests = {"tests": fault.tests, "caught_by": caught_by, "caught_by_private": is_private}
-        found.append({**of_fault, **of_tests, "sec": sec})
+    found = [
+        {
+            **{name: getattr(each.fault, name) for name in ("name", "file", "breaks", "tests")},
+            "caught_by": each.caught_by,
+            "caught_by_private": each.is_private,
+            "sec": each.sec,
+        }
+        for each in verdicts
+    ]
     return {"measurement": "planted faults", **about(), "faults": found}
 
 
