@@ -146,7 +146,6 @@ def test_draft_models_are_compared_and_held_against_the_formula(
     (entry,) = found["prompts"]
     assert all(entry[name]["same_text"] for name in DRAFTING.split(",")[1:])
     assisted = entry["hf_assistant"]
-    assert entry["assistant"]["num_accepted_tokens"] > 0  # its 8 bits are close to the model
     # As lade counts: steps without the prompt's, tokens of a step the accepted ones and one more.
     assert assisted["num_steps"] < 7
     assert assisted["num_accepted_tokens"] <= assisted["num_draft_tokens"]

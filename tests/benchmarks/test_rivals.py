@@ -27,7 +27,7 @@ class Told:
     """A rival with one sequence, told of a text and of successors."""
 
     def __init__(self, drafter: Any, text: Sequence[int]) -> None:
-        self.drafter = RIVALS[drafter].make_drafter() if isinstance(drafter, str) else drafter
+        self.drafter: Any = RIVALS[drafter].make_drafter() if isinstance(drafter, str) else drafter
         self.text = [*text]
         self._sequence = self.drafter.open(self.text)
 
@@ -39,7 +39,7 @@ class Told:
         """Tell of a chain of nodes, the first of which is committed: token -> successors."""
         token_ids = np.array([*nodes.values()], np.int32)
         weights = np.array(probs) if probs else np.ones(token_ids.shape[1])
-        told: Any = Top(token_ids, np.tile(weights / 2, (len(nodes), 1)).astype(np.float32))
+        told = Top(token_ids, np.tile(weights / 2, (len(nodes), 1)).astype(np.float32))
         committed = [*self.text[:-1], next(iter(nodes))]
         self.drafter.harvest(self._sequence, committed, [*nodes], range(-1, len(nodes) - 1), told)
 
