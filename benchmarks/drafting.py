@@ -1,12 +1,20 @@
 """How drafts are sized and verified, where a measurement fixes it: options of `run`."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Any
 
-from click import Choice
-
 from lade.cli.options import LearningOptions, of_drafting
-from lade.config import VERIFICATIONS, Config
+from lade.config import Config
+
+
+class Verification(StrEnum):
+    """Verification methods, those of `lade.config.VERIFICATIONS`."""
+
+    tree = "tree"
+    chain = "chain"
+    snapshot = "snapshot"
+    plain = "plain"
 
 
 @dataclass(frozen=True)
@@ -22,9 +30,9 @@ class MeasuredOptions(LearningOptions):
         ),
     ] = None
     verification: Annotated[
-        str | None,
+        Verification | None,
         of_drafting(
-            click_type=Choice(VERIFICATIONS),
+            metavar="NAME",
             help="Verify drafts by this method; without it, by the best that is exact. One that "
             "is not exact is refused.",
         ),
@@ -33,5 +41,5 @@ class MeasuredOptions(LearningOptions):
     @property
     def config(self) -> Config:
         """The configuration that they make."""
-        options: dict[str, Any] = {"verification": self.verification}
-        return Config(max_draft_tokens=self.max_draft_tokens, **options)
+        asked: Any = None if self.verification is None else self.verification.value
+        return Config(max_draft_tokens=self.max_draft_tokens, verification=asked)
