@@ -64,9 +64,11 @@ def serve(
     share_pool: Annotated[
         bool, _of_drafting("--share-pool", help="One for all: a machine of one user.")
     ] = False,
-    pool_memory_bytes: Annotated[int, _of_drafting(metavar="N", help="Memory for pools.")] = 2**30,
+    pool_memory_bytes: Annotated[
+        int, _of_drafting(metavar="N", help="Bytes of memory for pools.", show_default="1 GiB")
+    ] = 2**30,
     max_prefix_bytes: Annotated[
-        int, _of_drafting(metavar="N", help="Memory for kept prompts and answers.")
+        int, _of_drafting(metavar="N", help="Bytes for kept prompts.", show_default="1 GiB")
     ] = 2**30,
     pool: Annotated[
         list[Path] | None, _of_drafting(help="Draft from this pool too, for all.", **_FILE)
