@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lade.cli.loading import console, note
-from lade.errors import MissingExtraError
+from lade.errors import MissingExtraError, UserError
 from lade.hosts import is_local
 from lade.models.loading import LoadedModel
 from lade.pools import load_pool
@@ -46,7 +46,7 @@ class KeySource(NamedTuple):
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: the file has none.
+            UserError: the file has none.
         """
         if self.path is None:
             return [*self.keys]
@@ -55,7 +55,7 @@ class KeySource(NamedTuple):
         lines = [line.strip() for line in self.path.read_text(encoding="utf-8").splitlines()]
         found = [line for line in lines if line and not line.startswith("#")]
         if not found:
-            raise ValueError(f"expected API keys in {self.path}, a line each, got none")
+            raise UserError(f"expected API keys in {self.path}, a line each, got none")
         return [*self.keys, *found]
 
 
@@ -63,14 +63,14 @@ def corpora_of(asked: Sequence[str]) -> dict[str, Path]:
     """Return the paths of `--corpus NAME=PATH`, by name.
 
     Raises:
-        ValueError: one is of another form, there is nothing at its path, or two have one name.
+        UserError: one is of another form, there is nothing at its path, or two have one name.
     """
     paths: dict[str, Path] = {}
     for each in asked:
         name, _, path = each.partition("=")
         check_name(name)
         if not Path(path).exists() or not path or name in paths:
-            raise ValueError(f"expected --corpus NAME=PATH, once for each name, got {each!r}")
+            raise UserError(f"expected --corpus NAME=PATH, once for each name, got {each!r}")
         paths[name] = Path(path)
     return paths
 
@@ -80,7 +80,7 @@ def read_corpora(paths: Mapping[str, Path], loaded: LoadedModel) -> dict[str, NG
 
     Raises:
         OSError, ngram_pool.PoolFileError: a file cannot be read.
-        ValueError: there is no text.
+        UserError: there is no text.
     """
     from lade.cli.build import Built, BuiltFrom, build
 
@@ -100,7 +100,7 @@ def read_corpora(paths: Mapping[str, Path], loaded: LoadedModel) -> dict[str, NG
         if built.num_tokens > len(pool):
             note(f"the corpus {name} holds the last {len(pool):,} of {built.num_tokens:,} tokens")
         if not len(pool):
-            raise ValueError(f"expected text in {path}, got none")
+            raise UserError(f"expected text in {path}, got none")
     return pools
 
 

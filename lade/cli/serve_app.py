@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from lade.cli.options import DraftOptions, Dtype, LoadOptions, grouped
+from lade.errors import UserError
 from lade.hosts import check_port
 
 _of_server = partial(typer.Option, rich_help_panel="Server")
@@ -64,9 +65,11 @@ def serve(
     share_pool: Annotated[
         bool, _of_drafting("--share-pool", help="One for all: a machine of one user.")
     ] = False,
-    pool_memory_bytes: Annotated[int, _of_drafting(metavar="N", help="Memory for pools.")] = 2**30,
+    pool_memory_bytes: Annotated[
+        int, _of_drafting(metavar="N", help="Bytes of memory for pools.", show_default="1 GiB")
+    ] = 2**30,
     max_prefix_bytes: Annotated[
-        int, _of_drafting(metavar="N", help="Memory for kept prompts and answers.")
+        int, _of_drafting(metavar="N", help="Bytes for kept prompts.", show_default="1 GiB")
     ] = 2**30,
     pool: Annotated[
         list[Path] | None, _of_drafting(help="Draft from this pool too, for all.", **_FILE)
@@ -98,7 +101,7 @@ def serve(
     Every key, and every "user" of a request, has a pool that nobody else drafts from.
     """
     if not 0 <= port < 2**16:
-        raise ValueError(f"expected a port below 65536, got {port}")
+        raise UserError(f"expected a port below 65536, got {port}")
     if port:
         check_port(host, port)
     from lade.cli.serve import KeySource, check_extra, corpora_of, read_corpora, run
@@ -107,11 +110,10 @@ def serve(
     corpora, keys = corpora_of(corpus or []), KeySource(api_key or [], api_keys_file)
     from dataclasses import replace
 
+    from lade.config import Config
     from lade.server.options import ServerOptions
 
-    drafting = DraftOptions(
-        max_draft_tokens=max_draft_tokens, assistant=assistant, pools=pool or None
-    )
+    drafting = DraftOptions(assistant=assistant, pools=pool or None)
     options = ServerOptions(
         model_name=model_name,
         api_keys=keys.read(),
@@ -125,7 +127,7 @@ def serve(
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
         timeout_sec=timeout,
-        config=replace(drafting.config, max_prefix_bytes=max_prefix_bytes),
+        config=Config(max_draft_tokens=max_draft_tokens, max_prefix_bytes=max_prefix_bytes),
     )
     loading = LoadOptions(device, dtype, threads, trust_remote_code)
     loaded = loading.load(model)

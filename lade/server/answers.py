@@ -19,12 +19,7 @@ Json = dict[str, Any]
 
 
 class ToldAnswer:
-    """The answer of an exchange, by pieces.
-
-    Args:
-        exchange: that is answered.
-        model: its name, as clients call it.
-    """
+    """The answer of an exchange by a model, which clients call by a name."""
 
     def __init__(self, exchange: Exchange, model: str) -> None:
         self._exchange = exchange

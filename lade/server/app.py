@@ -18,6 +18,7 @@ import torch
 import uvicorn
 
 from lade.batcher import Batcher
+from lade.errors import UserError
 from lade.hf.api import generate
 from lade.hosts import names_of
 from lade.models.loading import LoadedModel
@@ -50,7 +51,7 @@ class Server:
     Raises:
         OSError: the address is taken, or a folder cannot be used.
         ngram_pool.PoolFileError: a layer is no pool, or one of another tokenizer.
-        ValueError: the tokenizer is not a fast one.
+        UserError: the tokenizer is not a fast one.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Server:
     ) -> None:
         options = ServerOptions() if options is None else options
         if getattr(loaded.tokenizer, "_tokenizer", None) is None:
-            raise ValueError(
+            raise UserError(
                 f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}, which cannot "
                 "be streamed"
             )

@@ -1,11 +1,12 @@
 """Schemas compiled in a process of its own, which may take only so much time and memory.
 
-A schema of a few bytes may take minutes or gigabytes, and a thread cannot be stopped. So a process
-that has the model's tokens compiles one after the other; the system ends it where one takes too
-much, and the next schema begins another.
+A schema of a few bytes may take minutes or gigabytes, and a thread cannot be stopped. The system
+ends the process where one takes too much, and the next schema begins another.
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -26,10 +27,9 @@ class SchemaError(ValueError):
 
 
 class CompilerProcess:
-    """Compiles one schema after the other; its methods may be called from threads.
+    """Compiles one schema after the other, for tokens as xgrammar writes them as JSON.
 
-    Args:
-        tokens: of the model, as xgrammar's `TokenizerInfo` writes itself as JSON.
+    Its methods may be called from threads.
     """
 
     def __init__(self, tokens: str) -> None:
@@ -102,7 +102,7 @@ def _serve() -> None:
     tokens = xgrammar.TokenizerInfo.deserialize_json(json.loads(sys.stdin.readline())["tokens"])
     compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
     _limit_memory()
-    answer = {}
+    answer: dict[str, str] = {}
     while True:
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
@@ -127,23 +127,19 @@ def _compiled(compiler: Any, schema: str) -> dict[str, str]:
 
 def _limit_memory() -> None:
     """Have the system refuse memory beyond what there is, and put this process behind others."""
-    if sys.platform == "win32":
-        return
-    import os
-    import resource
+    if sys.platform != "win32":
+        import resource
 
-    os.nice(_NICENESS)
-    pages = Path("/proc/self/statm")  # of Linux
-    if pages.exists():
-        most = int(pages.read_text().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        os.nice(_NICENESS)
+        pages = Path("/proc/self/statm")  # of Linux
+        if pages.exists():
+            most = int(pages.read_text().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _limit_time(sec: float) -> None:
     """Have the system end this process after so much processor time; 0 is for never."""
     if sys.platform != "win32":
-        import signal
-
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, sec)
 

@@ -95,9 +95,6 @@ def origin_of(peer: Sequence[Any] | None) -> str:
     """Return what stands for a client without a key: its address, of IPv6 its network.
 
     A single subscriber has all of a /64, and may use another address for each request.
-
-    Args:
-        peer: address and port; None where they are not known.
     """
     address = str(peer[0]) if peer else ""
     try:

@@ -39,13 +39,7 @@ _LOWEST_LOGPROB = -9999.0
 
 
 class Answering:
-    """Runs exchanges together, each in a thread of its own.
-
-    Args:
-        loaded: the model.
-        batcher: of the model.
-        drafter: of all calls, beside their pools.
-    """
+    """Runs exchanges together, each in a thread of its own; a drafter drafts beside their pools."""
 
     def __init__(self, loaded: LoadedModel, batcher: Batcher, drafter: Drafter | None) -> None:
         self._loaded, self._batcher, self._drafter = loaded, batcher, drafter

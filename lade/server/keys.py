@@ -5,6 +5,7 @@ import hmac
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from lade.errors import UserError
 from lade.server.errors import ApiError
 
 
@@ -28,7 +29,7 @@ class ApiKeys:
             and without anything kept, so that others who measure times learn nothing of the text.
 
     Raises:
-        ValueError: something else is behind a key.
+        UserError: something else is behind a key.
     """
 
     def __init__(self, lines: Sequence[str]) -> None:
@@ -64,7 +65,7 @@ class ApiKeys:
 def _owner_of(line: str, number: int) -> KeyOwner:
     key, *rights = line.split() or [""]
     if not key:
-        raise ValueError("expected API keys of one character or more, got ''")
+        raise UserError("expected API keys of one character or more, got ''")
     owner = KeyOwner(key, frozenset())
     for right in rights:
         name, _, names = right.partition("=")
@@ -75,7 +76,7 @@ def _owner_of(line: str, number: int) -> KeyOwner:
         elif name == "pools" and names:
             owner = owner._replace(corpora=None if names == "*" else frozenset(names.split(",")))
         else:  # which may be a part of a key
-            raise ValueError(
+            raise UserError(
                 f"expected nothing but pools=NAME,…, admin and alone behind key {number}"
             )
     return owner

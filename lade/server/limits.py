@@ -30,12 +30,7 @@ _USUAL_NEW_TOKENS = 1024  # where neither request nor model names more
 
 
 class Preparing:
-    """Makes what a call needs of a request; may be called from threads.
-
-    Args:
-        loaded: the model; its positions are a limit, too.
-        options: of the server.
-    """
+    """Makes what a call needs of a request; may be called from threads."""
 
     def __init__(self, loaded: LoadedModel, options: ServerOptions) -> None:
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
@@ -56,8 +51,8 @@ class Preparing:
         chat = asked if isinstance(asked, Chat) else None
         if chat is not None and chat.prediction is not None:
             exchange.prediction = self._predicted(chat.prediction.text)
-        names = {"prompt", "messages", "tools", "chat_template_kwargs"}
-        self._check_texts(asked.model_dump(include=names))
+        texts = {"prompt", "messages", "tools", "chat_template_kwargs"}
+        self._check_texts(asked.model_dump(include=texts))
         try:
             encoded = self._encoded(asked)
         except Exception as error:  # whatever templates and tokenizers raise of a request

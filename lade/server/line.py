@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lade.server.errors import ApiError, full
@@ -19,8 +18,7 @@ class Line:
 
     Args:
         max_waiting: of one key, beyond which it may not join.
-        num_places: how many are served at once.
-        max_places: how many of one key.
+        num_places, max_places: how many are served at once, of all keys and of one.
     """
 
     def __init__(self, max_waiting: int, num_places: int, max_places: int) -> None:
@@ -67,6 +65,17 @@ class Line:
                 if not waiting and self._waiting.get(key) is waiting:
                     del self._waiting[key]
 
+    async def run(self, key: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function in a thread; its place is taken until it ends, whoever waits for it.
+
+        Raises:
+            ApiError: as for `enter`.
+        """
+        leave = await self.enter(key)
+        job = asyncio.get_running_loop().run_in_executor(None, function, *args)
+        job.add_done_callback(lambda job: (leave(), job.cancelled() or job.exception()))
+        return await asyncio.shield(job)
+
     def refuse(self, error: ApiError) -> None:
         """Send away all who wait, and all who come."""
         self._refusal = error
@@ -103,12 +112,7 @@ class Line:
 
 
 class Shares:
-    """How much of something limited each key has: all, and one of them, may have so much.
-
-    Args:
-        most: of all keys.
-        most_of_key: of one.
-    """
+    """How much of something limited each key has: all, and one of them, may have so much."""
 
     def __init__(self, most: int, most_of_key: int) -> None:
         self._most, self._most_of_key = most, most_of_key
@@ -129,28 +133,3 @@ class Shares:
         self._taken[key] -= number
         if not self._taken[key]:
             del self._taken[key]
-
-
-class Workers:
-    """Threads for work of requests that is done before their turn, shared fairly among keys.
-
-    Args:
-        num_threads: of them, of which one key leaves room for others.
-        max_waiting: jobs of one key.
-    """
-
-    def __init__(self, num_threads: int, max_waiting: int) -> None:
-        self._line = Line(max_waiting, num_threads, max(1, num_threads // 2))
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lade-prepares")
-
-    async def run(self, key: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function in a thread, whose place is taken until it ends, whoever waits for it."""
-        leave = await self._line.enter(key)
-        job = asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
-        job.add_done_callback(lambda job: (leave(), job.cancelled() or job.exception()))
-        return await asyncio.shield(job)
-
-    def refuse(self, error: ApiError) -> None:
-        """Send away all who wait, and all who come."""
-        self._line.refuse(error)
-        self._threads.shutdown(wait=False)

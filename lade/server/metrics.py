@@ -90,29 +90,28 @@ class Metrics:
 
     def count(self, exchange: Exchange) -> None:
         """Count an exchange that is over."""
-        num_tokens, times = len(exchange.token_ids), self._times
+        num_tokens, stats = len(exchange.token_ids), exchange.stats
         if exchange.admitted is not None:
-            times[_WAITED].observe(exchange.admitted - exchange.arrived)
+            self._times[_WAITED].observe(exchange.admitted - exchange.arrived)
         if exchange.first_token is None or exchange.last_token is None:
             return
-        times[_FIRST].observe(exchange.first_token - exchange.arrived)
-        times[_WHOLE].observe(perf_counter() - exchange.arrived)
+        self._times[_FIRST].observe(exchange.first_token - exchange.arrived)
+        self._times[_WHOLE].observe(perf_counter() - exchange.arrived)
         if num_tokens > 1:
             sec = exchange.last_token - exchange.first_token
-            times[_PER_TOKEN].observe(sec / (num_tokens - 1))
-        counted = [0, 0, 0, exchange.num_prompt_tokens, num_tokens, 0, 0]
-        if (stats := exchange.stats) is not None:  # else it ended early
-            counted[:3] = (
-                stats.num_drafted_row_steps,
-                stats.num_draft_tokens,
-                stats.num_accepted_tokens,
-            )
-            if not exchange.is_private:
-                counted[5:] = exchange.num_prompt_tokens, stats.num_reused_tokens
-            for position, number in enumerate(stats.accepted_by_depth):
-                self._accepted_at.labels(self._name, str(position)).inc(number)
-        for each, number in zip(self._counters.values(), counted, strict=True):
-            each.inc(number)
+            self._times[_PER_TOKEN].observe(sec / (num_tokens - 1))
+        self._counters["vllm:prompt_tokens"].inc(exchange.num_prompt_tokens)
+        self._counters["vllm:generation_tokens"].inc(num_tokens)
+        if stats is None:  # it ended early
+            return
+        self._counters[f"{_DRAFTS}drafts"].inc(stats.num_drafted_row_steps)
+        self._counters[f"{_DRAFTS}draft_tokens"].inc(stats.num_draft_tokens)
+        self._counters[f"{_DRAFTS}accepted_tokens"].inc(stats.num_accepted_tokens)
+        for position, number in enumerate(stats.accepted_by_depth):
+            self._accepted_at.labels(self._name, str(position)).inc(number)
+        if not exchange.is_private:
+            self._counters["vllm:prefix_cache_queries"].inc(exchange.num_prompt_tokens)
+            self._counters["vllm:prefix_cache_hits"].inc(stats.num_reused_tokens)
 
     def collect(self) -> Iterable[Any]:
         """Yield the queue's and the pools' numbers, which are read when somebody asks."""

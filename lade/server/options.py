@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lade.config import Config
 from lade.drafting.drafter import Drafter
+from lade.errors import UserError
 from lade.server.keys import ApiKeys
 from ngram_pool import NGramPool
 
@@ -49,7 +50,7 @@ class ServerOptions:
             of a `CallPool` and others does; None for the pools alone.
 
     Raises:
-        ValueError: one is out of its range, or a corpus has no proper name.
+        UserError: one is out of its range, or a corpus has no proper name.
     """
 
     model_name: str | None = None
@@ -78,9 +79,9 @@ class ServerOptions:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not value >= least:
-                raise ValueError(f"expected {name} of at least {least}, got {value!r}")
+                raise UserError(f"expected {name} of at least {least}, got {value!r}")
         if not self.timeout_sec > 0:
-            raise ValueError(f"expected timeout_sec above 0, got {self.timeout_sec!r}")
+            raise UserError(f"expected timeout_sec above 0, got {self.timeout_sec!r}")
         for name in self.corpora:
             check_name(name)
         ApiKeys(self.api_keys)
@@ -90,10 +91,10 @@ def check_name(name: str) -> None:
     """Raise if a corpus cannot be named so.
 
     Raises:
-        ValueError: it cannot.
+        UserError: it cannot.
     """
     if not _NAME.fullmatch(name):
-        raise ValueError(
+        raise UserError(
             "expected the name of a pool, up to 64 letters, digits, dots, dashes and underscores, "
             f"got {name[:80]!r}"
         )

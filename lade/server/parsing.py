@@ -103,12 +103,7 @@ def _with_arguments(call: Json) -> Json:
 
 
 class TextReader:
-    """Makes text of the tokens of an answer, and pieces of the text.
-
-    Args:
-        tokenizer: of the model, a fast one.
-        parser: tells what is said, thought and called; None where all is said.
-    """
+    """Makes text of the tokens of an answer, and pieces of that; without a parser all is said."""
 
     def __init__(self, tokenizer: Any, parser: ResponseParser | None) -> None:
         self._tokenizer = tokenizer

@@ -33,7 +33,7 @@ from lade.server.grammars import Grammars
 from lade.server.inference import Answering
 from lade.server.keys import ApiKeys, KeyOwner
 from lade.server.limits import Preparing, config_for
-from lade.server.line import Line, Shares, Workers
+from lade.server.line import Line, Shares
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
 from lade.server.requests import Asked, Chat, Completion, read
@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID, _MAX_ID = "x-request-id", 256  # every event of an answer has it
 # To end an answer or to tell a client of it: it may not read, and a prompt is run in one piece.
 END_SEC = 5.0
-_NUM_THREADS = 4  # that prepare requests
 # Of a body: silence, and what all, and one key, may have sent for requests whose turn has not come,
 # in bodies of full size.
 _IDLE_SEC = 30.0
@@ -55,9 +54,8 @@ class Routes:
     """Lets requests in, and answers them; an ASGI application.
 
     Args:
-        loaded: the model.
-        name: of the model, as clients call it.
-        batcher: of the model.
+        loaded, batcher: the model.
+        name: what clients call it.
         options: of the server.
         hosts: names that clients may call the server by; None for any.
         stack: ends with the server.
@@ -87,8 +85,8 @@ class Routes:
         prefixes = Profiles.of(loaded.model).prefixes
         self._metrics = Metrics(name, self._line, self._pools.store, prefixes)
         num_waiting = options.max_queue + options.max_batch_size
-        self._workers = Workers(_NUM_THREADS, num_waiting)
-        self._compilers = Workers(1, num_waiting)
+        # For threads that prepare requests, of which one key leaves some to others.
+        self._workers, self._compilers = Line(num_waiting, 4, 2), Line(num_waiting, 1, 1)
         most = options.max_body_bytes
         self._bytes = Shares(_MAX_BODIES * most, _MAX_BODIES_OF_KEY * most)
         self._open: set[Exchange] = set()

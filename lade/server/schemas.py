@@ -131,21 +131,20 @@ def _types_of(schema: Mapping[str, Any]) -> set[str]:
     return {types} if isinstance(types, str) else {str(each) for each in types}
 
 
-_KINDS: Sequence[tuple[type, set[str]]] = (
-    (bool, {"boolean"}),
-    (int, {"integer", "number"}),
-    (float, {"number"}),
-    (str, {"string"}),
-    (list, {"array"}),
-    (dict, {"object"}),
-    (type(None), {"null"}),
-)
+_KINDS: Mapping[type, set[str]] = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    str: {"string"},
+    list: {"array"},
+    dict: {"object"},
+    type(None): {"null"},
+}
 
 
 def _has_type(value: Any, schema: Mapping[str, Any]) -> bool:
     types = _types_of(schema)
-    names = next(names for kind, names in _KINDS if isinstance(value, kind))  # bools are integers
-    return not types or bool(names & types)
+    return not types or bool(_KINDS[type(value)] & types)
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:

@@ -28,9 +28,7 @@ _SECRET_BYTES = 32
 class UserPools:
     """A pool for each user, the layers that all draft from, and corpora that requests choose.
 
-    Args:
-        loaded: the model; pools of other tokenizers are kept apart from its own.
-        options: of the server.
+    Pools of other tokenizers are kept apart from the model's own.
 
     Raises:
         OSError, ngram_pool.PoolFileError: a folder or a layer cannot be used.

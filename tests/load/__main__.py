@@ -10,12 +10,10 @@ one, or one that was meant for somebody else, is seen.
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -28,14 +26,13 @@ from typing import Any
 import httpx
 import numpy as np
 
-from lade.bench.environment import environment
+from tests.about import about
 from tests.lade.server.hostile import BODIES
-from tests.lade.server.serving import loaded_model, plain_text
+from tests.lade.server.serving import loaded_model, plain_text, process_of
 
 _KEYS = [f"key-{number}" for number in range(20)]
 _ATTACKERS = [f"attacker-{number}" for number in range(6)]
 _CHAT = "/v1/chat/completions"
-_LONGEST_WAIT_SEC = 5.0  # though the server says more
 _AFTER_SEC = 20.0  # without attackers, at the end
 _FLOOD = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 24}
 _PLAIN = json.dumps(_FLOOD).encode()
@@ -49,9 +46,7 @@ class Load:
     def __init__(self, plan: argparse.Namespace) -> None:
         self.plan = plan
         self.counts = Counter(num_right=0, num_wrong=0, num_mixed=0, num_lost=0, num_left=0)
-        self.statuses, self.attack_statuses, self.errors_in_streams = (
-            Counter[str]() for _ in range(3)
-        )
+        self.statuses, self.attack_statuses = Counter[str](), Counter[str]()
         self.seconds: dict[str, list[float]] = {
             name: [] for name in ("first_token", "quiet_first_token", "health", "own")
         }
@@ -125,7 +120,7 @@ class Load:
                 if answer.status_code != 200:
                     error = json.loads(await answer.aread())["error"]
                     assert error.keys() == {"message", "type", "param", "code"}
-                    return min(float(answer.headers.get("retry-after", 0)), _LONGEST_WAIT_SEC)
+                    return float(answer.headers.get("retry-after", 0))
                 async for line in answer.aiter_lines():
                     if stream and not has_text and '"content"' in line:
                         has_text, now = True, perf_counter()
@@ -146,7 +141,7 @@ class Load:
     def _judge(self, lines: list[str], text: str, stream: bool) -> None:
         events = [json.loads(line) for line in lines if line != "[DONE]"]
         if "error" in events[-1]:
-            self.errors_in_streams[events[-1]["error"]["code"]] += 1
+            self.statuses[events[-1]["error"]["code"]] += 1
             return
         choices = [event["choices"][0] for event in events]
         parts = [each.get("delta") or each.get("message") or {} for each in choices]
@@ -188,7 +183,6 @@ class Load:
             "plan": {name: each for name, each in vars(self.plan).items() if name != "out"},
             "sec": round(sec, 1),
             "statuses": self.statuses,
-            "errors_in_streams": self.errors_in_streams,
             "attack_statuses": self.attack_statuses,
             **self.counts,
             "num_tokens": int(metric(metrics, "vllm:generation_tokens_total")),
@@ -234,31 +228,6 @@ def metric(text: str, name: str) -> float:
     return sum(map(float, values))
 
 
-def started(load: Load, folder: Path) -> tuple["subprocess.Popen[str]", str]:
-    """Start a server; return its process and address."""
-    load.loaded.model.save_pretrained(folder / "model")
-    load.loaded.tokenizer.save_pretrained(folder / "model")
-    keys, log = folder / "keys", folder / "log"
-    keys.write_text("\n".join(["boss admin", *_KEYS, *_ATTACKERS]))
-    keys.chmod(0o600)
-    command = [sys.executable, "-m", "lade", "serve", "--model", str(folder / "model")]
-    command += ["--dtype", "float32", "--threads", "1", "--port", "0", "--timeout", "300"]
-    command += ["--api-keys-file", str(keys), "--pools", str(folder / "pools")]
-    command += ["--max-queue", str(load.plan.max_queue)]
-    # So little that both are full within minutes, and memory shows what else grows.
-    command += ["--pool-memory-bytes", str(2**26), "--max-prefix-bytes", str(2**25)]
-    with log.open("w") as file:
-        wide = {**os.environ, "COLUMNS": "500"}
-        process = subprocess.Popen(command, stderr=file, text=True, env=wide)
-    end = perf_counter() + 120
-    while (found := re.search(r"(http://\S+)/v1", log.read_text())) is None:
-        if process.poll() is not None or perf_counter() > end:
-            process.kill()
-            raise RuntimeError(f"the server did not start: {log.read_text()}")
-        os.sched_yield()
-    return process, found[1]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Load on lade serve, and attacks on it.")
     parser.add_argument("--clients", type=int, default=1000)
@@ -271,17 +240,21 @@ def main() -> None:
     with suppress(ValueError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with tempfile.TemporaryDirectory() as folder:
-        process, url = started(load, Path(folder))
-        begin = perf_counter()
-        try:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        keys = folder / "keys"
+        keys.write_text("\n".join(["boss admin", *_KEYS, *_ATTACKERS]))
+        options = ["--api-keys-file", str(keys), "--pools", str(folder / "pools")]
+        options += ["--max-queue", str(plan.max_queue), "--timeout", "300"]
+        # So little that both are full within minutes, and memory shows what else grows.
+        options += ["--pool-memory-bytes", str(2**26), "--max-prefix-bytes", str(2**25)]
+        with process_of(load.loaded, folder, *options) as (process, url):
+            begin = perf_counter()
             metrics = asyncio.run(load.run(url))
-        finally:
             sec = perf_counter() - begin
             process.send_signal(signal.SIGTERM)
             exit_code = process.wait(120)
-    report = load.report(metrics, sec, exit_code)
-    report["environment"] = environment()
+    report = load.report(metrics, sec, exit_code) | about()
     text = json.dumps(report, indent=2) + "\n"
     print(text, end="")
     if plan.out is not None:

@@ -23,13 +23,11 @@ class Client:
         return httpx.request(method, self.base + path, headers=found, timeout=60)
 
     def post(self, path: str = "/chat/completions", key: str | None = None, **options: Any) -> Any:
-        """Send whatever it is."""
         named = {"authorization": f"Bearer {self.key if key is None else key}"}
         headers = {"content-type": "application/json", **named, **options.pop("headers", {})}
         return httpx.post(f"{self.url}{path}", headers=headers, timeout=60, **options)
 
     def ask(self, path: str = "/chat/completions", key: str | None = None, **body: Any) -> Json:
-        """Ask the question, or a prompt; return the whole answer."""
         what = {} if "prompt" in body or "messages" in body else {"messages": QUESTION}
         body = {"max_tokens": 40, "temperature": 0, **what, **body}
         answer = self.post("/completions" if "prompt" in body else path, key, json=body)
@@ -50,7 +48,6 @@ class Client:
         return events_of(self.post(path, json=body), done)
 
     def error(self, status: int = 400, path: str = "/chat/completions", **body: Any) -> Json:
-        """Ask what is refused; return the error."""
         what = {"prompt": "What-is"} if path == "/completions" else {"messages": QUESTION}
         return error_of(self.post(path, json={"max_tokens": 4, **what, **body}), status)
 
@@ -79,7 +76,6 @@ def events_of(answer: httpx.Response, done: bool = True) -> list[Json]:
 
 
 def error_of(answer: httpx.Response, status: int) -> Json:
-    """Return an error, which is of OpenAI's form."""
     assert answer.status_code == status, answer.text
     (name, error), *more = answer.json().items()
     assert (name, more) == ("error", [])
@@ -89,6 +85,5 @@ def error_of(answer: httpx.Response, status: int) -> Json:
 
 
 def text_of(events: Sequence[Json]) -> str:
-    """Return the text of a stream."""
     choices = [each["choices"][0] for each in events if each["choices"]]
     return "".join(each.get("text") or each.get("delta", {}).get("content", "") for each in choices)

@@ -3,13 +3,17 @@
 The only file of these tests that imports what is not public.
 """
 
+import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -136,14 +140,30 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
+@contextmanager
+def process_of(loaded: LoadedModel, folder: Path, *options: str) -> Iterator[tuple[Any, str]]:
+    """Run `lade serve` as a process, which writes to `folder/log`; yield it and its address."""
+    loaded.model.save_pretrained(folder / "model")
+    loaded.tokenizer.save_pretrained(folder / "model")
+    command = [sys.executable, "-m", "lade", "serve", "--model", str(folder / "model")]
+    command += ["--model-name", NAME, "--dtype", "float32", "--threads", "1", "--port", "0"]
+    log = folder / "log"
+    with log.open("w") as file:
+        wide = {**os.environ, "COLUMNS": "500"}
+        process = subprocess.Popen([*command, *options], stderr=file, text=True, env=wide)
+
+    def url() -> Any:
+        assert process.poll() is None, log.read_text()
+        return re.search(r"(http://\S+)/v1", log.read_text())
+
+    try:
+        wait_until(lambda: url() is not None, 300)  # a busy machine compiles kernels meanwhile
+        yield process, url()[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
 def run_command(*words: str) -> Any:
     """Run `lade` in this process; return what it printed, and how it ended."""
     return CliRunner().invoke(app, [*words])
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make limits that are of seconds and megabytes small enough for tests."""
-    monkeypatch.setattr("lade.server.connections.HEADER_SEC", 0.3)
-    monkeypatch.setattr("lade.server.routes._IDLE_SEC", 0.4)
-    monkeypatch.setattr("lade.server.routes._MAX_BODIES_OF_KEY", 3)

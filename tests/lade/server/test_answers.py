@@ -11,9 +11,9 @@ import openai
 import pytest
 import torch
 
+from lade.models import LoadedModel
 from tests.lade.server.client import QUESTION, Client, Json, text_of
 from tests.lade.server.serving import (
-    LoadedModel,
     loaded_model,
     plain_ids,
     plain_text,

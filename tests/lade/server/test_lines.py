@@ -12,11 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
+from lade.models import LoadedModel
 from tests.lade.server.client import QUESTION, RUNNING, WAITING, Client, Json, error_of, text_of
 from tests.lade.server.serving import (
-    LoadedModel,
     Paced,
-    impatient,  # noqa: F401  # a fixture
     loaded_model,
     plain_text,
     serving,
@@ -59,9 +58,6 @@ def sent(client: Client, body: Json, promised: int = 0, receive: int | None = No
     return connection
 
 
-# --- who leaves -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_more_is_computed_for_a_client_that_has_left(
     loaded: LoadedModel, stream: bool
@@ -94,9 +90,6 @@ def test_who_leaves_while_waiting_is_never_computed_for(
         pace.free()
         assert first.result().status_code == 200
         assert pace.num_calls == 1
-
-
-# --- the line -------------------------------------------------------------------------------
 
 
 def test_answers_come_in_order_of_arrival_and_more_are_sent_away(
@@ -154,10 +147,9 @@ def test_many_run_at_once_and_one_key_leaves_a_place_to_others(
         assert {each.result().status_code for each in (*many, other)} == {200}
 
 
+@pytest.mark.usefixtures("impatient")
 def test_bodies_of_those_who_wait_are_bounded(
-    loaded: LoadedModel,
-    threads: ThreadPoolExecutor,
-    impatient: None,  # noqa: F811
+    loaded: LoadedModel, threads: ThreadPoolExecutor
 ) -> None:
     options = {"api_keys": KEYS, "max_body_bytes": 1000, "max_batch_size": 1}
     with serving(loaded, **options) as client, Paced(loaded) as pace:
@@ -176,13 +168,8 @@ def test_bodies_of_those_who_wait_are_bounded(
         assert client.post(key="one", json=long).status_code == 200
 
 
-# --- connections ----------------------------------------------------------------------------
-
-
-def test_silent_and_slow_connections_are_closed(
-    loaded: LoadedModel,
-    impatient: None,  # noqa: F811
-) -> None:
+@pytest.mark.usefixtures("impatient")
+def test_silent_and_slow_connections_are_closed(loaded: LoadedModel) -> None:
     with serving(loaded) as client:
         silent, slow, used = (connected(client) for _ in range(3))
         used.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -208,9 +195,7 @@ def test_silent_and_slow_connections_are_closed(
                 time.sleep(0.4)
 
 
-def test_there_are_only_so_many_connections_and_each_address_has_a_share(
-    loaded: LoadedModel,
-) -> None:
+def test_connections_are_bounded_and_each_address_has_a_share(loaded: LoadedModel) -> None:
     with serving(loaded, max_connections=8) as client:
         held: list[socket.socket] = []
 
@@ -270,9 +255,6 @@ def test_who_never_reads_is_hung_up(loaded: LoadedModel) -> None:
         assert b"[DONE]" not in found
         assert b'"error"' not in found
         assert client.text(max_tokens=4) == plain_text(loaded, max_new_tokens=4)
-
-
-# --- time, and the end ----------------------------------------------------------------------
 
 
 def test_what_takes_too_long_ends_with_an_error(loaded: LoadedModel) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from lade.models import LoadedModel
 from tests.lade.server.client import QUESTION, Client, Json, error_of
 from tests.lade.server.hostile import BODIES, schema_of
-from tests.lade.server.serving import LoadedModel, loaded_model, plain_text, serving
+from tests.lade.server.serving import loaded_model, plain_text, serving
 
 CHATS: list[tuple[Json, str]] = [
     ({"frequency_penalty": 0.5}, "frequency_penalty: nothing but 0 is supported"),
@@ -21,13 +22,10 @@ CHATS: list[tuple[Json, str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"content": "a"}]}, "messages.0.role"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role: .*'system', .*'user'"),
-    ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages.0.content.0.type",
     ),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": "many"}, "max_tokens"),
     ({"max_tokens": 101}, "expected an answer of at most 100"),
     ({"temperature": 2.5}, "temperature"),
     ({"top_p": 0}, "top_p"),
@@ -43,9 +41,7 @@ CHATS: list[tuple[Json, str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_object"}, "tools": [{}]}, "expected a schema or tools"),
     ({"user": "a" * 257}, "user"),
-    ({"cache_salt": "a" * 257}, "cache_salt"),
     ({"chat_template_kwargs": {"tokenize": False}}, "expected arguments of the chat template"),
-    ({"prediction": {"type": "content"}}, "prediction.content"),
     (
         {"prediction": {"type": "content", "content": "a" * 3000}},
         "expected a prediction of at most",
@@ -57,7 +53,6 @@ TEXTS: list[tuple[Json, str]] = [
     ({"echo": True}, "echo: nothing but false is supported"),
     ({"suffix": "a"}, "suffix is not supported"),
     ({"prompt": ["a", "b"]}, "prompt"),
-    ({"prompt": None}, "prompt"),
     ({"prompt": ""}, "expected a prompt of one token or more"),
     ({"prompt": "a" * 301}, "expected a prompt of at most 300 tokens, got 301"),
     ({"logprobs": 6}, "logprobs"),
@@ -132,7 +127,7 @@ def test_prompts_that_templates_refuse_are_refused() -> None:
 
 def test_answers_end_where_positions_do(loaded: LoadedModel) -> None:
     with serving(loaded) as client:
-        body = {"prompt": "a" * 500, "temperature": 0}
+        body: Json = {"prompt": "a" * 500, "temperature": 0}
         usage = client.post("/completions", json=body).json()["usage"]
         assert usage["completion_tokens"] == 12
         for body in ({"prompt": "a" * 500, "max_tokens": 13}, {"prompt": "a" * 512}):
@@ -181,9 +176,6 @@ def test_pages_of_other_sites_can_send_nothing(loaded: LoadedModel) -> None:
                 assert client.get(path, host=host).status_code == 421
             answer = client.post(json={"messages": QUESTION}, headers={"host": host})
             assert answer.status_code == 421
-
-
-# --- what is made to take long --------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
