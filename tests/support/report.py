@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lade.bench.environment import environment
-from lade.config import Execution, Verification
+from tests.support.inside import Execution, Verification, environment
 from tests.support.run import CASES, MAX_DRAFT_TOKENS, Kind, Row, Verdict
 
 _KINDS: tuple[Kind, ...] = (

@@ -19,13 +19,16 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from lade.config import SPECULATING, Config, Execution, Verification
-from lade.hf.api import generate
-from lade.probing.plan import choose_verification
-from lade.probing.report import probe
-from lade.probing.rules import Lengths, why_not_speculate
-from lade.stats import DecodeStats
+from lade import Config, DecodeStats, generate, probe
 from tests.lade.tiny import BatchDrafter
+from tests.support.inside import (
+    SPECULATING,
+    Execution,
+    Lengths,
+    Verification,
+    choose_verification,
+    why_not_speculate,
+)
 from tests.support.tiny import (
     EOS_TOKEN_ID,
     PAD_TOKEN_ID,

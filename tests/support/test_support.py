@@ -48,11 +48,10 @@ def test_fixed_shapes_and_recordings_give_no_architecture_a_wrong_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where steps can be recorded they are; every tree runs in fixed shapes."""
-    from lade.hf.generation import Generation
     from tests.lade.recorder import CpuRecorder, RecordingPolicy
 
     recorder, recorded = CpuRecorder(), set()
-    monkeypatch.setattr(Generation, "policy", RecordingPolicy(recorder))
+    monkeypatch.setattr("lade.hf.generation.Generation.policy", RecordingPolicy(recorder))
     cases = [case._replace(num_new=16) for case in QUICK_CASES if case.name != "greedy padded"]
     for name in support.all_names():
         before = recorder.num_replayed

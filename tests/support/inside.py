@@ -1,0 +1,22 @@
+"""The only file of these tables that knows lade from inside."""
+
+from lade.bench.environment import environment
+from lade.bench.report import write_json
+from lade.compat import CACHE
+from lade.config import SPECULATING, Execution, Verification
+from lade.gpu.graphs import why_not_recorded
+from lade.probing.plan import choose_verification
+from lade.probing.rules import Lengths, why_not_speculate
+
+__all__ = [
+    "CACHE",
+    "SPECULATING",
+    "Execution",
+    "Lengths",
+    "Verification",
+    "choose_verification",
+    "environment",
+    "why_not_recorded",
+    "why_not_speculate",
+    "write_json",
+]
