@@ -85,17 +85,6 @@ def test_text_is_that_of_plain_decoding(num_rows: int, samples: bool) -> None:
         assert stats.sec > 0
 
 
-def test_joined_drafts_accept_what_the_part_that_is_right_would() -> None:
-    model = shared_model("llama", seed=2)
-    prompt = random_prompt(np.random.default_rng(1))
-    right = Guessing(answers_of(model, prompt, 40), seed=9)
-    config = lade.Config(strict_drafter=True, max_draft_tokens=16)
-    alone = ours(model, prompt, copy.deepcopy(right), 40, config=config)
-    both = ours(model, prompt, Merged([NGramPool(), right]), 40, config=config)
-    assert both.stats.num_steps <= alone.stats.num_steps
-    assert both.stats.sources["guessing"].num_accepted_tokens > 10
-
-
 def test_pools_are_parts_also_those_that_are_only_read() -> None:
     model, pool = shared_model("llama", seed=2), NGramPool()
     for _ in range(2):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper
 from transformers.generation import candidate_generator
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
@@ -126,20 +125,6 @@ def test_processors_apply_to_the_drafts_too() -> None:
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 25
     # Rows differ in what was said before.
     assert stats_of(model, THREE, drafter, **options).acceptance_rate > 0.9
-
-
-def test_processors_of_the_user_never_see_a_draft() -> None:
-    lengths: list[int] = []
-
-    def counting(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        lengths.append(input_ids.shape[1])
-        return scores
-
-    model = shared_model("llama", seed=1)
-    options: dict[str, Any] = {"drafter": AssistantModel(model, length=4), "config": EIGHT}
-    options |= {"max_new_tokens": 20, "eos_token_id": None, "logits_processor": [counting]}
-    out = answered(model, ONE, **options).sequences
-    assert lengths == [*range(ONE.shape[1], out.shape[1])]
 
 
 def test_grammars_and_ends_are_heeded() -> None:
@@ -378,23 +363,6 @@ def test_drawn_from_the_same_model_drafts_are_always_right() -> None:
             assert out.stats.acceptance_rate > least
             texts.append(out.sequences.tolist())
         assert texts[0] == texts[1] != texts[2]
-
-
-@pytest.mark.parametrize("verification", thinned(["tree", "chain"], "chain"))
-def test_drawn_drafts_suit_every_verification(verification: Any) -> None:
-    """Of a drawn tree no path can be left out, so it is a chain where paths are few."""
-    model, drafter = shared_model("llama", seed=1), AssistantModel(tiny_model("llama", 2), length=3)
-
-    class Unknown(TemperatureLogitsWarper):  # type: ignore[misc]
-        """Not known to have no state: left out of the drafts, and rows go together."""
-
-    config = lade.Config(acceptance="rejection", strict_drafter=True, verification=verification)
-    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 20, "eos_token_id": None}
-    for processors in ([], [Unknown(1.3)]):
-        options["logits_processor"] = processors
-        out = answered(model, ONE, drafter=drafter, config=config, **options)
-        assert out.sequences.shape[1] == ONE.shape[1] + 20
-        assert out.stats.num_draft_tokens > 0
 
 
 # --- transformers as oracle -----------------------------------------------------------------

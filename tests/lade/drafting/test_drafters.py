@@ -123,16 +123,9 @@ class UnspeakableError(Exception):
         raise RuntimeError("no words")
 
 
-class UntoldError(Exception):
-    def __str__(self) -> Any:
-        return 3
-
-
-@pytest.mark.parametrize("error", [UnspeakableError(), UntoldError()])
-def test_an_error_without_a_message_is_told_by_its_name(error: Exception) -> None:
-    name = type(error).__name__
-    with one_warning(rf"Faulty failed \({name}, and \w+ for its message\)"):
-        compared(Faulty("draft", 2, error=error), OPTIONS)
+def test_an_error_without_a_message_is_told_by_its_name() -> None:
+    with one_warning(r"Faulty failed \(UnspeakableError, and RuntimeError for its message\)"):
+        compared(Faulty("draft", 2, error=UnspeakableError()), OPTIONS)
 
 
 @pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
@@ -171,13 +164,6 @@ def test_wrong_types_do_not_pass_the_door(ours: Any, told: str) -> None:
     assert told in str(raised.value)
     with pytest.raises(TypeError):
         model.generate(PROMPT, custom_generate=lade.decode, **ours, **OPTIONS)
-
-
-@pytest.mark.parametrize("model", ["SmolLM2", torch.nn.Linear(2, 2), None, tiny_model])
-def test_what_is_no_model_does_not_pass_the_door(model: Any) -> None:
-    for door in (lade.generate, lade.wrap):
-        with pytest.raises(TypeError, match="expected a transformers causal LM"):
-            door(model)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, ElectraConfig
 
 import lade
 from ngram_pool import Draft
@@ -87,16 +86,6 @@ def test_padding_and_masked_tokens_are_not_told_of() -> None:
     answered(shared_model(), prompts, drafter=listener, max_new_tokens=24)
     chains = [token_ids for committed, token_ids, _, _ in listener.told if len(committed) < 3]
     assert chains == [[5, 6], [9, 8, 7, 6, 5]]
-
-
-def test_a_model_with_layers_behind_its_states_is_left_alone() -> None:
-    """The output embeddings of Electra take other vectors than the hidden states are."""
-    sizes = {"vocab_size": 100, "hidden_size": 32, "embedding_size": 16, "intermediate_size": 37}
-    config = ElectraConfig(
-        **sizes, num_hidden_layers=2, num_attention_heads=4, is_decoder=True, pad_token_id=0
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
-    same_as_generate(model, torch.arange(2, 12)[None])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
