@@ -1,6 +1,8 @@
 """Tiny saved models that one can chat with, and a chat in this process."""
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,14 +64,28 @@ def chat(saved_with: Callable[..., Path], tmp_path: Path) -> Callable[..., Chat]
         template: str | None = TEMPLATE,
         size: tuple[int, int] = (80, 400),
         watch: Callable[[Screen], object] = bool,
+        pause: float = 0.0,
         **env: str,
     ) -> Chat:
         screen = Screen(size[1])
-        screen.on_write = lambda: watch(screen)
+        begun: list[threading.Thread] = []
+
+        def type_slowly() -> None:  # as completion takes a moment
+            for each in keys:
+                time.sleep(pause)
+                keyboard.send_text(each)
+
+        def written() -> None:
+            watch(screen)
+            if pause and not begun and "leaves." in screen.shown():
+                begun.append(threading.Thread(target=type_slowly, daemon=True))
+                begun[0].start()
+
+        screen.on_write = written
         given = ["--model", saved_with(template), "--dtype", "float32", "--max-new-tokens", 10]
         env = {"TERM": "xterm", "XDG_DATA_HOME": str(tmp_path / "data"), **env}
         with create_pipe_input() as keyboard:
-            keyboard.send_text("".join(keys))
+            keyboard.send_text("" if pause else "".join(keys))
             with create_app_session(input=keyboard, output=DummyOutput()):
                 columns, lines = size
                 done = run(

@@ -53,7 +53,7 @@ def test_questions_are_answered_as_generate_does_until_ctrl_d(
     assert got.done.code == 0
     assert "tiny. /help lists commands" in got.shown
     assert got.shown.count("10 tokens, ") == 3
-    assert got.shown.count("not run again") == 2
+    assert " ".join(got.shown.split()).count("not run again") == 2
     history = got.data / "lade" / "history"
     assert "+abc\n" in history.read_text()
     assert stat.S_IMODE(history.stat().st_mode) == stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -82,9 +82,10 @@ def test_ctrl_c_clears_what_is_typed_and_leaves_the_second_time(chat: Begin, pat
 
 def test_commands_and_files_are_completed(chat: Begin, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("{}")
-    got = chat("/temp\t 0.5\r", f"/load {tmp_path}/mi\t\r", CTRL_D)
+    keys = ("/tempe", "\t", " 0.5\r", f"/load {tmp_path}/mi", "\t", "\r", CTRL_D)
+    got = chat(*keys, pause=0.5)
     assert "Temperature 0.5." in got.shown
-    assert "mine.json: 'format'" in got.shown.replace("\n", "")
+    assert "mine.json:'format'" in "".join(got.shown.split())
 
 
 @pytest.mark.parametrize("num_times", [1, 2])
@@ -99,7 +100,7 @@ def test_ctrl_c_stops_an_answer_and_a_second_one_leaves(
             for _ in range(num_times):
                 os.kill(os.getpid(), signal.SIGINT)
 
-    keys = ("abc\r", f"/save {path}\r", CTRL_D)
+    keys = ("abc\r", f"\x15/save {path}\r", CTRL_D)  # in place of what was taken back
     got = chat(*keys, options=("--max-new-tokens", 400), watch=press)
     if num_times == 1:
         assert "stopped" in got.shown

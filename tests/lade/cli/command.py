@@ -50,9 +50,6 @@ def run(
         screen: of a terminal, in place of standard input and output.
         columns: of the window.
         env: environment variables.
-
-    Raises:
-        Exception: a fault, which a user would see with its traceback.
     """
     streams: list[Any] = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
     data = given.encode() if isinstance(given, str) else given
