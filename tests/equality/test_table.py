@@ -52,7 +52,7 @@ def test_a_model_answers_as_generate_does_whatever_is_asked(model: str, part: in
     # The comparison means nothing unless drafts are both accepted and rejected.
     if model not in PLAIN and IS_NEWEST:
         assert total.num_accepted_tokens > 0
-    if model in TREES:
+    if model in TREES and IS_NEWEST:
         assert total.num_accepted_tokens < total.num_draft_tokens
 
 
