@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from click import Choice
-
 from lade.cli.options import LearningOptions, of_drafting
 from lade.config import VERIFICATIONS, Config
+from lade.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,17 @@ class MeasuredOptions(LearningOptions):
     verification: Annotated[
         str | None,
         of_drafting(
-            click_type=Choice(VERIFICATIONS),
+            metavar="NAME",
             help="Verify drafts by this method; without it, by the best that is exact. One that "
             "is not exact is refused.",
         ),
     ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.verification not in (*VERIFICATIONS, None):
+            names = ", ".join(VERIFICATIONS)
+            raise UserError(f"expected --verification of {names}, got {self.verification!r}")
 
     @property
     def config(self) -> Config:
