@@ -553,6 +553,8 @@ def main() -> None:
         app()
     except Exception as error:  # shown in one line where that is all there is to tell
         line = None if error.__cause__ is not None else line_of(error)
+        if line is None and isinstance(error, ValueError) and error.__cause__ is None:
+            line = f"error: {error}"  # as the benchmarks' own are
         if line is None:
             raise
         print(line, file=sys.stderr)

@@ -58,7 +58,11 @@ class PoolDrafter(Drafter):
         is_answered = prompt in self._open_prompts.values()
         new = prompt[-self.pool.max_ngram_size :] if is_answered else prompt
         sequence = self.pool.open_sequence(self._prewarmed, self._layers)
-        self.pool.observe(new, sequence)
+        try:
+            self.pool.observe(new, sequence)
+        except BaseException:  # of an interrupt, too: nobody else knows of the sequence
+            self.pool.close_sequence(sequence)
+            raise
         self._open_prompts[sequence] = prompt
         return sequence
 
