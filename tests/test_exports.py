@@ -118,6 +118,7 @@ CATCHES_ANYTHING = {
     "lade/cli/results.py": 1,
     "lade/decoder.py": 1,
     "lade/drafting/guard.py": 1,
+    "lade/drafting/pool_drafter.py": 1,
     "lade/engines/vllm.py": 1,
     "lade/errors.py": 1,
     "lade/gpu/graphs.py": 2,
