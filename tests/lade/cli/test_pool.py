@@ -190,7 +190,7 @@ def test_an_interrupted_build_goes_on_where_it_was(
     def interrupted(self: NGramPool, *args: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
-        if num_calls % 13 == 0:
+        if num_calls % 7 == 0:
             raise KeyboardInterrupt
         return observe(self, *args)
 
