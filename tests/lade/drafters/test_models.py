@@ -112,7 +112,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(name: str) -> None:
         drafter = AssistantModel(model, length=4, expansion=expansion)  # type: ignore[arg-type]
         stats = stats_of(model, ONE, drafter, max_new_tokens=40, eos_token_id=None)
         assert stats.acceptance_rate >= least
-        assert stats.num_accepted_tokens > 25
+        assert stats.num_accepted_tokens > 20
 
 
 def test_processors_apply_to_the_drafts_too() -> None:
