@@ -39,9 +39,10 @@ def run(loaded: LoadedModel, seconds: float) -> None:
                 f"{len(table):,} contexts from {effort.num_tokens:,} tokens in "
                 f"{effort.seconds:,.0f} seconds of all runs; {path.stat().st_size / 10**6:.1f} MB"
             )
-            console.print(f"[dim]kept in {path}[/dim]", soft_wrap=True)
             console.print(
-                "[dim]lade uses it with this model from now on; run this again to add to it[/dim]"
+                f"[dim]kept in {path}, and used with this model from now on; another run "
+                "adds to it[/dim]",
+                soft_wrap=True,
             )
 
 

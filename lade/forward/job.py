@@ -642,7 +642,10 @@ class _Weights:
 
     def layers(self) -> NDArray[np.int64]:
         """Return the words of all layers, [num_layers, LAYER_SIZE], as a copy."""
-        addresses = [*map(Tensor.data_ptr, self._present())]
+        weights = self._present()
+        if not all(map(Tensor.is_contiguous, weights)) or any(map(Tensor.is_neg, weights)):
+            raise ValueError("weights are no plain matrices any more")
+        addresses = [*map(Tensor.data_ptr, weights)]
         if addresses != self._addresses:
             if not self.fit():
                 raise ValueError("weights are no plain matrices any more")
