@@ -107,7 +107,9 @@ def test_pools(names: dict[str, Any], tmp_path: Path) -> None:
     loading, sharing = blocks_of("guides/pools")
     exec(compile(loading, "pools", "exec"), names)
     assert (tmp_path / "mine.pool").exists()
-    names |= {"PoolStore": PoolStore, "inputs": {"input_ids": torch.tensor([[5, 6, 7, 8]])}}
+    ids = torch.tensor([[5, 6, 7, 8]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
+    names |= {"PoolStore": PoolStore, "inputs": inputs}
     exec(compile(sharing, "pools", "exec"), names)
     names["store"].close()
     with PoolStore("pools") as another, another.open("alice") as pool:
