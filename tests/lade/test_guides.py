@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 import torch
 import transformers
@@ -148,6 +147,8 @@ def test_streaming(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_clients(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import openai
+
     loaded = loaded_model(eos_token_id=93)  # a schema needs a token that ends an answer
     loaded.tokenizer.chat_template = _CALLING
     with serving(loaded, api_keys=["sk-mine"]) as server:
@@ -164,6 +165,8 @@ def test_clients(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
 
 def test_corpora() -> None:
+    import openai
+
     with (
         serving(loaded_model(), corpora={"docs": lade.NGramPool()}) as server,
         openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 
@@ -60,6 +59,8 @@ def test_answers_are_plain_generates(loaded: LoadedModel, client: Client) -> Non
 
 def test_openais_own_client_reads_all_of_it(loaded: LoadedModel, client: Client) -> None:
     asked: Any = {"model": "tiny", "temperature": 0, "max_tokens": 40}
+    import openai
+
     with openai.OpenAI(base_url=client.url, api_key="none", max_retries=0) as made:
         official: Any = made
         answer = official.chat.completions.create(messages=QUESTION, **asked)
