@@ -292,6 +292,23 @@ def test_a_command_prints_the_text_of_generate(
         assert capsys.readouterr().out == f"{expected}\n"
 
 
+def test_a_seed_of_zero_is_a_seed() -> None:
+    model, options = tiny_model(), {"do_sample": True, "max_new_tokens": 20, "pad_token_id": 0}
+    torch.manual_seed(0)
+    expected = model.generate(ONE, attention_mask=torch.ones_like(ONE), **options)
+    with lade.Batcher(model) as batcher:
+        got = batcher.submit(ONE, seed=0, **options).result()
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("num_tokens", [128, 129, 257])
+def test_prompts_of_several_pieces_are_answered_as_by_generate(num_tokens: int) -> None:
+    model = tiny_model(dtype=torch.float32, head_dim=16)
+    prompt = torch.randint(2, 90, (1, num_tokens), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        same_as_generate(model, prompt, accept=0.7, config=EIGHT, max_new_tokens=12)
+
+
 def test_a_server_answers_with_the_text_of_generate() -> None:
     from tests.lade.server import client as clients
     from tests.lade.server import serving
@@ -301,7 +318,8 @@ def test_a_server_answers_with_the_text_of_generate() -> None:
     stop = expected[12:15]
     with serving.serving(loaded) as client:
         cut = expected[: expected.index(stop)]
-        assert client.text(stop=stop) == clients.text_of(client.stream(stop=stop)) == cut
+        for stops in (stop, [expected[20:23], stop]):
+            assert client.text(stop=stops) == clients.text_of(client.stream(stop=stops)) == cut
         for _ in range(2):
             answer = client.ask(user="ann", logprobs=True, top_logprobs=1)
             found, usage = answer["choices"][0]["logprobs"]["content"], answer["usage"]
