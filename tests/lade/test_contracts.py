@@ -292,6 +292,18 @@ def test_a_command_prints_the_text_of_generate(
         assert capsys.readouterr().out == f"{expected}\n"
 
 
+def test_a_pool_of_a_larger_vocabulary_draws_nothing_that_the_model_has_not() -> None:
+    """A node whose distribution has unknown tokens among others is not run."""
+    model, pool = tiny_model(), NGramPool()
+    for token_id in (8, 300, 9, 301, 8, 300):
+        pool.observe([5, 6, 7, 5, token_id, 10, token_id + 5], None)
+    config = lade.Config(acceptance="rejection", max_draft_tokens=8)
+    for seed in range(12):
+        torch.manual_seed(seed)
+        got = answered(model, ONE, pool=pool, config=config, do_sample=True, **LONG)
+        assert got.sequences.shape[1] == ONE.shape[1] + 40  # and no warning that drafts failed
+
+
 def test_a_seed_of_zero_is_a_seed() -> None:
     model, options = tiny_model(), {"do_sample": True, "max_new_tokens": 20, "pad_token_id": 0}
     torch.manual_seed(0)

@@ -146,6 +146,18 @@ def test_a_chat_goes_on_in_its_cache(verification: Any) -> None:
     assert got[CACHE].get_seq_length() == got.sequences.shape[1] - 1
 
 
+def test_a_cache_that_could_not_be_filled_is_filled_plainly() -> None:
+    """The last forward of a batch, which runs the padding of rows that ended, fails."""
+    steps = Breaking(tiny_model("llama"), 10**9)
+    options: dict[str, Any] = {"min_new_tokens": 12, "max_new_tokens": 20, "config": EIGHT}
+    by = partial(lade.generate, on_step=steps.on_step)
+    same_as_generate(tiny_model("llama"), THREE, accept=0.7, by=by, **options, **EARLY_ENDS)
+    expected, got = compared(tiny_model("llama"), THREE, steps._num_steps, **EARLY_ENDS)
+    theirs, mine = (output[CACHE] for output in (expected, got))
+    assert mine.get_seq_length() == theirs.get_seq_length()
+    torch.testing.assert_close(mine.layers[-1].keys, theirs.layers[-1].keys, rtol=1e-4, atol=1e-4)
+
+
 def test_what_plain_raises_too_is_raised() -> None:
     model = tiny_model("llama", seed=1)
     lade.probe(model)
