@@ -236,6 +236,16 @@ def test_text_is_forgotten_for_good(folder: str, out: Path, tmp_path: Path) -> N
     assert "0 tokens of 0 files" in run(*command).out  # it is not read again
 
 
+def test_a_text_of_many_bytes_is_found_across_what_is_searched_at_once(
+    folder: str, out: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 4090 + "ßßßß" + "y" * 40)  # 4096 tokens at a time, one a byte
+    run("pool", "build", path, "--out", out, "--model", folder)
+    done = run("pool", "forget", out, "ßßßß", "--model", folder)
+    assert "1 of 'ßßßß' removed from code.pool" in done.out
+
+
 def test_a_text_is_found_however_it_was_tokenised(tmp_path: Path) -> None:
     tokens = {token: i for i, token in enumerate(["a", "b", "c", "_", "ab", "bc", "abc"])}
     made = Tokenizer(models.BPE(tokens, [("a", "b"), ("b", "c"), ("ab", "c")]))
