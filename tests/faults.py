@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 _COPIED = ("lade", "ngram_pool", "tests", "benchmarks", "docs", "examples", "pyproject.toml")
-_TABLE = "tests/equality"  # tried before all others where it exists
+_TABLE = "tests/equality"  # tried before all others for texts
 _CONTRACTS = "tests/lade/test_contracts.py::test_"
 _TIMEOUT_SEC = 300
 _PUBLIC = re.compile(r"(lade(\.(drafters|models|engines(\.\w+)*))?|ngram_pool)$")
@@ -76,7 +76,7 @@ def _read(entry: str) -> Fault:
     parts = {mark: [line[1:] for line in lines if line[:1] == mark] for mark in ":-+"}
     breaks, _, ids = parts[":"][0].strip().rpartition(" ? ")
     tests = ids.replace("@", _CONTRACTS).split()
-    if kind == "text" and (ROOT / _TABLE).exists():
+    if kind == "text" and _TABLE not in tests:
         tests.insert(0, _TABLE)
     return Fault(name, file, breaks, tests, "\n".join(parts["-"]), "\n".join(parts["+"]))
 
