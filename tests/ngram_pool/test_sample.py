@@ -35,6 +35,8 @@ def test_equal_generators_give_equal_drafts_and_smaller_ones_are_their_beginning
         assert as_tuple(large) == as_tuple(pool.sample(context, 20, np.random.default_rng(end)))
         small = pool.sample(context, 7, np.random.default_rng(end))
         assert as_tuple(large.first(7)) == as_tuple(small)
+        children = [*zip(large.parents.tolist(), large.token_ids.tolist(), strict=True)]
+        assert len({*children}) == len(children)  # a token is drawn once behind a node
         seen.add(tuple(large.token_ids.tolist()))
     assert len(seen) > 25
 
