@@ -52,7 +52,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float64Array = NDArray[np.float64]
-CostArray = NDArray[np.uint16]
 
 
 # What is compiled so must allocate nothing and divide by no zero: then no array's references are
@@ -62,26 +61,21 @@ _BARE: dict[str, Any] = {"_nrt": False, "error_model": "numpy"}
 
 def kernel(function: _F) -> _F:
     """Compile at first call, to run without the GIL; cache on disk if a folder is writable."""
-    return _compiled(function, nogil=True, **_BARE)
+    return _compiled(function, **_BARE)
 
 
 def inlined(function: _F) -> _F:
     """Compile like `kernel`, into its callers: a call would cost as much as the work."""
-    return _compiled(function, nogil=True, forceinline=True, **_BARE)
+    return _compiled(function, forceinline=True, **_BARE)
 
 
 def view(function: _F) -> _F:
     """Compile like `inlined` what returns arrays that it makes of addresses."""
-    return _compiled(function, nogil=True, forceinline=True, _nrt=True)
-
-
-def kernel_with_gil(function: _F) -> _F:
-    """Compile for calls so short that other threads may well wait."""
-    return _compiled(function, nogil=False, **_BARE)
+    return _compiled(function, forceinline=True, _nrt=True)
 
 
 def _compiled(function: _F, **options: Any) -> _F:
-    options["no_cfunc_wrapper"] = True  # nobody calls from C
+    options |= {"nogil": True, "no_cfunc_wrapper": True}  # nobody calls from C
     try:
         compiled: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # Numba found no writable folder for its cache

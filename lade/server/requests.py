@@ -120,6 +120,12 @@ class _Format(_Strict):
         return self
 
 
+def _only_with(name: str, value: Any, info: ValidationInfo) -> Any:
+    if value is not None and not info.data.get(name):
+        raise ValueError(f"expected it with {name} alone")
+    return value
+
+
 class Asked(_Strict):
     """What both endpoints take."""
 
@@ -149,9 +155,7 @@ class Asked(_Strict):
     @field_validator("stream_options")
     @classmethod
     def _with_stream(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None and not info.data.get("stream"):
-            raise ValueError("expected it with stream alone")
-        return value
+        return _only_with("stream", value, info)
 
     @field_validator("logit_bias")
     @classmethod
@@ -204,9 +208,7 @@ class Chat(Asked):
     @field_validator("top_logprobs")
     @classmethod
     def _with_logprobs(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None and not info.data.get("logprobs"):
-            raise ValueError("expected it with logprobs alone")
-        return value
+        return _only_with("logprobs", value, info)
 
     @field_validator("tools")
     @classmethod

@@ -1,8 +1,5 @@
 """Whether a pool is whole, in plain Python; that its chains are those of its text, drafts tell."""
 
-import threading
-from typing import Any
-
 import numpy as np
 
 from ngram_pool import NGramPool, _kernels
@@ -35,18 +32,3 @@ def check_pool(pool: NGramPool) -> None:
             assert not is_held or text[state[TAIL] % len(text), NEXT] == NONE
             assert 0 <= state[PROMPT] <= state[ANSWER]
             assert sequence.state[LOWERED_THEN] <= state[LOWERED_THEN]
-
-
-def is_free(lock: Any) -> bool:
-    """Return whether another thread can have a lock."""
-    got: list[bool] = []
-
-    def take() -> None:
-        got.append(lock.acquire(timeout=5))
-        if got[0]:
-            lock.release()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    return got[0]
