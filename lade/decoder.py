@@ -18,7 +18,7 @@ from lade.outputs import Outputs
 from lade.probing.spot_checks import FlawError, SpotChecks
 from lade.sampling.choice import Choice
 from lade.stats import DecodeStats, Step
-from lade.targets.base import Forward, Target, fill_cache
+from lade.targets.base import Forward, Target
 from lade.tree import of_trees
 from lade.verify import accepted_paths, step_of
 
@@ -89,13 +89,11 @@ class Decoder:
             while emitting := batch.emitting:
                 self._step(emitting)
             self._finish()
-            if batch.limits.fills_cache:
-                self._fill_cache()
         except VerificationError as failure:
             self.failure = failure
-            if batch.limits.fills_cache or batch.emitting:
+            if batch.limits.gives_cache or batch.emitting:
                 longest = batch.text.longest
-                batch.text.cut(batch.limits.keeps_finished)
+                batch.text.cut()
                 self.was_cut = batch.text.longest < longest
         finally:
             with ExitStack() as stack:  # closes the others even if one raises
@@ -116,7 +114,7 @@ class Decoder:
                     is_plain=self._checks.wants_plain_prompts,
                 )
             self._checks.note_state()
-            logits = output.logits[:, -1:]
+            logits = output.logits[:, -len(plan.trees) :]
             self._choice.look_at(logits, plan.trees)
         if self._overlaps:
             self._speculator.open_all()  # while the device is busy
@@ -146,9 +144,9 @@ class Decoder:
             with self._verifying():
                 plan, output = self._checks.launch(plan, inputs, self._target)
             logits = of_trees(output.logits, plan.trees.values())
-            num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
-            if len(logits) < len(plan.trees):  # without padding
-                num_run = logits.shape[1] / len(plan.trees) - 1
+            num_run = logits.shape[1] / len(plan.trees) - 1
+            if len(plan.trees) == 1:  # with its padding
+                num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
             self._choice.look_at(logits, plan.trees)
             if self._overlaps:
                 successors = self._speculator.rank(logits, self._choice.ranked)
@@ -178,7 +176,6 @@ class Decoder:
         """Emit accepted paths and bonus tokens, and let the drafter observe them, once begun."""
         text = self._batch.text
         starts = {row: text.num_unpadded[row] for row in plan.trees}
-        working = [row for row in plan.trees if not text.is_finished[row]]
         with self.stats.timed("verify"):
             paths = accepted_paths(plan.trees, self._choice, self._batch)
         self._checks.end_step(paths, text.token_ids)
@@ -189,7 +186,6 @@ class Decoder:
                 emitted = text.token_ids[row][start : text.num_unpadded[row]]
                 if emitted:
                     self._speculator.observe(row, emitted)
-                if emitted and row in working:
                     steps.append(step_of(row, plan.trees[row], paths[row], emitted))
         return steps, paths
 
@@ -216,10 +212,6 @@ class Decoder:
         last, self._last = self._last, None
         if last is not None:
             self._speculator.learn(last)
-
-    def _fill_cache(self) -> None:
-        with self.stats.timed("forward"), self._verifying():
-            self.stats.num_steps += fill_cache(self._target, self._batch.text)
 
     @contextmanager
     def _verifying(self) -> Iterator[None]:

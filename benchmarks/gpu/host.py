@@ -136,7 +136,7 @@ def _run(
     )
     text, outputs = Text(input_ids, None), Outputs(1, [])
     max_length = len(prompt) + _NUM_NEW
-    stop = StopRule(StoppingCriteriaList([MaxLengthCriteria(max_length)]), 1)
+    stop = StopRule(StoppingCriteriaList([MaxLengthCriteria(max_length)]))
     stop.watch(text, outputs)
     drafter = PoolDrafter(pool)
     batch = Batch(text, [[*prompt]], Limits(max_length=max_length, stop=stop))

@@ -14,7 +14,6 @@ from lade.batch import Batch, Prefix
 from lade.budget.budget import Budget
 from lade.budget.calibration import Outcome
 from lade.config import Lookahead
-from lade.drafting.drafts import chain
 from lade.drafting.lookahead import Window, likeliest_tokens
 from lade.drafting.ranks import Ranks
 from lade.drafting.sources import Proposer
@@ -27,7 +26,7 @@ from lade.drafting.successors import (
     with_probs,
 )
 from lade.stats import Step
-from lade.tree import ROOT, Tree, origins
+from lade.tree import ROOT, Tree, starts
 from ngram_pool import Draft
 
 
@@ -48,12 +47,8 @@ class Runner(Protocol):
     def price(self) -> float | None:
         """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
 
-    @property
-    def packs_rows(self) -> bool:
-        """Whether a forward costs what its tokens cost, however they are divided among rows."""
-
     def width_of(self, num_tokens: int) -> int:
-        """Return the padded width of a forward over `num_tokens` of each row."""
+        """Return the padded width of a forward over `num_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +90,7 @@ class Cost(NamedTuple):
     """What a forward took."""
 
     num_rows: int
-    num_tokens: float  # per row, besides the root; their mean if rows have no padding
+    num_tokens: float  # besides the root, the mean of all rows
     sec: float | None  # None where not representative of other forwards
 
 
@@ -179,7 +174,8 @@ class Speculator:
         windows = self._open_windows(emitting)
         worthwhile = self._explored(proposed)
         nums = self._nums_of_nodes(worthwhile, windows)
-        drafts = {row: self._draw(row, draft, nums[row]) for row, draft in worthwhile.items()}
+        contexts = self._batch.contexts
+        drafts = {row: self._proposer.draw(row, contexts[row], nums[row]) for row in worthwhile}
         if self._ranks is not None:
             drafts = self._ranks.agree(drafts)
         token_ids = self._batch.text.token_ids
@@ -199,68 +195,47 @@ class Speculator:
 
     def _proposals(self, emitting: Sequence[int]) -> dict[int, Draft]:
         """Return all that there is to propose for the rows that emit."""
-        batch, text, max_draft_tokens = self._batch, self._batch.text, self._budget.max_draft_tokens
-        working = [row for row in emitting if text.padding_of(row) is None]
-        proposed = {
+        batch, max_draft_tokens = self._batch, self._budget.max_draft_tokens
+        return {
             row: self._proposer.propose(
-                row, text.token_ids[row], batch.contexts[row], batch.room(row), max_draft_tokens
+                row,
+                batch.text.token_ids[row],
+                batch.contexts[row],
+                batch.room(row),
+                max_draft_tokens,
             )
-            for row in working
+            for row in emitting
         }
-        if len(working) < len(emitting):
-            # Padding is known: draft it as deep as the other rows' drafts, and no deeper.
-            deepest = max(
-                (len(draft) and int(draft.depths.max()) for draft in proposed.values()),
-                default=max_draft_tokens,
-            )
-            for row in emitting:
-                if (padding := text.padding_of(row)) is not None:
-                    proposed[row] = chain([padding] * max(0, min(batch.room(row), deepest)))
-        return proposed
 
     def _explored(self, proposed: Mapping[int, Draft]) -> dict[int, Draft]:
-        """Add tokens to explore, different ones in each row, to the drafts of rows that work."""
-        explored, others = {**proposed}, list[NDArray[np.int32]]()
+        """Add tokens to explore, different ones in each row."""
+        explored, others = dict[int, Draft](), list[NDArray[np.int32]]()
         for row in proposed:
-            if self._batch.text.padding_of(row) is None:
-                draft = self._proposer.explore(row, others, self._budget.max_draft_tokens)
-                explored[row] = draft
-                others.append(draft.token_ids)
+            explored[row] = self._proposer.explore(row, others, self._budget.max_draft_tokens)
+            others.append(explored[row].token_ids)
         return explored
 
     def _nums_of_nodes(
         self, proposed: Mapping[int, Draft], windows: Mapping[int, Window]
     ) -> dict[int, int]:
-        """Ask the budget how many draft tokens of each row to verify; padding rows do not count."""
-        if self._runner.must_catch_up:
+        """Ask the budget how many draft tokens of each row to verify."""
+        if self._runner.must_catch_up or not proposed:
             return dict.fromkeys(proposed, 0)
-        drawn = {row: len(draft) for row, draft in proposed.items() if self._is_drawn(row)}
+        drawn = {row: len(draft) for row, draft in proposed.items() if self._proposer.is_drawn(row)}
         if drawn:  # how many of them are verified must not depend on what was drawn
             return dict.fromkeys(proposed, max(drawn.values())) | drawn
-        probs = {
-            row: draft.probs
-            for row, draft in proposed.items()
-            if self._batch.text.padding_of(row) is None
-        }
-        if not probs:
-            return dict.fromkeys(proposed, self._budget.max_draft_tokens)
-        is_lockstep = self._batch.limits.is_lockstep  # then all go as far as the first one
-        if self._runner.packs_rows and not windows and not is_lockstep:
-            nums = dict(zip(probs, self._budget.nums_of_nodes([*probs.values()]), strict=True))
-            return dict.fromkeys(proposed, max(nums.values())) | nums
-        num_beside = max((window.num_cells for window in windows.values()), default=0)
-        num_pending = self._runner.num_pending
+        probs = [draft.probs for draft in proposed.values()]
+        if len(probs) != 1:
+            return dict(zip(proposed, self._budget.nums_of_nodes(probs), strict=True))
+        num_beside = sum(window.num_cells for window in windows.values())
         price = self._runner.price
         if price is None:
-            num_nodes = self._budget.num_nodes([*probs.values()], num_pending + num_beside)
+            num_nodes = self._budget.num_nodes(probs, self._runner.num_pending + num_beside)
         else:
-            num_nodes = self._budget.num_nodes_at(price, [*probs.values()])
+            num_nodes = self._budget.num_nodes_at(price, probs)
         # The slots that pad a forward to its width may as well hold draft tokens.
         width = self._runner.width_of(1 + num_nodes + num_beside)
         return dict.fromkeys(proposed, width - 1 - num_beside)
-
-    def _is_drawn(self, row: int) -> bool:
-        return self._batch.text.padding_of(row) is None and self._proposer.is_drawn(row)
 
     def _open_windows(self, emitting: Sequence[int]) -> dict[int, Window]:
         """Return the lookahead windows to run: those that end no later than the text may.
@@ -270,15 +245,8 @@ class Speculator:
         return {
             row: self._windows[row]
             for row in emitting
-            if row in self._windows
-            and not self._batch.text.is_finished[row]
-            and self._windows[row].depth <= self._batch.places(row)
+            if row in self._windows and self._windows[row].depth <= self._batch.places(row)
         }
-
-    def _draw(self, row: int, proposed: Draft, num_nodes: int) -> Draft:
-        if self._batch.text.padding_of(row) is not None:
-            return proposed.first(num_nodes)
-        return self._proposer.draw(row, self._batch.contexts[row], num_nodes)
 
     # --- after a forward --------------------------------------------------------------------
 
@@ -286,7 +254,7 @@ class Speculator:
         """Find the likeliest tokens after each node on the device, for drafters that harvest.
 
         Args:
-            logits: [rows, width, vocab_size or more].
+            logits: [1, num_nodes, vocab_size or more].
             ranked: ranks of these logits that are known already, or None.
         """
         num_successors = self._proposer.num_successors
@@ -365,14 +333,12 @@ class Speculator:
         batch = self._batch
         of_rows = None if done.successors is None else done.successors.get()
         trees = done.plan.trees
-        num_rows = len(trees) if of_rows is None else len(of_rows.token_ids)
-        places = origins(trees.values(), num_rows)
-        for (row, tree), origin in zip(trees.items(), places, strict=True):
+        for (row, tree), start in zip(trees.items(), starts(trees.values()), strict=True):
             length = done.plan.context_lengths.get(row)
             if of_rows is None or length is None or not self._proposer.is_open(row):
                 continue
             context = Prefix(batch.contexts[row], length)
-            self._proposer.harvest(row, context, tree, of_rows.of_tree(origin, len(tree)))
+            self._proposer.harvest(row, context, tree, of_rows.of_tree(start, len(tree)))
         if done.cost is not None:
             self._budget.record(
                 num_rows=done.cost.num_rows,

@@ -22,11 +22,10 @@ class Successors(NamedTuple):
     token_ids: NDArray[np.int32]  # [..., num_successors]
     probs: NDArray[np.float32]  # [..., num_successors], of the softmax over the whole vocabulary
 
-    def of_tree(self, origin: tuple[int, int], num_nodes: int) -> "Successors":
-        """Return those of the nodes of one tree; its root is at `origin` of the first two axes."""
-        row, start = origin
+    def of_tree(self, start: int, num_nodes: int) -> "Successors":
+        """Return those of the nodes of one tree, whose root is at `start` of the only row."""
         nodes = slice(start, start + num_nodes)
-        return Successors(self.token_ids[row, nodes], self.probs[row, nodes])
+        return Successors(self.token_ids[0, nodes], self.probs[0, nodes])
 
     def last(self, row: int, num_nodes: int) -> "Successors":
         """Return those of the last nodes of one row; all of them if there are fewer."""

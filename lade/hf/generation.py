@@ -74,8 +74,10 @@ from lade.sampling.exact import exact_choice
 from lade.sampling.processors import Processors
 from lade.sampling.rejection_choice import rejection_choice
 from lade.stats import DecodeStats
-from lade.targets.base import Target, fill_cache
+from lade.targets.base import Target
+from lade.targets.inputs import is_text_alone
 from lade.targets.rollback import cache_in, find_cache, length_of
+from lade.targets.rows import RowsTarget
 from lade.targets.trees import TreeTarget
 from lade.turns import current_seat
 from ngram_pool import NGramPool
@@ -83,6 +85,7 @@ from ngram_pool import NGramPool
 # Calls of a model between two whose first step with a draft is checked for no reason, as nobody
 # sees everything. A check takes two of a call's steps.
 _CALLS_BETWEEN_CHECKS = 64
+_NO_PARTS = "rows of a batch cannot be parts of one forward: its attention does not take them"
 _NO_TIME = "max_time leaves none for what lade does once for a model, as lade.warm_up(model) does"
 
 
@@ -176,7 +179,7 @@ class Generation:
                 config=config,
                 cache=needed.cache,
                 excluded=needed.excluded,
-                execution=self._execution,
+                execution=self._execution if self._call.num_rows == 1 else "eager",
                 why_eager=needed.why_eager,
                 profile=self._profile,
             )
@@ -196,7 +199,7 @@ class Generation:
                 _refuse_lookahead(model, verification)
             if verification.verification == "plain":
                 return verification, needed, None
-            target = make_target(
+            target: Target = make_target(
                 model,
                 self._call.input_ids,
                 self._call.model_kwargs,
@@ -206,6 +209,8 @@ class Generation:
                 self._profile,
                 self.policy,
             )
+            if isinstance(target, RowsTarget) and not target.takes_parts:
+                return self._plainly(_NO_PARTS), None, None
             if self._seat is not None and isinstance(target, TreeTarget):
                 target.take_seat(self._seat)
         if attempt.failure is not None:  # plain decoding either hits the same error or works
@@ -223,7 +228,27 @@ class Generation:
         is_users = self._cache is not None and self._may_be_users(self._cache)
         if is_users and any(map(is_own_callback, watching)):
             return "code of the caller's may look at the cache, which holds drafts during a step"
-        return None
+        return None if self._call.num_rows == 1 else self._why_plain_batch
+
+    @property
+    def _why_plain_batch(self) -> str | None:
+        """Why a batch is decoded plainly, whatever its model can do; None if it need not be."""
+        call, config = self._call, self._config
+        pad_token = call.options._pad_token_tensor
+        reasons = (
+            (self._own_code is not None, "code of one's own runs in its forwards"),
+            (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
+            (not StopRule(call.criteria).takes_rows, "a stop criterion sees all rows"),
+            (pad_token is not None and int(pad_token) < 0, "its padding is no token"),
+            (call.returns_dict, "its cache, or more than its text, is to be returned"),
+            (self._is_users_cache, "a cache was passed"),
+            (not is_text_alone(call.model_kwargs), "its prompts have more than tokens"),
+            (config.lookahead is not None, "windows are run beside drafts of one row"),
+            (config.stable_text, "its rows are parts of one forward"),
+            (config.verification not in (None, "tree", "plain"), "its rows are verified as trees"),
+        )
+        found = next((reason for is_so, reason in reasons if is_so), None)
+        return found and f"batches: {found}"
 
     @property
     def _may_set_up(self) -> bool:
@@ -352,7 +377,8 @@ class Generation:
         wanted = proposer.num_successors
         if wanted == 0 or proposer.has_table or mesh_of(self._model) is not None:
             return None
-        if self._own_code is not None:  # which would see more forwards of the head than plain's
+        # Code of one's own would see more forwards of the head than plain's.
+        if self._own_code is not None or self._call.num_rows > 1:
             return None
         max_tokens = num_prompt_tokens(max_length - self._call.input_ids.shape[1])
         if max_tokens < 1:
@@ -364,7 +390,7 @@ class Generation:
     def _decode(self, verification: VerificationPlan, needed: Requirements, target: Target) -> Any:
         """Decode with drafts, and plainly once they can no longer be verified."""
         config, options, device = self._config, self._call.options, self._call.input_ids.device
-        stop = StopRule(self._call.criteria, self._call.num_rows)
+        stop = StopRule(self._call.criteria)
         pad_token = options._pad_token_tensor if stop.has_eos else None
         text = Text(self._call.input_ids, None if pad_token is None else int(pad_token))
         outputs = Outputs(self._call.num_rows, self._call.wanted_outputs)
@@ -391,21 +417,10 @@ class Generation:
                 num_ranked=proposer.num_successors,
                 ahead=overlaps,
             )
-        is_lockstep = stop.is_lockstep or processors.is_lockstep or target.is_lockstep
         limits = Limits(
             max_length=needed.max_length,
             stop=stopping(stop, report),
-            is_lockstep=is_lockstep,
-            # Dropping a finished row would change the forwards of the others.
-            # Nor would a padding token that is none, such as -1, be met as plain decoding meets it.
-            keeps_finished=(
-                is_lockstep
-                or text.pad_token_id is None
-                or text.pad_token_id < 0
-                or len(outputs) > 0
-                or config.stable_text
-            ),
-            fills_cache=self._call.returns_dict or self._is_users_cache,
+            gives_cache=self._call.returns_dict or self._is_users_cache,
         )
         contexts = _contexts(self._call.input_ids, self._call.model_kwargs.get("attention_mask"))
         batch = Batch(text, contexts, limits, choice.max_lead)
@@ -446,7 +461,7 @@ class Generation:
         report.end()
         if self._reuse is not None:
             self._keep(self._reuse, text.token_ids[0], decoder.failure is None, target)
-        elif limits.fills_cache:
+        elif limits.gives_cache:
             self._cache = target.hand_over(self._cache)
         if decoder.failure is None:
             target.release()
@@ -479,10 +494,10 @@ class Generation:
         # A state without a length does not tell transformers which tokens it has seen.
         goes_on = found is not None and length_of(found[1]) is not None
         keeps = failure.flaw is not None and failure.flaw.keeps_cache and not decoder.was_cut
+        keeps &= text.num_rows == 1
         if keeps and goes_on and found is not None:
             if self._reuse is not None:
                 self._reuse.drop()
-            fill_cache(target, text)
             name, cache = found
             return {**self._call.model_kwargs, name: target.hand_over(cache)}
         target.undo()

@@ -120,9 +120,9 @@ def replayed(call: Call, text: Text) -> dict[str, Any]:
         call.model, prompts, call.model_kwargs, restores=True, generation_config=call.options
     )
     target.prefill()
-    for column in ids[:, text.num_prompt : -1].T.tolist():
-        target.forward_plainly([Tree.build(token_id, Draft.empty()) for token_id in column])
-        target.commit([[0]] * len(column))
+    for token_id in ids[0, text.num_prompt : -1].tolist():
+        target.forward_plainly([Tree.build(token_id, Draft.empty())])
+        target.commit([[0]])
     return {**call.model_kwargs, name: target.hand_over(cache)}
 
 

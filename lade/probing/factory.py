@@ -17,6 +17,7 @@ from lade.probing.own_code import has_own_inputs, own_code_around
 from lade.probing.profile import Profile, Widths, profile_of
 from lade.targets.base import Target
 from lade.targets.paths import ChainTarget
+from lade.targets.rows import RowsTarget, split
 from lade.targets.trees import TreeTarget
 from lade.view import with_attention
 
@@ -44,6 +45,16 @@ def make_target(
     policy: DevicePolicy | None = None,
 ) -> Target:
     """Return the target set up to verify drafts after these prompts by the chosen method."""
+    if len(input_ids) > 1:
+        rows = split(model, input_ids, model_kwargs)
+        targets = [
+            make_target(
+                *(model, row.input_ids, row.model_kwargs, chosen, max_new_tokens),
+                *(generation_config, profile, policy),
+            )
+            for row in rows
+        ]
+        return RowsTarget(rows, targets)
     if chosen.verification == "tree":
         known = profile or profile_of(model)
         settings = (

@@ -19,7 +19,7 @@ from lade.drafting.speculator import Plan
 from lade.probing.own_code import PLAIN, state_of
 from lade.probing.structure import Structure
 from lade.targets.base import Forward, Target
-from lade.tree import ROOT, Tree, at_nodes, origins
+from lade.tree import ROOT, Tree, of_trees, starts
 from ngram_pool import Draft
 
 # Steps with a draft until the next check of a call, and the factor between one such distance and
@@ -192,11 +192,11 @@ class SpotChecks:
             self._is_pure, self._num_left, self._held = True, 0, {}
 
     def _hold(self, plan: Plan, output: Forward) -> None:
-        places = origins(plan.trees.values(), len(output.logits))
+        places = starts(plan.trees.values())
         self._held = {
             # A copy: later forwards may write to the same memory.
-            row: _Held(tree, output.logits[index, start : start + len(tree)].clone())
-            for (row, tree), (index, start) in zip(plan.trees.items(), places, strict=True)
+            row: _Held(tree, output.logits[0, start : start + len(tree)].clone())
+            for (row, tree), start in zip(plan.trees.items(), places, strict=True)
         }
         self._has_left_roots = False
 
@@ -232,9 +232,7 @@ class SpotChecks:
         if not nodes:
             return
         self._has_left_roots |= any(node != ROOT for node in nodes.values())
-        alone = dict(
-            zip(trees, at_nodes(output.logits, trees.values(), [ROOT] * len(trees)), strict=True)
-        )
+        alone = dict(zip(trees, of_trees(output.logits, trees.values())[0], strict=True))
         mine = torch.stack([self._held[row].logits[node] for row, node in nodes.items()])
         apart = distance(mine, torch.stack([alone[row] for row in nodes]).to(mine.device))
         if apart <= self._limit:
