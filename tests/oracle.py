@@ -132,8 +132,7 @@ class OraclePool:
             for handle, its in self.open.items():
                 if its == sequence:
                     self.open[handle] = number
-        if forgotten:
-            self.indexed_anew = (len(self.arrivals), first)
+        self.indexed_anew = (len(self.arrivals), first)
         self.cached_spots = None
         gone = set(sought) - {token_id for _, token_id in self.held()}
         self.harvested.drop(contexts, gone)
