@@ -107,7 +107,7 @@ TAIL = EARLIER
 NEVER = 2**62  # first position of a prompt or an answer that has not begun
 # Occurrences are noted as their position plus this many times their source: 0 for the own text,
 # 1, 2, … for the layers.
-_SOURCE = 2**32
+_SOURCE = MAX_TOKEN_ID + 1
 
 # 31-bit states times a multiplier under 2**31 stay below 2**62: no overflow, compiled or not.
 HASH_MULTIPLIER = 0x5851F42D  # of tables, and of the text of a pool whose seed is 0
@@ -171,16 +171,15 @@ NUM_WEIGHTS = BIAS + 1
 # Each of the first layers has a row of its own among the origins; further ones share the last.
 MATCH_ROWS, ORIGIN_ROW, KNOWN_ROW, LAYER_ROW, NUM_WEIGHT_ROWS = 22, 22, 25, 29, 33
 LEAST_LOG_PROB = math.log(1e-4)
-FAINT = 0.01  # the least that a source gives for a token it knows
 # Weights of log-probabilities learn at a tenth of the rate, because those are ten times as large.
 _OF_LOG_PROBS, _OF_DETAILS = 0.1, 0.5
 _LOGS = np.array([-math.inf, *(math.log(number) for number in range(1, 64))])
 # Occurrences of a context before an exchanged token: maximum to take, and to read per order.
 MAX_SKIPS = 3
 MAX_SKIPS_READ = 16
-# Room for candidates: from text, from skips, from four tables of 8, and some to spare; each layer
-# adds room for its MAX_OCCURRENCES.
-MAX_FOUND = 48
+# Room for candidates: from text, from skips, from four tables of as many, and some to spare; each
+# layer adds room for its MAX_OCCURRENCES.
+MAX_FOUND = 6 * MAX_OCCURRENCES
 
 
 @inlined
@@ -687,7 +686,9 @@ def add_known(
         token_id = int(successor_ids[row, j])
         if token_id == NONE:
             break
-        says = max(costs[row, j] / -COST_STEPS - LEAST_LOG_PROB, FAINT)
+        says = costs[row, j] / -COST_STEPS - LEAST_LOG_PROB
+        if says <= 0.0:  # so unlikely that it counts as silence; what follows is no likelier
+            break
         num = add_candidate(token_id, source, says, found, features, num)
     return num, True
 
@@ -1233,7 +1234,7 @@ def draft_rows(
 WAYS = 8
 # Probabilities from 1 down to 1e-7 are held as -ln(prob) in steps of 1/4096, two bytes each.
 COST_STEPS = 4096.0
-MAX_COST = 65535
+MAX_COST = np.iinfo(np.uint16).max
 # Where a table averages, a new value weighs at least one part in this many.
 MAX_COUNT = 10
 

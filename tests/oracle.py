@@ -344,7 +344,8 @@ class OraclePool:
                 known += 1 if source == _kernels.HARVESTED_PAIR else 2
             for token_id, cost in costs or []:
                 value = -cost / _kernels.COST_STEPS - _kernels.LEAST_LOG_PROB
-                add(token_id, source, max(value, _kernels.FAINT))
+                if value > 0:
+                    add(token_id, source, value)
         if len(context) > 3 and path_prob > _kernels.UNLIKELY:
             for token_id, length in self.skips(context, handle):
                 add(token_id, _kernels.SKIP, math.log(length) + 0.1)
