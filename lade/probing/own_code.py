@@ -1,8 +1,9 @@
 """Which code of the user's own takes part in a call, where no proof would notice what it does.
 
 A proof holds steps against the model (`proof.py`), not prompts, and not what `generate` does
-between forwards. Where code of the user's own runs in forwards, prompts are run exactly as `generate` runs
-them, and nothing is kept of them; where it is a part of the loop, decoding is plain.
+between forwards. Where code of the user's own runs in forwards, prompts are run exactly as
+`generate` runs them, and nothing is kept of them; where it is a part of the loop, decoding is
+plain.
 """
 
 import inspect
@@ -25,7 +26,8 @@ from lade.compat import Model, attention_of
 
 # Packages whose code in a forward is not the user's. What is missing here costs a little speed.
 _PACKAGES = {
-    *("torch", "transformers", "peft", "accelerate", "lade"),
+    *("torch", "transformers", "peft", "accelerate", "lade", "numpy", "safetensors", "einops"),
+    *("torchvision", "torchaudio", "huggingface_hub", "tokenizers", "kernels", "packaging"),
     *("bitsandbytes", "torchao", "optimum", "gptqmodel", "hqq", "compressed_tensors", "awq"),
     *("flash_attn", "triton", "fbgemm_gpu", "auto_round", "aqlm", "spqr_quant", "vptq", "tqdm"),
 }

@@ -219,6 +219,7 @@ class Profiles:
 
 #: Attributes of a model that say nothing of its forwards.
 _UNRELATED = {"generate", "_lade_profiles", "_compiled_call"}
+_SETTINGS = {bool, int, float, str, list, tuple, dict, type(None)}
 _PLAIN_FORMATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -228,9 +229,9 @@ def fingerprint_of(model: Model) -> Hashable:
     Its modules, their classes, modes and hooks, the code of both, and what it runs on and by. What
     these hold is no part of it: each call proves itself.
     """
-    modules, kind = [*model.modules()], device_of_inputs(model).type
-    attention = attention_of(model)
-    is_autocast = torch.is_autocast_enabled(kind)
+    modules, attention = [*model.modules()], attention_of(model)
+    config = vars(model.config.get_text_config(decoder=True))
+    settings = [repr(item) for item in config.items() if type(item[1]) in _SETTINGS]
     hooks = [(place, hooks_of(module)) for place, module in enumerate(modules) if _hooked(module)]
     hooks.append((-1, [*chain.from_iterable(each.values() for each in _OF_ALL_MODULES)]))
     return (
@@ -246,10 +247,16 @@ def fingerprint_of(model: Model) -> Hashable:
             if not is_own_hook(hook)
         ),
         tuple(map(id, code_of({*map(type, modules)}))),
-        *(str(model.device), model.dtype, is_autocast and torch.get_autocast_dtype(kind)),
+        *(tuple(settings), str(model.device), model.dtype, autocast_of(model)),
         *(attention, ALL_ATTENTION_FUNCTIONS.get(attention), functions_at_present()),
         compiled_part_of(model),
     )
+
+
+def autocast_of(model: Model) -> torch.dtype | None:
+    """Return the format that autocast computes in at present, or None."""
+    kind = device_of_inputs(model).type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _hooked(module: nn.Module) -> bool:

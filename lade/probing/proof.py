@@ -56,8 +56,8 @@ class Proof:
             all of them must or none.
         has_one_width: whether all forwards have one width, as the text must not depend on drafts.
         keeps_widths: whether a tree must not become wider, as where shapes are recorded.
-        plain_prompts: whether prompts are to be run exactly as `generate` runs them, as nobody
-            proves these.
+        plain_prompts: whether prompts, and steps without drafts, are to be run exactly as
+            `generate` runs them, as nobody proves these: code of the user's own takes part.
         pure_prompts: whether they are run so anyway.
 
     Attributes:
@@ -102,6 +102,9 @@ class Proof:
         """Return what of a plan is to be run, and the inputs of its forward."""
         target = self._target
         self.num_before, self._is_alone = 0, False
+        if plan.num_tokens == 1 and self.plain_prompts and not target.num_pending:
+            self._is_alone = True  # which costs nothing, and needs no proof
+            return plan, None
         if not self._is_on or self._num_left > 0 or plan.num_tokens == 1:
             return plan, target.inputs(plan.nodes())
         if self._is_ready(plan) and target.go_back(NUM_BEFORE):
