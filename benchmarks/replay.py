@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.methods import METHODS
-from benchmarks.points import as_json, plot, points, table
+from benchmarks.points import as_json, points, table
 from benchmarks.rivals.catalogue import RIVALS
 from benchmarks.traces import Trace, Traces, read_traces
 from lade.cli.bench import fingerprint
-from lade.cli.results import ResultFiles, keeping, progress_bar, say_written
+from lade.cli.results import ResultFiles, keeping, progress_bar
 from lade.drafting.drafter import Drafter
 from lade.drafting.drafts import chain
 from lade.drafting.pool_drafter import PoolDrafter
@@ -218,6 +218,4 @@ def run(
     stopped.tell(f"stopped after {len(replays)} of {num_replays} replays")
     caption = "Drafters that learn from the logits of rejected tokens do better live than here."
     files.show(as_json(measured, described), table(measured, caption))
-    if files.plot is not None:
-        say_written(plot(files.plot, "mat", measured))
     stopped.pass_on()
