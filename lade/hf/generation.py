@@ -16,7 +16,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS
 from lade.batch import Batch, Limits, Text
-from lade.budget.budget import Budget, MeasuredBudget, PricedBudget
+from lade.budget.budget import Budget, MeasuredBudget
 from lade.closeness import is_exact_in
 from lade.compat import (
     CACHE,
@@ -190,7 +190,7 @@ class Generation:
             if found is None or found.attention != PACKED_ROWS:
                 found, self._seat = None, None
             verification = found or choose(is_padded=needed.is_padded)
-            if config.uses_products and not (config.stable_text or config.step_costs):
+            if config.uses_products and not config.stable_text:
                 verification = with_products(verification, model, self._profile)
             if config.lookahead is not None and verification.verification != "tree":
                 _refuse_lookahead(model, verification)
@@ -322,8 +322,6 @@ class Generation:
             1.0 if self._call.options.temperature is None else self._call.options.temperature
         )
         with Attempt(even_memory=True) as attempt:  # there may be no compiler
-            if config.step_costs is not None:
-                return PricedBudget(config.step_costs, asked)
             costs = self._profile.costs_of(
                 verification.verification,
                 verification.execution,

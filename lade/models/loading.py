@@ -101,9 +101,9 @@ def check_reachable(name: str | None) -> None:
     Raises:
         UserError: the Hub cannot be reached, or no model can have that name.
     """
+    from httpx import TransportError  # of the Hub's client
     from huggingface_hub import is_offline_mode, model_info, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from httpx import TransportError  # of the Hub's client
 
     if name is None or name in EMBEDDED_MODELS or Path(name).is_dir():
         return

@@ -34,7 +34,6 @@ from tests.support.tiny import tiny_model as tiny_architecture
 EIGHT = lade.Config(max_draft_tokens=8, strict_drafter=True)
 DRAWN = lade.Config(acceptance="rejection", strict_drafter=True)
 # So that a busy machine does not decide how much of a draft is verified.
-FLAT = {1: 1.0, 64: 1.0}
 # Trees, windows, chunks and experts; paths as rows; states, also in part.
 ARCHITECTURES = ["llama", "gemma3_text", "llama4_text", "mixtral", "bloom", "mamba2", "bamba"]
 
@@ -159,7 +158,7 @@ def test_text_with_first_layers_is_that_of_generate(family: str) -> None:
         length: Any = "confidence" if number % 2 else 2
         drafter = FirstLayers(1 + number % 2, length=length, expansion=expansion)  # type: ignore[arg-type]
         options = {"do_sample": number > 1, "temperature": 0.8, "seed": number}
-        config = lade.Config(step_costs=FLAT, strict_drafter=True)
+        config = lade.Config(max_draft_tokens=16, strict_drafter=True)
         stats = stats_of(model, (ONE, THREE)[number % 2], drafter, config, **options)
         assert stats.sources["first_layers"].num_asked > 0
         num_accepted += stats.num_accepted_tokens
@@ -206,7 +205,7 @@ def test_first_layers_of_every_architecture_keep_its_text_or_are_refused(name: s
     except CannotBuild as reason:
         pytest.skip(str(reason))
     options: dict[str, Any] = {"min_new_tokens": 6, "max_new_tokens": 12}
-    config = lade.Config(step_costs=FLAT, strict_drafter=True)
+    config = lade.Config(max_draft_tokens=16, strict_drafter=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lade.PlainDecodingWarning)
         told = pytest.raises(lade.UnsupportedModelError, match="cannot draft")
