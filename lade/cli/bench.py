@@ -93,7 +93,7 @@ def run(
     Methods are made with `given` and the pools. Those that cannot decode batches are left out where
     there are some. `add` adds to the content of the result file.
     """
-    from lade.bench.report import as_json, source_table, table
+    from lade.bench.report import as_json, table
     from lade.bench.run import run_methods, warm_up_methods
     from lade.probing.report import probe
 
@@ -139,13 +139,10 @@ def run(
         "config": asdict(config),
         "verification": target,
     }
-    sheets = [table(results, [*methods], settings, "\n".join(notes))]
-    if (sources := source_table(results, [*methods])) is not None:
-        sheets.append(sources)
     content = as_json(results, [*methods], described)
     add(content, results)
     stopped.tell(f"stopped after {num_done} of {num_batches * settings.passes} prompts or batches")
-    files.show(content, *sheets)
+    files.show(content, table(results, [*methods], settings, "\n".join(notes)))
     stopped.pass_on()
 
 
