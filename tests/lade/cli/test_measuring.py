@@ -84,7 +84,7 @@ def test_bench_has_a_method_for_all_that_is_given(
     predicted.write_text("abcabcabc\n")
     options = ["--prompts", prompts, "--pool", mine, "--prediction", predicted]
     options += ["--assistant", folder]
-    done, content = measured("bench", folder, tmp_path / "x.json", *options)
+    _, content = measured("bench", folder, tmp_path / "x.json", *options)
     added = ["lade_pool", "lade_pool_fresh", "lade_prediction", "pool+assistant"]
     assert [*content["settings"]["methods"]][5:] == added
     for entry in content["prompts"]:
