@@ -118,11 +118,6 @@ class _TimedSpeculator(Speculator):
         super().learn(done)
         self.deferred_sec += perf_counter() - start
 
-    def prepare(self) -> None:
-        start = perf_counter()
-        super().prepare()
-        self.deferred_sec += perf_counter() - start
-
 
 @torch.no_grad()
 def _run(
