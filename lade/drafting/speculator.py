@@ -169,19 +169,21 @@ class Speculator:
 
     def plan(self, emitting: Sequence[int]) -> Plan:
         """Return what the next step runs: drafts of the rows that emit, roots of the others."""
+        batch, windows = self._batch, self._open_windows(emitting)
         is_resting = self._may_rest and self._budget.is_resting
         proposed = {} if is_resting else self._proposals(emitting)
-        windows = self._open_windows(emitting)
-        worthwhile = self._explored(proposed)
-        nums = self._nums_of_nodes(worthwhile, windows)
-        contexts = self._batch.contexts
-        drafts = {row: self._proposer.draw(row, contexts[row], nums[row]) for row in worthwhile}
+        # Tokens to explore, different ones in each row, are added.
+        explored, others = dict[int, Draft](), list[NDArray[np.int32]]()
+        for row in proposed:
+            explored[row] = self._proposer.explore(row, others, self._budget.max_draft_tokens)
+            others.append(explored[row].token_ids)
+        nums = self._nums_of_nodes(explored, windows)
+        drafts = {row: self._proposer.draw(row, batch.contexts[row], nums[row]) for row in explored}
         if self._ranks is not None:
             drafts = self._ranks.agree(drafts)
-        token_ids = self._batch.text.token_ids
         trees = {
-            row: Tree.build(token_ids[row][-1], drafts.get(row, Draft.empty()))
-            for row in self._batch.rows
+            row: Tree.build(batch.text.token_ids[row][-1], drafts.get(row, Draft.empty()))
+            for row in batch.rows
         }
         return Plan(trees, proposed, windows, self._context_lengths())
 
@@ -207,34 +209,27 @@ class Speculator:
             for row in emitting
         }
 
-    def _explored(self, proposed: Mapping[int, Draft]) -> dict[int, Draft]:
-        """Add tokens to explore, different ones in each row."""
-        explored, others = dict[int, Draft](), list[NDArray[np.int32]]()
-        for row in proposed:
-            explored[row] = self._proposer.explore(row, others, self._budget.max_draft_tokens)
-            others.append(explored[row].token_ids)
-        return explored
-
     def _nums_of_nodes(
         self, proposed: Mapping[int, Draft], windows: Mapping[int, Window]
     ) -> dict[int, int]:
         """Ask the budget how many draft tokens of each row to verify."""
-        if self._runner.must_catch_up or not proposed:
+        runner, budget = self._runner, self._budget
+        if runner.must_catch_up or not proposed:
             return dict.fromkeys(proposed, 0)
         drawn = {row: len(draft) for row, draft in proposed.items() if self._proposer.is_drawn(row)}
         if drawn:  # how many of them are verified must not depend on what was drawn
             return dict.fromkeys(proposed, max(drawn.values())) | drawn
         probs = [draft.probs for draft in proposed.values()]
         if len(probs) != 1:
-            return dict(zip(proposed, self._budget.nums_of_nodes(probs), strict=True))
+            return dict(zip(proposed, budget.nums_of_nodes(probs), strict=True))
         num_beside = sum(window.num_cells for window in windows.values())
-        price = self._runner.price
+        price = runner.price
         if price is None:
-            num_nodes = self._budget.num_nodes(probs, self._runner.num_pending + num_beside)
+            num_nodes = budget.num_nodes(probs, runner.num_pending + num_beside)
         else:
-            num_nodes = self._budget.num_nodes_at(price, probs)
+            num_nodes = budget.num_nodes_at(price, probs)
         # The slots that pad a forward to its width may as well hold draft tokens.
-        width = self._runner.width_of(1 + num_nodes + num_beside)
+        width = runner.width_of(1 + num_nodes + num_beside)
         return dict.fromkeys(proposed, width - 1 - num_beside)
 
     def _open_windows(self, emitting: Sequence[int]) -> dict[int, Window]:
@@ -351,15 +346,6 @@ class Speculator:
                 ],
                 num_emitted=batch.working(),
             )
-
-    def prepare(self) -> None:
-        """Do what of the next plan does not depend on what the device is computing.
-
-        For several rows that takes longer than most forwards: each explores other tokens.
-        """
-        is_resting = self._may_rest and self._budget.is_resting
-        if len(self._batch.rows) == 1 and not is_resting:
-            self._proposer.prepare(self._batch.rows[0], self._budget.max_draft_tokens)
 
     def close(self, rows: Sequence[int]) -> None:
         """End rows."""

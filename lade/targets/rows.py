@@ -160,15 +160,28 @@ class RowsTarget(Target):
         return Output(run_as_one(parts))
 
     def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
-        """Run roots, one row after the other."""
-        self._sizes = [*map(len, roots)]
-        rows = zip(self._rows, roots, strict=True)
-        return self._joined([target.forward_plainly([root]) for target, root in rows])
+        """Run the first row's root as `generate` runs single tokens, and the others' as ever."""
+        first, *others = self._rows
+        parts = [
+            target.part(target.inputs([root]))
+            for target, root in zip(others, roots[1:], strict=True)
+            if isinstance(target, TreeTarget)
+        ]
+        logits = [first.forward_plainly(roots[:1]).logits[:, -1:]]
+        return Output(torch.cat([*logits, run_as_one(parts)], dim=1) if parts else logits[0])
 
     def _joined(self, outputs: Sequence[Forward]) -> Output:
         """Return the outputs of rows one after the other, without their padding."""
         rows = zip(outputs, self._sizes, strict=True)
         return Output(torch.cat([output.logits[:, :size] for output, size in rows], dim=1))
+
+    def go_back(self, num_tokens: int) -> bool:
+        """Forget the last tokens of each row; False if those before them are held no more."""
+        went = [target.go_back(num_tokens) for target in self._rows]
+        if not all(went):
+            for target in (each for each, is_back in zip(self._rows, went, strict=True) if is_back):
+                target.go_back(-num_tokens)
+        return all(went)
 
     def discard(self) -> None:
         """Discard the last forward."""
