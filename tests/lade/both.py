@@ -47,7 +47,8 @@ def same_as_generate(
         may_fail: whether lade may stop drafting on the way.
         fresh: makes options of each call anew, such as caches that are filled.
         by: what runs lade.
-        options: of both calls; greedy, 24 tokens, with an output of parts unless they say else.
+        options: of both calls; greedy, 24 tokens, with an output of parts for one row, unless they
+            say else.
 
     Returns:
         The outputs of plain `generate` and of lade.
@@ -57,7 +58,9 @@ def same_as_generate(
     if input_ids is not None:
         given |= {"input_ids": input_ids.to(device)}
         given |= {"attention_mask": (given["input_ids"] != 0).long()}
-    given |= {"return_dict_in_generate": True, **options}
+    # Batches whose cache is returned are decoded plainly.
+    is_one = input_ids is None or len(input_ids) * (options.get("num_return_sequences") or 1) == 1
+    given |= {"return_dict_in_generate": is_one, **options}
     torch.manual_seed(seed)
     of_plain = given | fresh()
     expected = type(model).generate(model, **of_plain)
