@@ -126,8 +126,7 @@ def _attentions_for(
         return others
     if is_patched("scaled_dot_product_attention"):
         return others  # which call it as plain decoding does
-    # Elsewhere than on a CPU, each group of rows would cost calls.
-    return [*[PACKED_ROWS] * (has_rows and widths is None and is_cpu), PACKED_SDPA, *others]
+    return [*[PACKED_ROWS] * (has_rows and widths is None), PACKED_SDPA, *others]
 
 
 def _can_pack(device: torch.device, dtype: torch.dtype) -> bool:

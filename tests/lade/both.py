@@ -67,11 +67,11 @@ def same_as_generate(
     state = random_state(device)
     scripted = None
     if accept is not None:
-        answers = _unpadded(_tokens(expected), of_plain)
+        answers = _unpadded(tokens_of(expected), of_plain)
         drafter = scripted = BatchDrafter(answers, np.random.default_rng(seed), accept)
     if knows:
         pool = lade.NGramPool()
-        for row in _tokens(expected).tolist():
+        for row in tokens_of(expected).tolist():
             pool.observe(row)
     of_lade = {"drafter": drafter, "config": config, "pool": pool}
     of_lade = {name: value for name, value in of_lade.items() if value is not None}
@@ -79,7 +79,7 @@ def same_as_generate(
     said = pytest.warns(lade.PlainDecodingWarning, match=plainly)
     with nullcontext() if plainly is None else said:
         got = by(model, **given | of_lade | fresh())
-    assert _tokens(got).tolist() == _tokens(expected).tolist()
+    assert tokens_of(got).tolist() == tokens_of(expected).tolist()
     assert torch.equal(random_state(device), state)
     if scripted is not None:
         is_plain = plainly is not None or (config is not None and config.verification == "plain")
@@ -93,7 +93,8 @@ def same_as_generate(
     return expected, got
 
 
-def _tokens(output: Any) -> torch.Tensor:
+def tokens_of(output: Any) -> torch.Tensor:
+    """Return the tokens of an output, of parts or not."""
     tokens: torch.Tensor = output if torch.is_tensor(output) else output.sequences
     return tokens
 

@@ -98,6 +98,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")  # batches
 @pytest.mark.parametrize("ids", [ONE, TWO], ids=["one", "two"])
 @pytest.mark.parametrize(
     ("family", "way"),
