@@ -24,6 +24,7 @@ from lade.compat import CACHE, Model
 from lade.targets.base import Forward, Output
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
+from lade.transfer import integers_on
 
 # In half precision a single check may fail by a near-tie, of experts for instance.
 _MOST_WRONG = 3
@@ -184,7 +185,7 @@ def run_as_one(parts: Sequence[JoinedCall]) -> Tensor:
     if kept != sizes:
         stops = zip(accumulate(sizes), kept, strict=True)
         nodes = [node for stop, num in stops for node in range(stop - num, stop)]
-        inputs[LOGITS_KEPT] = torch.tensor(nodes)
+        inputs[LOGITS_KEPT] = integers_on(inputs["input_ids"].device, nodes)
     largest = max(parts, key=lambda part: part.num_tokens)  # views may know that tokens are few
     with largest.mode():
         output = largest.view(**inputs)
