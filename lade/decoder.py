@@ -151,7 +151,6 @@ class Decoder:
             if self._overlaps:
                 successors = self._speculator.rank(logits, self._choice.ranked)
                 self._finish()
-                self._speculator.prepare()
             self._choice.wait()
         with self.stats.timed("commit"):
             if not self._overlaps:

@@ -203,7 +203,7 @@ def test_a_model_that_was_changed_is_decoded_as_it_is() -> None:
 
     AttentionInterface.register("scaled", scaled)
     model.set_attn_implementation("scaled")
-    call(plainly="logits differ")
+    call(plainly="attention")
     assert held
 
 
@@ -220,7 +220,7 @@ def test_a_wrong_prediction_costs_little() -> None:
     by = partial(lade.generate, prediction=[*answer[:8], *range(30, 62)])
     _, got = same_as_generate(model, ONE, by=by, config=lade.Config(max_draft_tokens=32), **LONG)
     found = got.stats.sources["prediction"]
-    assert found.num_draft_tokens - found.num_accepted_tokens < 230
+    assert found.num_draft_tokens - found.num_accepted_tokens < 80
 
 
 def test_an_assistant_that_is_the_model_is_always_right() -> None:
@@ -228,7 +228,7 @@ def test_an_assistant_that_is_the_model_is_always_right() -> None:
     assistant = AssistantModel(copy.deepcopy(model), length=4)
     by = partial(lade.generate, on_step=steps.append)
     same_as_generate(model, ONE, by=by, drafter=assistant, config=EIGHT, **LONG)
-    assert min(step.num_accepted for step in steps[3:-1]) >= 1
+    assert min(step.num_accepted for step in steps[1:-1]) >= 1
 
 
 def test_a_kept_prefix_is_used_for_what_begins_so() -> None:
