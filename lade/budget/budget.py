@@ -166,7 +166,7 @@ class MeasuredBudget(Budget):
             for worth in worths:
                 gains[: len(worth)] += worth
         nums = _options([size - 1 - num_pending for size in SIZES], len(gains))
-        sizes = nums + (1.0 + num_pending)
+        sizes: Floats = nums + np.float64(1 + num_pending)
         expected = np.ones(1 + len(gains))
         expected[1:] += gains.cumsum()
         chosen = nums.item(self._best(sizes, expected[nums], len(probs)))

@@ -102,7 +102,7 @@ class Costs:
         sizes = np.array(sorted(seconds), np.float64)
         costs = cls(interpolated(KNOTS, sizes, np.array([seconds[int(size)] for size in sizes])))
         is_known = np.isin(KNOTS, sizes)
-        costs._know(np.where(is_known, costs._guess, 0.0), _LEAST_COUNTED * is_known)
+        costs._know(np.where(is_known, costs._guess, 0.0), np.where(is_known, _LEAST_COUNTED, 0.0))
         costs._num_scaling = _NUM_SCALING
         return costs
 
