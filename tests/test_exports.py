@@ -125,6 +125,7 @@ CATCHES_ANYTHING = {
     "lade/hf/api.py": 1,
     "lade/hf/generation.py": 1,
     "lade/models/embedded.py": 1,
+    "lade/models/loading.py": 1,
     "lade/prewarming/tables.py": 1,
     "lade/server/compiling.py": 1,
     "lade/server/inference.py": 1,
