@@ -35,7 +35,7 @@ from benchmarks.cpu_engines import HEADINGS, cells_of
 from benchmarks.formula import compare
 from benchmarks.formula import table as comparison_table
 from lade.bench.environment import code as present_code
-from lade.bench.report import OVERALL, msec_text, share_text, speedup_text
+from lade.bench.report import LOOPS, OVERALL, msec_text, share_text, speedup_text
 from lade.bench.settings import BenchSettings
 from lade.bench.tables import Sheet
 
@@ -193,6 +193,12 @@ def reference(*names: str) -> str:
 
 
 @_figure
+def names(*paths: str) -> str:
+    """Return a short section for each of some names, a line for each method."""
+    return api.summary(*paths)
+
+
+@_figure
 def lines(*folders: str) -> str:
     """Return how many hundred lines of Python the packages in some folders have, and all of it."""
     found: Counter[str] = Counter()
@@ -253,10 +259,6 @@ def ratios(file: str, method: str, rivals: str) -> str:
 # --- tables ---------------------------------------------------------------------------------
 
 
-# Kinds of text that README names, with the words it has for them.
-_KINDS = {"translation": "translations", "summarization": "summaries", "writing": "free writing"}
-
-
 @_figure
 def forwards(*files: str) -> str:
     """Return what forwards take by their number of tokens, by torch and by lade."""
@@ -282,49 +284,34 @@ def cpu_engines(file: str, run: str) -> str:
     return _table(("decoding", *HEADINGS), 1, rows)
 
 
+_COLUMNS = {
+    "no_drafts": "lade's kernels, no drafts",
+    "lade_fresh": "**lade**",
+    "prompt_lookup": "prompt lookup",
+    "rival_prompt_lookup": "prompt lookup, lade's kernels",
+}
+_FEWEST = 5  # prompts of a category that has a row of its own
+
+
 @_figure
 def headline(*files: str) -> str:
-    """Return README's table: a row for each file, and one for kinds of text in the last.
-
-    A last file may be of a large model of random weights.
-    """
-    large = files[-1] if "stages" in _read(files[-1]) else None
-    files = files[:-1] if large else files
+    """Return README's table: for each file all prompts, then its categories."""
     rows = []
     for file in files:
-        entries = _read(file)["summary"][OVERALL]
-        dtype = _read(file)["settings"]["dtype"]
-        what = f"{dtype}, {_read(file)['environment']['cpu']}"
-        what += " without AVX-512" if file.endswith("_avx2") else ""
-        what += " with AVX-512" if file.endswith("_avx512") else ""
-        what += ", after `lade prewarm`" if file.endswith("_prewarmed") else ""
-        what += ": the same text" if dtype == "float32" else ""
-        rows.append((what, *(speedup_text(entries[name]["speedup"]) for name in _HEADLINED)))
-    summary = _read(files[-1])["summary"]
-    cells = (
-        " / ".join(speedup_text(summary[kind][name]["speedup"]) for kind in _KINDS)
-        for name in _HEADLINED
-    )
-    rows.append((f"{dtype}: {' / '.join(_KINDS.values())}", *cells))
-    if large:
-        row, model = _installed(large), _read(large)["stages"][0]["model"]
-        what = f"{model['dtype']}, {model['num_parameters'] / 1e9:.1f} billion random weights, "
-        what += f"drafts accepted as recorded ({row['mean_accepted_tokens']:.1f} a step)"
-        rows.append((what, speedup_text(row["speedup_over_plain"]), "-"))
-    environment, settings = _read(files[0])["environment"], _read(files[0])["settings"]
-    cores = f"{environment['num_cores']} cores, {settings['threads']} threads"
-    return _table((f"{_model(files[0])}, {cores}", "**lade**", "prompt lookup"), 1, rows)
-
-
-_HEADLINED = ("lade_fresh", "prompt_lookup")
-
-
-def _installed(file: str) -> Mapping[str, Any]:
-    """Return what was measured of lade as installed, in a file of `python -m benchmarks gpu`."""
-    stages = _read(file)["stages"]
-    (row,) = (stage["rows"][0] for stage in stages if stage["stage"] == "installed")
-    found: Mapping[str, Any] = row
-    return found
+        content = _read(file)
+        environment, settings = content["environment"], content["settings"]
+        summary = content["summary"]
+        for group in (OVERALL, *(name for name in summary if name not in (OVERALL, LOOPS))):
+            num = summary[group]["plain"]["num_prompts"]
+            if num < _FEWEST:
+                continue
+            ratios = (summary[group].get(name, {}).get("speedup") for name in _COLUMNS)
+            label = f"{group} ({num})"
+            if group == OVERALL:
+                machine = f"{environment['cpu']}, {environment['num_cores']} cores"
+                label = f"**{settings['dtype']}**, {machine}: all ({num})"
+            rows.append((label, *map(speedup_text, ratios)))
+    return _table((f"{_model(files[0])} (prompts)", *_COLUMNS.values()), 1, rows)
 
 
 @_figure
@@ -634,25 +621,48 @@ def support() -> str:
 
 @_figure
 def architectures() -> str:
-    """Return what was found of each architecture, a section for each transformers."""
-    sections = []
-    for file in _by_release():
-        content = _read(f"support/{file}")
-        made, counts = content["environment"], content["summary"]
-        if content["settings"].get("execution", "eager") != "eager":
-            continue
-        totals = [
-            (name, str(number), str(counts["variants"][name]))
-            for name, number in counts["architectures"].items()
-        ]
-        sections += [
-            f"## transformers {made['transformers']}",
-            f"With torch {made['torch']} and lade {made['lade']}, {made['date']}, seed "
-            f"{content['settings']['seed']}.",
+    """Return what was found of each architecture, grouped by it, for the newest transformers."""
+    file = next(
+        each
+        for each in _by_release()
+        if _read(f"support/{each}")["settings"].get("execution", "eager") == "eager"
+    )
+    content = _read(f"support/{file}")
+    made, counts = content["environment"], content["summary"]
+    totals = [
+        (name, str(number), str(counts["variants"][name]))
+        for name, number in counts["architectures"].items()
+    ]
+    by_verdict: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for cells in content["rows"]:
+        row = dict(zip(content["headings"], cells, strict=True))
+        verdict = (row["one row"], row["batch"], row["text"])
+        by_reason = by_verdict.setdefault(verdict, {})
+        by_reason.setdefault(_reason(row["why no better method"]), []).append(row["model type"])
+    rows = [
+        (*verdict, reason, ", ".join(names))
+        for verdict, by_reason in sorted(by_verdict.items(), key=_num_names, reverse=True)
+        for reason, names in by_reason.items()
+    ]
+    headings = ("one row", "batch", "text", "why no better method", "model types")
+    return "\n\n".join(
+        (
+            f"With transformers {made['transformers']}, torch {made['torch']} and lade "
+            f"{made['lade']}, {made['date']}, seed {content['settings']['seed']}.",
             _table(("", "architectures", "variants"), 1, totals),
-            _words(content["headings"], content["rows"]),
-        ]
-    return "\n\n".join(sections)
+            _words(headings, rows),
+        )
+    )
+
+
+def _num_names(item: tuple[object, Mapping[str, Sequence[str]]]) -> int:
+    return sum(map(len, item[1].values()))
+
+
+def _reason(text: str) -> str:
+    """Return why no better method will do, without what differs from model to model."""
+    text = re.sub(r" by [\d.]+ of their standard deviation \(expected at most [\d.]+\)", "", text)
+    return re.sub(r"(its forward fails) \([^;]*", r"\1", text)
 
 
 @_figure
