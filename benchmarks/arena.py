@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from benchmarks.methods import METHODS as ALL_METHODS
-from benchmarks.points import as_json, plot, points, table
+from benchmarks.points import as_json, points, table
 from benchmarks.rivals.catalogue import RIVALS
 from lade.bench.baselines import Given, Method, plain
 from lade.bench.batches import encode_batch, find_pad_token_id
@@ -23,7 +23,7 @@ from lade.bench.prompts import Prompt
 from lade.bench.settings import BenchSettings
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.prompting import check_prompts
-from lade.cli.results import ResultFiles, keeping, progress_bar, say_written
+from lade.cli.results import ResultFiles, keeping, progress_bar
 from lade.config import Config
 from lade.models.loading import LoadedModel
 from lade.prewarming.tables import table_for
@@ -166,6 +166,4 @@ def run(
     stopped.tell(f"stopped after {len(entries)} of {num_answers} answers")
     content = {**as_json(measured, described), "prompts": steps_by_prompt(entries)}
     files.show(content, table(measured, "All methods write the texts of generate.", "Live"))
-    if files.plot is not None:
-        say_written(plot(files.plot, "arena", measured))
     stopped.pass_on()

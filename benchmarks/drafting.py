@@ -21,6 +21,9 @@ class Verification(StrEnum):
 class MeasuredOptions(LearningOptions):
     """As `LearningOptions`, with a number of draft tokens and a way of verifying."""
 
+    first_layers: Annotated[
+        int | None, of_drafting(min=1, help="Let the first N layers of the model draft, too.")
+    ] = None
     max_draft_tokens: Annotated[
         int | None,
         of_drafting(

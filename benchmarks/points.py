@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.plots import new_figure, save
 from lade.bench.environment import environment
-from lade.bench.plots import new_figure, save
 from lade.bench.report import LOOPS, OVERALL, groups, msec_text, rounded, share_text
 from lade.bench.tables import Sheet
 from lade.stats import DecodeStats

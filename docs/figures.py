@@ -760,11 +760,8 @@ def draw(name: str) -> Path:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    from lade.bench.plots import check_folder
-
     file, make = _PLOTS[name]
     with tempfile.TemporaryDirectory() as folder:
-        check_folder(Path(folder))
         from matplotlib import rc_context
 
         # Text as text, and the same file each time.
@@ -800,13 +797,13 @@ def _draw_arena(folder: Path, name: str, content: Any) -> None:
 
 
 def _draw_speedups(folder: Path, name: str, content: Any) -> None:
-    from lade.bench.plots import plot_speedups
+    from benchmarks.plots import plot_speedups
 
     plot_speedups(folder, name, content["summary"])
 
 
 def _draw_memory(folder: Path, name: str, content: Any) -> None:
-    from lade.bench.plots import new_figure, save
+    from benchmarks.plots import new_figure, save
 
     megabytes = content["memory_mb"]["over_time"]
     figure, axes = new_figure(width=6.0)

@@ -1,8 +1,6 @@
 """`Config`, the settings a user may fix by hand; every default is automatic."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 Acceptance = Literal["exact", "rejection"]
@@ -89,11 +87,6 @@ class Config:
         lookahead: Window of lookahead decoding, run beside the draft in every forward; it teaches
             the pool n-grams that no text has contained yet. Only for models that verify whole
             trees. None runs no window.
-        step_costs: Cost of a step, in any unit, by the number of tokens in its forward, all rows
-            together: at least two sizes, including 1, as in `{1: 31.0, 8: 34.2, 16: 41.9}`; sizes
-            in between are interpolated. How much of a draft is verified then depends only on the
-            drafter's probabilities, so runs repeat exactly. Stored as a copy sorted by size and
-            excluded from the hash; do not modify it. None measures costs while decoding.
         uses_table: Whether to use the table that `lade.prewarm` made for the model, if there is
             one.
         reuses_prefix: Whether to keep keys and values after a call, and to run only the rest of a
@@ -106,7 +99,7 @@ class Config:
             the texts used last stay. 0 keeps nothing.
         uses_products: Whether forwards on a CPU may run by lade's own compiled kernels, as a whole
             (`lade.forward`) or layer by layer (`lade.products`), in float32, bfloat16 and float16,
-            where these are found faster than torch's. Not beside `stable_text` or `step_costs`,
+            where these are found faster than torch's. Not beside `stable_text`,
             whose calls repeat exactly.
         strict_drafter: Whether a drafter's errors and invalid drafts are raised, for authors of
             drafters. Otherwise a single warning reports them, and the call continues without
@@ -124,7 +117,6 @@ class Config:
     execution: Execution | None = None
     stable_text: bool = False
     lookahead: Lookahead | None = None
-    step_costs: Mapping[int, float] | None = field(default=None, hash=False)
     uses_table: bool = True
     reuses_prefix: bool = False
     max_prefix_bytes: int = 2**30
@@ -140,12 +132,6 @@ class Config:
             raise TypeError(
                 f"expected Config(lookahead=…) to be a Lookahead, got {self.lookahead!r}"
             )
-        if self.step_costs is not None:
-            object.__setattr__(self, "step_costs", _checked_costs(self.step_costs))
-            if self.max_draft_tokens is not None:
-                raise ValueError(
-                    "expected Config(step_costs=…) or Config(max_draft_tokens=…), got both"
-                )
         for each in fields(self):
             got = getattr(self, each.name)
             if each.type is bool and not isinstance(got, bool):
@@ -171,7 +157,6 @@ class Config:
             ("acceptance", ("exact",)),
             ("verification", (None, "tree")),
             ("execution", (None, "fixed", "graphs")),
-            ("step_costs", (None,)),
             ("reuses_prefix", (False,)),  # kept keys are of other widths than a prompt's
         ):
             if getattr(self, name) not in allowed:
@@ -185,25 +170,3 @@ def _check_integer(name: str, value: object, least: int) -> None:
         raise TypeError(f"expected {name} to be an integer, got {value!r}")
     if value < least:
         raise ValueError(f"expected {name} of at least {least}, got {value}")
-
-
-def _checked_costs(step_costs: object) -> dict[int, float]:
-    """Check step costs and return them sorted by size."""
-    if not isinstance(step_costs, Mapping):
-        raise TypeError(
-            f"expected Config(step_costs=…) to be a mapping of tokens to costs, got {step_costs!r}"
-        )
-    for size, cost in step_costs.items():
-        _check_integer("each size in Config(step_costs=…)", size, 1)
-        if not isinstance(cost, int | float) or isinstance(cost, bool):
-            raise TypeError(f"expected Config(step_costs=…) to have numbers as costs, got {cost!r}")
-        if not (math.isfinite(cost) and cost > 0):
-            raise ValueError(
-                f"expected Config(step_costs=…) to have positive, finite costs, got {cost}"
-            )
-    if 1 not in step_costs or len(step_costs) < 2:
-        raise ValueError(
-            "expected Config(step_costs=…) of at least two sizes, 1 among them, got "
-            f"{sorted(step_costs)}"
-        )
-    return {size: float(step_costs[size]) for size in sorted(step_costs)}

@@ -12,8 +12,8 @@ is overwritten first. `first` is the oldest position still held.
     heads     [N, num_buckets]  by order: the newest position in each bucket
     counts    [4]               the next position, by how much positions were lowered so far, and
                                 the hash's first state and its multiplier, which are the pool's seed
-    sequence  [4]               state of an open sequence: its last position, the first positions of
-                                its prompt and of its answer, and by how much these were lowered
+    sequence  [3]               state of an open sequence: its last position, and the first ones of
+                                its prompt and of its answer
 
 Previous and next run along the token's own sequence (they differ from p-1 and p+1 only where
 sequences grow interleaved). The n-gram *ending* at `p` belongs to one bucket of its order, found by
@@ -23,10 +23,10 @@ be forgotten leaves its row empty, in no bucket and no sequence. Text and links 
 because matching often reads the text of neighbouring positions, never their links.
 
 A kernel is handed a pool, a table, a sequence and scratch by their *headers*: int64 rows with the
-addresses and sizes of their arrays. So a kernel is compiled once, whatever they hold, a call takes
-as long as four arrays take to pass, and many pools can be passed to one call. Whoever calls must
-hold the arrays meanwhile. A *layer* is a read-only pool that a sequence drafts from too; the
-*sources* of a sequence are its pool and its layers, in this order.
+address and the shape of each of their arrays (`arrays.py`). So a kernel is compiled once, whatever
+they hold, a call takes as long as four arrays take to pass, and the headers of many pools are one
+array. Whoever calls must hold the arrays meanwhile. A *layer* is a read-only pool that a sequence
+drafts from too; the *sources* of a sequence are its pool and its layers, in this order.
 
 No signal is noticed while a kernel runs. So whatever must change together, counts included, is
 changed by one kernel: then the pool is consistent wherever Python is interrupted.
@@ -69,11 +69,6 @@ def inlined(function: _F) -> _F:
     return _compiled(function, forceinline=True, **_BARE)
 
 
-def view(function: _F) -> _F:
-    """Compile like `inlined` what returns arrays that it makes of addresses."""
-    return _compiled(function, forceinline=True, _nrt=True)
-
-
 def _compiled(function: _F, **options: Any) -> _F:
     options |= {"nogil": True, "no_cfunc_wrapper": True}  # nobody calls from C
     try:
@@ -101,43 +96,20 @@ def _plain(of: Any) -> Any:
     return types.int64 if isinstance(of, types.Integer) else of
 
 
-MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1  # and the largest hash
 NONE = -1  # "no position" and "no node" inside arrays
-TOKEN, PREVIOUS, NEXT = 0, 1, 2  # columns of `text`
+TOKEN, PREVIOUS, NEXT = range(3)  # columns of `text`
 NEXT_POSITION, LOWERED, SEED, MULTIPLIER = range(4)  # of `counts`
 # Origins of text. PROMPT and ANSWER also index their first positions in `sequence`; the index that
 # EARLIER would have is that of the last position, TAIL.
 EARLIER, PROMPT, ANSWER = range(3)
-TAIL, LOWERED_THEN = 0, 3
+TAIL = EARLIER
 NEVER = 2**62  # first position of a prompt or an answer that has not begun
-NUM_STATES = 4  # in `sequence`
-# Columns of headers. Of a pool: addresses and sizes of its text, links and heads; addresses of its
-# counts, its weights and the header of the table of what was harvested; unigrams.
-TEXT_AT, LINKS_AT, HEADS_AT, NUM_ROWS, NUM_ORDERS, NUM_BUCKETS = range(6)
-COUNTS_AT, WEIGHTS_AT, HARVESTED_AT = range(6, 9)
-UNIGRAM_IDS_AT, UNIGRAM_COUNTS_AT, NUM_UNIGRAMS = range(9, 12)
-HEADER_AT = 12  # its own address, so that a pool can be taken for a source like its layers
-NUM_POOL_COLUMNS = 13
-# Of a table: addresses and sizes of its arrays, and how many contexts it holds.
-KEYS_AT, IDS_AT, COSTS_AT, TIMES_AT = range(4)
-NUM_KEYS, NUM_SUCCESSORS, NUM_CONTEXTS = range(4, 7)
-NUM_TABLE_COLUMNS = 7
-# Of a sequence: addresses of its state, of the addresses of its layers' headers, and of the header
-# of its prewarmed table.
-STATE_AT, LAYERS_AT, NUM_LAYERS, PREWARMED_AT = range(4)
-NUM_SEQUENCE_COLUMNS = 4
-# Of scratch: addresses of its arrays, in the order of `Room`, and sizes.
-CONTEXT_AT, FOUND_AT, FEATURES_AT, SUMMED_AT, FOUND_PROBS_AT = range(5)
-CANDIDATES_AT, CANDIDATE_PROBS_AT, LEFT_IDS_AT, LEFT_PROBS_AT = range(5, 9)
-NODES_AT, NODE_PROBS_AT, SUPPORT_PROBS_AT = range(9, 12)
-MAX_NODES, WIDTH, CONTEXT_LENGTH, NUM_FOUND_ROWS, FOUND_WIDTH = range(12, 17)
-NUM_PARENTS, MAX_CANDIDATES = range(17, 19)
 # Occurrences are noted as their position plus this many times their source: 0 for the own text,
 # 1, 2, … for the layers.
-_SOURCE = 2**32
+_SOURCE = MAX_TOKEN_ID + 1
 
 # 31-bit states times a multiplier under 2**31 stay below 2**62: no overflow, compiled or not.
-HASH_MASK = 2**31 - 1
 HASH_MULTIPLIER = 0x5851F42D  # of tables, and of the text of a pool whose seed is 0
 
 # Probabilities of successors. All values below were fitted to recorded greedy answers of
@@ -184,12 +156,12 @@ MIN_PROB = 1e-3
 # another. For each candidate token, a source gives its log-probability, counted from
 # LEAST_LOG_PROB, or nothing (0); the last source gives the logarithm of its match's length.
 TEXT, HARVESTED_PAIR, HARVESTED_SINGLE, PREWARMED_PAIR, PREWARMED_SINGLE, SKIP = range(6)
-NUM_TABLE_SOURCES = 5  # those whose silence counts too: all but SKIP
+NUM_TABLE_SOURCES = SKIP  # those whose silence counts too: all before it
 # Features of a candidate from the text: logarithms of the length of its longest match and of its
 # number of occurrences, whether it followed the newest of the longest matches, and whether its
 # nearest origin is the answer or the prompt.
 LENGTH, COUNT, IS_NEWEST, IN_ANSWER, IN_PROMPT = range(6, 11)
-NUM_FEATURES = 11
+NUM_FEATURES = IN_PROMPT + 1
 SILENCE = NUM_FEATURES  # first of the weights for sources that give nothing
 BIAS = SILENCE + NUM_TABLE_SOURCES
 NUM_WEIGHTS = BIAS + 1
@@ -199,16 +171,15 @@ NUM_WEIGHTS = BIAS + 1
 # Each of the first layers has a row of its own among the origins; further ones share the last.
 MATCH_ROWS, ORIGIN_ROW, KNOWN_ROW, LAYER_ROW, NUM_WEIGHT_ROWS = 22, 22, 25, 29, 33
 LEAST_LOG_PROB = math.log(1e-4)
-FAINT = 0.01  # the least that a source gives for a token it knows
 # Weights of log-probabilities learn at a tenth of the rate, because those are ten times as large.
 _OF_LOG_PROBS, _OF_DETAILS = 0.1, 0.5
 _LOGS = np.array([-math.inf, *(math.log(number) for number in range(1, 64))])
 # Occurrences of a context before an exchanged token: maximum to take, and to read per order.
 MAX_SKIPS = 3
 MAX_SKIPS_READ = 16
-# Room for candidates: from text, from skips, from four tables of 8, and some to spare; each layer
-# adds room for its MAX_OCCURRENCES.
-MAX_FOUND = 48
+# Room for candidates: from text, from skips, from four tables of as many, and some to spare; each
+# layer adds room for its MAX_OCCURRENCES.
+MAX_FOUND = 6 * MAX_OCCURRENCES
 
 
 @inlined
@@ -223,8 +194,8 @@ def row_of(position: int, num_rows: int) -> int:
 @inlined
 def hash_with(state: int, token_id: int, multiplier: int) -> int:
     """Extend the hash of an n-gram by the token before it; the hash of no token is the seed."""
-    product = ((state ^ token_id) & HASH_MASK) * multiplier
-    return (product ^ (product >> 29)) & HASH_MASK
+    product = ((state ^ token_id) & MAX_TOKEN_ID) * multiplier
+    return (product ^ (product >> 29)) & MAX_TOKEN_ID
 
 
 @kernel
@@ -233,63 +204,51 @@ def hash_step(state: int, token_id: int) -> int:
     return hash_with(state, token_id, HASH_MULTIPLIER)
 
 
-# --- headers: arrays by their addresses ---
+# --- headers: arrays by their addresses and shapes ---
 #
-# `_view` makes a function that returns the arrays of a header. Each is given by the column of its
-# address, its shape, where a string names a column, and its kind. They are made by LLVM's builder:
-# as functions of Numba's, they took a fifth of the time that compiling the pool takes.
+# `_views` makes functions that return groups of the arrays of a header, in its order. They are made
+# by LLVM's builder: as functions of Numba's, they took a fifth of the time that compiling the pool
+# takes. A length that is always the same is given, so that it is known to the compiler.
 
-_Shape = tuple[int | str, ...]
+_Kind = tuple[Any, tuple[int | None, ...]]  # dtype and shape
+
+
+def _views(*groups: tuple[_Kind, ...]) -> list[Any]:
+    """Return for each group a function from a header to its arrays: one, or a tuple of several."""
+    views = []
+    column = 0
+    for group in groups:
+        columns = []
+        for _, shape in group:
+            columns.append(column)
+            column += 1 + len(shape)
+        views.append(_view([*zip(columns, group, strict=True)]))
+    return views
+
 
 if numba.config.DISABLE_JIT:
 
-    def _array_at(address: int, shape: tuple[int, ...], of: Any) -> NDArray[Any]:
-        if 0 in shape:
-            return np.empty(shape, of)
-        described = {"data": (int(address), False), "shape": tuple(map(int, shape)), "version": 3}
-        described["typestr"] = np.dtype(of).str
-        return np.asarray(SimpleNamespace(__array_interface__=described))
+    def _view(arrays: list[tuple[int, _Kind]]) -> Any:
+        def array_of(header: Int64Array, column: int, kind: _Kind) -> NDArray[Any]:
+            address, *shape = header[column : column + 1 + len(kind[1])].tolist()
+            if 0 in shape:
+                return np.empty(shape, kind[0])
+            described = {"data": (address, False), "shape": tuple(shape), "version": 3}
+            described["typestr"] = np.dtype(kind[0]).str
+            return np.asarray(SimpleNamespace(__array_interface__=described))
 
-    def row_at(address: int, num_columns: int) -> Int64Array:
-        return _array_at(address, (num_columns,), np.int64)
-
-    def _view(*arrays: tuple[int, _Shape, Any]) -> Any:
         def arrays_of(header: Int64Array) -> Any:
-            found = []
-            for address, shape, of in arrays:
-                lengths = tuple(header[globals()[n]] if isinstance(n, str) else n for n in shape)
-                found.append(_array_at(header[address], lengths, of))
-            return found[0] if len(found) == 1 else tuple(found)
+            found = tuple(array_of(header, *each) for each in arrays)
+            return found[0] if len(found) == 1 else found
 
         return arrays_of
 
 else:
 
-    def _built(context: Any, builder: Any, kind: Any, address: Any, lengths: list[Any]) -> Any:
-        """Build an array in place, without references that are counted."""
-        element = context.get_data_type(kind.dtype)
-        strides = [context.get_constant(types.intp, context.get_abi_sizeof(element))]
-        for length in reversed(lengths[1:]):
-            strides.insert(0, builder.mul(strides[0], length))
-        array = make_array(kind)(context, builder)
-        data = builder.inttoptr(address, element.as_pointer())
-        populate_array(array, data, lengths, strides, strides[-1], meminfo=None)
-        return array._getvalue()
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def row_at(typing_context: Any, address: Any, num_columns: Any) -> Any:
-        """Return the header at an address."""
-        kind = types.Array(types.int64, 1, "C")
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return _built(context, builder, kind, arguments[0], [arguments[1]])
-
-        return kind(types.int64, types.int64), generate
-
-    def _view(*arrays: tuple[int, _Shape, Any]) -> Any:
-        """Return a function from a header to its arrays: one, or a tuple of several."""
+    def _view(arrays: list[tuple[int, _Kind]]) -> Any:
         kinds = [
-            types.Array(numba.from_dtype(np.dtype(of)), len(shape), "C") for _, shape, of in arrays
+            types.Array(numba.from_dtype(np.dtype(of)), len(shape), "C")
+            for _, (of, shape) in arrays
         ]
         result = kinds[0] if len(kinds) == 1 else types.Tuple(kinds)
 
@@ -297,18 +256,31 @@ else:
             def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
                 columns = make_array(header)(context, builder, arguments[0]).data
 
-                def in_column(column: int) -> Any:
-                    place = builder.gep(columns, [context.get_constant(types.intp, column)])
-                    return builder.load(place)
+                def constant(number: int) -> Any:
+                    return context.get_constant(types.intp, number)
 
-                def length_of(length: int | str) -> Any:
-                    if isinstance(length, str):
-                        return in_column(globals()[length])
-                    return context.get_constant(types.intp, length)
+                def built(kind: Any, column: int, shape: tuple[int | None, ...]) -> Any:
+                    """Build an array in place, without references that are counted."""
+                    address, *lengths = (
+                        builder.load(builder.gep(columns, [constant(column + i)]))
+                        for i in range(1 + len(shape))
+                    )
+                    lengths = [
+                        found if length is None else constant(length)
+                        for found, length in zip(lengths, shape, strict=True)
+                    ]
+                    element = context.get_data_type(kind.dtype)
+                    strides = [constant(context.get_abi_sizeof(element))]
+                    for length in reversed(lengths[1:]):
+                        strides.insert(0, builder.mul(strides[0], length))
+                    array = make_array(kind)(context, builder)
+                    data = builder.inttoptr(address, element.as_pointer())
+                    populate_array(array, data, lengths, strides, strides[-1], meminfo=None)
+                    return array._getvalue()
 
                 made = [
-                    _built(context, builder, kind, in_column(address), [*map(length_of, shape)])
-                    for kind, (address, shape, _) in zip(kinds, arrays, strict=True)
+                    built(kind, column, shape)
+                    for kind, (column, (_, shape)) in zip(kinds, arrays, strict=True)
                 ]
                 return made[0] if len(made) == 1 else context.make_tuple(builder, result, made)
 
@@ -319,88 +291,61 @@ else:
 
 # Of a pool: text and links; heads; counts; weights; tokens and their expected counts; the header of
 # the table of what was harvested.
-text_of = _view(
-    (TEXT_AT, ("NUM_ROWS", 3), np.int32), (LINKS_AT, ("NUM_ROWS", "NUM_ORDERS"), np.int32)
+text_of, heads_of, counts_of, weights_of, unigrams_of, harvested_of = _views(
+    ((np.int32, (None, 3)), (np.int32, (None, None))),
+    ((np.int32, (None, None)),),
+    ((np.int64, (4,)),),
+    ((np.float64, (NUM_WEIGHT_ROWS, NUM_WEIGHTS)),),
+    ((np.int32, (None,)), (np.float64, (None,))),
+    ((np.int64, (None,)),),
 )
-heads_of = _view((HEADS_AT, ("NUM_ORDERS", "NUM_BUCKETS"), np.int32))
-counts_of = _view((COUNTS_AT, (4,), np.int64))
-weights_of = _view((WEIGHTS_AT, (NUM_WEIGHT_ROWS, NUM_WEIGHTS), np.float64))
-unigrams_of = _view(
-    (UNIGRAM_IDS_AT, ("NUM_UNIGRAMS",), np.int32),
-    (UNIGRAM_COUNTS_AT, ("NUM_UNIGRAMS",), np.float64),
+# Of a sequence: its state; the headers of its layers; that of its prewarmed table.
+state_of, layers_of, prewarmed_of = _views(
+    ((np.int64, (3,)),), ((np.int64, (None, None)),), ((np.int64, (None,)),)
 )
-harvested_of = _view((HARVESTED_AT, (NUM_TABLE_COLUMNS,), np.int64))
-# Of a sequence: its state; the addresses of its layers' headers; that of its prewarmed table.
-state_of = _view((STATE_AT, (NUM_STATES,), np.int64))
-_layers_of = _view((LAYERS_AT, ("NUM_LAYERS",), np.int64))
-prewarmed_of = _view((PREWARMED_AT, (NUM_TABLE_COLUMNS,), np.int64))
-# Of a table: keys, successors and their costs, and how often each row was put.
-rows_of = _view(
-    (KEYS_AT, ("NUM_KEYS",), np.int64),
-    (IDS_AT, ("NUM_KEYS", "NUM_SUCCESSORS"), np.int32),
-    (COSTS_AT, ("NUM_KEYS", "NUM_SUCCESSORS"), np.uint16),
-    (TIMES_AT, ("NUM_KEYS",), np.int32),
+# Of a table: keys, successors and their costs, and how often each row was put; how many contexts it
+# holds, in an array of one.
+rows_of, size_of = _views(
+    (
+        (np.int64, (None,)),
+        (np.int32, (None, None)),
+        (np.uint16, (None, None)),
+        (np.int32, (None,)),
+    ),
+    ((np.int64, (1,)),),
 )
-# Of scratch. Room for a context, newest token first, and as long as one that matters can be.
-context_of = _view((CONTEXT_AT, ("CONTEXT_LENGTH",), np.int64))
-# What is found after a context, and probabilities of the successors. Rows of the first: 0
-# occurrences, 1 token ids of successors, 2 their counts, 3 their nearest origin, 4 lengths of the
-# occurrences, or in the end the rows of weights used, 5 what follows the occurrences, 6 lengths of
-# the successors' longest match; from 7 on, for each source, what `look_up` finds.
-found_of = _view(
-    (FOUND_AT, ("NUM_FOUND_ROWS", "FOUND_WIDTH"), np.int64),
-    (FOUND_PROBS_AT, ("WIDTH",), np.float64),
+# Of scratch:
+# - a context, newest token first, and as long as one that matters can be;
+# - what is found after a context, and probabilities of the successors. Rows of the first: 0
+#   occurrences, 1 token ids of successors, 2 their counts, 3 their nearest origin, 4 lengths of the
+#   occurrences, or in the end the rows of weights used, 5 what follows the occurrences, 6 lengths
+#   of the successors' longest match; from 7 on, for each source, what `look_up` finds;
+# - the features of what is found, and the weights of a context;
+# - the nodes of a tree, and their probabilities. Rows of the first: token, parent, depth, number of
+#   children, length of the longest match;
+# - what may become nodes, and their probabilities. Rows of the first: token, parent, a heap of
+#   them;
+# - what is left to draw of a drawn tree: the successors of each node, the root's first; their path
+#   probabilities, 0 where drawn already; and for each node, the distribution that it was drawn
+#   from, over its parent's successors.
+context_of, found_of, features_of, nodes_of, candidates_of, left_of = _views(
+    ((np.int64, (None,)),),
+    ((np.int64, (None, None)), (np.float64, (None,))),
+    ((np.float64, (None, NUM_FEATURES)), (np.float64, (NUM_WEIGHTS,))),
+    ((np.int64, (5, None)), (np.float64, (None,))),
+    ((np.int64, (3, None)), (np.float64, (None,))),
+    (
+        (np.int64, (None, None)),
+        (np.float64, (None, None)),
+        (np.float64, (None, None)),
+    ),
 )
-# The features of what is found, and the weights of a context.
-features_of = _view(
-    (FEATURES_AT, ("WIDTH", NUM_FEATURES), np.float64), (SUMMED_AT, (NUM_WEIGHTS,), np.float64)
-)
-# The nodes of a tree, and their probabilities. Rows of the first: token, parent, depth, number of
-# children, length of the longest match.
-nodes_of = _view(
-    (NODES_AT, (5, "MAX_NODES"), np.int64), (NODE_PROBS_AT, ("MAX_NODES",), np.float64)
-)
-# What may become nodes, and their probabilities. Rows of the first: token, parent, a heap of them.
-candidates_of = _view(
-    (CANDIDATES_AT, (3, "MAX_CANDIDATES"), np.int64),
-    (CANDIDATE_PROBS_AT, ("MAX_CANDIDATES",), np.float64),
-)
-# What is left to draw of a drawn tree: the successors of each node, the root's first; their path
-# probabilities, 0 where drawn already; and for each node, the distribution that it was drawn from,
-# over its parent's successors.
-left_of = _view(
-    (LEFT_IDS_AT, ("NUM_PARENTS", "WIDTH"), np.int64),
-    (LEFT_PROBS_AT, ("NUM_PARENTS", "WIDTH"), np.float64),
-    (SUPPORT_PROBS_AT, ("MAX_NODES", "WIDTH"), np.float64),
-)
-
-
-@view
-def source_of(pool: Int64Array, sequence: Int64Array, i: int) -> Int64Array:
-    """Return the header of source `i`: the pool's for 0, then those of the sequence's layers."""
-    address = pool[HEADER_AT]
-    if i > 0:
-        address = _layers_of(sequence)[i - 1]
-    return row_at(address, NUM_POOL_COLUMNS)
 
 
 @inlined
 def first_of(pool: Int64Array) -> int:
     """Return the oldest position that a pool holds."""
-    return max(0, int(counts_of(pool)[NEXT_POSITION] - pool[NUM_ROWS]))
-
-
-@kernel
-def lower(sequence: Int64Array, counts: Int64Array) -> None:
-    """Lower a sequence's positions by as much as those of the text were; see `rebase`."""
-    shift = counts[LOWERED] - sequence[LOWERED_THEN]
-    if shift == 0:
-        return
-    sequence[TAIL] = max(sequence[TAIL] - shift, NONE)
-    for i in (PROMPT, ANSWER):
-        if sequence[i] != NEVER:
-            sequence[i] = max(sequence[i] - shift, 0)
-    sequence[LOWERED_THEN] = counts[LOWERED]
+    return max(0, int(counts_of(pool)[NEXT_POSITION] - text_of(pool)[0].shape[0]))
 
 
 @inlined
@@ -441,7 +386,6 @@ def append(
     """
     (text, _), counts, state = text_of(pool), counts_of(pool), state_of(sequence)
     num_rows = text.shape[0]
-    lower(state, counts)
     if state[TAIL] >= 0 and text[row_of(int(state[TAIL]), num_rows), TOKEN] == NONE:
         state[TAIL] = NONE  # the last token was forgotten: the sequence begins anew
     for i in range(token_ids.shape[0]):
@@ -475,29 +419,8 @@ def reindex(pool: Int64Array) -> None:
 
 
 @kernel
-def mend(pool: Int64Array) -> None:
-    """End sequences wherever two neighbours do not name each other, as in an update cut short."""
-    (text, _), first = text_of(pool), first_of(pool)
-    num_rows, end = text.shape[0], int(counts_of(pool)[NEXT_POSITION])
-    for position in range(first, end):
-        row = position % num_rows
-        previous, after = int(text[row, PREVIOUS]), int(text[row, NEXT])
-        is_empty = text[row, TOKEN] < 0
-        if is_empty:
-            text[row, TOKEN] = NONE
-        is_apart = previous >= first and text[previous % num_rows, NEXT] != position
-        if is_empty or is_apart or not NONE <= previous < position:
-            text[row, PREVIOUS] = NONE
-        if is_empty or not position < after < end or text[after % num_rows, PREVIOUS] != position:
-            text[row, NEXT] = NONE
-
-
-@kernel
 def rebase(pool: Int64Array) -> None:
-    """Lower every position that is held, and forget older ones.
-
-    The positions of sequences are not known here; `lower` lowers them when they are next used.
-    """
+    """Lower every position that is held, and forget older ones; those of sequences stay."""
     (text, links), heads, counts = text_of(pool), heads_of(pool), counts_of(pool)
     first = first_of(pool)
     shift = first // text.shape[0] * text.shape[0]  # so that every position keeps its row
@@ -680,7 +603,8 @@ def successors(
     """
     (found, found_probs), state = found_of(scratch), state_of(sequence)
     occurrences, times, lengths, next_ids = found[0], found[2], found[4], found[5]
-    num_sources = 1 + sequence[NUM_LAYERS]
+    layers = layers_of(sequence)
+    num_sources = 1 + layers.shape[0]
     limit = MAX_OCCURRENCES
     if path_prob <= UNLIKELY:
         limit //= 2
@@ -688,11 +612,11 @@ def successors(
     num_occurrences = num_found = longest = 0
     mass_left = 1.0
     for i in range(num_sources):
-        look_up(source_of(pool, sequence, i), context, max_order, found[7 + i])
+        look_up(layers[i - 1] if i > 0 else pool, context, max_order, found[7 + i])
     for order in range(max_order, 0, -1):
         num_counted = num_occurrences
         for i in range(num_sources):
-            source = source_of(pool, sequence, i)
+            source = layers[i - 1] if i > 0 else pool
             num_occurrences = read_bucket(
                 source, i, order, context, limit, num_counted, num_occurrences, found
             )
@@ -762,7 +686,9 @@ def add_known(
         token_id = int(successor_ids[row, j])
         if token_id == NONE:
             break
-        says = max(costs[row, j] / -COST_STEPS - LEAST_LOG_PROB, FAINT)
+        says = costs[row, j] / -COST_STEPS - LEAST_LOG_PROB
+        if says <= 0.0:  # so unlikely that it counts as silence; what follows is no likelier
+            break
         num = add_candidate(token_id, source, says, found, features, num)
     return num, True
 
@@ -779,10 +705,11 @@ def add_harvested(
     num: int,
 ) -> tuple[int, bool]:
     """Add what the first of the pool and the layers that knows a context harvested after it."""
+    layers = layers_of(sequence)
     is_known = False
-    for i in range(1 + sequence[NUM_LAYERS]):
+    for i in range(1 + layers.shape[0]):
         if not is_known:
-            table = harvested_of(source_of(pool, sequence, i))
+            table = harvested_of(layers[i - 1] if i > 0 else pool)
             num, is_known = add_known(table, previous, last, source, found, features, num)
     return num, is_known
 
@@ -832,14 +759,15 @@ def add_skips(
     After a copy with one word exchanged, the original shows how the text goes on.
     """
     before = context[1:]
-    longest = min(pool[NUM_ORDERS], before.shape[0])
-    num_sources = 1 + sequence[NUM_LAYERS]
+    layers = layers_of(sequence)
+    longest = min(heads_of(pool).shape[0], before.shape[0])
+    num_sources = 1 + layers.shape[0]
     for i in range(num_sources):
-        look_up(source_of(pool, sequence, i), before, longest, found[7 + i])
+        look_up(layers[i - 1] if i > 0 else pool, before, longest, found[7 + i])
     for order in range(longest, 1, -1):
         num_taken = 0
         for i in range(num_sources):
-            source, newest = source_of(pool, sequence, i), int(found[7 + i, order])
+            source, newest = layers[i - 1] if i > 0 else pool, int(found[7 + i, order])
             num, more = read_skips(source, newest, order, context, found, features, num)
             num_taken += more
         if num_taken > 0:
@@ -965,7 +893,7 @@ def learn(
         length += 1
     if length == 0:
         return
-    max_order = min(length, pool[NUM_ORDERS])
+    max_order = min(length, heads_of(pool).shape[0])
     num_found, _ = estimate(pool, sequence, scratch, context[:length], max_order, 1.0)
     for i in range(num_found):
         came = 1.0 if found[1, i] == token_id else 0.0
@@ -1148,7 +1076,6 @@ def grow_tree(
         The number of nodes in `nodes_of(scratch)`: with path probabilities, greatest first, or with
         the expected probabilities of the slots.
     """
-    lower(state_of(sequence), counts_of(pool))
     context, (nodes, node_probs) = context_of(scratch), nodes_of(scratch)
     candidates, candidate_probs = candidates_of(scratch)
     left_ids, left_probs, support_probs = left_of(scratch)
@@ -1156,7 +1083,8 @@ def grow_tree(
     num_nodes = num_queued = num_popped = num_leaves = 0
     node, path_prob = NONE, 1.0
     # A node's match is at most one token longer than its parent's.
-    max_order, root_order = int(pool[NUM_ORDERS]), 0
+    num_orders, root_order = int(heads_of(pool).shape[0]), 0
+    max_order = num_orders
     while True:
         length = read_context(nodes, node, root_context, context)
         order = min(length, max_order)
@@ -1200,7 +1128,7 @@ def grow_tree(
             return num_nodes
         if is_drawn:
             num_queued = push_slot(scratch, parent, MIN_PROB, num_queued, num_popped)
-        max_order = min(pool[NUM_ORDERS], 1 + (root_order if parent == NONE else nodes[4, parent]))
+        max_order = min(num_orders, 1 + (root_order if parent == NONE else nodes[4, parent]))
 
 
 # --- chains: many sequences in one call ---
@@ -1230,8 +1158,7 @@ def observe_rows(
     """Append the last tokens of each row to the answer of its sequence, row by row.
 
     Args:
-        pools, sequences: int64 [num_rows], addresses of the headers of each text's pool and
-            sequence.
+        pools, sequences: int64 [num_rows, …], the headers of each text's pool and sequence.
         token_ids: int32 [num_rows, width], of which the first `lengths[i]` are row i's text.
         num_new: int64 [num_rows], how many of the last ones to append.
         learning_stride: the weights learn from each so many-th token of all rows.
@@ -1240,16 +1167,8 @@ def observe_rows(
     for i in range(token_ids.shape[0]):
         if num_new[i] == 0:
             continue
-        pool, sequence = (
-            row_at(pools[i], NUM_POOL_COLUMNS),
-            row_at(sequences[i], NUM_SEQUENCE_COLUMNS),
-        )
-        state, next_position = state_of(sequence), int(counts_of(pool)[NEXT_POSITION])
-        lower(state, counts_of(pool))
-        state[PROMPT] = min(state[PROMPT], next_position)
-        state[ANSWER] = min(state[ANSWER], next_position)
         new = token_ids[i, lengths[i] - num_new[i] : lengths[i]]
-        append(pool, sequence, scratch, new, learning_rate, learning_stride, num_appended)
+        append(pools[i], sequences[i], scratch, new, learning_rate, learning_stride, num_appended)
         num_appended += num_new[i]
 
 
@@ -1283,12 +1202,9 @@ def draft_rows(
         chain_lengths[i] = 0
         if lengths[i] == 0:
             continue
-        pool, sequence = (
-            row_at(pools[i], NUM_POOL_COLUMNS),
-            row_at(sequences[i], NUM_SEQUENCE_COLUMNS),
-        )
-        lower(state_of(sequence), counts_of(pool))
-        max_order, path_prob = int(pool[NUM_ORDERS]), 1.0
+        pool, sequence = pools[i], sequences[i]
+        num_orders, path_prob = int(heads_of(pool).shape[0]), 1.0
+        max_order = num_orders
         for depth in range(max_draft_tokens[i]):
             length = min(lengths[i] + depth, context.shape[0])
             for j in range(length):
@@ -1311,14 +1227,14 @@ def draft_rows(
             chain_probs[i, depth] = path_prob
             chain_lengths[i] = depth + 1
             # A token's match is at most one token longer than that of the one before.
-            max_order = min(pool[NUM_ORDERS], 1 + longest)
+            max_order = min(num_orders, 1 + longest)
 
 
 # Contexts per bucket of a `SuccessorTable`; beyond that, the least recently put one is dropped.
 WAYS = 8
 # Probabilities from 1 down to 1e-7 are held as -ln(prob) in steps of 1/4096, two bytes each.
 COST_STEPS = 4096.0
-MAX_COST = 65535
+MAX_COST = np.iinfo(np.uint16).max
 # Where a table averages, a new value weighs at least one part in this many.
 MAX_COUNT = 10
 
@@ -1327,7 +1243,7 @@ MAX_COUNT = 10
 def bucket_of(table: Int64Array, previous: int, last: int) -> int:
     """Return the first row of a context's bucket."""
     state = hash_step(hash_step(0, last), previous + 1)
-    return int(state & (table[NUM_KEYS] // WAYS - 1)) * WAYS
+    return int(state & (rows_of(table)[0].shape[0] // WAYS - 1)) * WAYS
 
 
 @kernel
@@ -1340,10 +1256,10 @@ def find_context(table: Int64Array, previous: int, last: int) -> int:
         previous: the token before the last one; NONE for the context of the last one alone.
         last: the last token.
     """
-    if table[NUM_CONTEXTS] == 0:
+    if size_of(table)[0] == 0:
         return NONE
     keys = rows_of(table)[0]
-    key = (previous + 1) * (HASH_MASK + 1) + last  # exact: ids have 31 bits
+    key = (previous + 1) * (MAX_TOKEN_ID + 1) + last  # exact: ids have 31 bits
     begin = bucket_of(table, previous, last)
     for row in range(begin, begin + WAYS):
         if keys[row] == key:
@@ -1371,9 +1287,9 @@ def rehash(old_table: Int64Array, table: Int64Array) -> None:
     for old in range(old_keys.shape[0] - 1, -1, -1):  # so that what was put last comes first again
         if old_keys[old] == NONE:
             continue
-        previous = old_keys[old] // (HASH_MASK + 1) - 1
-        begin = bucket_of(table, previous, old_keys[old] % (HASH_MASK + 1))
-        table[NUM_CONTEXTS] += keys[begin + WAYS - 1] == NONE
+        previous = old_keys[old] // (MAX_TOKEN_ID + 1) - 1
+        begin = bucket_of(table, previous, old_keys[old] % (MAX_TOKEN_ID + 1))
+        size_of(table)[0] += keys[begin + WAYS - 1] == NONE
         open_front(table, begin, begin + WAYS - 1)
         keys[begin] = old_keys[old]
         times[begin] = old_times[old]
@@ -1413,7 +1329,7 @@ def put_context(
     count = 1
     if row == NONE:
         row = begin + WAYS - 1
-        table[NUM_CONTEXTS] += keys[row] == NONE
+        size_of(table)[0] += keys[row] == NONE
     elif averages:
         count = min(int(times[row]) + 1, MAX_COUNT)
         share = 1.0 / count
@@ -1437,7 +1353,7 @@ def put_context(
             num_merged += 1
         merged_probs[place] += share * float(new_probs[j])
     open_front(table, begin, row)
-    keys[begin] = (previous + 1) * (HASH_MASK + 1) + last
+    keys[begin] = (previous + 1) * (MAX_TOKEN_ID + 1) + last
     times[begin] = count
     for j in range(num_held):
         best = NONE
@@ -1572,7 +1488,7 @@ def find_worthwhile(
         token_ids: int32 [num_tokens], filled with tokens, the most worthwhile first.
         worths: float64 [num_tokens], filled with what they are worth, at most 1.
     """
-    unigram_ids, unigram_counts = unigrams_of(pool)
+    (unigram_ids, unigram_counts), layers = unigrams_of(pool), layers_of(sequence)
     total = _UNSEEN_UNIGRAMS
     for row in range(unigram_ids.shape[0]):
         total += unigram_counts[row]
@@ -1585,8 +1501,8 @@ def find_worthwhile(
         if _WORTH_OF_UNKNOWN * worth <= least:
             continue
         is_known = find_context(prewarmed_of(sequence), NONE, token_id) != NONE
-        for i in range(1 + sequence[NUM_LAYERS]):
-            table = harvested_of(source_of(pool, sequence, i))
+        for i in range(1 + layers.shape[0]):
+            table = harvested_of(layers[i - 1] if i > 0 else pool)
             is_known = is_known or find_context(table, NONE, token_id) != NONE
         worth *= 1.0 if is_known else _WORTH_OF_UNKNOWN
         worth = min(worth / total, 1.0)
@@ -1655,16 +1571,17 @@ def find_unsound(
 
 
 @kernel
-def follow(text: Int32Array, position: int, end: int) -> int:
-    """Return the position behind `position` in its sequence, or NONE.
+def follow(text: Int32Array, position: int, first: int, end: int, column: int) -> int:
+    """Return the neighbour of `position` in its sequence, by NEXT or PREVIOUS, or NONE.
 
     A position is followed only to one that leads back, so that whoever follows them all from where
     sequences begin comes to none twice, whatever a file holds.
     """
     num_rows = text.shape[0]
-    after = int(text[position % num_rows, NEXT])
-    if position < after < end and text[after % num_rows, PREVIOUS] == position:
-        return after
+    other = int(text[position % num_rows, column])
+    is_there = position < other < end if column == NEXT else first <= other < position
+    if is_there and text[other % num_rows, PREVIOUS + NEXT - column] == position:
+        return other
     return NONE
 
 
@@ -1688,62 +1605,97 @@ def write_texts(pool: Int64Array, since: int, token_ids: Int32Array, bounds: Int
         while position != NONE:
             token_ids[num_tokens] = text[position % text.shape[0], TOKEN]
             num_tokens += 1
-            position = follow(text, position, end)
+            position = follow(text, position, first, end, NEXT)
         num_sequences += 1
         bounds[num_sequences] = num_tokens
     return num_sequences
 
 
 @kernel
-def mark_occurrence(
-    text: Int32Array, begin: int, end: int, sought: Int64Array, left: Int32Array
-) -> bool:
-    """Mark what is sought, or as much of it as its sequence holds; return whether it is whole."""
-    position, num = begin, 0
-    while position != NONE and num < sought.shape[0]:
-        if text[position % text.shape[0], TOKEN] != sought[num]:
-            return False
-        position, num = follow(text, position, end), num + 1
-    is_whole = bool(num == sought.shape[0])
-    position = begin
+def find_borders(sought: Int64Array, borders: Int64Array) -> None:
+    """Find for each beginning of `sought` how much of it begins it again at its end.
+
+    Source: Knuth, Morris and Pratt, "Fast pattern matching in strings", SIAM J. Comput. 6 (1977).
+    """
+    borders[0] = length = 0
+    for i in range(1, sought.shape[0]):
+        while length > 0 and sought[length] != sought[i]:
+            length = int(borders[length - 1])
+        if sought[length] == sought[i]:
+            length += 1
+        borders[i] = length
+
+
+@kernel
+def mark_last(
+    text: Int32Array, position: int, num: int, first: int, end: int, column: int, left: Int32Array
+) -> None:
+    """Mark so many tokens up to `position`; whatever is behind one marked before is marked too."""
     for _ in range(num):
+        if position == NONE or left[position % text.shape[0]] == 1:
+            break
         left[position % text.shape[0]] = 1
-        position = follow(text, position, end)
-    return is_whole
+        position = follow(text, position, first, end, PREVIOUS + NEXT - column)
 
 
 @kernel
-def begins_with(text: Int32Array, position: int, end: int, sought: Int64Array) -> bool:
-    """Return whether a sequence goes on from `position` with all that is sought."""
-    for i in range(sought.shape[0]):
-        if position == NONE or text[position % text.shape[0], TOKEN] != sought[i]:
-            return False
-        position = follow(text, position, end)
-    return True
+def mark_along(
+    text: Int32Array,
+    position: int,
+    first: int,
+    end: int,
+    column: int,
+    sought: Int64Array,
+    borders: Int64Array,
+    left: Int32Array,
+) -> int:
+    """Mark all occurrences in a sequence, and what it ends with of one; return how many are whole.
+
+    Args:
+        position: where it begins, or ends; `column`: how it is followed.
+        sought: tokens in the order in which it is followed, with their `borders`.
+    """
+    length = num_found = 0
+    last = position
+    while position != NONE:
+        token_id = text[position % text.shape[0], TOKEN]
+        while length > 0 and (length == sought.shape[0] or sought[length] != token_id):
+            length = int(borders[length - 1])
+        if sought[length] == token_id:
+            length += 1
+        if length == sought.shape[0]:
+            num_found += 1
+            mark_last(text, position, length, first, end, column, left)
+        last, position = position, follow(text, position, first, end, column)
+    mark_last(text, last, length, first, end, column, left)
+    return num_found
 
 
 @kernel
-def find_occurrences(pool: Int64Array, sought: Int64Array, left: Int32Array) -> int:
+def find_occurrences(
+    pool: Int64Array, sought: Int64Array, borders: Int64Array, left: Int32Array
+) -> int:
     """Mark every held token that is part of an occurrence; return how many occurrences there are.
 
     What a sequence ends with, or begins with, is marked as well where it may be part of one whose
-    rest is not held with it. Such parts are not counted.
+    rest is not held with it. Such parts are not counted. Linear in the tokens held and sought.
 
     Args:
-        sought: int64 [num_sought], at least one token.
+        sought: int64 [2, num_sought], at least one token; the other way round in the second row.
+        borders: int64 [2, num_sought], scratch.
         left: int32 [num_rows], zeros; 1 afterwards where a token is part of an occurrence.
     """
     (text, _), end = text_of(pool), int(counts_of(pool)[NEXT_POSITION])
     first, num_found = first_of(pool), 0
-    for begin in range(first, end):
-        row = begin % text.shape[0]
-        if text[row, TOKEN] == NONE:
-            continue
-        num_found += mark_occurrence(text, begin, end, sought, left)
-        if text[row, PREVIOUS] < first:
-            for i in range(1, sought.shape[0]):
-                if begins_with(text, begin, end, sought[i:]):
-                    mark_occurrence(text, begin, end, sought[i:], left)
+    for way in range(2):
+        column = NEXT if way == 0 else PREVIOUS
+        find_borders(sought[way], borders[way])
+        for begin in range(first, end):
+            if text[begin % text.shape[0], TOKEN] == NONE:
+                continue
+            if follow(text, begin, first, end, PREVIOUS + NEXT - column) == NONE:
+                found = mark_along(text, begin, first, end, column, sought[way], borders[way], left)
+                num_found += found if way == 0 else 0
     return num_found
 
 
@@ -1793,10 +1745,10 @@ def drop_contexts(
                 continue
             if (
                 contains(dropped_keys, key)
-                or contains(dropped_ids, key // (HASH_MASK + 1) - 1)
-                or contains(dropped_ids, key % (HASH_MASK + 1))
+                or contains(dropped_ids, key // (MAX_TOKEN_ID + 1) - 1)
+                or contains(dropped_ids, key % (MAX_TOKEN_ID + 1))
             ):
-                table[NUM_CONTEXTS] -= 1
+                size_of(table)[0] -= 1
                 continue
             num_kept = 0
             for j in range(successor_ids.shape[1]):
@@ -1824,16 +1776,14 @@ def forget(
     left: Int32Array,
     dropped_keys: Int64Array,
     dropped_ids: Int64Array,
-    has_rows: bool,
 ) -> None:
     """Forget some rows of the text, and what was harvested of them.
 
     Args:
-        left: as `find_occurrences` left it; `has_rows`: whether any is above 0.
+        left: as `find_occurrences` left it.
         dropped_keys, dropped_ids: as for `drop_contexts`.
     """
-    if has_rows:
-        empty_rows(pool, left)
+    empty_rows(pool, left)
     drop_contexts(harvested_of(pool), dropped_keys, dropped_ids)
     unigram_ids, unigram_counts = unigrams_of(pool)
     for row in range(unigram_ids.shape[0]):

@@ -11,8 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 from ngram_pool import _kernels
 from ngram_pool._kernels import MAX_TOKEN_ID, NONE, Int32Array, Int64Array
 
-_MAX_CHAIN_TOKENS = 2**16  # far above what any model verifies at once
-
 
 class DraftChains(NamedTuple):
     """One proposed path of tokens for each of several texts.
@@ -61,7 +59,7 @@ def checked_rows(
     counts = {
         "lengths": (lengths, width),
         "num_new": (0 if num_new is None else num_new, width),
-        "max_draft_tokens": (max_draft_tokens, _MAX_CHAIN_TOKENS),
+        "max_draft_tokens": (max_draft_tokens, MAX_TOKEN_ID),
     }
     checked = {}
     for name, (values, most) in counts.items():

@@ -11,8 +11,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
@@ -37,13 +36,11 @@ from ngram_pool.writing import write_whole
 
 _FORMAT = "ngram_pool"
 _VERSION = 1
-_MAX_FINGERPRINT_LENGTH = 1000
 _BLOCK = 2**22  # bytes of an array that share a checksum
 _MAX_HEADER = 2**20  # bytes; enough for the checksums of half a terabyte
 _ALIGNMENT = 64
-# Far above what learning reaches, and so low that sums of products of them are finite.
-_MAX_WEIGHT = 1e6
-_MAX_UNIGRAM_COUNT = 1e15
+# Far above weights and counts, and so low that sums of products of them are finite.
+_MAX_FLOAT = 1e15
 # By the numbers that describe a pool: their bounds.
 _NUMBERS = {
     "max_ngram_size": (1, 2**31 - 1),
@@ -52,7 +49,7 @@ _NUMBERS = {
     "hash_seed": (0, 2**60 - 1),
 }
 # Arrays in the order of a file, which keeps all of them aligned: the widest numbers come first.
-_DTYPES = {
+DTYPES = {
     "harvested.keys": "I64",
     "unigrams.counts": "F64",
     "weights": "F64",
@@ -82,7 +79,7 @@ class StoredPool(NamedTuple):
     hash_seed: int
     tokenizer: str  # fingerprints, "" where unknown
     model: str
-    arrays: Mapping[str, NDArray[Any]]  # contiguous, by the names in `_DTYPES`
+    arrays: Mapping[str, NDArray[Any]]  # contiguous, by the names in `DTYPES`
 
 
 def write_pool(path: Path, stored: StoredPool) -> None:
@@ -91,18 +88,13 @@ def write_pool(path: Path, stored: StoredPool) -> None:
     Raises:
         OSError: the file cannot be written; the old one is as it was.
         TypeError: a fingerprint is not a string.
-        ValueError: a fingerprint is too long.
+        ValueError: a fingerprint is longer than a header may be.
     """
     for name in ("tokenizer", "model"):
         text = getattr(stored, name)
         if not isinstance(text, str):
             raise TypeError(f"expected the fingerprint {name!r} to be a string, got {text!r}")
-        if len(text) > _MAX_FINGERPRINT_LENGTH:
-            raise ValueError(
-                f"expected the fingerprint {name!r} to have at most {_MAX_FINGERPRINT_LENGTH} "
-                f"characters, got {len(text)}"
-            )
-    arrays = {name: stored.arrays[name] for name in _DTYPES}
+    arrays = {name: stored.arrays[name] for name in DTYPES}
     described = {name: str(value) for name, value in stored._asdict().items() if name != "arrays"}
     described |= {"format": _FORMAT, "version": str(_VERSION), "lade": _version_of_lade()}
     for name, array in arrays.items():
@@ -226,7 +218,7 @@ def _parsed(begin: bytes) -> dict[str, Any]:
             f"this one reads format {_VERSION}"
         )
     names = {*_NUMBERS, "tokenizer", "model", "format", "version", "lade", "crc32.header"}
-    names |= {_CHECKSUM + name for name in _DTYPES}
+    names |= {_CHECKSUM + name for name in DTYPES}
     if {*described} != names or not all(isinstance(text, str) for text in described.values()):
         raise PoolFileError(f"header: expected the strings {sorted(names)} as metadata, got others")
     return header
@@ -282,7 +274,7 @@ def _shapes(
         "harvested.token_ids": (num_contexts, DEFAULT_NUM_SUCCESSORS),
         "harvested.costs": (num_contexts, DEFAULT_NUM_SUCCESSORS),
     }
-    return {name: shapes[name] for name in _DTYPES}
+    return {name: shapes[name] for name in DTYPES}
 
 
 def _size(
@@ -306,7 +298,7 @@ def _entries(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     for name, shape in shapes.items():
         end = begin + _nbytes(name, shape)
         offsets = [begin, end]
-        entries[name] = {"dtype": _DTYPES[name], "shape": [*shape], "data_offsets": offsets}
+        entries[name] = {"dtype": DTYPES[name], "shape": [*shape], "data_offsets": offsets}
         begin = end
     return entries
 
@@ -335,13 +327,13 @@ def _version_of_lade() -> str:
 
 
 def _nbytes(name: str, shape: tuple[int, ...]) -> int:
-    return prod(shape) * np.dtype(_NUMPY_DTYPES[_DTYPES[name]]).itemsize
+    return prod(shape) * np.dtype(_NUMPY_DTYPES[DTYPES[name]]).itemsize
 
 
 def _read_array(file: BinaryIO, name: str, shape: tuple[int, ...], checksums: str) -> NDArray[Any]:
     """Return the array that a file goes on with, or raise unless it matches its checksums."""
     offset = file.tell()
-    array: NDArray[Any] = np.empty(shape, _NUMPY_DTYPES[_DTYPES[name]])
+    array: NDArray[Any] = np.empty(shape, _NUMPY_DTYPES[DTYPES[name]])
     for i, found in enumerate(_checksums(array, file)):
         if found != checksums[8 * i : 8 * i + 8]:
             begin, end = offset + i * _BLOCK, offset + min((i + 1) * _BLOCK, array.nbytes)
@@ -357,23 +349,14 @@ def _checksum(data: bytes | memoryview) -> str:
 
 def _checksums(array: NDArray[Any], file: BinaryIO | None = None) -> list[str]:
     """Return the checksums of an array's blocks, which are read first if a file is given."""
-    blocks = _blocks(array, file)
-    if array.nbytes <= _BLOCK:
-        return [*map(_checksum, blocks)]
-    # Two threads load a pool in 5 to 40 % less time than one; memory feeds no more than a few.
-    # While they take the sum of one block, this thread reads the next ones.
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as executor:
-        return list(executor.map(_checksum, blocks))
-
-
-def _blocks(array: NDArray[Any], file: BinaryIO | None) -> Iterator[memoryview]:
-    data = array.data.cast("B")
+    checksums, data = [], array.data.cast("B")
     for begin in range(0, len(data), _BLOCK):
         block = data[begin : begin + _BLOCK]
         # Shorter where the file was cut while it is read.
         if file is not None and file.readinto(block) < len(block):  # type: ignore[attr-defined]
             raise PoolFileError(f"arrays: the file ends at byte {file.tell()}, within them")
-        yield block
+        checksums.append(_checksum(block))
+    return checksums
 
 
 # --- content ----------------------------------------------------------------------------------
@@ -400,8 +383,8 @@ def _check_content(stored: StoredPool) -> None:
         and 0 <= prompt <= answer <= NEVER
     ):
         raise PoolFileError(f"part 'sequence': expected positions, got {[tail, prompt, answer]}")
-    _check_range("weights", arrays, -_MAX_WEIGHT, _MAX_WEIGHT)
-    _check_range("unigrams.counts", arrays, 0, _MAX_UNIGRAM_COUNT)
+    _check_range("weights", arrays, -_MAX_FLOAT, _MAX_FLOAT)
+    _check_range("unigrams.counts", arrays, 0, _MAX_FLOAT)
     _check_range("unigrams.token_ids", arrays, NONE, MAX_TOKEN_ID)
     _check_range("harvested.keys", arrays, NONE, (MAX_TOKEN_ID + 1) ** 2 + MAX_TOKEN_ID)
     _check_range("harvested.counts", arrays, 0, MAX_TOKEN_ID)

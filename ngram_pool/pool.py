@@ -8,6 +8,7 @@ import copy
 import operator
 import os
 import secrets
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -20,11 +21,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from ngram_pool import _kernels
 from ngram_pool._kernels import (
-    HASH_MASK,
     HASH_MULTIPLIER,
-    HEADER_AT,
     LOWERED,
-    LOWERED_THEN,
+    MAX_TOKEN_ID,
     MULTIPLIER,
     NEXT,
     NEXT_POSITION,
@@ -36,14 +35,13 @@ from ngram_pool._kernels import (
     Int32Array,
     Int64Array,
 )
-from ngram_pool.arrays import Header, OpenSequence, Room, TextArrays, Unigrams
+from ngram_pool.arrays import Header, Scratch, TextArrays, Unigrams, begin_state, lower_state
 from ngram_pool.chains import DraftChains, TextRows, checked_rows
 from ngram_pool.checks import positive, token_ids_of
 from ngram_pool.compiling import compile_by
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
-from ngram_pool.files import StoredPool, read_pool, write_pool
-from ngram_pool.locks import new_lock
+from ngram_pool.files import DTYPES, StoredPool, read_pool, write_pool
 from ngram_pool.table import SuccessorTable, keys_of
 from ngram_pool.weights import first_weights
 
@@ -52,20 +50,48 @@ DEFAULT_CAPACITY_TOKENS = 2**20
 # On the answers of docs/notes/drafting.md, 6 accepted no more tokens than 5, and 4 up to 1 % fewer.
 DEFAULT_MAX_NGRAM_SIZE = 5
 _FIRST_NUM_ROWS = 2**12  # allocated first; doubled when full, up to the capacity
-_POSITION_LIMIT = 2**31 - 1  # positions are int32 and are lowered before they overflow
-# Longer input is observed in pieces, so that Python notices an interrupt within a few ms.
-_PIECE = 2**16
+_POSITION_LIMIT = MAX_TOKEN_ID  # positions are int32, too, and are lowered before they overflow
 # Capacity for harvested contexts, per token of the pool's capacity: at most 8 bytes per token.
 _CONTEXTS_PER_TOKEN = 1 / 16
 # Bits of a seed: 31 of the hash's first state, and 29 of its multiplier, which stays odd and large.
 _SEED_BITS = 60
-_LEAST_ROOM = 64  # nodes that scratch is for at least
 # How far one token of an answer moves the weights of the sources. From the initial weights, fitted
 # to the same model, a rate of 0 accepted 0.4 % fewer tokens, 0.01 2 % fewer, and 0.03 9 % fewer.
 _LEARNING_RATE = 0.003
 _NONE_DRAWN = np.empty(0, np.float64)  # the uniforms of a tree that is not drawn
 # Attributes that a copy of a pool has of its own.
-_NOT_COPIED = {"_lock", "_rooms", "_sequences", "_no_sequence", "_last_header", "_keeper"}
+_NOT_COPIED = {"_lock", "_scratch", "_sequences", "_no_sequence", "_known", "_keeper"}
+_NO_TABLE = SuccessorTable(1)
+
+
+class OpenSequence:
+    """A sequence, open for as long as it is referenced.
+
+    Args:
+        prewarmed: table of successors.
+        layers: pools that are only read.
+        state: as the kernels' `sequence`; a new one for None.
+    """
+
+    def __init__(
+        self,
+        prewarmed: SuccessorTable = _NO_TABLE,
+        layers: "Sequence[NGramPool]" = (),
+        state: Int64Array | None = None,
+    ) -> None:
+        self.prewarmed, self.layers = prewarmed, layers  # held, for the kernels read them
+        self.state = begin_state() if state is None else state
+        rows = [layer._header().row for layer in layers]
+        self._layer_rows = np.array(rows) if rows else np.empty((0, 0), np.int64)
+        self._known: tuple[Any, Header] | None = None
+
+    def row(self) -> Int64Array:
+        """Return the kernels' row of it, with the table as it is now."""
+        held, known = self.prewarmed.held, self._known
+        if known is None or known[0] is not held:
+            header = Header(self.state, self._layer_rows, held.header.row)
+            known = self._known = held, header
+        return known[1].row
 
 
 class NGramPool:
@@ -137,27 +163,27 @@ class NGramPool:
         self._learning_rate = _LEARNING_RATE
         self._counts = _first_counts(seed)
         self._held = self._empty(min(_FIRST_NUM_ROWS, capacity_tokens))
-        self._sequence_0 = OpenSequence()
+        self._state_0 = begin_state()  # of sequence 0
         self._num_opened = 1
         self._is_read_only = False
-        #: Whether the text may be half written, since an update was cut short, as by a fork.
-        self._is_dirty = False
         #: Fingerprints, opaque here, of the tokenizer of the text and of the model whose harvested
         #: successors these are; "" where unknown.
         self.tokenizer = ""
         self.model = ""
 
     def _own(self, beside: "NGramPool | None" = None) -> None:
-        """Make what no copy shares; scratch, by number of layers, goes with the lock."""
-        self._lock: Any = new_lock() if beside is None else beside._lock
-        self._rooms: dict[int, Room] = {} if beside is None else beside._rooms
-        self._sequences = {0: self._sequence_0}
+        """Make what no copy shares; scratch goes with the lock."""
+        # Reentrant, for a signal handler may call in the middle of a method.
+        self._lock: Any = threading.RLock() if beside is None else beside._lock
+        self._scratch: Scratch = (
+            Scratch(self.max_match, self._max_ngram_size) if beside is None else beside._scratch
+        )
+        self._sequences = {0: OpenSequence(state=self._state_0)}
         self._no_sequence = OpenSequence()
-        self._last_header: Header | None = None
+        self._known: tuple[Any, Header] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            self._header()  # whole
             return copy.deepcopy({k: v for k, v in vars(self).items() if k not in _NOT_COPIED})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -223,9 +249,9 @@ class NGramPool:
     @property
     def nbytes(self) -> int:
         """Bytes allocated now, all arrays together; grows by doubling with the text held."""
-        rooms = [room.arrays for room in list(self._rooms.values())]
-        groups = [*rooms, self._held, self._unigrams, (self._weights, self._counts)]
-        return sum(array.nbytes for group in groups for array in group) + self._harvested.nbytes
+        arrays = *self._scratch.header.arrays, *self._held, *self._unigrams, self._weights
+        num_bytes: int = sum(array.nbytes for array in (*arrays, self._counts))
+        return num_bytes + self._harvested.nbytes
 
     @property
     def seed(self) -> int:
@@ -284,7 +310,7 @@ class NGramPool:
         if not isinstance(prewarmed, SuccessorTable | None):
             raise TypeError(f"expected prewarmed to be a SuccessorTable, got {prewarmed!r}")
         held = _checked_layers(layers)
-        opened = OpenSequence(prewarmed, held, [layer._header() for layer in held])
+        opened = OpenSequence(_NO_TABLE if prewarmed is None else prewarmed, held)
         with self._lock:
             self._check_learns("open_sequence")
             number = self._num_opened
@@ -300,8 +326,8 @@ class NGramPool:
         """
         with self._lock:
             self._check_learns("close_sequence")
-            if self._sequence(sequence) is self._sequence_0:
-                self._sequence_0.begin()
+            if self._sequence(sequence) is self._sequences[0]:
+                self._state_0[:] = begin_state()
             else:
                 del self._sequences[sequence]
 
@@ -323,7 +349,7 @@ class NGramPool:
             TypeError: ids are not integers.
             ValueError: an id is negative or too large, the shape is not one-dimensional, or the
                 sequence is not open. The pool is unchanged after such an error, or if there is no
-                memory to grow. After an interrupt, it has observed a first part of the tokens.
+                memory to grow.
         """
         ids = token_ids_of("token_ids", token_ids)
         with self._lock:
@@ -421,7 +447,7 @@ class NGramPool:
                 more = {k: n - own.get(k, 0.0) for k, n in unigrams.items() if n > own.get(k, 0.0)}
                 for token_id in sorted(
                     more, key=more.__getitem__
-                ):  # the rarest go for want of room
+                ):  # the rarest go where it is full
                     self._count_unigrams([[token_id]], [[more[token_id]]])
         self.tokenizer = self.tokenizer or other.tokenizer
         self.model = self.model or other.model
@@ -471,15 +497,15 @@ class NGramPool:
         compile_texts()
         with self._lock:
             self._check_learns("forget")
-            header, text = self._header().row, self._held.text
+            row, text = self._header().row, self._held.text
             left = np.zeros(len(text), np.int32)
-            num_found = _kernels.find_occurrences(header, ids, left)
+            both_ways = np.stack([ids, ids[::-1]])
+            num_found = _kernels.find_occurrences(row, both_ways, np.empty_like(both_ways), left)
             distinct = np.unique(ids)
             is_elsewhere = np.isin(distinct, text[left == 0, TOKEN])
             contexts = self._contexts_of(ids, np.flatnonzero(left))
-            dropped = left, contexts, distinct[~is_elsewhere], bool(left.any())
-            self._write(_kernels.forget, *dropped)
-            self._rooms.clear()  # which have the last drafts
+            _kernels.forget(row, left, contexts, distinct[~is_elsewhere])
+            self._scratch.wipe()  # which has the last drafts
         return num_found
 
     # --- reading ----------------------------------------------------------------------------
@@ -656,8 +682,8 @@ class NGramPool:
         max_tokens = positive("max_tokens", max_tokens)
         token_ids, worths = np.empty(max_tokens, np.int32), np.empty(max_tokens)
         with self._lock:
-            header = self._sequence(sequence).header().row
-            found = _kernels.find_worthwhile(self._header().row, header, ids, token_ids, worths)
+            rows = self._header().row, self._sequence(sequence).row()
+            found = _kernels.find_worthwhile(*rows, ids, token_ids, worths)
         return token_ids[:found], worths[:found]
 
     def as_read_only(self) -> "NGramPool":
@@ -689,8 +715,7 @@ class NGramPool:
 
         Raises:
             OSError: the file cannot be written; the old one is as it was.
-            TypeError, ValueError: `tokenizer` or `model` is no string, or has more than 1000
-                characters.
+            TypeError, ValueError: `tokenizer` or `model` is no string, or is far too long.
         """
         write_pool(Path(path), self._stored())
 
@@ -768,7 +793,7 @@ class NGramPool:
             )
         self._held = TextArrays(arrays["text"], arrays["links"], arrays["heads"])
         self._counts[NEXT_POSITION] = stored.num_observed
-        self._sequence_0.state[:LOWERED_THEN] = arrays["sequence"]
+        self._state_0[:] = arrays["sequence"]
         if is_of_model:
             names = ("keys", "token_ids", "costs", "counts")
             self._harvested.take(*(arrays[f"harvested.{name}"] for name in names))
@@ -778,22 +803,19 @@ class NGramPool:
     def _stored(self) -> StoredPool:
         """Return a copy of all that a file holds."""
         with self._lock:
-            self._header()  # whole
             arrays = {
                 **self._held._asdict(),
                 **{f"unigrams.{name}": array for name, array in self._unigrams._asdict().items()},
-                **{f"harvested.{k}": array for k, array in self._harvested.held._asdict().items()},
+                **{f"harvested.{k}": v for k, v in self._harvested.held._asdict().items()},
                 "weights": self._weights,
-                "sequence": self._sequence_0.state,
-                "counts": self._counts,
+                "sequence": self._state_0,
             }
-            copies = dict(zip(arrays, map(np.ndarray.copy, arrays.values()), strict=True))
-        _kernels.lower(copies["sequence"], copies["counts"])
-        copies["sequence"] = copies["sequence"][:LOWERED_THEN]
+            copies = {name: arrays[name].copy() for name in DTYPES}
+            num_observed = self._counts.item(NEXT_POSITION)
         return StoredPool(
             self.max_ngram_size,
             self.capacity_tokens,
-            copies["counts"].item(NEXT_POSITION),
+            num_observed,
             self.seed,
             self.tokenizer,
             self.model,
@@ -830,22 +852,12 @@ class NGramPool:
 
     def _append_all(self, ids: Int64Array, opened: OpenSequence, is_answer: bool) -> None:
         self._grow_for(len(ids))
-        rate, header = self._learning_rate if is_answer else 0.0, opened.header().row
-        room = self._take_room(1, opened)
-        # In pieces that fit the capacity, so that positions can count them.
-        piece = min(self._capacity, _PIECE)
-        for start in range(0, len(ids) or 1, piece):
-            new = ids[start : start + piece].astype(np.int32)
-            self._lower_for(len(new))
-            self._write(_kernels.append, header, room.row, new, rate, 1, 0)
-        self._rooms[len(opened.layers)] = room
-
-    def _write(self, kernel: Callable[..., Any], *args: Any) -> None:
-        """Run a kernel that writes; if this is cut short, the text is rebuilt at its next use."""
-        header = self._header().row
-        self._is_dirty = True
-        kernel(header, *args)
-        self._is_dirty = False
+        rate, row = self._learning_rate if is_answer else 0.0, opened.row()
+        scratch = self._scratch.row_for(1, len(opened.layers))
+        for start in range(0, len(ids) or 1, self._capacity):  # so that positions can count them
+            new = ids[start : start + self._capacity].astype(np.int32)
+            self._lower_for(len(new), opened)
+            _kernels.append(self._header().row, row, scratch, new, rate, 1, 0)
 
     def _grow_for(self, num_tokens: int) -> None:
         """Have room for more tokens, up to the capacity."""
@@ -854,26 +866,18 @@ class NGramPool:
         while num_rows < min(end, self._capacity):
             num_rows = min(2 * num_rows, self._capacity)
         if num_rows > len(old):  # so nothing was overwritten: a position still is its own row
-            self._header()  # whole
-            self._index(num_rows)
+            new = self._empty(num_rows)
+            new.text[: len(old)] = old
+            _kernels.reindex(self._header_with(new).row)
+            self._held = new
 
-    def _index(self, num_rows: int) -> None:
-        """Copy the text to so many rows and index it anew, in one store."""
-        new, old = self._empty(num_rows), self._held.text
-        new.text[: len(old)] = old
-        header = self._header_with(new).row
-        if self._is_dirty:
-            _kernels.mend(header)
-        _kernels.reindex(header)
-        self._held, self._is_dirty = new, False
-
-    def _lower_for(self, num_tokens: int) -> None:
-        """Lower positions if those of more tokens would overflow."""
+    def _lower_for(self, num_tokens: int, opened: OpenSequence) -> None:
+        """Lower positions if those of more tokens would overflow, in `opened` and all others."""
         if self._counts.item(NEXT_POSITION) + num_tokens > _POSITION_LIMIT:
-            self._write(_kernels.rebase)
-            # Other sequences are lowered as they are used. A copy that is only read has this one,
-            # and threads that use it at once.
-            _kernels.lower(self._sequence_0.state, self._counts)
+            before = self._counts.item(LOWERED)
+            _kernels.rebase(self._header().row)
+            for sequence in {opened, *self._sequences.values()}:
+                lower_state(sequence.state, self._counts.item(LOWERED) - before)
 
     def _count_unigrams(self, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Add harvested probabilities to the expected counts of tokens."""
@@ -897,10 +901,10 @@ class NGramPool:
         """Return what is held of the text observed after so many tokens."""
         compile_texts()
         with self._lock:
-            header, since = self._header().row, num_observed - self._counts.item(LOWERED)
+            row, since = self._header().row, num_observed - self._counts.item(LOWERED)
             num_tokens = min(len(self), max(0, self._counts.item(NEXT_POSITION) - since))
             token_ids, bounds = np.empty(num_tokens, np.int32), np.empty(num_tokens + 1, np.int32)
-            num = _kernels.write_texts(header, since, token_ids, bounds)
+            num = _kernels.write_texts(row, since, token_ids, bounds)
         return (token_ids[begin:end] for begin, end in pairwise(bounds[: num + 1].tolist()))
 
     def _grow(
@@ -921,18 +925,15 @@ class NGramPool:
             uniforms = _NONE_DRAWN if rng is None else rng.random(size)
             if not len(ids):
                 return Draft.empty() if rng is None else SampledDraft.empty()
-            room, header = self._take_room(size, opened), self._header().row
-            tree = opened.header().row, room.row, ids[::-1].copy(), size, most_leaves, uniforms
-            num = _kernels.grow_tree(header, *tree)
-            token_ids, parents, depths = room.nodes[:3, :num].astype(np.int32)
-            nodes = token_ids, parents, depths, room.node_probs[:num].copy()
+            row = self._scratch.row_for(size, len(opened.layers))
+            tree = opened.row(), row, ids[::-1].copy(), size, most_leaves, uniforms
+            num, scratch = _kernels.grow_tree(self._header().row, *tree), self._scratch
+            token_ids, parents, depths = scratch.nodes[:3, :num].astype(np.int32)
+            nodes = token_ids, parents, depths, scratch.node_probs[:num].copy()
             if rng is None:
-                draft: Draft | SampledDraft = Draft(*nodes)
-            else:
-                left_ids = room.left_ids[parents + 1].astype(np.int32)
-                draft = SampledDraft(*nodes, left_ids, room.support_probs[:num].copy())
-            self._rooms[len(opened.layers)] = room
-            return draft
+                return Draft(*nodes)
+            left_ids = scratch.left_ids[parents + 1].astype(np.int32)
+            return SampledDraft(*nodes, left_ids, scratch.support_probs[:num].copy())
 
     def _draft_chains(
         self,
@@ -947,32 +948,26 @@ class NGramPool:
             num_more[pool] = num_more.get(pool, 0) + more
         for pool, more in num_more.items():
             pool._grow_for(more)
-            pool._lower_for(more)
+            pool._lower_for(more, pool._no_sequence)
         num_rows, width = len(rows.texts), int(rows.max_draft_tokens.max(initial=0))
         chains = DraftChains(
             np.full((num_rows, width), NONE, np.int32),
             np.zeros((num_rows, width)),
             np.empty(num_rows, np.int64),
         )
-        most_layers = max(opened, key=lambda one: len(one.layers), default=self._no_sequence)
-        room = self._take_room(1, most_layers)
-        of_sequences = [sequence.header() for sequence in opened]
         headers = {pool: pool._header() for pool in num_more}
+        scratch = self._scratch.row_for(1, max((len(one.layers) for one in opened), default=0))
+        if not num_rows:
+            return chains
         which = (
-            np.array([headers[pool].address for pool in pools], np.int64),
-            np.array([header.address for header in of_sequences], np.int64),
-            room.row,
+            np.array([headers[pool].row for pool in pools]),
+            np.array([one.row() for one in opened]),
+            scratch,
             rows.texts,
             rows.lengths,
         )
-        learning = {pool for pool, more in num_more.items() if more}
-        for pool in learning:
-            pool._is_dirty = True
         _kernels.observe_rows(*which, rows.num_new, self._learning_rate, learning_stride)
-        for pool in learning:
-            pool._is_dirty = False
         _kernels.draft_rows(*which, rows.max_draft_tokens, min_probability, *chains)
-        self._rooms[len(most_layers.layers)] = room
         return chains
 
     # --- arrays -----------------------------------------------------------------------------
@@ -989,41 +984,17 @@ class NGramPool:
             np.full((self._max_ngram_size, num_buckets), NONE, np.int32),
         )
 
-    def _take_room(self, max_draft_tokens: int, opened: OpenSequence) -> Room:
-        """Return scratch for this call alone, to be put back; else only the room is lost."""
-        num_layers = len(opened.layers)
-        room = self._rooms.pop(num_layers, None)
-        if room is None or max_draft_tokens > room.nodes.shape[1]:
-            num_nodes = max(max_draft_tokens, _LEAST_ROOM)
-            room = Room(num_nodes, num_layers, self.max_match, self._max_ngram_size)
-        return room
-
     def _header(self) -> Header:
-        """Return the kernels' header, with the arrays as they are now, and whole."""
-        if self._is_dirty:
-            self._index(len(self._held.text))
+        """Return the kernels' header, with the arrays as they are now."""
         now = self._held, self._harvested.held, self._weights, self._unigrams
-        if self._last_header is None or not all(map(operator.is_, now, self._last_header.held)):
-            self._last_header = self._header_with(self._held)
-        return self._last_header
+        if self._known is None or not all(map(operator.is_, now, self._known[0])):
+            self._known = now, self._header_with(self._held)
+        return self._known[1]
 
     def _header_with(self, held: TextArrays) -> Header:
         """Return a header with another text."""
-        table, weights, unigrams, counts = (
-            self._harvested.held,
-            self._weights,
-            self._unigrams,
-            self._counts,
-        )
-        values = [
-            *(array.ctypes.data for array in held),
-            *(len(held.text), *held.heads.shape),
-            *(array.ctypes.data for array in (counts, weights, table.header, *unigrams)),
-            *(len(unigrams.token_ids), 0),
-        ]
-        header = Header(values, (held, table, weights, unigrams, counts))
-        header.row[HEADER_AT] = header.address
-        return header
+        harvested = self._harvested.held.header
+        return Header(*held, self._counts, self._weights, *self._unigrams, harvested.row)
 
     # --- compiling --------------------------------------------------------------------------
 
@@ -1031,9 +1002,8 @@ class NGramPool:
         """Run every kernel that a new pool's drafts need, so that no token waits for a compiler."""
         nothing = np.zeros(1, np.int64)
         self._append_all(nothing[:0], self._no_sequence, False)
-        self._is_dirty = True  # rebuilds
-        self._write(_kernels.rebase)
-        _kernels.lower(self._no_sequence.state, self._counts)
+        for kernel in (_kernels.reindex, _kernels.rebase):
+            kernel(self._header().row)
         self.draft(nothing, 1, 1)
         self._count_unigrams(np.empty((0, 1)), np.empty((0, 1)))
         self.explore(1, nothing)
@@ -1050,11 +1020,11 @@ class NGramPool:
     def _run_texts(self) -> None:
         """Run the kernels that read and write whole texts once."""
         _kernels.find_unsound(*self._held, 0)
-        header, none = self._header().row, np.zeros(1, np.int64)
+        row, none = self._header().row, np.zeros((2, 1), np.int64)
         left = np.zeros(len(self._held.text), np.int32)
-        _kernels.write_texts(header, 0, left[:0], left)
-        _kernels.find_occurrences(header, none, left)
-        _kernels.forget(header, left, none, none, False)
+        _kernels.write_texts(row, 0, left[:0], left)
+        _kernels.find_occurrences(row, none, none, left)
+        _kernels.forget(row, left, none[0], none[0])
 
 
 @cache
@@ -1096,4 +1066,4 @@ def _first_counts(seed: int | None) -> Int64Array:
     elif not 0 <= seed < 2**_SEED_BITS:
         raise ValueError(f"expected seed from 0 to 2**{_SEED_BITS} - 1, got {seed}")
     multiplier = HASH_MULTIPLIER ^ (int(seed) >> 31) << 1
-    return np.array([0, 0, int(seed) & HASH_MASK, multiplier], np.int64)
+    return np.array([0, 0, int(seed) & MAX_TOKEN_ID, multiplier])

@@ -33,11 +33,9 @@ from ngram_pool.checks import positive, token_ids_of
 from ngram_pool.errors import NewerPoolFileError, PoolFileError
 from ngram_pool.files import stamp_of
 from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE, NGramPool
-from ngram_pool.writing import sweep, write_whole
+from ngram_pool.writing import MAX_STEM_LENGTH, sweep, write_whole
 
 MAX_NAME_LENGTH = 200
-# As long as the names that unfinished files begin with. Longer ones are hashed.
-_MAX_STEM_LENGTH = 64
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 # Windows has no files of these names.
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{d}{i}" for d in ("com", "lpt") for i in range(10))}
@@ -46,7 +44,6 @@ _HASHED = "="  # begins the stems of names that are hashed
 _NUM_LOCKS = 64
 # Saving the largest pool takes seconds.
 _LOCK_SEC = 60.0
-_POLL_SEC = 0.005
 # Each doubling of the tokens that a pool saved counts like being used so much later.
 _STAY_SEC = 600.0
 
@@ -67,9 +64,6 @@ class StoreStats:
     num_dropped: int  # files removed to keep within the budget
 
 
-_NOTHING = (0, 0.0)
-
-
 @dataclass(slots=True, eq=False)
 class _Entry:
     """A name whose pool is in memory, or on its way."""
@@ -79,7 +73,7 @@ class _Entry:
     lock: Any = field(default_factory=threading.RLock)  # held while the pool is loaded or saved
     num_users: int = 0
     pool: NGramPool | None = None
-    mark: tuple[int, float] = _NOTHING  # what of the pool is in the file
+    mark: tuple[int, float] = 0, 0.0  # what of the pool is in the file
     stamp: str | None = None  # of the file, as we last read or wrote it; None for none
     epoch: str = ""  # differs once something was forgotten elsewhere
     is_behind: bool = False  # the file has text of others that the pool, being in use, has not
@@ -90,7 +84,7 @@ class _Entry:
     @property
     def has_learned(self) -> bool:
         """Whether the pool holds anything."""
-        return self.pool is not None and self.pool._learned != _NOTHING
+        return self.pool is not None and any(self.pool._learned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +117,7 @@ class PoolStore:
     deleted in one process does not come back from another: that one lets go of its copy, with what
     it had not saved, when it next saves or once it is no longer in use.
 
-    Methods may be called from several threads. A forked child begins with nothing open, and saves
-    nothing of what its parent has open.
+    Methods may be called from several threads; a forked child makes a store of its own.
 
     Args:
         folder: of the files; made for its owner's eyes only if there is none.
@@ -176,11 +169,6 @@ class PoolStore:
         for folder in (self.folder, self.folder / ".locks"):
             sweep(folder)
         self._is_closed = False
-        self._begin()
-        _stores.add(self)
-
-    def _begin(self) -> None:
-        """Begin with nothing open, as a forked child does too."""
         self._lock = threading.RLock()  # of all below; nobody waits for anything else holding it
         self._entries: dict[str, _Entry] = {}  # by stem
         # Those that nobody uses, the least valuable first.
@@ -190,6 +178,7 @@ class PoolStore:
         self._counted = dict.fromkeys(("loaded", "saved", "failed", "evicted", "dropped"), 0)
         self._done = threading.Event()
         self._saver: threading.Thread | None = None
+        _stores.add(self)
 
     def __repr__(self) -> str:
         return f"PoolStore({str(self.folder)!r}, in_memory={len(self._entries)})"
@@ -587,8 +576,7 @@ class PoolStore:
         """Keep other processes from a name; a killed one keeps nobody off."""
         path = self._shared(entry, ".lock")
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        lock = FileLock(path, timeout=_LOCK_SEC, mode=0o600)
-        with lock.acquire(poll_interval=_POLL_SEC):
+        with FileLock(path, timeout=_LOCK_SEC, mode=0o600):
             yield
 
     def _shared(self, entry: _Entry, suffix: str) -> Path:
@@ -705,14 +693,7 @@ def _close_all() -> None:
             store.close()
 
 
-def _begin_all() -> None:
-    for store in list(_stores):
-        store._begin()
-
-
 atexit.register(_close_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_all)
 
 
 def stem_of(name: str) -> str:
@@ -729,7 +710,7 @@ def stem_of(name: str) -> str:
     encoded = name.encode("utf-8", "surrogatepass")
     # Capital letters too: some file systems do not tell them apart.
     stem = "".join(chr(byte) if chr(byte) in _PLAIN else f"%{byte:02x}" for byte in encoded)
-    if len(stem) <= _MAX_STEM_LENGTH and stem not in _RESERVED:
+    if len(stem) <= MAX_STEM_LENGTH and stem not in _RESERVED:
         return stem
     return _HASHED + hashlib.blake2b(encoded, digest_size=24).hexdigest()
 

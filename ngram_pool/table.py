@@ -5,6 +5,7 @@ models or torch.
 """
 
 import copy
+import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,16 +17,14 @@ from ngram_pool._kernels import (
     COST_STEPS,
     MAX_TOKEN_ID,
     NONE,
-    NUM_CONTEXTS,
     Int32Array,
     Int64Array,
 )
+from ngram_pool.arrays import Header
 from ngram_pool.checks import positive
-from ngram_pool.locks import new_lock
 
 DEFAULT_NUM_SUCCESSORS = 8
 _LEAST_ROWS = 64
-_LEAST_PIECE = 16
 # What is kept of a table, by name.
 _SAVED = {"keys": np.int64, "counts": np.int32, "token_ids": np.int32, "costs": np.uint16}
 
@@ -37,7 +36,8 @@ class _Rows(NamedTuple):
     token_ids: Int32Array  # [num_rows, num_successors], likeliest first, NONE where fewer are known
     costs: NDArray[np.uint16]  # as `token_ids`, -ln(prob) * COST_STEPS
     counts: Int32Array  # [num_rows], how often each was put
-    header: Int64Array  # of the kernels, who count the rows in use in it
+    num_contexts: Int64Array  # [1], how many rows are in use
+    header: Header  # of all these, for the kernels
 
     @classmethod
     def of(
@@ -47,9 +47,8 @@ class _Rows(NamedTuple):
         costs: NDArray[np.uint16],
         counts: Int32Array,
     ) -> "_Rows":
-        arrays = keys, token_ids, costs, counts
-        sizes = *token_ids.shape, np.count_nonzero(keys != NONE)
-        return cls(*arrays, np.array([*(array.ctypes.data for array in arrays), *sizes], np.int64))
+        arrays = keys, token_ids, costs, counts, np.array([np.count_nonzero(keys != NONE)])
+        return cls(*arrays, Header(*arrays))
 
 
 class SuccessorTable:
@@ -87,14 +86,11 @@ class SuccessorTable:
         self._capacity = _power_of_two(max(positive("capacity", capacity), _LEAST_ROWS))
         self._num_successors = positive("num_successors", num_successors)
         self._averages = averages
-        #: Whether rows may be half written, since putting was cut short, as by a fork.
-        self._is_dirty = False
-        self._lock = new_lock()
+        self._lock: Any = threading.RLock()  # a signal handler may call in the middle of a method
         self._held = self._empty(_LEAST_ROWS)
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            self._mend()
             state = {name: value for name, value in vars(self).items() if name != "_lock"}
             return {**state, "_held": [array.copy() for array in self._held[:4]]}
 
@@ -103,7 +99,7 @@ class SuccessorTable:
         self._become({**state, "_held": [array.copy() for array in state["_held"]]})
 
     def _become(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=new_lock(), _held=_Rows.of(*state["_held"]))
+        vars(self).update(state, _lock=threading.RLock(), _held=_Rows.of(*state["_held"]))
 
     def __copy__(self) -> "SuccessorTable":
         copied = type(self).__new__(type(self))
@@ -115,7 +111,7 @@ class SuccessorTable:
 
     def __len__(self) -> int:
         """Return the number of contexts held."""
-        return self._held.header.item(NUM_CONTEXTS)
+        return self._held.num_contexts.item()
 
     def __repr__(self) -> str:
         return f"SuccessorTable(capacity={self._capacity}, held={len(self)}, nbytes={self.nbytes})"
@@ -213,13 +209,8 @@ class SuccessorTable:
             np.empty(size, np.float64),
         )
         with self._lock:
-            self._mend()
-            # Buckets overflow beyond half load.
-            while 2 * (len(self) + 2 * len(ids)) > len(self._held.keys) < self._capacity:
-                self._resize(self._held, 2 * len(self._held.keys))
-            self._is_dirty = True
-            is_valid = _kernels.put_tree(self._held.header, *given)
-            self._is_dirty = False
+            self._grow_for(2 * len(ids))
+            is_valid = _kernels.put_tree(self._held.header.row, *given)
         if not is_valid:
             raise ValueError(
                 f"expected token ids up to {MAX_TOKEN_ID}, parents before their children, and "
@@ -237,7 +228,7 @@ class SuccessorTable:
             return None
         with self._lock:
             held = self._held
-            row = _kernels.find_context(held.header, previous, last)
+            row = _kernels.find_context(held.header.row, previous, last)
             if row == NONE:
                 return None
             is_known = held.token_ids[row] != NONE
@@ -253,7 +244,6 @@ class SuccessorTable:
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return copies of all that is held, for writing to a file; newest first in each bucket."""
         with self._lock:
-            self._mend()
             held = self._held._asdict()
             is_held = held["keys"] != NONE
             return {name: held[name][is_held] for name in _SAVED}
@@ -281,9 +271,9 @@ class SuccessorTable:
             raise ValueError("expected the arrays of a table to have a row for each key")
         if ids.shape[1] < 1 or (num and min(keys.min(), counts.min() - 1, ids.min() + 1) < 0):
             raise ValueError("expected keys, counts and token ids of a table, got negative ones")
-        table = cls(2 * (num + _LEAST_PIECE) if capacity is None else capacity, ids.shape[1])
+        table = cls(max(2 * num, 1) if capacity is None else capacity, ids.shape[1])
         num_rows = _LEAST_ROWS
-        while num_rows < min(2 * (num + _LEAST_PIECE), table._capacity):
+        while num_rows < min(2 * num, table._capacity):
             num_rows *= 2
         keys, ids, costs, counts = map(np.ascontiguousarray, (keys, ids, costs, counts))
         table._resize(_Rows.of(keys, ids, costs, counts), num_rows)
@@ -318,33 +308,24 @@ class SuccessorTable:
     def _put(self, pairs: Int64Array, ids: Int32Array, probs: NDArray[np.float32]) -> None:
         scratch_size = ids.shape[1] + self._num_successors
         scratch = np.empty(scratch_size, np.int32), np.empty(scratch_size, np.float64)
-        start = 0
         with self._lock:
-            self._mend()
-            while start < len(pairs):
-                # Buckets overflow beyond half load, so the table grows before each piece is put.
-                num_rows = len(self._held.keys)
-                room = num_rows // 2 - len(self)
-                if room < _LEAST_PIECE and num_rows < self._capacity:
-                    self._resize(self._held, 2 * num_rows)
-                    continue
-                part = slice(start, start + max(room, _LEAST_PIECE))
-                given = pairs[part], ids[part], probs[part]
-                self._is_dirty = True
-                _kernels.put_successors(self._held.header, *given, self._averages, *scratch)
-                self._is_dirty = False
-                start = part.stop
+            self._grow_for(len(pairs))
+            _kernels.put_successors(
+                self._held.header.row, pairs, ids, probs, self._averages, *scratch
+            )
 
-    def _mend(self) -> None:
-        """Count and order the rows anew where putting was cut short; under the lock."""
-        if self._is_dirty:
-            self._resize(self._held, len(self._held.keys))
-            self._is_dirty = False
+    def _grow_for(self, num_more: int) -> None:
+        """Have room for more contexts, up to the capacity: buckets overflow beyond half load."""
+        num_rows = len(self._held.keys)
+        while 2 * (len(self) + num_more) > num_rows < self._capacity:
+            num_rows *= 2
+        if num_rows > len(self._held.keys):
+            self._resize(self._held, num_rows)
 
     def _resize(self, old: _Rows, num_rows: int) -> None:
         """Move what `old` holds to `num_rows` rows: all or nothing, even if interrupted."""
         new = self._empty(num_rows)
-        _kernels.rehash(old.header, new.header)
+        _kernels.rehash(old.header.row, new.header.row)
         self._held = new
 
 

@@ -132,8 +132,7 @@ class OraclePool:
             for handle, its in self.open.items():
                 if its == sequence:
                     self.open[handle] = number
-        if forgotten:
-            self.indexed_anew = (len(self.arrivals), first)
+        self.indexed_anew = (len(self.arrivals), first)
         self.cached_spots = None
         gone = set(sought) - {token_id for _, token_id in self.held()}
         self.harvested.drop(contexts, gone)
@@ -345,7 +344,8 @@ class OraclePool:
                 known += 1 if source == _kernels.HARVESTED_PAIR else 2
             for token_id, cost in costs or []:
                 value = -cost / _kernels.COST_STEPS - _kernels.LEAST_LOG_PROB
-                add(token_id, source, max(value, _kernels.FAINT))
+                if value > 0:
+                    add(token_id, source, value)
         if len(context) > 3 and path_prob > _kernels.UNLIKELY:
             for token_id, length in self.skips(context, handle):
                 add(token_id, _kernels.SKIP, math.log(length) + 0.1)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode
@@ -20,16 +20,12 @@ def in_batches(prompts: Sequence[_T], batch_size: int) -> list[Sequence[_T]]:
 def encode_batch(
     loaded: LoadedModel, texts: Sequence[str], pad_token_id: int
 ) -> dict[str, torch.Tensor]:
-    """Return `input_ids` and `attention_mask`, int64 [num_prompts, longest], padded on the left.
-
-    Padding is done here, so it does not matter on which side the tokenizer pads.
-    """
+    """Return `input_ids` and `attention_mask`, int64 [num_prompts, longest], padded on the left."""
     rows = [encode(loaded.tokenizer, text, loaded.model.device) for text in texts]
-    longest = max(row["input_ids"].shape[1] for row in rows)
     fills = {"input_ids": pad_token_id, "attention_mask": 0}
     return {
-        name: torch.cat(
-            [pad(row[name], (longest - row[name].shape[1], 0), value=fill) for row in rows]
+        name: pad_sequence(
+            [row[name][0] for row in rows], True, padding_value=fill, padding_side="left"
         )
         for name, fill in fills.items()
     }

@@ -73,7 +73,7 @@ def beside_pool(drafter_of: Callable[[Given], Drafter]) -> Callable[[Given], Lad
 METHODS: dict[str, MethodInfo] = {
     **BASELINES,
     "no_drafts": MethodInfo(
-        lambda given: Lade(replace(given.config, max_draft_tokens=0, step_costs=None)),
+        lambda given: Lade(replace(given.config, max_draft_tokens=0)),
         "lade without drafts: one token a step, on a CPU with its own products",
     ),
     "lade": MethodInfo(with_pool, "lade, one pool for all prompts of a pass", keeps_pool=True),

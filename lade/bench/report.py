@@ -89,27 +89,6 @@ def _cells(summary: Summary) -> tuple[str, ...]:
     )
 
 
-def source_table(results: Sequence[Result], methods: Sequence[str]) -> Sheet | None:
-    """Return what each source of drafts did where there are several, loops left out; or None."""
-    part = groups(results).get(OVERALL, [*results])
-    sections = [
-        [
-            (
-                *(method, name, f"{source.num_asked:,}", f"{source.num_draft_tokens:,}"),
-                f"{source.num_accepted_tokens:,}",
-                share_text(source.acceptance_rate if source.num_draft_tokens else None),
-                f"{source.sec:.2f}",
-            )
-            for name, source in _sources_of(part, method).items()
-        ]
-        for method in methods
-    ]
-    sections = [rows for rows in sections if rows]
-    names = ("method", "source", "asked", "drafted", "accepted", "accepted/drafted", "seconds")
-    caption = "Tokens that several sources drafted are counted for each."
-    return Sheet("Sources of drafts", names, 2, sections, caption) if sections else None
-
-
 def _sources_of(results: Sequence[Result], method: str) -> Mapping[str, Any]:
     stats = stats_of(result.answers[method] for result in results)
     return {} if stats is None else stats.sources

@@ -5,7 +5,6 @@ probabilities are to be believed (`calibration.py`).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +17,6 @@ from lade.budget.costs import (
     Costs,
     ForwardCosts,
     Trials,
-    arrays_of,
-    interpolated,
 )
 
 Probs = Sequence[Sequence[float] | Floats]
@@ -94,9 +91,6 @@ class Budget:
 _FADING = 0.9  # per step, of the number of nodes verified before
 _LEAST_ASKED = 16  # nodes; fewer would hide drafts that pay only when they are large
 _MAX_DRAFT_TOKENS = 63
-# Nodes of all rows together that are chosen from: few, for a library prepares each size anew.
-_SUMS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
-
 # A batch is done when its slowest row is done, so most of the weight goes to the rows that lag: e
 # times less for each `_LEAD` tokens that a row is ahead of the last one. Rows ahead keep a share,
 # because a batch that has lost them is cheaper to run. Replay of recorded answers with 8 rows and
@@ -136,8 +130,6 @@ class MeasuredBudget(Budget):
         self._costs = ForwardCosts() if costs is None else costs
         self._patience = self._costs.begin_call()
         self._trials: dict[int, Trials] = {}  # by the bit length of the batch size
-        # Numbers of nodes to choose from, and sizes, by the most and by pending tokens.
-        self._sizes: dict[tuple[int, int], tuple[NDArray[np.int64], Floats]] = {}
         self._calibration = Calibration(1 / (1 + temperature**3))
         self._most = _MAX_DRAFT_TOKENS if most is None else min(most, _MAX_DRAFT_TOKENS)
         self._recent_most = float(self._most)  # most nodes of a row verified lately, decayed
@@ -173,11 +165,8 @@ class MeasuredBudget(Budget):
             gains = np.zeros(max(map(len, probs)))
             for worth in worths:
                 gains[: len(worth)] += worth
-        asked = len(gains), num_pending
-        if asked not in self._sizes:
-            nums = self._options([size - 1 - num_pending for size in SIZES], len(gains))
-            self._sizes[asked] = nums, nums.astype(np.float64) + (1.0 + num_pending)
-        nums, sizes = self._sizes[asked]
+        nums = _options([size - 1 - num_pending for size in SIZES], len(gains))
+        sizes: Floats = nums + np.float64(1 + num_pending)
         expected = np.ones(1 + len(gains))
         expected[1:] += gains.cumsum()
         chosen = nums.item(self._best(sizes, expected[nums], len(probs)))
@@ -198,7 +187,7 @@ class MeasuredBudget(Budget):
         # Of one row, nodes keep their order: the first ones are a tree.
         worths = np.concatenate([np.minimum.accumulate(each) for each in self._worths(probs)])
         order = np.argsort(-worths, kind="stable")
-        nums = self._options(_SUMS, len(order))
+        nums = _options([size - 1 for size in SIZES], len(order))
         gains = 1.0 + np.concatenate([[0.0], worths[order].cumsum()])[nums]
         best = self._best(1.0 + nums / len(probs), gains, len(probs))
         rows = np.repeat(np.arange(len(probs)), [*map(len, probs)])[order[: nums[best]]]
@@ -215,10 +204,6 @@ class MeasuredBudget(Budget):
             calibrations = [self._calibration] * len(probs)
         rows = zip(weights, calibrations, probs, strict=True)
         return [weight * calibration.believed(row) for weight, calibration, row in rows]
-
-    def _options(self, between: Sequence[int], most: int) -> NDArray[np.int64]:
-        """Return the numbers of nodes to choose from: 0, some between, and the most."""
-        return np.array([0, *(num for num in between if 0 < num < most), most])
 
     def _best(self, sizes: Floats, gains: Floats, num_rows: int) -> int:
         """Return the index of the best size, in tokens per row, by the expected tokens."""
@@ -272,30 +257,6 @@ class MeasuredBudget(Budget):
         return costs, self._trials[num_bits]
 
 
-class PricedBudget(MeasuredBudget):
-    """Budget by given step costs and the drafter's own probabilities, for reproducible runs.
-
-    Args:
-        step_costs: cost of a step, in any unit, by the number of tokens in the whole forward, all
-            rows together; at least two sizes. Sizes between them are interpolated, larger ones
-            extrapolated from the last two.
-        most: as for `MeasuredBudget`.
-    """
-
-    max_draft_tokens = _MAX_DRAFT_TOKENS
-
-    def __init__(self, step_costs: Mapping[int, float], most: int | None = None) -> None:
-        super().__init__(most=most)
-        self.max_draft_tokens = self._most
-        self._prices = arrays_of(step_costs)
-
-    def record(self, *_: Any, **__: Any) -> None:
-        """Learn nothing."""
-
-    num_nodes_at = Budget.num_nodes_at  # as for a call alone, so that runs are reproducible
-
-    def _options(self, between: Sequence[int], most: int) -> NDArray[np.int64]:
-        return np.arange(most + 1, dtype=np.int64)
-
-    def _best(self, sizes: Floats, gains: Floats, num_rows: int) -> int:
-        return int((gains / interpolated(num_rows * sizes, *self._prices)).argmax())
+def _options(between: Sequence[int], most: int) -> NDArray[np.int64]:
+    """Return the numbers of nodes to choose from: 0, some between, and the most."""
+    return np.array([0, *(num for num in between if 0 < num < most), most])

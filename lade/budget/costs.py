@@ -25,11 +25,10 @@ KNOTS = np.array(SIZES, np.float64)
 # one-token step. Optimistic on purpose: a size that looks better than it is gets tried, measured
 # and abandoned.
 PRIOR_SLOPE = 0.01
-# Weights of a new measurement: on all sizes, because a longer text or a busy machine slows all of
-# them, or of the first few where costs are known from another time; and on its own size, where the
-# first few are averaged.
-_SHARED_WEIGHT, _SCALING_WEIGHT, _OWN_WEIGHT = 0.1, 0.5, 0.1
-_NUM_SCALING = 4  # measurements that correct costs of another time, all by the same factor
+# Least weight of a new measurement, on its own size and, because a longer text or a busy machine
+# slows all of them, on all sizes: half where costs are of another time, for the first few.
+_OWN_WEIGHT = _SHARED_WEIGHT = 0.1
+_NUM_SCALING = 4
 # A measurement is clipped to within a factor of the expected cost, another one until there are two.
 _OUTLIER, _FIRST_OUTLIER = 1.3, 2.0
 # A cost may be lower than measured: by this fraction after one measurement, and by this over the
@@ -41,27 +40,27 @@ _LEAST_COUNTED, _MOST_COUNTED = 2.0, 10.0
 _MEMORY = 0.997  # per step
 _PATIENCE_AT_FIRST = 4  # steps; the first one of a size does not count, and two must
 
-# Steps of a call until drafting, or not drafting, is tried though the other has won throughout:
-# doubled each time, up to this. A try every 128 steps costs 0.5 % where a second token makes a step
-# 1.6 times as long, as in float32 on some CPUs. Sooner where the costs were not measured yet, and
-# in every so many calls, whatever their texts are.
-_LAST_PROBE, _FIRST_PROBE, _SHORT_PROBE = 128, 16, 4
-_CALLS_BETWEEN_PROBES = 8
+# Steps of a call until drafting, or not drafting, is tried though the other has won throughout, the
+# first time and later. A try every 128 steps costs 0.5 % where a second token makes a step 1.6
+# times as long, as in float32 on some CPUs. The first comes early where costs were not measured
+# yet, and in every so many calls, whatever their texts are.
+_FIRST_TRIAL, _LAST_TRIAL = 4, 128
+_CALLS_BETWEEN_TRIALS = 8
 
 
 class Trials:
     """When a call has drafted and has not, last, and when it is to try the other way for once."""
 
-    def __init__(self, first: int, patience: int) -> None:
+    def __init__(self, patience: int) -> None:
         self._num_steps = 0
-        self._last = {True: first, False: first}  # steps, by whether they drafted
+        self._last = {True: 0, False: 0}  # steps, by whether they drafted
         self._patience = patience
         self._trial = -1  # the step that was the last trial
 
     def decide(self, is_drafting: bool) -> bool:
         """Return whether to draft: as it seems best, or for once the other way."""
         if self._num_steps - self._last[not is_drafting] >= self._patience:
-            self._patience = min(2 * self._patience, _LAST_PROBE)
+            self._patience = min(4 * self._patience, _LAST_TRIAL)
             self._trial = self._num_steps
             is_drafting = not is_drafting
         self._last[is_drafting] = self._num_steps
@@ -73,25 +72,6 @@ class Trials:
         return self._trial == self._num_steps - 1
 
 
-class _Places(NamedTuple):
-    """Which sizes were measured, and how the guess goes on before and beyond them."""
-
-    indices: NDArray[np.intp]
-    sizes: Floats
-    before: Floats  # relative to the first
-    beyond: Floats  # from the last on, relative to it
-
-    @classmethod
-    def of(cls, guess: Floats, num: Floats) -> "_Places":
-        """Return the places of some numbers of measurements."""
-        places = num.nonzero()[0]
-        if not len(places):
-            return cls(places, guess[:0], guess[:0], guess[:0])
-        first, last = places[[0, -1]].tolist()
-        before, beyond = guess[:first] / guess[first], guess[last:] / guess[last]
-        return cls(places, KNOTS[places], before, beyond)
-
-
 class _Known(NamedTuple):
     """What is known of the sizes `KNOTS`; exchanged as a whole, for calls of other threads."""
 
@@ -99,7 +79,6 @@ class _Known(NamedTuple):
     num: Floats  # measurements, gradually forgotten
     curve: Floats  # seconds, also where nothing was measured
     lowest: Floats  # what each may cost at the lowest
-    places: _Places
 
 
 class Costs:
@@ -115,16 +94,15 @@ class Costs:
         self._num_asked = 0
         self._num_scaling = 0  # measurements that are still to tell how fast the machine is now
         nothing = np.zeros(len(KNOTS))
-        self._known = _Known(nothing, nothing, guess, guess, _Places.of(guess, nothing))
+        self._known = _Known(nothing, nothing, guess, guess)
 
     @classmethod
     def of(cls, seconds: Mapping[int, float]) -> "Costs":
         """Return costs that were measured before, of at least two sizes, as a first guess."""
-        costs = cls(interpolated(KNOTS, *arrays_of(seconds)))
-        is_known = np.isin(KNOTS, [*seconds])
-        costs._know(
-            np.where(is_known, costs._guess, 0.0), np.where(is_known, _LEAST_COUNTED, 0.0), True
-        )
+        sizes = np.array(sorted(seconds), np.float64)
+        costs = cls(interpolated(KNOTS, sizes, np.array([seconds[int(size)] for size in sizes])))
+        is_known = np.isin(KNOTS, sizes)
+        costs._know(np.where(is_known, costs._guess, 0.0), np.where(is_known, _LEAST_COUNTED, 0.0))
         costs._num_scaling = _NUM_SCALING
         return costs
 
@@ -140,9 +118,7 @@ class Costs:
 
     def trials(self, patience: int) -> Trials:
         """Return the trials of a call that is to try the other way after so many steps."""
-        if self.are_unknown or self._num_scaling > 0:  # of this process
-            return Trials(0, _FIRST_PROBE)
-        return Trials(patience - _LAST_PROBE, _LAST_PROBE)
+        return Trials(_FIRST_TRIAL if self.are_unknown or self._num_scaling else patience)
 
     def choose(self, trials: Trials, sizes: Floats, gains: Floats) -> int:
         """Return the index of the size with the best ratio of tokens to time; 0 for no draft.
@@ -176,52 +152,42 @@ class Costs:
         share = (size - SIZES[left]) / (SIZES[left + 1] - SIZES[left])
         shares = [(left, 1.0 - share), (left + 1, share)]
         expected = sum(part * known.curve.item(knot) for knot, part in shares)
-        ratio = sec / expected
-        # The guess is known up to a factor.
-        scale = 1.0 if known.num.any() else ratio
-        ratio /= scale
+        ratio, is_guess = sec / expected, not known.num.any()  # which is known up to a factor
         least = min(known.num.item(knot) for knot, part in shares if part > 0)
+        is_scaling = self._num_scaling > 0
         # Forwards are often slower than they should be and hardly ever faster: where there are few
         # measurements, or none of late, a lower one is taken as it is.
-        is_scaling = self._num_scaling > 0
         is_news = ratio < 1.0 and (is_trial or least <= _LEAST_COUNTED) and not is_scaling
-        shared = 1.0
-        if not is_news:
+        shared = ratio if is_guess else 1.0
+        if not is_news and not is_guess:
             most = _FIRST_OUTLIER if is_scaling or least < _LEAST_COUNTED else _OUTLIER
             ratio = min(max(ratio, 1.0 / most), most)
             if least > 0:  # a wrong guess says nothing about the others
-                shared = 1.0 + (_SCALING_WEIGHT if is_scaling else _SHARED_WEIGHT) * (ratio - 1.0)
-                if is_scaling:
-                    self._num_scaling -= 1
-                    ratio /= shared
-        measured = shared * known.measured
+                shared = 1.0 + (0.5 if is_scaling else _SHARED_WEIGHT) * (ratio - 1.0)
+                self._num_scaling -= is_scaling
+        ratio /= shared
+        measured, curve = shared * known.measured, shared * known.curve
         num = np.maximum(_MEMORY * known.num, np.minimum(known.num, _LEAST_COUNTED))
         for knot, part in shares:
             if part > 0.0:
                 counted = num.item(knot)
-                before = measured.item(knot) if counted else scale * known.curve.item(knot)
+                before = measured.item(knot) if counted else curve.item(knot)
                 weight = 1.0 if is_news else max(1.0 / (1.0 + counted), _OWN_WEIGHT)
                 measured[knot] = before * (1.0 + part * weight * (ratio - 1.0))
                 num[knot] = min(_MOST_COUNTED, counted + part)
-        self._know(measured, num, not all(known.num.item(k) for k, part in shares if part > 0))
+        self._know(measured, num)
 
-    def _know(self, measured: Floats, num: Floats, is_other: bool) -> None:
-        """Interpolate costs between the measured sizes; beyond them they follow the guess.
-
-        Args:
-            is_other: whether other sizes than before were measured.
-        """
-        places = _Places.of(self._guess, num) if is_other else self._known.places
-        at_places = measured[places.indices]
-        curve = np.interp(KNOTS, places.sizes, at_places)
-        if len(places.before):
-            curve[: len(places.before)] = at_places[0] * places.before
-        curve[-len(places.beyond) :] = at_places[-1] * places.beyond
+    def _know(self, measured: Floats, num: Floats) -> None:
+        """Interpolate costs between the measured sizes; beyond them they follow the guess."""
+        places, guess = num.nonzero()[0], self._guess
+        first, last, found = int(places[0]), int(places[-1]), measured[places]
+        curve = np.interp(KNOTS, KNOTS[places], found)
+        curve[:first] = found[0] * guess[:first] / guess[first]
+        curve[last:] = found[-1] * guess[last:] / guess[last]
         # The guess for a size never measured is optimistic already.
-        doubts = _DOUBT_OF_ONE / np.maximum(1.0, num[places.indices]) ** 2
         lowest = curve.copy()
-        lowest[places.indices] -= doubts * at_places
-        self._known = _Known(measured, num, curve, lowest, places)
+        lowest[places] -= found * _DOUBT_OF_ONE / np.maximum(1.0, num[places]) ** 2
+        self._known = _Known(measured, num, curve, lowest)
 
 
 class ForwardCosts:
@@ -239,7 +205,7 @@ class ForwardCosts:
 
     def begin_call(self) -> int:
         """Return the patience of a call: how many steps it goes before it tries the other way."""
-        return _LAST_PROBE if next(self._calls) % _CALLS_BETWEEN_PROBES else _SHORT_PROBE
+        return _LAST_TRIAL if next(self._calls) % _CALLS_BETWEEN_TRIALS else _FIRST_TRIAL
 
     def of(self, num_rows: int) -> Costs:
         """Return the costs of batches of about this size."""
@@ -255,12 +221,6 @@ class ForwardCosts:
                 guess = interpolated(sizes, KNOTS, self._costs[nearest].curve)
             self._costs.setdefault(num_bits, Costs(guess))
         return self._costs[num_bits]
-
-
-def arrays_of(costs: Mapping[int, float]) -> tuple[Floats, Floats]:
-    """Return the sizes of some costs, in order, and their costs."""
-    sizes = np.array(sorted(costs), np.float64)
-    return sizes, np.array([costs[size] for size in sorted(costs)], np.float64)
 
 
 def interpolated(sizes: Floats, known_sizes: Floats, costs: Floats) -> Floats:

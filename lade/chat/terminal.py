@@ -32,7 +32,6 @@ from lade.chat.pieces import Piece
 from lade.chat.view import AnswerView, drafted_style
 from lade.errors import ContextLengthError, UserError, in_one_line
 from lade.models.stream import without_controls
-from lade.stats import DecodeStats
 
 PROMPT = "> "
 _CONTINUED = "  "
@@ -50,7 +49,6 @@ _COMMANDS = {
     "system": ("[TEXT|off]", "show, set or remove the system prompt"),
     "temperature": ("[T]", "show or set the temperature of sampling; 0 is greedy"),
     "show": ("", "tell drafted tokens from the model's own, or no longer"),
-    "stats": ("", "show the figures of all answers, and what drafts come from"),
     "save": ("[FILE]", "save the conversation, without a name where it was last"),
     "load": ("FILE", "go on with a saved conversation"),
     "clear": ("", "begin a new conversation; the pool keeps what it learned"),
@@ -271,32 +269,6 @@ class Terminal:
             with AnswerView(self.console, shows_drafted=True) as view:
                 for piece in turn.pieces:
                     view.add(piece)
-
-    def _stats(self, _: str) -> None:
-        conversation = self.conversation
-        turns, plain_speed = conversation.turns, conversation.plain_tokens_per_sec
-        if not turns:
-            raise UserError("expected an answer to show figures of, there is none yet")
-        num_loops = sum(turn.ends_in_loop for turn in turns)
-        apart = f", {num_loops} of them ending in a loop and not counted below" * (num_loops > 0)
-        rows = {"answers": f"{len(turns)}{apart}"}
-        turns = [turn for turn in turns if not turn.ends_in_loop]
-        total = DecodeStats()
-        for turn in turns:
-            if turn.stats is not None:
-                total.add(turn.stats)
-        num_tokens, sec = (sum(len(turn.token_ids) for turn in turns), sum(t.sec for t in turns))
-        rows |= {
-            "tokens": f"{num_tokens:,} in {sec:.1f} s, {num_tokens / (sec or 1):.1f} a second",
-            "plain generate": f"{plain_speed:.1f} a second" if plain_speed else "unknown: /plain",
-            "tokens a step": f"{total.mean_accepted_tokens:.2f}",
-            "drafted": f"{total.num_draft_tokens:,}, {total.acceptance_rate:.0%} of them accepted",
-            "prompts": f"{sum(len(turn.prompt_ids) for turn in turns):,} tokens, "
-            f"{sum(turn.num_reused_tokens for turn in turns):,} of them not run again",
-        }
-        if (pool := conversation.pool) is not None:
-            rows["pool"] = f"{len(pool):,} of at most {pool.capacity_tokens:,} tokens"
-        self._print_pairs(rows)
 
     def _save(self, argument: str) -> None:
         path = self._path if not argument else Path(argument).expanduser()

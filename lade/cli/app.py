@@ -21,6 +21,7 @@ from lade.cli.options import (
     PromptsOption,
     SamplingOptions,
     SystemOption,
+    TemperatureOption,
     grouped,
 )
 from lade.cli.pool import app as pool
@@ -126,9 +127,6 @@ def chat(
     loading: LoadOptions,
     sampling: SamplingOptions,
     drafting: LearningOptions,
-    web: Annotated[
-        bool, typer.Option("--web", help="Say how to start a chat in the browser.")
-    ] = False,
 ) -> None:
     """Chat with a model in this terminal.
 
@@ -139,10 +137,6 @@ def chat(
     from lade.cli.chat import read_question, run
     from lade.cli.prompting import read_typed
 
-    if web:
-        print("make web, in a clone of lade; or, with its file examples/chat_web.py:")
-        print('pip install "lade-decoding[web]" && python chat_web.py')
-        return
     question = read_question()
     system = None if system is None else read_typed(system)
     settings = sampling.settings(max_new_tokens)
@@ -199,7 +193,7 @@ def bench(
     limit: LimitOption = None,
     model: ModelOption = None,
     loading: LoadOptions,
-    sampling: SamplingOptions,
+    temperature: TemperatureOption = 0.0,
     drafting: DraftOptions,
     prediction: PredictionOption = None,
     json: JsonOption = None,
@@ -208,8 +202,8 @@ def bench(
 
     All answer each prompt in turn, with the same options and seeds. lade has one pool for all
     prompts, lade_fresh an empty one for each, and no_drafts decodes one token a step, on a CPU with
-    lade's own products; --pool, --prediction (of every answer), --assistant and --first-layers add
-    lade with those. The columns of the table:
+    lade's own products; --pool, --prediction (of every answer) and --assistant add lade with
+    those. The columns of the table:
 
     - tokens/s: tokens up to the end of the answer, over the time of the whole call.
     - MAT: mean accepted tokens, those that a step adds; plain decoding is 1.00.
@@ -223,7 +217,7 @@ def bench(
     from lade.cli.bench import Chosen, compare
     from lade.cli.prompting import read_prediction
 
-    settings = BenchSettings(max_new_tokens, **{**vars(sampling), "seed": sampling.seed or 0})
+    settings = BenchSettings(max_new_tokens, temperature)
     files = ResultFiles(json)
     files.check()
     chosen = Chosen.read(prompts, limit)

@@ -11,7 +11,7 @@ from lade.bench.settings import BenchSettings
 from lade.cli.loading import load_beside
 from lade.cli.options import DraftOptions, LoadOptions
 from lade.cli.prompting import check_prompts
-from lade.cli.results import ResultFiles, keeping, progress_bar, say_written
+from lade.cli.results import ResultFiles, keeping, progress_bar
 from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def compare(
     from lade.bench.methods import METHODS
     from lade.hf.predictions import predicted_ids
 
-    given = Given(drafting.config, num_layers=drafting.first_layers)
+    given = Given(drafting.config)
     if drafting.assistant is not None:
         given = with_assistant(given, loaded, drafting.assistant, loading.trust_remote_code)
     if prediction is not None:
@@ -62,9 +62,8 @@ def compare(
         "pools": drafting.pools,
         "prediction": given.prediction,
         "assistant": drafting.assistant,
-        "num_layers": drafting.first_layers,
     }
-    methods = {name: i for name, i in METHODS.items() if i.takes is None or has[i.takes]}
+    methods = {name: i for name, i in METHODS.items() if i.takes is None or has.get(i.takes)}
     run(loaded, chosen, methods, settings, given, files, drafting)
 
 
@@ -94,8 +93,7 @@ def run(
     Methods are made with `given` and the pools. Those that cannot decode batches are left out where
     there are some. `add` adds to the content of the result file.
     """
-    from lade.bench.plots import plot_speedups
-    from lade.bench.report import as_json, source_table, table
+    from lade.bench.report import as_json, table
     from lade.bench.run import run_methods, warm_up_methods
     from lade.probing.report import probe
 
@@ -141,15 +139,10 @@ def run(
         "config": asdict(config),
         "verification": target,
     }
-    sheets = [table(results, [*methods], settings, "\n".join(notes))]
-    if (sources := source_table(results, [*methods])) is not None:
-        sheets.append(sources)
     content = as_json(results, [*methods], described)
     add(content, results)
     stopped.tell(f"stopped after {num_done} of {num_batches * settings.passes} prompts or batches")
-    files.show(content, *sheets)
-    if files.plot is not None and {"plain"} < {*methods}:
-        say_written(plot_speedups(files.plot, "speedup", content["summary"]))
+    files.show(content, table(results, [*methods], settings, "\n".join(notes)))
     stopped.pass_on()
 
 

@@ -4,26 +4,18 @@ import json
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TransferSpeedColumn,
-)
-from rich.progress import Progress as Bars
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
 import lade
 from lade.errors import LadeError, UserError, in_one_line
 from lade.garbage import without_collection
-from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
+from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, embedded_model
 from lade.models.loading import LoadedModel, check_reachable, find_model, load
 
 if TYPE_CHECKING:
@@ -64,9 +56,9 @@ def load_with_progress(
     if threads is not None:
         torch.set_num_threads(threads)
     logging.disable_progress_bar()  # of loading weights, which takes a second
-    with _saying_why(name), _showing_progress() as show:
+    with _saying_why(name):
         loaded = load(
-            name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=show
+            name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=tell
         )
     _tell_of_compiling("lade.drafting._kernels")  # the last that a first answer compiles
     return loaded
@@ -124,8 +116,7 @@ def fetch_with_progress(model: str | None) -> None:
     """Fetch the model if it is an embedded one and missing; load nothing."""
     name = DEFAULT_MODEL if model is None else model
     if name in EMBEDDED_MODELS:
-        with _showing_progress() as show:
-            embedded_model(name, progress=show)
+        embedded_model(name, progress=tell)
 
 
 def _why_not_loaded(name: str, error: Exception) -> str | None:
@@ -176,29 +167,15 @@ def _is_damaged(path: Path) -> bool:
     return False
 
 
-@contextmanager
-def _showing_progress() -> Iterator[Progress]:
-    with ExitStack() as stack:
-        bars: Bars | None = None
-        task: TaskID | None = None
-
-        def show(what: str, done: int, total: int) -> None:
-            nonlocal bars, task
-            if not total:
-                console.print(f"[dim]{what} …[/dim]")
-                return
-            if bars is None or task is None:  # only now, as most models need no download
-                bars = stack.enter_context(bar(DownloadColumn(), TransferSpeedColumn()))
-                task = bars.add_task(what, total=total)
-            bars.update(task, completed=done)
-
-        yield show
+def tell(what: str) -> None:
+    """Say what is being done."""
+    console.print(f"{what} …", style="dim", markup=False, soft_wrap=True)
 
 
-def bar(*columns: ProgressColumn) -> Bars:
+def bar(*columns: ProgressColumn) -> Progress:
     """Return a progress bar, gone at its end: what is done, how much of it, and more columns."""
     shown = (TextColumn("{task.description}"), BarColumn(), *columns)
-    return Bars(*shown, console=console, transient=True)
+    return Progress(*shown, console=console, transient=True)
 
 
 @contextmanager

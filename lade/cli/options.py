@@ -136,6 +136,15 @@ SystemOption = Annotated[
 ]
 
 
+TemperatureOption = Annotated[
+    float,
+    _of_sampling(
+        min=0.0,
+        help="Sample at this temperature, from all tokens of the vocabulary; 0 is greedy.",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """How tokens are chosen.
@@ -144,13 +153,7 @@ class SamplingOptions:
         UserError: a share of the likeliest tokens is asked for beside greedy decoding.
     """
 
-    temperature: Annotated[
-        float,
-        _of_sampling(
-            min=0.0,
-            help="Sample at this temperature, from all tokens of the vocabulary; 0 is greedy.",
-        ),
-    ] = 0.0
+    temperature: TemperatureOption = 0.0
     top_p: Annotated[
         float,
         _of_sampling(
@@ -210,10 +213,6 @@ class DraftOptions:
             metavar="ID", help="Let this model draft, too: an id or a folder, as for --model."
         ),
     ] = None
-    first_layers: Annotated[
-        int | None,
-        of_drafting(min=1, help="Let the first N layers of the model itself draft, too."),
-    ] = None
     pools: Annotated[
         list[Path] | None,
         of_drafting(
@@ -239,17 +238,13 @@ class DraftOptions:
     def drafter(self, loaded: "LoadedModel", loading: LoadOptions) -> "Drafter | None":
         """Return what drafts for a model together with its pool; None for the pool alone."""
         from lade.cli.loading import load_beside
-        from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
+        from lade.drafters import AssistantModel, CallPool, Merged
 
-        parts: list[Any] = []
-        if self.assistant is not None:
-            other = load_beside(loaded, self.assistant, loading.trust_remote_code)
-            parts.append(
-                AssistantModel(other.model, other.tokenizer, target_tokenizer=loaded.tokenizer)
-            )
-        if self.first_layers is not None:
-            parts.append(FirstLayers(self.first_layers))
-        return Merged([CallPool(), *parts]) if parts else None
+        if self.assistant is None:
+            return None
+        other = load_beside(loaded, self.assistant, loading.trust_remote_code)
+        assistant = AssistantModel(other.model, other.tokenizer, target_tokenizer=loaded.tokenizer)
+        return Merged([CallPool(), assistant])
 
     @property
     def save_path(self) -> Path | None:

@@ -30,7 +30,7 @@ def pool_build(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILES", help="Files and folders to read.", exists=True)
     ],
-    out: Annotated[Path, typer.Option(help="The pool to make or add to.", dir_okay=False)],
+    out: Annotated[Path, typer.Option(help="The pool to make.", dir_okay=False)],
     capacity_tokens: Annotated[
         int | None,
         typer.Option(
@@ -46,62 +46,30 @@ def pool_build(
     or prompt and response, in the model's chat template; and all of these gzipped. In folders,
     hidden files, virtual environments and what is no text are left out and counted.
 
-    Ctrl-C keeps what was read. Run it again to go on: files that have not changed since they were
-    read are not read again.
+    The pool is written at the end, whole.
     """
     check_place(out)
-    from lade.cli.build import Built, BuiltFrom, build
+    if out.exists():
+        raise UserError(f"expected the name of a new pool, got {out}, which exists")
+    from lade.cli.build import build
     from ngram_pool import NGramPool
 
     tokenizer = load_tokenizer(model, trust_remote_code)
-    if out.exists():
-        pool = lade.load_pool(out, tokenizer=tokenizer)
-        if capacity_tokens not in (None, pool.capacity_tokens):
-            raise UserError(
-                f"expected no --capacity-tokens, as {out.name} exists with "
-                f"{pool.capacity_tokens:,}; to change it, delete it and build it anew"
-            )
-    else:
-        pool = NGramPool(capacity_tokens or _BUILD_TOKENS)
-    sources, built, num_before = BuiltFrom.of(out), Built(), len(pool)
-    if sources.lost is not None:
-        note(f"{sources.lost}; all files are read again")
-
-    def save() -> None:
+    pool = NGramPool(capacity_tokens or _BUILD_TOKENS)
+    built = build(pool, files, tokenizer)
+    if built.num_tokens:
         lade.save_pool(pool, out, tokenizer=tokenizer)
-        sources.save(out)
-
-    is_whole = False
-    try:
-        build(
-            pool,
-            files,
-            tokenizer,
-            sources=sources,
-            save=save,
-            built=built,
-            excluded=[out, sources.path],
-        )
-        is_whole = True
-    finally:
-        has_text = built.num_tokens or built.num_unchanged
-        if built.num_tokens or (is_whole and has_text):
-            save()
-        _tell_built(built, out, len(pool), num_before)
-        if not is_whole:
-            console.print("stopped; the same command goes on from here")
-    if not has_text:
+    _tell_built(built, out, len(pool))
+    if not built.num_tokens:
         raise UserError(f"expected text for {out.name} in the files, got none")
 
 
-def _tell_built(built: "Built", out: Path, num_held: int, num_before: int) -> None:
+def _tell_built(built: "Built", out: Path, num_held: int) -> None:
     rate = built.num_tokens / max(built.sec, 1e-3)
     print(
         f"{built.num_tokens:,} tokens of {built.num_files:,} files in {built.sec:.1f} seconds "
         f"({rate:,.0f} a second); {out.name} holds {num_held:,}"
     )
-    if built.num_unchanged:
-        console.print(f"[dim]unchanged since they were read: {built.num_unchanged:,} files[/dim]")
     left_out = "; ".join(f"{why}: {number:,}" for why, number in built.left_out.items() if number)
     if left_out:
         console.print(f"[dim]left out: {left_out}[/dim]", soft_wrap=True)
@@ -110,12 +78,11 @@ def _tell_built(built: "Built", out: Path, num_held: int, num_before: int) -> No
             f"chats that the chat template refuses, whose texts alone are kept: "
             f"{built.num_refused:,}"
         )
-    num_forgotten = num_before + built.num_tokens - num_held
+    num_forgotten = built.num_tokens - num_held
     if num_forgotten > 0:
         note(
             f"the oldest {num_forgotten:,} tokens were forgotten, as there is room for "
-            f"{num_held:,}; to hold all, delete {out.name} and build it anew with a larger "
-            "--capacity-tokens"
+            f"{num_held:,}; a larger --capacity-tokens holds all"
         )
 
 
@@ -136,21 +103,16 @@ def pool_forget(
 
     What is left is searched again until nothing is found.
     """
-    from lade.cli.build import BuiltFrom
     from lade.cli.forgetting import forget
 
     stripped = [text.strip() for text in texts]
     if not all(stripped):
         raise UserError("expected each TEXT to have more than white space, got ''")
     tokenizer = load_tokenizer(model, trust_remote_code)
-    sources = BuiltFrom.of(file)
     pool = lade.load_pool(file, tokenizer=tokenizer)
     with console.status("searching"):
         counts = [forget(pool, tokenizer, text) for text in stripped]
     if any(counts):
         pool.save(file)
-        sources.save(file)
     for text, count in zip(stripped, counts, strict=True):
         print(f"{count:,} of {text!r} removed from {file.name}" if count else f"no {text!r}")
-    if any(counts) and sources.read:
-        note("files that it was built from may still hold the text, and are read if they change")

@@ -1,6 +1,5 @@
 """Read and encode the user's prompts, and check them against the model's positions."""
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +8,7 @@ from typing import Any
 from lade.cli.loading import note
 from lade.errors import UserError
 from lade.models.loading import LoadedModel
-from lade.models.prompts import check_system, encode_messages, num_positions, room_after
-
-# Names of position tables in models; tables of distances have fewer rows than positions.
-_POSITIONS = re.compile(r"position|pos_|wpe")
+from lade.models.prompts import check_system, encode_messages, room_after
 
 
 def read_prompt(argument: str) -> str:
@@ -73,26 +69,17 @@ def encode_prompt(
 def room_for(model: Any, num_prompt_tokens: int, max_new_tokens: int) -> int:
     """Return how many tokens the answer may have; print a note if the positions run out.
 
-    A model that computes its positions can go beyond those it was trained with, if poorly; one that
-    looks them up in a table cannot.
-
     Raises:
-        ContextLengthError: the prompt alone is too long for the table.
+        ContextLengthError: the prompt alone is too long.
     """
-    limit = num_positions(model)
-    # The last new token is never fed.
-    if limit is None or num_prompt_tokens + max_new_tokens - 1 <= limit:
-        return max_new_tokens
-    name = type(model).__name__
-    if not _has_table(model, limit):
-        note(
-            f"{name} was made for texts of {limit} tokens; {num_prompt_tokens} of the prompt and "
-            f"up to {max_new_tokens} new ones are more, and may come to make no sense"
-        )
-        return max_new_tokens
     room = room_after(model, num_prompt_tokens)
-    assert room is not None, "there is a limit"
-    note(f"{name} has positions for {limit} tokens: the answer ends after {room} at the latest")
+    if room is None or room >= max_new_tokens:
+        return max_new_tokens
+    limit = room + num_prompt_tokens - 1
+    note(
+        f"{type(model).__name__} has positions for {limit:,} tokens: the answer ends after "
+        f"{room:,} at the latest"
+    )
     return room
 
 
@@ -109,16 +96,3 @@ def check_prompts(loaded: LoadedModel, texts: Sequence[str], max_new_tokens: int
             f"expected --max-new-tokens of at most {room} after the longest prompt, "
             f"got {max_new_tokens}"
         )
-
-
-def _has_table(model: Any, limit: int) -> bool:
-    """Return whether positions are looked up in a finite table, learned or not."""
-    from torch.nn import Embedding
-
-    modules = model.named_modules()
-    tables = [(name, each.weight) for name, each in modules if isinstance(each, Embedding)]
-    tables += model.named_buffers()
-    return any(
-        _POSITIONS.search(name.rpartition(".")[2]) and table.dim() == 2 and len(table) >= limit
-        for name, table in tables
-    )

@@ -25,36 +25,22 @@ JsonOption = Annotated[
 
 @dataclass(frozen=True)
 class ResultFiles:
-    """Where to write results besides the terminal; all are optional."""
+    """Where to write results besides the terminal, if anywhere."""
 
     json: JsonOption = None
-    markdown: Annotated[
-        Path | None, _of_results(help="Also write the table as Markdown.", dir_okay=False)
-    ] = None
-    plot: Annotated[
-        Path | None,
-        _of_results(
-            metavar="FOLDER",
-            help="Also write plots, PNG and SVG, to this folder; needs the extra 'plots'.",
-            file_okay=False,
-        ),
-    ] = None
 
     def check(self) -> None:
         """Raise now, before any work is done, if the results could not be written later."""
-        for path in filter(None, (self.json, self.markdown)):
-            if path.exists():
-                with path.open("a", encoding="utf-8"):
-                    pass
-            else:  # where a file left empty would look like results
-                check_place(path)
-        if self.plot is not None:
-            from lade.bench.plots import check_folder
-
-            check_folder(self.plot)
+        if self.json is None:
+            return
+        if self.json.exists():
+            with self.json.open("a", encoding="utf-8"):
+                pass
+        else:  # where a file left empty would look like results
+            check_place(self.json)
 
     def show(self, content: dict[str, Any], *sheets: "Sheet") -> None:
-        """Print tables, and write them as Markdown, and the content as JSON, where asked for."""
+        """Print tables, and write the content as JSON, where asked for."""
         from lade.bench.report import write_json
 
         for sheet in sheets:
@@ -62,10 +48,6 @@ class ResultFiles:
         if self.json is not None:
             write_json(self.json, content)
             say_written([self.json])
-        if self.markdown is not None:
-            text = "\n".join(sheet.as_markdown() for sheet in sheets)
-            self.markdown.write_text(text, encoding="utf-8")
-            say_written([self.markdown])
 
 
 def print_sheet(sheet: "Sheet") -> None:

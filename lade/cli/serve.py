@@ -82,7 +82,7 @@ def read_corpora(paths: Mapping[str, Path], loaded: LoadedModel) -> dict[str, NG
         OSError, ngram_pool.PoolFileError: a file cannot be read.
         UserError: there is no text.
     """
-    from lade.cli.build import Built, BuiltFrom, build
+    from lade.cli.build import build
 
     pools = {}
     for name, path in paths.items():
@@ -92,8 +92,7 @@ def read_corpora(paths: Mapping[str, Path], loaded: LoadedModel) -> dict[str, NG
             )
             continue
         pool = pools[name] = NGramPool(_MOST_TOKENS)
-        nothing, built = BuiltFrom(path), Built()
-        build(pool, [path], loaded.tokenizer, sources=nothing, save=lambda: None, built=built)
+        built = build(pool, [path], loaded.tokenizer)
         for why, number in built.left_out.items():
             if number:
                 note(f"left out of the corpus {name}: {why}: {number:,}")

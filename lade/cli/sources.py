@@ -11,7 +11,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO, cast
@@ -48,14 +48,14 @@ class FoundFiles:
     left_out: Counter[str] = field(default_factory=Counter)
 
 
-def find_files(paths: Iterable[Path], excluded: Iterable[Path] = ()) -> FoundFiles:
+def find_files(paths: Iterable[Path]) -> FoundFiles:
     """Return all files of folders in order, each once, and those that are named.
 
     Left out of folders are hidden files and folders such as `.git`, virtual environments, folders
-    that tools make, links, and what is no file; those excluded are not even counted.
+    that tools make, links, and what is no file.
     """
     found = FoundFiles()
-    seen = {path.resolve() for path in excluded}
+    seen: set[Path] = set()
     for path in paths:
         for file in _walk(path, found.left_out) if path.is_dir() else [path]:
             if (resolved := file.resolve()) not in seen:
@@ -85,15 +85,9 @@ def _is_wanted(folder: Path) -> bool:
     return not (is_made or folder.is_symlink() or (folder / "pyvenv.cfg").exists())
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a file; yield it as it is on disk, to tell how far it is read, and its content."""
-    with path.open("rb") as raw:
-        if path.suffix.lower() != ".gz":
-            yield raw, raw
-            return
-        with gzip.open(raw) as content:
-            yield raw, cast(BinaryIO, content)
+def opened(path: Path) -> BinaryIO:
+    """Open a file, unzipping it where its name says that it is zipped."""
+    return cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 def pieces_of(path: Path, content: BinaryIO, render: Render) -> Iterator[TextPiece]:

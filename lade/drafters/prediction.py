@@ -29,7 +29,7 @@ _NEAR = 64  # tokens around the last sure place in which shorter matches count
 _MOST_PLACES = 64  # compared for one token
 _LONGEST_EDIT = 8  # tokens replaced, and in their place
 _LONGEST_GAP = 8  # tokens after which it is no more guessed that as many were replaced
-_LEAST_PROB = 0.02  # of a path, for it to be drafted further
+_LEAST_PROB = 0.05  # of a path, for it to be drafted further
 
 
 class _Place(NamedTuple):

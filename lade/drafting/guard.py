@@ -3,14 +3,13 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from lade.captures import apart_from_captures
 from lade.errors import DrafterWarning, LadeError, in_one_line
 
-_T = TypeVar("_T")
 _CPU = torch.device("cpu")
 
 
@@ -40,6 +39,7 @@ class Guard:
         device: torch.device | None = None,
     ) -> None:
         self.has_failed = False
+        self._may_refuse = False  # whether a `LadeError` ends the call
         self._what = what
         self._is_strict = is_strict
         self._device = device or _CPU
@@ -51,31 +51,23 @@ class Guard:
         # Whether it is one of lade's own, and no subclass of a user's.
         self.is_own = type(drafter).__module__.startswith("lade.")
 
-    def ask(
-        self,
-        ask: Callable[[], _T],
-        instead: _T,
-        *,
-        even_if_failed: bool = False,
-        may_refuse: bool = False,
-    ) -> _T:
-        """Return what `ask` returns, or `instead` where the drafter fails or has failed.
+    def ask(self, what: str | Callable[..., Any], instead: Any, *args: Any) -> Any:
+        """Return what a method of the drafter returns, or `instead` where it fails or has failed.
 
         Args:
-            ask: touches the drafter; also looking at an attribute may raise.
+            what: name of the method, as looking at it may raise, too; or what calls the drafter.
             instead: what to return then.
-            even_if_failed: whether to ask one that has failed; it is not told again.
-            may_refuse: whether a `LadeError` ends the call.
+            args: of the method; "close" is also asked of a drafter that has failed.
         """
-        if self.has_failed and not even_if_failed:
+        if self.has_failed and what != "close":
             return instead
         try:
             if self.is_own:
-                return ask()
+                return (getattr(self.drafter, what) if isinstance(what, str) else what)(*args)
             with unchanged_generators(self._device):
-                return ask()
+                return (getattr(self.drafter, what) if isinstance(what, str) else what)(*args)
         except Exception as failure:  # the drafter may be the user's
-            if self._is_strict or (may_refuse and isinstance(failure, LadeError)):
+            if self._is_strict or (self._may_refuse and isinstance(failure, LadeError)):
                 raise
             if not self.has_failed:
                 self.has_failed = True
@@ -86,10 +78,6 @@ class Guard:
                     stacklevel=2,
                 )
             return instead
-
-    def tell(self, method: str, *args: object, even_if_failed: bool = False) -> None:
-        """Call a method of the drafter that returns nothing."""
-        self.ask(lambda: getattr(self.drafter, method)(*args), None, even_if_failed=even_if_failed)
 
 
 @contextmanager

@@ -34,7 +34,6 @@ from lade.tree import Tree
 from ngram_pool import Draft, NGramPool, SampledDraft
 
 _NO_TOKENS = np.empty(0, np.int32)
-_NOT_PREPARED = _NO_TOKENS, np.empty(0), 0
 
 
 class Source(Guard):
@@ -84,7 +83,9 @@ class Source(Guard):
             LadeError: it cannot draft for this call.
         """
         self._call = call
-        self.ask(lambda: self._make(call), None, may_refuse=True)
+        self._may_refuse = True
+        self.ask(self._make, None, call)
+        self._may_refuse = False
         return self
 
     def _make(self, call: DraftingCall) -> None:
@@ -111,34 +112,28 @@ class Source(Guard):
         self.is_measured = getattr(made, "is_measured", None)
 
     def open(self, row: int, context: Sequence[int]) -> None:
-        """Begin a row."""
+        """Begin a row; called by `ask`."""
+        self.handles[row] = self.drafter.open([*context])
 
-        def begin() -> None:
-            self.handles[row] = self.drafter.open([*context])
-
-        self.ask(begin, None)
-
-    def draft(self, row: int, committed: Sequence[int], most: int) -> Draft | None:
-        """Return a valid draft, or None where the drafter fails."""
-        draft: Draft | None = self.ask(
-            lambda: self._valid(self.drafter.draft(self.handles.get(row), committed, most), most),
-            None,
-        )
-        return draft
-
-    def sample(
-        self, row: int, committed: Sequence[int], most: int, rng: np.random.Generator
+    def draft(
+        self,
+        row: int,
+        committed: Sequence[int],
+        most: int,
+        rng: np.random.Generator | None = None,
     ) -> Draft:
-        """Return a draft that a pool draws, or an empty one where it fails."""
-        args = self.handles.get(row), committed, most, rng
-        return self.ask(lambda: self._valid(self.drafter.sample(*args), most), Draft.empty())
-
-    def _valid(self, draft: Any, most: int) -> Draft:
+        """Return a valid draft, drawn by a pool if there is an `rng`; called by `ask`."""
+        handle = self.handles.get(row)
+        if rng is None:
+            draft: Draft = self.drafter.draft(handle, committed, most)
+        else:
+            draft = self.drafter.sample(handle, committed, most, rng)
         # What lade's own drafters return is not checked: that took as long as half of drafting.
-        valid: Draft = draft if self.is_own else checked(draft, most)
-        if isinstance(valid, SampledDraft):
-            self._check_drawn(valid)
-        return valid
+        if not self.is_own:
+            draft = checked(draft, most)
+        if isinstance(draft, SampledDraft):
+            self._check_drawn(draft)
+        return draft
 
     def _check_drawn(self, draft: SampledDraft) -> None:
         """Raise if a draft that is drawn cannot be verified as it is."""
@@ -154,18 +149,11 @@ class Source(Guard):
                     f"expected a drawn draft of at most {most} paths, got {num_leaves}"
                 )
 
-    def explore(
-        self, row: int, excluded: NDArray[np.int32], most: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """Return tokens that a pool would run for what is harvested there, and their worth."""
-        args = self.handles.get(row), excluded, most
-        return self.ask(lambda: self.drafter.explore(*args), (_NO_TOKENS, np.empty(0)))
-
     def close(self, row: int) -> None:
         """End a row."""
         self.num_run.pop(row, None)
         if row in self.handles:
-            self.tell("close", self.handles.pop(row), even_if_failed=True)
+            self.ask("close", None, self.handles.pop(row))
 
 
 class _Asked(NamedTuple):
@@ -188,8 +176,6 @@ class _DraftedRow:
     forced: list[int] = field(default_factory=list)  # first tokens, where a grammar forces them
     draft: Draft = field(default_factory=Draft.empty)  # tokens to explore included
     room: int = 0  # maximum depth that the target can run
-    # Tokens to explore, what they are worth, and how many were asked for.
-    prepared: tuple[NDArray[np.int32], NDArray[np.float64], int] = _NOT_PREPARED
 
 
 class Proposer:
@@ -276,7 +262,7 @@ class Proposer:
         """Begin a row with its prompt."""
         self._rows[row] = _DraftedRow(len(context))
         for source in self._sources:
-            source.open(row, context)
+            source.ask(source.open, None, row, context)
 
     def is_open(self, row: int) -> bool:
         """Return whether a row has begun and not ended."""
@@ -299,7 +285,7 @@ class Proposer:
         state.length += len(token_ids)
         for source in self._sources:
             if row in source.handles:
-                source.tell("observe", source.handles[row], token_ids)
+                source.ask("observe", None, source.handles[row], token_ids)
         self._num_emitted += len(token_ids)
         self._num_observed += 1
         emitted = [*token_ids[len(state.forced) :]]
@@ -339,13 +325,14 @@ class Proposer:
                 mine = found
                 if num < found.token_ids.shape[1]:
                     mine = Successors(found.token_ids[:, :num], found.probs[:, :num])
-                source.tell("harvest", source.handles[row], committed, token_ids, parents, mine)
+                handle = source.handles[row]
+                source.ask("harvest", None, handle, committed, token_ids, parents, mine)
 
     def observe_ngrams(self, row: int, ngrams: NDArray[np.int32]) -> None:
         """Tell n-grams [num_ngrams, ngram_size] of a row's lookahead window."""
         for source in self._sources:
             if source.learns_ngrams and row in source.handles:
-                source.tell("observe_ngrams", source.handles[row], ngrams)
+                source.ask("observe_ngrams", None, source.handles[row], ngrams)
 
     # --- drafts -------------------------------------------------------------------------------
 
@@ -387,8 +374,8 @@ class Proposer:
         state.asked, state.source = [], None
         if not self._learns:
             state.source = self._sources[0]
-            found = state.source.draft(row, context, most)
-            return Draft.empty() if found is None else found
+            alone: Draft = state.source.ask(state.source.draft, Draft.empty(), row, context, most)
+            return alone
         self._begin_step(perf_counter())
         draws, drafts, draft = self._call.rngs is not None, list[Draft](), Draft.empty()
         for source in self._order():
@@ -398,7 +385,7 @@ class Proposer:
             if not self._pays(source, float(draft.probs.sum()), num_behind, state.length):
                 continue
             start, before = perf_counter(), draft
-            found = source.draft(row, context, most)
+            found = source.ask(source.draft, None, row, context, most)
             is_chosen = draws and source.is_free and not source.is_pool
             if found is None or (is_chosen and not len(found)):
                 continue
@@ -453,12 +440,6 @@ class Proposer:
 
     # --- tokens to explore ----------------------------------------------------------------------
 
-    def prepare(self, row: int, max_draft_tokens: int) -> None:
-        """Find tokens for the next `explore` of a row, after all that it can learn by then."""
-        if self._explorer is not None and row in self._rows:
-            most = 2 * max_draft_tokens  # a draft may have half of them
-            self._rows[row].prepared = (*self._explorer.explore(row, _NO_TOKENS, most), most)
-
     def explore(
         self, row: int, others: Sequence[NDArray[np.int32]], max_draft_tokens: int
     ) -> Draft:
@@ -474,10 +455,10 @@ class Proposer:
         if self._explorer is None or state.forced or min(state.room, max_draft_tokens) < 1:
             return state.draft
         excluded = np.concatenate([state.draft.token_ids, self._placeholders, *others])
-        (token_ids, worths, most), state.prepared = state.prepared, _NOT_PREPARED
-        # Whether the best that are not excluded are among those that were found.
-        if len(token_ids) >= most and most - len(excluded) < max_draft_tokens:
-            token_ids, worths = self._explorer.explore(row, excluded, max_draft_tokens)
+        none = _NO_TOKENS, np.empty(0)
+        token_ids, worths = self._explorer.ask(
+            "explore", none, self._explorer.handles.get(row), excluded, max_draft_tokens
+        )
         if len(token_ids):
             args = excluded, self._call.vocab_size, max_draft_tokens
             state.draft = exploring(state.draft, token_ids, worths, *args)
@@ -500,7 +481,8 @@ class Proposer:
         if rngs is None or num_drawn < 1 or source is None or not source.is_pool:
             return proposed
         ahead = [*context, *state.forced] if state.forced else context
-        sampled = source.sample(row, ahead, num_drawn, rngs[row])
+        none = Draft.empty()
+        sampled = source.ask(source.draft, none, row, ahead, num_drawn, rngs[row])
         if state.asked:
             state.asked[-1] = state.asked[-1]._replace(draft=sampled, after=sampled)
         return self._possible(after(state.forced, sampled) if state.forced else sampled, state.room)
@@ -513,7 +495,8 @@ class Proposer:
             forced = grammar.drafter.forced_tokens(row, committed, most)
             return forced if grammar.is_own else checked_ids(forced)[:most]
 
-        return grammar.ask(ask, [])
+        forced: list[int] = grammar.ask(ask, [])
+        return forced
 
     def _possible(self, draft: Draft, room: int) -> Draft:
         """Cut a draft before the first node that the target cannot run.

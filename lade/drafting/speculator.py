@@ -174,18 +174,22 @@ class Speculator:
 
     def plan(self, emitting: Sequence[int]) -> Plan:
         """Return what the next step runs: drafts of the rows that emit, roots of the others."""
+        batch, windows = self._batch, self._open_windows(emitting)
         is_resting = self._may_rest and self._budget.is_resting
         proposed = {} if is_resting else self._proposals(emitting)
-        windows = self._open_windows(emitting)
-        worthwhile = self._explored(proposed)
-        nums = self._nums_of_nodes(worthwhile, windows)
-        drafts = {row: self._draw(row, draft, nums[row]) for row, draft in worthwhile.items()}
+        # Tokens to explore, different ones in each row, are added where a row works.
+        explored, others = {**proposed}, list[NDArray[np.int32]]()
+        for row in proposed:
+            if batch.text.padding_of(row) is None:
+                draft = self._proposer.explore(row, others, self._budget.max_draft_tokens)
+                explored[row] = draft
+                others.append(draft.token_ids)
+        drafts = self._drawn(explored, windows)
         if self._ranks is not None:
             drafts = self._ranks.agree(drafts)
-        token_ids = self._batch.text.token_ids
         trees = {
-            row: Tree.build(token_ids[row][-1], drafts.get(row, Draft.empty()))
-            for row in self._batch.rows
+            row: Tree.build(batch.text.token_ids[row][-1], drafts.get(row, Draft.empty()))
+            for row in batch.rows
         }
         return Plan(trees, proposed, windows, self._context_lengths())
 
@@ -218,49 +222,50 @@ class Speculator:
                     proposed[row] = chain([padding] * max(0, min(batch.room(row), deepest)))
         return proposed
 
-    def _explored(self, proposed: Mapping[int, Draft]) -> dict[int, Draft]:
-        """Add tokens to explore, different ones in each row, to the drafts of rows that work."""
-        explored, others = {**proposed}, list[NDArray[np.int32]]()
-        for row in proposed:
-            if self._batch.text.padding_of(row) is None:
-                draft = self._proposer.explore(row, others, self._budget.max_draft_tokens)
-                explored[row] = draft
-                others.append(draft.token_ids)
-        return explored
+    def _drawn(
+        self, proposed: Mapping[int, Draft], windows: Mapping[int, Window]
+    ) -> dict[int, Draft]:
+        """Return as much of each row's proposal as is to be verified, drawn where that is random.
+
+        The budget decides; padding rows do not count.
+        """
+        working = {
+            r: draft for r, draft in proposed.items() if self._batch.text.padding_of(r) is None
+        }
+        nums, most = self._nums_of_nodes(working, windows)
+        contexts = self._batch.contexts
+        return {
+            row: self._proposer.draw(row, contexts[row], nums.get(row, most))
+            if row in working
+            else draft.first(most)
+            for row, draft in proposed.items()
+        }
 
     def _nums_of_nodes(
-        self, proposed: Mapping[int, Draft], windows: Mapping[int, Window]
-    ) -> dict[int, int]:
-        """Ask the budget how many draft tokens of each row to verify; padding rows do not count."""
-        if self._runner.must_catch_up:
-            return dict.fromkeys(proposed, 0)
-        drawn = {row: len(draft) for row, draft in proposed.items() if self._is_drawn(row)}
+        self, working: Mapping[int, Draft], windows: Mapping[int, Window]
+    ) -> tuple[Mapping[int, int], int]:
+        """Return how many draft tokens to verify: of some rows, and of all others."""
+        runner, budget = self._runner, self._budget
+        if runner.must_catch_up:
+            return {}, 0
+        drawn = {row: len(draft) for row, draft in working.items() if self._proposer.is_drawn(row)}
         if drawn:  # how many of them are verified must not depend on what was drawn
-            return dict.fromkeys(proposed, max(drawn.values())) | drawn
-        probs = {
-            row: draft.probs
-            for row, draft in proposed.items()
-            if self._batch.text.padding_of(row) is None
-        }
-        if not probs:
-            return dict.fromkeys(proposed, self._budget.max_draft_tokens)
+            return drawn, max(drawn.values())
+        if not working:
+            return {}, budget.max_draft_tokens
+        probs = [draft.probs for draft in working.values()]
         is_lockstep = self._batch.limits.is_lockstep  # then all go as far as the first one
-        if self._runner.packs_rows and not windows and not is_lockstep:
-            nums = dict(zip(probs, self._budget.nums_of_nodes([*probs.values()]), strict=True))
-            return dict.fromkeys(proposed, max(nums.values())) | nums
+        if runner.packs_rows and not windows and not is_lockstep:
+            nums = budget.nums_of_nodes(probs)
+            return dict(zip(working, nums, strict=True)), max(nums)
         num_beside = max((window.num_cells for window in windows.values()), default=0)
-        num_pending = self._runner.num_pending
-        price = self._runner.price
+        price = runner.price
         if price is None:
-            num_nodes = self._budget.num_nodes([*probs.values()], num_pending + num_beside)
+            num_nodes = budget.num_nodes(probs, runner.num_pending + num_beside)
         else:
-            num_nodes = self._budget.num_nodes_at(price, [*probs.values()])
+            num_nodes = budget.num_nodes_at(price, probs)
         # The slots that pad a forward to its width may as well hold draft tokens.
-        width = self._runner.width_of(1 + num_nodes + num_beside)
-        return dict.fromkeys(proposed, width - 1 - num_beside)
-
-    def _is_drawn(self, row: int) -> bool:
-        return self._batch.text.padding_of(row) is None and self._proposer.is_drawn(row)
+        return {}, runner.width_of(1 + num_nodes + num_beside) - 1 - num_beside
 
     def _open_windows(self, emitting: Sequence[int]) -> dict[int, Window]:
         """Return the lookahead windows to run: those that end no later than the text may.
@@ -274,11 +279,6 @@ class Speculator:
             and not self._batch.text.is_finished[row]
             and self._windows[row].depth <= self._batch.places(row)
         }
-
-    def _draw(self, row: int, proposed: Draft, num_nodes: int) -> Draft:
-        if self._batch.text.padding_of(row) is not None:
-            return proposed.first(num_nodes)
-        return self._proposer.draw(row, self._batch.contexts[row], num_nodes)
 
     # --- after a forward --------------------------------------------------------------------
 
@@ -385,15 +385,6 @@ class Speculator:
                 ],
                 num_emitted=batch.working(),
             )
-
-    def prepare(self) -> None:
-        """Do what of the next plan does not depend on what the device is computing.
-
-        For several rows that takes longer than most forwards: each explores other tokens.
-        """
-        is_resting = self._may_rest and self._budget.is_resting
-        if len(self._batch.rows) == 1 and not is_resting:
-            self._proposer.prepare(self._batch.rows[0], self._budget.max_draft_tokens)
 
     def close(self, rows: Sequence[int]) -> None:
         """End rows."""

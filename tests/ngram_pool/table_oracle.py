@@ -33,18 +33,10 @@ class OracleTable:
         token_ids: Sequence[Sequence[int]],
         probs: Sequence[Sequence[float]],
     ) -> None:
-        waiting = list(zip(contexts, token_ids, probs, strict=True))
-        while waiting:
-            room = self.num_rows // 2 - len(self.known)
-            if room < 16 and self.num_rows < self.capacity:
-                self.num_rows *= 2
-                continue
-            piece = max(room, 16)
-            for (previous, last), ids, new in waiting[:piece]:
-                self.put_one(
-                    (previous, last), {t: p for t, p in zip(ids, new, strict=True) if t != -1}
-                )
-            waiting = waiting[piece:]
+        while 2 * (len(self.known) + len(contexts)) > self.num_rows < self.capacity:
+            self.num_rows *= 2
+        for (previous, last), ids, new in zip(contexts, token_ids, probs, strict=True):
+            self.put_one((previous, last), {t: p for t, p in zip(ids, new, strict=True) if t != -1})
 
     def put_one(self, context: Context, new: dict[int, float]) -> None:
         old = self.known.pop(context, None)

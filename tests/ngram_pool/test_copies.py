@@ -1,11 +1,9 @@
-"""Copies, pickles and forks of pools and tables that other threads are using."""
+"""Copies and pickles of pools and tables that other threads are using."""
 
 import copy
-import os
 import pickle
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -132,36 +130,3 @@ def test_what_others_are_using_is_copied_whole(way: str) -> None:
             of_table = WAYS[way](table)
             assert len(of_table.arrays()["keys"]) == len(of_table)
             of_table.put(*KNOWN)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_child_goes_on_with_what_others_were_using() -> None:
-    pool, table = NGramPool(2000), SuccessorTable(1000)
-    pool.observe(TEXT)
-    with used(pool, table):
-        for _ in range(8):
-            child = os.fork()
-            if child == 0:
-                is_sound = False
-                try:
-                    check_pool(pool)
-                    use(pool, table, random.Random(0))
-                    check_pool(pool)
-                    is_sound = len(table.arrays()["keys"]) == len(table)
-                finally:
-                    os._exit(0 if is_sound else 1)
-            assert status_of(child) == 0
-
-
-def status_of(child: int, timeout: float = 30.0) -> int | None:
-    """Return how a child ended; None, and end it, where it hangs."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return None

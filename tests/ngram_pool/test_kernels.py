@@ -1,11 +1,10 @@
-"""Kernels: compiled once, within their arrays whatever these hold, whole wherever Python stops."""
+"""Kernels: compiled once, within their arrays whatever these hold."""
 
 import inspect
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -153,54 +152,6 @@ def test_kernels_stay_within_arrays_and_end_whatever_these_hold(tmp_path: Path) 
         timeout=1200,
     )
     assert done.stdout == "checked ended\n", done.stderr[-3000:]
-
-
-# --- wherever Python stops ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kernel", ["append", "observe_rows", "forget", "rebase"])
-def test_what_was_cut_short_is_rebuilt_at_the_next_use(
-    monkeypatch: pytest.MonkeyPatch, kernel: str
-) -> None:
-    """As when a process forks while another thread writes, or an interrupt comes behind it."""
-    monkeypatch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 900 if kernel == "rebase" else 2**31)
-    pool, rng = NGramPool(300, 3), np.random.default_rng(0)
-    other = pool.open_sequence()
-    pool.observe(TEXT)
-    pool.observe(TEXT[:200], other)
-    pool.harvest(*KNOWN)
-
-    def torn(*_: Any) -> Any:
-        pool._held.links[:] = rng.integers(-1, 300, pool._held.links.shape)
-        pool._held.heads[:] = rng.integers(-1, 300, pool._held.heads.shape)
-        pool._held.text[150] = -1
-        raise KeyboardInterrupt
-
-    calls: dict[str, Callable[[], Any]] = {
-        "append": lambda: pool.observe(TEXT[:9], other, is_answer=True),
-        "observe_rows": lambda: pool.draft_chains([TEXT[:9]], [9], 2, [other], [9]),
-        "forget": lambda: pool.forget(TEXT[:2]),
-        "rebase": lambda: pool.observe(TEXT),
-    }
-    with monkeypatch.context() as patch:
-        patch.setattr(_kernels, kernel, torn)
-        with pytest.raises(KeyboardInterrupt):
-            calls[kernel]()
-    assert len(pool.draft(TEXT[:5], 12, sequence=other)) == 12
-    check_pool(pool)
-    calls[kernel]()
-    check_pool(pool)
-    assert sum(len(text) for text in pool.texts()) > 200
-
-
-def test_a_table_that_was_cut_short_counts_its_contexts_again() -> None:
-    table = SuccessorTable(100)
-    table.put([[-1, t] for t in range(50)], [[1]] * 50, [[0.5]] * 50)
-    before = {name: array.tolist() for name, array in table.arrays().items()}
-    table.held.header[_kernels.NUM_CONTEXTS] += 3
-    table._is_dirty = True
-    assert {name: array.tolist() for name, array in table.arrays().items()} == before
-    assert len(table) == 50
 
 
 # --- positions, buckets and weights ---------------------------------------------------------

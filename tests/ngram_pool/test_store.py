@@ -4,7 +4,6 @@ Two stores of one folder in one process are to each other what two processes are
 """
 
 import math
-import os
 import random
 import signal
 import subprocess
@@ -23,7 +22,6 @@ from ngram_pool import (
     PoolStore,
 )
 from tests.ngram_pool.checking import check_pool
-from tests.ngram_pool.test_copies import status_of
 from tests.ngram_pool.threads import in_threads
 
 SECRET = [70_001, 70_002, 70_003, 70_004]
@@ -405,7 +403,7 @@ def test_several_processes_add_to_the_same_names_and_one_is_killed(tmp_path: Pat
     assert not list(tmp_path.glob("*.damaged"))
 
 
-# --- threads and forks ----------------------------------------------------------------------
+# --- threads --------------------------------------------------------------------------------
 
 
 def test_threads_lose_nothing_under_pressure(tmp_path: Path) -> None:
@@ -427,29 +425,6 @@ def test_threads_lose_nothing_under_pressure(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     texts = [tuple(text) for i in range(4) for text in texts_of(store, f"name {i}")]
     assert sorted(texts) == [(n, i) for n in range(num_threads) for i in range(num_rounds)]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_child_begins_with_nothing_open_and_saves_nothing_of_its_parent(tmp_path: Path) -> None:
-    store = store_at(tmp_path, save_every_sec=60)
-    with store.open("a") as pool:
-        pool.observe([1])
-        child = os.fork()
-        if child == 0:
-            is_sound = False
-            try:
-                pool.observe([2])
-                pool.forget([2])
-                observe(store, "b", [3])
-                is_sound = texts_of(store, "a") == []
-                store.close()
-            finally:
-                os._exit(0 if is_sound else 1)
-        assert status_of(child) == 0
-    assert store.names() == ["a", "b"]
-    store.close()
-    assert texts_of(store_at(tmp_path), "a") == [[1]]
 
 
 # --- memory ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from lade.bench.baselines import Answer, Given
 from lade.bench.comparison import Side, compared
 from lade.bench.methods import METHODS
 from lade.bench.prompts import Prompt, read_prompts
-from lade.bench.report import LOOPS, OVERALL, as_json, groups, source_table, table
+from lade.bench.report import LOOPS, OVERALL, as_json, groups, table
 from lade.bench.run import MIXED, Result, run_methods, summarise
 from lade.bench.settings import BenchSettings
 from lade.bench.tables import Sheet
@@ -128,10 +128,6 @@ def test_rates_and_sources_are_shown_of_methods_that_count_them() -> None:
         *("50%", "33%", "125.000")
     ]
     assert sheet.sections[0][0][-3:] == ("", "", "")
-    sources = source_table(results, ["plain", "lade"])
-    assert sources is not None
-    assert "| lade | assistant | 4 | 20 | 12 | 60% | 0.20 |" in sources.as_markdown()
-    assert source_table(results, ["plain"]) is None
     summary = as_json(results, ["plain", "lade"], {})["summary"][OVERALL]
     assert summary["lade"]["sources"]["pool"]["num_accepted_tokens"] == 6
     assert (summary["lade"]["busy_cores"], summary["plain"]["busy_cores"]) == (1.5, None)

@@ -10,7 +10,7 @@ from statistics import harmonic_mean
 import numpy as np
 import pytest
 
-from lade.budget.budget import Budget, MeasuredBudget, PricedBudget
+from lade.budget.budget import Budget, MeasuredBudget
 from lade.budget.calibration import Outcome
 from lade.budget.costs import ForwardCosts
 from lade.drafting.drafts import draft_of, matched_depth
@@ -269,36 +269,3 @@ def test_rows_of_any_number_and_tokens_beside_drafts_are_borne() -> None:
         budget.record(3, num_tokens / 3 - 1, 0.04 + 0.001 * num_tokens, [], {})
     assert nums[0] >= 5
     assert nums[1:] <= [1, 0]
-
-
-@pytest.mark.parametrize(
-    ("costs", "probs", "num_pending", "expected"),
-    [
-        ({1: 1.0, 2: 1.5}, [[0.6, 0.3]], 0, 1),  # 1.6 tokens at 1.5 beat 1.9 at 2.0
-        ({1: 1.0, 2: 1.5}, [[0.6, 0.6]], 0, 2),  # 2.2 at 2.0: what lies beyond goes on as before
-        ({1: 1.0, 2: 1.5}, [[0.4, 0.4]], 0, 0),
-        ({1: 2.0, 5: 1.0}, [[0.0] * 8], 0, 4),  # and beyond them it is never cheaper
-        ({1: 1.0, 9: 5.0}, [[0.4]], 3, 1),  # 1.4 at 3.0, not 1 at 2.5
-        ({1: 1.0, 9: 5.0}, [[0.6]] * 2, 0, 0),  # the forward has 2 or 4 tokens: 1.6 at 2.5 / 1.5
-        ({1: 1.0, 9: 5.0}, [[0.9], [0.6]], 0, 1),
-        ({1: 1.0, 9: 5.0}, [[0.9], []], 0, 0),
-        ({1: 1.0, 2: 1.1}, [[]], 0, 0),
-    ],
-)
-def test_given_costs_decide_with_the_promises_alone(
-    costs: dict[int, float], probs: list[list[float]], num_pending: int, expected: int
-) -> None:
-    budget = PricedBudget(costs)
-    for _ in range(3):
-        assert budget.num_nodes(probs, num_pending) == expected
-        budget.record(len(probs), expected, 99.0, [], {})
-
-
-def test_rows_without_padding_get_what_their_own_nodes_are_worth() -> None:
-    """A node costs 0.1: 1 + 1.5 / 3 tokens at 1.3 beat 1 at 1.1, 1.3 at 1.2 and 1.52 at 1.4."""
-    budget = PricedBudget({1: 0.9, 11: 1.9})
-    assert budget.nums_of_nodes([[0.9, 0.6], [0.05], []]) == [2, 0, 0]
-    assert budget.nums_of_nodes([[], []]) == [0, 0]
-    assert Budget(5).nums_of_nodes([[0.1], [], [0.1] * 3]) == [1, 0, 3]
-    # Corrected probabilities may rise on the way down; the first nodes alone are a tree.
-    assert PricedBudget({1: 1.0, 11: 1.0}).nums_of_nodes([[0.1, 0.9], [0.5]]) == [2, 1]

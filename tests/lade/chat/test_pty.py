@@ -152,8 +152,8 @@ def test_a_chat_in_a_terminal(open_window: Callable[..., Window], home: Path) ->
     window.type("\x03")
     window.wait_for("stopped, ")
     window.wait_for(" a second")
-    window.type("/stats\r")
-    window.wait_for("answers")
+    window.type("/temperature\r")
+    window.wait_for("greedy")
     window.type(f"/save {home}/chat.json\r")
     window.wait_for("Saved to")
     window.type("def\r")
@@ -185,8 +185,8 @@ def test_ctrl_c_behind_enter_loses_nothing(open_window: Callable[..., Window]) -
         window.wait_for(f"question {i}")  # the line is being read
         os.kill(window.process.pid, signal.SIGINT)
     window.wait_for("\n>")
-    window.type("\x15/stats\r")
-    window.wait_for("answers")
+    window.type("\x15/temperature\r")
+    window.wait_for("greedy")
     window.wait_for("\n>")
     window.type("\x04")
     assert window.end() == 0

@@ -77,11 +77,11 @@ def test_a_prediction_is_drafted_from(folder: str, tmp_path: Path) -> None:
     assert ", prediction " in done.err
 
 
-def test_assistants_and_first_layers_draft_too_and_are_told(folder: str) -> None:
+def test_assistants_draft_too_and_are_told(folder: str) -> None:
     whole = plain_text(folder, "abcabc", do_sample=False)
-    done = answered(folder, "--assistant", folder, "--first-layers", 1)
+    done = answered(folder, "--assistant", folder)
     assert done.out == whole + "\n"
-    for source in ("accepted of drafted: pool ", ", assistant ", ", first_layers "):
+    for source in ("accepted of drafted: pool ", ", assistant "):
         assert source in done.err
 
 
@@ -119,13 +119,9 @@ def test_the_rate_shown_is_that_of_the_answer_alone(
 
 
 def test_all_of_standard_input_is_one_question_of_a_chat(folder: str) -> None:
-    done = run("chat", "--model", folder, *SHORT, "--first-layers", 1, given="abc\nabc\n")
+    done = run("chat", "--model", folder, *SHORT, "--assistant", folder, given="abc\nabc\n")
     assert done.code == 0
     whole = answered(folder, prompt="abc\nabc").out
     assert done.out.rstrip() == whole.rstrip("\N{REPLACEMENT CHARACTER}\n")  # a chat cuts no letter
     assert "12 tokens, " in done.err
-    assert ", first_layers " in done.err
-
-
-def test_chat_says_how_to_start_the_page() -> None:
-    assert "chat_web.py" in run("chat", "--web").out
+    assert ", assistant " in done.err

@@ -98,7 +98,7 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], told: s
         (["generate", "x", "--system", "x", "--raw"], "expected --system or --raw, got both"),
         (["generate", "x", "--stop", ""], "expected each --stop to be a text of one character"),
         (["generate", "x", "--top-p", "0.5"], "expected a temperature above 0 with top_p=0.5"),
-        (["bench", "--top-k", "5"], "expected a temperature above 0 with top_k=5"),
+        (["generate", "x", "--top-k", "5"], "expected a temperature above 0 with top_k=5"),
         (["generate", "x", "--temperature", "1", "--top-p", "0"], "expected top_p above 0"),
         (["generate", "x", "--temperature", "1", "--top-k", "-1"], "expected top_k of 0 or more"),
         (["generate", "x", "--system", "\udcff"], "expected UTF-8 as prompt"),

@@ -259,7 +259,7 @@ class Drawing(Faulty):
 
 def test_a_drawn_draft_is_verified_whole_whatever_it_costs() -> None:
     steps: list[Any] = []
-    config = lade.Config(acceptance="rejection", strict_drafter=True, step_costs={1: 1, 2: 99})
+    config = lade.Config(acceptance="rejection", strict_drafter=True)
     maker = Maker(lambda call: Drawing())
     options = {**OPTIONS, "do_sample": True, "eos_token_id": None, "max_new_tokens": 30}
     model = shared_model("llama", seed=2)

@@ -76,8 +76,7 @@ def test_prompt_lookup_is_a_limit_of_draft_tokens() -> None:
         return max(step.num_draft_tokens for step in steps)
 
     assert most(2) <= 2 < most(30)
-    for config in (lade.Config(max_draft_tokens=8), lade.Config(step_costs={1: 1.0, 99: 1.0})):
-        assert most(2, config=config) == 2
+    assert most(2, config=lade.Config(max_draft_tokens=8)) == 2
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens of at least 1, got 0"):
         lade.generate(model, prompt, max_new_tokens=4, prompt_lookup_num_tokens=0)
 

@@ -17,7 +17,7 @@ from tests.lade.tiny import BatchDrafter, tiny_model
 FAMILY = "llama"
 # What is drawn differs between CPUs: a text must not end where one of them draws the end.
 ENDLESS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
-PRICED = lade.Config(step_costs={1: 10, 8: 12, 16: 14, 32: 20})
+SIXTEEN = lade.Config(max_draft_tokens=16)
 
 
 def answer_of(model: Any, num_tokens: int = 48, seed: int = 0, **options: Any) -> list[int]:
@@ -33,7 +33,7 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.3, **ENDLESS}
 def test_a_right_prediction_saves_steps() -> None:
     model = shared_model(FAMILY)
     answer = answer_of(model, **SAMPLED)
-    run = partial(same_as_generate, model, ONE, config=PRICED, max_new_tokens=48, **SAMPLED)
+    run = partial(same_as_generate, model, ONE, config=SIXTEEN, max_new_tokens=48, **SAMPLED)
     _, without = run()
     _, right = run(by=partial(lade.generate, prediction=torch.tensor(answer)))
     assert right.stats.num_steps <= 8 < without.stats.num_steps
@@ -48,7 +48,7 @@ def test_an_answer_after_hard_ones_takes_the_steps_of_a_fresh_one() -> None:
     def taken(prediction: list[int], seed: int) -> tuple[int, int, int]:
         by = partial(lade.generate, prediction=prediction)
         options = {**SAMPLED, "max_new_tokens": 64, "seed": seed}
-        stats = same_as_generate(model, ONE, by=by, config=PRICED, **options)[1].stats
+        stats = same_as_generate(model, ONE, by=by, config=SIXTEEN, **options)[1].stats
         return stats.num_steps, stats.num_draft_tokens, stats.num_accepted_tokens
 
     fresh = taken(answer, 0)
@@ -85,8 +85,8 @@ def test_nothing_of_it_is_learned_or_kept() -> None:
     assert [text.tolist() for text in pool.texts()] == [[*ONE[0].tolist(), *answer]]
     options |= {"return_dict_in_generate": True, "pool": None}
     lade.generate(model, ONE, prediction=answer, **options)
-    after = lade.generate(model, ONE, config=PRICED, **options)
-    fresh = lade.generate(tiny_model(FAMILY), ONE, config=PRICED, **options)
+    after = lade.generate(model, ONE, config=SIXTEEN, **options)
+    fresh = lade.generate(tiny_model(FAMILY), ONE, config=SIXTEEN, **options)
     assert after.stats.num_steps == fresh.stats.num_steps
     assert "prediction" not in after.stats.sources
 
@@ -106,7 +106,7 @@ def test_text_takes_a_tokenizer() -> None:
         **ENDLESS,
         "max_new_tokens": 48,
         "do_sample": False,
-        "config": PRICED,
+        "config": SIXTEEN,
     }
     options["return_dict_in_generate"] = True
     output = lade.generate(model, ONE, prediction=text, tokenizer=Words(), **options)

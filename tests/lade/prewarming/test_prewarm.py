@@ -280,6 +280,7 @@ def test_a_disk_that_is_full_is_an_error_and_leaves_the_old_table(
     content = path.read_bytes()
     left = tmp_path / f"{path.stem}.making-{'0' * 16}"  # of a process that was killed
     left.write_bytes(b"half")
+    os.utime(left, (0, 0))
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -1,11 +1,10 @@
 """Plots of results as PNG and SVG, by matplotlib: the extra `plots`, imported when needed."""
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lade.errors import MissingExtraError, UserError
+from lade.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,18 +12,6 @@ if TYPE_CHECKING:
 
 _FORMATS = ("png", "svg")
 _DPI = 150
-
-
-def check_folder(folder: Path) -> None:
-    """Create the folder for plots, before any work is done.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-        OSError: the folder cannot be created.
-    """
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError("matplotlib", "plots")
-    folder.mkdir(parents=True, exist_ok=True)
 
 
 def plot_speedups(folder: Path, name: str, summary: Mapping[str, Any]) -> list[Path]:
