@@ -32,8 +32,6 @@ import api  # of this folder
 import commands
 
 from benchmarks.cpu_engines import HEADINGS, cells_of
-from benchmarks.formula import compare
-from benchmarks.formula import table as comparison_table
 from lade.bench.environment import code as present_code
 from lade.bench.report import LOOPS, OVERALL, msec_text, share_text, speedup_text
 from lade.bench.settings import BenchSettings
@@ -227,6 +225,71 @@ def value(file: str, path: str, form: str = "") -> str:
     return _formatted(found, form)
 
 
+_EDITS = {
+    "rename": "an attribute renamed, nine times",
+    "fix": "one line changed",
+    "function": "a method added",
+    "translation": "three places of a translation changed",
+}
+_EDITED = {
+    ("request", "lade"): "lade",
+    ("request", "prediction"): "with the text as the prediction",
+    ("request", "wrong_prediction"): "with a wrong one",
+    ("text", "lade"): "text in the prompt: lade",
+    ("text", "prompt_lookup"): "prompt lookup",
+    ("text", "prediction"): "with the prediction",
+}
+
+
+@_figure
+def edits(what: str) -> str:
+    """Return one figure of every edit by a prediction: steps, or the speed over lade without."""
+    found = _read("results/predictions")["edits"]
+    rows = []
+    for name, label in _EDITS.items():
+        numbers = [found[name][place][method][what] for place, method in _EDITED]
+        cells = [speedup_text(n) if isinstance(n, float) else str(n) for n in numbers]
+        rows.append((label, str(found[name]["num_tokens"]), *cells))
+    return _table(("edit", "tokens", *_EDITED.values()), 1, rows)
+
+
+@_figure
+def epochs() -> str:
+    """Return how soon rollouts came, epoch by epoch."""
+    rows = [
+        (
+            str(number),
+            *(f"{epoch[key]:.1f} s" for key in ("plain_sec", "lade_sec")),
+            *(speedup_text(epoch[key]) for key in ("speedup", "cpu_speedup")),
+            f"{epoch['mean_accepted_tokens']:.2f}",
+        )
+        for number, epoch in enumerate(_read("results/rollouts")["epochs"], start=1)
+    ]
+    headings = ("plain", "lade", "speed-up", "by processor time", "accepted tokens per step")
+    return _table(("epoch", *headings), 0, rows)
+
+
+_FUZZED = {
+    "fuzz": "random models and options",
+    "fuzz_architectures": "all architectures and variants",
+    "fuzz_predictions": "a prediction in every call",
+}
+
+
+@_figure
+def fuzzed() -> str:
+    """Return what random calls came to."""
+    names = ("num_cases", "num_same", "num_refused", "num_not_built", "num_mismatches")
+    rows = []
+    for name, label in _FUZZED.items():
+        found = _read(f"results/{name}")
+        origin = _made(found)
+        made = f"{origin['date'].split()[0]}, transformers {origin['transformers']}"
+        rows.append((label, *(f"{found.get(each, 0):,}" for each in names), made))
+    headings = ("calls", "in all", "the same", "refused by name", "not built", "differed", "made")
+    return _table(headings, 1, rows)
+
+
 @_figure
 def overhead(file: str, method: str = "lade") -> str:
     """Return the median over prompts of the share of a step that is not the model's forward."""
@@ -365,18 +428,6 @@ def drafters(file: str) -> str:
 
 
 @_figure
-def formula(file: str) -> str:
-    """Return the formula of assisted generation beside a real run."""
-    if not _path(file).exists():
-        return _UNMEASURED
-    sheet = comparison_table(compare(_path(file)))
-    rows = [
-        (_NAMES.get(row[0], f"`{row[0]}`"), *row[1:]) for rows in sheet.sections for row in rows
-    ]
-    return _table(sheet.headings, 1, rows)
-
-
-@_figure
 def categories(file: str) -> str:
     """Return the speed-up of every method in every category."""
     summary = _read(file)["summary"]
@@ -476,12 +527,11 @@ def engine_speeds(*files: str) -> str:
                         *(f"{size}", _ENGINES[method], f"{first['tokens_per_sec']:.1f}", *speeds),
                         f"{first['first_token_sec']:.2f}",
                         f"{first['latency_sec']:.2f}",
-                        f"{first['latency_p90_sec']:.2f}",
                         msec_text(first["draft_sec_per_step"]) if method != "plain" else "",
                     )
                 )
     passes = [f"speed, pass {row['pass']}" for row in by_pass]
-    times = ("first token, s", "latency, s", "its 90 %", "draft ms/step")
+    times = ("first token, s", "latency, s", "draft ms/step")
     return _table(("at once", "method", "tokens/s, pass 1", *passes, *times), 2, rows)
 
 
@@ -675,7 +725,6 @@ def weight_formats(file: str) -> str:
     parts = [
         f"With transformers {made['transformers']}, torch {made['torch']}, {packages}and lade "
         f"{made['lade']}; {made['cpu']}, {made['date']}, seed {content['settings']['seed']}.",
-        _words(content["headings"], [row for row in rows if row[2]]),
     ]
     if missing:
         parts += ["Not made there:", _words(("format", "why"), missing)]
@@ -796,12 +845,6 @@ def _draw_arena(folder: Path, name: str, content: Any) -> None:
     plot(folder, name, [Point(**run) for run in content["runs"] if run["group"] == OVERALL])
 
 
-def _draw_speedups(folder: Path, name: str, content: Any) -> None:
-    from benchmarks.plots import plot_speedups
-
-    plot_speedups(folder, name, content["summary"])
-
-
 def _draw_memory(folder: Path, name: str, content: Any) -> None:
     from benchmarks.plots import new_figure, save
 
@@ -818,7 +861,6 @@ def _draw_memory(folder: Path, name: str, content: Any) -> None:
 # By name: the file that it is of, and what draws it.
 _PLOTS: dict[str, tuple[str, Callable[[Path, str, Any], None]]] = {
     "arena": (_ARENA, _draw_arena),
-    "bfloat16": ("results/new_pools/bfloat16", _draw_speedups),
     "memory": ("results/load", _draw_memory),
 }
 
