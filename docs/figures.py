@@ -372,6 +372,7 @@ def headline(*files: str) -> str:
             label = f"{group} ({num})"
             if group == OVERALL:
                 machine = f"{environment['cpu']}, {environment['num_cores']} cores"
+                machine += " without AVX-512" if file.endswith("_avx2") else ""
                 label = f"**{settings['dtype']}**, {machine}: all ({num})"
             rows.append((label, *map(speedup_text, ratios)))
     return _table((f"{_model(files[0])} (prompts)", *_COLUMNS.values()), 1, rows)
