@@ -253,7 +253,7 @@ def test_prompts_of_some_categories_are_chosen_by_name(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, lines)))
     chosen = choose(path, None, None, "coding, writing")
     assert [prompt.text for prompt in chosen.prompts] == ["writing", "coding"]
-    with pytest.raises(ValueError, match="expected categories of prompts.jsonl, got poems"):
+    with pytest.raises(ValueError, match="got poems"):
         choose(path, None, None, "poems")
 
 
