@@ -84,6 +84,9 @@ def run_methods(
     num_return_sequences: Annotated[int, typer.Option(min=1, help="Answers to a prompt.")] = 1,
     limit: LimitOption = None,
     half: HalfOption = None,
+    categories: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Comma-separated; those of the file.")
+    ] = None,
     passes: PassesOption = 1,
     model: ModelOption = None,
     loading: LoadOptions,
@@ -117,7 +120,7 @@ def run_methods(
     )
     given = Given(drafting.config, num_layers=first_layers)
     files.check()
-    chosen = choose(prompts, limit, half)
+    chosen = choose(prompts, limit, half, categories)
     loaded = loading.load(model)
     if assistant is not None:
         given = load_assistant(given, loaded, assistant, loading.trust_remote_code)

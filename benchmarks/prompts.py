@@ -20,13 +20,20 @@ class Half(StrEnum):
         return cls.publish if crc32(prompt_id.encode()) % 2 else cls.fit
 
 
-def choose(path: Path, limit: int | None, half: Half | None) -> Chosen:
-    """Read a prompt file, or a half of it.
+def choose(
+    path: Path, limit: int | None, half: Half | None, categories: str | None = None
+) -> Chosen:
+    """Read a prompt file, or a half of it, or those of some categories, comma-separated.
 
     Raises:
         ValueError: it cannot be read, or has no such prompt.
     """
     prompts = [each for each in read_prompts(path) if half in (None, Half.of(each.id))]
+    if categories is not None:
+        names = [name.strip() for name in categories.split(",")]
+        if missing := {*names} - {each.category for each in prompts}:
+            raise ValueError(f"expected categories of {path.name}, got {', '.join(missing)}")
+        prompts = [each for each in prompts if each.category in names]
     if not prompts:
         raise ValueError(f"expected prompts in the {half} half of {path.name}, found none")
     kept = spread(prompts, limit)

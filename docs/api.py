@@ -49,7 +49,38 @@ def _parts(path: str, colon: str, members: str) -> Iterator[str]:
             yield f"#### {thing.__name__}.{name}"
             if is_called:
                 yield _signature(f"{thing.__name__}.{name}", getattr(thing, name))
-            yield from _text(documented)
+            yield from _paragraphs(_HEADING.split(documented)[0].strip().split("\n\n")[0])
+
+
+def summary(*names: str) -> str:
+    """Return for everything named its signature, what it is, and a line for each of its methods."""
+    return "\n\n".join(part for name in names for part in _brief(name))
+
+
+def _brief(path: str) -> Iterator[str]:
+    thing = resolve_name(path)
+    yield f"### {path}"
+    if not (inspect.isclass(thing) or inspect.isfunction(thing)):
+        yield f"`{thing!r}`"
+        return
+    if inspect.isclass(thing) and not issubclass(thing, BaseException):
+        yield _signature(path, thing)
+    yield from _paragraphs(_HEADING.split(inspect.getdoc(thing) or "")[0].strip("\n"))
+    if not inspect.isclass(thing):
+        return
+    lines = []
+    for name, member in vars(thing).items():
+        documented = inspect.getdoc(member)
+        if name.startswith("_") or not documented:
+            continue
+        is_called = callable(member) or isinstance(member, classmethod | staticmethod)
+        if is_called or isinstance(member, property):
+            parameters = inspect.signature(getattr(thing, name)).parameters if is_called else ()
+            called = f"({', '.join(each for each in parameters if each != 'self')})"
+            first = _joined(documented.split("\n\n")[0])
+            lines.append(f"- `{name}{called if is_called else ''}`: {first}")
+    if lines:
+        yield "\n".join(lines)
 
 
 def _signature(name: str, function: Callable[..., Any]) -> str:

@@ -32,10 +32,8 @@ import api  # of this folder
 import commands
 
 from benchmarks.cpu_engines import HEADINGS, cells_of
-from benchmarks.formula import compare
-from benchmarks.formula import table as comparison_table
 from lade.bench.environment import code as present_code
-from lade.bench.report import OVERALL, msec_text, share_text, speedup_text
+from lade.bench.report import LOOPS, OVERALL, msec_text, share_text, speedup_text
 from lade.bench.settings import BenchSettings
 from lade.bench.tables import Sheet
 
@@ -193,6 +191,12 @@ def reference(*names: str) -> str:
 
 
 @_figure
+def names(*paths: str) -> str:
+    """Return a short section for each of some names, a line for each method."""
+    return api.summary(*paths)
+
+
+@_figure
 def lines(*folders: str) -> str:
     """Return how many hundred lines of Python the packages in some folders have, and all of it."""
     found: Counter[str] = Counter()
@@ -219,6 +223,71 @@ def value(file: str, path: str, form: str = "") -> str:
     for key in path.split("/"):
         found = found[int(key) if isinstance(found, list) else key]
     return _formatted(found, form)
+
+
+_EDITS = {
+    "rename": "an attribute renamed, nine times",
+    "fix": "one line changed",
+    "function": "a method added",
+    "translation": "three places of a translation changed",
+}
+_EDITED = {
+    ("request", "lade"): "lade",
+    ("request", "prediction"): "with the text as the prediction",
+    ("request", "wrong_prediction"): "with a wrong one",
+    ("text", "lade"): "text in the prompt: lade",
+    ("text", "prompt_lookup"): "prompt lookup",
+    ("text", "prediction"): "with the prediction",
+}
+
+
+@_figure
+def edits(what: str) -> str:
+    """Return one figure of every edit by a prediction: steps, or the speed over lade without."""
+    found = _read("results/predictions")["edits"]
+    rows = []
+    for name, label in _EDITS.items():
+        numbers = [found[name][place][method][what] for place, method in _EDITED]
+        cells = [speedup_text(n) if isinstance(n, float) else str(n) for n in numbers]
+        rows.append((label, str(found[name]["num_tokens"]), *cells))
+    return _table(("edit", "tokens", *_EDITED.values()), 1, rows)
+
+
+@_figure
+def epochs() -> str:
+    """Return how soon rollouts came, epoch by epoch."""
+    rows = [
+        (
+            str(number),
+            *(f"{epoch[key]:.1f} s" for key in ("plain_sec", "lade_sec")),
+            *(speedup_text(epoch[key]) for key in ("speedup", "cpu_speedup")),
+            f"{epoch['mean_accepted_tokens']:.2f}",
+        )
+        for number, epoch in enumerate(_read("results/rollouts")["epochs"], start=1)
+    ]
+    headings = ("plain", "lade", "speed-up", "by processor time", "accepted tokens per step")
+    return _table(("epoch", *headings), 0, rows)
+
+
+_FUZZED = {
+    "fuzz": "random models and options",
+    "fuzz_architectures": "all architectures and variants",
+    "fuzz_predictions": "a prediction in every call",
+}
+
+
+@_figure
+def fuzzed() -> str:
+    """Return what random calls came to."""
+    names = ("num_cases", "num_same", "num_refused", "num_not_built", "num_mismatches")
+    rows = []
+    for name, label in _FUZZED.items():
+        found = _read(f"results/{name}")
+        origin = _made(found)
+        made = f"{origin['date'].split()[0]}, transformers {origin['transformers']}"
+        rows.append((label, *(f"{found.get(each, 0):,}" for each in names), made))
+    headings = ("calls", "in all", "the same", "refused by name", "not built", "differed", "made")
+    return _table(headings, 1, rows)
 
 
 @_figure
@@ -253,10 +322,6 @@ def ratios(file: str, method: str, rivals: str) -> str:
 # --- tables ---------------------------------------------------------------------------------
 
 
-# Kinds of text that README names, with the words it has for them.
-_KINDS = {"translation": "translations", "summarization": "summaries", "writing": "free writing"}
-
-
 @_figure
 def forwards(*files: str) -> str:
     """Return what forwards take by their number of tokens, by torch and by lade."""
@@ -282,49 +347,35 @@ def cpu_engines(file: str, run: str) -> str:
     return _table(("decoding", *HEADINGS), 1, rows)
 
 
+_COLUMNS = {
+    "no_drafts": "lade's kernels, no drafts",
+    "lade_fresh": "**lade**",
+    "prompt_lookup": "prompt lookup",
+    "rival_prompt_lookup": "prompt lookup, lade's kernels",
+}
+_FEWEST = 5  # prompts of a category that has a row of its own
+
+
 @_figure
 def headline(*files: str) -> str:
-    """Return README's table: a row for each file, and one for kinds of text in the last.
-
-    A last file may be of a large model of random weights.
-    """
-    large = files[-1] if "stages" in _read(files[-1]) else None
-    files = files[:-1] if large else files
+    """Return README's table: for each file all prompts, then its categories."""
     rows = []
     for file in files:
-        entries = _read(file)["summary"][OVERALL]
-        dtype = _read(file)["settings"]["dtype"]
-        what = f"{dtype}, {_read(file)['environment']['cpu']}"
-        what += " without AVX-512" if file.endswith("_avx2") else ""
-        what += " with AVX-512" if file.endswith("_avx512") else ""
-        what += ", after `lade prewarm`" if file.endswith("_prewarmed") else ""
-        what += ": the same text" if dtype == "float32" else ""
-        rows.append((what, *(speedup_text(entries[name]["speedup"]) for name in _HEADLINED)))
-    summary = _read(files[-1])["summary"]
-    cells = (
-        " / ".join(speedup_text(summary[kind][name]["speedup"]) for kind in _KINDS)
-        for name in _HEADLINED
-    )
-    rows.append((f"{dtype}: {' / '.join(_KINDS.values())}", *cells))
-    if large:
-        row, model = _installed(large), _read(large)["stages"][0]["model"]
-        what = f"{model['dtype']}, {model['num_parameters'] / 1e9:.1f} billion random weights, "
-        what += f"drafts accepted as recorded ({row['mean_accepted_tokens']:.1f} a step)"
-        rows.append((what, speedup_text(row["speedup_over_plain"]), "-"))
-    environment, settings = _read(files[0])["environment"], _read(files[0])["settings"]
-    cores = f"{environment['num_cores']} cores, {settings['threads']} threads"
-    return _table((f"{_model(files[0])}, {cores}", "**lade**", "prompt lookup"), 1, rows)
-
-
-_HEADLINED = ("lade_fresh", "prompt_lookup")
-
-
-def _installed(file: str) -> Mapping[str, Any]:
-    """Return what was measured of lade as installed, in a file of `python -m benchmarks gpu`."""
-    stages = _read(file)["stages"]
-    (row,) = (stage["rows"][0] for stage in stages if stage["stage"] == "installed")
-    found: Mapping[str, Any] = row
-    return found
+        content = _read(file)
+        environment, settings = content["environment"], content["settings"]
+        summary = content["summary"]
+        for group in (OVERALL, *(name for name in summary if name not in (OVERALL, LOOPS))):
+            num = summary[group]["plain"]["num_prompts"]
+            if num < _FEWEST:
+                continue
+            ratios = (summary[group].get(name, {}).get("speedup") for name in _COLUMNS)
+            label = f"{group} ({num})"
+            if group == OVERALL:
+                machine = f"{environment['cpu']}, {environment['num_cores']} cores"
+                machine += " without AVX-512" if file.endswith("_avx2") else ""
+                label = f"**{settings['dtype']}**, {machine}: all ({num})"
+            rows.append((label, *map(speedup_text, ratios)))
+    return _table((f"{_model(files[0])} (prompts)", *_COLUMNS.values()), 1, rows)
 
 
 @_figure
@@ -375,18 +426,6 @@ def drafters(file: str) -> str:
         names = ("decoding", "source", "asked", "drafted", "accepted", "seconds")
         tables.append(_table(names, 2, sources))
     return "\n\n".join([*tables, source(file)])
-
-
-@_figure
-def formula(file: str) -> str:
-    """Return the formula of assisted generation beside a real run."""
-    if not _path(file).exists():
-        return _UNMEASURED
-    sheet = comparison_table(compare(_path(file)))
-    rows = [
-        (_NAMES.get(row[0], f"`{row[0]}`"), *row[1:]) for rows in sheet.sections for row in rows
-    ]
-    return _table(sheet.headings, 1, rows)
 
 
 @_figure
@@ -489,12 +528,11 @@ def engine_speeds(*files: str) -> str:
                         *(f"{size}", _ENGINES[method], f"{first['tokens_per_sec']:.1f}", *speeds),
                         f"{first['first_token_sec']:.2f}",
                         f"{first['latency_sec']:.2f}",
-                        f"{first['latency_p90_sec']:.2f}",
                         msec_text(first["draft_sec_per_step"]) if method != "plain" else "",
                     )
                 )
     passes = [f"speed, pass {row['pass']}" for row in by_pass]
-    times = ("first token, s", "latency, s", "its 90 %", "draft ms/step")
+    times = ("first token, s", "latency, s", "draft ms/step")
     return _table(("at once", "method", "tokens/s, pass 1", *passes, *times), 2, rows)
 
 
@@ -634,25 +672,48 @@ def support() -> str:
 
 @_figure
 def architectures() -> str:
-    """Return what was found of each architecture, a section for each transformers."""
-    sections = []
-    for file in _by_release():
-        content = _read(f"support/{file}")
-        made, counts = content["environment"], content["summary"]
-        if content["settings"].get("execution", "eager") != "eager":
-            continue
-        totals = [
-            (name, str(number), str(counts["variants"][name]))
-            for name, number in counts["architectures"].items()
-        ]
-        sections += [
-            f"## transformers {made['transformers']}",
-            f"With torch {made['torch']} and lade {made['lade']}, {made['date']}, seed "
-            f"{content['settings']['seed']}.",
+    """Return what was found of each architecture, grouped by it, for the newest transformers."""
+    file = next(
+        each
+        for each in _by_release()
+        if _read(f"support/{each}")["settings"].get("execution", "eager") == "eager"
+    )
+    content = _read(f"support/{file}")
+    made, counts = content["environment"], content["summary"]
+    totals = [
+        (name, str(number), str(counts["variants"][name]))
+        for name, number in counts["architectures"].items()
+    ]
+    by_verdict: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for cells in content["rows"]:
+        row = dict(zip(content["headings"], cells, strict=True))
+        verdict = (row["one row"], row["batch"], row["text"])
+        by_reason = by_verdict.setdefault(verdict, {})
+        by_reason.setdefault(_reason(row["why no better method"]), []).append(row["model type"])
+    rows = [
+        (*verdict, reason, ", ".join(names))
+        for verdict, by_reason in sorted(by_verdict.items(), key=_num_names, reverse=True)
+        for reason, names in by_reason.items()
+    ]
+    headings = ("one row", "batch", "text", "why no better method", "model types")
+    return "\n\n".join(
+        (
+            f"With transformers {made['transformers']}, torch {made['torch']} and lade "
+            f"{made['lade']}, {made['date']}, seed {content['settings']['seed']}.",
             _table(("", "architectures", "variants"), 1, totals),
-            _words(content["headings"], content["rows"]),
-        ]
-    return "\n\n".join(sections)
+            _words(headings, rows),
+        )
+    )
+
+
+def _num_names(item: tuple[object, Mapping[str, Sequence[str]]]) -> int:
+    return sum(map(len, item[1].values()))
+
+
+def _reason(text: str) -> str:
+    """Return why no better method will do, without what differs from model to model."""
+    text = re.sub(r" by [\d.]+ of their standard deviation \(expected at most [\d.]+\)", "", text)
+    return re.sub(r"(its forward fails) \([^;]*", r"\1", text)
 
 
 @_figure
@@ -665,7 +726,6 @@ def weight_formats(file: str) -> str:
     parts = [
         f"With transformers {made['transformers']}, torch {made['torch']}, {packages}and lade "
         f"{made['lade']}; {made['cpu']}, {made['date']}, seed {content['settings']['seed']}.",
-        _words(content["headings"], [row for row in rows if row[2]]),
     ]
     if missing:
         parts += ["Not made there:", _words(("format", "why"), missing)]
@@ -786,12 +846,6 @@ def _draw_arena(folder: Path, name: str, content: Any) -> None:
     plot(folder, name, [Point(**run) for run in content["runs"] if run["group"] == OVERALL])
 
 
-def _draw_speedups(folder: Path, name: str, content: Any) -> None:
-    from benchmarks.plots import plot_speedups
-
-    plot_speedups(folder, name, content["summary"])
-
-
 def _draw_memory(folder: Path, name: str, content: Any) -> None:
     from benchmarks.plots import new_figure, save
 
@@ -808,7 +862,6 @@ def _draw_memory(folder: Path, name: str, content: Any) -> None:
 # By name: the file that it is of, and what draws it.
 _PLOTS: dict[str, tuple[str, Callable[[Path, str, Any], None]]] = {
     "arena": (_ARENA, _draw_arena),
-    "bfloat16": ("results/new_pools/bfloat16", _draw_speedups),
     "memory": ("results/load", _draw_memory),
 }
 

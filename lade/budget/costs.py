@@ -44,23 +44,25 @@ _PATIENCE_AT_FIRST = 4  # steps; the first one of a size does not count, and two
 # first time and later. A try every 128 steps costs 0.5 % where a second token makes a step 1.6
 # times as long, as in float32 on some CPUs. The first comes early where costs were not measured
 # yet, and in every so many calls, whatever their texts are.
-_FIRST_TRIAL, _LAST_TRIAL = 4, 128
+_EARLY_TRIAL, _FIRST_TRIAL, _LAST_TRIAL = 4, 16, 128
 _CALLS_BETWEEN_TRIALS = 8
 
 
 class Trials:
     """When a call has drafted and has not, last, and when it is to try the other way for once."""
 
-    def __init__(self, patience: int) -> None:
+    def __init__(self, first: int, patience: int) -> None:
         self._num_steps = 0
-        self._last = {True: 0, False: 0}  # steps, by whether they drafted
+        self._last = dict.fromkeys(
+            (True, False), first - patience
+        )  # steps, by whether they drafted
         self._patience = patience
         self._trial = -1  # the step that was the last trial
 
     def decide(self, is_drafting: bool) -> bool:
         """Return whether to draft: as it seems best, or for once the other way."""
         if self._num_steps - self._last[not is_drafting] >= self._patience:
-            self._patience = min(4 * self._patience, _LAST_TRIAL)
+            self._patience = min(2 * self._patience, _LAST_TRIAL)
             self._trial = self._num_steps
             is_drafting = not is_drafting
         self._last[is_drafting] = self._num_steps
@@ -118,7 +120,9 @@ class Costs:
 
     def trials(self, patience: int) -> Trials:
         """Return the trials of a call that is to try the other way after so many steps."""
-        return Trials(_FIRST_TRIAL if self.are_unknown or self._num_scaling else patience)
+        if self.are_unknown or self._num_scaling > 0:  # of this process
+            return Trials(_FIRST_TRIAL, _FIRST_TRIAL)
+        return Trials(patience, _LAST_TRIAL)
 
     def choose(self, trials: Trials, sizes: Floats, gains: Floats) -> int:
         """Return the index of the size with the best ratio of tokens to time; 0 for no draft.
@@ -205,7 +209,7 @@ class ForwardCosts:
 
     def begin_call(self) -> int:
         """Return the patience of a call: how many steps it goes before it tries the other way."""
-        return _LAST_TRIAL if next(self._calls) % _CALLS_BETWEEN_TRIALS else _FIRST_TRIAL
+        return _LAST_TRIAL if next(self._calls) % _CALLS_BETWEEN_TRIALS else _EARLY_TRIAL
 
     def of(self, num_rows: int) -> Costs:
         """Return the costs of batches of about this size."""

@@ -101,7 +101,6 @@ def check_reachable(name: str | None) -> None:
     Raises:
         UserError: the Hub cannot be reached, or no model can have that name.
     """
-    from httpx import TransportError  # of the Hub's client
     from huggingface_hub import is_offline_mode, model_info, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -115,7 +114,7 @@ def check_reachable(name: str | None) -> None:
         raise UserError(f"the model {name!r} could not be loaded: {error}") from error
     except HfHubHTTPError:
         return  # it says why not, when it is asked in earnest
-    except (OSError, TransportError) as error:
+    except Exception as error:  # of whichever client the Hub's library has
         near = get_close_matches(name.lower(), EMBEDDED_MODELS, 1)
         hint = f"; {near[0]} is meant, perhaps" if near else ""
         raise UserError(

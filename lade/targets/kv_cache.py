@@ -397,15 +397,6 @@ class TreeCache(Cache):  # type: ignore[misc]
             self._storage.move(source, length + in_place)
         self._commit(length + len(path))
 
-    def go_back(self, num_tokens: int) -> bool:
-        """Forget the last tokens; False if those before them are held no more."""
-        length = self.length - num_tokens
-        if any(group.first_slot(length) < group.offset for group in self._groups.values()):
-            return False
-        self._storage.length = length
-        self.drop_pending()
-        return True
-
     def drop_pending(self) -> None:
         """Forget the slots that were written since the last commit."""
         for layer in self.held:

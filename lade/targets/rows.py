@@ -175,14 +175,6 @@ class RowsTarget(Target):
         rows = zip(outputs, self._sizes, strict=True)
         return Output(torch.cat([output.logits[:, :size] for output, size in rows], dim=1))
 
-    def go_back(self, num_tokens: int) -> bool:
-        """Forget the last tokens of each row; False if those before them are held no more."""
-        went = [target.go_back(num_tokens) for target in self._rows]
-        if not all(went):
-            for target in (each for each, is_back in zip(self._rows, went, strict=True) if is_back):
-                target.go_back(-num_tokens)
-        return all(went)
-
     def discard(self) -> None:
         """Discard the last forward."""
         for target in self._rows:

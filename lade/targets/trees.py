@@ -160,7 +160,7 @@ class TreeTarget(Target):
     def begin(self) -> None:
         """Take what was run for the whole prompt."""
         self.cache.keep_all(may_be_nan=self._padding is not None)
-        num_cached = self._num_prefilled = self.cache.length
+        num_cached = self.cache.length
         positions = self._model_kwargs.get("position_ids")
         if positions is None:
             last = torch.full((1,), num_cached - 1, device=self.device)
@@ -347,28 +347,22 @@ class TreeTarget(Target):
         return self.forward(_without_run(self.inputs([tree]), num_run))
 
     def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
-        """Run a root by the model as it is, prepared by itself."""
-        num_new = self.cache.length + 1 - self._num_prefilled
-        new = self._input_ids.new_zeros((1, num_new))
-        new[:, -1] = roots[0].token_ids[0]
-        inputs = self._model.prepare_inputs_for_generation(
-            torch.cat([self._input_ids, new], dim=1),
-            next_sequence_length=1,
-            **extended(self._model_kwargs, num_new),
-        )
-        output: Forward = self._plain_view(**inputs, return_dict=True)
+        """Run a root by the model as it is, where its own attention takes the mask."""
+        inputs = TreeTarget.inputs(self, roots)
+        if inputs["attention_mask"] is not None and not self._takes_mask:
+            return self.forward(inputs)
+        output: Forward = self._plain_view(**inputs)
         return output
+
+    @property
+    def _takes_mask(self) -> bool:
+        """Whether the model's own attention takes the masks of trees."""
+        own = MASK_IS_ADDED.get(attention_of(self._model) or "eager")
+        return own is not None and own == (self._additive_dtype is not None)
 
     def discard(self) -> None:
         """Discard the last forward."""
         self.cache.keep([])
-
-    def go_back(self, num_tokens: int) -> bool:
-        """Forget the last tokens, where layers with windows hold those before them."""
-        went = self.cache.go_back(num_tokens)
-        if went:
-            self._place_root()
-        return went
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted path in the cache; drop the rest of the tree."""

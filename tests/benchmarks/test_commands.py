@@ -19,7 +19,7 @@ from benchmarks.memory import Peak
 from benchmarks.pool_requests import time_requests
 from benchmarks.pool_threads import time_threads
 from benchmarks.predictions import EDITS, measured
-from benchmarks.prompts import Half
+from benchmarks.prompts import Half, choose
 from benchmarks.publish import publish
 from benchmarks.rivals.catalogue import RIVALS
 from benchmarks.rollouts import Both, summary
@@ -245,6 +245,16 @@ def test_weights_are_fitted_to_one_half_of_the_prompts(
     published = json.loads((RESULTS / "weights.json").read_text())
     assert {*map(len, found["weights"])} == {*map(len, published["weights"])}
     assert "\n    (" in found["shown"]  # as in ngram_pool/weights.py
+
+
+def test_prompts_of_some_categories_are_chosen_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lines = ({"prompt": each, "category": each} for each in ("writing", "coding", "rewriting"))
+    path.write_text("\n".join(map(json.dumps, lines)))
+    chosen = choose(path, None, None, "coding, writing")
+    assert [prompt.text for prompt in chosen.prompts] == ["writing", "coding"]
+    with pytest.raises(ValueError, match="got poems"):
+        choose(path, None, None, "poems")
 
 
 # --- engines and memory ---------------------------------------------------------------------

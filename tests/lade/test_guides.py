@@ -25,15 +25,23 @@ _CALLING = (
 )
 
 
-def blocks_of(page: str) -> list[str]:
-    """Return a page's code in Python, but for examples, which `test_examples.py` runs."""
+def blocks_of(page: str, section: str | None = None) -> list[str]:
+    """Return a page's code in Python, but for examples, which `test_examples.py` runs.
+
+    Args:
+        section: the heading whose code is wanted; None for all of the page.
+    """
     text = _MADE.sub("", (DOCS / f"{page}.md").read_text())
+    if section is not None:
+        (text,) = [each for each in re.split("^#+ ", text, flags=re.M) if each.startswith(section)]
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-def run(page: str, names: dict[str, Any]) -> dict[str, Any]:
-    for block in blocks_of(page):
-        exec(compile(block, page, "exec"), names)
+def run(page: str, names: dict[str, Any], *sections: str) -> dict[str, Any]:
+    """Run the code of a page, or that of some of its sections."""
+    for section in sections or [None]:
+        for block in blocks_of(page, section):
+            exec(compile(block, page, "exec"), names)
     return names
 
 
@@ -64,12 +72,13 @@ def test_quickstart(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
 
 
 def test_assistants(names: dict[str, Any]) -> None:
-    made = run("guides/assistants", names | {"small_tokenizer": names["tokenizer"]})
+    given = names | {"small_tokenizer": names["tokenizer"]}
+    made = run("guides/drafters", given, "Assistant models", "Vocabularies")
     assert made["output"].shape[1] == 5 + 64
 
 
 def test_a_chat(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    run("guides/chat", names)
+    run("guides/chat", names, "In your own program")
     assert capsys.readouterr().out.endswith(" tokens a second\n")
 
 
@@ -77,7 +86,7 @@ def test_a_chat(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> No
 def test_drafters(names: dict[str, Any]) -> None:
     names["model"] = tiny_model("llama")  # its text repeats
     names["small_model"] = tiny_model("llama", seed=1, num_hidden_layers=1)
-    made = run("guides/drafters", names)  # the drafter; its check; the drafter with others
+    made = run("guides/drafters", names, "Drafters of your own", "Several at once")
     assert {*made["output"].stats.sources} == {"pool", "assistant", "RepeatLast"}
     output = lade.generate(
         made["model"],
@@ -91,7 +100,8 @@ def test_drafters(names: dict[str, Any]) -> None:
 
 
 def test_first_layers(names: dict[str, Any]) -> None:
-    assert run("guides/first_layers", names)["output"].shape[1] == 5 + 256
+    made = run("guides/drafters", names, "The model's own first layers")
+    assert made["output"].shape[1] == 5 + 256
 
 
 def test_calls_of_tools(names: dict[str, Any]) -> None:
@@ -103,7 +113,9 @@ def test_calls_of_tools(names: dict[str, Any]) -> None:
 def test_pools(names: dict[str, Any], tmp_path: Path) -> None:
     model, tokenizer = names["model"], names["tokenizer"]
     lade.save_pool(lade.NGramPool(), "work.pool", tokenizer=tokenizer, model=model)
-    loading, sharing = blocks_of("guides/pools")
+    (loading,), (sharing,) = (
+        blocks_of("guides/pools", name) for name in ("Use it", "Share them between processes")
+    )
     exec(compile(loading, "pools", "exec"), names)
     assert (tmp_path / "mine.pool").exists()
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -130,7 +142,7 @@ def test_prewarming(
 ) -> None:
     prewarm = partial(lade.prewarm, folder=tmp_path)
     monkeypatch.setattr(lade, "prewarm", lambda model, seconds: prewarm(model, seconds / 600))
-    run("guides/prewarming", names)
+    run("guides/pools", names, "Prewarming")
     assert f"contexts in {tmp_path}" in capsys.readouterr().out
 
 
@@ -142,7 +154,7 @@ def test_rollouts(names: dict[str, Any]) -> None:
 
 
 def test_streaming(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    run("guides/streaming", names)
+    run("guides/sampling", names, "Callbacks")
     assert capsys.readouterr().out.startswith("0 [")
 
 
@@ -157,9 +169,9 @@ def test_clients(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
             openai, "OpenAI", lambda base_url, api_key: made(base_url=server.url, api_key=api_key)
         )
         names: dict[str, Any] = {}
-        for block in blocks_of("guides/clients"):
+        for block in blocks_of("guides/serving", "openai-python"):
             block = block.replace("smollm2-135m-instruct", NAME)
-            exec(compile(block, "clients", "exec"), names)
+            exec(compile(block, "serving", "exec"), names)
         names["client"].close()
     assert " drafted\n" in capsys.readouterr().out
 
@@ -173,5 +185,5 @@ def test_corpora() -> None:
     ):
         messages = [{"role": "user", "content": "What-is-a-pool?"}]
         question = {"model": NAME, "messages": messages, "max_tokens": 8}
-        (asking,) = blocks_of("guides/serving")
+        (asking,) = blocks_of("guides/serving", "Corpora")
         exec(compile(asking, "serving", "exec"), {"client": client, "question": question})

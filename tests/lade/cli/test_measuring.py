@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from ngram_pool import NGramPool
 from tests.lade.cli.command import SHORT, Done, run
+from tests.lade.cli.conftest import TEMPLATE
 
 
 @pytest.fixture
@@ -50,7 +52,10 @@ def test_demo_tells_what_lade_does_and_what_that_gains(folder: str, tmp_path: Pa
 
 
 @pytest.mark.exhaustive  # six prompts by three methods
-def test_demo_has_prompts_of_its_own_and_prewarms_once(folder: str) -> None:
+def test_demo_has_prompts_of_its_own_and_prewarms_once(templated: Callable[[str], str]) -> None:
+    folder = Path(templated(TEMPLATE))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
     first, second = (run("demo", "--model", folder, *SHORT) for _ in range(2))
     assert "prewarmed: " in first.err
     assert "prewarmed" not in second.err
