@@ -126,7 +126,7 @@ class Decoder:
         steps, _ = self._emit(plan, (lambda: None) if self._overlaps else self._speculator.open_all)
         if self._batch.emitting:
             with self.stats.timed("prefill"):
-                of_prompts = self._speculator.rank_prompts(plan, output.logits)
+                of_prompts = self._speculator.rank_prompts(output.logits)
             with self.stats.timed("commit"):
                 self._speculator.harvest_prompts(plan, of_prompts)
         with self.stats.timed("commit"):

@@ -111,7 +111,7 @@ class Speculator:
         lookahead: size of the windows to run beside the drafts, which takes verification by tree;
             None for no windows.
         ranks: the processes that run the target together, if there are several.
-        prompt_harvester: harvests successors from the prefill, for the drafter.
+        prompt_harvester: harvests successors from the prefill of a single row, for the drafter.
     """
 
     def __init__(
@@ -153,9 +153,8 @@ class Speculator:
 
     @property
     def num_harvested(self) -> int:
-        """How many of each prompt's last tokens but the very last are harvested."""
-        harvester = self._prompt_harvester
-        return 0 if harvester is None else harvester.num_tokens(len(self._batch.rows))
+        """How many of a prompt's last tokens but the very last are harvested."""
+        return 0 if self._prompt_harvester is None else self._prompt_harvester.max_tokens
 
     def roots(self) -> Plan:
         """Return the plan of the prefill, whose roots are the prompts' last tokens."""
@@ -261,18 +260,14 @@ class Speculator:
         ranked = (ranked if is_whole else None) or rank(known, num_successors)
         return with_probs(ranked, known)
 
-    def rank_prompts(self, plan: Plan, logits: Tensor) -> Successors | None:
-        """Return the likeliest tokens after the prompts' last tokens but the very last, if known.
+    def rank_prompts(self, logits: Tensor) -> Successors | None:
+        """Return the likeliest tokens after a prompt's last tokens but the very last, if known.
 
         Args:
-            plan: of the prompts.
-            logits: of the very last tokens, [rows, 1, vocab_size], or of more of them.
+            logits: of the very last token, [1, 1, vocab_size], or of more of them.
         """
-        if self._prompt_harvester is None:
-            return None
-        contexts, lengths = self._batch.contexts, plan.context_lengths
-        prompts = [contexts[row][:length] for row, length in lengths.items()]
-        return self._prompt_harvester.successors(logits, prompts)
+        harvester = self._prompt_harvester
+        return None if harvester is None else harvester.successors(logits)
 
     def advance_windows(self, plan: Plan, logits: Tensor) -> int:
         """Move the plan's windows on and feed the drafter the n-grams that they produced.
@@ -307,7 +302,7 @@ class Speculator:
         """Feed the drafter harvested successors of the prompts' last tokens.
 
         Args:
-            successors: [rows, num_tokens, num_successors], without those of the very last tokens.
+            successors: [1, num_tokens, num_successors], without those of the very last token.
         """
         if successors is None:
             return
@@ -321,7 +316,7 @@ class Speculator:
                     break
                 shared += 1
             if shared > 1:
-                self._proposer.harvest_prompt(row, context, successors.last(row, shared - 1))
+                self._proposer.harvest_prompt(row, context, successors.last(shared - 1))
 
     def learn(self, done: Done) -> None:
         """Feed the drafter the successors of all nodes, and the budget the step's cost."""

@@ -1,8 +1,7 @@
 """The target's likeliest tokens after every node that it ran, for drafters that harvest."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,9 +26,9 @@ class Successors(NamedTuple):
         nodes = slice(start, start + num_nodes)
         return Successors(self.token_ids[0, nodes], self.probs[0, nodes])
 
-    def last(self, row: int, num_nodes: int) -> "Successors":
-        """Return those of the last nodes of one row; all of them if there are fewer."""
-        return Successors(self.token_ids[row, -num_nodes:], self.probs[row, -num_nodes:])
+    def last(self, num_nodes: int) -> "Successors":
+        """Return those of the last nodes of the only row; all of them if there are fewer."""
+        return Successors(self.token_ids[0, -num_nodes:], self.probs[0, -num_nodes:])
 
     @property
     def num_nodes(self) -> int:
@@ -132,7 +131,7 @@ def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> Succe
     return SuccessorsCopy(ranked.token_ids, probs)
 
 
-# Maximum number of last prompt tokens, in all rows together, whose successors are harvested.
+# Maximum number of last prompt tokens whose successors are harvested.
 # Harvesting all accepted 1 % more tokens in answers of 128 tokens (2 % without a prewarmed table),
 # and took 4 % of the time.
 _MAX_PROMPT_TOKENS = 64
@@ -148,7 +147,7 @@ def num_prompt_tokens(max_new_tokens: int) -> int:
 
 
 class PromptHarvester:
-    """Harvest of the prompts' last tokens, taken along with the prefill.
+    """Harvest of a prompt's last tokens, taken along with the prefill.
 
     `generate` computes logits of the last token alone, and so does the prefill. Those of the tokens
     before it are computed from the last hidden states, which are there anyway, with the model's
@@ -159,17 +158,17 @@ class PromptHarvester:
         model: the target; if its hidden states cannot be seen, nothing is harvested.
         num_successors: how many to harvest per token.
         vocab_size: exclusive upper bound of the token ids, though the embeddings may have more.
-        max_tokens: maximum number of prompt tokens to harvest, in all rows together.
+        max_tokens: maximum number of prompt tokens to harvest.
     """
 
     def __init__(self, model: Any, num_successors: int, vocab_size: int, max_tokens: int) -> None:
         self._model = model
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._num_successors = num_successors
         self._vocab_size = vocab_size
         self._head = model.get_output_embeddings()
         self._body = model.base_model if model.base_model is not model else None
-        self._states: Tensor | None = None  # [rows, num_tokens, hidden_size]
+        self._states: Tensor | None = None  # [1, num_tokens, hidden_size]
 
     @contextmanager
     def watching(self) -> Iterator[Any]:
@@ -183,33 +182,21 @@ class PromptHarvester:
         keep_attributes(view, self._model)
 
     @torch.no_grad()
-    def successors(
-        self, logits: Tensor, prompts: Sequence[Sequence[int]] = ()
-    ) -> Successors | None:
+    def successors(self, logits: Tensor) -> Successors | None:
         """Return the successors of the last tokens but the very last, and forget the states.
 
         Args:
-            logits: of the prompts' last tokens, [rows, 1, vocab_size], or of more of them, which
-                are then harvested.
-            prompts: without padding, if they may have been run so: one after the other in one row,
-                and equal ones once.
+            logits: of the prompt's last token, [1, 1, vocab_size], or of more of them, which are
+                then harvested.
 
         Returns:
-            [rows, num_tokens, num_successors], at most `max_tokens` tokens in all rows together;
-            None where they cannot be computed.
+            [1, num_tokens, num_successors], at most `max_tokens` tokens; None where they cannot be
+            computed.
         """
-        states, self._states = self._states, None
-        num_rows = logits.shape[0]
-        num_tokens = self.num_tokens(num_rows)
+        (states, self._states), num_tokens = (self._states, None), self.max_tokens
         if logits.shape[1] > 1:
             return self._ranked(logits[:, -1 - num_tokens : -1])
-        if states is not None and prompts and states.shape[0] < num_rows:
-            states = _last_states(states, prompts, num_tokens + 1)
-        if (
-            states is None
-            or states.shape[0] != num_rows
-            or min(num_tokens, states.shape[1] - 1) < 1
-        ):
+        if states is None or min(num_tokens, states.shape[1] - 1) < 1:
             return None
         try:
             of_last = self._head(states[:, -1:]).to(logits.device)
@@ -222,10 +209,6 @@ class PromptHarvester:
         except RuntimeError:  # more layers in between, of other sizes or dtypes, or out of memory
             return None
 
-    def num_tokens(self, num_rows: int) -> int:
-        """Return how many tokens of each of so many prompts are harvested at most."""
-        return self._max_tokens // num_rows
-
     def _ranked(self, logits: Tensor) -> Successors | None:
         known = logits[..., : self._vocab_size]
         return with_probs(rank(known, self._num_successors), known).get()
@@ -233,22 +216,3 @@ class PromptHarvester:
     def _see(self, module: Any, args: Any, output: Any) -> None:
         states = getattr(output, "last_hidden_state", None)
         self._states = states if isinstance(states, Tensor) and states.dim() == 3 else None
-
-
-def _last_states(states: Tensor, prompts: Sequence[Sequence[int]], most: int) -> Tensor | None:
-    """Return the last states of each prompt of [1, tokens of all different ones, hidden_size].
-
-    Returns:
-        [rows, at most `most`, hidden_size]; shorter prompts have zeros before them. None if the
-        states are not those of these prompts.
-    """
-    texts = [tuple(prompt) for prompt in prompts]
-    different = [*dict.fromkeys(texts)]
-    stops = dict(zip(different, accumulate(map(len, different)), strict=True))
-    if states.shape[:2] != (1, stops[different[-1]]):
-        return None
-    last = states.new_zeros((len(texts), min(most, max(map(len, texts))), states.shape[2]))
-    for row, text in enumerate(texts):
-        num = min(len(text), last.shape[1])
-        last[row, -num:] = states[0, stops[text] - num : stops[text]]
-    return last

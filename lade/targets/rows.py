@@ -17,7 +17,7 @@ from lade.tree import Tree
 _MOST_AT_ONCE = 1024  # tokens of several prompts in one forward
 
 
-class Row(NamedTuple):
+class PromptRow(NamedTuple):
     """A prompt of a batch, as if it came alone."""
 
     input_ids: Tensor  # int64 [1, num_tokens]
@@ -30,7 +30,7 @@ class Row(NamedTuple):
         return tuple(str(each.tolist()) for each in (self.input_ids, *given) if each is not None)
 
 
-def split(model: Model, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[Row]:
+def split(model: Model, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[PromptRow]:
     """Return the prompts of a batch, without padding in front where that changes no position."""
     mask, num_rows = model_kwargs.get("attention_mask"), len(input_ids)
     given = {**model_kwargs}
@@ -49,7 +49,7 @@ def split(model: Model, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> l
     return [_row(input_ids, given, row, start) for row, start in enumerate(starts)]
 
 
-def _row(input_ids: Tensor, model_kwargs: Mapping[str, Any], row: int, start: int) -> Row:
+def _row(input_ids: Tensor, model_kwargs: Mapping[str, Any], row: int, start: int) -> PromptRow:
     own: dict[str, Any] = {}
     for name, value in model_kwargs.items():
         if name in CONTINUED and value is not None:
@@ -61,7 +61,7 @@ def _row(input_ids: Tensor, model_kwargs: Mapping[str, Any], row: int, start: in
             own[name] = value[row : row + 1]
         else:
             own[name] = deepcopy(value) if name == CACHE else value
-    return Row(input_ids[row : row + 1, start:], own)
+    return PromptRow(input_ids[row : row + 1, start:], own)
 
 
 class RowsTarget(Target):
@@ -72,7 +72,7 @@ class RowsTarget(Target):
         targets: of each of them.
     """
 
-    def __init__(self, rows: Sequence[Row], targets: Sequence[Target]) -> None:
+    def __init__(self, rows: Sequence[PromptRow], targets: Sequence[Target]) -> None:
         first = targets[0]
         self.device, self.vocab_size = first.device, first.vocab_size
         self.max_candidates = first.max_candidates

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,6 +16,13 @@ THREE = torch.tensor([[0, 0, 5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 7, 5], [0, 9, 9, 9,
 
 
 EIGHT = lade.Config(max_draft_tokens=8)
+
+
+class Answers(NamedTuple):
+    """The answers of a batch, which are returned without parts, and counts of lade's steps."""
+
+    sequences: torch.Tensor
+    stats: lade.DecodeStats
 
 
 def same_as_generate(
@@ -58,9 +65,7 @@ def same_as_generate(
     if input_ids is not None:
         given |= {"input_ids": input_ids.to(device)}
         given |= {"attention_mask": (given["input_ids"] != 0).long()}
-    # Batches whose cache is returned are decoded plainly.
-    is_one = input_ids is None or len(input_ids) * (options.get("num_return_sequences") or 1) == 1
-    given |= {"return_dict_in_generate": is_one, **options}
+    given |= {"return_dict_in_generate": is_one(input_ids, options), **options}
     torch.manual_seed(seed)
     of_plain = given | fresh()
     expected = type(model).generate(model, **of_plain)
@@ -76,6 +81,9 @@ def same_as_generate(
     of_lade = {"drafter": drafter, "config": config, "pool": pool}
     of_lade = {name: value for name, value in of_lade.items() if value is not None}
     torch.manual_seed(seed)
+    stats = lade.DecodeStats()
+    if by is lade.generate and not given["return_dict_in_generate"]:
+        of_lade.setdefault("on_step", stats.count_row_step)
     said = pytest.warns(lade.PlainDecodingWarning, match=plainly)
     with nullcontext() if plainly is None else said:
         got = by(model, **given | of_lade | fresh())
@@ -90,7 +98,15 @@ def same_as_generate(
         # Rows of a batch may end in padding, which no drafter is told.
         for observed, answer in zip(scripted.observed, answers, strict=not is_plain):
             assert observed == answer[: len(observed) if len(answers) > 1 else None]
+    if torch.is_tensor(got) and torch.is_tensor(expected):
+        return Answers(expected, stats), Answers(got, stats)
     return expected, got
+
+
+def is_one(input_ids: torch.Tensor | None, options: dict[str, Any]) -> bool:
+    """Tell whether a call has one row; batches whose cache is returned are decoded plainly."""
+    num_prompts = 1 if input_ids is None else len(input_ids)
+    return num_prompts * (options.get("num_return_sequences") or 1) == 1
 
 
 def tokens_of(output: Any) -> torch.Tensor:
@@ -126,13 +142,18 @@ def both(
 
 
 def answered(model: Any, prompt: torch.Tensor, **options: Any) -> Any:
-    """Return lade's output, of parts: greedy unless options say else; 0 is padding."""
+    """Return lade's output, of parts or as `Answers`: greedy, if options do not say else."""
     given: dict[str, Any] = {
         "attention_mask": (prompt != 0).long(),
         "do_sample": False,
         "pad_token_id": 0,
     }
-    return lade.generate(model, prompt, **given | {"return_dict_in_generate": True} | options)
+    if is_one(prompt, options):
+        given["return_dict_in_generate"] = True
+    stats = lade.DecodeStats()
+    given |= {"on_step": stats.count_row_step, **options}
+    got = lade.generate(model, prompt, **given)
+    return Answers(got, stats) if torch.is_tensor(got) else got
 
 
 def random_state(device: torch.device) -> torch.Tensor:
