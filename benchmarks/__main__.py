@@ -175,14 +175,6 @@ def run_arena(
     run(loaded, chosen, names, sizes, BenchSettings(max_new_tokens), files)
 
 
-@app.command("formula")
-def run_formula(file: Annotated[Path, file_argument("FILE", "What run --json wrote.")]) -> None:
-    """Hold the formula of assisted generation against a run."""
-    from benchmarks.formula import compare, table
-
-    ResultFiles().show({}, table(compare(file)))
-
-
 @app.command("fit")
 @grouped
 def run_fit(
