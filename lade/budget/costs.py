@@ -167,7 +167,8 @@ class Costs:
             if least > 0:  # a wrong guess says nothing about the others
                 shared = 1.0 + (_SCALING_WEIGHT if is_scaling else _SHARED_WEIGHT) * (ratio - 1.0)
                 self._num_scaling -= is_scaling
-        ratio /= shared
+        if is_guess or is_scaling:  # all sizes share it then, this one too
+            ratio /= shared
         measured, curve = shared * known.measured, shared * known.curve
         num = np.maximum(_MEMORY * known.num, np.minimum(known.num, _LEAST_COUNTED))
         for knot, part in shares:
