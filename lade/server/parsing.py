@@ -84,9 +84,8 @@ def told_to_template(messages: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
         ValueError: arguments are no JSON.
     """
     for message in messages:
-        content, calls = message.get("content") or "", message.get("tool_calls")
-        if not isinstance(content, str):
-            content = " ".join(part["text"] for part in content)
+        calls = message.get("tool_calls")
+        content = " ".join(part["text"] for part in message.get("content") or ())
         told = {"role": message["role"], "content": "" if calls else content}
         if calls:
             told["tool_calls"] = [_with_arguments(call) for call in calls]
