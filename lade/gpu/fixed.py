@@ -218,9 +218,7 @@ class FixedTarget(TreeTarget):
         return Output(graphs.run(step.shape, partial(self._run, step)))
 
     def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
-        """Run roots by the model as it is, where its own attention takes their mask."""
-        if not self._takes_mask:
-            return Output(self._run(self.inputs(roots), is_recorded=False))
+        """Run roots by the model as it is, prepared by itself."""
         self.cache.unfix()
         TreeTarget._place_rows(self)
         return super().forward_plainly(roots)

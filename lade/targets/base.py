@@ -107,6 +107,14 @@ class Target(ABC):
         """Discard the last forward."""
 
     @abstractmethod
+    def go_back(self, num_tokens: int) -> bool:
+        """Forget the last committed tokens of each row, which the next forward begins with.
+
+        Of these, the very last was run by `forward_plainly`. Returns False, with nothing changed,
+        where that is not possible.
+        """
+
+    @abstractmethod
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the nodes of the last forward on each row's accepted path, root first."""
 

@@ -158,6 +158,7 @@ class TreeTarget(Target):
                 self.cache.take_over(cache)
         self.cache.keep_all(may_be_nan=self._padding is not None)
         rows, num_cached = self._input_ids.shape[0], self.num_cached[0]
+        self._num_prefilled = num_cached
         positions = self._model_kwargs.get("position_ids")
         if positions is None:
             last = torch.full((rows,), num_cached - 1, device=self.device)
@@ -368,7 +369,18 @@ class TreeTarget(Target):
         return self.forward(_without_run(self.inputs([tree]), num_run))
 
     def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
-        """Run roots by the model as it is, where its own attention takes their mask."""
+        """Run roots by the model as it is, prepared by itself; by masks where rows differ."""
+        if len({*self.num_cached}) == 1 and self._rows == [*range(len(self._input_ids))]:
+            num_new = self.num_cached[0] + 1 - self._num_prefilled
+            new = self._input_ids.new_zeros((len(self._rows), num_new))
+            new[:, -1] = integers_on(self.device, [tree.token_ids[0] for tree in roots])
+            inputs = self._model.prepare_inputs_for_generation(
+                torch.cat([self._input_ids, new], dim=1),
+                next_sequence_length=1,
+                **extended(self._model_kwargs, num_new),
+            )
+            output: Forward = self._plain_view(**inputs, return_dict=True)
+            return output
         self._is_plainly = True
         try:
             inputs = TreeTarget.inputs(self, roots)
@@ -376,8 +388,8 @@ class TreeTarget(Target):
             self._is_plainly = False
         if inputs["attention_mask"] is not None and not self._takes_mask:
             return self.forward(inputs)
-        output: Forward = self._plain_view(**inputs)
-        return output
+        of_masks: Forward = self._plain_view(**inputs)
+        return of_masks
 
     @property
     def _takes_mask(self) -> bool:
@@ -388,6 +400,13 @@ class TreeTarget(Target):
     def discard(self) -> None:
         """Discard the last forward."""
         self.cache.keep([[]] * len(self._rows))
+
+    def go_back(self, num_tokens: int) -> bool:
+        """Forget the last tokens of each row, where layers with windows hold those before them."""
+        went = self.cache.go_back(num_tokens)
+        if went:
+            self._place_rows()
+        return went
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted paths in the cache; drop the rest of the trees."""
