@@ -69,7 +69,7 @@ def test_a_pool_named_by_one_caller_is_not_another_callers() -> None:
     mine, options = lade.NGramPool(), {"max_new_tokens": 4, "pad_token_id": 0}
     model.generate(victim_prompt(SECRETS[0]), pool=mine, **options)
     held = len(mine)
-    assert held == 18 + 4
+    assert held == 22 + 4
     model.generate(victim_prompt(SECRETS[1]), **options)
     assert len(mine) == held
     assert model.generate.pool is None
