@@ -137,7 +137,7 @@ def _run(
     proposer, budget = Proposer.alone(drafter, _VOCAB_SIZE), Budget(num_nodes - 1)
     speculator = _TimedSpeculator(batch, proposer, budget, target)
     choice = GreedyChoice(drafter.num_successors)
-    proof = Proof(model, target, text, is_on=False)
+    proof = Proof(model, target, text, None)
     decoder = Decoder(
         batch, target, speculator, choice, lambda steps: None, outputs, proof, overlaps=True
     )

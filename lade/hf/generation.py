@@ -64,7 +64,7 @@ from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import has_own_inputs, is_own_callback, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import CacheKind, profile_of
-from lade.probing.proof import Proof
+from lade.probing.proof import Distances, Proof
 from lade.probing.requirements import Requirements, requirements_of
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
@@ -72,6 +72,7 @@ from lade.sampling.processors import Processors
 from lade.sampling.rejection_choice import rejection_choice
 from lade.stats import DecodeStats
 from lade.targets.base import Target, fill_cache
+from lade.targets.inputs import is_text_alone
 from lade.targets.rollback import cache_in, find_cache, length_of
 from lade.targets.trees import TreeTarget
 from lade.turns import current_seat
@@ -178,7 +179,8 @@ class Generation:
             if found is None or found.attention != PACKED_ROWS:
                 found, self._seat = None, None
             verification = found or choose(is_padded=needed.is_padded)
-            if config.uses_products and not config.stable_text:
+            may_differ = config.stable_text or own_code_around() is not None
+            if config.uses_products and not may_differ:
                 verification = with_products(verification, model, self._profile)
             if config.lookahead is not None and verification.verification != "tree":
                 _refuse_lookahead(model, verification)
@@ -343,6 +345,12 @@ class Generation:
             return None
         return PromptHarvester(self._model, wanted, target.vocab_size, max_tokens)
 
+    def _distances(self, verification: VerificationPlan) -> Distances:
+        """Return when steps are proved: in this call alone where code of the user's takes part."""
+        if self._own_code is not None:
+            return Distances()
+        return self._profile.proofs.setdefault(verification.verification, Distances())
+
     # --- the call ----------------------------------------------------------------------------
 
     def _decode(self, verification: VerificationPlan, needed: Requirements, target: Target) -> Any:
@@ -407,7 +415,8 @@ class Generation:
                 self._model,
                 target,
                 text,
-                is_on=ranks is None,
+                None if ranks is not None else self._distances(verification),
+                is_text=is_text_alone(self._call.model_kwargs),
                 has_one_width=config.stable_text,
                 keeps_widths=verification.execution != "eager",
                 plain_prompts=self._own_code is not None,

@@ -1,9 +1,9 @@
 """Which code of the user's own takes part in a call, where no proof would notice what it does.
 
 A proof holds steps against the model (`proof.py`), not prompts, and not what `generate` does
-between forwards. Where code of the user's own runs in forwards, prompts are run exactly as
-`generate` runs them, and nothing is kept of them; where it is a part of the loop, decoding is
-plain.
+between forwards. Where code of the user's own runs in forwards, prompts are run in the
+shape that `generate` gives them, and nothing is kept of them; where it is a part of the loop,
+decoding is plain.
 """
 
 import inspect

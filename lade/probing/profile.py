@@ -32,6 +32,7 @@ from lade.probing.own_code import (
     hooks_of,
     own_code_of,
 )
+from lade.probing.proof import Distances
 from lade.products.choice import FastViews
 from lade.products.linear import products_for
 from lade.targets.layout import TreeLayout, tree_layout
@@ -89,6 +90,8 @@ class Profile:
     drafting_results: dict[Verification, CheckResult] = field(default_factory=dict)
     #: Of its forwards, by how it verifies; calls leave nothing else of what they learn.
     costs: dict[tuple[Verification, Execution, bool], ForwardCosts] = field(default_factory=dict)
+    #: When steps are proved next, by method.
+    proofs: dict[Verification, Distances] = field(default_factory=dict)
     #: Methods whose verdict was dropped once, and those found wrong again, with the reason.
     dropped: set[Verification] = field(default_factory=set)
     found_wrong: dict[Verification, str] = field(default_factory=dict)
@@ -155,6 +158,7 @@ class Profile:
         """
         for key in [key for key in [*self.results] if key[0] == verification]:
             del self.results[key]
+        self.proofs.pop(verification, None)
         if verification in self.dropped:
             self.found_wrong[verification] = reason
         self.dropped.add(verification)

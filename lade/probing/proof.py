@@ -2,14 +2,18 @@
 
 A check of the model (`selfcheck.py`) holds for the model as it was. What a hook, an adapter, a
 patched function or a number among its attributes does since, nobody can tell by looking. So before
-the first draft of a call is believed, its last tokens are run one by one, the model's own way;
-their text is emitted as usual. Then the target goes back over two of them and runs them once more,
-in front of the tree that they lead to. What it gives for them there must be what they gave alone,
+the first draft of a call is believed, a token is run alone, the model's own way; its text is
+emitted as usual. Then the target goes back over it and the token before it and runs both once more,
+in front of the tree that they lead to. What it gives for them there must be what they gave before,
 or nothing of that tree is emitted. The same is done again at growing distances.
+
+The model's own forward of one token takes as long as two or three of a compiled job
+(`lade.forward`). So where nobody's own code takes part in forwards, distances go on from call to
+call instead of beginning anew.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,11 +29,9 @@ from lade.targets.base import Forward, Output, Target
 from lade.tree import Tree, origins
 from ngram_pool import Draft
 
-# Tokens that are run once more in front of a tree. The second is the one that is compared: it is
-# neither the first of the forward nor the last, as it was when it ran alone.
+# Tokens that are run once more in front of a tree. The second is neither the first of the forward
+# nor the last, as it was when it ran alone.
 NUM_BEFORE = 2
-# Steps with a draft from one proof to the next, and the factor by which that grows.
-_FIRST_DISTANCE, _FACTOR = 64, 2
 # In half precision, logits of the same text differ by chance, and where experts are chosen by a
 # near-tie, by more than rounding: only so many failures in a row count.
 _MOST_WRONG = 3
@@ -47,17 +49,30 @@ class FlawError(Exception):
         self.keeps_cache = keeps_cache
 
 
+@dataclass(slots=True)
+class Distances:
+    """Steps with a draft until the next proof, and from that one to the one after it."""
+
+    num_left: int = 0
+    next: int = 128
+
+    def proved(self) -> None:
+        """Go on to the next proof, twice as far away as the last was."""
+        self.num_left, self.next = self.next, 2 * self.next
+
+
 class Proof:
     """The proofs of one call.
 
     Args:
         text: the text of all rows; grows.
-        is_on: whether anything is proved; not where several processes run a model together, for
-            all of them must or none.
+        distances: those of the call, or of all calls of the model; None where nothing is proved, as
+            where several processes run a model together: all of them must or none.
+        is_text: whether prompts are tokens alone, so that their last ones can be run once more.
         has_one_width: whether all forwards have one width, as the text must not depend on drafts.
         keeps_widths: whether a tree must not become wider, as where shapes are recorded.
-        plain_prompts: whether prompts, and steps without drafts, are to be run exactly as
-            `generate` runs them, as nobody proves these: code of the user's own takes part.
+        plain_prompts: whether prompts are to be run as `generate` runs them, neither packed nor
+            with those of other calls, as nobody proves these: code of the user's own takes part.
         pure_prompts: whether they are run so anyway.
 
     Attributes:
@@ -71,21 +86,22 @@ class Proof:
         model: Model,
         target: Target,
         text: Text,
+        distances: Distances | None,
         *,
-        is_on: bool = True,
+        is_text: bool = True,
         has_one_width: bool = False,
         keeps_widths: bool = False,
         plain_prompts: bool = False,
         pure_prompts: bool = True,
     ) -> None:
-        self._target, self._text, self._is_on = target, text, is_on
+        self._target, self._text, self._distances = target, text, distances
+        self._first_again = text.num_prompt - is_text
         self._has_one_width = has_one_width
         self._keeps_widths = keeps_widths or has_one_width
         self._limit, self._is_exact = limit_of(model), is_exact_in(model)
         self.plain_prompts = plain_prompts
         # Whether all that is cached was run as plain decoding does.
         self._is_pure = plain_prompts or pure_prompts
-        self._num_left, self._distance = 0, _FIRST_DISTANCE
         self._num_wrong = 0
         # By row, the places of tokens that were run alone of late, and what they gave.
         self._alone: dict[int, dict[int, Tensor]] = {}
@@ -102,12 +118,12 @@ class Proof:
         """Return what of a plan is to be run, and the inputs of its forward."""
         target = self._target
         self.num_before, self._is_alone = 0, False
-        if plan.num_tokens == 1 and self.plain_prompts and not target.num_pending:
-            self._is_alone = True  # which costs nothing, and needs no proof
-            return plan, None
-        if not self._is_on or self._num_left > 0 or plan.num_tokens == 1:
+        is_due = self._distances is not None and self._distances.num_left <= 0
+        # Between a token alone and the proof, those without drafts are run alone, too.
+        if not is_due or (plan.num_tokens == 1 and not self._alone):
             return plan, target.inputs(plan.nodes())
-        if self._is_ready(plan) and target.go_back(NUM_BEFORE):
+        is_ready = plan.num_tokens > 1 and self._is_ready(plan)
+        if is_ready and target.go_back(NUM_BEFORE):
             self.num_before = NUM_BEFORE
             plan = self._fitting(plan)
             before = [self._text.token_ids[row][-1 - NUM_BEFORE : -1] for row in plan.trees]
@@ -130,11 +146,13 @@ class Proof:
             error = self._error(plan, output.logits)
             if error > self._limit:
                 return self._fail(plan, error)
-            self._num_left, self._distance = self._distance, self._distance * _FACTOR
+            assert self._distances is not None
+            self._distances.proved()
             self._num_wrong, self._alone = 0, {}
             output = _without(output, self._trees, self.num_before)
         if plan.num_tokens > 1:
-            self._num_left -= 1
+            if self._distances is not None:
+                self._distances.num_left -= 1
             self._is_pure = False
         return plan, output
 
@@ -147,7 +165,7 @@ class Proof:
         """Return whether what there is to compare with was run, and may be run once more."""
         for row, tree in plan.trees.items():
             num_tokens = len(self._text.token_ids[row])
-            if num_tokens - 1 - NUM_BEFORE < self._text.num_prompt:
+            if num_tokens - 1 - NUM_BEFORE < max(self._first_again, 0):
                 return False  # what a prompt's tokens give may be more than they say
             if len(tree) > 1 and num_tokens - 2 not in self._alone.get(row, ()):
                 return False
@@ -196,9 +214,12 @@ class Proof:
         target, ids = self._target, self._text.token_ids
         target.discard()
         for place in range(-1 - self.num_before, -1):
-            target.forward_plainly(
-                [Tree.build(ids[row][place], Draft.empty()) for row in plan.trees]
-            )
+            roots = [Tree.build(ids[row][place], Draft.empty()) for row in plan.trees]
+            if min(len(ids[row]) for row in plan.trees) + place < self._text.num_prompt:
+                target.forward(target.inputs(roots))  # not as it ran in its prompt
+                self._is_pure = False
+            else:
+                target.forward_plainly(roots)
             target.commit([[0]] * len(plan.trees))
         self.num_forwards += 1 + self.num_before
         self.num_before = 0

@@ -48,6 +48,8 @@ MASK_IS_ADDED = {
 }
 
 
+# Those that tell for themselves which keys a window shows, whatever the cache holds.
+_KNOW_WINDOWS = {*MASK_IS_ADDED, "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 _NUM_RECENT = 8  # steps that say how many tokens the next one commits
 
 
@@ -120,7 +122,8 @@ class TreeTarget(Target):
         self._seat: Seat | None = None  # where forwards run together with those of other calls
         self._was_joint = False  # whether the last forward ran, or may have waited, with others
         self._num_committed = 1.0  # tokens in a step, of late
-        is_added = MASK_IS_ADDED[attention or attention_of(model) or "eager"]
+        # An attention of the user's own is taken for one like torch's, and held against that.
+        is_added = MASK_IS_ADDED.get(attention or attention_of(model) or "eager", False)
         self._additive_dtype = model.dtype if is_added else None
         # The common case, whose mask takes a tenth of the time to make.
         self._sees_all = {*self._reaches.values()} == {FULL} and not is_added
@@ -143,7 +146,7 @@ class TreeTarget(Target):
         if self._seat is not None and not is_plain:
             output = self._joint_prefill(self._seat, num_logits)
         if output is None:
-            fast = model if is_plain else self._fast_view(model)
+            fast = self._fast_view(model)
             output = None if is_plain else self._packed_prefill(fast)
             if output is None:
                 options = self._generation_config
@@ -370,7 +373,9 @@ class TreeTarget(Target):
 
     def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
         """Run roots by the model as it is, prepared by itself; by masks where rows differ."""
-        if len({*self.num_cached}) == 1 and self._rows == [*range(len(self._input_ids))]:
+        knows = self._is_uniform or (attention_of(self._model) or "eager") in _KNOW_WINDOWS
+        are_all = self._rows == [*range(len(self._input_ids))]
+        if knows and are_all and len({*self.num_cached}) == 1:
             num_new = self.num_cached[0] + 1 - self._num_prefilled
             new = self._input_ids.new_zeros((len(self._rows), num_new))
             new[:, -1] = integers_on(self.device, [tree.token_ids[0] for tree in roots])
