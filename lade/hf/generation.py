@@ -64,7 +64,7 @@ from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import has_own_inputs, is_own_callback, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import CacheKind, profile_of
-from lade.probing.proof import Distances, Proof
+from lade.probing.proof import FIRST_DISTANCE, Distances, Proof
 from lade.probing.requirements import Requirements, requirements_of
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
@@ -349,7 +349,8 @@ class Generation:
         """Return when steps are proved: in this call alone where code of the user's takes part."""
         if self._own_code is not None:
             return Distances()
-        return self._profile.proofs.setdefault(verification.verification, Distances())
+        first = Distances(FIRST_DISTANCE)  # after the check
+        return self._profile.proofs.setdefault(verification.verification, first)
 
     # --- the call ----------------------------------------------------------------------------
 

@@ -38,11 +38,14 @@ _CHOOSING = ((functional, "softmax"), (torch, "multinomial"), (torch, "argmax"))
 _FUNCTIONS = ((functional, "linear"), (functional, "scaled_dot_product_attention"))
 
 
+AROUND = "a hook of the model"  # which is called around its forward, whatever that is
+
+
 def own_code_of(model: Model) -> str | None:
     """Return what of the user's own code runs in a model's forwards, or None."""
     for name, module in model.named_modules():
         where = name or "the model"
-        if any(map(is_own, hooks_of(module))):
+        if name and any(map(is_own, hooks_of(module))):
             return f"a hook of {where}"
         for attribute, value in [*vars(module).items()]:
             if is_code(value) and is_own(value) and not getattr(value, "is_lades", False):
@@ -53,7 +56,9 @@ def own_code_of(model: Model) -> str | None:
         if is_own(inspect.unwrap(function)) or is_own(function):
             return f"the function {function.__qualname__}"
     attention = ALL_ATTENTION_FUNCTIONS.get(attention_of(model))
-    return "its attention" if attention is not None and is_own(attention) else None
+    if attention is not None and is_own(attention):
+        return "its attention"
+    return AROUND if any(map(is_own, hooks_of(model))) else None
 
 
 def code_of(classes: set[type]) -> Iterator[FunctionType]:

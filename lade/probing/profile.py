@@ -27,6 +27,7 @@ from lade.config import Execution, Verification
 from lade.forward.job import forwards_for
 from lade.gpu.workspace import WorkspaceStore
 from lade.probing.own_code import (
+    AROUND,
     code_of,
     functions_at_present,
     hooks_of,
@@ -129,7 +130,9 @@ class Profile:
     def products_for(self, model: Model) -> FastViews | None:
         """Return what runs the model's forwards, or its products; None where lade's cannot run."""
         if self.products is None:
-            self.products = Known(forwards_for(model) or products_for(model))
+            calls_modules = self.own_code not in (None, AROUND)  # which a job does not
+            job = None if calls_modules else forwards_for(model)
+            self.products = Known(job or products_for(model))
         return self.products.value
 
     def costs_of(

@@ -9,7 +9,7 @@ or nothing of that tree is emitted. The same is done again at growing distances.
 
 The model's own forward of one token takes as long as two or three of a compiled job
 (`lade.forward`). So where nobody's own code takes part in forwards, distances go on from call to
-call instead of beginning anew.
+call instead of beginning anew, the first of them after the check of the model.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,7 @@ from ngram_pool import Draft
 # Tokens that are run once more in front of a tree. The second is neither the first of the forward
 # nor the last, as it was when it ran alone.
 NUM_BEFORE = 2
+FIRST_DISTANCE = 128  # steps with a draft
 # In half precision, logits of the same text differ by chance, and where experts are chosen by a
 # near-tie, by more than rounding: only so many failures in a row count.
 _MOST_WRONG = 3
@@ -54,7 +55,7 @@ class Distances:
     """Steps with a draft until the next proof, and from that one to the one after it."""
 
     num_left: int = 0
-    next: int = 128
+    next: int = FIRST_DISTANCE
 
     def proved(self) -> None:
         """Go on to the next proof, twice as far away as the last was."""
@@ -71,8 +72,8 @@ class Proof:
         is_text: whether prompts are tokens alone, so that their last ones can be run once more.
         has_one_width: whether all forwards have one width, as the text must not depend on drafts.
         keeps_widths: whether a tree must not become wider, as where shapes are recorded.
-        plain_prompts: whether prompts are to be run as `generate` runs them, neither packed nor
-            with those of other calls, as nobody proves these: code of the user's own takes part.
+        plain_prompts: whether prompts, and before the first proof steps without drafts, are to be
+            run exactly as `generate` runs them: code of the user's own takes part.
         pure_prompts: whether they are run so anyway.
 
     Attributes:
@@ -120,7 +121,8 @@ class Proof:
         self.num_before, self._is_alone = 0, False
         is_due = self._distances is not None and self._distances.num_left <= 0
         # Between a token alone and the proof, those without drafts are run alone, too.
-        if not is_due or (plan.num_tokens == 1 and not self._alone):
+        may_wait = plan.num_tokens == 1 and not self._alone and not self.plain_prompts
+        if not is_due or may_wait:
             return plan, target.inputs(plan.nodes())
         is_ready = plan.num_tokens > 1 and self._is_ready(plan)
         if is_ready and target.go_back(NUM_BEFORE):

@@ -146,7 +146,7 @@ class TreeTarget(Target):
         if self._seat is not None and not is_plain:
             output = self._joint_prefill(self._seat, num_logits)
         if output is None:
-            fast = self._fast_view(model)
+            fast = model if is_plain else self._fast_view(model)
             output = None if is_plain else self._packed_prefill(fast)
             if output is None:
                 options = self._generation_config

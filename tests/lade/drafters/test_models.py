@@ -405,14 +405,14 @@ def test_drafts_are_as_long_as_those_of_transformers(
     drafter = AssistantModel(assistant, length=length, expansion="chain", **limits)  # type: ignore[arg-type]
     given = options | {"attention_mask": torch.ones_like(ONE), "max_new_tokens": 60}
     theirs = drafts_of_transformers(monkeypatch, model, assistant, **given)
-    texts = [text for text in theirs if ONE.shape[1] + 2 < len(text) < ONE.shape[1] + 50]
+    texts = [text for text in theirs if ONE.shape[1] < len(text) < ONE.shape[1] + 50]
     assert len(texts) > 5
     for text in texts:
         steps: list[Any] = []
-        # The last tokens are those of the prefill, and of two steps that the call proves itself by.
-        before = torch.tensor([text[:-3]])
+        lade.recheck(model)  # else a proof of the drafts so far may come here
+        before = torch.tensor([text[:-1]])  # its last token is that of the prefill
         given = {"drafter": drafter, "config": EIGHT, "on_step": steps.append}
-        answered(model, before, max_new_tokens=10, **options, **given)
-        assert steps[3].num_draft_tokens == theirs[text]
+        answered(model, before, max_new_tokens=8, **options, **given)
+        assert steps[1].num_draft_tokens == theirs[text]
     if noise == 0.1:
         assert len({theirs[text] for text in texts}) > (length != 4)

@@ -11,6 +11,8 @@ from torch import Tensor
 from lade.attention import packed
 from lade.hf.generation import Generation
 from lade.probing import factory
+from lade.probing.profile import profile_of
+from lade.probing.proof import Distances
 from lade.targets.kv_cache import TreeCache
 from tests.lade.recorder import CpuRecorder, RecordingPolicy
 
@@ -70,8 +72,9 @@ def bend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Return what makes lade's attention wrong, and has the next call of a model looked at."""
     attended = packed._attended
 
-    def make_wrong(_: Any) -> None:
+    def make_wrong(model: Any) -> None:
         monkeypatch.setattr(packed, "_attended", lambda q, *args: attended(1.5 * q, *args))
+        profile_of(model).proofs["tree"] = Distances()
 
     return make_wrong
 

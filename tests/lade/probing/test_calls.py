@@ -231,7 +231,7 @@ _DOGE = {"num_attention_heads": 4, "keep_window_size": 24, "head_dim": 8}
 _SCALED = {"floor_scale": 100, "attn_temperature_tuning": True}
 # Of a model: the number of tokens in a prompt and an answer, and why it is plain, if it is.
 LENGTHS: list[tuple[str, dict[str, Any], list[tuple[int, int, str | None]]]] = [
-    ("llama", _DYNAMIC, [(4, 30, None), (15, 30, None), (6, 12, None)]),
+    ("llama", _DYNAMIC, [(4, 30, None), (20, 30, None), (6, 12, None)]),
     ("phi3", _LONG, [(4, 12, None), (30, 20, None), (20, 20, r"\(longrope\) changes at 24")]),
     ("llama4_text", _SCALED, [(8, 25, None), (78, 25, None)]),
     ("doge", _DOGE, [(6, 12, None), (18, 12, "dynamic mask changes at 24 tokens")]),
