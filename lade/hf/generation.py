@@ -61,7 +61,7 @@ from lade.outputs import Outputs
 from lade.prewarming.costs import first_costs_of
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
-from lade.probing.own_code import has_own_inputs, is_own_callback, own_code_around
+from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import CacheKind, profile_of
 from lade.probing.proof import FIRST_DISTANCE, Distances, Proof
@@ -405,6 +405,7 @@ class Generation:
         ranks = Ranks.of(self._model)
         harvester = self._prompt_harvester(proposer, target, limits.max_length)
         speculator = Speculator(batch, proposer, budget, target, config.lookahead, ranks, harvester)
+        is_around = self._own_code == AROUND and self._call.num_rows == 1
         decoder = Decoder(
             batch,
             target,
@@ -420,7 +421,8 @@ class Generation:
                 is_text=is_text_alone(self._call.model_kwargs),
                 has_one_width=config.stable_text,
                 keeps_widths=verification.execution != "eager",
-                plain_prompts=self._own_code is not None,
+                by_view=is_around,
+                plain_prompts=self._own_code is not None and not is_around,
                 pure_prompts=self._call.num_rows == 1 and self._seat is None,
             ),
             overlaps,

@@ -274,8 +274,8 @@ def _code_of(hook: Any) -> Hashable:
     """Return what identifies a hook: its code, since PEFT makes new ones for every call."""
     hook = getattr(hook, "func", hook)  # of a partial
     hook = getattr(hook, "__func__", hook)  # of a bound method
-    code: Hashable | None = getattr(hook, "__code__", None)
-    return type(hook) if code is None else code
+    code: Hashable = getattr(hook, "__code__", None) or type(hook)
+    return code
 
 
 def _coarsest_of(model: Model) -> torch.dtype:

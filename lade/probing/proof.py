@@ -72,6 +72,8 @@ class Proof:
         is_text: whether prompts are tokens alone, so that their last ones can be run once more.
         has_one_width: whether all forwards have one width, as the text must not depend on drafts.
         keeps_widths: whether a tree must not become wider, as where shapes are recorded.
+        by_view: whether lade's forwards of single tokens are as good as the model's own, as where
+            all code of the user's is called around them.
         plain_prompts: whether prompts, and before the first proof steps without drafts, are to be
             run exactly as `generate` runs them: code of the user's own takes part.
         pure_prompts: whether they are run so anyway.
@@ -90,12 +92,14 @@ class Proof:
         distances: Distances | None,
         *,
         is_text: bool = True,
+        by_view: bool = False,
         has_one_width: bool = False,
         keeps_widths: bool = False,
         plain_prompts: bool = False,
         pure_prompts: bool = True,
     ) -> None:
         self._target, self._text, self._distances = target, text, distances
+        self._by_view = by_view
         self._first_again = text.num_prompt - is_text
         self._has_one_width = has_one_width
         self._keeps_widths = keeps_widths or has_one_width
@@ -187,7 +191,8 @@ class Proof:
 
     def _run_alone(self, plan: Plan) -> Forward:
         """Run roots the model's own way, and remember what they give."""
-        output = self._target.forward_plainly([*plan.trees.values()])
+        roots = [*plan.trees.values()]
+        output = self._target.forward_plainly(roots, by_view=self._by_view)
         for index, row in enumerate(plan.trees):
             place = len(self._text.token_ids[row]) - 1
             known = self._alone.get(row, {})
@@ -198,7 +203,7 @@ class Proof:
             return output
         self.num_forwards += 1
         self._target.discard()
-        return self._target.forward(self._target.inputs([*plan.trees.values()]))
+        return self._target.forward(self._target.inputs(roots))
 
     def _error(self, plan: Plan, logits: Tensor) -> float:
         """Return how far off the tokens before the trees are from what they gave alone."""
@@ -221,7 +226,7 @@ class Proof:
                 target.forward(target.inputs(roots))  # not as it ran in its prompt
                 self._is_pure = False
             else:
-                target.forward_plainly(roots)
+                target.forward_plainly(roots, by_view=self._by_view)
             target.commit([[0]] * len(plan.trees))
         self.num_forwards += 1 + self.num_before
         self.num_before = 0

@@ -99,8 +99,13 @@ class Target(ABC):
         """Run the model on the inputs; a device may still be computing when this returns."""
 
     @abstractmethod
-    def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
-        """Run one root per row as `generate` runs single tokens; may be discarded."""
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
+        """Run one root per row as `generate` runs single tokens; may be discarded.
+
+        Args:
+            by_view: whether what else runs forwards may do so, such as a job that is held against
+                the model's own.
+        """
 
     @abstractmethod
     def discard(self) -> None:

@@ -194,7 +194,7 @@ class ChainTarget(Target):
             attentions and tuple(map(of_queries, attentions)),
         )
 
-    def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
         """Run roots, keeping the states that they and the one before them follow."""
         inputs = self.inputs(roots)
         before = None if self._cache is None else saved(self._cache[1])

@@ -371,8 +371,10 @@ class TreeTarget(Target):
         """
         return self.forward(_without_run(self.inputs([tree]), num_run))
 
-    def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
         """Run roots by the model as it is, prepared by itself; by masks where rows differ."""
+        if by_view:
+            return self.forward(self.inputs(roots))
         knows = self._is_uniform or (attention_of(self._model) or "eager") in _KNOW_WINDOWS
         are_all = self._rows == [*range(len(self._input_ids))]
         if knows and are_all and len({*self.num_cached}) == 1:
