@@ -274,8 +274,9 @@ def _code_of(hook: Any) -> Hashable:
     """Return what identifies a hook: its code, since PEFT makes new ones for every call."""
     hook = getattr(hook, "func", hook)  # of a partial
     hook = getattr(hook, "__func__", hook)  # of a bound method
-    code: Hashable = getattr(hook, "__code__", None) or type(hook)
-    return code
+    code: Any = getattr(hook, "__code__", None) or type(hook)
+    known: Hashable = code
+    return known
 
 
 def _coarsest_of(model: Model) -> torch.dtype:
