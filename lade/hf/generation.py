@@ -64,7 +64,7 @@ from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import CacheKind, profile_of
-from lade.probing.proof import FIRST_DISTANCE, Distances, Proof
+from lade.probing.proof import FIRST_DISTANCE, Distances, Proof, ProofSettings
 from lade.probing.requirements import Requirements, requirements_of
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
@@ -418,12 +418,14 @@ class Generation:
                 target,
                 text,
                 None if ranks is not None else self._distances(verification),
-                is_text=is_text_alone(self._call.model_kwargs),
-                has_one_width=config.stable_text,
-                keeps_widths=verification.execution != "eager",
-                by_view=is_around,
-                plain_prompts=self._own_code is not None and not is_around,
-                pure_prompts=self._call.num_rows == 1 and self._seat is None,
+                ProofSettings(
+                    is_text=is_text_alone(self._call.model_kwargs),
+                    has_one_width=config.stable_text,
+                    keeps_widths=verification.execution != "eager",
+                    by_view=is_around,
+                    plain_prompts=self._own_code is not None and not is_around,
+                    pure_prompts=self._call.num_rows == 1 and self._seat is None,
+                ),
             ),
             overlaps,
         )

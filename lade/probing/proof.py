@@ -14,7 +14,7 @@ call instead of beginning anew, the first of them after the check of the model.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,13 +62,10 @@ class Distances:
         self.num_left, self.next = self.next, 2 * self.next
 
 
-class Proof:
-    """The proofs of one call.
+class ProofSettings(NamedTuple):
+    """What a call asks of its proofs.
 
-    Args:
-        text: the text of all rows; grows.
-        distances: those of the call, or of all calls of the model; None where nothing is proved, as
-            where several processes run a model together: all of them must or none.
+    Attributes:
         is_text: whether prompts are tokens alone, so that their last ones can be run once more.
         has_one_width: whether all forwards have one width, as the text must not depend on drafts.
         keeps_widths: whether a tree must not become wider, as where shapes are recorded.
@@ -77,8 +74,27 @@ class Proof:
         plain_prompts: whether prompts, and before the first proof steps without drafts, are to be
             run exactly as `generate` runs them: code of the user's own takes part.
         pure_prompts: whether they are run so anyway.
+    """
+
+    is_text: bool = True
+    has_one_width: bool = False
+    keeps_widths: bool = False
+    by_view: bool = False
+    plain_prompts: bool = False
+    pure_prompts: bool = True
+
+
+class Proof:
+    """The proofs of one call.
+
+    Args:
+        text: the text of all rows; grows.
+        distances: those of the call, or of all calls of the model; None where nothing is proved, as
+            where several processes run a model together: all of them must or none.
+        settings: what the call asks of them.
 
     Attributes:
+        settings: what the call asks of the proofs.
         num_before: tokens before those of the plan that the present forward runs.
         is_busy: whether the present forward is not as fast as others.
         num_forwards: those that were run for proofs alone.
@@ -90,23 +106,13 @@ class Proof:
         target: Target,
         text: Text,
         distances: Distances | None,
-        *,
-        is_text: bool = True,
-        by_view: bool = False,
-        has_one_width: bool = False,
-        keeps_widths: bool = False,
-        plain_prompts: bool = False,
-        pure_prompts: bool = True,
+        settings: ProofSettings = ProofSettings(),  # noqa: B008
     ) -> None:
         self._target, self._text, self._distances = target, text, distances
-        self._by_view = by_view
-        self._first_again = text.num_prompt - is_text
-        self._has_one_width = has_one_width
-        self._keeps_widths = keeps_widths or has_one_width
+        self.settings = settings
         self._limit, self._is_exact = limit_of(model), is_exact_in(model)
-        self.plain_prompts = plain_prompts
         # Whether all that is cached was run as plain decoding does.
-        self._is_pure = plain_prompts or pure_prompts
+        self._is_pure = settings.plain_prompts or settings.pure_prompts
         self._num_wrong = 0
         # By row, the places of tokens that were run alone of late, and what they gave.
         self._alone: dict[int, dict[int, Tensor]] = {}
@@ -125,7 +131,7 @@ class Proof:
         self.num_before, self._is_alone = 0, False
         is_due = self._distances is not None and self._distances.num_left <= 0
         # Between a token alone and the proof, those without drafts are run alone, too.
-        may_wait = plan.num_tokens == 1 and not self._alone and not self.plain_prompts
+        may_wait = plan.num_tokens == 1 and not self._alone and not self.settings.plain_prompts
         if not is_due or may_wait:
             return plan, target.inputs(plan.nodes())
         is_ready = plan.num_tokens > 1 and self._is_ready(plan)
@@ -171,7 +177,7 @@ class Proof:
         """Return whether what there is to compare with was run, and may be run once more."""
         for row, tree in plan.trees.items():
             num_tokens = len(self._text.token_ids[row])
-            if num_tokens - 1 - NUM_BEFORE < max(self._first_again, 0):
+            if num_tokens - 1 - NUM_BEFORE < max(self._text.num_prompt - self.settings.is_text, 0):
                 return False  # what a prompt's tokens give may be more than they say
             if len(tree) > 1 and num_tokens - 2 not in self._alone.get(row, ()):
                 return False
@@ -181,7 +187,7 @@ class Proof:
         """Return a plan that is no wider with the tokens before it, where that matters."""
         most = self._target.width_of(plan.num_tokens)
         num_over = plan.num_tokens + NUM_BEFORE - most
-        if not self._keeps_widths or num_over <= 0:
+        if not self.settings.keeps_widths or num_over <= 0:
             return plan
         trees = {
             row: Tree.build(tree.token_ids[0], tree.draft.first(max(0, len(tree.draft) - num_over)))
@@ -192,14 +198,14 @@ class Proof:
     def _run_alone(self, plan: Plan) -> Forward:
         """Run roots the model's own way, and remember what they give."""
         roots = [*plan.trees.values()]
-        output = self._target.forward_plainly(roots, by_view=self._by_view)
+        output = self._target.forward_plainly(roots, by_view=self.settings.by_view)
         for index, row in enumerate(plan.trees):
             place = len(self._text.token_ids[row]) - 1
             known = self._alone.get(row, {})
             # A copy: later forwards may write to the same memory.
             of_last = {at: known[at] for at in (place - 1,) if at in known}
             self._alone[row] = {**of_last, place: output.logits[index, -1].clone()}
-        if not self._has_one_width:
+        if not self.settings.has_one_width:
             return output
         self.num_forwards += 1
         self._target.discard()
@@ -226,7 +232,7 @@ class Proof:
                 target.forward(target.inputs(roots))  # not as it ran in its prompt
                 self._is_pure = False
             else:
-                target.forward_plainly(roots, by_view=self._by_view)
+                target.forward_plainly(roots, by_view=self.settings.by_view)
             target.commit([[0]] * len(plan.trees))
         self.num_forwards += 1 + self.num_before
         self.num_before = 0
