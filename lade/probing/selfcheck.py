@@ -186,8 +186,10 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
         finally:
             if before is not None and not is_state(device, before):
                 if profile.draws is None:
-                    plain = Plain(model, check_tokens(model))
-                    profile.draws = draws(model, lambda: plain.generate(num_new=2))
+                    profile.draws = model.training  # if they fail, as the check will report
+                    with Attempt():
+                        plain = Plain(model, check_tokens(model))
+                        profile.draws = draws(model, lambda: plain.generate(num_new=2))
                 if profile.draws:
                     with apart_from_captures(device):
                         put_back(device, before)
