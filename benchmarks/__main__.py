@@ -175,12 +175,53 @@ def run_arena(
     run(loaded, chosen, names, sizes, BenchSettings(max_new_tokens), files)
 
 
-@app.command("formula")
-def run_formula(file: Annotated[Path, file_argument("FILE", "What run --json wrote.")]) -> None:
-    """Hold the formula of assisted generation against a run."""
-    from benchmarks.formula import compare, table
+@app.command("record")
+@grouped
+def run_record(
+    *,
+    prompts: PromptsOption,
+    out: Annotated[Path, typer.Option(help="The traces, as safetensors.", dir_okay=False)],
+    max_new_tokens: MaxNewTokensOption = 256,
+    limit: LimitOption = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Answer prompts with lade, and record what replay needs.
 
-    ResultFiles().show({}, table(compare(file)))
+    That is the tokens of prompts and answers, and the tokens that the model finds likeliest after
+    each of them, from one more forward over the whole text.
+    """
+    from benchmarks.record import run
+    from lade.bench.settings import BenchSettings
+
+    files_of(out)
+    chosen = choose(prompts, limit, None)
+    run(LoadOptions(dtype=dtype).load(model), chosen, out, BenchSettings(max_new_tokens))
+
+
+@app.command("replay")
+@grouped
+def run_replay(
+    *,
+    traces: Annotated[Path, file_argument("TRACES", "What record wrote.")],
+    methods: MethodsOption = None,
+    max_draft_tokens: SizesOption = "8,16,32,64",
+    passes: PassesOption = 1,
+    table: TableOption = None,
+    files: ResultFiles,
+) -> None:
+    """Try drafters on recorded answers, without a model and much faster than with one.
+
+    Every step verifies as many draft tokens as it may, so steps and accepted tokens are those of
+    run with the same --max-draft-tokens and exact arithmetic. Not so for methods that learn from
+    the model's logits: what it finds likely after a rejected token was not recorded.
+    """
+    from benchmarks.methods import named, numbers
+    from benchmarks.replay import DRAFTERS, run
+
+    names, sizes = named(methods, [*DRAFTERS]), numbers(max_draft_tokens)
+    files.check()
+    run(traces, names, sizes, passes, table, files)
 
 
 @app.command("fit")

@@ -7,8 +7,9 @@ from typing import Any
 from benchmarks.rivals.catalogue import RIVALS, Rival
 from lade.bench.baselines import Answer, Given, Method, MethodInfo, TransformersAssisted, plain
 from lade.bench.methods import METHODS as LADES
-from lade.bench.methods import Lade, assistant_of, first_layers_of, own_pool, with_pool
+from lade.bench.methods import Lade, assistant_of, beside_pool, own_pool, with_pool
 from lade.config import SPECULATING, Config, Lookahead, Verification
+from lade.drafters import FirstLayers
 from lade.drafting.drafter import Drafter
 
 
@@ -62,6 +63,11 @@ def _hf_early_exit(given: Given) -> Method:
     return TransformersAssisted({"assistant_early_exit": given.num_layers})
 
 
+def _first_layers_of(given: Given) -> Drafter:
+    assert given.num_layers is not None
+    return FirstLayers(given.num_layers)
+
+
 def _plain_twice(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
     doubled = {name: tensor.repeat_interleave(2, dim=0) for name, tensor in inputs.items()}
     answer = plain(model, doubled, options)
@@ -71,6 +77,12 @@ def _plain_twice(model: Any, inputs: dict[str, Any], options: dict[str, Any]) ->
 #: By name, in the order of tables.
 METHODS: dict[str, MethodInfo] = {
     **{n: info._replace(is_default=info.takes in (None, "pools")) for n, info in LADES.items()},
+    "pool+first_layers": MethodInfo(
+        beside_pool(_first_layers_of),
+        "lade, a pool and the model's own first layers draft one tree",
+        is_default=False,
+        takes="num_layers",
+    ),
     "plain_twice": MethodInfo(
         lambda given: _plain_twice,
         "generate on each prompt twice, as a batch of two: how far it agrees with itself",
@@ -110,7 +122,7 @@ METHODS: dict[str, MethodInfo] = {
     ),
     "assistant": _alone(assistant_of, "lade, the model of --assistant drafts", "assistant"),
     "first_layers": _alone(
-        first_layers_of, "lade, the model's own first layers draft", "num_layers"
+        _first_layers_of, "lade, the model's own first layers draft", "num_layers"
     ),
     **{f"lade_{verification}": _verifying_by(verification) for verification in SPECULATING},
     **{name: _drafting_as(rival) for name, rival in RIVALS.items()},

@@ -27,7 +27,7 @@ def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
     if "summary" in made and "prompts" in made:
         made["summary"] = shown(_with_overheads(made["summary"], made["prompts"]))
         prompts = made.pop("prompts")
-        # The formula of assisted generation is held against the sum.
+        # The summary has rates: here is what each drafter spent.
         if made["settings"].get("assistant"):
             made["prompts"] = [_total(prompts)]
     if "runs" in made:

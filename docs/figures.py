@@ -35,7 +35,6 @@ from benchmarks.cpu_engines import HEADINGS, cells_of
 from lade.bench.environment import code as present_code
 from lade.bench.report import LOOPS, OVERALL, msec_text, share_text, speedup_text
 from lade.bench.settings import BenchSettings
-from lade.bench.tables import Sheet
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -294,12 +293,6 @@ def fuzzed() -> str:
 def overhead(file: str, method: str = "lade") -> str:
     """Return the median over prompts of the share of a step that is not the model's forward."""
     return f"{_read(file)['summary'][OVERALL][method]['overhead']:.1%}"
-
-
-@_figure
-def rates(file: str, method: str, group: str = OVERALL) -> str:
-    """Return the speed-up of each pass of a method."""
-    return _passes_text(_read(file)["summary"][group][method])
 
 
 @_figure
@@ -637,17 +630,6 @@ def host() -> str:
     return _table(headings, 0, rows)
 
 
-@_figure
-def stress() -> str:
-    """Return what interrupts, asynchronous exceptions and threads left."""
-    rows = [
-        (name, *(f"{run[key]:,}" for key in ("calls", "wrong", "raised", "left")))
-        for name, run in _read("results/stress").items()
-    ]
-    headings = ("what was done", "calls", "wrong texts", "errors", "left behind")
-    return _table(headings, 1, rows)
-
-
 def _by_release() -> list[str]:
     """Return the files of architectures, the newest transformers first, then those of others."""
     files = [path.stem for path in (DOCS / "support").glob("*.json") if path.stem != "formats"]
@@ -805,11 +787,7 @@ def outdated_plots() -> list[str]:
 
 
 def draw(name: str) -> Path:
-    """Draw a plot as a small SVG, marked with what it is of; return its file.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Draw a plot as a small SVG, marked with what it is of; return its file."""
     file, make = _PLOTS[name]
     with tempfile.TemporaryDirectory() as folder:
         from matplotlib import rc_context
@@ -868,8 +846,9 @@ _PLOTS: dict[str, tuple[str, Callable[[Path, str, Any], None]]] = {
 
 def _table(headings: Sequence[str], num_words: int, rows: Sequence[Sequence[str]]) -> str:
     """Return a table without its title; the columns after the first `num_words` are numbers."""
-    _, _, table = Sheet("", headings, num_words, [rows]).as_markdown().split("\n", 2)
-    return table.strip()
+    rule = ["---" if column < num_words else "---:" for column in range(len(headings))]
+    lines = [[cell.replace("|", "\\|") for cell in row] for row in (headings, rule, *rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 # --- reading --------------------------------------------------------------------------------

@@ -99,8 +99,8 @@ class Config:
             the texts used last stay. 0 keeps nothing.
         uses_products: Whether forwards on a CPU may run by lade's own compiled kernels, as a whole
             (`lade.forward`) or layer by layer (`lade.products`), in float32, bfloat16 and float16,
-            where these are found faster than torch's. Not beside `stable_text`,
-            whose calls repeat exactly.
+            where these are found faster than torch's. Not beside `stable_text`, whose calls repeat
+            exactly.
         strict_drafter: Whether a drafter's errors and invalid drafts are raised, for authors of
             drafters. Otherwise a single warning reports them, and the call continues without
             drafts.

@@ -54,6 +54,12 @@ def test_a_figure_that_was_changed_by_hand_is_found(figures: ModuleType) -> None
     assert figures.filled(call.format("20,001")) == call.format("20,000")
 
 
+def test_tables_have_every_row_in_full(figures: ModuleType) -> None:
+    headings = ("kind", "text", "draft tokens/step", "none", "n")
+    lines = figures._table(headings, 2, [("a", "x|y", "10.5", "", "7")]).splitlines()
+    assert lines[1:] == ["| --- | --- | ---: | ---: | ---: |", "| a | x\\|y | 10.5 |  | 7 |"]
+
+
 def test_no_speed_up_is_typed_by_hand(figures: ModuleType) -> None:
     for path in figures.pages():
         if "notes" not in path.parts:

@@ -11,7 +11,7 @@ from typing import Any
 from lade.bench.baselines import BASELINES, Answer, Given, MethodInfo, answer_of
 from lade.bench.device import wait_for
 from lade.config import Config
-from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
+from lade.drafters import AssistantModel, CallPool, Merged
 from lade.drafting.drafter import Drafter
 from lade.hf.api import generate
 from lade.stats import Step
@@ -56,12 +56,6 @@ def assistant_of(given: Given) -> Drafter:
     return AssistantModel(given.assistant, given.tokenizer, target_tokenizer=given.target_tokenizer)
 
 
-def first_layers_of(given: Given) -> Drafter:
-    """Return the drafter of the model's own first layers."""
-    assert given.num_layers is not None
-    return FirstLayers(given.num_layers)
-
-
 def beside_pool(drafter_of: Callable[[Given], Drafter]) -> Callable[[Given], Lade]:
     """Return what makes lade with one pool for all prompts and a drafter, as one tree."""
     return lambda given: Lade(
@@ -100,10 +94,5 @@ METHODS: dict[str, MethodInfo] = {
         beside_pool(assistant_of),
         "lade, a pool and the model of --assistant draft one tree",
         takes="assistant",
-    ),
-    "pool+first_layers": MethodInfo(
-        beside_pool(first_layers_of),
-        "lade, a pool and the model's own first layers draft one tree",
-        takes="num_layers",
     ),
 }

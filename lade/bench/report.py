@@ -1,7 +1,4 @@
-"""Results as tables, for a terminal or as Markdown, and as JSON for a file.
-
-Next file: `plots.py`.
-"""
+"""Results as tables for a terminal, and as JSON for a file."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""`Sheet`: a table of results, for a terminal and as Markdown.
+"""`Sheet`: a table of results for a terminal.
 
 Next file: `report.py`.
 """
@@ -71,21 +71,6 @@ class Sheet:
             yield rule
             yield Text(self.caption, "dim")
 
-    def as_markdown(self) -> str:
-        """Return the table as Markdown, every row in full."""
-        words = ["---"] * self.num_words
-        rule = [*words, *["---:"] * (len(self.headings) - self.num_words)]
-        rows = [row for section in self.sections for row in section]
-        lines = [f"**{self.title}**", ""]
-        lines += [_line(cells) for cells in (self.headings, rule, *rows)]
-        if self.caption:
-            lines += ["", *(f"{line}  " for line in self.caption.splitlines())]
-        return "\n".join(lines).rstrip() + "\n"
-
 
 def _folded(heading: str) -> list[str]:
     return heading.replace("/", " /").replace("-", "- ").split()
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -25,9 +25,9 @@ KNOTS = np.array(SIZES, np.float64)
 # one-token step. Optimistic on purpose: a size that looks better than it is gets tried, measured
 # and abandoned.
 PRIOR_SLOPE = 0.01
-# Least weight of a new measurement, on its own size and, because a longer text or a busy machine
-# slows all of them, on all sizes: half where costs are of another time, for the first few.
-_OWN_WEIGHT = _SHARED_WEIGHT = 0.1
+# Weights of a new measurement: on its own size, at least; on all sizes, because a longer text or a
+# busy machine slows all of them; and on these for the first few where costs are of another time.
+_OWN_WEIGHT, _SHARED_WEIGHT, _SCALING_WEIGHT = 0.1, 0.1, 0.5
 _NUM_SCALING = 4
 # A measurement is clipped to within a factor of the expected cost, another one until there are two.
 _OUTLIER, _FIRST_OUTLIER = 1.3, 2.0
@@ -53,9 +53,7 @@ class Trials:
 
     def __init__(self, first: int, patience: int) -> None:
         self._num_steps = 0
-        self._last = dict.fromkeys(
-            (True, False), first - patience
-        )  # steps, by whether they drafted
+        self._last = [first - patience] * 2  # steps, by whether they drafted
         self._patience = patience
         self._trial = -1  # the step that was the last trial
 
@@ -167,9 +165,10 @@ class Costs:
             most = _FIRST_OUTLIER if is_scaling or least < _LEAST_COUNTED else _OUTLIER
             ratio = min(max(ratio, 1.0 / most), most)
             if least > 0:  # a wrong guess says nothing about the others
-                shared = 1.0 + (0.5 if is_scaling else _SHARED_WEIGHT) * (ratio - 1.0)
+                shared = 1.0 + (_SCALING_WEIGHT if is_scaling else _SHARED_WEIGHT) * (ratio - 1.0)
                 self._num_scaling -= is_scaling
-        ratio /= shared
+        if is_guess or is_scaling:  # all sizes share it then, this one too
+            ratio /= shared
         measured, curve = shared * known.measured, shared * known.curve
         num = np.maximum(_MEMORY * known.num, np.minimum(known.num, _LEAST_COUNTED))
         for knot, part in shares:

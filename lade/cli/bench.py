@@ -63,7 +63,7 @@ def compare(
         "prediction": given.prediction,
         "assistant": drafting.assistant,
     }
-    methods = {name: i for name, i in METHODS.items() if i.takes is None or has.get(i.takes)}
+    methods = {name: i for name, i in METHODS.items() if i.takes is None or has[i.takes]}
     run(loaded, chosen, methods, settings, given, files, drafting)
 
 

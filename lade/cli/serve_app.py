@@ -10,9 +10,9 @@ from lade.cli.options import DraftOptions, Dtype, LoadOptions, grouped
 from lade.errors import UserError
 from lade.hosts import check_port
 
-_of_server = partial(typer.Option, rich_help_panel="Server")
-_of_limits = partial(typer.Option, rich_help_panel="Limits", show_default=True)
-_of_drafting = partial(typer.Option, rich_help_panel="Drafting")
+# Defaults are in the help texts: typer's own take a line each.
+_of_server = partial(typer.Option, rich_help_panel="Server", show_default=False)
+_of_drafting = partial(typer.Option, rich_help_panel="Drafting", show_default=False)
 _of_model = partial(typer.Option, rich_help_panel="Model")
 _FILE = {"exists": True, "dir_okay": False}
 
@@ -21,9 +21,9 @@ _FILE = {"exists": True, "dir_okay": False}
 def serve(
     *,
     host: Annotated[
-        str, _of_server(metavar="NAME", help="Address; 0.0.0.0 lets other machines in.")
+        str, _of_server(metavar="NAME", help="Address, 127.0.0.1; 0.0.0.0 is for all.")
     ] = "127.0.0.1",
-    port: Annotated[int, _of_server(metavar="N", help="0 takes a free one.")] = 8000,
+    port: Annotated[int, _of_server(metavar="N", help="8000; 0 takes a free one.")] = 8000,
     api_key: Annotated[
         list[str] | None,
         _of_server(
@@ -36,8 +36,7 @@ def serve(
     api_keys_file: Annotated[
         Path | None,
         _of_server(
-            help="Keys, one a line, with rights behind: pools=NAME,… admin alone. SIGHUP reads it "
-            "again.",
+            help="KEY [pools=NAME,…] [admin] [alone] a line.",
             **_FILE,
         ),
     ] = None,
@@ -47,15 +46,19 @@ def serve(
     model_name: Annotated[
         str | None, _of_server(metavar="NAME", help="What clients call the model.")
     ] = None,
-    max_batch_size: Annotated[int, _of_limits(metavar="N", help="Requests answered at once.")] = 16,
+    max_batch_size: Annotated[
+        int, _of_server(metavar="N", help="Requests answered at once, 16.")
+    ] = 16,
     max_queue: Annotated[
-        int, _of_limits(metavar="N", help="Requests of a key that may wait.")
+        int, _of_server(metavar="N", help="Requests of a key that may wait, 100.")
     ] = 100,
     max_prompt_tokens: Annotated[
-        int | None, _of_limits(help="The longest prompt; else the model's.")
+        int | None, _of_server(help="The longest prompt; else the model's.")
     ] = None,
-    max_new_tokens: Annotated[int, _of_limits(metavar="N", help="The longest answer.")] = 4096,
-    timeout: Annotated[float, _of_limits(metavar="T", help="Seconds for a request.")] = 600.0,
+    max_new_tokens: Annotated[
+        int, _of_server(metavar="N", help="The longest answer, 4096.")
+    ] = 4096,
+    timeout: Annotated[float, _of_server(metavar="T", help="Seconds for a request, 600.")] = 600.0,
     keeps: Annotated[
         Path | None,
         _of_drafting(
@@ -66,10 +69,10 @@ def serve(
         bool, _of_drafting("--share-pool", help="One for all: a machine of one user.")
     ] = False,
     pool_memory_bytes: Annotated[
-        int, _of_drafting(metavar="N", help="Bytes of memory for pools.", show_default="1 GiB")
+        int, _of_drafting(metavar="N", help="Memory for pools, 1 GiB.")
     ] = 2**30,
     max_prefix_bytes: Annotated[
-        int, _of_drafting(metavar="N", help="Bytes for kept prompts.", show_default="1 GiB")
+        int, _of_drafting(metavar="N", help="Memory for kept prompts, 1 GiB.")
     ] = 2**30,
     pool: Annotated[
         list[Path] | None, _of_drafting(help="Draft from this pool too, for all.", **_FILE)
@@ -96,10 +99,7 @@ def serve(
         bool, _of_model("--trust-remote-code", help="Run the model's own code.")
     ] = False,
 ) -> None:
-    """Serve a model to OpenAI's clients: chats and completions, streamed or not.
-
-    Every key, and every "user" of a request, has a pool that nobody else drafts from.
-    """
+    """Serve a model to OpenAI's clients; every key and "user" has a pool of its own."""
     if not 0 <= port < 2**16:
         raise UserError(f"expected a port below 65536, got {port}")
     if port:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ class Guard:
         device: torch.device | None = None,
     ) -> None:
         self.has_failed = False
-        self._may_refuse = False  # whether a `LadeError` ends the call
         self._what = what
         self._is_strict = is_strict
         self._device = device or _CPU
@@ -51,23 +50,30 @@ class Guard:
         # Whether it is one of lade's own, and no subclass of a user's.
         self.is_own = type(drafter).__module__.startswith("lade.")
 
-    def ask(self, what: str | Callable[..., Any], instead: Any, *args: Any) -> Any:
+    def ask(
+        self,
+        what: str | Callable[..., Any],
+        instead: Any,
+        *args: Any,
+        even_if_failed: bool = False,
+        may_refuse: bool = False,
+    ) -> Any:
         """Return what a method of the drafter returns, or `instead` where it fails or has failed.
 
         Args:
             what: name of the method, as looking at it may raise, too; or what calls the drafter.
             instead: what to return then.
-            args: of the method; "close" is also asked of a drafter that has failed.
+            args: of the method.
+            even_if_failed: whether to ask one that has failed; it is not told again.
+            may_refuse: whether a `LadeError` ends the call.
         """
-        if self.has_failed and what != "close":
+        if self.has_failed and not even_if_failed:
             return instead
         try:
-            if self.is_own:
-                return (getattr(self.drafter, what) if isinstance(what, str) else what)(*args)
-            with unchanged_generators(self._device):
+            with nullcontext() if self.is_own else unchanged_generators(self._device):
                 return (getattr(self.drafter, what) if isinstance(what, str) else what)(*args)
         except Exception as failure:  # the drafter may be the user's
-            if self._is_strict or (self._may_refuse and isinstance(failure, LadeError)):
+            if self._is_strict or (may_refuse and isinstance(failure, LadeError)):
                 raise
             if not self.has_failed:
                 self.has_failed = True

@@ -83,9 +83,7 @@ class Source(Guard):
             LadeError: it cannot draft for this call.
         """
         self._call = call
-        self._may_refuse = True
-        self.ask(self._make, None, call)
-        self._may_refuse = False
+        self.ask(self._make, None, call, may_refuse=True)
         return self
 
     def _make(self, call: DraftingCall) -> None:
@@ -153,7 +151,7 @@ class Source(Guard):
         """End a row."""
         self.num_run.pop(row, None)
         if row in self.handles:
-            self.ask("close", None, self.handles.pop(row))
+            self.ask("close", None, self.handles.pop(row), even_if_failed=True)
 
 
 class _Asked(NamedTuple):

@@ -214,13 +214,11 @@ class FixedTarget(TreeTarget):
         self._workspace.notice_moves()
         return Output(graphs.run(step.shape, partial(self._run, step)))
 
-    def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
-        """Run roots by the model as it is, where its own attention takes their mask."""
-        if not self._takes_mask:
-            return Output(self._run(self.inputs(roots), is_recorded=False))
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
+        """Run roots by the model as it is, prepared by itself."""
         self.cache.unfix()
         TreeTarget._place_root(self)
-        return super().forward_plainly(roots)
+        return super().forward_plainly(roots, by_view=by_view)
 
     def hand_over(self, cache: Any) -> Any:
         """Copy the contents of this target's cache into a dynamic cache; return that."""

@@ -22,8 +22,9 @@ class TextStream:
     no more of a tokenizer than to decode, so that those in Python have it, too.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, skips_special: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skips_special = skips_special
         self._token_ids: list[int] = []
         self._num_done = 0
 
@@ -58,6 +59,8 @@ class TextStream:
             return ""
         # Cleaning up would take back a space that is long since shown.
         text: str = self._tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            token_ids,
+            skip_special_tokens=self._skips_special,
+            clean_up_tokenization_spaces=False,
         )
         return text

@@ -13,7 +13,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -28,6 +27,7 @@ from lade.compat import mark_as_new
 from lade.drafting.drafter import Drafter
 from lade.hf.api import decode
 from lade.models.loading import LoadedModel
+from lade.models.stream import TextStream
 from lade.server.errors import failed
 from lade.server.exchange import AnswerPiece, Exchange, Logprob
 from lade.server.parsing import TextReader
@@ -128,8 +128,7 @@ class _StopOnText(StoppingCriteria):  # type: ignore[misc]
     def __init__(self, exchange: Exchange, tokenizer: Any) -> None:
         self._stops = exchange.asked.stops
         self._longest = max(map(len, self._stops))
-        self._backend = tokenizer._tokenizer
-        self._decode = DecodeStream([], skip_special_tokens=exchange.parser is None)
+        self._stream = TextStream(tokenizer, skips_special=exchange.parser is None)
         self._num_seen = exchange.num_prompt_tokens
         self._tail = ""  # too short to have a stop
         self._is_met = False
@@ -139,7 +138,7 @@ class _StopOnText(StoppingCriteria):  # type: ignore[misc]
         new = input_ids[0, self._num_seen :].tolist()
         self._num_seen += len(new)
         for token_id in new:
-            self._tail += self._decode.step(self._backend, token_id) or ""
+            self._tail += self._stream.put(token_id)
             self._is_met |= any(stop in self._tail for stop in self._stops)
             self._tail = self._tail[max(len(self._tail) - self._longest + 1, 0) :]
         return torch.full((1,), self._is_met, dtype=torch.bool, device=input_ids.device)

@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
 from transformers.utils.chat_parsing import ResponseParser
 
 from lade.models.loading import LoadedModel
+from lade.models.stream import TextStream
 from lade.server.exchange import AnswerPiece
 
 Json = dict[str, Any]
@@ -84,9 +84,8 @@ def told_to_template(messages: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
         ValueError: arguments are no JSON.
     """
     for message in messages:
-        content, calls = message.get("content") or "", message.get("tool_calls")
-        if not isinstance(content, str):
-            content = " ".join(part["text"] for part in content)
+        calls = message.get("tool_calls")
+        content = " ".join(part["text"] for part in message.get("content") or ())
         told = {"role": message["role"], "content": "" if calls else content}
         if calls:
             told["tool_calls"] = [_with_arguments(call) for call in calls]
@@ -106,9 +105,8 @@ class TextReader:
     """Makes text of the tokens of an answer, and pieces of that; without a parser all is said."""
 
     def __init__(self, tokenizer: Any, parser: ResponseParser | None) -> None:
-        self._tokenizer = tokenizer
         self._parser = parser
-        self._decode = DecodeStream([], skip_special_tokens=parser is None)
+        self._stream = TextStream(tokenizer, skips_special=parser is None)
         self.num_chars = 0  # of the text up to now
 
     def begin(self) -> list[AnswerPiece]:
@@ -117,18 +115,20 @@ class TextReader:
 
     def feed(self, token_id: int) -> list[AnswerPiece]:
         """Return what is new with a token."""
-        text = self._decode.step(self._tokenizer._tokenizer, token_id) or ""
+        text = self._stream.put(token_id)
         self.num_chars += len(text)
         return self._parsed(text) if text else []
 
     def end(self) -> list[AnswerPiece]:
         """Return what is known at the end only."""
+        rest = self._stream.end()
+        found = self._parsed(rest) if rest else []
         if self._parser is None:
-            return []
+            return found
         try:
-            return [*_pieces(self._parser.finalize()[1])]
+            return [*found, *_pieces(self._parser.finalize()[1])]
         except (ValueError, RuntimeError):  # it ends within a call
-            return []
+            return found
 
     def _parsed(self, text: str) -> list[AnswerPiece]:
         if self._parser is None:

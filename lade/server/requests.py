@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -68,7 +69,16 @@ class _TextPart(_Strict):
     text: str
 
 
-_Content = str | Annotated[list[_TextPart], Field(fail_fast=True)]
+def _as_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+# One form of each field, so that an error names the place in the request and nothing else.
+_Content = Annotated[list[_TextPart], Field(fail_fast=True), BeforeValidator(_as_parts)]
 
 
 class _Function(_Loose):
@@ -92,8 +102,6 @@ class _Prediction(_Strict):
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
         return "".join(part.text for part in self.content)
 
 
@@ -137,7 +145,7 @@ class Asked(_Strict):
     temperature: _Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=4)] | None = None
+    stop: Annotated[list[_Stop], Field(max_length=4), BeforeValidator(_as_list)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     user: _Name | None = None
     n: _One = None
@@ -175,7 +183,7 @@ class Asked(_Strict):
     @property
     def stops(self) -> Sequence[str]:
         """Texts before which the answer ends."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return self.stop or []
 
     @property
     def num_logprobs(self) -> int | None:
@@ -271,7 +279,7 @@ def read(kind: type[Asked], data: bytes | bytearray, model: str, vocab_size: int
     try:
         asked = kind.model_validate(body, context={"vocab_size": vocab_size})
     except ValidationError as error:
-        _refuse(error, body)
+        _refuse(error)
     if asked.model not in (None, model):
         message = f"expected the model {model!r}, got {asked.model!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -285,7 +293,7 @@ def _json(data: bytes | bytearray) -> Json:
         ApiError: it is none, or takes long to look at.
     """
     # A parser lets nobody else go on until it is done, so values are counted before.
-    if _num_marks(data) > _MAX_VALUES and _num_marks(_STRINGS.sub(b"", data)) > _MAX_VALUES:
+    if sum(map(_STRINGS.sub(b"", data).count, (b",", b"[", b"{"))) > _MAX_VALUES:
         raise ApiError(400, f"expected at most {_MAX_VALUES} values in a request, got more")
     try:
         body = from_json(data, allow_inf_nan=False, cache_strings="none")  # at most 200 deep
@@ -296,22 +304,10 @@ def _json(data: bytes | bytearray) -> Json:
     return body
 
 
-def _num_marks(data: bytes | bytearray) -> int:
-    """Return how many values JSON has, and more if there are such characters in its strings."""
-    return sum(map(data.count, (b",", b"[", b"{")))
-
-
-def _refuse(error: ValidationError, body: Json) -> NoReturn:
+def _refuse(error: ValidationError) -> NoReturn:
     """Raise the first error of a request as OpenAI would put it; values are not repeated."""
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
-    of_first = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-
-    def fit(each: Mapping[str, Any]) -> tuple[int, bool]:
-        """Return how well a member of a union fits."""
-        return len(_place(each, body)), not each["type"].endswith(("_type", "missing"))
-
-    first = max(of_first, key=fit)
-    param = ".".join(_place(first, body)) or None
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = ".".join(map(str, first["loc"])) or None
     if first["type"] == "extra_forbidden":
         message = f"{param} is not supported"
     else:
@@ -320,16 +316,3 @@ def _refuse(error: ValidationError, body: Json) -> NoReturn:
     if param == "tool_choice":
         message += "; calls cannot be forced"
     raise ApiError(400, message, param=param, code="unsupported_or_invalid")
-
-
-def _place(error: Mapping[str, Any], body: Any) -> list[str]:
-    """Return where in a request an error is; pydantic also names types, of unions."""
-    place, steps = [], error["loc"]
-    for number, step in enumerate(steps, 1):
-        try:
-            body = body[step]
-        except (KeyError, IndexError, TypeError):
-            if error["type"] != "missing" or number < len(steps):
-                continue
-        place.append(str(step))
-    return place

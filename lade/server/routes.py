@@ -87,6 +87,7 @@ class Routes:
         num_waiting = options.max_queue + options.max_batch_size
         # For threads that prepare requests, of which one key leaves some to others.
         self._workers, self._compilers = Line(num_waiting, 4, 2), Line(num_waiting, 1, 1)
+        self._compiling: dict[tuple[str, str], asyncio.Future[Any]] = {}
         most = options.max_body_bytes
         self._bytes = Shares(_MAX_BODIES * most, _MAX_BODIES_OF_KEY * most)
         self._open: set[Exchange] = set()
@@ -273,11 +274,26 @@ class Routes:
         exchange.is_private = not tenant
         if isinstance(asked, Chat) and (schema := asked.schema_asked) is not None:
             text = await self._workers.run(key, self._grammars.checked, schema)
-            compiled = self._grammars.compiled
-            exchange.grammar = await self._compilers.run(key, compiled, tenant, text)
+            exchange.grammar = await self._compiled(key, tenant, text)
         await self._workers.run(key, self._preparing.prepare, exchange)
         if asked.num_logprobs is not None:
             exchange.token_bytes = await self._workers.run(key, self._grammars.token_bytes)
+
+    async def _compiled(self, key: str, tenant: str, schema: str) -> Any:
+        """Compile a schema once for all requests of a tenant that wait for it."""
+        compiling = self._compiling.get((tenant, schema))
+        if compiling is None:
+            compile_it = self._compilers.run(key, self._grammars.compiled, tenant, schema)
+            compiling = asyncio.ensure_future(compile_it)
+            self._compiling[tenant, schema] = compiling
+
+            def forget(ended: asyncio.Future[Any]) -> None:
+                del self._compiling[tenant, schema]
+                if not ended.cancelled():
+                    ended.exception()  # nobody may be there to hear of it
+
+            compiling.add_done_callback(forget)
+        return await asyncio.shield(compiling)  # others wait for it, whoever leaves
 
     async def _while_there(
         self, request: Request, exchange: Exchange, stage: Awaitable[Any]

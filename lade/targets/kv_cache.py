@@ -397,6 +397,15 @@ class TreeCache(Cache):  # type: ignore[misc]
             self._storage.move(source, length + in_place)
         self._commit(length + len(path))
 
+    def can_go_back(self, num_tokens: int) -> bool:
+        """Return whether all that tokens before the last ones see is held."""
+        groups, length = self._groups.values(), self.length - num_tokens
+        return all(group.first_slot(length) >= group.offset for group in groups)
+
+    def go_back(self, num_tokens: int) -> None:
+        """Forget the last tokens."""
+        self._commit(self.length - num_tokens)
+
     def drop_pending(self) -> None:
         """Forget the slots that were written since the last commit."""
         for layer in self.held:

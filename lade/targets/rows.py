@@ -159,8 +159,10 @@ class RowsTarget(Target):
         ]
         return Output(run_as_one(parts))
 
-    def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
         """Run the first row's root as `generate` runs single tokens, and the others' as ever."""
+        if by_view:
+            return self.forward(self.inputs(roots))
         first, *others = self._rows
         parts = [
             target.part(target.inputs([root]))
@@ -179,6 +181,13 @@ class RowsTarget(Target):
         """Discard the last forward."""
         for target in self._rows:
             target.discard()
+
+    def go_back(self, num_tokens: int) -> bool:
+        """Forget the last tokens of all rows, or of none."""
+        caches = [target.cache for target in self._rows if isinstance(target, TreeTarget)]
+        if not all(cache.can_go_back(num_tokens) for cache in caches):
+            return False
+        return all(target.go_back(num_tokens) for target in self._rows)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep each row's accepted path."""

@@ -47,6 +47,8 @@ MASK_IS_ADDED = {
 }
 
 
+# Those that tell for themselves which keys a window shows, whatever the cache holds.
+_KNOW_WINDOWS = {*MASK_IS_ADDED, "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 _NUM_RECENT = 8  # steps that say how many tokens the next one commits
 
 
@@ -119,7 +121,8 @@ class TreeTarget(Target):
         self._seat: Seat | None = None  # where forwards run together with those of other calls
         self._was_joint = False  # whether the last forward ran, or may have waited, with others
         self._num_committed = 1.0  # tokens in a step, of late
-        is_added = MASK_IS_ADDED[attention or attention_of(model) or "eager"]
+        # An attention of the user's own is taken for one like torch's, and held against that.
+        is_added = MASK_IS_ADDED.get(attention or attention_of(model) or "eager", False)
         self._additive_dtype = model.dtype if is_added else None
         # The common case, whose mask takes a tenth of the time to make.
         self._sees_all = {*self._reaches.values()} == {FULL} and not is_added
@@ -160,7 +163,7 @@ class TreeTarget(Target):
     def begin(self) -> None:
         """Take what was run for the whole prompt."""
         self.cache.keep_all(may_be_nan=self._padding is not None)
-        num_cached = self.cache.length
+        self._num_prefilled = num_cached = self.cache.length
         positions = self._model_kwargs.get("position_ids")
         if positions is None:
             last = torch.full((1,), num_cached - 1, device=self.device)
@@ -346,13 +349,26 @@ class TreeTarget(Target):
         """
         return self.forward(_without_run(self.inputs([tree]), num_run))
 
-    def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
-        """Run a root by the model as it is, where its own attention takes the mask."""
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
+        """Run a root by the model as it is, prepared by itself where it knows its windows."""
+        if by_view:
+            return self.forward(self.inputs(roots))
+        if self._is_uniform or (attention_of(self._model) or "eager") in _KNOW_WINDOWS:
+            num_new = self.cache.length + 1 - self._num_prefilled
+            new = self._input_ids.new_zeros((1, num_new))
+            new[:, -1] = integers_on(self.device, [roots[0].token_ids[0]])
+            inputs = self._model.prepare_inputs_for_generation(
+                torch.cat([self._input_ids, new], dim=1),
+                next_sequence_length=1,
+                **extended(self._model_kwargs, num_new),
+            )
+            output: Forward = self._plain_view(**inputs, return_dict=True)
+            return output
         inputs = TreeTarget.inputs(self, roots)
         if inputs["attention_mask"] is not None and not self._takes_mask:
             return self.forward(inputs)
-        output: Forward = self._plain_view(**inputs)
-        return output
+        of_masks: Forward = self._plain_view(**inputs)
+        return of_masks
 
     @property
     def _takes_mask(self) -> bool:
@@ -363,6 +379,14 @@ class TreeTarget(Target):
     def discard(self) -> None:
         """Discard the last forward."""
         self.cache.keep([])
+
+    def go_back(self, num_tokens: int) -> bool:
+        """Forget the last tokens, where layers with windows hold those before them."""
+        if not self.cache.can_go_back(num_tokens):
+            return False
+        self.cache.go_back(num_tokens)
+        self._place_root()
+        return True
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted path in the cache; drop the rest of the tree."""

@@ -269,3 +269,8 @@ def test_rows_of_any_number_and_tokens_beside_drafts_are_borne() -> None:
         budget.record(3, num_tokens / 3 - 1, 0.04 + 0.001 * num_tokens, [], {})
     assert nums[0] >= 5
     assert nums[1:] <= [1, 0]
+
+
+def test_a_fixed_number_is_of_each_row_as_far_as_its_draft_goes() -> None:
+    assert Budget(5).nums_of_nodes([[0.1], [], [0.1] * 3]) == [1, 0, 3]
+    assert MeasuredBudget().nums_of_nodes([[], []]) == [0, 0]

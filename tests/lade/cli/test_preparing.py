@@ -138,5 +138,6 @@ def test_after_compile_the_first_answer_compiles_nothing(folder: str, tmp_path: 
 
     compiled = kernels("compile")
     used = kernels("generate", "one two one two", "--raw", "--model", folder, *SHORT)
-    assert min(len(compiled), len(used)) > 10
+    assert len(compiled) > 15
+    assert len(used) > 11
     assert used <= compiled

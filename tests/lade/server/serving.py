@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -23,6 +24,7 @@ import lade
 from lade.cli.app import app
 from lade.models import LoadedModel
 from lade.server.app import Server
+from lade.server.compiling import CompilerProcess
 from lade.server.options import ServerOptions
 from tests.lade.server.client import QUESTION, Client, Json
 from tests.lade.tiny import tiny_model
@@ -130,6 +132,21 @@ class Paced:
             assert self._tokens.acquire(timeout=60)
         self.num_tokens += 1
         return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@contextmanager
+def slow_compiler() -> Iterator[list[str]]:
+    """Have every schema take half a second more to compile; yield those that were."""
+    compiled: list[str] = []
+
+    class Slow(CompilerProcess):
+        def compile(self, schema: str) -> str:
+            compiled.append(schema)
+            time.sleep(0.5)
+            return super().compile(schema)
+
+    with patch("lade.server.grammars.CompilerProcess", Slow):
+        yield compiled
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:

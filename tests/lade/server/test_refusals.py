@@ -31,7 +31,7 @@ CHATS: list[tuple[Json, str]] = [
     ({"top_p": 0}, "top_p"),
     ({"seed": 2**64}, "seed"),
     ({"stop": ["a"] * 5}, "stop: .* at most 4 items"),
-    ({"stop": 3}, "stop: Input should be a valid string"),
+    ({"stop": 3}, "stop: Input should be a valid list"),
     ({"stop": ""}, "stop"),
     ({"top_logprobs": 3}, "top_logprobs: expected it with logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
