@@ -153,7 +153,7 @@ class Decoder:
         with self.stats.timed("commit"):
             if not self._overlaps:
                 successors = self._speculator.rank(logits, self._choice.ranked)
-            num_beside = self._speculator.advance_windows(plan, output.logits)
+            num_beside = self._speculator.advance_window(plan, output.logits)
         steps, paths = self._emit(plan)
         with self.stats.timed("commit"):
             self._commit(output, paths)
@@ -189,8 +189,8 @@ class Decoder:
         """Keep the accepted paths in the cache and in the caller's outputs."""
         of_rows = [paths[row] for row in self._batch.rows]
         with self._verifying():
-            num_cached = [num + self._proof.num_before for num in self._target.num_cached]
-            self._outputs.add_step(output, self._batch.rows, num_cached, of_rows)
+            num_cached = self._target.num_cached[0] + self._proof.num_before
+            self._outputs.add_step(output, num_cached, of_rows[0])
             self._target.commit([*map(self._proof.path, of_rows)])
 
     def _end_step(self, done: Done) -> None:

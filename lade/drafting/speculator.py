@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -57,33 +56,24 @@ class Plan:
 
     trees: dict[int, Tree]  # by row, the root and the draft to verify
     proposed: Mapping[int, Draft]  # by row, the whole proposal, verified or not
-    windows: Mapping[int, Window]  # by row, those run beside the drafts
+    window: Window | None  # run beside the draft of a single row
     context_lengths: Mapping[int, int]  # by unfinished row, before the step
-
-    @property
-    def width(self) -> int:
-        """Nodes of the largest tree, root included."""
-        return max(map(len, self.trees.values()))
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the largest row, window included."""
-        return max(
-            len(tree) + (self.windows[row].num_cells if row in self.windows else 0)
-            for row, tree in self.trees.items()
-        )
+        num_beside = 0 if self.window is None else self.window.num_cells
+        return max(map(len, self.trees.values())) + num_beside
 
     def nodes(self) -> list[Tree]:
-        """Return the trees followed by the windows, which only the target sees."""
-        return [
-            tree.beside(self.windows[row].cells()) if row in self.windows else tree
-            for row, tree in self.trees.items()
-        ]
+        """Return the trees followed by the window, which only the target sees."""
+        trees, window = self.trees.values(), self.window
+        return [*trees] if window is None else [tree.beside(window.cells()) for tree in trees]
 
     def without_drafts(self) -> "Plan":
         """Return the plan with the roots alone."""
         roots = {row: tree.without_draft() for row, tree in self.trees.items()}
-        return replace(self, trees=roots, windows={})
+        return replace(self, trees=roots, window=None)
 
 
 class Cost(NamedTuple):
@@ -105,11 +95,11 @@ class Done:
 
 
 class Speculator:
-    """The drafts and lookahead windows of a batch: what to run, and what became of it.
+    """The drafts of a batch and the lookahead window of a single row: what to run and to learn.
 
     Args:
-        lookahead: size of the windows to run beside the drafts, which takes verification by tree;
-            None for no windows.
+        lookahead: size of the window to run beside drafts, which takes verification by tree; None
+            for no window.
         ranks: the processes that run the target together, if there are several.
         prompt_harvester: harvests successors from the prefill of a single row, for the drafter.
     """
@@ -132,12 +122,9 @@ class Speculator:
         self._prompt_harvester = prompt_harvester
         # Processes that share a target measure different times, and must draft in the same steps.
         self._may_rest = ranks is None and lookahead is None and not proposer.has_grammar
-        # Each has a seed of its own: otherwise samples of one prompt would have equal windows.
-        self._windows = {
-            row: Window(lookahead, batch.contexts[row], runner.vocab_size, seed=row)
-            for row in batch.rows
-            if lookahead is not None
-        }
+        self._window: Window | None = None
+        if lookahead is not None:
+            self._window = Window(lookahead, batch.contexts[0], runner.vocab_size, seed=0)
 
     # --- before a forward -------------------------------------------------------------------
 
@@ -164,11 +151,11 @@ class Speculator:
             row: Tree.build([0, *contexts[row]][-1], Draft.empty())
             for row in self._batch.rows
         }
-        return Plan(trees, {}, {}, self._context_lengths())
+        return Plan(trees, {}, None, self._context_lengths())
 
     def plan(self, emitting: Sequence[int]) -> Plan:
         """Return what the next step runs: drafts of the rows that emit, roots of the others."""
-        batch, windows = self._batch, self._open_windows(emitting)
+        batch, window = self._batch, self._open_window()
         is_resting = self._may_rest and self._budget.is_resting
         proposed = {} if is_resting else self._proposals(emitting)
         # Tokens to explore, different ones in each row, are added.
@@ -176,7 +163,7 @@ class Speculator:
         for row in proposed:
             explored[row] = self._proposer.explore(row, others, self._budget.max_draft_tokens)
             others.append(explored[row].token_ids)
-        nums = self._nums_of_nodes(explored, windows)
+        nums = self._nums_of_nodes(explored, window)
         drafts = {row: self._proposer.draw(row, batch.contexts[row], nums[row]) for row in explored}
         if self._ranks is not None:
             drafts = self._ranks.agree(drafts)
@@ -184,7 +171,7 @@ class Speculator:
             row: Tree.build(batch.text.token_ids[row][-1], drafts.get(row, Draft.empty()))
             for row in batch.rows
         }
-        return Plan(trees, proposed, windows, self._context_lengths())
+        return Plan(trees, proposed, window, self._context_lengths())
 
     def _context_lengths(self) -> dict[int, int]:
         batch = self._batch
@@ -209,7 +196,7 @@ class Speculator:
         }
 
     def _nums_of_nodes(
-        self, proposed: Mapping[int, Draft], windows: Mapping[int, Window]
+        self, proposed: Mapping[int, Draft], window: Window | None
     ) -> dict[int, int]:
         """Ask the budget how many draft tokens of each row to verify."""
         runner, budget = self._runner, self._budget
@@ -221,7 +208,7 @@ class Speculator:
         probs = [draft.probs for draft in proposed.values()]
         if len(probs) != 1:
             return dict(zip(proposed, budget.nums_of_nodes(probs), strict=True))
-        num_beside = sum(window.num_cells for window in windows.values())
+        num_beside = 0 if window is None else window.num_cells
         price = runner.price
         if price is None:
             num_nodes = budget.num_nodes(probs, runner.num_pending + num_beside)
@@ -231,16 +218,13 @@ class Speculator:
         width = runner.width_of(1 + num_nodes + num_beside)
         return dict.fromkeys(proposed, width - 1 - num_beside)
 
-    def _open_windows(self, emitting: Sequence[int]) -> dict[int, Window]:
-        """Return the lookahead windows to run: those that end no later than the text may.
+    def _open_window(self) -> Window | None:
+        """Return the lookahead window to run, if it ends no later than the text may.
 
         What a cut window found could hardly be used any more.
         """
-        return {
-            row: self._windows[row]
-            for row in emitting
-            if row in self._windows and self._windows[row].depth <= self._batch.places(row)
-        }
+        window = self._window
+        return window if window is not None and window.depth <= self._batch.places(0) else None
 
     # --- after a forward --------------------------------------------------------------------
 
@@ -269,28 +253,20 @@ class Speculator:
         harvester = self._prompt_harvester
         return None if harvester is None else harvester.successors(logits)
 
-    def advance_windows(self, plan: Plan, logits: Tensor) -> int:
-        """Move the plan's windows on and feed the drafter the n-grams that they produced.
+    def advance_window(self, plan: Plan, logits: Tensor) -> int:
+        """Move the plan's window on and feed the drafter the n-grams that it produced.
 
         Returns:
-            The number of tokens that the windows ran.
+            The number of tokens that the window ran.
         """
-        windows = plan.windows
-        if not windows:
+        window = plan.window
+        if window is None:
             return 0
-        num_tokens = sum(window.num_cells for window in windows.values())
-        places = [
-            (index, len(tree) + cell)
-            for index, (row, tree) in enumerate(plan.trees.items())
-            if row in windows
-            for cell in windows[row].newest
-        ]
-        found = iter(likeliest_tokens(logits, places, self._runner.vocab_size))
-        for row, tree in plan.trees.items():
-            if row in windows:
-                newest = [*islice(found, len(windows[row].newest))]
-                ngrams = windows[row].advance(tree.token_ids[ROOT], newest)
-                self._proposer.observe_ngrams(row, ngrams)
+        num_tokens, tree = window.num_cells, plan.trees[0]
+        nodes = [len(tree) + cell for cell in window.newest]
+        newest = likeliest_tokens(logits, nodes, self._runner.vocab_size)
+        ngrams = window.advance(tree.token_ids[ROOT], newest)
+        self._proposer.observe_ngrams(0, ngrams)
         return num_tokens
 
     def observe(self, row: int, token_ids: Sequence[int]) -> None:

@@ -386,7 +386,7 @@ class Generation:
         stop = StopRule(self._call.criteria)
         pad_token = options._pad_token_tensor if stop.has_eos else None
         text = Text(self._call.input_ids, None if pad_token is None else int(pad_token))
-        outputs = Outputs(self._call.num_rows, self._call.wanted_outputs)
+        outputs = Outputs(self._call.wanted_outputs)
         stop.watch(text, outputs)
         processors = Processors(self._call.processors, self._call.num_rows)
         report = Report(self._call.streamer, self._call.arguments.on_step, text)
@@ -482,10 +482,10 @@ class Generation:
         return GenerateOutput.of(
             stats,
             sequences=text.sequences(),
-            scores=outputs.columns("scores"),
-            logits=outputs.columns("logits"),
-            attentions=outputs.columns("attentions"),
-            hidden_states=outputs.columns("hidden_states"),
+            scores=outputs.get("scores"),
+            logits=outputs.get("logits"),
+            attentions=outputs.get("attentions"),
+            hidden_states=outputs.get("hidden_states"),
             **{CACHE: self._cache},
         )
 
@@ -510,7 +510,7 @@ class Generation:
         if self._reuse is not None:
             self._reuse.undo()
             decoder.stats.num_reused_tokens = 0
-        if failure.flaw is None or not goes_on:
+        if failure.flaw is None or not goes_on or text.num_rows > 1:
             return self._call.model_kwargs
         return replayed(self._call, text)
 

@@ -64,7 +64,7 @@ class StopRule:
                 self._reminder(text.prefix(row), None)
                 self._reminder = None
             for criterion in self._others:
-                scores = self._outputs.columns("scores")
+                scores = self._outputs.get("scores")
                 finished = _asked(criterion, text.prefix(row), scores) or finished
             text.is_finished[row] = text.is_finished[row] or finished
 

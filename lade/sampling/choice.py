@@ -14,8 +14,8 @@ from lade.transfer import HostCopy, Launched
 from lade.tree import Tree, starts
 
 Place = tuple[int, int]  # row, and node of that row's tree
-# Called for each chosen token: row, raw and processed scores, float32 [vocab_size] each.
-OnChoice = Callable[[int, Tensor, Tensor], None]
+# Called for each chosen token of a single row: raw and processed scores, float32 [vocab_size] each.
+OnChoice = Callable[[Tensor, Tensor], None]
 
 
 class Choice(ABC):
@@ -91,8 +91,7 @@ class ScoredChoice(Choice):
         raw = raw.to(self._device, torch.float32)
         scores = self._processors(self._text, rows, raw)  # may write in place, as in `generate`
         if self._on_choice is not None:
-            for i, row in enumerate(rows):
-                self._on_choice(row, raw[i], scores[i])
+            self._on_choice(raw[0], scores[0])
         return scores
 
 

@@ -254,7 +254,7 @@ class ChoiceAtOnce(ProcessedChoice):
             if not self._is_valid[place]:
                 raise_invalid()
             if self._on_choice is not None:
-                self._on_choice(row, self._raw[place], self._scores[place])
+                self._on_choice(self._raw[place], self._scores[place])
             token_ids.append(self._token_ids[place])
         return token_ids
 
