@@ -17,6 +17,8 @@ import lade
 from lade.attention.masks import Reach, TreeSlots
 from lade.attention.packed import PACKED_ROWS
 from lade.drafting.drafts import draft_of
+from lade.probing.profile import profile_of
+from lade.probing.proof import FIRST_DISTANCE, Distances
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import LayerKind
 from lade.targets.layout import tree_layout
@@ -25,6 +27,7 @@ from lade.targets.trees import TreeTarget
 from lade.tree import ROOT, Tree, TreeTensors, starts
 from ngram_pool import Draft
 from tests.grids import thinned
+from tests.lade.both import EIGHT, THREE, same_as_generate
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
 
 CPU = torch.device("cpu")
@@ -258,6 +261,24 @@ def test_a_layer_with_a_window_holds_little_more_than_its_window() -> None:
     windowed, whole = cache.layers[2], cache.layers[1]
     assert torch.equal(windowed.keys, text[:, :, windowed.offset :])
     assert torch.equal(whole.keys, text)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_rows_are_proved_as_parts(family: str) -> None:
+    model = tiny_model(family)
+    distances = profile_of(model).proofs["tree"] = Distances()
+    call: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "config": EIGHT}
+    same_as_generate(model, THREE, accept=0.8, **call)
+    assert distances.next > FIRST_DISTANCE
+
+    def change(step: lade.Step) -> None:
+        with torch.no_grad():
+            model.lm_head.weight += torch.randn_like(model.lm_head.weight)
+
+    distances.num_left = 0
+    with pytest.warns(lade.VerificationWarning, match="logits for a draft differ"):
+        answer = lade.generate(model, THREE, on_step=change, pad_token_id=0, **call)
+    assert answer.shape == (3, THREE.shape[1] + 24)
 
 
 def test_a_windowed_cache_is_taken_over_and_handed_over_as_it_is() -> None:
