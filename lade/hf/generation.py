@@ -34,8 +34,7 @@ from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.grammar import forced_tokens_of
 from lade.drafting.guard import Guard
 from lade.drafting.pool_drafter import PoolDrafter
-from lade.drafting.ranks import Ranks
-from lade.drafting.sources import Proposer, Source
+from lade.drafting.sources import Source
 from lade.drafting.speculator import Speculator
 from lade.drafting.successors import PromptHarvester, num_prompt_tokens
 from lade.errors import (
@@ -252,14 +251,14 @@ class Generation:
             )
         return found
 
-    def _proposer(
+    def _drafting(
         self,
         target: Target,
         max_length: int,
         rngs: Sequence[np.random.Generator] | None,
         budget: Budget,
-    ) -> Proposer:
-        """Return what drafts for the call."""
+    ) -> tuple[DraftingCall, list[Source], Guard | None]:
+        """Return what drafts for the call, and what tells the tokens that a grammar forces."""
         config, device = self._config, target.device
         given, prediction = self._call.arguments.drafter, self._call.arguments.prediction
         if prediction is not None:
@@ -288,7 +287,7 @@ class Generation:
         if grammar is not None:
             what = f"forced tokens: {type(grammar).__name__}"
             foresight = Guard(grammar, what, config.strict_drafter, device)
-        return Proposer(sources, call, foresight)
+        return call, sources, foresight
 
     def _pool_drafter(self, target: Target) -> Drafter:
         """Return a drafter by the pools of the call and the table of its model."""
@@ -340,15 +339,15 @@ class Generation:
         return Budget(0)
 
     def _prompt_harvester(
-        self, proposer: Proposer, target: Target, max_length: int
+        self, speculator: Speculator, target: Target, max_length: int
     ) -> PromptHarvester | None:
         """Return a harvester of the prompts if the drafter needs one, else None.
 
         There is none for a model that several processes run together: all of them must harvest or
         none, but whether it is possible is decided by numbers that differ between them.
         """
-        wanted = proposer.num_successors
-        if wanted == 0 or proposer.has_table or mesh_of(self._model) is not None:
+        wanted = speculator.num_successors
+        if wanted == 0 or speculator.has_table or mesh_of(self._model) is not None:
             return None
         if self._own_code is not None:  # which would see more forwards of the head than plain's
             return None
@@ -374,7 +373,7 @@ class Generation:
         if options.do_sample and config.acceptance == "rejection":
             rngs, rejecting = rejection_choice(text, processors, device, outputs.on_choice)
         budget = self._budget(verification)
-        proposer = self._proposer(target, needed.max_length, rngs, budget)
+        call, sources, grammar = self._drafting(target, needed.max_length, rngs, budget)
         choice: Choice
         if rngs is not None:
             choice = rejecting
@@ -386,7 +385,7 @@ class Generation:
                 target.vocab_size,
                 device,
                 outputs.on_choice,
-                num_ranked=proposer.num_successors,
+                num_ranked=max(source.num_successors for source in sources),
                 ahead=overlaps,
             )
         is_lockstep = stop.is_lockstep or processors.is_lockstep or target.is_lockstep
@@ -407,9 +406,9 @@ class Generation:
         )
         contexts = _contexts(self._call.input_ids, self._call.model_kwargs.get("attention_mask"))
         batch = Batch(text, contexts, limits, choice.max_lead)
-        ranks = Ranks.of(self._model)
-        harvester = self._prompt_harvester(proposer, target, limits.max_length)
-        speculator = Speculator(batch, proposer, budget, target, config.lookahead, ranks, harvester)
+        speculator = Speculator(batch, sources, call, budget, target, grammar, config.lookahead)
+        harvester = self._prompt_harvester(speculator, target, limits.max_length)
+        speculator.prompt_harvester = harvester
         decoder = Decoder(
             batch,
             target,
@@ -417,7 +416,7 @@ class Generation:
             choice,
             report.add,
             outputs,
-            self._spot_checks(ranks, rngs is not None),
+            self._spot_checks(rngs is not None),
             overlaps,
         )
         try:
@@ -428,7 +427,7 @@ class Generation:
             with suppress(Exception):  # what cannot be kept for the next call is dropped
                 target.release()
             raise
-        stats.sources = proposer.sources()
+        stats.sources = speculator.sources()
         credit(self._call.arguments.pool, stats.num_accepted_tokens)
         if decoder.failure is not None:
             report.add_missing(stats)
@@ -556,14 +555,16 @@ class Generation:
     def _values(self) -> Values | None:
         return values_of(self._model, self._attributes)
 
-    def _spot_checks(self, ranks: Ranks | None, draws: bool) -> SpotChecks:
+    def _spot_checks(self, draws: bool) -> SpotChecks:
         """Return the checks of the call, the first of them at once where something is new.
 
         A checked step is decoded token by token. In half precision, and where drafts are drawn,
         that may change its text, and equal calls must give equal texts.
         """
         profile = self._profile
-        if ranks is not None:  # all processes that run a model together must check, or none
+        if (
+            mesh_of(self._model) is not None
+        ):  # all processes that run a model together must check, or none
             return SpotChecks(self._model, interval=sys.maxsize)
         profile.num_calls += 1
         with Attempt(even_memory=True):  # forwards may change these; weights are read after one
