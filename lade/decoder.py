@@ -128,9 +128,7 @@ class Decoder:
         steps, _ = self._emit(plan, (lambda: None) if self._overlaps else self._speculator.open_all)
         if self._batch.emitting:
             with self.stats.timed("prefill"):
-                of_prompts = self._speculator.rank_prompts(plan, output.logits)
-            with self.stats.timed("commit"):
-                self._speculator.harvest_prompts(plan, of_prompts)
+                self._speculator.harvest_prompts(plan, output.logits)
         with self.stats.timed("commit"):
             self._end_step(Done(plan, steps, successors, None))
         self._on_step(steps)

@@ -1,8 +1,7 @@
 """The target's likeliest tokens after every node that it ran, for drafters that harvest."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,28 +183,22 @@ class PromptHarvester:
         keep_attributes(view, self._model)
 
     @torch.no_grad()
-    def successors(
-        self, logits: Tensor, prompts: Sequence[Sequence[int]] = ()
-    ) -> Successors | None:
+    def successors(self, logits: Tensor) -> Successors | None:
         """Return the successors of the last tokens but the very last, and forget the states.
 
         Args:
             logits: of the prompts' last tokens, [rows, 1, vocab_size], or of more of them, which
                 are then harvested.
-            prompts: without padding, if they may have been run so: one after the other in one row,
-                and equal ones once.
 
         Returns:
             [rows, num_tokens, num_successors], at most `max_tokens` tokens in all rows together;
-            None where they cannot be computed.
+            None where they cannot be computed, as where prompts of a batch run without padding.
         """
         states, self._states = self._states, None
         num_rows = logits.shape[0]
         num_tokens = self.num_tokens(num_rows)
         if logits.shape[1] > 1:
             return self._ranked(logits[:, -1 - num_tokens : -1])
-        if states is not None and prompts and states.shape[0] < num_rows:
-            states = _last_states(states, prompts, num_tokens + 1)
         if (
             states is None
             or states.shape[0] != num_rows
@@ -234,22 +227,3 @@ class PromptHarvester:
     def _see(self, module: Any, args: Any, output: Any) -> None:
         states = getattr(output, "last_hidden_state", None)
         self._states = states if isinstance(states, Tensor) and states.dim() == 3 else None
-
-
-def _last_states(states: Tensor, prompts: Sequence[Sequence[int]], most: int) -> Tensor | None:
-    """Return the last states of each prompt of [1, tokens of all different ones, hidden_size].
-
-    Returns:
-        [rows, at most `most`, hidden_size]; shorter prompts have zeros before them. None if the
-        states are not those of these prompts.
-    """
-    texts = [tuple(prompt) for prompt in prompts]
-    different = [*dict.fromkeys(texts)]
-    stops = dict(zip(different, accumulate(map(len, different)), strict=True))
-    if states.shape[:2] != (1, stops[different[-1]]):
-        return None
-    last = states.new_zeros((len(texts), min(most, max(map(len, texts))), states.shape[2]))
-    for row, text in enumerate(texts):
-        num = min(len(text), last.shape[1])
-        last[row, -num:] = states[0, stops[text] - num : stops[text]]
-    return last

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lade.drafting.drafts import draft_of, exploring, joined, matched_depth
-from lade.drafting.successors import PromptHarvester, first_of_highest, rank, with_probs
+from lade.drafting.successors import first_of_highest, rank, with_probs
 from ngram_pool import Draft
-from tests.lade.tiny import VOCAB_SIZE, paths_of, tiny_model
+from tests.lade.tiny import paths_of
 
 # --- ranks ----------------------------------------------------------------------------------
 
@@ -73,24 +73,6 @@ def test_probabilities_are_about_those_of_the_softmax(dtype: torch.dtype) -> Non
     ranked = rank(few, 8)
     expected = few.double().softmax(-1).gather(-1, ranked.token_ids)
     assert with_probs(ranked, few).get().probs == pytest.approx(expected.numpy(), rel=0.04)
-
-
-@torch.no_grad()
-def test_prompts_that_run_without_padding_are_harvested_as_well() -> None:
-    model = tiny_model("llama")
-    texts = [[*range(2, 60)], [9, 8, 7], [*range(2, 60)], [30, 4, 30, 4, 30]]
-    prompts = [torch.tensor([text]) for text in texts]
-    logits = torch.cat([model(prompt).logits[:, -1:] for prompt in prompts])
-    harvester = PromptHarvester(model, 4, VOCAB_SIZE, 64)
-    different = [prompts[0], prompts[1], prompts[3]]
-    harvester._states = torch.cat([model.model(prompt)[0] for prompt in different], dim=1)
-    found = harvester.successors(logits, texts)
-    assert found is not None
-    for row, (text, num) in enumerate(zip(texts, [16, 2, 16, 4], strict=True)):
-        top = model(torch.tensor([text])).logits[0, -1 - num : -1].topk(4).indices
-        assert found.last(row, num).token_ids.tolist() == top.tolist()
-    harvester._states = torch.zeros(1, 65, 8)
-    assert harvester.successors(logits, texts) is None  # of other prompts
 
 
 # --- trees ----------------------------------------------------------------------------------
