@@ -42,11 +42,10 @@ class Text:
 
     def append(self, row: int, token_id: int) -> int:
         """Commit a row's next token, or its `padding_of`; return the token appended."""
-        padding = self.padding_of(row)
-        if padding is None:
-            self.num_unpadded[row] += 1
+        if self.pad_token_id is not None and self.is_finished[row]:
+            token_id = self.pad_token_id
         else:
-            token_id = padding
+            self.num_unpadded[row] += 1
         self.token_ids[row].append(token_id)
         return token_id
 
@@ -192,10 +191,6 @@ class Batch:
         if text.is_finished[row]:
             return self.limits.keeps_finished and len(text.token_ids[row]) < text.longest
         return self._max_lead is None or self._lead(row) < self._max_lead
-
-    def must_choose(self, row: int) -> bool:
-        """Return whether a token must be chosen for a row, even if padding replaces it."""
-        return self.limits.keeps_finished or self.text.padding_of(row) is None
 
     def places(self, row: int) -> int:
         """Return how many more tokens fit after a row, besides the bonus token."""

@@ -92,14 +92,14 @@ class TreeBatch(NamedTuple):
     @classmethod
     def stack(cls, trees: Sequence[Tree], device: torch.device) -> "TreeBatch":
         """Stack the trees of a step into tensors on the device."""
-        width = max(map(len, trees))
+        width = max(len(tree.token_ids) for tree in trees)
         token_ids = np.zeros((len(trees), width), np.int64)
         depths = np.zeros((len(trees), width), np.int64)
         # Padding nodes see themselves: attention over nothing is NaN, and a NaN in keys or values
         # spreads.
         ancestors = np.tile(np.eye(width, dtype=np.bool_), (len(trees), 1, 1))
         for row, tree in enumerate(trees):
-            size = len(tree)
+            size = len(tree.token_ids)
             token_ids[row, :size] = tree.token_ids
             depths[row, :size] = tree.depths
             ancestors[row, :size, :size] = tree.ancestors

@@ -28,7 +28,9 @@ def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> d
     paths: dict[int, list[int]] = {row: [] for row in trees}
     walking = {row: ROOT for row in trees if batch.may_emit(row)}
     while walking and not (batch.limits.is_lockstep and len(walking) < len(trees)):
-        asked = [place for place in walking.items() if batch.must_choose(place[0])]
+        asked = [*walking.items()]
+        if not batch.limits.keeps_finished:  # else a token is chosen though padding replaces it
+            asked = [place for place in asked if batch.text.padding_of(place[0]) is None]
         chosen = dict(zip(asked, choice.tokens_at(asked), strict=True)) if asked else {}
         next_nodes = {}
         for row, node in walking.items():
