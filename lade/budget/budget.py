@@ -92,10 +92,9 @@ _LEAD = 4.0
 _SHARE_OF_ALL = 0.2
 
 # Where drafts do not pay, steps rest: they have no draft. After so many drafts that were not worth
-# verifying, only one in so many steps is asked for, but for a few more where the likeliest draft
+# verifying, only one in as many steps is asked for, but for a few more where the likeliest draft
 # token of such a one comes after all.
 _DRAFTS_BEFORE_REST = 8
-_STEPS_BETWEEN_DRAFTS = 8
 _DRAFTS_AFTER_HIT = 4
 
 
@@ -130,7 +129,7 @@ class MeasuredBudget(Budget):
         self._num_emitted: dict[int, int] = {}
         self._of_rows: dict[int, Calibration] = {}
         self._has_refused = False  # whether the step verifies nothing, as nothing is worth its cost
-        self._back_off = BackOff(1 / _STEPS_BETWEEN_DRAFTS, _DRAFTS_BEFORE_REST, 1.0)
+        self._back_off = BackOff(1 / _DRAFTS_BEFORE_REST, _DRAFTS_BEFORE_REST, 1.0)
 
     @property
     def max_draft_tokens(self) -> int:  # type: ignore[override]
