@@ -143,7 +143,9 @@ class Decoder:
         with self.stats.timed("forward") as forward:
             with self._verifying():
                 plan, output = self._checks.launch(plan, inputs, self._target)
-            logits = of_trees(output.logits, plan.trees.values())
+            logits = output.logits
+            if plan.windows:
+                logits = of_trees(logits, plan.trees.values())
             num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
             if len(logits) < len(plan.trees):  # without padding
                 num_run = logits.shape[1] / len(plan.trees) - 1
@@ -155,7 +157,9 @@ class Decoder:
         with self.stats.timed("commit"):
             if not self._overlaps:
                 successors = self._speculator.rank(logits, self._choice.ranked)
-            num_beside = self._speculator.advance_windows(plan, output.logits)
+            num_beside = 0
+            if plan.windows:
+                num_beside = self._speculator.advance_windows(plan, output.logits)
         steps, paths = self._emit(plan)
         with self.stats.timed("commit"):
             self._commit(output, paths)
@@ -206,7 +210,8 @@ class Decoder:
         self._last = done
         if not self._overlaps:
             self._finish()
-        self._speculator.close(leaving)
+        if leaving:
+            self._speculator.close(leaving)
 
     def _finish(self) -> None:
         """Learn from the last step, unless that is done already."""

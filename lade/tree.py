@@ -147,7 +147,7 @@ def origins(trees: Collection[Tree], num_rows: int) -> list[tuple[int, int]]:
     Each tree has a row of its own, or a single row has one tree after the other.
     """
     if num_rows == len(trees):
-        return [(row, ROOT) for row in range(num_rows)]
+        return [*zip(range(num_rows), [ROOT] * num_rows, strict=True)]
     assert num_rows == 1
     return [(0, start) for start in [*accumulate(map(len, trees), initial=0)][:-1]]
 

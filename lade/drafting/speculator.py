@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -47,6 +48,8 @@ from lade.stats import SourceStats, Step
 from lade.tree import ROOT, Tree, origins
 from ngram_pool import Draft, SampledDraft
 
+_NOTHING = Draft.empty()
+
 
 class Runner(Protocol):
     """What a target reports about its next forward."""
@@ -85,11 +88,13 @@ class Plan:
     @property
     def width(self) -> int:
         """Nodes of the largest tree, root included."""
-        return max(map(len, self.trees.values()))
+        return max(len(tree.token_ids) for tree in self.trees.values())
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the largest row, window included."""
+        if not self.windows:
+            return self.width
         return max(
             len(tree) + (self.windows[row].num_cells if row in self.windows else 0)
             for row, tree in self.trees.items()
@@ -97,11 +102,10 @@ class Plan:
 
     def nodes(self) -> list[Tree]:
         """Return the trees followed by the windows, which only the target sees."""
-        windows = self.windows
-        return [
-            tree.beside(windows[row].cells()) if row in windows else tree
-            for row, tree in self.trees.items()
-        ]
+        trees = {**self.trees}
+        for row, window in self.windows.items():
+            trees[row] = trees[row].beside(window.cells())
+        return [*trees.values()]
 
     def without_drafts(self) -> "Plan":
         """Return the plan with the roots alone."""
@@ -279,38 +283,40 @@ class Speculator:
         """Return what the next step runs: drafts of the rows that emit, roots of the others."""
         batch, text, most = self._batch, self._batch.text, self._budget.max_draft_tokens
         windows = self._open_windows(emitting) if self._windows else {}
-        rows = () if self._may_rest and self._budget.is_resting else emitting
-        padding = {row: text.padding_of(row) for row in rows}
-        proposed = {row: self.propose(row, most) for row in rows if padding[row] is None}
+        proposed, padded = dict[int, Draft](), dict[int, int]()
+        for row in () if self._may_rest and self._budget.is_resting else emitting:
+            if (padding := text.padding_of(row)) is None:
+                proposed[row] = self.propose(row, most)
+            else:
+                padded[row] = padding
         explored, others = dict[int, Draft](), list[NDArray[np.int32]]()
         for row in proposed:
             explored[row] = self._with_explored(row, others, most)
             others.append(explored[row].token_ids)
         nums = self._nums_of_nodes(explored, windows)
-        drafts = {row: self._drawn(row, nums[row]) for row in proposed}
-        if len(proposed) < len(rows):
+        drafts = dict[int, Draft]()
+        for row, num in nums.items():
+            drafts[row] = self._drawn(row, num)
+        if padded:
             # Padding is known: draft it as deep as the other rows' drafts, and no deeper.
-            depths = [draft.depths.max(initial=0) for draft in proposed.values()]
+            depths = [int(draft.depths.max(initial=0)) for draft in proposed.values()]
             num = 0 if self._runner.must_catch_up else max(nums.values(), default=most)
-            num = min(num, int(max(depths, default=most)))
-            for row, token_id in padding.items():
-                if token_id is not None:
-                    drafts[row] = chain([token_id] * max(0, min(batch.room(row), num)))
+            num = min(num, max(depths, default=most))
+            for row, token_id in padded.items():
+                drafts[row] = chain([token_id] * max(0, min(batch.room(row), num)))
         if self._ranks is not None:
             drafts = self._ranks.agree(drafts)
-        none = Draft.empty()
-        trees = {
-            row: Tree.build(text.token_ids[row][-1], drafts.get(row, none)) for row in batch.rows
-        }
+        trees = dict[int, Tree]()
+        for row in batch.rows:
+            trees[row] = Tree.build(text.token_ids[row][-1], drafts.get(row, _NOTHING))
         return Plan(trees, proposed, windows, self._context_lengths())
 
     def _context_lengths(self) -> dict[int, int]:
-        contexts, is_finished = self._batch.contexts, self._batch.text.is_finished
-        return {
-            row: len(contexts[row])
-            for row in self._batch.rows
-            if contexts[row] and not is_finished[row]
-        }
+        lengths, is_finished = dict[int, int](), self._batch.text.is_finished
+        for row in self._batch.rows:
+            if (length := len(self._batch.contexts[row])) and not is_finished[row]:
+                lengths[row] = length
+        return lengths
 
     def _nums_of_nodes(
         self, drafts: Mapping[int, Draft], windows: Mapping[int, Window]
@@ -323,11 +329,13 @@ class Speculator:
             drawn = {row: len(each) for row, each in drafts.items() if _is_drawn(each)}
             if drawn:  # how many of them are verified must not depend on what was drawn
                 return dict.fromkeys(drafts, max(drawn.values())) | drawn
-        probs = [draft.probs for draft in drafts.values()]
+        probs = [*map(attrgetter("probs"), drafts.values())]
         # In lockstep, all go as far as the first one.
         if runner.packs_rows and not windows and not self._batch.limits.is_lockstep:
             return dict(zip(drafts, budget.nums_of_nodes(probs), strict=True))
-        num_beside = max((window.num_cells for window in windows.values()), default=0)
+        num_beside = 0
+        for window in windows.values():
+            num_beside = max(num_beside, window.num_cells)
         num = budget.num_nodes(probs, runner.num_pending + num_beside, runner.price)
         # The slots that pad a forward to its width may as well hold draft tokens.
         return dict.fromkeys(drafts, runner.width_of(1 + num + num_beside) - 1 - num_beside)
@@ -349,7 +357,7 @@ class Speculator:
     def propose(self, row: int, max_draft_tokens: int) -> Draft:
         """Return a draft of what may follow in a row, likeliest nodes first."""
         state, context, room = self._rows[row], self._batch.contexts[row], self._batch.room(row)
-        state.room, state.forced, draft = room, [], Draft.empty()
+        state.room, state.forced, draft = room, [], _NOTHING
         most = min(room, max_draft_tokens)
         if most > 0 and self._grammar is not None:
             state.forced = self._forced(self._grammar, row, most)
@@ -368,7 +376,7 @@ class Speculator:
         Where drafts are drawn, a pool draws only when it is told how much, so what it proposes
         before may decide whether another source is worth asking instead.
         """
-        state.asked, state.source, draft = [], None, Draft.empty()
+        state.asked, state.source, draft = [], None, _NOTHING
         if not self._learns:
             state.source = self._sources[0]
             alone: Draft = state.source.ask(state.source.draft, draft, row, context, most)
@@ -468,7 +476,7 @@ class Speculator:
             return proposed
         context = self._batch.contexts[row]
         ahead = [*context, *state.forced] if state.forced else context
-        sampled = source.ask(source.draft, Draft.empty(), row, ahead, num_drawn, rngs[row])
+        sampled = source.ask(source.draft, _NOTHING, row, ahead, num_drawn, rngs[row])
         if state.asked:
             state.asked[-1] = state.asked[-1]._replace(draft=sampled, after=sampled)
         return self._possible(state, sampled)
@@ -530,8 +538,6 @@ class Speculator:
             The number of tokens that the windows ran.
         """
         windows = plan.windows
-        if not windows:
-            return 0
         num_tokens = sum(window.num_cells for window in windows.values())
         places = [
             (index, len(tree) + cell)

@@ -45,5 +45,8 @@ class GreedyChoice(Choice):
 
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
         """Return the likeliest token at each place."""
-        of_places = [(*self._origins[row], node) for row, node in places]
-        return [self._token_ids[index][start + node] for index, start, node in of_places]
+        found = []
+        for row, node in places:
+            index, start = self._origins[row]
+            found.append(self._token_ids[index][start + node])
+        return found
