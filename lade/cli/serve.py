@@ -21,7 +21,7 @@ from ngram_pool import NGramPool
 _MOST_TOKENS = 2**24  # of a corpus; the arrays grow as text comes
 _M_ARENA_MAX = -8  # of glibc's malloc.h
 # What the extra `serve` brings; each may be there without the others.
-_NEEDED = ("prometheus_client", "pydantic", "starlette", "uvicorn", "xgrammar")
+_NEEDED = ("prometheus_client", "pydantic", "starlette", "uvicorn", "llguidance")
 
 
 def check_extra() -> None:
