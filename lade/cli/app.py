@@ -28,6 +28,7 @@ from lade.cli.pool import app as pool
 from lade.cli.results import JsonOption, ResultFiles
 from lade.cli.serve_app import serve
 from lade.errors import UserError
+from lade.models.settings import Settings
 
 
 class _DebuggedAnywhere(TyperGroup):
@@ -213,11 +214,10 @@ def bench(
     - corrected: the share of steps with a draft that ended where the model chose another token
       than those drafted there.
     """
-    from lade.bench.settings import BenchSettings
     from lade.cli.bench import Chosen, compare
     from lade.cli.prompting import read_prediction
 
-    settings = BenchSettings(max_new_tokens, temperature)
+    settings = Settings(max_new_tokens, temperature)
     files = ResultFiles(json)
     files.check()
     chosen = Chosen.read(prompts, limit)
