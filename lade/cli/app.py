@@ -101,12 +101,19 @@ def generate(
     prediction: PredictionOption = None,
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
-    from lade.cli.prompting import encode_prompt, read_prediction, read_prompt, read_typed
+    from lade.cli.prompting import (
+        check_text,
+        encode_prompt,
+        read_prediction,
+        read_prompt,
+        read_typed,
+    )
 
     if system is not None and raw:
         raise UserError("expected --system or --raw, got both: a raw prompt is all there is")
     system = None if system is None else read_typed(system)
     text, stops = read_prompt(prompt), [*map(read_typed, stop or [])]
+    check_text(text, is_raw=raw)
     if "" in stops:
         raise UserError("expected each --stop to be a text of one character or more, got ''")
     predicted = None if prediction is None else read_prediction(prediction)
