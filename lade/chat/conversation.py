@@ -223,18 +223,34 @@ class Conversation:
         self.turns.append(turn)
         self._is_answering = True
         stop, stream = _Stop(cancelled), PieceStream(self.loaded.tokenizer, turn.prompt_ids)
-        run = _Answering(turn, options, stop, stream)
+        made: SimpleQueue[tuple[_Made, float]] = SimpleQueue()
+        begin = perf_counter()
+
+        def put(each: _Made) -> None:
+            made.put((each, perf_counter() - begin))
+
+        def pieces() -> Iterator[Piece]:
+            """Take steps out until the end; may be called again to go on where it was closed."""
+            while not turn.is_done:
+                taken, turn.sec = made.get()
+                new = self._noted(turn, taken, stream, stop, options["max_new_tokens"])
+                turn.pieces += new
+                yield from new
+                if isinstance(taken, BaseException):
+                    raise taken
+
         # A daemon, so that a second interrupt can leave in the middle of a long forward.
-        worker = threading.Thread(target=self._generate, args=(run,), name="lade-chat", daemon=True)
+        given: Any = {"args": (turn, options, stop, put), "daemon": True, "name": "lade-chat"}
+        worker = threading.Thread(target=self._generate, **given)
         try:
             worker.start()
-            yield from run.pieces()
+            yield from pieces()
         finally:
             stop.is_closed = True
             try:
                 if worker.ident is not None and not turn.is_done:  # else it could not start
                     with suppress(Exception):  # there is another one already
-                        for _ in run.pieces():  # what was said meanwhile
+                        for _ in pieces():  # what was said meanwhile
                             pass
             finally:
                 self._is_answering = False
@@ -243,16 +259,26 @@ class Conversation:
                 else:
                     self.messages[:], self.turns[:] = before
 
-    def _generate(self, run: "_Answering") -> None:
+    def _noted(
+        self, turn: Turn, taken: _Made, stream: PieceStream, stop: "_Stop", limit: int
+    ) -> list[Piece]:
+        """Note in a turn what its thread has made, and return the text of that."""
+        if isinstance(taken, Step):
+            turn.steps.append(taken)
+            turn.first_token_sec = turn.first_token_sec or turn.sec
+            tokens = enumerate(taken.token_ids)
+            return [p for i, each in tokens for p in stream.put(each, i < taken.num_accepted)]
+        turn.is_done = True
+        turn.stats = taken if isinstance(taken, DecodeStats) else None
+        turn.is_interrupted = stop.was_asked or isinstance(taken, BaseException)
+        return stream.end(is_cut=turn.is_interrupted or len(turn.token_ids) >= limit)
+
+    def _generate(
+        self, turn: Turn, options: dict[str, Any], stop: "_Stop", put: Callable[[_Made], None]
+    ) -> None:
         """Answer; in the thread. Plain `generate` counts nothing."""
-        turn, options, put = run.turn, run.options, run.put
         model = self.loaded.model
-        defaults = model.generation_config
-        if defaults.pad_token_id is None and defaults.eos_token_id is not None:
-            # What transformers would choose, too, with a line that says so.
-            eos = defaults.eos_token_id
-            options["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
-        options["stopping_criteria"] = StoppingCriteriaList([run.stop])
+        options["stopping_criteria"] = StoppingCriteriaList([stop])
         try:
             torch.manual_seed(turn.seed)
             if turn.is_plain:  # by the class's generate, in case the model is wrapped
@@ -377,53 +403,6 @@ class Conversation:
     def _check_is_idle(self) -> None:
         if self._is_answering:
             raise RuntimeError("expected the answer before to have ended, or its iterator closed")
-
-
-class _Answering:
-    """One answer as its thread makes it and somebody else takes it out."""
-
-    def __init__(
-        self, turn: Turn, options: dict[str, Any], stop: "_Stop", stream: PieceStream
-    ) -> None:
-        self.turn, self.options, self.stop = turn, options, stop
-        self._stream = stream
-        # Steps, then the end: statistics, none, or an error. Each with its time.
-        self._made: SimpleQueue[tuple[_Made, float]] = SimpleQueue()
-        self._begin = perf_counter()
-
-    def put(self, made: _Made) -> None:
-        """Pass a step on, or the end; in the thread."""
-        self._made.put((made, perf_counter() - self._begin))
-
-    def pieces(self) -> Iterator[Piece]:
-        """Take steps out until the end, note each as a whole in the turn, and yield its text.
-
-        May be called again to go on where it was closed.
-
-        Raises:
-            BaseException: what the thread raised.
-        """
-        turn, stream = self.turn, self._stream
-        while not turn.is_done:
-            taken, turn.sec = self._made.get()
-            if isinstance(taken, Step):
-                turn.steps.append(taken)
-                turn.first_token_sec = turn.first_token_sec or turn.sec
-                new = [
-                    piece
-                    for i, token_id in enumerate(taken.token_ids)
-                    for piece in stream.put(token_id, i < taken.num_accepted)
-                ]
-            else:
-                turn.is_done = True
-                turn.stats = taken if isinstance(taken, DecodeStats) else None
-                turn.is_interrupted = self.stop.was_asked or isinstance(taken, BaseException)
-                is_at_limit = len(turn.token_ids) >= self.options["max_new_tokens"]
-                new = stream.end(is_cut=turn.is_interrupted or is_at_limit)
-            turn.pieces += new
-            yield from new
-            if isinstance(taken, BaseException):
-                raise taken
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]
