@@ -265,7 +265,6 @@ def compile_(
             help="Compile for this model as well: a Hugging Face model id or a local folder.",
         ),
     ] = None,
-    loading: LoadOptions,
 ) -> None:
     """Compile ahead what the first answer on this machine would wait for.
 
@@ -275,7 +274,7 @@ def compile_(
     """
     from lade.cli.compile import run
 
-    run(None if model is None else loading.load(model))
+    run(None if model is None else LoadOptions().load(model))
 
 
 app.add_typer(pool, name="pool", rich_help_panel=_PREPARE)

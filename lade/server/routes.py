@@ -164,32 +164,34 @@ class Routes:
     async def _complete(self, kind: type[Asked], request: Request) -> Response:
         exchange = self._let_in(request)
         self._open.add(exchange)
-        is_streamed = False
+        response = None
         try:
-            data = await self._body(request, exchange)
-            exchange.arrived = perf_counter()
-            await self._while_there(request, exchange, self._prepared(kind, exchange, data))
-            del data
-            enter = self._line.enter(exchange.of_whom)
-            exchange.leave = await self._while_there(request, exchange, enter)
-            exchange.admitted = perf_counter()
-            self._let_go(exchange)
-            try:
-                self.answering.begin(exchange)
-            except BaseException:
-                exchange.leave()
-                raise
-            answer = ToldAnswer(exchange, self._name)
-            headers = {_REQUEST_ID: exchange.request_id}
-            if exchange.asked.stream:
-                is_streamed = True
-                over = partial(self._over, exchange)
-                return _Events(exchange, answer.events(), over, headers)
-            told = answer.whole()
-            return JSONResponse(await self._while_there(request, exchange, told), headers=headers)
+            answered = self._answered(kind, exchange, await self._body(request, exchange))
+            response = await self._while_there(request, exchange, answered)
+            return response
         finally:
-            if not is_streamed:
+            if not isinstance(response, _Events):
                 self._over(exchange)
+
+    async def _answered(
+        self, kind: type[Asked], exchange: Exchange, data: bytearray
+    ) -> "JSONResponse | _Events":
+        exchange.arrived = perf_counter()
+        await self._prepared(kind, exchange, data)
+        del data
+        exchange.leave = await self._line.enter(exchange.of_whom)
+        exchange.admitted = perf_counter()
+        self._let_go(exchange)
+        try:
+            self.answering.begin(exchange)
+        except BaseException:
+            exchange.leave()
+            raise
+        answer = ToldAnswer(exchange, self._name)
+        headers = {_REQUEST_ID: exchange.request_id}
+        if exchange.asked.stream:
+            return _Events(exchange, answer.events(), partial(self._over, exchange), headers)
+        return JSONResponse(await answer.whole(), headers=headers)
 
     def _identified(self, request: Request) -> KeyOwner:
         """Return whose a request is.
@@ -279,7 +281,7 @@ class Routes:
     async def _while_there(
         self, request: Request, exchange: Exchange, stage: Awaitable[Any]
     ) -> Any:
-        """Run one stage of a request while its client is there and its time is not over.
+        """Work on a request while its client is there and its time is not over.
 
         Raises:
             ApiError: the client has left, or the time is over.
