@@ -84,8 +84,8 @@ class Routes:
         prefixes = Profiles.of(loaded.model).prefixes
         self._metrics = Metrics(name, self._line, self._pools.store, prefixes)
         num_waiting = options.max_queue + options.max_batch_size
-        # For threads that prepare requests, of which one key leaves some to others.
-        self._workers = Line(num_waiting, 4, 2)
+        # For threads that prepare requests, of which one key leaves some to others, and schemas.
+        self._workers, self._lookers = Line(num_waiting, 4, 2), Line(num_waiting, 1, 1)
         most = options.max_body_bytes
         self._bytes = Shares(_MAX_BODIES * most, _MAX_BODIES_OF_KEY * most)
         self._open: set[Exchange] = set()
@@ -149,7 +149,7 @@ class Routes:
     async def close(self, grace_sec: float) -> None:
         """Let nobody in any more, and end what is under way, after a while by force."""
         self._is_closing = True
-        for each in (self._line, self._workers):
+        for each in (self._line, self._workers, self._lookers):
             each.refuse(shutting_down())
         for sec in (grace_sec, END_SEC):
             with suppress(TimeoutError):
@@ -273,7 +273,7 @@ class Routes:
         exchange.pools, tenant = self._pools.of(exchange.owner, asked)
         exchange.is_private = not tenant
         if isinstance(asked, Chat) and (schema := asked.schema_asked) is not None:
-            exchange.grammar = await self._workers.run(key, self._grammars.made, schema, tenant)
+            exchange.grammar = await self._lookers.run(key, self._grammars.made, schema, tenant)
         await self._workers.run(key, self._preparing.prepare, exchange)
         if asked.num_logprobs is not None:
             exchange.tokens = await self._workers.run(key, self._grammars.tokens)
