@@ -139,17 +139,16 @@ def chat(
     """Chat with a model in this terminal.
 
     Answers appear as they come, with their speed; /help lists what else one can type, such as
-    /plain, which answers by plain generate as well and compares. In a pipe, all of standard input
-    is one question, and the answer is plain text.
+    /plain, which answers by plain generate as well and compares.
     """
-    from lade.cli.chat import read_question, run
+    from lade.cli.chat import check_terminal, run
     from lade.cli.prompting import read_typed
 
-    question = read_question()
+    check_terminal()
     system = None if system is None else read_typed(system)
     settings = sampling.settings(max_new_tokens)
     loaded = loading.load(model)
-    run(question, loaded, settings, system, drafting, drafting.drafter(loaded, loading))
+    run(loaded, settings, system, drafting, drafting.drafter(loaded, loading))
 
 
 app.command(rich_help_panel=_USE)(serve)
