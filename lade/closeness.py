@@ -28,7 +28,7 @@ def limit_of(model: Model) -> float:
 def _coarsest_of(model: Model) -> torch.dtype:
     """Return the least precise format of a model's weights; the first may be of another."""
     known = next(iter(vars(model).get("_lade_profiles", ())), None)
-    dtype: torch.dtype = model.dtype if known is None else known.structure.coarsest
+    dtype: torch.dtype = model.dtype if known is None else known.coarsest
     return dtype
 
 

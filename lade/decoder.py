@@ -15,7 +15,7 @@ from lade.batch import Batch
 from lade.drafting.speculator import Cost, Done, Plan, Speculator
 from lade.errors import in_one_line
 from lade.outputs import Outputs
-from lade.probing.spot_checks import FlawError, SpotChecks
+from lade.probing.proof import FlawError, Proof
 from lade.sampling.choice import Choice
 from lade.stats import DecodeStats, Step
 from lade.targets.base import Forward, Target, fill_cache
@@ -45,7 +45,7 @@ class Decoder:
         choice: chooses the target's own tokens.
         on_step: called after each commit, the prefill included, with the steps of the rows.
         outputs: collects what the caller wants besides the text.
-        checks: hold some steps against plain decoding.
+        proof: holds some steps against the model's own forwards of one token.
         overlaps: whether learning from a step is deferred until the next forward is on its way. If
             not, as when the host itself computes, it is done at once.
     """
@@ -58,7 +58,7 @@ class Decoder:
         choice: Choice,
         on_step: Callable[[Sequence[Step]], None],
         outputs: Outputs,
-        checks: SpotChecks,
+        proof: Proof,
         overlaps: bool = False,
     ) -> None:
         self.stats = DecodeStats(num_prefills=batch.text.num_rows)
@@ -72,7 +72,7 @@ class Decoder:
         self._choice = choice
         self._on_step = on_step
         self._outputs = outputs
-        self._checks = checks
+        self._proof = proof
         self._overlaps = overlaps
         self._last: Done | None = None  # the last step, until it is learned from
 
@@ -102,7 +102,7 @@ class Decoder:
                 stack.callback(self._speculator.close_all)
                 stack.callback(self._target.close)
                 stack.callback(self._choice.close)
-        self.stats.num_steps += self._checks.num_forwards
+        self.stats.num_steps += self._proof.num_forwards
         return self.stats
 
     def _prefill(self) -> None:
@@ -113,9 +113,8 @@ class Decoder:
                 output = self._target.prefill(
                     view,
                     num_logits=1 + self._speculator.num_harvested,
-                    is_plain=self._checks.wants_plain_prompts,
+                    is_plain=self._proof.settings.plain_prompts,
                 )
-            self._checks.note_state()
             logits = output.logits[:, -1:]
             self._choice.look_at(logits, plan.trees)
         if self._overlaps:
@@ -139,12 +138,11 @@ class Decoder:
         with self.stats.timed("draft"):
             plan = self._speculator.plan(emitting)
             with self._verifying():
-                plan = self._checks.begin_step(plan, self._target)
-                inputs = self._target.inputs(plan.nodes())
+                plan, inputs = self._proof.begin(plan)
             num_pending = self._target.num_pending
         with self.stats.timed("forward") as forward:
             with self._verifying():
-                plan, output = self._checks.launch(plan, inputs, self._target)
+                plan, output = self._proof.forward(plan, inputs)
             logits = of_trees(output.logits, plan.trees.values())
             num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
             if len(logits) < len(plan.trees):  # without padding
@@ -165,7 +163,7 @@ class Decoder:
             self.stats.num_lookahead_tokens += num_beside
             for step in steps:
                 self.stats.count_row_step(step)
-            is_usual = self._target.is_timing_valid and not self._checks.is_checking
+            is_usual = self._target.is_timing_valid and not self._proof.is_busy
             sec = forward.sec if is_usual else None
             cost = Cost(len(plan.trees), num_run, sec)
             self._end_step(Done(plan, steps, successors, cost))
@@ -180,7 +178,6 @@ class Decoder:
         working = [row for row in plan.trees if not text.is_finished[row]]
         with self.stats.timed("verify"):
             paths = accepted_paths(plan.trees, self._choice, self._batch)
-        self._checks.end_step(paths, text.token_ids)
         steps = []
         with self.stats.timed("commit"):
             begin()
@@ -196,8 +193,9 @@ class Decoder:
         """Keep the accepted paths in the cache and in the caller's outputs."""
         of_rows = [paths[row] for row in self._batch.rows]
         with self._verifying():
-            self._outputs.add_step(output, self._batch.rows, self._target.num_cached, of_rows)
-            self._target.commit(of_rows)
+            num_cached = [num + self._proof.num_before for num in self._target.num_cached]
+            self._outputs.add_step(output, self._batch.rows, num_cached, of_rows)
+            self._target.commit([*map(self._proof.path, of_rows)])
 
     def _end_step(self, done: Done) -> None:
         """Drop finished rows, and learn from the step now or during the next forward."""

@@ -5,7 +5,6 @@ tokens come back, pool and budget learn. Only the forward is replaced by a look-
 file: `used.py`.
 """
 
-import sys
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
@@ -30,7 +29,7 @@ from lade.gpu.fixed import FixedTarget, StepSettings
 from lade.gpu.workspace import WorkspaceStore
 from lade.hf.stopping import StopRule
 from lade.outputs import Outputs
-from lade.probing.spot_checks import SpotChecks
+from lade.probing.proof import Proof
 from lade.sampling.greedy import GreedyChoice
 from lade.targets.layout import tree_layout
 from ngram_pool import NGramPool
@@ -138,9 +137,9 @@ def _run(
     proposer, budget = Proposer.alone(drafter, _VOCAB_SIZE), Budget(num_nodes - 1)
     speculator = _TimedSpeculator(batch, proposer, budget, target)
     choice = GreedyChoice(drafter.num_successors)
-    checks = SpotChecks(model, interval=sys.maxsize)
+    proof = Proof(model, target, text, None)
     decoder = Decoder(
-        batch, target, speculator, choice, lambda steps: None, outputs, checks, overlaps=True
+        batch, target, speculator, choice, lambda steps: None, outputs, proof, overlaps=True
     )
     stats = decoder.run()
     waited_for = stats.draft_sec + stats.verify_sec + stats.commit_sec

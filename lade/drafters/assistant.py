@@ -10,7 +10,6 @@ from lade.drafters.model_drafter import ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.errors import UnsupportedModelError
-from lade.probing.profile import profile_of
 
 
 class AssistantModel(Drafter):
@@ -66,8 +65,7 @@ class AssistantModel(Drafter):
             UnsupportedModelError: the model has another vocabulary, or its cache cannot go back.
         """
         self._check_vocabulary(call)
-        plan, structure = plan_for(self.model), profile_of(self.model).structure
-        open_runner = partial(ModelRunner, self.model, plan, call.max_length, structure)
+        open_runner = partial(ModelRunner, self.model, plan_for(self.model), call.max_length)
         config = self.model.config.get_text_config(decoder=True)
         max_length = getattr(config, "max_position_embeddings", None)
         return ModelDrafter(call, open_runner, self._growth, max_length)

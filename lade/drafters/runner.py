@@ -15,7 +15,6 @@ from lade.probing.plan import choose_for_drafting
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
 from lade.probing.selfcheck import Plain
-from lade.probing.structure import Structure
 from lade.tree import Tree
 
 
@@ -47,8 +46,6 @@ class ModelRunner:
         model: is not changed.
         plan: how to run trees of its drafts, by `plan_for`.
         max_length: maximum length of the text, to plan memory for.
-        structure: of the model, when it was found to draw no random numbers. In another mode, of
-            training, it may, and is not run.
     """
 
     def __init__(
@@ -56,12 +53,10 @@ class ModelRunner:
         model: Model,
         plan: VerificationPlan,
         max_length: int,
-        structure: Structure | None = None,
     ) -> None:
         self.is_chain = plan.verification != "tree"
         self._model = model
         self._plan = plan
-        self._structure = structure
         self._max_length = max_length
         self._device = device_of_inputs(model)
         self._vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
@@ -126,16 +121,7 @@ class ModelRunner:
                 f"{min(token_ids)} to {max(token_ids)}"
             )
 
-    def _check_mode(self) -> None:
-        """Raise if the model is no longer in the mode that it was found to draw nothing in."""
-        if self._structure is not None and not self._structure.is_in_same_mode(self._model):
-            raise RuntimeError(
-                f"{type(self._model).__name__} was put into another mode, of training or "
-                "evaluation, in the middle of a call"
-            )
-
     def _prefill(self, token_ids: list[int]) -> Tensor:
-        self._check_mode()
         self.close()
         input_ids = torch.tensor([token_ids], device=self._device)
         num_new = max(1, self._max_length - len(token_ids))
@@ -166,7 +152,6 @@ class ModelRunner:
         return logits
 
     def _run(self, num_run: int) -> Tensor:
-        self._check_mode()
         parents = [parent - 1 for parent in self._parents[1:]]
         tree = Tree.build(self._tokens[0], draft_of(self._tokens[1:], parents))
         logits: Tensor = self._target.extend(tree, num_run).logits[0]

@@ -167,11 +167,14 @@ def read(model: Model) -> DecoderPlan:
     if any(module.training for module in model.modules()):
         raise UnreadableModelError("it is in training mode")
     view = apart(with_attention(model, _WATCHED))
+    # Those of the whole model are called around a job as around its forward.
+    view._forward_hooks.clear()
+    view._forward_pre_hooks.clear()
     calls: dict[nn.Module, list[_Call]] = {}
     for module in view.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if not all(map(is_own_hook, hooks)):
-            raise UnreadableModelError("it has hooks")
+            raise UnreadableModelError("its modules have hooks")
         if "forward" in vars(module):
             raise UnreadableModelError("a module has a forward of its own")
         module.register_forward_hook(

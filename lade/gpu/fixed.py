@@ -217,13 +217,11 @@ class FixedTarget(TreeTarget):
         self._workspace.notice_moves()
         return Output(graphs.run(step.shape, partial(self._run, step)))
 
-    def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
-        """Run roots by the model as it is, where its own attention takes their mask."""
-        if not self._takes_mask:
-            return Output(self._run(self.inputs(roots), is_recorded=False))
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
+        """Run roots by the model as it is, prepared by itself."""
         self.cache.unfix()
         TreeTarget._place_rows(self)
-        return super().forward_plainly(roots)
+        return super().forward_plainly(roots, by_view=by_view)
 
     def select(self, places: Sequence[int]) -> None:
         """Continue with these rows only; the cache keeps what it holds of the others."""

@@ -1,8 +1,7 @@
 """One call of `generate`: assembled from its options, run, and turned into its result."""
 
-import sys
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -17,7 +16,6 @@ from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS
 from lade.batch import Batch, Limits, Text
 from lade.budget.budget import Budget, MeasuredBudget
-from lade.closeness import is_exact_in
 from lade.compat import (
     CACHE,
     Model,
@@ -63,26 +61,23 @@ from lade.outputs import Outputs
 from lade.prewarming.costs import first_costs_of
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
-from lade.probing.own_code import has_own_inputs, is_own_callback, own_code_around
+from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import CacheKind, profile_of
+from lade.probing.proof import FIRST_DISTANCE, Distances, Proof, ProofSettings
 from lade.probing.requirements import Requirements, requirements_of
-from lade.probing.spot_checks import SpotChecks
-from lade.probing.values import Values, attributes_of, values_of
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
 from lade.sampling.processors import Processors
 from lade.sampling.rejection_choice import rejection_choice
 from lade.stats import DecodeStats
 from lade.targets.base import Target, fill_cache
+from lade.targets.inputs import is_text_alone
 from lade.targets.rollback import cache_in, find_cache, length_of
 from lade.targets.trees import TreeTarget
 from lade.turns import current_seat
 from ngram_pool import NGramPool
 
-# Calls of a model between two whose first step with a draft is checked for no reason, as nobody
-# sees everything. A check takes two of a call's steps.
-_CALLS_BETWEEN_CHECKS = 64
 _NO_TIME = "max_time leaves none for what lade does once for a model, as lade.warm_up(model) does"
 
 
@@ -108,12 +103,7 @@ class Generation:
     def __init__(self, call: Call) -> None:
         self._call, self._model, self._config = call, call.model, call.config
         self._profile = profile_of(call.model)
-        self._own_code = self._profile.structure.own_code or own_code_around()
-        given = (*call.processors, *call.criteria, call.streamer, call.arguments.on_step)
-        drafter = call.arguments.drafter
-        #: Whether code of the user's runs between two forwards, which may change the model.
-        self._has_callbacks = drafter is not None or any(map(is_own_callback, given))
-        self._attributes: Hashable = None  # of modules, as the call begins
+        self._own_code = self._profile.own_code or own_code_around()
         self._execution = execution_of(call.model, call.config, self.policy)
         self._cache = cache_in(call.model_kwargs)
         # Code of the user's own in forwards is to see this call's alone; autocast is of a thread.
@@ -147,8 +137,7 @@ class Generation:
             self._warn_once(f"lade reuses no prefix of {what}, which may change", RuntimeWarning)
             return None
         with Attempt(even_memory=True) as attempt:  # weights may be of unusual classes
-            self._values = values = Values.of(self._model)  # read once in a call
-            return reuse_of(self._call, self._profile, values)
+            return reuse_of(self._call, self._profile)
         text = f"lade reuses no prefix of this model ({attempt.failure})"
         self._warn_once(text, RuntimeWarning)
         return None
@@ -190,7 +179,8 @@ class Generation:
             if found is None or found.attention != PACKED_ROWS:
                 found, self._seat = None, None
             verification = found or choose(is_padded=needed.is_padded)
-            if config.uses_products and not config.stable_text:
+            may_differ = config.stable_text or own_code_around() is not None
+            if config.uses_products and not may_differ:
                 verification = with_products(verification, model, self._profile)
             if config.lookahead is not None and verification.verification != "tree":
                 _refuse_lookahead(model, verification)
@@ -350,12 +340,17 @@ class Generation:
         wanted = proposer.num_successors
         if wanted == 0 or proposer.has_table or mesh_of(self._model) is not None:
             return None
-        if self._own_code is not None:  # which would see more forwards of the head than plain's
-            return None
         max_tokens = num_prompt_tokens(max_length - self._call.input_ids.shape[1])
         if max_tokens < 1:
             return None
         return PromptHarvester(self._model, wanted, target.vocab_size, max_tokens)
+
+    def _distances(self, verification: VerificationPlan) -> Distances:
+        """Return when steps are proved: in this call alone where code of the user's takes part."""
+        if self._own_code is not None:
+            return Distances()
+        first = Distances(FIRST_DISTANCE)  # after the check
+        return self._profile.proofs.setdefault(verification.verification, first)
 
     # --- the call ----------------------------------------------------------------------------
 
@@ -410,6 +405,7 @@ class Generation:
         ranks = Ranks.of(self._model)
         harvester = self._prompt_harvester(proposer, target, limits.max_length)
         speculator = Speculator(batch, proposer, budget, target, config.lookahead, ranks, harvester)
+        is_around = self._own_code == AROUND and self._call.num_rows == 1
         decoder = Decoder(
             batch,
             target,
@@ -417,7 +413,20 @@ class Generation:
             choice,
             report.add,
             outputs,
-            self._spot_checks(ranks, rngs is not None),
+            Proof(
+                self._model,
+                target,
+                text,
+                None if ranks is not None else self._distances(verification),
+                ProofSettings(
+                    is_text=is_text_alone(self._call.model_kwargs),
+                    has_one_width=config.stable_text,
+                    keeps_widths=verification.execution != "eager",
+                    by_view=is_around,
+                    plain_prompts=self._own_code is not None and not is_around,
+                    pure_prompts=self._call.num_rows == 1 and self._seat is None,
+                ),
+            ),
             overlaps,
         )
         try:
@@ -448,7 +457,6 @@ class Generation:
             self._cache = target.hand_over(self._cache)
         if decoder.failure is None:
             target.release()
-            self._settle()
             self._profile.warm.add((needed.cache, needed.is_padded or self._seat is not None))
         self._say_why_eager(verification, target)
         return self._result(text, outputs, stats)
@@ -487,7 +495,7 @@ class Generation:
         if self._reuse is not None:
             self._reuse.undo()
             decoder.stats.num_reused_tokens = 0
-        if self._own_code is None or not goes_on:
+        if failure.flaw is None or not goes_on:
             return self._call.model_kwargs
         return replayed(self._call, text)
 
@@ -535,7 +543,7 @@ class Generation:
             if target is not None and is_whole:
                 target.hand_over(self._cache)
             if is_whole:
-                reuse.end(token_ids, self._has_callbacks)
+                reuse.end(token_ids)
         if not is_whole or attempt.failure is not None:
             reuse.undo()
         self._cache = None
@@ -549,54 +557,6 @@ class Generation:
 
     def _may_be_users(self, cache: Any) -> bool:
         return self._call.may_bring_cache and may_be_users(cache)
-
-    # --- spot checks --------------------------------------------------------------------------
-
-    @cached_property
-    def _values(self) -> Values | None:
-        return values_of(self._model, self._attributes)
-
-    def _spot_checks(self, ranks: Ranks | None, draws: bool) -> SpotChecks:
-        """Return the checks of the call, the first of them at once where something is new.
-
-        A checked step is decoded token by token. In half precision, and where drafts are drawn,
-        that may change its text, and equal calls must give equal texts.
-        """
-        profile = self._profile
-        if ranks is not None:  # all processes that run a model together must check, or none
-            return SpotChecks(self._model, interval=sys.maxsize)
-        profile.num_calls += 1
-        with Attempt(even_memory=True):  # forwards may change these; weights are read after one
-            self._attributes = attributes_of(self._model)
-        known = profile.values
-
-        def is_new() -> bool:
-            return self._values is None or self._values.may_be_news(known)
-
-        is_time = profile.num_calls % _CALLS_BETWEEN_CHECKS == 0
-        changes_text = draws or not is_exact_in(self._model)
-        is_watched = self._has_callbacks or self._own_code is not None
-        return SpotChecks(
-            self._model,
-            is_due=lambda: is_new() or (is_time and not changes_text),
-            # Products, which they may run by, prove themselves.
-            runs_prompts_apart=self._call.num_rows > 1 or self._seat is not None,
-            interval=profile.first_check,
-            own_code=self._own_code,
-            structure=profile.structure if is_watched else None,
-            on_good=self._note_values,
-        )
-
-    def _note_values(self) -> None:
-        self._profile.values = self._values
-
-    def _settle(self) -> None:
-        """Remember the values that forwards have changed: the next call begins with these."""
-        known, own = self._profile.values, self._values
-        if self._has_callbacks or known is None or own is None:
-            return
-        if not own.may_be_news(known):
-            self._profile.values = known._replace(attributes=attributes_of(self._model))
 
     # --- warnings -----------------------------------------------------------------------------
 
@@ -639,8 +599,7 @@ class Generation:
     def _give_up(self, verification: VerificationPlan, failure: VerificationError) -> None:
         """Warn that the rest of a call is decoded plainly, and drop the method's verdict."""
         # Next time there may be enough memory.
-        is_fault = failure.flaw is None or failure.flaw.blames_method
-        if is_fault and not isinstance(failure.__cause__, torch.OutOfMemoryError):
+        if not isinstance(failure.__cause__, torch.OutOfMemoryError):
             self._profile.drop_verdict(verification.verification, str(failure))
         text = (
             f"lade decodes the rest of a call of {type(self._model).__name__} plainly, one token a "

@@ -1,6 +1,6 @@
 """What a call reuses of the prompts and answers before it, and what it leaves to those after it."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,9 @@ from lade.hf.arguments import Arguments
 from lade.hf.call import Call
 from lade.hf.pools import pools_of
 from lade.probing.continuing import why_not_continued
-from lade.probing.profile import Profile, Profiles
+from lade.probing.profile import Profile, Profiles, fingerprint_of
 from lade.probing.requirements import lengths_of
 from lade.probing.rules import why_not_reused
-from lade.probing.values import Values, switches_of
 from lade.targets.inputs import is_text_alone
 from lade.targets.prefixes import (
     KeptText,
@@ -45,6 +44,7 @@ class Reuse:
         self._max_bytes = max_bytes
         self._cache = cache  # the call's own, filled in place
         self._empty = saved(cache)
+        self._num_cleared = store.num_cleared
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Fill the cache with what is kept of a prompt's first tokens."""
@@ -63,19 +63,11 @@ class Reuse:
         """Drop all that is kept; the call's cache stays as it is."""
         self._store.clear()
 
-    def end(self, token_ids: Sequence[int], may_have_changed: bool) -> None:
-        """Keep the call's cache, which holds these tokens but the last, for later calls.
-
-        Args:
-            may_have_changed: whether code of the user's ran between two forwards. What a model
-                changes itself is no change.
-        """
-        (structure, before), switches, owner = self._origin
-        now = Values.of(self._model)
-        is_same = now == before if may_have_changed else now.weights == before.weights
-        if not is_same or switches_of(self._model) != switches:
-            return
-        origin = Origin((structure, now), switches, owner)
+    def end(self, token_ids: Sequence[int]) -> None:
+        """Keep the call's cache, which holds these tokens but the last, for later calls."""
+        origin = self._origin
+        if self._store.num_cleared != self._num_cleared or origin.model != state_of(self._model):
+            return  # the model was changed meanwhile
         cache, num_tokens = self._cache, len(token_ids) - 1
         num_more = (length_of(cache) or 0) - num_tokens
         if num_more < 0:
@@ -91,7 +83,7 @@ class Reuse:
         self._store.keep(KeptText(origin, token_ids[:-1], kept), self._max_bytes)
 
 
-def reuse_of(call: Call, profile: Profile, values: Values) -> Reuse | None:
+def reuse_of(call: Call, profile: Profile) -> Reuse | None:
     """Return what a call reuses and keeps; None if it does neither."""
     model, options = call.model, call.options
     cache = call.model_kwargs.get(CACHE)  # `generate` goes on from no other
@@ -107,10 +99,27 @@ def reuse_of(call: Call, profile: Profile, values: Values) -> Reuse | None:
         return None
     store = Profiles.of(model).prefixes
     owner = _owner_of(call.arguments, store)
-    origin = Origin((profile.structure, values), switches_of(model), owner)
+    origin = Origin(state_of(model), owner)
     reuse = Reuse(model, store, origin, call.config.max_prefix_bytes, cache)
     reuse.begin(call.input_ids[0].tolist())
     return reuse
+
+
+def state_of(model: Model) -> Hashable:
+    """Return what keys and values follow from besides tokens, as far as anybody can tell.
+
+    Besides the model's fingerprint, which adapters are in use, and how often each weight was
+    written to, and where it is. Who changes a model otherwise calls `lade.release`.
+    """
+    adapters = [
+        repr(vars(module).get(name))
+        for module in model.modules()
+        if "_active_adapter" in vars(module)
+        for name in ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+    ]
+    weights = [*model.parameters(), *(each for each in model.buffers() if each.dim() > 1)]
+    writes = [(each.data_ptr(), -1 if each.is_inference() else each._version) for each in weights]
+    return fingerprint_of(model), tuple(adapters), tuple(writes)
 
 
 def _is_plain_text(call: Call, cache: Any) -> bool:

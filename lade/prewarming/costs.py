@@ -18,7 +18,7 @@ from lade.drafting.drafts import draft_of
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.prewarming.tables import cache_folder
 from lade.probing.factory import VerificationPlan
-from lade.probing.profile import Profile
+from lade.probing.profile import Profile, autocast_of
 from lade.probing.selfcheck import check_tokens, plain_of, unchanged_random_state
 from lade.targets.base import Target
 from lade.transfer import Launched
@@ -140,7 +140,14 @@ def _setting_of(model: Model, profile: Profile, chosen: VerificationPlan) -> str
     device = device_of_inputs(model)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     parts = (
-        *(profile.setting[:2], model.dtype, chosen.attention, attention_of(model), chosen.products),
+        *(
+            str(model.device),
+            autocast_of(model),
+            model.dtype,
+            chosen.attention,
+            attention_of(model),
+            chosen.products,
+        ),
         *(torch.__version__, torch.get_num_threads(), os.cpu_count(), platform.node(), name),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -13,7 +13,7 @@ from lade.gpu.fixed import FixedTarget, StepSettings, widths_on
 from lade.gpu.graphs import Graphs, why_not_recorded
 from lade.gpu.policy import DevicePolicy
 from lade.gpu.workspace import WorkspaceStore
-from lade.probing.own_code import has_own_inputs, own_code_around
+from lade.probing.own_code import has_own_inputs
 from lade.probing.profile import Profile, Widths, profile_of
 from lade.targets.base import Target
 from lade.targets.paths import ChainTarget
@@ -72,13 +72,10 @@ def make_target(
 def with_products(chosen: VerificationPlan, model: Model, profile: Profile) -> VerificationPlan:
     """Return a plan by which lade's own products may run linear layers, where they can.
 
-    Where code of the user's own runs in forwards, it is to see what it sees in plain decoding. What
-    is verified by paths may have a state in its modules, which views would have twice.
+    What is verified by paths may have a state in its modules, which views would have twice.
     """
     is_usual = (chosen.verification, chosen.execution) == ("tree", "eager")
     if not is_usual or device_of_inputs(model).type != "cpu" or mesh_of(model) is not None:
-        return chosen
-    if profile.structure.own_code is not None or own_code_around() is not None:
         return chosen
     return chosen._replace(products=profile.products_for(model) is not None)
 

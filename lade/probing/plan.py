@@ -13,7 +13,6 @@ from lade.probing.own_code import has_own_inputs, own_loop_of
 from lade.probing.profile import CacheKind, CheckResult, Profile, Widths, profile_of
 from lade.probing.rules import why_not_stable
 from lade.probing.selfcheck import check
-from lade.probing.values import values_of
 
 # Methods that a call without a cache cannot use.
 WITHOUT_CACHE: dict[Verification, str] = {"tree": "use_cache=False", "snapshot": "use_cache=False"}
@@ -106,10 +105,10 @@ def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
 
 def why_not_run(profile: Profile) -> str | None:
     """Return why lade is to run no forward of a model at all, not even a check, or None."""
-    if profile.structure.compiled is None:
+    if profile.compiled is None:
         return None
     return (
-        f"{profile.structure.compiled} is compiled by torch.compile, and drafts would have it "
+        f"{profile.compiled} is compiled by torch.compile, and drafts would have it "
         "compiled anew for their numbers of tokens"
     )
 
@@ -148,7 +147,6 @@ def _result_of(
     result = profile.results.get(key)
     if result is None:
         result = check(model, profile, *key)
-        profile.values = profile.values or values_of(model)
     if result.is_lasting:
         profile.results[key] = result
     return result

@@ -1,22 +1,39 @@
 """What is known about a model, for each state it has been in."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lade.attempts import Attempt
 from lade.budget.costs import ForwardCosts
 from lade.captures import free_unused
-from lade.compat import Model, device_of_inputs, without_compiler
+from lade.compat import (
+    Model,
+    attention_of,
+    compiled_part_of,
+    device_of_inputs,
+    is_own_hook,
+    without_compiler,
+)
 from lade.config import Execution, Verification
 from lade.forward.job import forwards_for
 from lade.gpu.workspace import WorkspaceStore
-from lade.probing.own_code import functions_at_present
-from lade.probing.spot_checks import FIRST_CHECK
-from lade.probing.structure import Structure
-from lade.probing.values import Values
+from lade.probing.own_code import (
+    AROUND,
+    code_of,
+    functions_at_present,
+    hooks_of,
+    own_code_of,
+)
+from lade.probing.proof import Distances
 from lade.products.choice import FastViews
 from lade.products.linear import products_for
 from lade.targets.layout import TreeLayout, tree_layout
@@ -24,6 +41,11 @@ from lade.targets.prefixes import PrefixStore
 from ngram_pool import SuccessorTable
 
 _T = TypeVar("_T")
+_training = attrgetter("training")
+_OF_ALL_MODULES: Any = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+)
 
 CacheKind = Literal["dynamic", "static", "none"]
 
@@ -49,13 +71,18 @@ class Known(Generic[_T]):
 
 @dataclass(slots=True)
 class Profile:
-    """What is known about a model in one state; valid only for that structure and setting.
+    """What is known about a model in one state.
 
     A field that may be None is None until it is found out.
     """
 
-    setting: tuple[object, ...]  # device, autocast and functions of torch that it holds for
-    structure: Structure  # of the model that this is valid for
+    fingerprint: Hashable  # of the state that it holds for
+    #: What of the user's own code runs in forwards, or None.
+    own_code: str | None = None
+    #: The least precise format that weights of layers have.
+    coarsest: torch.dtype = torch.float32
+    #: Which part of the model is compiled by torch, or None.
+    compiled: str | None = None
     #: By method, kind of cache, whether rows have padding or different lengths, and widths.
     results: dict[tuple[Verification, CacheKind, bool, Widths], CheckResult] = field(
         default_factory=dict
@@ -64,19 +91,16 @@ class Profile:
     drafting_results: dict[Verification, CheckResult] = field(default_factory=dict)
     #: Of its forwards, by how it verifies; calls leave nothing else of what they learn.
     costs: dict[tuple[Verification, Execution, bool], ForwardCosts] = field(default_factory=dict)
+    #: When steps are proved next, by method.
+    proofs: dict[Verification, Distances] = field(default_factory=dict)
     #: Methods whose verdict was dropped once, and those found wrong again, with the reason.
     dropped: set[Verification] = field(default_factory=set)
     found_wrong: dict[Verification, str] = field(default_factory=dict)
     usual_outputs: dict[str, bool] = field(default_factory=dict)  # by name
     warned: set[str] = field(default_factory=set)
-    #: Of weights and attributes, when results were last seen to hold; None before that.
-    values: Values | None = None
     #: Kinds of cache, and whether rows have padding, of calls that all was done for that is done
     #: once: a limit of time counts decoding alone.
     warm: set[tuple[CacheKind, bool]] = field(default_factory=set)
-    #: Calls so far, and steps with a draft until a call's first spot check.
-    num_calls: int = 0
-    first_check: int = FIRST_CHECK
     #: Whether forwards draw random numbers; None as long as the random state was left as it was.
     draws: bool | None = None
     #: Why its layers let no method be exact, None if they do not.
@@ -106,7 +130,9 @@ class Profile:
     def products_for(self, model: Model) -> FastViews | None:
         """Return what runs the model's forwards, or its products; None where lade's cannot run."""
         if self.products is None:
-            self.products = Known(forwards_for(model) or products_for(model))
+            calls_modules = self.own_code not in (None, AROUND)  # which a job does not
+            job = None if calls_modules else forwards_for(model)
+            self.products = Known(job or products_for(model))
         return self.products.value
 
     def costs_of(
@@ -135,6 +161,7 @@ class Profile:
         """
         for key in [key for key in [*self.results] if key[0] == verification]:
             del self.results[key]
+        self.proofs.pop(verification, None)
         if verification in self.dropped:
             self.found_wrong[verification] = reason
         self.dropped.add(verification)
@@ -176,12 +203,16 @@ class Profiles:
 
     def present(self, model: Model) -> Profile:
         """Return the profile of the model in its present state, new if it has none."""
-        known, setting = self._profiles, _setting(model)
+        known, fingerprint = self._profiles, fingerprint_of(model)
         for profile in known:
-            if profile.setting == setting and profile.structure.is_of(model):
+            if profile.fingerprint == fingerprint:
                 break
         else:
-            profile = Profile(setting, Structure(model))
+            own_code: str | None = "code that cannot be looked at"
+            with Attempt():
+                own_code = own_code_of(model)
+            compiled = compiled_part_of(model)
+            profile = Profile(fingerprint, own_code, _coarsest_of(model), compiled)
         if not known or profile is not known[0]:
             others = [other for other in known if other is not profile]
             self._profiles = [profile, *others][:_MAX_PROFILES]
@@ -193,15 +224,70 @@ class Profiles:
         self.prefixes.clear()
 
 
-def _setting(model: Model) -> tuple[object, ...]:
+#: Attributes of a model that say nothing of its forwards.
+_UNRELATED = {"generate", "_lade_profiles", "_compiled_call"}
+_SETTINGS = {bool, int, float, str, list, tuple, dict, type(None)}
+_PLAIN_FORMATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+
+
+def fingerprint_of(model: Model) -> Hashable:
+    """Return what decides whether the model is checked anew; takes a millisecond for 30 layers.
+
+    Its modules, their classes, modes and hooks, the code of both, and what it runs on and by. What
+    these hold is no part of it: each call proves itself.
+    """
+    modules, attention = [*model.modules()], attention_of(model)
+    config = vars(model.config.get_text_config(decoder=True))
+    settings = [repr(item) for item in config.items() if type(item[1]) in _SETTINGS]
+    hooks = [(place, hooks_of(module)) for place, module in enumerate(modules) if _hooked(module)]
+    hooks.append((-1, [*chain.from_iterable(each.values() for each in _OF_ALL_MODULES)]))
+    return (
+        tuple(map(id, modules)),
+        tuple(map(type, modules)),
+        tuple(map(_training, modules)),
+        tuple(len(vars(module)) for module in modules[1:]),
+        tuple(vars(model).keys() - _UNRELATED),
+        tuple(
+            (place, _code_of(hook))
+            for place, each in hooks
+            for hook in each
+            if not is_own_hook(hook)
+        ),
+        tuple(map(id, code_of({*map(type, modules)}))),
+        *(tuple(settings), str(model.device), model.dtype, autocast_of(model)),
+        *(attention, ALL_ATTENTION_FUNCTIONS.get(attention), functions_at_present()),
+        compiled_part_of(model),
+    )
+
+
+def autocast_of(model: Model) -> torch.dtype | None:
+    """Return the format that autocast computes in at present, or None."""
     kind = device_of_inputs(model).type
-    is_autocast = torch.is_autocast_enabled(kind)
-    dtype = is_autocast and torch.get_autocast_dtype(kind)
-    return str(model.device), dtype, functions_at_present()
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _code_of(hook: Any) -> Hashable:
+    """Return what identifies a hook: its code, since PEFT makes new ones for every call."""
+    hook = getattr(hook, "func", hook)  # of a partial
+    hook = getattr(hook, "__func__", hook)  # of a bound method
+    code: Any = getattr(hook, "__code__", None) or type(hook)
+    known: Hashable = code
+    return known
+
+
+def _coarsest_of(model: Model) -> torch.dtype:
+    """Return the least precise format of weights; of quantized ones, the format says nothing."""
+    dtypes = {weight.dtype for weight in model.parameters()} & _PLAIN_FORMATS
+    coarsest: torch.dtype = max(dtypes or {model.dtype}, key=lambda each: torch.finfo(each).eps)
+    return coarsest
 
 
 def profile_of(model: Model) -> Profile:
-    """Return the profile of a model in its present state, comparing all of its structure."""
+    """Return the profile of a model in its present state."""
     return Profiles.of(model).present(model)
 
 

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from lade.attempts import Attempt
-from lade.compat import CACHE, Model, attention_of, device_of_inputs, may_be_users, mesh_of
+from lade.compat import CACHE, Model, device_of_inputs, may_be_users, mesh_of
 from lade.config import SPECULATING, Verification
 from lade.probing.caches import why_unusual
 from lade.probing.own_code import has_own_inputs
@@ -26,7 +26,6 @@ from lade.probing.selfcheck import has_usual_outputs
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, num_slots_of
 from lade.targets.kv_memory import kind_of
 from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
-from lade.targets.trees import MASK_IS_ADDED
 
 # Model inputs that every verification method continues after the prompt.
 _CONTINUED = {
@@ -129,8 +128,6 @@ def requirements_of(
         why_eager = why_eager or own
         if mesh_of(model) is not None:
             exclude(f"{own}, and several processes run it together", *SPECULATING)
-        if (attention_of(model) or "eager") not in MASK_IS_ADDED:
-            exclude(f"{own}, and its attention may be that code", "tree")
     return Requirements(excluded, kind, is_padded, num_new, min(limits), why_eager)
 
 

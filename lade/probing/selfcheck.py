@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
@@ -21,7 +22,7 @@ from lade.drafting.drafts import draft_of, narrowed
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
-from lade.probing.own_code import is_patched
+from lade.probing.own_code import is_own, is_patched
 from lade.probing.profile import CacheKind, CheckResult, Known, Profile, Widths, profile_of
 from lade.probing.randomness import draws, is_state, put_back, state_of
 from lade.targets.base import Target
@@ -117,6 +118,8 @@ def _attentions_for(
         # Its cost depends on the keys that exist, not on the slots shown.
         return [TREE_ATTENTION, *_attentions_for(model)]
     takes_no_mask = own is not None and own not in MASK_IS_ADDED
+    if takes_no_mask and is_own(ALL_ATTENTION_FUNCTIONS.get(own)):
+        return [None, "sdpa", "eager"]  # what the user's does, others may not do
     others: list[str | None] = ["sdpa", "eager"] if takes_no_mask else [None]
     device = device_of_inputs(model)
     is_cpu = device.type == "cpu"
@@ -183,8 +186,10 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
         finally:
             if before is not None and not is_state(device, before):
                 if profile.draws is None:
-                    plain = Plain(model, check_tokens(model))
-                    profile.draws = draws(model, lambda: plain.generate(num_new=2))
+                    profile.draws = model.training  # if they fail, as the check will report
+                    with Attempt():
+                        plain = Plain(model, check_tokens(model))
+                        profile.draws = draws(model, lambda: plain.generate(num_new=2))
                 if profile.draws:
                     with apart_from_captures(device):
                         put_back(device, before)

@@ -99,12 +99,25 @@ class Target(ABC):
         """Run the model on the inputs; a device may still be computing when this returns."""
 
     @abstractmethod
-    def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
-        """Run one root per row as `generate` runs single tokens; may be discarded."""
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
+        """Run one root per row as `generate` runs single tokens; may be discarded.
+
+        Args:
+            by_view: whether what else runs forwards may do so, such as a job that is held against
+                the model's own.
+        """
 
     @abstractmethod
     def discard(self) -> None:
         """Discard the last forward."""
+
+    @abstractmethod
+    def go_back(self, num_tokens: int) -> bool:
+        """Forget the last committed tokens of each row, which the next forward begins with.
+
+        Of these, the very last was run by `forward_plainly`. Returns False, with nothing changed,
+        where that is not possible.
+        """
 
     @abstractmethod
     def commit(self, paths: Sequence[Sequence[int]]) -> None:

@@ -418,6 +418,16 @@ class TreeCache(Cache):  # type: ignore[misc]
                 self._storage.move(row, source, length + in_place)
         self._commit([old + len(path) for old, path in zip(self.lengths, paths, strict=True)])
 
+    def go_back(self, num_tokens: int) -> bool:
+        """Forget the last tokens of each row; False if those before them are held no more."""
+        lengths = [length - num_tokens for length in self.lengths]
+        groups = self._groups.values()
+        if any(group.first_slot(min(lengths)) < group.offset for group in groups):
+            return False
+        self._storage.go_back(lengths)
+        self.drop_pending()
+        return True
+
     def drop_pending(self) -> None:
         """Forget the slots that were written since the last commit."""
         for layer in self.held:

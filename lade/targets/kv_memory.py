@@ -344,6 +344,10 @@ class Storage:
                 group.trim([*lengths, *self._parked.values()])
                 group.clear(lengths)
 
+    def go_back(self, lengths: list[int]) -> None:
+        """Set a smaller number of committed slots of each row, all of which are held."""
+        self.lengths, self._slots = lengths, {}
+
     def end_prefill(self) -> None:
         """End the prefill: tokens run from now on may be rejected."""
         self.is_prefilling = False

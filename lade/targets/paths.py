@@ -81,6 +81,8 @@ class ChainTarget(Target):
         self._num_prompt = input_ids.shape[1]
         self._cache: tuple[str, Any] | None = None  # name and cache
         self._saved: Any = None
+        # The text before tokens that ran alone of late, and the state that they followed.
+        self._before: list[tuple[Tensor, Any]] = []
         self._given = cache_in(model_kwargs)  # the caller's cache, written to
         self._as_given = None if self._given is None else saved(self._given)
         self._is_recording = False  # whether the cache keeps what has left its windows
@@ -192,12 +194,25 @@ class ChainTarget(Target):
             attentions and tuple(map(of_queries, attentions)),
         )
 
-    def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
-        """Run roots, keeping the state that they follow."""
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
+        """Run roots, keeping the states that they and the one before them follow."""
         inputs = self.inputs(roots)
-        if self._restores and self._cache is not None:
-            self._saved = saved(self._cache[1])
+        before = None if self._cache is None else saved(self._cache[1])
+        if self._restores:
+            self._saved = before
+        kept = [(ids, state) for ids, state in self._before if ids.shape[1] < self._ids.shape[1]]
+        self._before = [*kept[-1:], (self._ids, before)]
         return self.forward(inputs)
+
+    def go_back(self, num_tokens: int) -> bool:
+        """Go back to before a token that ran alone."""
+        num_left = self._ids.shape[1] - num_tokens
+        for ids, state in self._before:
+            if ids.shape[1] == num_left and not self.num_pending:
+                self._ids, self._before = ids, []  # what is restored will be written to
+                self._restore(state)
+                return True
+        return False
 
     def discard(self) -> None:
         """Discard the last forward."""
@@ -221,18 +236,24 @@ class ChainTarget(Target):
         """Roll the cache back to after some tokens of the last forward."""
         if self._cache is None:
             return
-        (name, cache), layout = self._cache, self._layout
+        cache, layout = self._cache[1], self._layout
         if not self._restores:
             crop(cache, layout.width - num_kept)
         elif layout.is_whole and num_kept == layout.width:
             self.num_pending = 0
         elif self._saved is not None:  # `discard` may come before anything was run
-            if isinstance(cache, Cache):  # in place: it may be the caller's cache
-                vars(cache).update(vars(self._saved))
-            else:
-                self._cache = name, self._saved
+            self._restore(self._saved)
             self.num_pending += num_kept
         self._saved = None
+
+    def _restore(self, state: Any) -> None:
+        if self._cache is None:
+            return
+        name, cache = self._cache
+        if isinstance(cache, Cache):  # in place: it may be the caller's cache
+            vars(cache).update(vars(state))
+        else:
+            self._cache = name, state
 
     def _followed(self, token_ids: Tensor, more: Sequence[Sequence[int]]) -> Tensor:
         """Return rows of tokens, int64 [rows, num_tokens], each followed by as many more."""

@@ -59,8 +59,7 @@ class Owner:
 class Origin(NamedTuple):
     """Of which model keys and values are, and who may find them."""
 
-    model: Any  # the model in one state; what is kept of any other is of no more use
-    setting: Hashable  # of the model, between which it may switch back and forth
+    model: Hashable  # in one state; what is kept of any other is of no more use
     owner: object  # of those who may know of each other's text: an `Owner`, or a name
 
 
@@ -112,6 +111,8 @@ class PrefixStore:
         # The last used at the end. Threads share it without a lock, which an interrupt might leave
         # held: every change is one operation of the list.
         self._kept: list[KeptText] = []
+        #: How often all was dropped, as when a model was changed.
+        self.num_cleared = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle nothing."""
@@ -168,6 +169,7 @@ class PrefixStore:
 
     def clear(self) -> None:
         """Drop all texts."""
+        self.num_cleared += 1
         self._kept.clear()
 
     @property

@@ -48,6 +48,8 @@ MASK_IS_ADDED = {
 }
 
 
+# Those that tell for themselves which keys a window shows, whatever the cache holds.
+_KNOW_WINDOWS = {*MASK_IS_ADDED, "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 _NUM_RECENT = 8  # steps that say how many tokens the next one commits
 
 
@@ -120,7 +122,8 @@ class TreeTarget(Target):
         self._seat: Seat | None = None  # where forwards run together with those of other calls
         self._was_joint = False  # whether the last forward ran, or may have waited, with others
         self._num_committed = 1.0  # tokens in a step, of late
-        is_added = MASK_IS_ADDED[attention or attention_of(model) or "eager"]
+        # An attention of the user's own is taken for one like torch's, and held against that.
+        is_added = MASK_IS_ADDED.get(attention or attention_of(model) or "eager", False)
         self._additive_dtype = model.dtype if is_added else None
         # The common case, whose mask takes a tenth of the time to make.
         self._sees_all = {*self._reaches.values()} == {FULL} and not is_added
@@ -158,6 +161,7 @@ class TreeTarget(Target):
                 self.cache.take_over(cache)
         self.cache.keep_all(may_be_nan=self._padding is not None)
         rows, num_cached = self._input_ids.shape[0], self.num_cached[0]
+        self._num_prefilled = num_cached
         positions = self._model_kwargs.get("position_ids")
         if positions is None:
             last = torch.full((rows,), num_cached - 1, device=self.device)
@@ -367,8 +371,23 @@ class TreeTarget(Target):
         """
         return self.forward(_without_run(self.inputs([tree]), num_run))
 
-    def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
-        """Run roots by the model as it is, where its own attention takes their mask."""
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
+        """Run roots by the model as it is, prepared by itself; by masks where rows differ."""
+        if by_view:
+            return self.forward(self.inputs(roots))
+        knows = self._is_uniform or (attention_of(self._model) or "eager") in _KNOW_WINDOWS
+        are_all = self._rows == [*range(len(self._input_ids))]
+        if knows and are_all and len({*self.num_cached}) == 1:
+            num_new = self.num_cached[0] + 1 - self._num_prefilled
+            new = self._input_ids.new_zeros((len(self._rows), num_new))
+            new[:, -1] = integers_on(self.device, [tree.token_ids[0] for tree in roots])
+            inputs = self._model.prepare_inputs_for_generation(
+                torch.cat([self._input_ids, new], dim=1),
+                next_sequence_length=1,
+                **extended(self._model_kwargs, num_new),
+            )
+            output: Forward = self._plain_view(**inputs, return_dict=True)
+            return output
         self._is_plainly = True
         try:
             inputs = TreeTarget.inputs(self, roots)
@@ -376,8 +395,8 @@ class TreeTarget(Target):
             self._is_plainly = False
         if inputs["attention_mask"] is not None and not self._takes_mask:
             return self.forward(inputs)
-        output: Forward = self._plain_view(**inputs)
-        return output
+        of_masks: Forward = self._plain_view(**inputs)
+        return of_masks
 
     @property
     def _takes_mask(self) -> bool:
@@ -388,6 +407,13 @@ class TreeTarget(Target):
     def discard(self) -> None:
         """Discard the last forward."""
         self.cache.keep([[]] * len(self._rows))
+
+    def go_back(self, num_tokens: int) -> bool:
+        """Forget the last tokens of each row, where layers with windows hold those before them."""
+        went = self.cache.go_back(num_tokens)
+        if went:
+            self._place_rows()
+        return went
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted paths in the cache; drop the rest of the trees."""

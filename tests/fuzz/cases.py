@@ -631,7 +631,7 @@ def _draw_more(case: Case, hand: _Hand) -> Case:
         case = _draw_nested(case, rng)
         given = dict(case.lade)
     if kind == "watch" or rng.random() < 0.3:
-        profile["first_check"] = str(rng.randint(0, 2))
+        profile["proofs"] = f"proofs_after({rng.randint(0, 2)})"
     if more:
         given["config"] = config.replace("strict_drafter", f"{more}, strict_drafter")
     return replace(case, lade=given, profile=profile)

@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import lade
 from ngram_pool import SuccessorTable
-from tests.fuzz.inside import CACHE, Known, settle, without_compiler
+from tests.fuzz.inside import CACHE, Known, proofs_after, settle, without_compiler
 from tests.fuzz.parts import Log, pool_of
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "forwarded",
     "fused",
     "hooked",
+    "proofs_after",
     "quantized",
     "random_table",
     "settle",

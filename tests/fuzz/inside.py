@@ -6,9 +6,10 @@ from typing import Any
 from unittest.mock import patch
 
 from lade.compat import CACHE, CACHE_NAMES, is_own_hook, without_compiler
-from lade.config import VERIFICATIONS
+from lade.config import SPECULATING, VERIFICATIONS
 from lade.probing.plan import choose_verification
 from lade.probing.profile import Known, profile_of
+from lade.probing.proof import Distances
 
 __all__ = [
     "CACHE",
@@ -17,6 +18,7 @@ __all__ = [
     "Known",
     "is_own_hook",
     "noting_verification",
+    "proofs_after",
     "settle",
     "without_compiler",
 ]
@@ -33,6 +35,11 @@ def noting_verification(note: Callable[[str, bool], None]) -> Iterator[None]:
 
     with patch("lade.hf.generation.choose_verification", noting):
         yield
+
+
+def proofs_after(num_left: int) -> dict[str, Distances]:
+    """Return what makes a call prove itself after so many steps with a draft."""
+    return {verification: Distances(num_left) for verification in SPECULATING}
 
 
 def settle(model: Any, **values: Any) -> dict[str, Any]:

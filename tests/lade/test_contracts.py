@@ -203,7 +203,7 @@ def test_a_model_that_was_changed_is_decoded_as_it_is() -> None:
 
     AttentionInterface.register("scaled", scaled)
     model.set_attn_implementation("scaled")
-    call(plainly="attention")
+    call()
     assert held
 
 

@@ -12,6 +12,7 @@ from lade.attention import packed
 from lade.hf.generation import Generation
 from lade.probing import factory
 from lade.probing.profile import profile_of
+from lade.probing.proof import Distances
 from lade.targets.kv_cache import TreeCache
 from tests.lade.recorder import CpuRecorder, RecordingPolicy
 
@@ -73,7 +74,7 @@ def bend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
     def make_wrong(model: Any) -> None:
         monkeypatch.setattr(packed, "_attended", lambda q, *args: attended(1.5 * q, *args))
-        profile_of(model).first_check = 0
+        profile_of(model).proofs["tree"] = Distances()
 
     return make_wrong
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 from lade.targets.prefixes import KeptText, Origin, Owner, PrefixStore
 from ngram_pool import NGramPool
 
-ORIGIN = Origin("model", None, None)
+ORIGIN = Origin("model", None)
 
 
 def cache_of(token_ids: Sequence[int]) -> DynamicCache:
@@ -77,15 +77,14 @@ def test_the_text_not_used_for_longest_goes_first() -> None:
     assert len(store) == 0
 
 
-def test_other_owners_and_settings_find_nothing_and_other_models_leave_nothing() -> None:
+def test_other_owners_find_nothing_and_other_models_leave_nothing() -> None:
     store = store_of([1, 2, 3])
-    for number, name in enumerate(("owner", "setting")):
-        origin = ORIGIN._replace(**{name: "other"})
-        assert found(store, [1, 2, 3, 4], origin) == 0
-        assert len(store) == 1 + number
-        store.keep(text_of([1, 2, 3, 4], origin), 2**20)
-        assert found(store, [1, 2, 3, 4, 5]) == 3
-    assert len(store) == 3
+    origin = ORIGIN._replace(owner="other")
+    assert found(store, [1, 2, 3, 4], origin) == 0
+    assert len(store) == 1
+    store.keep(text_of([1, 2, 3, 4], origin), 2**20)
+    assert found(store, [1, 2, 3, 4, 5]) == 3
+    assert len(store) == 2
     assert found(store, [1, 2, 3, 4], ORIGIN._replace(model="changed")) == 0
     assert len(store) == 0
 

@@ -1,0 +1,278 @@
+"""Each call proves itself: lade's logits are held against the model's own, one token a forward.
+
+A check of the model (`selfcheck.py`) holds for the model as it was. What a hook, an adapter, a
+patched function or a number among its attributes does since, nobody can tell by looking. So before
+the first draft of a call is believed, a token is run alone, the model's own way; its text is
+emitted as usual. Then the target goes back over it and the token before it and runs both once more,
+in front of the tree that they lead to. What it gives for them there must be what they gave before,
+or nothing of that tree is emitted. The same is done again at growing distances.
+
+The model's own forward of one token takes as long as two or three of a compiled job
+(`lade.forward`). So where nobody's own code takes part in forwards, distances go on from call to
+call instead of beginning anew, the first of them after the check of the model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lade.batch import Text
+from lade.closeness import distance, is_exact_in, limit_of
+from lade.compat import Model
+from lade.drafting.drafts import draft_of
+from lade.drafting.speculator import Plan
+from lade.targets.base import Forward, Output, Target
+from lade.tree import Tree, origins
+from ngram_pool import Draft
+
+# Tokens that are run once more in front of a tree. The second is neither the first of the forward
+# nor the last, as it was when it ran alone.
+NUM_BEFORE = 2
+FIRST_DISTANCE = 128  # steps with a draft
+# In half precision, logits of the same text differ by chance, and where experts are chosen by a
+# near-tie, by more than rounding: only so many failures in a row count.
+_MOST_WRONG = 3
+
+
+class FlawError(Exception):
+    """A step over drafts does not give what forwards of one token give.
+
+    Attributes:
+        keeps_cache: whether the keys and values of the text so far are plain decoding's.
+    """
+
+    def __init__(self, reason: str, keeps_cache: bool) -> None:
+        super().__init__(reason)
+        self.keeps_cache = keeps_cache
+
+
+@dataclass(slots=True)
+class Distances:
+    """Steps with a draft until the next proof, and from that one to the one after it."""
+
+    num_left: int = 0
+    next: int = FIRST_DISTANCE
+
+    def proved(self) -> None:
+        """Go on to the next proof, twice as far away as the last was."""
+        self.num_left, self.next = self.next, 2 * self.next
+
+
+class ProofSettings(NamedTuple):
+    """What a call asks of its proofs.
+
+    Attributes:
+        is_text: whether prompts are tokens alone, so that their last ones can be run once more.
+        has_one_width: whether all forwards have one width, as the text must not depend on drafts.
+        keeps_widths: whether a tree must not become wider, as where shapes are recorded.
+        by_view: whether lade's forwards of single tokens are as good as the model's own, as where
+            all code of the user's is called around them.
+        plain_prompts: whether prompts, and before the first proof steps without drafts, are to be
+            run exactly as `generate` runs them: code of the user's own takes part.
+        pure_prompts: whether they are run so anyway.
+    """
+
+    is_text: bool = True
+    has_one_width: bool = False
+    keeps_widths: bool = False
+    by_view: bool = False
+    plain_prompts: bool = False
+    pure_prompts: bool = True
+
+
+class Proof:
+    """The proofs of one call.
+
+    Args:
+        text: the text of all rows; grows.
+        distances: those of the call, or of all calls of the model; None where nothing is proved, as
+            where several processes run a model together: all of them must or none.
+        settings: what the call asks of them.
+
+    Attributes:
+        settings: what the call asks of the proofs.
+        num_before: tokens before those of the plan that the present forward runs.
+        is_busy: whether the present forward is not as fast as others.
+        num_forwards: those that were run for proofs alone.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        target: Target,
+        text: Text,
+        distances: Distances | None,
+        settings: ProofSettings = ProofSettings(),  # noqa: B008
+    ) -> None:
+        self._target, self._text, self._distances = target, text, distances
+        self.settings = settings
+        self._limit, self._is_exact = limit_of(model), is_exact_in(model)
+        # Whether all that is cached was run as plain decoding does.
+        self._is_pure = settings.plain_prompts or settings.pure_prompts
+        self._num_wrong = 0
+        # By row, the places of tokens that were run alone of late, and what they gave.
+        self._alone: dict[int, dict[int, Tensor]] = {}
+        self._is_alone = False  # whether the present forward runs single tokens the model's own way
+        self.num_before = 0
+        self.num_forwards = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the present forward is not as fast as others of its size."""
+        return self._is_alone or self.num_before > 0
+
+    def begin(self, plan: Plan) -> tuple[Plan, Any]:
+        """Return what of a plan is to be run, and the inputs of its forward."""
+        target = self._target
+        self.num_before, self._is_alone = 0, False
+        is_due = self._distances is not None and self._distances.num_left <= 0
+        # Between a token alone and the proof, those without drafts are run alone, too.
+        may_wait = plan.num_tokens == 1 and not self._alone and not self.settings.plain_prompts
+        if not is_due or may_wait:
+            return plan, target.inputs(plan.nodes())
+        is_ready = plan.num_tokens > 1 and self._is_ready(plan)
+        if is_ready and target.go_back(NUM_BEFORE):
+            self.num_before = NUM_BEFORE
+            plan = self._fitting(plan)
+            before = [self._text.token_ids[row][-1 - NUM_BEFORE : -1] for row in plan.trees]
+            self._trees = [*map(_behind, before, plan.nodes())]
+            return plan, target.inputs(self._trees)
+        plan = plan.without_drafts()
+        self._is_alone = not target.num_pending  # else these are run first
+        return plan, None if self._is_alone else target.inputs(plan.nodes())
+
+    def forward(self, plan: Plan, inputs: Any) -> tuple[Plan, Forward]:
+        """Run a step and return it with what of its plan it is; one that fails has no draft.
+
+        Raises:
+            FlawError: the target gives something else than the model for single tokens.
+        """
+        if self._is_alone:
+            return plan, self._run_alone(plan)
+        output = self._target.forward(inputs)
+        if self.num_before:
+            error = self._error(plan, output.logits)
+            if error > self._limit:
+                return self._fail(plan, error)
+            assert self._distances is not None
+            self._distances.proved()
+            self._num_wrong, self._alone = 0, {}
+            output = _without(output, self._trees, self.num_before)
+        if plan.num_tokens > 1:
+            if self._distances is not None:
+                self._distances.num_left -= 1
+            self._is_pure = False
+        return plan, output
+
+    def path(self, nodes: Sequence[int]) -> list[int]:
+        """Return a path of a plan's tree as one of the tree that was run."""
+        num = self.num_before
+        return [*range(num), *(num + node for node in nodes)]
+
+    def _is_ready(self, plan: Plan) -> bool:
+        """Return whether what there is to compare with was run, and may be run once more."""
+        for row, tree in plan.trees.items():
+            num_tokens = len(self._text.token_ids[row])
+            if num_tokens - 1 - NUM_BEFORE < max(self._text.num_prompt - self.settings.is_text, 0):
+                return False  # what a prompt's tokens give may be more than they say
+            if len(tree) > 1 and num_tokens - 2 not in self._alone.get(row, ()):
+                return False
+        return any(row in self._alone for row in plan.trees)
+
+    def _fitting(self, plan: Plan) -> Plan:
+        """Return a plan that is no wider with the tokens before it, where that matters."""
+        most = self._target.width_of(plan.num_tokens)
+        num_over = plan.num_tokens + NUM_BEFORE - most
+        if not self.settings.keeps_widths or num_over <= 0:
+            return plan
+        trees = {
+            row: Tree.build(tree.token_ids[0], tree.draft.first(max(0, len(tree.draft) - num_over)))
+            for row, tree in plan.trees.items()
+        }
+        return replace(plan, trees=trees)
+
+    def _run_alone(self, plan: Plan) -> Forward:
+        """Run roots the model's own way, and remember what they give."""
+        roots = [*plan.trees.values()]
+        output = self._target.forward_plainly(roots, by_view=self.settings.by_view)
+        for index, row in enumerate(plan.trees):
+            place = len(self._text.token_ids[row]) - 1
+            known = self._alone.get(row, {})
+            # A copy: later forwards may write to the same memory.
+            of_last = {at: known[at] for at in (place - 1,) if at in known}
+            self._alone[row] = {**of_last, place: output.logits[index, -1].clone()}
+        if not self.settings.has_one_width:
+            return output
+        self.num_forwards += 1
+        self._target.discard()
+        return self._target.forward(self._target.inputs(roots))
+
+    def _error(self, plan: Plan, logits: Tensor) -> float:
+        """Return how far off the tokens before the trees are from what they gave alone."""
+        mine, alone = [], []
+        for row, (index, start) in zip(plan.trees, origins(self._trees, len(logits)), strict=True):
+            first = len(self._text.token_ids[row]) - 1 - self.num_before
+            for place, given in self._alone.get(row, {}).items():
+                if 0 <= place - first < self.num_before:
+                    mine.append(logits[index, start + place - first])
+                    alone.append(given)
+        return distance(torch.stack(mine), torch.stack(alone).to(logits.device))
+
+    def _fail(self, plan: Plan, error: float) -> tuple[Plan, Forward]:
+        """Take a step back, run the roots alone, and return that; raise if it is no chance."""
+        target, ids = self._target, self._text.token_ids
+        target.discard()
+        for place in range(-1 - self.num_before, -1):
+            roots = [Tree.build(ids[row][place], Draft.empty()) for row in plan.trees]
+            if min(len(ids[row]) for row in plan.trees) + place < self._text.num_prompt:
+                target.forward(target.inputs(roots))  # not as it ran in its prompt
+                self._is_pure = False
+            else:
+                target.forward_plainly(roots, by_view=self.settings.by_view)
+            target.commit([[0]] * len(plan.trees))
+        self.num_forwards += 1 + self.num_before
+        self.num_before = 0
+        self._num_wrong += 1
+        if self._is_exact or self._num_wrong >= _MOST_WRONG:
+            raise FlawError(
+                f"its logits for a draft differ from those for the same token alone by {error:.2g} "
+                f"of their standard deviation (expected at most {self._limit:.2g})",
+                keeps_cache=self._is_pure,
+            )
+        self._is_alone, plan = True, plan.without_drafts()
+        return plan, self._run_alone(plan)
+
+
+def _behind(token_ids: Sequence[int], tree: Tree) -> Tree:
+    """Return a tree behind tokens that come before its root, cells beside it included."""
+    num, size = len(token_ids), len(tree)
+    ancestors = np.zeros((num + size, num + size), np.bool_)
+    ancestors[:num, :num] = np.tri(num, dtype=np.bool_)
+    ancestors[num:, :num], ancestors[num:, num:] = True, tree.ancestors
+    parents = [*range(-1, num - 1), *(tree.draft.parents + num).tolist()]
+    tokens = [*token_ids[1:], tree.token_ids[0], *tree.draft.token_ids.tolist()]
+    depths = [*range(num), *(num + depth for depth in tree.depths)]
+    draft = draft_of(tokens, parents)
+    return Tree([*token_ids, *tree.token_ids], depths, ancestors, {}, draft)
+
+
+def _without(output: Forward, trees: Sequence[Tree], num: int) -> Output:
+    """Return a forward's output without that of the first tokens of each tree."""
+    logits, states, weights = output.logits, output.hidden_states, output.attentions
+    if len(logits) < len(trees):  # one tree after the other
+        starts = origins(trees, len(logits))
+        columns = [
+            column
+            for (_, start), tree in zip(starts, trees, strict=True)
+            for column in range(start + num, start + len(tree))
+        ]
+        return Output(logits[:, columns])
+    return Output(
+        logits[:, num:],
+        states and tuple(each[:, num:] for each in states),
+        weights and tuple(None if each is None else each[:, :, num:] for each in weights),
+    )
