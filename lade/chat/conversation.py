@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from lade.errors import UserError
 from lade.hf.api import generate
 from lade.hf.pools import Pools, pools_of
 from lade.models.loading import LoadedModel
-from lade.models.prompts import check_system, encode_messages, num_positions, room_after
+from lade.models.prompts import check_system, encode_messages, room_after
 from lade.models.settings import Settings
 from lade.stats import DecodeStats, Step, ends_in_loop
 from ngram_pool import NGramPool
@@ -92,27 +92,17 @@ class Turn:
         """Whether it ends in the same few tokens over and over, which flatters drafts."""
         return ends_in_loop(self.token_ids)
 
-    def figures(self, plain_tokens_per_sec: float | None) -> list[str]:
-        """Return what is said of it, the most important first; where it is whole, beside plain."""
+    def figures(self) -> list[str]:
+        """Return what is said of it, the most important first."""
         num_tokens = len(self.token_ids)
         parts = ["stopped"] * self.is_interrupted + ["plain"] * self.is_plain
         parts.append(f"{num_tokens:,} token{'s' * (num_tokens != 1)}")
         parts += [f"{self.tokens_per_sec:.1f} a second", f"{self.mean_accepted_tokens:.2f} a step"]
-        is_fair = not (self.is_plain or self.is_interrupted or self.ends_in_loop)
-        if plain_tokens_per_sec and is_fair:
-            parts.append(f"{self.tokens_per_sec / plain_tokens_per_sec:.2f}x plain")
         if self.first_token_sec is not None:
             parts.append(f"the first after {self.first_token_sec:.1f} s")
         if self.num_reused_tokens:
             parts.append(f"{self.num_reused_tokens:,} of {len(self.prompt_ids):,} not run again")
         return parts + ["ends in a loop"] * self.ends_in_loop
-
-
-class Context(NamedTuple):
-    """How full a conversation is."""
-
-    num_tokens: int
-    max_positions: int | None  # None where the model names no limit
 
 
 class Conversation:
@@ -157,7 +147,6 @@ class Conversation:
         self._pools = pools_of(NGramPool() if pool is None else pool)
         self._drafter = drafter
         self._num_answers = 0
-        self._num_plain_tokens, self._plain_sec = 0, 0.0
         self._is_answering = False
         self._system: str | None = None
         self.system = system
@@ -303,9 +292,6 @@ class Conversation:
         # Without thinking, as models are to see earlier turns.
         content = turn.text.lstrip("\n") if turn.thinking else turn.text
         self.messages.append({"role": "assistant", "content": content})
-        if turn.is_plain and not turn.is_interrupted:  # else others would be held against its begin
-            self._num_plain_tokens += len(turn.token_ids)
-            self._plain_sec += turn.sec
 
     # --- messages -----------------------------------------------------------------------------
 
@@ -372,20 +358,6 @@ class Conversation:
     # --- figures ------------------------------------------------------------------------------
 
     @property
-    def plain_tokens_per_sec(self) -> float | None:
-        """Tokens per second of all plain answers so far; None before there was one."""
-        return self._num_plain_tokens / self._plain_sec if self._plain_sec else None
-
-    @property
-    def context(self) -> Context:
-        """How many tokens the messages are; encodes them."""
-        used = 0
-        if self.messages:
-            # As they are without the begin of an answer; templates may want one to be there.
-            used = self._encode(self.messages, asks=False)["input_ids"].shape[1]
-        return Context(used, num_positions(self.loaded.model))
-
-    @property
     def pool(self) -> NGramPool | None:
         """The pool that learns; None where none does, or a store holds it."""
         pools = [pool for pool in self._pools if isinstance(pool, NGramPool)]
@@ -393,9 +365,9 @@ class Conversation:
 
     # ------------------------------------------------------------------------------------------
 
-    def _encode(self, messages: Sequence[dict[str, str]], asks: bool = True) -> dict[str, Any]:
+    def _encode(self, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return encode_messages(self.loaded, [*before, *messages], asks=asks)
+        return encode_messages(self.loaded, [*before, *messages])
 
     def _ends_with(self, role: str) -> bool:
         return bool(self.messages) and self.messages[-1]["role"] == role

@@ -21,7 +21,6 @@ def encode_messages(
     loaded: LoadedModel,
     messages: Sequence[Mapping[str, Any]],
     *,
-    asks: bool = True,
     is_raw: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
@@ -32,7 +31,6 @@ def encode_messages(
     Args:
         loaded: the model and its tokenizer.
         messages: as chat templates take them.
-        asks: whether the begin of an answer follows.
         is_raw: whether to leave out the chat template.
         options: for the chat template, such as tools.
 
@@ -41,7 +39,7 @@ def encode_messages(
     """
     with _refusals(f"the chat template of {loaded.name} refuses the messages"):
         device = loaded.model.device
-        encoded = _encoded(loaded.tokenizer, messages, device, asks, is_raw, options)
+        encoded = _encoded(loaded.tokenizer, messages, device, is_raw, options)
     if encoded["input_ids"].shape[1] == 0:
         has_template = loaded.tokenizer.chat_template and not is_raw
         why = "" if has_template else f": {loaded.name} has no chat template, or it is left out"
@@ -53,14 +51,13 @@ def _encoded(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     device: Any,
-    asks: bool = True,
     is_raw: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     if tokenizer.chat_template and not is_raw:
         encoded = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
-            add_generation_prompt=asks,
+            add_generation_prompt=True,
             return_tensors="pt",
             return_dict=True,
             **options,
