@@ -164,18 +164,17 @@ class Routes:
     async def _complete(self, kind: type[Asked], request: Request) -> Response:
         exchange = self._let_in(request)
         self._open.add(exchange)
-        response = None
+        is_streamed = False
         try:
             answered = self._answered(kind, exchange, await self._body(request, exchange))
-            response = await self._while_there(request, exchange, answered)
+            response: Response = await self._while_there(request, exchange, answered)
+            is_streamed = isinstance(response, _Events)
             return response
         finally:
-            if not isinstance(response, _Events):
+            if not is_streamed:
                 self._over(exchange)
 
-    async def _answered(
-        self, kind: type[Asked], exchange: Exchange, data: bytearray
-    ) -> "JSONResponse | _Events":
+    async def _answered(self, kind: type[Asked], exchange: Exchange, data: bytearray) -> Response:
         exchange.arrived = perf_counter()
         await self._prepared(kind, exchange, data)
         del data

@@ -25,9 +25,9 @@ def test_pools_outlive_a_kill_and_a_stop_ends_well(tmp_path: Path) -> None:
     pools, log, keys, manual = (tmp_path / name for name in ("pools", "log", "keys", "a.pool"))
     loaded = loaded_model()
     keys.write_text("# of all\nkey-of-alice pools=docs\n\nkey-of-bob\n")
-    told = lade.NGramPool()
-    told.observe(loaded.tokenizer(prompt_of() + plain_text(loaded))["input_ids"])
-    lade.save_pool(told, manual, tokenizer=loaded.tokenizer)
+    pool = lade.NGramPool()
+    pool.observe(loaded.tokenizer(prompt_of() + plain_text(loaded))["input_ids"])
+    lade.save_pool(pool, manual, tokenizer=loaded.tokenizer)
     options = ["--api-keys-file", str(keys), "--pools", str(pools), "--max-draft-tokens", "4"]
     options += ["--corpus", f"docs={manual}"]
     with process_of(loaded, tmp_path, *options) as (process, url):
