@@ -18,7 +18,8 @@ from lade.bench.baselines import Answer, Given, Method, MethodInfo
 from lade.bench.prompts import Prompt
 from lade.bench.report import as_json, groups, rounded, table
 from lade.bench.run import Result, Summary, summarise
-from lade.cli.bench import Chosen, describe_model, with_assistant
+from lade.cli.bench import Chosen, describe_model
+from lade.cli.loading import load_beside
 from lade.cli.options import DraftOptions
 from lade.cli.prompting import check_prompts
 from lade.cli.results import ResultFiles, keeping, progress_bar
@@ -80,13 +81,10 @@ def load_assistant(
 ) -> Given:
     """Load the assistant: another model, or the model itself, or a copy in 8 bits of either."""
     name = assistant.removesuffix(_INT8)
-    if name == _SELF:
-        given = given._replace(assistant=loaded.model)
-    else:
-        given = with_assistant(given, loaded, name, trust_remote_code)
+    other = loaded if name == _SELF else load_beside(loaded, name, trust_remote_code)
     if assistant.endswith(_INT8):
-        given = given._replace(assistant=int8_copy(given.assistant))
-    return given
+        other = other._replace(model=int8_copy(other.model))
+    return given._replace(assistant=other, tokenizer=loaded.tokenizer)
 
 
 def share_repeated(results: Iterable[Result], method: str) -> float | None:

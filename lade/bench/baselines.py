@@ -13,6 +13,7 @@ from torch import Tensor
 from lade.bench.device import wait_for
 from lade.bench.forwards import counting_forwards
 from lade.config import Config, Verification
+from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats
 
 if TYPE_CHECKING:
@@ -49,9 +50,8 @@ class Given(NamedTuple):
     config: Config = Config()
     pools: "Sequence[NGramPool]" = ()  # that methods which take pools read
     own: "NGramPool | None" = None  # that the method which keeps a pool learns into; else a new one
-    assistant: Any = None  # a model
-    tokenizer: Any = None  # of the assistant, where it has another vocabulary
-    target_tokenizer: Any = None  # beside that
+    assistant: LoadedModel | None = None
+    tokenizer: Any = None  # of the target, beside an assistant
     num_layers: int | None = None  # first layers that draft
     prediction: Sequence[int] = ()  # of every answer, as token ids
 

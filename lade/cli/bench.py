@@ -16,7 +16,6 @@ from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 
 if TYPE_CHECKING:
-    from lade.bench.baselines import Given
     from lade.bench.run import Result
 
 
@@ -57,7 +56,8 @@ def compare(
 
     given = Given(drafting.config)
     if drafting.assistant is not None:
-        given = with_assistant(given, loaded, drafting.assistant, loading.trust_remote_code)
+        other = load_beside(loaded, drafting.assistant, loading.trust_remote_code)
+        given = given._replace(assistant=other, tokenizer=loaded.tokenizer)
     if prediction is not None:
         given = given._replace(prediction=predicted_ids(prediction, loaded.tokenizer))
     has = {
@@ -95,17 +95,6 @@ def compare(
     sheet = table(results, [*methods], settings.describe(), f"verification: {found}")
     files.show(as_json(results, [*methods], described), sheet)
     stopped.pass_on()
-
-
-def with_assistant(
-    given: "Given", loaded: LoadedModel, name: str, trust_remote_code: bool
-) -> "Given":
-    """Load an assistant, to be used with both tokenizers where they are not the same."""
-    other = load_beside(loaded, name, trust_remote_code)
-    given = given._replace(assistant=other.model)
-    if other.tokenizer.get_vocab() == loaded.tokenizer.get_vocab():
-        return given
-    return given._replace(tokenizer=other.tokenizer, target_tokenizer=loaded.tokenizer)
 
 
 def describe_model(loaded: LoadedModel) -> dict[str, Any]:
