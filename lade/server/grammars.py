@@ -17,7 +17,7 @@ from lade.models.loading import LoadedModel
 from lade.server.checking import LIMITS, what_is_wrong
 from lade.server.errors import ApiError
 
-_MAX_CHARS = 2**16
+_MAX_CHARS = 2**16  # also with what references lead to in their place
 _MAX_KNOWN = 1024
 # Without free blanks, which a model may write until its answer is full.
 _FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -44,16 +44,13 @@ class Grammars:
         Raises:
             ApiError: it is too long or takes too much, or is not one that grammars keep.
         """
-        text = json.dumps(schema)
-        if len(text) > _MAX_CHARS:
-            raise refusal(f"expected a schema of at most {_MAX_CHARS} characters, got {len(text)}")
+        text = _written(_told_apart(schema, schema))
         if not self._ends:
             raise refusal("expected no schema, for the model has no token that ends an answer")
         if "x-guidance" in schema:  # which would loosen what is kept
             raise refusal("expected a schema without x-guidance")
-        told = json.dumps(_told_apart(schema, schema))
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(told, overrides=_FORM)
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_FORM)
         except ValueError as error:  # it is too deep
             raise refusal(f"expected a JSON schema that can be read: {error}"[:300]) from None
         if (tenant, grammar) not in self._known and (wrong := what_is_wrong(grammar)):
@@ -81,7 +78,7 @@ class Kept(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
 
     def __init__(self, grammar: llguidance.LLMatcher, num_prompt_tokens: int) -> None:
         self._grammar = grammar
-        self._num_seen = self._num_prompt = num_prompt_tokens
+        self._num_seen = num_prompt_tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Allow what may follow; called once for each emitted token, with one row."""
@@ -99,6 +96,17 @@ class Kept(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
         ahead = self._grammar.deep_copy()
         ahead.consume_tokens([*committed[self._num_seen :]])
         return ahead.compute_ff_tokens()[:max_tokens]
+
+
+def _written(schema: Any) -> str:
+    """Return a schema as JSON, of which no more is written than may be taken."""
+    pieces, num_chars = [], 0
+    for piece in json.JSONEncoder().iterencode(schema):
+        pieces.append(piece)
+        num_chars += len(piece)
+        if num_chars > _MAX_CHARS:
+            raise refusal(f"expected a schema of at most {_MAX_CHARS} characters, got more")
+    return "".join(pieces)
 
 
 def _told_apart(part: Any, root: Any) -> Any:
@@ -123,11 +131,8 @@ def _resolved(branch: Any, root: Any) -> Any:
         return branch
     found = root
     for step in str(branch["$ref"]).removeprefix("#/").split("/"):
-        found = (
-            found.get(step.replace("~1", "/").replace("~0", "~"))
-            if isinstance(found, dict)
-            else None
-        )
+        name = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, dict) else None
     return branch if found is None else found
 
 
