@@ -11,16 +11,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from benchmarks.methods import METHODS
 from benchmarks.points import as_json, points, table
 from benchmarks.rivals.catalogue import RIVALS
 from benchmarks.traces import Trace, Traces, read_traces
+from lade.batch import Batch, Limits, Text
+from lade.budget.budget import Budget
 from lade.cli.bench import fingerprint
 from lade.cli.results import ResultFiles, keeping, progress_bar
 from lade.drafting.drafter import Drafter
 from lade.drafting.drafts import chain
 from lade.drafting.pool_drafter import PoolDrafter
-from lade.drafting.sources import Proposer
+from lade.drafting.speculator import Speculator
 from lade.drafting.successors import Successors, num_prompt_tokens
 from lade.prewarming.tables import load_table
 from lade.stats import DecodeStats, Step
@@ -108,36 +112,38 @@ def replay_trace(
 ) -> DecodeStats:
     """Draft along one recorded answer; return what would have been accepted."""
     stats = DecodeStats(num_prefills=1)
-    proposer = Proposer.alone(drafter, recorded.vocab_size)
-    harvests = proposer.num_successors > 0
     token_ids, num_prompt = trace.token_ids, trace.num_prompt_tokens
     max_length = num_prompt + recorded.max_new_tokens
-    committed = token_ids[:num_prompt]
+    text = Text(torch.tensor([token_ids[:num_prompt]]), None)
+    limits = Limits(max_length, stop=lambda rows: None)
+    batch = Batch(text, [token_ids[:num_prompt]], limits)
+    (committed,) = text.token_ids
+    speculator = Speculator.alone(batch, drafter, Budget(max_draft_tokens), recorded)
+    harvests = speculator.num_successors > 0
     try:
-        proposer.open(_ROW, committed)
+        speculator.open_all()
         committed.append(token_ids[num_prompt])  # the prefill's
-        proposer.observe(_ROW, committed[-1:])
+        speculator.observe(_ROW, committed[-1:])
         if harvests:
             # The very last one besides, as in decoding.
-            num_before = 0 if proposer.has_table else num_prompt_tokens(recorded.max_new_tokens)
+            num_before = 0 if speculator.has_table else num_prompt_tokens(recorded.max_new_tokens)
             num_harvested = num_before + 1
-            _harvest(proposer, trace, max(0, num_prompt - num_harvested), num_prompt - 1)
-            _harvest(proposer, trace, num_prompt - 1, num_prompt)
+            _harvest(speculator, trace, max(0, num_prompt - num_harvested), num_prompt - 1)
+            _harvest(speculator, trace, num_prompt - 1, num_prompt)
         while (length := len(committed)) < len(token_ids):
             with stats.timed("draft"):
-                room = max_length - length - 1
-                draft = proposer.propose(_ROW, committed, committed, room, max_draft_tokens)
+                draft = speculator.propose(_ROW, max_draft_tokens)
             step = _verified(draft, token_ids, length)
             with stats.timed("commit"):
                 committed += step.token_ids
-                proposer.observe(_ROW, step.token_ids)
+                speculator.observe(_ROW, step.token_ids)
                 if harvests:  # the root and what was accepted
-                    _harvest(proposer, trace, length - 1, length + step.num_accepted)
+                    _harvest(speculator, trace, length - 1, length + step.num_accepted)
             stats.num_steps += 1
             stats.count_row_step(step)
             on_step(step)
     finally:
-        proposer.close_all()
+        speculator.close_all()
     return stats
 
 
@@ -160,17 +166,17 @@ def _verified(draft: Draft, token_ids: Sequence[int], length: int) -> Step:
     return Step(emitted, len(draft), len(emitted))
 
 
-def _harvest(proposer: Proposer, trace: Trace, start: int, stop: int) -> None:
+def _harvest(speculator: Speculator, trace: Trace, start: int, stop: int) -> None:
     """Feed the successors at tokens `start` up to `stop` of a trace, as if run in one forward."""
     if start == stop:
         return
     tree = Tree.build(trace.token_ids[start], chain(trace.token_ids[start + 1 : stop]))
     known = trace.successors
-    num_successors = proposer.num_successors
+    num_successors = speculator.num_successors
     successors = Successors(
         known.token_ids[start:stop, :num_successors], known.probs[start:stop, :num_successors]
     )
-    proposer.harvest(_ROW, trace.token_ids[: start + 1], tree, successors)
+    speculator.harvest(_ROW, trace.token_ids[: start + 1], tree, successors)
 
 
 def _check_successors(name: str, drafter: Drafter, recorded: Traces) -> None:

@@ -125,9 +125,7 @@ class Decoder:
         steps, _ = self._emit(plan, (lambda: None) if self._overlaps else self._speculator.open_all)
         if self._batch.emitting:
             with self.stats.timed("prefill"):
-                of_prompts = self._speculator.rank_prompts(output.logits)
-            with self.stats.timed("commit"):
-                self._speculator.harvest_prompts(plan, of_prompts)
+                self._speculator.harvest_prompts(plan, output.logits)
         with self.stats.timed("commit"):
             self._end_step(Done(plan, steps, successors, None))
         self._on_step(steps)
@@ -141,7 +139,9 @@ class Decoder:
         with self.stats.timed("forward") as forward:
             with self._verifying():
                 plan, output = self._proof.forward(plan, inputs)
-            logits = of_trees(output.logits, plan.trees.values())
+            logits = output.logits
+            if plan.window is not None:
+                logits = of_trees(logits, plan.trees.values())
             num_run = logits.shape[1] / len(plan.trees) - 1
             if len(plan.trees) == 1:  # with its padding
                 num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
@@ -202,7 +202,8 @@ class Decoder:
         self._last = done
         if not self._overlaps:
             self._finish()
-        self._speculator.close(leaving)
+        if leaving:
+            self._speculator.close(leaving)
 
     def _finish(self) -> None:
         """Learn from the last step, unless that is done already."""

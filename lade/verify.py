@@ -34,7 +34,10 @@ def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> d
             if child is not None:
                 next_nodes[row] = child
         batch.limits.stop([*walking])
-        walking = {row: node for row, node in next_nodes.items() if batch.may_emit(row)}
+        walking = {}
+        for row, node in next_nodes.items():
+            if batch.may_emit(row):
+                walking[row] = node
     return paths
 
 

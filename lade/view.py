@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lade.compat import Model, device_of_inputs, experts_of
 
-_HOOKS = (
+HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
@@ -117,7 +117,7 @@ def with_own_hooks(model: Model, modules: Sequence[nn.Module]) -> Model:
     def change(module: nn.Module) -> dict[str, Any] | None:
         if id(module) not in changed:
             return None
-        return {name: copy.copy(vars(module)[name]) for name in _HOOKS}
+        return {name: copy.copy(vars(module)[name]) for name in HOOKS}
 
     return viewed(model, change)
 

@@ -155,6 +155,7 @@ class NGramPool:
     def _begin(self, capacity_tokens: int, max_ngram_size: int, seed: int | None) -> None:
         """Make all that a copy copies."""
         self._capacity, self._max_ngram_size = capacity_tokens, max_ngram_size
+        self._max_match = max(_kernels.MAX_MATCH, max_ngram_size)
         # Averaging over the last ten times of a context accepted as many tokens.
         num_contexts = max(1, int(capacity_tokens * _CONTEXTS_PER_TOKEN))
         self._harvested = SuccessorTable(num_contexts, averages=False)
@@ -244,7 +245,7 @@ class NGramPool:
     @property
     def max_match(self) -> int:
         """How many of a context's last tokens matter; matches are followed back no further."""
-        return max(_kernels.MAX_MATCH, self._max_ngram_size)
+        return self._max_match
 
     @property
     def nbytes(self) -> int:
@@ -916,7 +917,7 @@ class NGramPool:
         rng: np.random.Generator | None,
     ) -> Draft | SampledDraft:
         """Grow a tree under a context, of the likeliest nodes or, with `rng`, of drawn ones."""
-        ids = token_ids_of("context", context)[-self.max_match :]
+        ids = token_ids_of("context", context)[-self._max_match :]
         size = most_leaves = positive("max_draft_tokens", max_draft_tokens)
         if max_candidates is not None:
             most_leaves = positive("max_candidates", max_candidates)

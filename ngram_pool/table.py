@@ -87,19 +87,20 @@ class SuccessorTable:
         self._num_successors = positive("num_successors", num_successors)
         self._averages = averages
         self._lock: Any = threading.RLock()  # a signal handler may call in the middle of a method
-        self._held = self._empty(_LEAST_ROWS)
+        #: All arrays with their empty rows, for `take`; not to be written to.
+        self.held = self._empty(_LEAST_ROWS)
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             state = {name: value for name, value in vars(self).items() if name != "_lock"}
-            return {**state, "_held": [array.copy() for array in self._held[:4]]}
+            return {**state, "held": [array.copy() for array in self.held[:4]]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Arrays from out-of-band buffers of a pickle can be read-only; copies are not.
-        self._become({**state, "_held": [array.copy() for array in state["_held"]]})
+        self._become({**state, "held": [array.copy() for array in state["held"]]})
 
     def _become(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.RLock(), _held=_Rows.of(*state["_held"]))
+        vars(self).update(state, _lock=threading.RLock(), held=_Rows.of(*state["held"]))
 
     def __copy__(self) -> "SuccessorTable":
         copied = type(self).__new__(type(self))
@@ -111,7 +112,7 @@ class SuccessorTable:
 
     def __len__(self) -> int:
         """Return the number of contexts held."""
-        return self._held.num_contexts.item()
+        return self.held.num_contexts.item()
 
     def __repr__(self) -> str:
         return f"SuccessorTable(capacity={self._capacity}, held={len(self)}, nbytes={self.nbytes})"
@@ -129,7 +130,7 @@ class SuccessorTable:
     @property
     def nbytes(self) -> int:
         """Bytes allocated now; grows by doubling with the contexts held."""
-        return sum(array.nbytes for array in self._held[:4])
+        return sum(array.nbytes for array in self.held[:4])
 
     def put(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Learn successors of contexts.
@@ -210,7 +211,7 @@ class SuccessorTable:
         )
         with self._lock:
             self._grow_for(2 * len(ids))
-            is_valid = _kernels.put_tree(self._held.header.row, *given)
+            is_valid = _kernels.put_tree(self.held.header.row, *given)
         if not is_valid:
             raise ValueError(
                 f"expected token ids up to {MAX_TOKEN_ID}, parents before their children, and "
@@ -227,7 +228,7 @@ class SuccessorTable:
         if not (NONE <= previous <= MAX_TOKEN_ID and 0 <= last <= MAX_TOKEN_ID):
             return None
         with self._lock:
-            held = self._held
+            held = self.held
             row = _kernels.find_context(held.header.row, previous, last)
             if row == NONE:
                 return None
@@ -244,7 +245,7 @@ class SuccessorTable:
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return copies of all that is held, for writing to a file; newest first in each bucket."""
         with self._lock:
-            held = self._held._asdict()
+            held = self.held._asdict()
             is_held = held["keys"] != NONE
             return {name: held[name][is_held] for name in _SAVED}
 
@@ -279,11 +280,6 @@ class SuccessorTable:
         table._resize(_Rows.of(keys, ids, costs, counts), num_rows)
         return table
 
-    @property
-    def held(self) -> _Rows:
-        """All arrays with their empty rows, for `take`; do not write to them."""
-        return self._held
-
     def take(
         self,
         keys: Int64Array,
@@ -292,7 +288,7 @@ class SuccessorTable:
         counts: Int32Array,
     ) -> None:
         """Hold arrays as `held` returned them, themselves, from now on."""
-        self._held = _Rows.of(keys, token_ids, costs, counts)
+        self.held = _Rows.of(keys, token_ids, costs, counts)
 
     # --- inside -----------------------------------------------------------------------------
 
@@ -311,22 +307,22 @@ class SuccessorTable:
         with self._lock:
             self._grow_for(len(pairs))
             _kernels.put_successors(
-                self._held.header.row, pairs, ids, probs, self._averages, *scratch
+                self.held.header.row, pairs, ids, probs, self._averages, *scratch
             )
 
     def _grow_for(self, num_more: int) -> None:
         """Have room for more contexts, up to the capacity: buckets overflow beyond half load."""
-        num_rows = len(self._held.keys)
+        num_rows = len(self.held.keys)
         while 2 * (len(self) + num_more) > num_rows < self._capacity:
             num_rows *= 2
-        if num_rows > len(self._held.keys):
-            self._resize(self._held, num_rows)
+        if num_rows > len(self.held.keys):
+            self._resize(self.held, num_rows)
 
     def _resize(self, old: _Rows, num_rows: int) -> None:
         """Move what `old` holds to `num_rows` rows: all or nothing, even if interrupted."""
         new = self._empty(num_rows)
         _kernels.rehash(old.header.row, new.header.row)
-        self._held = new
+        self.held = new
 
 
 def _pairs_of(keys: Int64Array) -> Int64Array:

@@ -23,7 +23,6 @@ from lade.budget.budget import Budget
 from lade.compat import Model
 from lade.decoder import Decoder
 from lade.drafting.pool_drafter import PoolDrafter
-from lade.drafting.sources import Proposer
 from lade.drafting.speculator import Done, Speculator
 from lade.gpu.fixed import FixedTarget, StepSettings
 from lade.gpu.workspace import WorkspaceStore
@@ -134,8 +133,7 @@ def _run(
     stop.watch(text, outputs)
     drafter = PoolDrafter(pool)
     batch = Batch(text, [[*prompt]], Limits(max_length=max_length, stop=stop))
-    proposer, budget = Proposer.alone(drafter, _VOCAB_SIZE), Budget(num_nodes - 1)
-    speculator = _TimedSpeculator(batch, proposer, budget, target)
+    speculator = _TimedSpeculator.alone(batch, drafter, Budget(num_nodes - 1), target)
     choice = GreedyChoice(drafter.num_successors)
     proof = Proof(model, target, text, None)
     decoder = Decoder(

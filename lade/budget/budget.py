@@ -13,7 +13,6 @@ from lade.budget.asking import BackOff
 from lade.budget.calibration import Calibration, Floats, Outcome
 from lade.budget.costs import (
     KNOTS,
-    SIZES,
     Costs,
     ForwardCosts,
     Trials,
@@ -36,12 +35,14 @@ class Budget:
     def __init__(self, max_draft_tokens: int) -> None:
         self.max_draft_tokens = max_draft_tokens
 
-    def num_nodes(self, probs: Probs, num_pending: int) -> int:
+    def num_nodes(self, probs: Probs, num_pending: int, price: float | None = None) -> int:
         """Return how many nodes of each row's draft to verify, best first.
 
         Args:
             probs: for each row of the batch, the probabilities of its draft's nodes, best first.
             num_pending: tokens per row that the forward runs besides the root and the draft.
+            price: tokens that each node of a lone row must add in a forward that other calls have a
+                part in; None for others.
         """
         return max(map(len, probs))
 
@@ -74,15 +75,6 @@ class Budget:
                 that order.
         """
 
-    def num_nodes_at(self, price: float, probs: Probs) -> int:
-        """Return how many nodes to verify in a forward that other calls have a part in.
-
-        Args:
-            price: tokens that each node must add.
-            probs: as for `num_nodes`, of one row.
-        """
-        return self.num_nodes(probs, 0)
-
     def step_sec(self, num_rows: int, num_nodes: int) -> float:
         """Return the seconds of a forward that verifies so many nodes of each row; 0 if unknown."""
         return 0.0
@@ -100,10 +92,9 @@ _LEAD = 4.0
 _SHARE_OF_ALL = 0.2
 
 # Where drafts do not pay, steps rest: they have no draft. After so many drafts that were not worth
-# verifying, only one in so many steps is asked for, but for a few more where the likeliest draft
+# verifying, only one in as many steps is asked for, but for a few more where the likeliest draft
 # token of such a one comes after all.
 _DRAFTS_BEFORE_REST = 8
-_STEPS_BETWEEN_DRAFTS = 8
 _DRAFTS_AFTER_HIT = 4
 
 
@@ -129,7 +120,7 @@ class MeasuredBudget(Budget):
     ) -> None:
         self._costs = ForwardCosts() if costs is None else costs
         self._patience = self._costs.begin_call()
-        self._trials: dict[int, Trials] = {}  # by the bit length of the batch size
+        self._known: dict[int, tuple[Costs, Trials]] = {}  # by the bit length of the batch size
         self._calibration = Calibration(1 / (1 + temperature**3))
         self._most = _MAX_DRAFT_TOKENS if most is None else min(most, _MAX_DRAFT_TOKENS)
         self._recent_most = float(self._most)  # most nodes of a row verified lately, decayed
@@ -138,7 +129,7 @@ class MeasuredBudget(Budget):
         self._num_emitted: dict[int, int] = {}
         self._of_rows: dict[int, Calibration] = {}
         self._has_refused = False  # whether the step verifies nothing, as nothing is worth its cost
-        self._back_off = BackOff(1 / _STEPS_BETWEEN_DRAFTS, _DRAFTS_BEFORE_REST, 1.0)
+        self._back_off = BackOff(1 / _DRAFTS_BEFORE_REST, _DRAFTS_BEFORE_REST, 1.0)
 
     @property
     def max_draft_tokens(self) -> int:  # type: ignore[override]
@@ -157,42 +148,37 @@ class MeasuredBudget(Budget):
         """Whether drafts have not been worth verifying for some time."""
         return self._back_off.left < 1.0
 
-    def num_nodes(self, probs: Probs, num_pending: int) -> int:
+    def num_nodes(self, probs: Probs, num_pending: int, price: float | None = None) -> int:
         """Return the number of nodes with the best ratio of expected tokens to cost."""
         worths = self._worths(probs)
         gains = worths[0]
+        if price is not None:
+            chosen = int((np.minimum.accumulate(gains) >= price).sum())
+            return self._noted(chosen)
         if len(worths) > 1:
             gains = np.zeros(max(map(len, probs)))
             for worth in worths:
                 gains[: len(worth)] += worth
-        nums = _options([size - 1 - num_pending for size in SIZES], len(gains))
+        nums = _options(num_pending, len(gains))
         sizes: Floats = nums + np.float64(1 + num_pending)
         expected = np.ones(1 + len(gains))
         expected[1:] += gains.cumsum()
-        chosen = nums.item(self._best(sizes, expected[nums], len(probs)))
-        self._recent_most = max(chosen, _FADING * self._recent_most)
-        return chosen
-
-    def num_nodes_at(self, price: float, probs: Probs) -> int:
-        """Return how many nodes, best first, are each expected to add as much."""
-        chosen = int((np.minimum.accumulate(self._worths(probs)[0]) >= price).sum())
-        if chosen:
-            self._back_off.granted(_DRAFTS_BEFORE_REST)
-        self._has_refused = not chosen
-        self._recent_most = max(chosen, _FADING * self._recent_most)
-        return chosen
+        costs, trials = self._costs_of(len(probs))
+        chosen = nums.item(costs.choose(trials, sizes, expected[nums]))
+        return self._noted(chosen, not costs.are_unknown)
 
     def nums_of_nodes(self, probs: Probs) -> list[int]:
         """Return the numbers of nodes with the best ratio of expected tokens to cost."""
         # Of one row, nodes keep their order: the first ones are a tree.
         worths = np.concatenate([np.minimum.accumulate(each) for each in self._worths(probs)])
         order = np.argsort(-worths, kind="stable")
-        nums = _options([size - 1 for size in SIZES], len(order))
+        nums = _options(0, len(order))
         gains = 1.0 + np.concatenate([[0.0], worths[order].cumsum()])[nums]
-        best = self._best(1.0 + nums / len(probs), gains, len(probs))
+        costs, trials = self._costs_of(len(probs))
+        best = costs.choose(trials, 1.0 + nums / len(probs), gains)
         rows = np.repeat(np.arange(len(probs)), [*map(len, probs)])[order[: nums[best]]]
         chosen: list[int] = np.bincount(rows, minlength=len(probs)).tolist()
-        self._recent_most = max(*chosen, _FADING * self._recent_most)
+        self._noted(max(chosen), not costs.are_unknown)
         return chosen
 
     def _worths(self, probs: Probs) -> list[Floats]:
@@ -205,14 +191,13 @@ class MeasuredBudget(Budget):
         rows = zip(weights, calibrations, probs, strict=True)
         return [weight * calibration.believed(row) for weight, calibration, row in rows]
 
-    def _best(self, sizes: Floats, gains: Floats, num_rows: int) -> int:
-        """Return the index of the best size, in tokens per row, by the expected tokens."""
-        costs, trials = self._costs_of(num_rows)
-        best = costs.choose(trials, sizes, gains)
-        if best:
+    def _noted(self, most: int, is_known: bool = True) -> int:
+        """Remember the most nodes that a row gets, and whether that is none for their cost."""
+        if most:
             self._back_off.granted(_DRAFTS_BEFORE_REST)
-        self._has_refused = not best and not costs.are_unknown
-        return best
+        self._has_refused = is_known and not most
+        self._recent_most = max(most, _FADING * self._recent_most)
+        return most
 
     def record(
         self,
@@ -251,12 +236,15 @@ class MeasuredBudget(Budget):
 
     def _costs_of(self, num_rows: int) -> tuple[Costs, Trials]:
         """Return the costs of such batches, and the call's trials with them."""
-        costs, num_bits = self._costs.of(num_rows), num_rows.bit_length()
-        if num_bits not in self._trials:
-            self._trials[num_bits] = costs.trials(self._patience)
-        return costs, self._trials[num_bits]
+        num_bits = num_rows.bit_length()
+        if num_bits not in self._known:
+            costs = self._costs.of(num_rows)
+            self._known[num_bits] = costs, costs.trials(self._patience)
+        return self._known[num_bits]
 
 
-def _options(between: Sequence[int], most: int) -> NDArray[np.int64]:
-    """Return the numbers of nodes to choose from: 0, some between, and the most."""
-    return np.array([0, *(num for num in between if 0 < num < most), most])
+def _options(num_pending: int, most: int) -> NDArray[np.int64]:
+    """Return the numbers of nodes to choose from: 0, those of known sizes, and the most."""
+    nums = KNOTS.astype(np.int64) - 1 - num_pending
+    nums = nums[(nums > 0) & (nums < most)]
+    return np.concatenate([[0], nums, [most]])

@@ -152,10 +152,10 @@ class Costs:
         # The size lies at a share of the way from one knot to the next.
         left = min(bisect_right(SIZES, size), len(SIZES) - 1) - 1
         share = (size - SIZES[left]) / (SIZES[left + 1] - SIZES[left])
-        shares = [(left, 1.0 - share), (left + 1, share)]
-        expected = sum(part * known.curve.item(knot) for knot, part in shares)
+        shares = [each for each in ((left, 1.0 - share), (left + 1, share)) if each[1] > 0.0]
+        expected = float(np.interp(size, KNOTS, known.curve))
         ratio, is_guess = sec / expected, not known.num.any()  # which is known up to a factor
-        least = min(known.num.item(knot) for knot, part in shares if part > 0)
+        least = float(known.num[shares[0][0] : shares[-1][0] + 1].min())
         is_scaling = self._num_scaling > 0
         # Forwards are often slower than they should be and hardly ever faster: where there are few
         # measurements, or none of late, a lower one is taken as it is.
@@ -172,12 +172,11 @@ class Costs:
         measured, curve = shared * known.measured, shared * known.curve
         num = np.maximum(_MEMORY * known.num, np.minimum(known.num, _LEAST_COUNTED))
         for knot, part in shares:
-            if part > 0.0:
-                counted = num.item(knot)
-                before = measured.item(knot) if counted else curve.item(knot)
-                weight = 1.0 if is_news else max(1.0 / (1.0 + counted), _OWN_WEIGHT)
-                measured[knot] = before * (1.0 + part * weight * (ratio - 1.0))
-                num[knot] = min(_MOST_COUNTED, counted + part)
+            counted = num.item(knot)
+            before = measured.item(knot) if counted else curve.item(knot)
+            weight = 1.0 if is_news else max(1.0 / (1.0 + counted), _OWN_WEIGHT)
+            measured[knot] = before * (1.0 + part * weight * (ratio - 1.0))
+            num[knot] = min(_MOST_COUNTED, counted + part)
         self._know(measured, num)
 
     def _know(self, measured: Floats, num: Floats) -> None:

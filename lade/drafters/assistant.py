@@ -5,8 +5,7 @@ from typing import Any
 
 from lade.budget.asking import SourceCosts
 from lade.compat import Model
-from lade.drafters.growing import ExpansionName, Growth, LengthName
-from lade.drafters.model_drafter import ModelDrafter
+from lade.drafters.model_drafter import ExpansionName, Growth, LengthName, ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.errors import UnsupportedModelError

@@ -10,6 +10,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,8 +19,7 @@ from torch import Tensor, nn
 from lade.attempts import Attempt
 from lade.budget.asking import SourceCosts
 from lade.compat import Model, device_of_inputs, mesh_of
-from lade.drafters.growing import ExpansionName, Growth, LengthName
-from lade.drafters.model_drafter import ModelDrafter
+from lade.drafters.model_drafter import ExpansionName, Growth, LengthName, ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
@@ -27,12 +27,7 @@ from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profile, Profiles, profile_of
 from lade.probing.rules import refuse_encoder_decoder
 from lade.probing.selfcheck import check_tokens, unchanged_random_state
-from lade.view import counterpart, viewed, with_own_hooks
-
-_HOOKS = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-)
+from lade.view import HOOKS, counterpart, viewed, with_own_hooks
 
 
 class FirstLayers(Drafter):
@@ -91,99 +86,66 @@ def _view_of(model: Model, num_layers: int) -> tuple[Model, VerificationPlan]:
     profile = profile_of(model)
     known = profile.of_drafters.setdefault("first_layers", {})
     if "layers" not in known:
-        known["layers"] = _Layers.of(model, profile)
-    layers: _Layers = known["layers"]
-    if num_layers >= len(layers):
+        known["layers"] = _layers_of(model, profile)
+    name, num_values = known["layers"]
+    if num_layers >= len(num_values):
         raise UnsupportedOptionError(
-            f"expected num_layers from 1 to {len(layers) - 1} for {type(model).__name__}, got "
+            f"expected num_layers from 1 to {len(num_values) - 1} for {type(model).__name__}, got "
             f"{num_layers}"
         )
     if num_layers not in known:
-        view = layers.first(model, num_layers)
+        layers = zip(model.get_submodule(name), num_values, strict=True)
+        changes = {
+            id(layer): {"forward": _handing_on(num), **{hooks: OrderedDict() for hooks in HOOKS}}
+            for layer, num in islice(layers, num_layers, None)
+        }
+        view = viewed(model, lambda module: changes.get(id(module)))
+        view.__dict__["_lade_profiles"] = Profiles()
         known[num_layers] = view, plan_for(view)
     found: tuple[Model, VerificationPlan] = known[num_layers]
     return found
 
 
-class _Layers:
-    """The decoder layers of a model.
+@torch.no_grad()
+def _layers_of(model: Model, profile: Profile) -> tuple[str, list[int | None]]:
+    """Return the name of a model's list of layers: of modules that a forward runs in order.
 
-    Args:
-        name: qualified name of the list of layers in the model.
-        num_values: for each layer, how many values it returns if it returns a tuple, else None.
+    For each layer, it is told how many values it returns if it returns a tuple, else None.
+
+    Raises:
+        UnsupportedModelError: there is no such list, with the reason.
     """
+    if mesh_of(model) is not None:
+        raise _refusal(model, "several processes run it together")
+    lists = {
+        name: [*module]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 1
+    }
+    inside = tuple(f"{name}." for name in lists)
+    lists = {name: modules for name, modules in lists.items() if not name.startswith(inside)}
+    calls: list[tuple[int, int | None]] = []
 
-    def __init__(self, name: str, num_values: list[int | None]) -> None:
-        self._name = name
-        self._num_values = num_values
+    def note(which: int, _: nn.Module, args: Any, output: Any) -> None:
+        calls.append((which, len(output) if isinstance(output, tuple | list) else None))
 
-    def __len__(self) -> int:
-        return len(self._num_values)
-
-    def first(self, model: Model, num_layers: int) -> Model:
-        """Return a view whose other layers hand on what they get, with a profile of its own."""
-        layers = [*model.get_submodule(self._name)]
-        changes = {
-            id(layers[index]): {
-                "forward": _handing_on(self._num_values[index]),
-                **{name: OrderedDict() for name in _HOOKS},
-            }
-            for index in range(num_layers, len(layers))
-        }
-        view = viewed(model, lambda module: changes.get(id(module)))
-        view.__dict__["_lade_profiles"] = Profiles()
-        return view
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, model: Model, profile: Profile) -> "_Layers":
-        """Return the layers of a model: the list of modules that a forward runs in order.
-
-        Raises:
-            UnsupportedModelError: there is no such list, with the reason.
-        """
-        if mesh_of(model) is not None:
-            raise _refusal(model, "several processes run it together")
-        lists = {
-            name: [*module]
-            for name, module in model.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) > 1
-        }
-        inside = tuple(
-            f"{name}.{index}." for name, modules in lists.items() for index in range(len(modules))
-        )
-        lists = {name: modules for name, modules in lists.items() if not name.startswith(inside)}
-        ids: dict[int, int] = {}
-        calls: list[tuple[int, int | None]] = []
-
-        def note(module: nn.Module, _: Any, output: Any) -> None:
-            is_several = isinstance(output, tuple | list)
-            calls.append((ids[id(module)], len(output) if is_several else None))
-
-        modules = [module for of_list in lists.values() for module in of_list]
-        view = with_own_hooks(model, modules)
-        for module in {id(module): module for module in modules}.values():
-            mine = counterpart(view, model, module)
-            ids[id(mine)] = id(module)
-            mine.register_forward_hook(note)
-        with Attempt() as attempt, unchanged_random_state(model, profile):
-            view(**_dozen(view))
-        if attempt.failure is not None:
-            raise _refusal(model, attempt.failure)
-        order = [which for which, _ in calls]
-
-        def is_run_in_order(modules: list[nn.Module]) -> bool:
-            expected = [*map(id, modules)]
-            is_each_other = len({*expected}) == len(expected)
-            return is_each_other and [which for which in order if which in expected] == expected
-
-        found = [name for name, modules in lists.items() if is_run_in_order(modules)]
-        if not found:
-            reason = "it has no list of layers that a forward runs once each, in order"
-            raise _refusal(model, reason)
-        name = max(found, key=lambda each: len(lists[each]))
-        num_values = dict(calls)
-        return cls(name, [num_values[id(layer)] for layer in lists[name]])
+    modules = {id(module): module for of_list in lists.values() for module in of_list}
+    view = with_own_hooks(model, [*modules.values()])
+    for which, module in modules.items():
+        counterpart(view, model, module).register_forward_hook(partial(note, which))
+    with Attempt() as attempt, unchanged_random_state(model, profile):
+        view(**_dozen(view))
+    if attempt.failure is not None:
+        raise _refusal(model, attempt.failure)
+    found: dict[str, list[int | None]] = {}
+    for name, of_list in lists.items():
+        ids = [*map(id, of_list)]
+        run = [call for call in calls if call[0] in ids]
+        if [which for which, _ in run] == ids and len({*ids}) == len(ids):
+            found[name] = [num for _, num in run]
+    if not found:
+        raise _refusal(model, "it has no list of layers that a forward runs once each, in order")
+    return max(found.items(), key=lambda each: len(each[1]))
 
 
 def _refusal(model: Model, reason: str) -> UnsupportedModelError:

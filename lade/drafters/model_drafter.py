@@ -1,21 +1,304 @@
-"""What all drafters that are models share: the sequences of one call and their drafts."""
+"""What all drafters that are models share: drafts that grow level by level, and how far they go, K.
+
+A level is what one forward of the drafting model tells: the likeliest tokens after the nodes of the
+level before, or tokens drawn there. Next file: `runner.py`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from lade.budget.asking import FEW_BEHIND, Level, Rule
-from lade.drafters.growing import GrowingTree, Growth, RankedTokens
+from lade.budget.asking import FEW_BEHIND, Mean
+from lade.budget.calibration import Calibration, Floats
 from lade.drafters.runner import ModelRunner
 from lade.drafting.drafter import Drafter, DraftingCall
-from lade.drafting.drafts import matched_depth
+from lade.drafting.drafts import draft_of, drawn_from, matched_depth
 from lade.sampling.processors import HypotheticalProcessors
 from lade.transfer import HostCopy
-from ngram_pool import Draft
+from ngram_pool import Draft, SampledDraft
+
+LengthName = Literal["measured", "confidence"]
+ExpansionName = Literal["tree", "chain"]
+
+_MAX_LEVELS = 20  # of a draft whose K is no number: transformers has as many
+TREE_WIDTH = 4  # nodes of a level that are run for the next, and children that each may have
+# Nodes less likely than this share of the best of their level are left out: hardly any text takes
+# them.
+_LEAST_SHARE = 0.1
+# Tokens that a drawn token is drawn from: the likeliest, with their probabilities scaled to 1. That
+# is the distribution that it is verified with, so the text is not affected.
+_MAX_SUPPORT = 256
+
+
+class Growth:
+    """How far drafts go and which tree they are; and what forwards cost, kept between calls.
+
+    Args:
+        max_draft_tokens: tokens of a draft at most, and so levels; None for no limit.
+        confidence: threshold of "confidence", and of "measured" at first.
+
+    Raises:
+        ValueError: there is no such rule or shape, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        length: LengthName | int = "measured",
+        expansion: ExpansionName = "tree",
+        max_draft_tokens: int | None = None,
+        confidence: float = 0.4,
+    ) -> None:
+        is_number = isinstance(length, int) and not isinstance(length, bool)
+        if not is_number and length not in get_args(LengthName):
+            names = ", ".join(map(repr, get_args(LengthName)))
+            raise ValueError(f"expected length to be {names} or a number of tokens, got {length!r}")
+        if isinstance(length, int) and length < 1:
+            raise ValueError(f"expected length of at least 1, got {length}")
+        if expansion not in get_args(ExpansionName):
+            names = " or ".join(map(repr, get_args(ExpansionName)))
+            raise ValueError(f"expected expansion to be {names}, got {expansion!r}")
+        if max_draft_tokens is not None and max_draft_tokens < 1:
+            raise ValueError(f"expected max_draft_tokens of at least 1, got {max_draft_tokens}")
+        if not 0 <= confidence <= 1:
+            raise ValueError(f"expected confidence from 0 to 1, got {confidence!r}")
+        self.is_measured = length == "measured"
+        self.is_chain = expansion == "chain"
+        self.max_draft_tokens = max_draft_tokens
+        self.num_levels = max_draft_tokens or _MAX_LEVELS
+        #: Lowest probability of a token to go on after, where times are not known.
+        self.threshold = confidence
+        if isinstance(length, int):
+            self.num_levels, self.threshold = min(length, max_draft_tokens or length), 0.0
+        #: Seconds of a forward of the drafting model over a level.
+        self.forward_sec = Mean()
+
+
+# --- how far a draft goes ---------------------------------------------------------------------
+
+
+class Level(NamedTuple):
+    """What a level of a draft is: the nodes that one forward of the drafting model told."""
+
+    mass: float  # sum of the path probabilities of the nodes kept
+    token_prob: float  # of the best of these nodes, given its parent
+    num_nodes: int  # kept
+
+
+class Rule:
+    """The rule for K in one sequence.
+
+    Where times are known, another level is run if the tokens that it adds come faster than those
+    before it: the tokens expected per second of the step, drafting included, must grow. Whether a
+    first level pays is decided in `lade/budget/asking.py`.
+
+    Args:
+        step_sec: returns the seconds of a step that verifies so many nodes, 0 where unknown; None
+            for not at all.
+    """
+
+    def __init__(self, growth: Growth, step_sec: Callable[[int], float] | None = None) -> None:
+        self._growth = growth
+        self._step_sec = step_sec if growth.is_measured and step_sec else lambda num_nodes: 0.0
+        #: How often a level was right, given the one before, of late; at first, a guess.
+        self.right = Mean(0.7, 4.0)
+        self._calibration = Calibration()
+
+    def goes_on(self, levels: Sequence[Level]) -> bool:
+        """Return whether another level is worth a forward, after these; at least one."""
+        forward_sec, num_nodes = self._growth.forward_sec.value, sum(each[2] for each in levels)
+        step_sec = self._step_sec(num_nodes)
+        if not forward_sec or not step_sec:
+            return levels[-1].token_prob >= self._growth.threshold
+        right = np.cumprod(self._calibration.believed(_given(levels)))
+        more = float(right[-1]) * self.right.value
+        more_sec = forward_sec + self._step_sec(num_nodes + levels[-1].num_nodes) - step_sec
+        expected = 1.0 + float(right.sum())
+        return more * (step_sec + len(levels) * forward_sec) > expected * more_sec
+
+    def learn(self, levels: Sequence[Level], num_right: int, is_ended: bool) -> None:
+        """Learn what became of a draft.
+
+        Args:
+            levels: of the draft.
+            num_right: how many of them are on the path of the text.
+            is_ended: whether the text left the draft, or went past its end.
+        """
+        came = np.arange(min(len(levels), num_right + is_ended)) < num_right
+        for is_right in came.tolist():
+            self.right.add(is_right)
+        if len(came):
+            self._calibration.count(_given(levels[: len(came)]), came.astype(np.float64))
+
+
+def _given(levels: Sequence[Level]) -> Floats:
+    """Return the probability of each level, given the one before."""
+    masses = np.array([1.0, *(level.mass for level in levels)])
+    before = masses[:-1]
+    given: Floats = np.divide(masses[1:], before, out=np.zeros(len(levels)), where=before > 0)
+    return given
+
+
+# --- which tree it is -------------------------------------------------------------------------
+
+
+class RankedTokens(NamedTuple):
+    """The likeliest tokens after nodes, best first, on the host."""
+
+    token_ids: NDArray[np.int64]  # [num_nodes, num_ranked]
+    probs: Floats  # [num_nodes, num_ranked]
+
+
+class _Node(NamedTuple):
+    token_id: int
+    parent: int  # -1 for the text
+    prob: float  # of the whole path
+    token_prob: float  # given its parent
+    support: tuple[NDArray[np.int64], Floats] | None = None  # of a drawn one
+
+
+class GrowingTree:
+    """The nodes of a draft that grows: the likeliest tokens after others, or drawn ones.
+
+    Drawn ones are verified by rejection sampling. Each node has its tokens drawn one after another,
+    without replacement, from what the model says. Which nodes have how many is decided by how often
+    drawn tokens were accepted before, so that it does not depend on the tokens; their probabilities
+    are those that were expected before.
+
+    Args:
+        num_nodes: of a draft at most.
+        is_chain: whether each node has one child.
+        rng: to draw with; None for the likeliest.
+        acceptance: probability that a drawn token is accepted, if those beside it were not.
+    """
+
+    def __init__(
+        self,
+        num_nodes: int,
+        is_chain: bool = False,
+        rng: np.random.Generator | None = None,
+        acceptance: float = 1.0,
+    ) -> None:
+        self.nodes: list[_Node] = []
+        self._num_nodes = num_nodes
+        self._num_children = 1 if is_chain else TREE_WIDTH
+        #: How many of the likeliest tokens after a node are wanted.
+        self.num_ranked = self._num_children if rng is None else _MAX_SUPPORT
+        self._rng = rng
+        # Of an acceptance of 1, nothing would be left for the second token of a node.
+        self._acceptance = min(max(acceptance, 0.05), 0.95)
+
+    def grow(
+        self,
+        say: Callable[[Sequence[int]], RankedTokens],
+        num_levels: int,
+        goes_on: Callable[[Sequence[Level]], bool],
+        ends: frozenset[int] = frozenset(),
+    ) -> list[Level]:
+        """Grow, a level by each forward of a model; return the levels as rules for K see them.
+
+        Args:
+            say: runs nodes, -1 for the text alone, and returns the likeliest tokens after each.
+            num_levels: levels at most.
+            goes_on: whether another level is worth a forward.
+            ends: tokens that nothing follows.
+        """
+        running, levels, nodes = [-1], list[Level](), self.nodes
+        add = self._add_likeliest if self._rng is None else self._draw
+        while level := add(running, say(running)):
+            mass = min(1.0, sum(nodes[node].prob for node in level))
+            levels.append(Level(mass, nodes[level[0]].token_prob, len(level)))
+            best = sorted(level, key=self._order)[:TREE_WIDTH]
+            least = _LEAST_SHARE * nodes[best[0]].prob
+            running = [
+                node
+                for node in best
+                if nodes[node].prob >= least and nodes[node].token_id not in ends
+            ]
+            # A later node may be likelier, but is not drawn in the place of an earlier one.
+            is_full = self._rng is not None and len(nodes) >= self._num_nodes
+            if len(levels) >= num_levels or is_full or not running or not goes_on(levels):
+                break
+        return levels
+
+    def path(self, node: int) -> list[int]:
+        """Return the tokens from the text to a node; none for the text itself, -1."""
+        return [] if node < 0 else [*self.path(self.nodes[node].parent), self.nodes[node].token_id]
+
+    def draft(self) -> Draft:
+        """Return the draft of the best nodes, best first; of drawn ones, the first."""
+        order = [*range(len(self.nodes))]
+        if self._rng is None:
+            # Children are not likelier than their parents, and come later where they are as likely.
+            order.sort(key=self._order)
+        order = order[: self._num_nodes]
+        kept = [self.nodes[node] for node in order]
+        place = {node: index for index, node in enumerate(order)} | {-1: -1}
+        draft = draft_of(
+            [node.token_id for node in kept],
+            [place[node.parent] for node in kept],
+            [min(1.0, node.prob) for node in kept],
+        )
+        if self._rng is None:
+            return draft
+        supports = [node.support for node in kept if node.support is not None]
+        if not supports:
+            return SampledDraft.empty()
+        ids, probs = (np.stack(each) for each in zip(*supports, strict=True))
+        return drawn_from(draft, ids, probs)
+
+    def _order(self, node: int) -> float:
+        return -self.nodes[node].prob
+
+    def _prob_of(self, node: int) -> float:
+        """Return the probability of a node, or of the text, -1."""
+        return 1.0 if node < 0 else self.nodes[node].prob
+
+    def _add_likeliest(self, parents: Sequence[int], ranked: RankedTokens) -> list[int]:
+        """Add the ranked tokens as children; return those that may be in the draft, best first."""
+        first = len(self.nodes)
+        self.nodes += [
+            _Node(token_id, parent, self._prob_of(parent) * prob, prob)
+            for parent, token_ids, probs in zip(
+                parents, ranked.token_ids.tolist(), ranked.probs.tolist(), strict=True
+            )
+            for token_id, prob in zip(token_ids, probs, strict=True)
+            if prob > 0  # else a processor rules it out
+        ]
+        level = sorted(range(first, len(self.nodes)), key=self._order)[: self._num_nodes]
+        least = _LEAST_SHARE * self.nodes[level[0]].prob if level else 0.0
+        return [node for node in level if self.nodes[node].prob >= least]
+
+    def _draw(self, parents: Sequence[int], ranked: RankedTokens) -> list[int]:
+        """Draw the children of nodes that were run; return them."""
+        assert self._rng is not None
+        first = len(self.nodes)
+        least = _LEAST_SHARE * max(map(self._prob_of, parents)) * self._acceptance
+        for parent, token_ids, probs in zip(parents, ranked.token_ids, ranked.probs, strict=True):
+            left = np.where(probs > 0, probs, 0.0)  # NaN, too, is none
+            prob = self._prob_of(parent) * self._acceptance
+            for _ in range(self._num_children):
+                total = left.sum()
+                if not total > 0 or prob < least:
+                    break
+                left = left / total
+                sums = left.cumsum()
+                # Never a token of probability 0: of equal sums, the first is found.
+                place = int(sums.searchsorted(self._rng.random() * sums[-1], side="right"))
+                place = min(place, int(left.nonzero()[0][-1]))
+                token_id, token_prob = int(token_ids[place]), float(left[place])
+                self.nodes.append(_Node(token_id, parent, prob, token_prob, (token_ids, left)))
+                left = np.where(token_ids == token_id, 0.0, left)
+                prob *= 1 - self._acceptance
+        return [*range(first, len(self.nodes))]
+
+
+# --- a drafter of one call --------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -61,7 +344,7 @@ class ModelDrafter(Drafter):
         """Begin a sequence."""
         handle = self._num_opened
         self._num_opened += 1
-        self._texts[handle] = _DraftedText(handle, self._growth.rule(self._call.step_sec))
+        self._texts[handle] = _DraftedText(handle, Rule(self._growth, self._call.step_sec))
         return handle
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
@@ -69,7 +352,7 @@ class ModelDrafter(Drafter):
         state, growth, call = self._texts[sequence], self._growth, self._call
         state.levels = []
         num_nodes = min(max_draft_tokens, growth.max_draft_tokens or max_draft_tokens)
-        num_levels = min(num_nodes, self._max_length - len(committed), state.rule.num_levels)
+        num_levels = min(num_nodes, self._max_length - len(committed), growth.num_levels)
         # The newest token of a text is no part of what a model has run.
         if num_levels < 1 or len(committed) < 2:
             return Draft.empty()
@@ -79,14 +362,9 @@ class ModelDrafter(Drafter):
         few = call.max_candidates is not None and (call.rngs is not None or call.max_candidates < 2)
         is_chain = state.runner.is_chain or growth.is_chain or few
         rng = None if call.rngs is None else call.rngs[state.row]
-        tree = GrowingTree(num_nodes, is_chain, rng, state.rule.mean_right)
-        secs: list[float] = []
-        say = self._speaker(state, state.runner, tree, committed, secs)
+        tree = GrowingTree(num_nodes, is_chain, rng, state.rule.right.value)
+        say = partial(self._said, state, state.runner, tree, committed)
         state.levels = tree.grow(say, num_levels, state.rule.goes_on, self._ends)
-        is_behind = len(committed) - state.num_followed > FEW_BEHIND
-        state.num_followed = len(committed)
-        for sec in secs[is_behind:]:
-            growth.forward_sec.add_sec(sec)
         state.draft = tree.draft()
         return state.draft
 
@@ -105,51 +383,39 @@ class ModelDrafter(Drafter):
         if state.runner is not None:
             state.runner.close()
 
-    def _speaker(
+    @torch.no_grad()
+    def _said(
         self,
         state: _DraftedText,
         runner: ModelRunner,
         tree: GrowingTree,
         committed: Sequence[int],
-        secs: list[float],
-    ) -> Callable[[Sequence[int]], RankedTokens]:
-        """Return what runs nodes of a growing draft, and tells the likeliest tokens after each.
+        nodes: Sequence[int],
+    ) -> RankedTokens:
+        """Run nodes of a growing draft, and return the likeliest tokens after each.
 
         The logits processors of the call apply to them, each with the path of its node.
-
-        Args:
-            secs: the seconds of each forward are added, until its result was on the host.
         """
-        places = {-1: 0}  # node of the draft -> node in order of growth
-        paths: dict[int, list[int]] = {-1: [*committed] if self._processors else []}
-
-        @torch.no_grad()
-        def say(nodes: Sequence[int]) -> RankedTokens:
-            start = perf_counter()
-            if nodes == [-1]:
-                logits = runner.follow(committed)[None]
-            else:
-                token_ids = [tree.token_ids[node] for node in nodes]
-                parents = [tree.parents[node] for node in nodes]
-                logits = runner.grow(token_ids, [places[parent] for parent in parents])
-                for node, token_id, parent in zip(nodes, token_ids, parents, strict=True):
-                    places[node] = len(places)
-                    if self._processors:
-                        paths[node] = [*paths[parent], token_id]
-            scores = logits[:, : self._call.vocab_size].float()
-            if self._processors:
-                # Where the call has them, as some processors hold tensors there. Some write into
-                # the scores, and these may be the model's own.
-                scores = scores.to(self._call.device or scores.device, copy=True)
-                prefixes = [paths[node] for node in nodes]
-                scores = self._processors(state.row, prefixes, scores)
-            best = scores.topk(min(tree.num_ranked, scores.shape[1]), dim=-1)
-            probs = (best.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
-            ids, on_host = HostCopy(best.indices, probs).get()
-            secs.append(perf_counter() - start)
-            return RankedTokens(ids.numpy(), on_host.numpy().astype(np.float64))
-
-        return say
+        start = perf_counter()
+        if nodes == [-1]:
+            logits = runner.follow(committed)[None]
+        else:
+            grown = [tree.nodes[node] for node in nodes]
+            logits = runner.grow(nodes, [n.token_id for n in grown], [n.parent for n in grown])
+        scores = logits[:, : self._call.vocab_size].float()
+        if self._processors:
+            # Where the call has them, as some processors hold tensors there. Some write into the
+            # scores, and these may be the model's own.
+            scores = scores.to(self._call.device or scores.device, copy=True)
+            prefixes = [[*committed, *tree.path(node)] for node in nodes]
+            scores = self._processors(state.row, prefixes, scores)
+        best = scores.topk(min(tree.num_ranked, scores.shape[1]), dim=-1)
+        probs = (best.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
+        ids, on_host = HostCopy(best.indices, probs).get()
+        if len(committed) - state.num_followed <= FEW_BEHIND:
+            self._growth.forward_sec.add_sec(perf_counter() - start)
+        state.num_followed = len(committed)
+        return RankedTokens(ids.numpy(), on_host.numpy().astype(np.float64))
 
 
 def end_tokens_of(model: Any) -> frozenset[int]:

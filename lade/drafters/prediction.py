@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lade.budget.asking import Mean
 from lade.drafting.drafter import Drafter
 from lade.drafting.drafts import draft_of
 from ngram_pool import Draft
@@ -21,14 +22,12 @@ _FIRST_RUN = 2  # matched tokens that the beginning counts as
 # A path has at most so many tokens, and so many more for each matched token before it: at a place
 # that is wrong, a wide step is lost.
 _LEAST_PATH, _PATH_PER_MATCH = 4, 4
-_WEIGHT_AT_FIRST = 2.0  # observations that the first probabilities count as
-_MEMORY = 32.0  # observations that a probability goes back to
 _SURE_RUN = 3  # matched tokens from which a place is believed, and what lies between is an edit
 _LONGEST_MATCH = 16
-_NEAR = 64  # tokens around the last sure place in which shorter matches count
-_MOST_PLACES = 64  # compared for one token
-_LONGEST_EDIT = 8  # tokens replaced, and in their place
-_LONGEST_GAP = 8  # tokens after which it is no more guessed that as many were replaced
+# Tokens around the last sure place in which shorter matches count; places compared for one token.
+_NEAR = 64
+# Tokens replaced, and in their place; after more, it is not guessed that as many were replaced.
+_LONGEST_EDIT = 8
 _LEAST_PROB = 0.05  # of a path, for it to be drafted further
 
 
@@ -74,8 +73,8 @@ class Prediction(Drafter):
         self._places: dict[int, list[int]] = {}  # behind each token
         for place, token_id in enumerate(self._ids, 1):
             self._places.setdefault(token_id, []).append(place)
-        self._num_came = [prob * _WEIGHT_AT_FIRST for prob in _FIRST_PROBS]
-        self._num_seen = [_WEIGHT_AT_FIRST] * len(_FIRST_PROBS)
+        # How probable a token is, by the run before it; the first guess is as if seen twice.
+        self._probs = [Mean(prob, 2.0) for prob in _FIRST_PROBS]
         self._rows: dict[int, _Row] = {}
         self._num_opened = 0
 
@@ -101,7 +100,7 @@ class Prediction(Drafter):
         for path, start in enumerate(starts):
             prob = 1.0 / len(starts)
             for depth, (token_id, _) in enumerate(self._ahead(row, start)):
-                prob *= self._prob(row.run + len(forced) + depth)
+                prob *= self._prob(row.run + len(forced) + depth).value
                 if depth == most or prob < _LEAST_PROB:
                     break
                 nodes.append((-prob, path, depth, token_id))
@@ -121,17 +120,10 @@ class Prediction(Drafter):
             self._follow(row, token_id)
         del row.text[:-_LONGEST_MATCH]
 
-    # --- how probable -------------------------------------------------------------------------
-
-    def _prob(self, run: int) -> float:
-        level = _level(run)
-        return self._num_came[level] / self._num_seen[level]
-
-    def _count(self, run: int, came: bool) -> None:
-        level = _level(run)
-        kept = min(1.0, (_MEMORY - 1) / self._num_seen[level])
-        self._num_seen[level] = kept * self._num_seen[level] + 1
-        self._num_came[level] = kept * self._num_came[level] + came
+    def _prob(self, run: int) -> Mean:
+        """Return how probable a next token is after so many that matched."""
+        level = run if run < 3 else min(1 + (run - 1).bit_length(), len(self._probs) - 1)
+        return self._probs[level]
 
     # --- where the text is --------------------------------------------------------------------
 
@@ -183,13 +175,13 @@ class Prediction(Drafter):
         row.text.append(token_id)
         if row.place is None:
             if starts := self._starts(row):
-                self._count(0, any(self._after(row, each, [token_id]) for each in starts))
+                self._prob(0).add(any(self._after(row, each, [token_id]) for each in starts))
             row.since.append(token_id)
             self._find(row)
             return
         behind = self._after(row, row.place, [token_id])
         if row.place.next < len(self._ids):
-            self._count(row.run, behind is not None)
+            self._prob(row.run).add(behind is not None)
         if behind is not None:
             row.place, row.run = behind, row.run + 1
             if row.since:
@@ -215,7 +207,7 @@ class Prediction(Drafter):
 
     def _guesses(self, row: _Row) -> list[_Place]:
         """Return where a lost text may go on: as many tokens were replaced, or none."""
-        if len(row.since) > _LONGEST_GAP:
+        if len(row.since) > _LONGEST_EDIT:
             return []
         places = {row.anchor + len(row.since), row.anchor}
         return [_Place(each) for each in sorted(places, reverse=True) if each < len(self._ids)]
@@ -225,9 +217,9 @@ class Prediction(Drafter):
         behind = self._places.get(row.text[-1], [])
         # Where nothing was replaced, and where as much was.
         expected = row.anchor + 1, row.anchor + len(row.since)
-        first = max(0, bisect_left(behind, expected[0]) - _MOST_PLACES // 2)
+        first = max(0, bisect_left(behind, expected[0]) - _NEAR // 2)
         best, place = (0, 0), None
-        for each in behind[first : first + _MOST_PLACES]:
+        for each in behind[first : first + _NEAR]:
             run, far = self._match(row, each), min(abs(each - near) for near in expected)
             if (far < _NEAR or run >= _SURE_RUN) and (run, -far) > best:
                 best, place = (run, -far), each
@@ -243,7 +235,3 @@ class Prediction(Drafter):
         while run < most and self._ids[place - 1 - run] == row.text[-1 - run]:
             run += 1
         return run
-
-
-def _level(run: int) -> int:
-    return run if run < 3 else min(1 + (run - 1).bit_length(), len(_FIRST_PROBS) - 1)

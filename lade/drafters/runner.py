@@ -66,14 +66,14 @@ class ModelRunner:
         # path of a target without trees holds drafted tokens alone.
         self._tokens: list[int] = []
         self._parents: list[int] = []  # -1 for the first
-        self._root = -1  # the node that what is grown first hangs under; -1 if it is committed
+        self._places = {-1: -1}  # of the grown ones by their names; -1 is what they hang under
         self._after: Tensor | None = None  # logits after what is held, where all of the text is
 
     @torch.no_grad()
     def follow(self, committed: Sequence[int]) -> Tensor:
         """Commit what was run of a text, run the rest of it; return the logits after it [vocab].
 
-        What is grown next follows it: its last token is node 0.
+        What is grown next follows it: its last token is node -1.
         """
         held = self._held
         if self._after is not None and committed == held:  # nothing but drafts is to be dropped
@@ -93,16 +93,19 @@ class ModelRunner:
         return self._run_text([*committed[len(self._held) :]])
 
     @torch.no_grad()
-    def grow(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
-        """Run nodes and return the logits after each [num_new, vocab].
+    def grow(
+        self, nodes: Sequence[int], token_ids: Sequence[int], parents: Sequence[int]
+    ) -> Tensor:
+        """Run nodes, which the caller numbers, and return the logits after each [num_new, vocab].
 
         Args:
             token_ids: of the nodes [num_new].
-            parents: their parents, in order of growth; 0 is the root, 1 the first node grown.
+            parents: their parents, -1 for the end of the text.
         """
         num_run = len(self._tokens)
+        self._parents += [self._places[parent] for parent in parents]
+        self._places |= zip(nodes, range(num_run, num_run + len(nodes)), strict=True)
         self._tokens += token_ids
-        self._parents += [self._root + parent for parent in parents]
         return self._run(num_run)
 
     def close(self) -> None:
@@ -110,7 +113,7 @@ class ModelRunner:
         if self._target is not None:
             self._target.close()
         self._target = None
-        self._held, self._tokens, self._parents, self._root = [], [], [], -1
+        self._held, self._tokens, self._parents, self._places = [], [], [], {-1: -1}
         self._after = None
 
     def _check(self, token_ids: Sequence[int]) -> None:
@@ -138,16 +141,16 @@ class ModelRunner:
         path = path_along(self._tokens, self._parents, committed[len(self._held) : -1])
         self._target.commit([path])
         self._held += [self._tokens[node] for node in path]
-        self._tokens, self._parents = [], []
+        self._tokens, self._parents, self._places = [], [], {-1: -1}
 
     def _run_text(self, token_ids: list[int]) -> Tensor:
         self._tokens, self._parents = token_ids, [*range(-1, len(token_ids) - 1)]
-        self._root = len(token_ids) - 1
+        self._places = {-1: len(token_ids) - 1}
         logits = self._run(0)[-1]
         if self.is_chain:  # the state after the text is what drafts go back to
             self._target.commit([[*range(len(token_ids))]])
             self._held += token_ids
-            self._tokens, self._parents, self._root = [], [], -1
+            self._tokens, self._parents, self._places = [], [], {-1: -1}
             self._after = logits
         return logits
 

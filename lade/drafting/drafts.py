@@ -35,6 +35,12 @@ def chain(token_ids: Sequence[int], probs: Sequence[float] | float = 1.0) -> Dra
     return draft_of(token_ids, range(-1, len(token_ids) - 1), probs)
 
 
+def drawn_from(draft: Draft, token_ids: Any, probs: Any) -> SampledDraft:
+    """Return a draft with what each of its nodes was drawn from."""
+    whole = draft.token_ids, draft.parents, draft.depths, draft.probs
+    return SampledDraft(*whole, token_ids.astype(np.int32), probs.astype(np.float64))
+
+
 def path_along(token_ids: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> list[int]:
     """Return the nodes of a tree that a text takes, beginning under the root, -1."""
     path, last = list[int](), -1
@@ -96,10 +102,9 @@ def joined(drafts: Sequence[Draft], max_nodes: int) -> Draft:
 def after(token_ids: Sequence[int], draft: Draft) -> Draft:
     """Prepend a chain of tokens, each of probability 1, to a draft."""
     first = chain(token_ids)
-    whole = Draft(
+    whole = draft_of(
         np.concatenate([first.token_ids, draft.token_ids]),
         np.concatenate([first.parents, draft.parents + len(first)]),
-        np.concatenate([first.depths, draft.depths + len(first)]),
         np.concatenate([first.probs, draft.probs]),
     )
     if not isinstance(draft, SampledDraft):
@@ -110,7 +115,7 @@ def after(token_ids: Sequence[int], draft: Draft) -> Draft:
     probs = np.zeros(ids.shape)
     ids[: len(first), 0], probs[: len(first), 0] = first.token_ids, 1.0
     ids[len(first) :], probs[len(first) :] = draft.support_token_ids, draft.support_probs
-    return SampledDraft(whole.token_ids, whole.parents, whole.depths, whole.probs, ids, probs)
+    return drawn_from(whole, ids, probs)
 
 
 def narrowed(draft: Draft, max_candidates: int) -> Draft:
@@ -126,12 +131,7 @@ def narrowed(draft: Draft, max_candidates: int) -> Draft:
         return draft
     nodes = [*kept][1:]
     parents = [kept[parent] for parent in draft.parents[nodes].tolist()]
-    return Draft(
-        draft.token_ids[nodes],
-        np.array(parents, np.int32).reshape(len(nodes)),
-        draft.depths[nodes],
-        draft.probs[nodes],
-    )
+    return draft_of(draft.token_ids[nodes], parents, draft.probs[nodes])
 
 
 def exploring(
@@ -160,11 +160,10 @@ def exploring(
     order = (-probs).argsort(kind="stable")[:max_draft_tokens]
     places = np.full(len(probs) + 1, -1, np.int32)  # of nodes among all; the last is the root's
     places[order] = np.arange(len(order))
-    roots = np.full(len(new), -1, np.int32)
-    return Draft(
+    parents = np.concatenate([draft.parents, np.full(len(new), -1)])
+    return draft_of(
         np.concatenate([draft.token_ids, token_ids[new]])[order],
-        places[np.concatenate([draft.parents, roots])[order]],
-        np.concatenate([draft.depths, -roots])[order],
+        places[parents[order]],
         probs[order],
     )
 
@@ -209,11 +208,7 @@ def checked(draft: object, max_draft_tokens: int) -> Draft:
         raise ValueError("expected support_probs from 0 to 1")
     if not ((support_ids == ids[:, None]) & (support_probs > 0)).any(axis=1).all():
         raise ValueError("expected every token to be in the support that it was drawn from")
-    return SampledDraft(
-        *(whole.token_ids, whole.parents, whole.depths, whole.probs),
-        support_ids.astype(np.int32),
-        support_probs.astype(np.float64),
-    )
+    return drawn_from(whole, support_ids, support_probs)
 
 
 def checked_ids(token_ids: object) -> list[int]:

@@ -42,6 +42,7 @@ class PoolDrafter(Drafter):
             pool.close_sequence(pool.open_sequence(layers=layers))
         self.pool = pool
         self._max_candidates = max_candidates
+        self._max_match = pool.max_match  # of a context's last tokens
         self._prewarmed = prewarmed
         self.has_table = prewarmed is not None
         self._layers = tuple(layers)
@@ -68,7 +69,7 @@ class PoolDrafter(Drafter):
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Look up the last tokens in all that the pool holds."""
-        context = committed[-self.pool.max_match :]
+        context = committed[-self._max_match :]
         return self.pool.draft(context, max_draft_tokens, self._max_candidates, sequence)
 
     def sample(
@@ -83,7 +84,7 @@ class PoolDrafter(Drafter):
         Node i depends only on the draws of nodes before i, so that `SampledDraft.first` is
         unbiased.
         """
-        context = committed[-self.pool.max_match :]
+        context = committed[-self._max_match :]
         return self.pool.sample(context, max_draft_tokens, rng, self._max_candidates, sequence)
 
     def explore(

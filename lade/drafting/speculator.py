@@ -1,21 +1,40 @@
-"""What a decoder does about drafts: what each step verifies, and what is learned from it."""
+"""What a decoder does about drafts: what each step verifies, and what is learned from it.
+
+A call's sources are one list (`sources.py`). Which of them are worth asking is decided in
+`lade/budget/asking.py`; how much of what they propose is verified, in `budget.py` there.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.batch import Batch, Prefix
+from lade.budget.asking import Asking, Pace
 from lade.budget.budget import Budget
 from lade.budget.calibration import Outcome
+from lade.compat import placeholders_of
 from lade.config import Lookahead
+from lade.drafting.drafter import Drafter, DraftingCall
+from lade.drafting.drafts import (
+    after,
+    chain,
+    checked_ids,
+    exploring,
+    joined,
+    matched_depth,
+    narrowed,
+)
+from lade.drafting.guard import Guard
 from lade.drafting.lookahead import Window, likeliest_tokens
 from lade.drafting.ranks import Ranks
-from lade.drafting.sources import Proposer
+from lade.drafting.sources import Source
 from lade.drafting.successors import (
     PromptHarvester,
     Ranked,
@@ -24,9 +43,11 @@ from lade.drafting.successors import (
     rank,
     with_probs,
 )
-from lade.stats import Step
+from lade.stats import SourceStats, Step
 from lade.tree import ROOT, Tree, starts
-from ngram_pool import Draft
+from ngram_pool import Draft, SampledDraft
+
+_NOTHING = Draft.empty()
 
 
 class Runner(Protocol):
@@ -47,7 +68,7 @@ class Runner(Protocol):
         """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
 
     def width_of(self, num_tokens: int) -> int:
-        """Return the padded width of a forward over `num_tokens`."""
+        """Return the padded width of a forward over `num_tokens` of each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +84,7 @@ class Plan:
     def num_tokens(self) -> int:
         """Tokens of the largest row, window included."""
         num_beside = 0 if self.window is None else self.window.num_cells
-        return max(map(len, self.trees.values())) + num_beside
+        return max(len(tree.token_ids) for tree in self.trees.values()) + num_beside
 
     def nodes(self) -> list[Tree]:
         """Return the trees followed by the window, which only the target sees."""
@@ -80,7 +101,7 @@ class Cost(NamedTuple):
     """What a forward took."""
 
     num_rows: int
-    num_tokens: float  # besides the root, the mean of all rows
+    num_tokens: float  # per row, besides the root; their mean if rows have no padding
     sec: float | None  # None where not representative of other forwards
 
 
@@ -94,54 +115,139 @@ class Done:
     cost: Cost | None  # None for the prefill
 
 
+class _Asked(NamedTuple):
+    """A source that was asked for a draft, and what was known by then."""
+
+    source: Source
+    before: Draft  # what was proposed before
+    after: Draft  # the same with the source's own
+    draft: Draft  # its own
+    sec: float
+
+
+@dataclass(slots=True)
+class _DraftedRow:
+    """What became of the last proposal for a row."""
+
+    asked: list[_Asked] = field(default_factory=list)  # until the outcome is known
+    source: Source | None = None  # the last that drafted
+    forced: list[int] = field(default_factory=list)  # first tokens, where a grammar forces them
+    draft: Draft = field(default_factory=Draft.empty)  # tokens to explore included
+    room: int = 0  # maximum depth that the target can run
+
+
 class Speculator:
     """The drafts of a batch and the lookahead window of a single row: what to run and to learn.
 
+    Of each row all there is is proposed, so that a budget can decide how much of it to verify; that
+    much is taken, or drawn anew where drafts are random. The number of nodes drawn must not depend
+    on the tokens drawn, or the text would no longer have the right distribution.
+
+    Sources are asked in the order of their cost, where the tokens that they add are worth their
+    time. Tokens on the same path become one node, whose probability is learned from what became of
+    each source's nodes. Where drafts are drawn, one source alone drafts a step. It is chosen before
+    anything is drawn; choosing among draws would favour some tokens, and joining them would change
+    what each was drawn from.
+
+    No source can fail the call: whatever one raises and an invalid draft become a warning, and it
+    is not asked again (`guard.py`).
+
     Args:
+        sources: of the call.
+        grammar: asks for the tokens that a grammar forces on the text, if there is one.
         lookahead: size of the window to run beside drafts, which takes verification by tree; None
             for no window.
-        ranks: the processes that run the target together, if there are several.
-        prompt_harvester: harvests successors from the prefill of a single row, for the drafter.
+
+    Attributes:
+        prompt_harvester: harvests successors from the prefill of a single row; None for none.
     """
 
     def __init__(
         self,
         batch: Batch,
-        proposer: Proposer,
+        sources: Sequence[Source],
+        call: DraftingCall,
         budget: Budget,
         runner: Runner,
+        grammar: Guard | None = None,
         lookahead: Lookahead | None = None,
-        ranks: Ranks | None = None,
-        prompt_harvester: PromptHarvester | None = None,
     ) -> None:
+        self.prompt_harvester: PromptHarvester | None = None
         self._batch = batch
-        self._proposer = proposer
+        self._sources = sources
+        self._call = call
         self._budget = budget
         self._runner = runner
-        self._ranks = ranks
-        self._prompt_harvester = prompt_harvester
+        self._grammar = grammar
         # Processes that share a target measure different times, and must draft in the same steps.
-        self._may_rest = ranks is None and lookahead is None and not proposer.has_grammar
+        self._ranks = None if call.model is None else Ranks.of(call.model)
+        self._may_rest = self._ranks is None and lookahead is None and grammar is None
+        self._asks_all = self._ranks is not None or [source.is_measured for source in sources] == [
+            False
+        ]
         self._window: Window | None = None
         if lookahead is not None:
             self._window = Window(lookahead, batch.contexts[0], runner.vocab_size, seed=0)
+        model = call.model
+        self._placeholders = np.array(() if model is None else placeholders_of(model), np.int32)
+        self._pace = Pace()
+        self._asking = {source: Asking(source.costs, self._pace) for source in sources}
+        # Alone, a pool or a drafter of the user's is asked at every step; nothing is learned of it.
+        self._learns = any(s.is_part or s.is_measured is not None for s in sources)
+        # Where drafts are drawn, or paths are few, every node should be as likely as can be.
+        explores = call.max_candidates is None and call.rngs is None
+        self._explorer = next((s for s in sources if s.is_pool and explores), None)
+        self._rows: dict[int, _DraftedRow] = {}
+        # The step under way: when its first draft was asked for, rows drafted for, rows observed
+        # and tokens emitted since.
+        self._begun: float | None = None
+        self._num_drafted = self._num_observed = self._num_emitted = 0
+
+    @classmethod
+    def alone(cls, batch: Batch, drafter: Drafter, budget: Budget, runner: Any) -> Self:
+        """Return what drafts by one drafter, outside of any call."""
+        call = DraftingCall(None, runner.vocab_size, batch.limits.max_length)
+        return cls(batch, [Source(drafter).make(call)], call, budget, runner)
+
+    @property
+    def num_successors(self) -> int:
+        """Top-k target tokens to report per node; 0 for none."""
+        most = 0
+        for source in self._sources:
+            if not source.has_failed:
+                most = max(most, source.num_successors)
+        return most
+
+    @property
+    def has_table(self) -> bool:
+        """Whether a pool has a prewarmed table; then the ends of prompts are not harvested.
+
+        That took more time (0.7 % of an answer) than it saved.
+        """
+        return any(s.is_pool and s.drafter.has_table for s in self._sources)
+
+    def sources(self) -> dict[str, SourceStats]:
+        """Return what each source did, where there are several or models."""
+        return {source.name: source.stats for source in self._sources} if self._learns else {}
 
     # --- before a forward -------------------------------------------------------------------
 
     def open_all(self) -> None:
-        """Feed the drafter the prompts."""
+        """Feed the sources the prompts."""
         for row in self._batch.rows:
-            self._proposer.open(row, self._batch.contexts[row])
+            self._rows[row] = _DraftedRow()
+            for source in self._sources:
+                source.ask(source.open, None, row, self._batch.contexts[row])
 
     def watching_prompts(self) -> AbstractContextManager[Any]:
         """Return a context of the prefill: the view of the model to run; None for the model."""
-        harvester = self._prompt_harvester
+        harvester = self.prompt_harvester
         return nullcontext() if harvester is None else harvester.watching()
 
     @property
     def num_harvested(self) -> int:
         """How many of a prompt's last tokens but the very last are harvested."""
-        return 0 if self._prompt_harvester is None else self._prompt_harvester.max_tokens
+        return 0 if self.prompt_harvester is None else self.prompt_harvester.max_tokens
 
     def roots(self) -> Plan:
         """Return the plan of the prefill, whose roots are the prompts' last tokens."""
@@ -155,68 +261,48 @@ class Speculator:
 
     def plan(self, emitting: Sequence[int]) -> Plan:
         """Return what the next step runs: drafts of the rows that emit, roots of the others."""
-        batch, window = self._batch, self._open_window()
-        is_resting = self._may_rest and self._budget.is_resting
-        proposed = {} if is_resting else self._proposals(emitting)
-        # Tokens to explore, different ones in each row, are added.
+        batch, text, most = self._batch, self._batch.text, self._budget.max_draft_tokens
+        window, proposed = self._open_window(), dict[int, Draft]()
+        for row in () if self._may_rest and self._budget.is_resting else emitting:
+            proposed[row] = self.propose(row, most)
         explored, others = dict[int, Draft](), list[NDArray[np.int32]]()
         for row in proposed:
-            explored[row] = self._proposer.explore(row, others, self._budget.max_draft_tokens)
+            explored[row] = self._with_explored(row, others, most)
             others.append(explored[row].token_ids)
         nums = self._nums_of_nodes(explored, window)
-        drafts = {row: self._proposer.draw(row, batch.contexts[row], nums[row]) for row in explored}
+        drafts = dict[int, Draft]()
+        for row, num in nums.items():
+            drafts[row] = self._drawn(row, num)
         if self._ranks is not None:
             drafts = self._ranks.agree(drafts)
-        trees = {
-            row: Tree.build(batch.text.token_ids[row][-1], drafts.get(row, Draft.empty()))
-            for row in batch.rows
-        }
+        trees = dict[int, Tree]()
+        for row in batch.rows:
+            trees[row] = Tree.build(text.token_ids[row][-1], drafts.get(row, _NOTHING))
         return Plan(trees, proposed, window, self._context_lengths())
 
     def _context_lengths(self) -> dict[int, int]:
-        batch = self._batch
-        return {
-            row: len(batch.contexts[row])
-            for row in batch.rows
-            if batch.contexts[row] and not batch.text.is_finished[row]
-        }
+        lengths, is_finished = dict[int, int](), self._batch.text.is_finished
+        for row in self._batch.rows:
+            if (length := len(self._batch.contexts[row])) and not is_finished[row]:
+                lengths[row] = length
+        return lengths
 
-    def _proposals(self, emitting: Sequence[int]) -> dict[int, Draft]:
-        """Return all that there is to propose for the rows that emit."""
-        batch, max_draft_tokens = self._batch, self._budget.max_draft_tokens
-        return {
-            row: self._proposer.propose(
-                row,
-                batch.text.token_ids[row],
-                batch.contexts[row],
-                batch.room(row),
-                max_draft_tokens,
-            )
-            for row in emitting
-        }
-
-    def _nums_of_nodes(
-        self, proposed: Mapping[int, Draft], window: Window | None
-    ) -> dict[int, int]:
-        """Ask the budget how many draft tokens of each row to verify."""
+    def _nums_of_nodes(self, drafts: Mapping[int, Draft], window: Window | None) -> dict[int, int]:
+        """Return how many draft tokens of each row to verify."""
         runner, budget = self._runner, self._budget
-        if runner.must_catch_up or not proposed:
-            return dict.fromkeys(proposed, 0)
-        drawn = {row: len(draft) for row, draft in proposed.items() if self._proposer.is_drawn(row)}
-        if drawn:  # how many of them are verified must not depend on what was drawn
-            return dict.fromkeys(proposed, max(drawn.values())) | drawn
-        probs = [draft.probs for draft in proposed.values()]
+        if not drafts or runner.must_catch_up:
+            return dict.fromkeys(drafts, 0)
+        if self._call.rngs is not None:
+            drawn = {row: len(each) for row, each in drafts.items() if _is_drawn(each)}
+            if drawn:  # how many of them are verified must not depend on what was drawn
+                return dict.fromkeys(drafts, max(drawn.values())) | drawn
+        probs = [*map(attrgetter("probs"), drafts.values())]
         if len(probs) != 1:
-            return dict(zip(proposed, budget.nums_of_nodes(probs), strict=True))
+            return dict(zip(drafts, budget.nums_of_nodes(probs), strict=True))
         num_beside = 0 if window is None else window.num_cells
-        price = runner.price
-        if price is None:
-            num_nodes = budget.num_nodes(probs, runner.num_pending + num_beside)
-        else:
-            num_nodes = budget.num_nodes_at(price, probs)
+        num = budget.num_nodes(probs, runner.num_pending + num_beside, runner.price)
         # The slots that pad a forward to its width may as well hold draft tokens.
-        width = runner.width_of(1 + num_nodes + num_beside)
-        return dict.fromkeys(proposed, width - 1 - num_beside)
+        return dict.fromkeys(drafts, runner.width_of(1 + num + num_beside) - 1 - num_beside)
 
     def _open_window(self) -> Window | None:
         """Return the lookahead window to run, if it ends no later than the text may.
@@ -225,6 +311,167 @@ class Speculator:
         """
         window = self._window
         return window if window is not None and window.depth <= self._batch.places(0) else None
+
+    # --- a row's draft ----------------------------------------------------------------------
+
+    def propose(self, row: int, max_draft_tokens: int) -> Draft:
+        """Return a draft of what may follow in a row, likeliest nodes first."""
+        state, context, room = self._rows[row], self._batch.contexts[row], self._batch.room(row)
+        state.room, state.forced, draft = room, [], _NOTHING
+        most = min(room, max_draft_tokens)
+        if most > 0 and self._grammar is not None:
+            state.forced = self._forced(self._grammar, row, most)
+        left = max_draft_tokens - len(state.forced)
+        if most > 0 and left > 0:
+            ahead = [*context, *state.forced] if state.forced else context
+            draft = self._asked(row, state, ahead, left)
+            if self._call.max_candidates is not None and not _is_drawn(draft):
+                draft = narrowed(draft, self._call.max_candidates)
+        state.draft = self._possible(state, draft)
+        return state.draft
+
+    def _asked(self, row: int, state: _DraftedRow, context: Sequence[int], most: int) -> Draft:
+        """Ask the sources that are worth it, and join what they propose.
+
+        Where drafts are drawn, a pool draws only when it is told how much, so what it proposes
+        before may decide whether another source is worth asking instead.
+        """
+        state.asked, state.source, draft = [], None, _NOTHING
+        if not self._learns:
+            state.source = self._sources[0]
+            alone: Draft = state.source.ask(state.source.draft, draft, row, context, most)
+            return alone
+        self._begin_step(perf_counter())
+        draws, drafts, length = self._call.rngs is not None, list[Draft](), len(context)
+        length -= len(state.forced)
+        for source in self._order():
+            num_behind = length - source.num_run.get(row, 0) if source.is_made else 0
+            if draws and drafts and (self._asks_all or source.is_free):
+                continue
+            if not self._pays(source, float(draft.probs.sum()), num_behind, length):
+                continue
+            start, before = perf_counter(), draft
+            found = source.ask(source.draft, None, row, context, most)
+            is_chosen = draws and source.is_free and not source.is_pool
+            if found is None or (is_chosen and not len(found)):
+                continue
+            if draws:
+                drafts, draft = [found], found
+            elif len(self._sources) == 1:
+                draft = found
+            else:
+                believed = source.calibration.believed(found.probs)
+                drafts.append(replace(found, probs=np.minimum.accumulate(believed)))
+                draft = joined(drafts, most)
+            sec, state.source = perf_counter() - start, source
+            state.asked.append(_Asked(source, before, draft, found, sec))
+            source.costs.record(sec, num_behind)
+            source.num_run[row] = length
+            source.stats.num_asked += 1
+            source.stats.num_draft_tokens += len(found)
+            source.stats.sec += sec
+            if draws and source.is_made:
+                break
+        self._num_drafted += 1
+        return draft
+
+    def _order(self) -> list[Source]:
+        """Return the sources in the order in which they are asked, the cheapest first."""
+        working = [source for source in self._sources if not source.has_failed]
+        if not self._asks_all:
+            working.sort(key=lambda source: source.costs.draft_sec or float("inf"))
+        if self._call.rngs is not None:
+            # First a prediction, then those that are not drawn from yet.
+            working.sort(key=lambda s: (not s.is_free or s.is_pool, s.is_made))
+        return working
+
+    def _pays(self, source: Source, num_expected: float, num_behind: int, length: int) -> bool:
+        if self._asks_all or source.is_free:
+            return True
+        num_to_come = max(0, self._call.max_length - length)
+        return self._asking[source].is_worth(num_expected, num_behind, num_to_come)
+
+    def _begin_step(self, now: float) -> None:
+        """Learn how long the last step took, and begin another."""
+        if self._begun is not None and not self._num_observed:
+            return  # another row is drafted for
+        if self._begun is not None:
+            # A budget may rest for some steps; rows that share a step share its seconds.
+            sec, num_steps = now - self._begun, self._num_observed / max(1, self._num_drafted)
+            self._pace.record(sec, self._num_emitted, num_steps)
+            for asking in self._asking.values():
+                asking.passed(sec)
+        self._begun = now
+        self._num_drafted = self._num_observed = self._num_emitted = 0
+
+    def _with_explored(
+        self, row: int, others: Sequence[NDArray[np.int32]], max_draft_tokens: int
+    ) -> Draft:
+        """Add tokens to explore to a row's proposal, and return it with these.
+
+        They are run for what is harvested there, more than for their chance to be right, so nothing
+        is learned of the drafter's probabilities from them.
+
+        Args:
+            others: tokens that other rows run in this step.
+        """
+        state, explorer = self._rows[row], self._explorer
+        if explorer is None or state.forced or min(state.room, max_draft_tokens) < 1:
+            return state.draft
+        excluded = np.concatenate([state.draft.token_ids, self._placeholders, *others])
+        found = explorer.ask("explore", None, explorer.handles.get(row), excluded, max_draft_tokens)
+        if found is not None and len(found[0]):
+            args = *found, excluded, self._call.vocab_size, max_draft_tokens
+            state.draft = exploring(state.draft, *args)
+        return state.draft
+
+    def _drawn(self, row: int, num_nodes: int) -> Draft:
+        """Return the first `num_nodes` nodes of the proposal, or as many drawn in their place."""
+        state, rngs = self._rows[row], self._call.rngs
+        if _is_drawn(state.draft):
+            return state.draft if num_nodes else state.draft.first(0)
+        proposed, source = state.draft.first(num_nodes), state.source
+        num_drawn = len(proposed) - len(state.forced)
+        if rngs is None or num_drawn < 1 or source is None or not source.is_pool:
+            return proposed
+        context = self._batch.contexts[row]
+        ahead = [*context, *state.forced] if state.forced else context
+        sampled = source.ask(source.draft, _NOTHING, row, ahead, num_drawn, rngs[row])
+        if state.asked:
+            state.asked[-1] = state.asked[-1]._replace(draft=sampled, after=sampled)
+        return self._possible(state, sampled)
+
+    def _forced(self, grammar: Guard, row: int, most: int) -> list[int]:
+        """Return the tokens that a grammar forces, none where it fails to say."""
+        committed = self._batch.text.token_ids[row]
+
+        def ask() -> list[int]:
+            forced = grammar.drafter.forced_tokens(row, committed, most)
+            return forced if grammar.is_own else checked_ids(forced)[:most]
+
+        forced: list[int] = grammar.ask(ask, [])
+        return forced
+
+    def _possible(self, state: _DraftedRow, draft: Draft) -> Draft:
+        """Put forced tokens before a draft, and cut it before what the target cannot run.
+
+        Such a node is deeper than there is room, or its token is a placeholder or outside the
+        vocabulary, as from a pool that learned from another model's text. For a drawn node, the
+        tokens that it could have become decide, not the one that it became.
+        """
+        if state.forced:
+            draft = after(state.forced, draft)
+        vocab_size = self._call.vocab_size
+        ids = draft.support_token_ids if isinstance(draft, SampledDraft) else draft.token_ids
+        unknown = (ids < 0) | (ids >= vocab_size)
+        if len(self._placeholders):
+            unknown |= np.isin(ids, self._placeholders)
+        if isinstance(draft, SampledDraft):
+            unknown = np.any(unknown & (draft.support_probs > 0), axis=1)
+        if len(draft) <= state.room and not unknown.any():
+            return draft
+        impossible = np.flatnonzero((draft.depths > state.room) | unknown)
+        return draft.first(int(impossible[0])) if len(impossible) else draft
 
     # --- after a forward --------------------------------------------------------------------
 
@@ -235,7 +482,7 @@ class Speculator:
             logits: [1, num_nodes, vocab_size or more].
             ranked: ranks of these logits that are known already, or None.
         """
-        num_successors = self._proposer.num_successors
+        num_successors = self.num_successors
         if num_successors == 0:
             return None
         known = logits[..., : self._runner.vocab_size]
@@ -243,15 +490,6 @@ class Speculator:
         is_whole = known.shape == logits.shape
         ranked = (ranked if is_whole else None) or rank(known, num_successors)
         return with_probs(ranked, known)
-
-    def rank_prompts(self, logits: Tensor) -> Successors | None:
-        """Return the likeliest tokens after a prompt's last tokens but the very last, if known.
-
-        Args:
-            logits: of the very last token, [1, 1, vocab_size], or of more of them.
-        """
-        harvester = self._prompt_harvester
-        return None if harvester is None else harvester.successors(logits)
 
     def advance_window(self, plan: Plan, logits: Tensor) -> int:
         """Move the plan's window on and feed the drafter the n-grams that it produced.
@@ -266,54 +504,88 @@ class Speculator:
         nodes = [len(tree) + cell for cell in window.newest]
         newest = likeliest_tokens(logits, nodes, self._runner.vocab_size)
         ngrams = window.advance(tree.token_ids[ROOT], newest)
-        self._proposer.observe_ngrams(0, ngrams)
+        for source in self._sources:
+            if source.learns_ngrams and 0 in source.handles:
+                source.ask("observe_ngrams", None, source.handles[0], ngrams)
         return num_tokens
 
     def observe(self, row: int, token_ids: Sequence[int]) -> None:
-        """Append emitted tokens to a row's context and feed them to the drafter."""
+        """Tell all sources what a step emitted, and learn from what they had proposed."""
+        state = self._rows[row]
         self._batch.contexts[row] += token_ids
-        self._proposer.observe(row, token_ids)
+        for source in self._sources:
+            if row in source.handles:
+                source.ask("observe", None, source.handles[row], token_ids)
+        self._num_emitted += len(token_ids)
+        self._num_observed += 1
+        emitted = [*token_ids[len(state.forced) :]]
+        draws = self._call.rngs is not None
+        # Of a draft that was not drawn from, nobody knows how much would have been verified.
+        most = len(emitted) - (0 if draws else 1)
+        for source, before, with_own, draft, sec in state.asked if emitted else ():
+            if not draws:
+                source.calibration.record([Outcome(row, draft, emitted)])
+            source.stats.num_accepted_tokens += matched_depth(draft, emitted)
+            num_added = min(most, matched_depth(with_own, emitted))
+            num_added -= min(most, matched_depth(before, emitted))
+            self._asking[source].record_gain(float(before.probs.sum()), num_added, sec)
+        state.asked = []
 
-    def harvest_prompts(self, plan: Plan, successors: Successors | None) -> None:
-        """Feed the drafter harvested successors of the prompts' last tokens.
+    def harvest(self, row: int, context: Sequence[int], tree: Tree, found: Successors) -> None:
+        """Tell harvested successors of the nodes of a row's tree."""
+        parents = [-1, *(tree.draft.parents + 1).tolist()]
+        for source in self._sources:
+            if (num := source.num_successors) and row in source.handles:
+                mine = found
+                if num < found.token_ids.shape[1]:
+                    mine = Successors(found.token_ids[:, :num], found.probs[:, :num])
+                args = source.handles[row], context, tree.token_ids, parents, mine
+                source.ask("harvest", None, *args)
+
+    def harvest_prompts(self, plan: Plan, logits: Tensor) -> None:
+        """Tell the likeliest tokens after the prompts' last tokens but the very last, if known.
 
         Args:
-            successors: [1, num_tokens, num_successors], without those of the very last token.
+            plan: of the prompts.
+            logits: of the very last token, [1, 1, vocab_size], or of more of them.
         """
+        harvester = self.prompt_harvester
+        successors = None if harvester is None else harvester.successors(logits)
         if successors is None:
             return
         text = self._batch.text
         for row, length in plan.context_lengths.items():
             context = self._batch.contexts[row][:length]
             prompt = text.token_ids[row][: text.num_prompt]
-            shared = 0  # tokens that both end with, up to anything that is masked
+            num = -1  # tokens that both end with, up to anything that is masked, but the last
             for token_id, seen in zip(reversed(prompt), reversed(context), strict=False):
-                if token_id != seen or shared > successors.num_nodes:
+                if token_id != seen or num == successors.num_nodes:
                     break
-                shared += 1
-            if shared > 1:
-                self._proposer.harvest_prompt(row, context, successors.last(shared - 1))
+                num += 1
+            if num > 0:
+                tree = Tree.build(context[-1 - num], chain(context[-num:-1]))
+                self.harvest(row, context[:-num], tree, successors.last(num))
 
     def learn(self, done: Done) -> None:
-        """Feed the drafter the successors of all nodes, and the budget the step's cost."""
-        batch = self._batch
-        of_rows = None if done.successors is None else done.successors.get()
-        trees = done.plan.trees
-        for (row, tree), start in zip(trees.items(), starts(trees.values()), strict=True):
-            length = done.plan.context_lengths.get(row)
-            if of_rows is None or length is None or not self._proposer.is_open(row):
-                continue
-            context = Prefix(batch.contexts[row], length)
-            self._proposer.harvest(row, context, tree, of_rows.of_tree(start, len(tree)))
+        """Tell the successors of all nodes, and the budget the step's cost."""
+        batch, trees = self._batch, done.plan.trees
+        if done.successors is not None:
+            of_rows = done.successors.get()
+            for (row, tree), start in zip(trees.items(), starts(trees.values()), strict=True):
+                length = done.plan.context_lengths.get(row)
+                if length is not None and row in self._rows:
+                    context = Prefix(batch.contexts[row], length)
+                    self.harvest(row, context, tree, of_rows.of_tree(start, len(tree)))
         if done.cost is not None:
+            proposed = done.plan.proposed
             self._budget.record(
                 num_rows=done.cost.num_rows,
                 num_nodes=done.cost.num_tokens,
                 forward_sec=done.cost.sec,
                 outcomes=[
-                    Outcome(step.row, done.plan.proposed[step.row], step.token_ids)
+                    Outcome(step.row, proposed[step.row], step.token_ids)
                     for step in done.steps
-                    if step.row in done.plan.proposed
+                    if step.row in proposed
                 ],
                 num_emitted=batch.working(),
             )
@@ -321,8 +593,15 @@ class Speculator:
     def close(self, rows: Sequence[int]) -> None:
         """End rows."""
         for row in rows:
-            self._proposer.close(row)
+            self._rows.pop(row, None)
+            for source in self._sources:
+                source.close(row)
 
     def close_all(self) -> None:
         """End all open rows."""
-        self._proposer.close_all()
+        self.close([*self._rows])
+
+
+def _is_drawn(draft: Draft) -> bool:
+    """Return whether a proposal is drawn already, and so to be verified whole."""
+    return isinstance(draft, SampledDraft)

@@ -32,8 +32,7 @@ from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.grammar import forced_tokens_of
 from lade.drafting.guard import Guard
 from lade.drafting.pool_drafter import PoolDrafter
-from lade.drafting.ranks import Ranks
-from lade.drafting.sources import Proposer, Source
+from lade.drafting.sources import Source
 from lade.drafting.speculator import Speculator
 from lade.drafting.successors import PromptHarvester, num_prompt_tokens
 from lade.errors import (
@@ -266,14 +265,14 @@ class Generation:
             )
         return found
 
-    def _proposer(
+    def _drafting(
         self,
         target: Target,
         max_length: int,
         rngs: Sequence[np.random.Generator] | None,
         budget: Budget,
-    ) -> Proposer:
-        """Return what drafts for the call."""
+    ) -> tuple[DraftingCall, list[Source], Guard | None]:
+        """Return what drafts for the call, and what tells the tokens that a grammar forces."""
         config, device = self._config, target.device
         given, prediction = self._call.arguments.drafter, self._call.arguments.prediction
         if prediction is not None:
@@ -302,7 +301,7 @@ class Generation:
         if grammar is not None:
             what = f"forced tokens: {type(grammar).__name__}"
             foresight = Guard(grammar, what, config.strict_drafter, device)
-        return Proposer(sources, call, foresight)
+        return call, sources, foresight
 
     def _pool_drafter(self, target: Target) -> Drafter:
         """Return a drafter by the pools of the call and the table of its model."""
@@ -354,15 +353,15 @@ class Generation:
         return Budget(0)
 
     def _prompt_harvester(
-        self, proposer: Proposer, target: Target, max_length: int
+        self, speculator: Speculator, target: Target, max_length: int
     ) -> PromptHarvester | None:
         """Return a harvester of the prompts if the drafter needs one, else None.
 
         There is none for a model that several processes run together: all of them must harvest or
         none, but whether it is possible is decided by numbers that differ between them.
         """
-        wanted = proposer.num_successors
-        if wanted == 0 or proposer.has_table or mesh_of(self._model) is not None:
+        wanted = speculator.num_successors
+        if wanted == 0 or speculator.has_table or mesh_of(self._model) is not None:
             return None
         if self._call.num_rows > 1:
             return None
@@ -395,7 +394,7 @@ class Generation:
         if options.do_sample and config.acceptance == "rejection":
             rngs, rejecting = rejection_choice(text, processors, device, outputs.on_choice)
         budget = self._budget(verification)
-        proposer = self._proposer(target, needed.max_length, rngs, budget)
+        call, sources, grammar = self._drafting(target, needed.max_length, rngs, budget)
         choice: Choice
         if rngs is not None:
             choice = rejecting
@@ -407,7 +406,7 @@ class Generation:
                 target.vocab_size,
                 device,
                 outputs.on_choice,
-                num_ranked=proposer.num_successors,
+                num_ranked=max(source.num_successors for source in sources),
                 ahead=overlaps,
             )
         limits = Limits(
@@ -417,9 +416,9 @@ class Generation:
         )
         contexts = _contexts(self._call.input_ids, self._call.model_kwargs.get("attention_mask"))
         batch = Batch(text, contexts, limits, choice.max_lead)
-        ranks = Ranks.of(self._model)
-        harvester = self._prompt_harvester(proposer, target, limits.max_length)
-        speculator = Speculator(batch, proposer, budget, target, config.lookahead, ranks, harvester)
+        speculator = Speculator(batch, sources, call, budget, target, grammar, config.lookahead)
+        harvester = self._prompt_harvester(speculator, target, limits.max_length)
+        speculator.prompt_harvester = harvester
         is_around = self._own_code == AROUND
         decoder = Decoder(
             batch,
@@ -432,7 +431,7 @@ class Generation:
                 self._model,
                 target,
                 text,
-                None if ranks is not None else self._distances(verification),
+                None if mesh_of(self._model) is not None else self._distances(verification),
                 ProofSettings(
                     is_text=is_text_alone(self._call.model_kwargs),
                     has_one_width=config.stable_text,
@@ -452,7 +451,7 @@ class Generation:
             with suppress(Exception):  # what cannot be kept for the next call is dropped
                 target.release()
             raise
-        stats.sources = proposer.sources()
+        stats.sources = speculator.sources()
         credit(self._call.arguments.pool, stats.num_accepted_tokens)
         if decoder.failure is not None:
             report.add_missing(stats)

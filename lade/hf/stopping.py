@@ -54,7 +54,9 @@ class StopRule:
     def __call__(self, rows: list[int]) -> None:
         """Mark the given rows as finished if their last token ends them."""
         text = self._text
-        max_length = min((each.max_length for each in self._lengths), default=math.inf)
+        max_length = math.inf
+        for each in self._lengths:
+            max_length = min(max_length, each.max_length)
         for row in rows:
             token_ids = text.token_ids[row]
             finished = token_ids[-1] in self._eos_token_ids

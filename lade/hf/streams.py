@@ -61,6 +61,8 @@ class Report:
 
     def put(self) -> None:
         """Put every column that is complete, int64 [rows] each, on the CPU."""
+        if self._streamer is None:
+            return
         text = self._text
         while self._num_put < text.longest:
             column = []
@@ -71,8 +73,7 @@ class Report:
                     column.append(padding)
                 else:
                     return
-            if self._streamer is not None:
-                self._streamer.put(torch.tensor(column))
+            self._streamer.put(torch.tensor(column))
             self._num_put += 1
 
 

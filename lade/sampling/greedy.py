@@ -45,4 +45,7 @@ class GreedyChoice(Choice):
 
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
         """Return the likeliest token at each place."""
-        return [self._token_ids[self._starts[row] + node] for row, node in places]
+        found = []
+        for row, node in places:
+            found.append(self._token_ids[self._starts[row] + node])
+        return found

@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lade.budget.asking import Level, Mean, Rule
-from lade.drafters.growing import TREE_CHILDREN, TREE_WIDTH, GrowingTree, RankedTokens
+from lade.drafters.model_drafter import (
+    TREE_WIDTH,
+    GrowingTree,
+    Growth,
+    Level,
+    RankedTokens,
+    Rule,
+)
 from ngram_pool import Draft, SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.lade.tiny import paths_of
@@ -38,12 +44,8 @@ class Table:
     def grown(self, tree: GrowingTree, num_levels: int, *ends: int) -> Draft:
         """Grow a tree by what the table tells."""
 
-        def path_of(node: int) -> Path:
-            above = () if node < 0 else path_of(tree.parents[node])
-            return above if node < 0 else (*above, tree.token_ids[node])
-
         def say(nodes: Sequence[int]) -> RankedTokens:
-            self.forwards.append([path_of(node) for node in nodes])
+            self.forwards.append([(*tree.path(node),) for node in nodes])
             probs = np.stack([self.probs(path) for path in self.forwards[-1]])
             token_ids = np.argsort(-probs, axis=1)[:, : tree.num_ranked]
             return RankedTokens(token_ids, np.take_along_axis(probs, token_ids, axis=1))
@@ -60,7 +62,7 @@ def test_a_tree_has_the_likeliest_paths_best_first(seed: int) -> None:
     children = [
         (*path, int(token))
         for path in set(itertools.chain(*table.forwards))
-        for token in np.argsort(-table.probs(path))[:TREE_CHILDREN]
+        for token in np.argsort(-table.probs(path))[:TREE_WIDTH]
     ]
     ranked = sorted(children, key=lambda path: -table.prob_of(path))
     assert paths_of(draft) == ranked[:12]
@@ -124,7 +126,7 @@ def test_tokens_that_are_ruled_out_are_no_nodes() -> None:
 def length_of(rule: Rule, probs: Sequence[float]) -> int:
     """Return how many levels a rule lets a chain of these probabilities have."""
     levels, mass = list[Level](), 1.0
-    for prob in probs[: rule.num_levels]:
+    for prob in probs:
         mass *= prob
         levels.append(Level(mass, prob, 1))
         if not rule.goes_on(levels):
@@ -138,10 +140,10 @@ def test_measured_drafts_are_as_long_as_is_fastest(
     right: float, forward: float, promised: float
 ) -> None:
     """Where levels are as likely, whatever is promised, the best length is found by trying all."""
-    forward_sec = Mean()
+    growth = Growth()
     for sec in (1.5, forward, forward, forward):  # libraries prepare kernels in the first one
-        forward_sec.add_sec(sec)
-    rule = Rule(20, 0.4, lambda num_nodes: 0.1 + 0.002 * num_nodes, forward_sec)
+        growth.forward_sec.add_sec(sec)
+    rule = Rule(growth, lambda num_nodes: 0.1 + 0.002 * num_nodes)
     rng, lengths = np.random.default_rng(0), []
     for _ in range(600):
         num = length_of(rule, [promised] * 20)

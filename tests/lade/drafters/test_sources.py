@@ -1,12 +1,15 @@
 """Several drafters in simulated time: hardly slower than the best of them alone."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 import lade
+from lade.batch import Batch, Limits, Text
 from lade.budget.budget import MeasuredBudget
 from lade.budget.calibration import Outcome
 from lade.budget.costs import ForwardCosts
@@ -14,7 +17,7 @@ from lade.drafters import Merged
 from lade.drafters.merged import sources_of
 from lade.drafting.drafter import DraftingCall
 from lade.drafting.drafts import chain, matched_depth
-from lade.drafting.sources import Proposer
+from lade.drafting.speculator import Speculator
 from tests.grids import thinned
 
 NUM_TOKENS, NUM_PROMPT, VOCAB_SIZE = 4000, 100, 50
@@ -75,20 +78,24 @@ def decode(
         end = min(num_tokens, place + per_call)
         length = NUM_PROMPT + min(per_call, num_tokens)
         call = DraftingCall(None, VOCAB_SIZE, length)
-        proposer = Proposer(sources_of(drafter, call, is_strict=True), call)
-        clock.place, text, budget = place, [0] * NUM_PROMPT, MeasuredBudget(costs)
-        proposer.open(0, text)
+        clock.place, prompt, budget = place, [0] * NUM_PROMPT, MeasuredBudget(costs)
+        limits = Limits(2 * NUM_TOKENS, stop=lambda rows: None)
+        batch = Batch(Text(torch.tensor([prompt]), None), [prompt], limits)
+        sources, runner = sources_of(drafter, call, is_strict=True), SimpleNamespace()
+        speculator = Speculator(batch, sources, call, budget, runner)
+        speculator.open_all()
+        (text,) = batch.text.token_ids
         while (now := place + len(text) - NUM_PROMPT) < end:
-            draft = proposer.propose(0, text, text, 99, budget.max_draft_tokens)
+            draft = speculator.propose(0, budget.max_draft_tokens)
             num = budget.num_nodes([draft.probs], 0)
             sec = STEP_SEC + SEC_PER_NODE * num
             clock.now += sec
             coming = ANSWER[now : now + num + 1]
             emitted = coming[: matched_depth(draft.first(num), coming) + 1]
             text += emitted
-            proposer.observe(0, emitted)
+            speculator.observe(0, emitted)
             budget.record(1, num, sec, [Outcome(0, draft, emitted)], {0: len(text)})
-        proposer.close(0)
+        speculator.close_all()
         place = end
     return clock.now - begun
 
@@ -143,7 +150,7 @@ def test_the_best_part_is_hardly_faster(
         clock = Clock()
         alone.append(decode(case.sources(clock)[which], clock, per_call=per_call))
     clock = Clock()
-    monkeypatch.setattr("lade.drafting.sources.perf_counter", clock)
+    monkeypatch.setattr("lade.drafting.speculator.perf_counter", clock)
     took = decode(Merged(case.sources(clock)), clock, per_call=per_call)
     most = case.most if per_call == NUM_TOKENS else case.most_short
     assert took < most * min(alone)
@@ -154,7 +161,7 @@ def test_a_call_tells_nothing_of_texts_but_costs(monkeypatch: pytest.MonkeyPatch
     found = []
     for rate in (0.95, 0.02):
         clock = Clock()
-        monkeypatch.setattr("lade.drafting.sources.perf_counter", clock)
+        monkeypatch.setattr("lade.drafting.speculator.perf_counter", clock)
         cheap, dear = Case(always(rate), always(rate), 0.006, 0, 0).sources(clock)
         merged = Merged([dear, cheap])
         decode(merged, clock, 2000, 200)
