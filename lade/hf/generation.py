@@ -228,7 +228,7 @@ class Generation:
             (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
             (not StopRule(call.criteria).takes_rows, "a stop criterion sees all rows"),
             (pad_token is not None and int(pad_token) < 0, "its padding is no token"),
-            (call.returns_dict, "its cache, or more than its text, is to be returned"),
+            (bool(call.wanted_outputs), "scores or states are returned, of rows that ended, too"),
             (self._is_users_cache, "a cache was passed"),
             (not is_text_alone(call.model_kwargs), "its prompts have more than tokens"),
             (config.lookahead is not None, "windows are run beside drafts of one row"),
@@ -468,6 +468,8 @@ class Generation:
         if self._reuse is not None:
             self._keep(self._reuse, text.token_ids[0], decoder.failure is None, target)
         elif limits.gives_cache:
+            if isinstance(target, RowsTarget):
+                stats.num_steps += target.fill(text)
             self._cache = target.hand_over(self._cache)
         if decoder.failure is None:
             target.release()

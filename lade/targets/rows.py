@@ -6,8 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from lade.batch import Text
 from lade.compat import CACHE, Model
+from lade.drafting.drafts import chain
 from lade.targets.base import Forward, Output, Target
 from lade.targets.inputs import CONTINUED
 from lade.targets.joint import JoinedCall, run_as_one
@@ -45,7 +48,9 @@ def split(model: Model, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> l
         positions = prepared.get("position_ids")
         if positions is not None and model_kwargs.get("inputs_embeds") is None:
             given["position_ids"] = positions
-            starts = (mask.cumsum(-1) == 0).sum(-1).tolist()
+            # One that is masked as a whole keeps a token.
+            most = input_ids.shape[1] - 1
+            starts = (mask.cumsum(-1) == 0).sum(-1).clamp(max=most).tolist()
     return [_row(input_ids, given, row, start) for row, start in enumerate(starts)]
 
 
@@ -80,6 +85,7 @@ class RowsTarget(Target):
         keys = [row.key for row in rows]
         self._originals = [keys.index(key) for key in keys]
         self._num_prompt = [row.input_ids.shape[1] for row in rows]
+        self._starts = [max(self._num_prompt) - num for num in self._num_prompt]
 
     @property
     def num_cached(self) -> list[int]:
@@ -197,6 +203,38 @@ class RowsTarget(Target):
     def select(self, places: Sequence[int]) -> None:
         """Continue with these rows only."""
         self._rows = [self._rows[place] for place in places]
+
+    def fill(self, text: Text) -> int:
+        """Run the padding of rows that ended early, as `generate` does; count forwards."""
+        num_forwards = 0
+        for target, ids, start in zip(self._all, text.token_ids, self._starts, strict=True):
+            whole = [*ids, *[text.pad_token_id or 0] * (text.longest - len(ids))]
+            while left := whole[start + target.num_cached[0] : -1]:
+                root, *others = left[: 1 if target.must_catch_up else _MOST_AT_ONCE]
+                target.forward(target.inputs([Tree.build(root, chain(others))]))
+                target.commit([[*range(1 + len(others))]])
+                num_forwards += 1
+        return num_forwards
+
+    def hand_over(self, cache: Any) -> Any:
+        """Let a dynamic cache hold the rows, each behind what padding it has; return it."""
+        of_rows = [target.hand_over(deepcopy(cache)) for target in self._all]
+        for index, layers in enumerate(zip(*(each.layers for each in of_rows), strict=True)):
+            length = max(layer.keys.shape[2] for layer in layers)
+            keys, values = (
+                torch.cat([pad(each, (0, 0, length - each.shape[2], 0)) for each in states])
+                for states in (
+                    [layer.keys for layer in layers],
+                    [layer.values for layer in layers],
+                )
+            )
+            if index >= len(cache.layers) or not cache.layers[index].is_initialized:
+                cache.update(keys[:, :, :0], values[:, :, :0], index)  # creates the layer
+            layer = cache.layers[index]
+            layer.keys, layer.values = keys, values
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = max(each.cumulative_length for each in layers)
+        return cache
 
     def close(self) -> None:
         """Close the target of each row."""

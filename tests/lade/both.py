@@ -65,7 +65,7 @@ def same_as_generate(
     if input_ids is not None:
         given |= {"input_ids": input_ids.to(device)}
         given |= {"attention_mask": (given["input_ids"] != 0).long()}
-    given |= {"return_dict_in_generate": is_one(input_ids, options), **options}
+    given |= {"return_dict_in_generate": True, **options}
     torch.manual_seed(seed)
     of_plain = given | fresh()
     expected = type(model).generate(model, **of_plain)
@@ -148,8 +148,7 @@ def answered(model: Any, prompt: torch.Tensor, **options: Any) -> Any:
         "do_sample": False,
         "pad_token_id": 0,
     }
-    if is_one(prompt, options):
-        given["return_dict_in_generate"] = True
+    given["return_dict_in_generate"] = True
     stats = lade.DecodeStats()
     given |= {"on_step": stats.count_row_step, **options}
     got = lade.generate(model, prompt, **given)
