@@ -46,7 +46,9 @@ def make_target(
 ) -> Target:
     """Return the target set up to verify drafts after these prompts by the chosen method."""
     if len(input_ids) > 1:
-        rows = split(model, input_ids, model_kwargs)
+        rows = split(
+            model, input_ids, model_kwargs, bool(generation_config.return_dict_in_generate)
+        )
         targets = [
             make_target(
                 *(model, row.input_ids, row.model_kwargs, chosen, max_new_tokens),

@@ -33,12 +33,17 @@ class PromptRow(NamedTuple):
         return tuple(str(each.tolist()) for each in (self.input_ids, *given) if each is not None)
 
 
-def split(model: Model, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[PromptRow]:
-    """Return the prompts of a batch, without padding in front where that changes no position."""
+def split(
+    model: Model, input_ids: Tensor, model_kwargs: Mapping[str, Any], keeps_padding: bool = False
+) -> list[PromptRow]:
+    """Return the prompts of a batch, without padding in front where that changes no position.
+
+    Whoever gets the cache gets what `generate` leaves in the slots of padding, too: then it is run.
+    """
     mask, num_rows = model_kwargs.get("attention_mask"), len(input_ids)
     given = {**model_kwargs}
     starts = [0] * num_rows
-    if mask is not None and mask.shape == input_ids.shape:
+    if mask is not None and mask.shape == input_ids.shape and not keeps_padding:
         prepared = model.prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=input_ids.shape[1],
