@@ -19,7 +19,7 @@ EIGHT = lade.Config(max_draft_tokens=8)
 
 
 class Answers(NamedTuple):
-    """The answers of a batch, which are returned without parts, and counts of lade's steps."""
+    """Answers that are returned without parts, and counts of lade's steps."""
 
     sequences: torch.Tensor
     stats: lade.DecodeStats
@@ -54,8 +54,7 @@ def same_as_generate(
         may_fail: whether lade may stop drafting on the way.
         fresh: makes options of each call anew, such as caches that are filled.
         by: what runs lade.
-        options: of both calls; greedy, 24 tokens, with an output of parts for one row, unless they
-            say else.
+        options: of both calls; greedy, 24 tokens, with an output of parts unless they say else.
 
     Returns:
         The outputs of plain `generate` and of lade.
@@ -101,12 +100,6 @@ def same_as_generate(
     if torch.is_tensor(got) and torch.is_tensor(expected):
         return Answers(expected, stats), Answers(got, stats)
     return expected, got
-
-
-def is_one(input_ids: torch.Tensor | None, options: dict[str, Any]) -> bool:
-    """Tell whether a call has one row; batches whose cache is returned are decoded plainly."""
-    num_prompts = 1 if input_ids is None else len(input_ids)
-    return num_prompts * (options.get("num_return_sequences") or 1) == 1
 
 
 def tokens_of(output: Any) -> torch.Tensor:
