@@ -1,7 +1,6 @@
 """`python -m benchmarks`: commands and their options. Each is `run` of the module of its name."""
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,11 +99,10 @@ def run_methods(
     8-bit weights.
     """
     from benchmarks.methods import METHODS
-    from benchmarks.run import add_to, load_assistant
     from benchmarks.run import choose as choose_methods
+    from benchmarks.run import load_assistant, run
+    from benchmarks.settings import BenchSettings
     from lade.bench.baselines import Given
-    from lade.bench.settings import BenchSettings
-    from lade.cli.bench import run
 
     settings = BenchSettings(
         max_new_tokens,
@@ -127,7 +125,7 @@ def run_methods(
     run(
         *(loaded, chosen, {name: METHODS[name] for name in names}, settings, given, files),
         drafting=drafting,
-        add=partial(add_to, assistant=assistant),
+        assistant=assistant,
     )
 
 
@@ -166,7 +164,7 @@ def run_arena(
     """
     from benchmarks.arena import METHODS, run
     from benchmarks.methods import named, numbers
-    from lade.bench.settings import BenchSettings
+    from benchmarks.settings import BenchSettings
 
     names, sizes = named(methods, METHODS), numbers(max_draft_tokens)
     files.check()
@@ -192,7 +190,7 @@ def run_record(
     each of them, from one more forward over the whole text.
     """
     from benchmarks.record import run
-    from lade.bench.settings import BenchSettings
+    from benchmarks.settings import BenchSettings
 
     files_of(out)
     chosen = choose(prompts, limit, None)
@@ -242,7 +240,7 @@ def run_fit(
     beginning with weights that nothing was fitted to.
     """
     from benchmarks.fit import run
-    from lade.bench.settings import BenchSettings
+    from benchmarks.settings import BenchSettings
 
     files, chosen = files_of(json), choose(prompts, limit, half)
     run(LoadOptions(dtype=dtype).load(model), chosen, BenchSettings(max_new_tokens), files)
@@ -360,7 +358,7 @@ def run_memory(
     """
     from benchmarks.memory import Work, run
     from benchmarks.methods import METHODS, named
-    from lade.bench.settings import BenchSettings
+    from benchmarks.settings import BenchSettings
     from lade.cli.loading import fetch_with_progress
     from lade.models.loading import device_of, find_model, native_dtype
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from benchmarks.batches import encode_batch, find_pad_token_id
 from benchmarks.methods import METHODS as ALL_METHODS
 from benchmarks.points import as_json, points, table
 from benchmarks.rivals.catalogue import RIVALS
+from benchmarks.settings import BenchSettings
 from lade.bench.baselines import Given, Method, plain
-from lade.bench.batches import encode_batch, find_pad_token_id
 from lade.bench.prompts import Prompt
-from lade.bench.settings import BenchSettings
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.prompting import check_prompts
 from lade.cli.results import ResultFiles, keeping, progress_bar

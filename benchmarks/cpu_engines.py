@@ -20,12 +20,12 @@ from typing import Any
 from transformers import TextIteratorStreamer
 
 import lade
+from benchmarks.batches import find_pad_token_id
 from benchmarks.gguf_engines import ENGINES, Clock, Continuation, Start, ask, write_gguf
+from benchmarks.settings import BenchSettings
 from lade.bench.baselines import new_rows
-from lade.bench.batches import find_pad_token_id
 from lade.bench.environment import environment
 from lade.bench.report import share_text, speedup_text
-from lade.bench.settings import BenchSettings
 from lade.bench.tables import Sheet
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.prompting import check_prompts

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lade.bench.batches import encode_batch, find_pad_token_id
+from benchmarks.batches import encode_batch, find_pad_token_id
+from benchmarks.settings import BenchSettings
 from lade.bench.environment import environment
 from lade.bench.methods import Lade
 from lade.bench.prompts import Prompt
-from lade.bench.settings import BenchSettings
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.loading import console
 from lade.cli.prompting import check_prompts

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lade.bench.settings import BenchSettings
+from benchmarks.settings import BenchSettings
 from lade.errors import LadeError
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def measure(work: Work) -> Peak:
     import torch
     from transformers.utils import logging
 
-    from lade.bench.baselines import BASELINES, Given, warm_up
-    from lade.bench.batches import encode_batch, find_pad_token_id, in_batches
+    from benchmarks.batches import encode_batch, find_pad_token_id, in_batches, warm_up
+    from lade.bench.baselines import BASELINES, Given
     from lade.models.loading import load
 
     logging.disable_progress_bar()

@@ -53,9 +53,11 @@ def _drafting_as(rival: Rival) -> MethodInfo:
 
 
 def _hf_assistant(given: Given) -> Method:
-    options = {"assistant_model": given.assistant}
-    if given.tokenizer is not None:
-        options |= {"tokenizer": given.target_tokenizer, "assistant_tokenizer": given.tokenizer}
+    assert given.assistant is not None
+    model, tokenizer, _ = given.assistant
+    options = {"assistant_model": model}
+    if tokenizer.get_vocab() != given.tokenizer.get_vocab():
+        options |= {"tokenizer": given.tokenizer, "assistant_tokenizer": tokenizer}
     return TransformersAssisted(options)
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.batches import encode_batch, find_pad_token_id
+from benchmarks.settings import BenchSettings
 from benchmarks.traces import Trace, Traces, write_traces
 from lade.bench.baselines import new_rows
-from lade.bench.batches import encode_batch, find_pad_token_id
 from lade.bench.environment import environment
 from lade.bench.prompts import Prompt
-from lade.bench.settings import BenchSettings
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.loading import console
 from lade.cli.prompting import check_prompts

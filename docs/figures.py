@@ -32,9 +32,9 @@ import api  # of this folder
 import commands
 
 from benchmarks.cpu_engines import HEADINGS, cells_of
+from benchmarks.settings import BenchSettings
 from lade.bench.environment import code as present_code
 from lade.bench.report import LOOPS, OVERALL, msec_text, share_text, speedup_text
-from lade.bench.settings import BenchSettings
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent

@@ -127,7 +127,6 @@ CATCHES_ANYTHING = {
     "lade/models/embedded.py": 1,
     "lade/models/loading.py": 1,
     "lade/prewarming/tables.py": 1,
-    "lade/server/compiling.py": 1,
     "lade/server/inference.py": 1,
     "lade/server/limits.py": 1,
     "lade/server/routes.py": 2,

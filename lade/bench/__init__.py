@@ -1,6 +1,6 @@
 """`lade bench`: ways of generating on the user's own prompts, in turn, in one process.
 
-Reading order: `settings.py`, `prompts.py`, `baselines.py`, `methods.py`, `run.py`, `report.py`;
-`batches.py`, `forwards.py`, `device.py`, `environment.py` and `tables.py` are helpers.
+Reading order: `prompts.py`, `baselines.py`, `methods.py`, `run.py`, `report.py`;
+`forwards.py`, `device.py`, `environment.py` and `tables.py` are helpers.
 The core of lade imports nothing from here.
 """

@@ -5,16 +5,13 @@ only what a user of transformers would have. Next file: `methods.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from lade.bench.batches import encode_batch, find_pad_token_id
 from lade.bench.device import wait_for
 from lade.bench.forwards import counting_forwards
-from lade.bench.settings import BenchSettings
 from lade.config import Config, Verification
 from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats
@@ -22,8 +19,6 @@ from lade.stats import DecodeStats
 if TYPE_CHECKING:
     from ngram_pool import NGramPool
 
-_WARM_UP_PROMPT = "Count from one to ten."
-_WARM_UP_TOKENS = 16
 _LOOKUP_TOKENS = 10  # for transformers' prompt lookup: its documented setting
 
 
@@ -55,9 +50,8 @@ class Given(NamedTuple):
     config: Config = Config()
     pools: "Sequence[NGramPool]" = ()  # that methods which take pools read
     own: "NGramPool | None" = None  # that the method which keeps a pool learns into; else a new one
-    assistant: Any = None  # a model
-    tokenizer: Any = None  # of the assistant, where it has another vocabulary
-    target_tokenizer: Any = None  # beside that
+    assistant: LoadedModel | None = None
+    tokenizer: Any = None  # of the target, beside an assistant
     num_layers: int | None = None  # first layers that draft
     prediction: Sequence[int] = ()  # of every answer, as token ids
 
@@ -120,14 +114,6 @@ BASELINES: dict[str, MethodInfo] = {
         is_single_row=True,
     ),
 }
-
-
-def warm_up(loaded: LoadedModel, method: Method, settings: BenchSettings) -> None:
-    """Run a method once on a short answer, with the batch size of the settings."""
-    pad_token_id = find_pad_token_id(loaded)
-    inputs = encode_batch(loaded, [_WARM_UP_PROMPT] * settings.batch_size, pad_token_id)
-    short = replace(settings, max_new_tokens=min(_WARM_UP_TOKENS, settings.max_new_tokens))
-    method(loaded.model, inputs, short.options(pad_token_id))
 
 
 def new_rows(model: Any, sequences: Tensor, num_prompt_tokens: int) -> list[list[int]]:

@@ -53,7 +53,9 @@ def own_pool(given: Given) -> NGramPool:
 
 def assistant_of(given: Given) -> Drafter:
     """Return the drafter of the assistant."""
-    return AssistantModel(given.assistant, given.tokenizer, target_tokenizer=given.target_tokenizer)
+    assert given.assistant is not None
+    model, tokenizer, _ = given.assistant
+    return AssistantModel(model, tokenizer, target_tokenizer=given.tokenizer)
 
 
 def beside_pool(drafter_of: Callable[[Given], Drafter]) -> Callable[[Given], Lade]:

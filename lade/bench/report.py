@@ -1,14 +1,13 @@
 """Results as tables for a terminal, and as JSON for a file."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from lade.bench.environment import environment
-from lade.bench.run import Result, Summary, passes_of, stats_of, summarise
-from lade.bench.settings import BenchSettings
+from lade.bench.run import Result, Summary, stats_of, summarise
 from lade.bench.tables import Sheet
 
 _COLUMNS = (
@@ -17,6 +16,8 @@ _COLUMNS = (
 )
 _DIGITS = 6  # decimal places, in files
 _LONG = 1000  # characters, of what is not on one line there
+
+Summarise = Callable[[Sequence[Result], str], Summary]
 
 LOOPS = "ending in a loop"
 OVERALL = "overall"
@@ -52,10 +53,11 @@ def groups(results: Sequence[_G]) -> dict[str, list[_G]]:
 def table(
     results: Sequence[Result],
     methods: Sequence[str],
-    settings: BenchSettings,
+    how: str,
     caption: str | None = None,
+    summarise: Summarise = summarise,
 ) -> Sheet:
-    """Return a table of all groups and methods."""
+    """Return a table of all groups and methods; `how` says how all of it was decoded."""
     sections = []
     for group, part in groups(results).items():
         summaries = {method: summarise(part, method) for method in methods}
@@ -68,7 +70,7 @@ def table(
                 for method, each in summaries.items()
             ]
         )
-    words = settings.describe().replace("greedy", "greedy decoding", 1)
+    words = how.replace("greedy", "greedy decoding", 1)
     title = f"{words[0].upper()}{words[1:]}, loops apart"
     return Sheet(title, ("category", "prompts", "method", *_COLUMNS), 3, sections, caption)
 
@@ -107,7 +109,10 @@ def msec_text(sec: float | None) -> str:
 
 
 def as_json(
-    results: Sequence[Result], methods: Sequence[str], settings: dict[str, Any]
+    results: Sequence[Result],
+    methods: Sequence[str],
+    settings: dict[str, Any],
+    summarise: Summarise = summarise,
 ) -> dict[str, Any]:
     """Return everything that a reader needs to judge and check the numbers."""
     summary: dict[str, Any] = {}
@@ -115,8 +120,6 @@ def as_json(
         summary[group] = {}
         for method in methods:
             entry = rounded(summarise(part, method)._asdict())
-            each = {str(n): summarise(p, method).speedup for n, p in enumerate(passes_of(part))}
-            entry["speedup_of_each_pass"] = [*rounded(each).values()]
             if sources := _sources_of(part, method):
                 entry["sources"] = {name: rounded(asdict(each)) for name, each in sources.items()}
             summary[group][method] = entry

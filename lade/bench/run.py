@@ -4,20 +4,19 @@ Next file: `report.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
-from time import process_time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from lade.bench.baselines import Answer, Given, Method, MethodInfo, warm_up
-from lade.bench.batches import encode_batch, find_pad_token_id, in_batches
+from lade.bench.baselines import Answer, Method
 from lade.bench.prompts import Prompt
-from lade.bench.settings import BenchSettings
-from lade.errors import UnsupportedModelError
 from lade.models.loading import LoadedModel
+from lade.models.prompts import encode
+from lade.models.settings import Settings
 from lade.stats import DecodeStats, ends_in_loop
 
+_WARM_UP_PROMPT = "Count from one to ten."
+_WARM_UP_TOKENS = 16
 #: The category of a batch with prompts of several categories.
 MIXED = "mixed"
 
@@ -26,10 +25,10 @@ class Result(NamedTuple):
     """All methods' answers to one prompt or batch, in one pass."""
 
     prompts: Sequence[Prompt]
-    num_pass: int
     num_prompt_tokens: int  # of all prompts, without padding
     answers: dict[str, Answer]  # by method
     loops: bool  # whether a row of plain's (or the first method's) answer ends in a loop
+    num_pass: int = 0
 
     @property
     def category(self) -> str:
@@ -43,7 +42,7 @@ class Summary(NamedTuple):
 
     num_prompts: int
     tokens_per_sec: float
-    speedup: float | None  # over plain, in the same pass; None without plain
+    speedup: float | None  # over plain; None without it
     mean_accepted_tokens: float  # per row and step, so that plain is 1.00 at any batch size
     draft_tokens_per_step: float  # per row and step, too
     same_text: float | None  # share of sequences with plain's text; None without plain
@@ -54,85 +53,46 @@ class Summary(NamedTuple):
     busy_cores: float | None = None  # CPU time of the process over wall time
 
 
-def warm_up_methods(
-    loaded: LoadedModel,
-    methods: Mapping[str, MethodInfo],
-    settings: BenchSettings,
-    given: Given | None = None,
-) -> dict[str, str]:
-    """Warm up every method; return those that the model cannot do, with the reasons.
+class Contest:
+    """Methods that answer the same prompts.
 
-    Only methods that fix a verification method are left out like this.
+    They take turns at every prompt, each time starting with another one, so that a machine that
+    slows down slows all alike; and answer it with one seed, so that with exact arithmetic they
+    produce the same texts.
 
-    Raises:
-        UnsupportedModelError: no method is left, or the config asks for what the model cannot
-            do.
+    Args:
+        loaded, settings: what answers, and how.
+        methods: make them, by name: once to be warmed up, once to answer.
     """
-    left_out: dict[str, str] = {}
-    for name, info in methods.items():
-        try:
-            warm_up(loaded, info.make((given or Given())._replace(own=None)), settings)
-        except UnsupportedModelError as error:
-            left_out[name] = str(error)
-            if info.verification is None or len(left_out) == len(methods):
-                raise
-    return left_out
+
+    def __init__(
+        self, loaded: LoadedModel, methods: Mapping[str, Callable[[], Method]], settings: Settings
+    ) -> None:
+        self._loaded, self._seed, self._options = loaded, settings.seed, settings.options()
+        hello = encode(loaded.tokenizer, _WARM_UP_PROMPT, loaded.model.device)
+        num_tokens = min(_WARM_UP_TOKENS, settings.max_new_tokens)
+        for make in methods.values():
+            make()(loaded.model, hello, {**self._options, "max_new_tokens": num_tokens})
+        self._methods = {name: make() for name, make in methods.items()}
+        self._num_prompts = 0
+
+    def answer(self, prompt: Prompt) -> Result:
+        """Answer a prompt with every method."""
+        names, number = [*self._methods], self._num_prompts
+        self._num_prompts += 1
+        model = self._loaded.model
+        inputs = encode(self._loaded.tokenizer, prompt.text, model.device)
+        first, answers = number % len(names), dict[str, Answer]()
+        for name in (*names[first:], *names[:first]):
+            torch.manual_seed(self._seed + number)
+            answers[name] = self._methods[name](model, inputs, self._options)
+        answers = {name: answers[name] for name in names}
+        loops = ends_in_loop(answers[names[0]].rows[0])
+        return Result([prompt], inputs["input_ids"].shape[1], answers, loops)
 
 
-def run_methods(
-    loaded: LoadedModel,
-    prompts: Sequence[Prompt],
-    methods: Mapping[str, MethodInfo],
-    settings: BenchSettings,
-    given: Given | None = None,
-    *,
-    results: list[Result],
-    on_answer: Callable[[str, Answer], None] = lambda name, answer: None,
-) -> None:
-    """Answer all prompts with every method, batch by batch, appending to `results`.
-
-    The methods must have been warmed up (`warm_up_methods`). They take turns at every batch, each
-    time starting with another one, so that a machine that slows down slows all alike. Every pass
-    uses the same seeds: all passes, and with exact arithmetic all methods, produce the same texts.
-    It also starts with new methods and so with empty pools, but for that of `given`.
-    """
-    pad_token_id = find_pad_token_id(loaded)
-    options = settings.options(pad_token_id)
-    names = [*methods]
-    for num_pass in range(settings.passes):
-        running: dict[str, Method] = {
-            name: info.make(given or Given()) for name, info in methods.items()
-        }
-        for number, batch in enumerate(in_batches(prompts, settings.batch_size)):
-            inputs = encode_batch(loaded, [prompt.text for prompt in batch], pad_token_id)
-            first = number % len(names)
-            answers = {}
-            for name in (*names[first:], *names[:first]):
-                torch.manual_seed(settings.seed + number)
-                start = process_time()
-                answer = running[name](loaded.model, inputs, options)
-                answers[name] = answer._replace(cpu_sec=process_time() - start)
-                on_answer(name, answers[name])
-            loops = any(map(ends_in_loop, answers.get("plain", answers[names[0]]).rows))
-            num_prompt_tokens = int(inputs["attention_mask"].sum())
-            results.append(Result(batch, num_pass, num_prompt_tokens, answers, loops))
-
-
-def passes_of(results: Iterable[Result]) -> list[list[Result]]:
-    """Return the results of each pass, in order."""
-    by_pass: dict[int, list[Result]] = {}
-    for result in results:
-        by_pass.setdefault(result.num_pass, []).append(result)
-    return [by_pass[num_pass] for num_pass in sorted(by_pass)]
-
-
-def summarise(results: Iterable[Result], method: str) -> Summary:
-    """Summarise one method: within each pass, then the median over passes."""
-    passes = [_summarise_pass(part, method) for part in passes_of(results)]
-    return Summary(*(_median(values) for values in zip(*passes, strict=True)))
-
-
-def _summarise_pass(results: Sequence[Result], method: str) -> Summary:
+def summarise(results: Sequence[Result], method: str) -> Summary:
+    """Summarise one method."""
     answers = [result.answers[method] for result in results]
     rows = [row for answer in answers for row in answer.rows]
     num_tokens = sum(answer.num_tokens for answer in answers)
@@ -179,8 +139,3 @@ def _sum(values: Iterable[float | None], by: float) -> float | None:
     """Return the sum of values divided by a number; None where one is not known."""
     known = [*values]
     return None if None in known else sum(filter(None, known)) / by
-
-
-def _median(values: Sequence[Any]) -> Any:
-    known = [value for value in values if value is not None]
-    return type(known[0])(median(known)) if known else None

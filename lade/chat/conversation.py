@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from lade.errors import UserError
 from lade.hf.api import generate
 from lade.hf.pools import Pools, pools_of
 from lade.models.loading import LoadedModel
-from lade.models.prompts import check_system, encode_messages, num_positions, room_after
+from lade.models.prompts import check_system, encode_messages, room_after
 from lade.models.settings import Settings
 from lade.stats import DecodeStats, Step, ends_in_loop
 from ngram_pool import NGramPool
@@ -92,27 +92,17 @@ class Turn:
         """Whether it ends in the same few tokens over and over, which flatters drafts."""
         return ends_in_loop(self.token_ids)
 
-    def figures(self, plain_tokens_per_sec: float | None) -> list[str]:
-        """Return what is said of it, the most important first; where it is whole, beside plain."""
+    def figures(self) -> list[str]:
+        """Return what is said of it, the most important first."""
         num_tokens = len(self.token_ids)
         parts = ["stopped"] * self.is_interrupted + ["plain"] * self.is_plain
         parts.append(f"{num_tokens:,} token{'s' * (num_tokens != 1)}")
         parts += [f"{self.tokens_per_sec:.1f} a second", f"{self.mean_accepted_tokens:.2f} a step"]
-        is_fair = not (self.is_plain or self.is_interrupted or self.ends_in_loop)
-        if plain_tokens_per_sec and is_fair:
-            parts.append(f"{self.tokens_per_sec / plain_tokens_per_sec:.2f}x plain")
         if self.first_token_sec is not None:
             parts.append(f"the first after {self.first_token_sec:.1f} s")
         if self.num_reused_tokens:
             parts.append(f"{self.num_reused_tokens:,} of {len(self.prompt_ids):,} not run again")
         return parts + ["ends in a loop"] * self.ends_in_loop
-
-
-class Context(NamedTuple):
-    """How full a conversation is."""
-
-    num_tokens: int
-    max_positions: int | None  # None where the model names no limit
 
 
 class Conversation:
@@ -157,7 +147,6 @@ class Conversation:
         self._pools = pools_of(NGramPool() if pool is None else pool)
         self._drafter = drafter
         self._num_answers = 0
-        self._num_plain_tokens, self._plain_sec = 0, 0.0
         self._is_answering = False
         self._system: str | None = None
         self.system = system
@@ -223,18 +212,34 @@ class Conversation:
         self.turns.append(turn)
         self._is_answering = True
         stop, stream = _Stop(cancelled), PieceStream(self.loaded.tokenizer, turn.prompt_ids)
-        run = _Answering(turn, options, stop, stream)
+        made: SimpleQueue[tuple[_Made, float]] = SimpleQueue()
+        begin = perf_counter()
+
+        def put(each: _Made) -> None:
+            made.put((each, perf_counter() - begin))
+
+        def pieces() -> Iterator[Piece]:
+            """Take steps out until the end; may be called again to go on where it was closed."""
+            while not turn.is_done:
+                taken, turn.sec = made.get()
+                new = self._noted(turn, taken, stream, stop, options["max_new_tokens"])
+                turn.pieces += new
+                yield from new
+                if isinstance(taken, BaseException):
+                    raise taken
+
         # A daemon, so that a second interrupt can leave in the middle of a long forward.
-        worker = threading.Thread(target=self._generate, args=(run,), name="lade-chat", daemon=True)
+        given: Any = {"args": (turn, options, stop, put), "daemon": True, "name": "lade-chat"}
+        worker = threading.Thread(target=self._generate, **given)
         try:
             worker.start()
-            yield from run.pieces()
+            yield from pieces()
         finally:
             stop.is_closed = True
             try:
                 if worker.ident is not None and not turn.is_done:  # else it could not start
                     with suppress(Exception):  # there is another one already
-                        for _ in run.pieces():  # what was said meanwhile
+                        for _ in pieces():  # what was said meanwhile
                             pass
             finally:
                 self._is_answering = False
@@ -243,16 +248,26 @@ class Conversation:
                 else:
                     self.messages[:], self.turns[:] = before
 
-    def _generate(self, run: "_Answering") -> None:
+    def _noted(
+        self, turn: Turn, taken: _Made, stream: PieceStream, stop: "_Stop", limit: int
+    ) -> list[Piece]:
+        """Note in a turn what its thread has made, and return the text of that."""
+        if isinstance(taken, Step):
+            turn.steps.append(taken)
+            turn.first_token_sec = turn.first_token_sec or turn.sec
+            tokens = enumerate(taken.token_ids)
+            return [p for i, each in tokens for p in stream.put(each, i < taken.num_accepted)]
+        turn.is_done = True
+        turn.stats = taken if isinstance(taken, DecodeStats) else None
+        turn.is_interrupted = stop.was_asked or isinstance(taken, BaseException)
+        return stream.end(is_cut=turn.is_interrupted or len(turn.token_ids) >= limit)
+
+    def _generate(
+        self, turn: Turn, options: dict[str, Any], stop: "_Stop", put: Callable[[_Made], None]
+    ) -> None:
         """Answer; in the thread. Plain `generate` counts nothing."""
-        turn, options, put = run.turn, run.options, run.put
         model = self.loaded.model
-        defaults = model.generation_config
-        if defaults.pad_token_id is None and defaults.eos_token_id is not None:
-            # What transformers would choose, too, with a line that says so.
-            eos = defaults.eos_token_id
-            options["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
-        options["stopping_criteria"] = StoppingCriteriaList([run.stop])
+        options["stopping_criteria"] = StoppingCriteriaList([stop])
         try:
             torch.manual_seed(turn.seed)
             if turn.is_plain:  # by the class's generate, in case the model is wrapped
@@ -277,9 +292,6 @@ class Conversation:
         # Without thinking, as models are to see earlier turns.
         content = turn.text.lstrip("\n") if turn.thinking else turn.text
         self.messages.append({"role": "assistant", "content": content})
-        if turn.is_plain and not turn.is_interrupted:  # else others would be held against its begin
-            self._num_plain_tokens += len(turn.token_ids)
-            self._plain_sec += turn.sec
 
     # --- messages -----------------------------------------------------------------------------
 
@@ -346,20 +358,6 @@ class Conversation:
     # --- figures ------------------------------------------------------------------------------
 
     @property
-    def plain_tokens_per_sec(self) -> float | None:
-        """Tokens per second of all plain answers so far; None before there was one."""
-        return self._num_plain_tokens / self._plain_sec if self._plain_sec else None
-
-    @property
-    def context(self) -> Context:
-        """How many tokens the messages are; encodes them."""
-        used = 0
-        if self.messages:
-            # As they are without the begin of an answer; templates may want one to be there.
-            used = self._encode(self.messages, asks=False)["input_ids"].shape[1]
-        return Context(used, num_positions(self.loaded.model))
-
-    @property
     def pool(self) -> NGramPool | None:
         """The pool that learns; None where none does, or a store holds it."""
         pools = [pool for pool in self._pools if isinstance(pool, NGramPool)]
@@ -367,9 +365,9 @@ class Conversation:
 
     # ------------------------------------------------------------------------------------------
 
-    def _encode(self, messages: Sequence[dict[str, str]], asks: bool = True) -> dict[str, Any]:
+    def _encode(self, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return encode_messages(self.loaded, [*before, *messages], asks=asks)
+        return encode_messages(self.loaded, [*before, *messages])
 
     def _ends_with(self, role: str) -> bool:
         return bool(self.messages) and self.messages[-1]["role"] == role
@@ -377,53 +375,6 @@ class Conversation:
     def _check_is_idle(self) -> None:
         if self._is_answering:
             raise RuntimeError("expected the answer before to have ended, or its iterator closed")
-
-
-class _Answering:
-    """One answer as its thread makes it and somebody else takes it out."""
-
-    def __init__(
-        self, turn: Turn, options: dict[str, Any], stop: "_Stop", stream: PieceStream
-    ) -> None:
-        self.turn, self.options, self.stop = turn, options, stop
-        self._stream = stream
-        # Steps, then the end: statistics, none, or an error. Each with its time.
-        self._made: SimpleQueue[tuple[_Made, float]] = SimpleQueue()
-        self._begin = perf_counter()
-
-    def put(self, made: _Made) -> None:
-        """Pass a step on, or the end; in the thread."""
-        self._made.put((made, perf_counter() - self._begin))
-
-    def pieces(self) -> Iterator[Piece]:
-        """Take steps out until the end, note each as a whole in the turn, and yield its text.
-
-        May be called again to go on where it was closed.
-
-        Raises:
-            BaseException: what the thread raised.
-        """
-        turn, stream = self.turn, self._stream
-        while not turn.is_done:
-            taken, turn.sec = self._made.get()
-            if isinstance(taken, Step):
-                turn.steps.append(taken)
-                turn.first_token_sec = turn.first_token_sec or turn.sec
-                new = [
-                    piece
-                    for i, token_id in enumerate(taken.token_ids)
-                    for piece in stream.put(token_id, i < taken.num_accepted)
-                ]
-            else:
-                turn.is_done = True
-                turn.stats = taken if isinstance(taken, DecodeStats) else None
-                turn.is_interrupted = self.stop.was_asked or isinstance(taken, BaseException)
-                is_at_limit = len(turn.token_ids) >= self.options["max_new_tokens"]
-                new = stream.end(is_cut=turn.is_interrupted or is_at_limit)
-            turn.pieces += new
-            yield from new
-            if isinstance(taken, BaseException):
-                raise taken
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]

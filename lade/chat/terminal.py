@@ -27,10 +27,11 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.bench.comparison import Side, compared, why_different
-from lade.chat.conversation import Context, Conversation, Turn
+from lade.chat.conversation import Conversation, Turn
 from lade.chat.pieces import Piece
 from lade.chat.view import AnswerView, drafted_style
 from lade.errors import ContextLengthError, UserError, in_one_line
+from lade.models.prompts import num_positions
 from lade.models.stream import without_controls
 
 PROMPT = "> "
@@ -104,7 +105,6 @@ class Terminal:
         self.conversation = conversation
         self.console = console
         self._history = history or InMemoryHistory()
-        self._context = Context(0, conversation.context.max_positions)
         self._shows_drafted = False
         self._compares_next = False  # whether the next question is answered plainly, too
         self._has_left = False
@@ -154,10 +154,6 @@ class Terminal:
                 self._ask(line.strip())
         except (ValueError, OSError) as error:
             self._show_error(error)
-        try:
-            self._context = self.conversation.context
-        except ValueError:  # of a template that refuses what was loaded; the next answer tells
-            self._context = Context(0, self._context.max_positions)
 
     # --- answers ------------------------------------------------------------------------------
 
@@ -187,7 +183,7 @@ class Terminal:
             raise UserError("stopped before the first word; the question was taken back")
         turn = turn or conversation.turn
         assert turn is not None, "what did not fail is kept"
-        figures = turn.figures(conversation.plain_tokens_per_sec)
+        figures = turn.figures()
         if conversation.settings.temperature > 0:
             figures.append(f"seed {turn.seed}")
         self.console.print()
@@ -313,8 +309,9 @@ class Terminal:
         if turn is not None:
             parts += [f"{turn.tokens_per_sec:.1f} a second"]
             parts += [f"{turn.mean_accepted_tokens:.2f} a step"]
-        used, limit = self._context
-        parts.append(f"context {used:,}" + (f" of {limit:,}" if limit else ""))
+            limit = num_positions(conversation.loaded.model)
+            used = f"{len(turn.prompt_ids) + len(turn.token_ids):,}"
+            parts.append(f"context {used}" + (f" of {limit:,}" if limit else ""))
         if (pool := conversation.pool) is not None:
             share = len(pool) / pool.capacity_tokens
             parts.append(f"pool {'<1%' if 0 < share < 0.01 else f'{share:.0%}'}")

@@ -28,6 +28,7 @@ from lade.cli.pool import app as pool
 from lade.cli.results import JsonOption, ResultFiles
 from lade.cli.serve_app import serve
 from lade.errors import UserError
+from lade.models.settings import Settings
 
 
 class _DebuggedAnywhere(TyperGroup):
@@ -100,12 +101,19 @@ def generate(
     prediction: PredictionOption = None,
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
-    from lade.cli.prompting import encode_prompt, read_prediction, read_prompt, read_typed
+    from lade.cli.prompting import (
+        check_text,
+        encode_prompt,
+        read_prediction,
+        read_prompt,
+        read_typed,
+    )
 
     if system is not None and raw:
         raise UserError("expected --system or --raw, got both: a raw prompt is all there is")
     system = None if system is None else read_typed(system)
     text, stops = read_prompt(prompt), [*map(read_typed, stop or [])]
+    check_text(text, is_raw=raw)
     if "" in stops:
         raise UserError("expected each --stop to be a text of one character or more, got ''")
     predicted = None if prediction is None else read_prediction(prediction)
@@ -131,17 +139,16 @@ def chat(
     """Chat with a model in this terminal.
 
     Answers appear as they come, with their speed; /help lists what else one can type, such as
-    /plain, which answers by plain generate as well and compares. In a pipe, all of standard input
-    is one question, and the answer is plain text.
+    /plain, which answers by plain generate as well and compares.
     """
-    from lade.cli.chat import read_question, run
+    from lade.cli.chat import check_terminal, run
     from lade.cli.prompting import read_typed
 
-    question = read_question()
+    check_terminal()
     system = None if system is None else read_typed(system)
     settings = sampling.settings(max_new_tokens)
     loaded = loading.load(model)
-    run(question, loaded, settings, system, drafting, drafting.drafter(loaded, loading))
+    run(loaded, settings, system, drafting, drafting.drafter(loaded, loading))
 
 
 app.command(rich_help_panel=_USE)(serve)
@@ -213,11 +220,10 @@ def bench(
     - corrected: the share of steps with a draft that ended where the model chose another token
       than those drafted there.
     """
-    from lade.bench.settings import BenchSettings
     from lade.cli.bench import Chosen, compare
     from lade.cli.prompting import read_prediction
 
-    settings = BenchSettings(max_new_tokens, temperature)
+    settings = Settings(max_new_tokens, temperature)
     files = ResultFiles(json)
     files.check()
     chosen = Chosen.read(prompts, limit)
@@ -258,7 +264,6 @@ def compile_(
             help="Compile for this model as well: a Hugging Face model id or a local folder.",
         ),
     ] = None,
-    loading: LoadOptions,
 ) -> None:
     """Compile ahead what the first answer on this machine would wait for.
 
@@ -268,7 +273,7 @@ def compile_(
     """
     from lade.cli.compile import run
 
-    run(None if model is None else loading.load(model))
+    run(None if model is None else LoadOptions().load(model))
 
 
 app.add_typer(pool, name="pool", rich_help_panel=_PREPARE)

@@ -1,7 +1,7 @@
 """`lade pool build`: read files, tokenise them, and put them into a pool."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -17,8 +17,6 @@ from ngram_pool import NGramPool
 
 # Pieces that are tokenised in one call: at most half a second for a tokenizer of two threads.
 _BATCH = 2**7
-
-Encode = Callable[[Sequence[str]], list[list[int]]]
 
 
 @dataclass
@@ -37,14 +35,15 @@ def build(pool: NGramPool, paths: Sequence[Path], tokenizer: Any) -> Built:
     start = perf_counter()
     found = find_files(paths)
     built = Built(left_out=found.left_out)
-    encode, render = encoder_of(tokenizer), _renderer_of(tokenizer, built)
+    render = _renderer_of(tokenizer, built)
     sequence = pool.open_sequence()
     with bar(MofNCompleteColumn()) as bars:
         files = bars.track(found.files, description="reading files")
         pieces = _pieces(files, render, built)
         while batch := [*islice(pieces, _BATCH)]:
-            token_ids_of_all = encode([piece.text for piece in batch])
-            for piece, token_ids in zip(batch, token_ids_of_all, strict=True):
+            texts = [piece.text for piece in batch]
+            found_ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            for piece, token_ids in zip(batch, found_ids, strict=True):
                 if piece.begins:
                     pool.close_sequence(sequence)
                     sequence = pool.open_sequence()
@@ -68,23 +67,6 @@ def _pieces(files: Iterable[Path], render: Render, built: Built) -> Iterator[Tex
         except OSError:
             built.left_out["not readable"] += 1
         built.num_files += has_text
-
-
-def encoder_of(tokenizer: Any) -> Encode:
-    """Return a function that tokenises texts as they are, in the tokenizer's own threads."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return lambda texts: [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    # A copy, as files of tokenizers may ask for truncation and padding. Through transformers, the
-    # same takes 1.4 times as long.
-    copied = type(backend).from_str(backend.to_str())
-    copied.no_truncation()
-    copied.no_padding()
-
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        return [each.ids for each in copied.encode_batch_fast(texts, add_special_tokens=False)]
-
-    return encode
 
 
 def _renderer_of(tokenizer: Any, built: Built) -> Render:

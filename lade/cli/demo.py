@@ -1,6 +1,7 @@
 """`lade demo`: what lade does with a model, and prompts answered by `generate`, lookup and lade."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,14 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
-from lade.bench.baselines import Given, Method, plain, prompt_lookup, warm_up
+from lade.bench.baselines import Given, Method, plain, prompt_lookup
 from lade.bench.comparison import Side, compared, why_different
 from lade.bench.demo_prompts import DEMO_PROMPTS
 from lade.bench.environment import environment
 from lade.bench.methods import Lade
 from lade.bench.prompts import Prompt
 from lade.bench.report import as_json, table
-from lade.bench.run import Result
-from lade.bench.settings import BenchSettings
+from lade.bench.run import Contest, Result
 from lade.cli.bench import describe_model
 from lade.cli.loading import console
 from lade.cli.prewarm import prewarm_once
@@ -26,9 +26,10 @@ from lade.cli.prompting import check_prompts, read_typed
 from lade.cli.results import ResultFiles, keeping
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode
+from lade.models.settings import Settings
 from lade.models.stream import TextStream, without_controls
 from lade.probing.report import Probe, probe
-from lade.stats import Step, ends_in_loop
+from lade.stats import Step
 from ngram_pool import NGramPool
 
 _DRAFTED = "bold green"
@@ -49,24 +50,26 @@ def run(
     files: ResultFiles,
 ) -> None:
     """Tell how a model is verified, answer each prompt by every method, and print a table."""
-    titled = [(f"prompt {i + 1}", read_typed(prompt)) for i, prompt in enumerate(prompts)]
-    titled = titled or DEMO_PROMPTS
-    check_prompts(loaded, [prompt for _, prompt in titled], max_new_tokens)
+    asked = [read_typed(prompt) for prompt in prompts]
+    titled = [(f"prompt {i + 1}", text) for i, text in enumerate(asked)] or DEMO_PROMPTS
+    check_prompts(loaded, [text for _, text in titled], max_new_tokens)
     out, model = Console(highlight=False), loaded.model
     with console.status("checking how the model verifies drafts …"):
         found = probe(model)
     _tell_model(out, loaded, found)
     if prewarms and found.verification != "plain":
         prewarm_once(loaded)
-    settings = BenchSettings(max_new_tokens)
+    settings, printer = Settings(max_new_tokens), TokenPrinter(loaded.tokenizer, out)
+    methods: dict[str, Callable[[], Method]] = {
+        "plain": lambda: plain,
+        "prompt_lookup": lambda: prompt_lookup(Given()),
+        "lade": lambda: Lade(None, NGramPool(), printer.show),
+    }
     results: list[Result] = []
     with keeping(results) as stopped:
-        ours = Lade(None, NGramPool(), TokenPrinter(loaded.tokenizer, out).show)
-        methods: dict[str, Method] = {"plain": plain, "prompt_lookup": prompt_lookup(Given())}
         with console.status("warming up …"):
-            warmed: list[Method] = [*methods.values(), Lade(None)]
-            for method in warmed:
-                warm_up(loaded, method, settings)
+            contest = Contest(loaded, methods, settings)
+        printer.shows = True
         out.print("\nText is shown as lade commits it: ", end="")
         out.print(Text("drafted by the n-gram pool and accepted", style=_DRAFTED), end="")
         out.print(", or the model's own token.\n")
@@ -75,20 +78,14 @@ def run(
             flat = without_controls(text.strip())
             shown = flat if len(flat) <= _SHOWN else f"{flat[:_SHOWN].rstrip()} …"
             out.print(Text(shown, style="dim"))
-            inputs = encode(loaded.tokenizer, text, model.device)
-            answers = {}
-            for name, method in methods.items():
-                with out.status(f"{name} …"):
-                    answers[name] = method(model, inputs, settings.options())
-            answers["lade"] = ours(model, inputs, settings.options())
+            result = contest.answer(Prompt(title, title, text))
             out.print()
-            prompt_ids = inputs["input_ids"][0].tolist()
-            sides = [Side(name, each.rows[0], each.sec) for name, each in answers.items()]
+            prompt_ids = encode(loaded.tokenizer, text)["input_ids"][0].tolist()
+            sides = [Side(name, each.rows[0], each.sec) for name, each in result.answers.items()]
             for line in compared(model, prompt_ids, sides):
                 out.print(Text(line, style="dim"))
             out.print()
-            loops = ends_in_loop(answers["plain"].rows[0])
-            results.append(Result([Prompt(title, title, text)], 0, len(prompt_ids), answers, loops))
+            results.append(result)
     _show_results(out, loaded, found, results, settings, files, stopped.by is not None)
     stopped.tell(f"stopped after {len(results)} of {len(titled)} prompts")
     stopped.pass_on()
@@ -121,7 +118,7 @@ def _show_results(
     loaded: LoadedModel,
     found: Probe,
     results: list[Result],
-    settings: BenchSettings,
+    settings: Settings,
     files: ResultFiles,
     is_interrupted: bool,
 ) -> None:
@@ -136,7 +133,7 @@ def _show_results(
         "execution": found.execution,
         "reasons": dict(found.reasons),
     }
-    files.show(as_json(results, names, described), table(results, names, settings))
+    files.show(as_json(results, names, described), table(results, names, settings.describe()))
     if any(result.answers["lade"].rows != result.answers["plain"].rows for result in results):
         out.print(f"[dim]{why_different(loaded.model)}[/dim]")
 
@@ -147,9 +144,12 @@ class TokenPrinter:
     def __init__(self, tokenizer: Any, out: Console) -> None:
         self._stream = TextStream(tokenizer)
         self._out = out
+        self.shows = False  # until it is to
 
     def show(self, step: Step) -> None:
         """Print what a step committed."""
+        if not self.shows:
+            return
         for i, token_id in enumerate(step.token_ids):
             text = without_controls(self._stream.put(token_id))
             if text:

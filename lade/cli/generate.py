@@ -18,7 +18,7 @@ from lade.hf.predictions import predicted_ids
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 from lade.models.stream import TextStream, without_controls
-from lade.stats import DecodeStats, SourceStats, Step
+from lade.stats import SourceStats, Step
 
 
 def run(
@@ -40,7 +40,7 @@ def run(
     stream = TextStream(loaded.tokenizer)
 
     def show(step: Step) -> None:
-        show_text("".join(map(stream.put, step.token_ids)))
+        _show("".join(map(stream.put, step.token_ids)))
 
     with drafting.open_pools(loaded) as pools:
         torch.manual_seed(settings.seed)
@@ -58,31 +58,23 @@ def run(
                 return_dict_in_generate=True,
             )
         except KeyboardInterrupt:
-            show_text(stream.end(is_cut=True) + "\n")
+            _show(stream.end(is_cut=True) + "\n")
             raise
-        show_text(stream.end() + "\n")
+        _show(stream.end() + "\n")
         sec = perf_counter() - start
     stats = output.stats
     count = f"{stats.num_tokens} token{'s' * (stats.num_tokens != 1)}"
-    speed = f"{stats.num_tokens / sec:.1f} a second"
-    figures = [count, speed, f"{stats.mean_accepted_tokens:.2f} a step"]
-    tell_figures(figures, settings, settings.seed, stats)
+    figures = [count, f"{stats.num_tokens / sec:.1f} a second"]
+    figures.append(f"{stats.mean_accepted_tokens:.2f} a step")
+    figures += [f"seed {settings.seed}"] * (settings.temperature > 0)
+    console.print(f"[dim]{', '.join(figures)}[/dim]")
+    if stats.sources:
+        console.print(f"[dim]{_of_sources(stats.sources)}[/dim]", soft_wrap=True)
 
 
-def show_text(text: str) -> None:
+def _show(text: str) -> None:
     """Print a part of an answer to standard output, letter by letter into a file or pipe."""
     print(without_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
-
-
-def tell_figures(
-    figures: Sequence[str], settings: Settings, seed: int, stats: DecodeStats | None
-) -> None:
-    """Print the figures of an answer, its seed if it was sampled, and what drafted for it."""
-    if settings.temperature > 0:
-        figures = [*figures, f"seed {seed}"]
-    console.print(f"[dim]{', '.join(figures)}[/dim]")
-    if stats is not None and stats.sources:
-        console.print(f"[dim]{_of_sources(stats.sources)}[/dim]", soft_wrap=True)
 
 
 def _of_sources(sources: Mapping[str, SourceStats]) -> str:

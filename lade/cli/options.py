@@ -226,7 +226,7 @@ class DraftOptions:
 
     def __post_init__(self) -> None:
         for path in self.pools or []:
-            _check_pool(path)
+            check_pool(path)
 
     @property
     def config(self) -> "Config":
@@ -280,7 +280,7 @@ class LearningOptions(DraftOptions):
         if self.save_pool is not None:
             check_place(self.save_pool)
             if self.save_pool.exists():
-                _check_pool(self.save_pool)
+                check_pool(self.save_pool)
 
     @property
     def save_path(self) -> Path | None:
@@ -301,7 +301,8 @@ def check_place(path: Path) -> None:
         pass
 
 
-def _check_pool(path: Path) -> None:
+def check_pool(path: Path) -> None:
+    """Raise a `ngram_pool.PoolFileError` for a file that is none of a pool."""
     from ngram_pool.files import check_begin  # imports Numba
 
     check_begin(path)

@@ -49,6 +49,12 @@ def _decoded(data: bytes, where: str) -> str:
         ) from None
 
 
+def check_text(text: str, *, is_raw: bool = False) -> None:
+    """Raise a `UserError` for a prompt that has nothing to say, before a model is loaded."""
+    if not (text if is_raw else text.strip()):
+        raise UserError("expected a prompt of one token or more, got none")
+
+
 def encode_prompt(
     loaded: LoadedModel, text: str, *, system: str | None = None, is_raw: bool = False
 ) -> dict[str, Any]:
@@ -57,8 +63,7 @@ def encode_prompt(
     Raises:
         UserError: the prompt has no token, or there is no place for a system prompt.
     """
-    if not (text if is_raw else text.strip()):
-        raise UserError("expected a prompt of one token or more, got none")
+    check_text(text, is_raw=is_raw)
     messages = [{"role": "user", "content": text}]
     if system is not None:
         check_system(loaded, system)

@@ -5,23 +5,21 @@ import importlib.util
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lade.cli.loading import console, note
+from lade.cli.options import check_pool
 from lade.errors import MissingExtraError, UserError
 from lade.hosts import is_local
 from lade.models.loading import LoadedModel
-from lade.pools import load_pool
-from lade.server.options import ServerOptions, check_name
-from ngram_pool import NGramPool
+from lade.server.options import ServerOptions
 
-_MOST_TOKENS = 2**24  # of a corpus; the arrays grow as text comes
 _M_ARENA_MAX = -8  # of glibc's malloc.h
 # What the extra `serve` brings; each may be there without the others.
-_NEEDED = ("prometheus_client", "pydantic", "starlette", "uvicorn", "xgrammar")
+_NEEDED = ("prometheus_client", "pydantic", "starlette", "uvicorn", "llguidance")
 
 
 def check_extra() -> None:
@@ -60,47 +58,20 @@ class KeySource(NamedTuple):
 
 
 def corpora_of(asked: Sequence[str]) -> dict[str, Path]:
-    """Return the paths of `--corpus NAME=PATH`, by name.
+    """Return the pools of `--corpus NAME=FILE`, by name.
 
     Raises:
-        UserError: one is of another form, there is nothing at its path, or two have one name.
+        UserError, ngram_pool.PoolFileError: one is of another form, or no pool, or two have one
+            name.
     """
     paths: dict[str, Path] = {}
     for each in asked:
         name, _, path = each.partition("=")
-        check_name(name)
-        if not Path(path).exists() or not path or name in paths:
-            raise UserError(f"expected --corpus NAME=PATH, once for each name, got {each!r}")
+        if not Path(path).is_file() or name in paths:
+            raise UserError(f"expected --corpus NAME=FILE, once for each name, got {each!r}")
+        check_pool(Path(path))
         paths[name] = Path(path)
     return paths
-
-
-def read_corpora(paths: Mapping[str, Path], loaded: LoadedModel) -> dict[str, NGramPool]:
-    """Return pools: files that are called `.pool` as they are, of all else the text.
-
-    Raises:
-        OSError, ngram_pool.PoolFileError: a file cannot be read.
-        UserError: there is no text.
-    """
-    from lade.cli.build import build
-
-    pools = {}
-    for name, path in paths.items():
-        if path.suffix == ".pool":
-            pools[name] = load_pool(
-                path, tokenizer=loaded.tokenizer, model=loaded.model, read_only=True
-            )
-            continue
-        pool = pools[name] = NGramPool(_MOST_TOKENS)
-        built = build(pool, [path], loaded.tokenizer)
-        for why, number in built.left_out.items():
-            if number:
-                note(f"left out of the corpus {name}: {why}: {number:,}")
-        if built.num_tokens > len(pool):
-            note(f"the corpus {name} holds the last {len(pool):,} of {built.num_tokens:,} tokens")
-        if not len(pool):
-            raise UserError(f"expected text in {path}, got none")
-    return pools
 
 
 def run(loaded: LoadedModel, options: ServerOptions, keys: KeySource, host: str, port: int) -> None:

@@ -79,7 +79,7 @@ def serve(
     ] = None,
     corpus: Annotated[
         list[str] | None,
-        _of_drafting(metavar="NAME=PATH", help='Draft from it where "pools" names it.'),
+        _of_drafting(metavar="NAME=FILE", help='A pool for requests whose "pools" name it.'),
     ] = None,
     assistant: Annotated[
         str | None, _of_drafting(metavar="ID", help="Let this model draft, too.")
@@ -104,10 +104,10 @@ def serve(
         raise UserError(f"expected a port below 65536, got {port}")
     if port:
         check_port(host, port)
-    from lade.cli.serve import KeySource, check_extra, corpora_of, read_corpora, run
+    from lade.cli.serve import KeySource, check_extra, corpora_of, run
 
     check_extra()
-    corpora, keys = corpora_of(corpus or []), KeySource(api_key or [], api_keys_file)
+    keys = KeySource(api_key or [], api_keys_file)
     from dataclasses import replace
 
     from lade.config import Config
@@ -119,6 +119,7 @@ def serve(
         api_keys=keys.read(),
         shares_pool=share_pool,
         layers=pool or [],
+        corpora=corpora_of(corpus or []),
         pools=keeps,
         pool_memory_bytes=pool_memory_bytes,
         allowed_hosts=allowed_host or [],
@@ -131,7 +132,4 @@ def serve(
     )
     loading = LoadOptions(device, dtype, threads, trust_remote_code)
     loaded = loading.load(model)
-    options = replace(
-        options, drafter=drafting.drafter(loaded, loading), corpora=read_corpora(corpora, loaded)
-    )
-    run(loaded, options, keys, host, port)
+    run(loaded, replace(options, drafter=drafting.drafter(loaded, loading)), keys, host, port)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from lade.errors import ContextLengthError, UserError
@@ -18,10 +19,10 @@ def encode(tokenizer: Any, prompt: str, device: Any = None) -> dict[str, Any]:
 
 def encode_messages(
     loaded: LoadedModel,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     *,
-    asks: bool = True,
     is_raw: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return `input_ids` and `attention_mask`, int64 [1, num_tokens], of messages.
 
@@ -30,14 +31,15 @@ def encode_messages(
     Args:
         loaded: the model and its tokenizer.
         messages: as chat templates take them.
-        asks: whether the begin of an answer follows.
         is_raw: whether to leave out the chat template.
+        options: for the chat template, such as tools.
 
     Raises:
         UserError: there is no token, or the chat template refuses the messages.
     """
     with _refusals(f"the chat template of {loaded.name} refuses the messages"):
-        encoded = _encoded(loaded.tokenizer, messages, loaded.model.device, asks, is_raw)
+        device = loaded.model.device
+        encoded = _encoded(loaded.tokenizer, messages, device, is_raw, options)
     if encoded["input_ids"].shape[1] == 0:
         has_template = loaded.tokenizer.chat_template and not is_raw
         why = "" if has_template else f": {loaded.name} has no chat template, or it is left out"
@@ -47,17 +49,18 @@ def encode_messages(
 
 def _encoded(
     tokenizer: Any,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     device: Any,
-    asks: bool = True,
     is_raw: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     if tokenizer.chat_template and not is_raw:
         encoded = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
-            add_generation_prompt=asks,
+            add_generation_prompt=True,
             return_tensors="pt",
             return_dict=True,
+            **options,
         )
     else:
         encoded = tokenizer(_as_text(messages), return_tensors="pt")

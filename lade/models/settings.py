@@ -39,6 +39,15 @@ class Settings:
         if not 0 < self.top_p <= 1:
             raise UserError(f"expected top_p above 0 and up to 1, got {self.top_p}")
 
+    def describe(self) -> str:
+        """Describe in words how tokens are chosen."""
+        parts = [f"sampling at temperature {self.temperature:g}" if self.temperature else "greedy"]
+        if self.top_p < 1:
+            parts.append(f"top-p {self.top_p:g}")
+        if self.top_k:
+            parts.append(f"top-k {self.top_k}")
+        return ", ".join(parts)
+
     def options(self) -> dict[str, Any]:
         """Return options for `generate`."""
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": False}

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 from lade.server.exchange import AnswerPiece, Exchange, Logprob
-from lade.server.parsing import message_of
 from lade.stats import DecodeStats
 
 _EVENT = "data: "
@@ -36,29 +35,32 @@ class ToldAnswer:
         if exchange.asked.stream and self._is_chat:
             self._common["system_fingerprint"] = ""
 
-    async def whole(self, tokenizer: Any) -> Json:
+    async def whole(self) -> Json:
         """Wait for all of it; return it as one object.
 
         Raises:
             ApiError: it has ended early.
         """
         exchange = self._exchange
-        while await exchange.pieces.get() is not None:
-            pass
+        texts, calls = {"content": "", "reasoning_content": ""}, []
+        while (pieces := await exchange.pieces.get()) is not None:
+            for piece in pieces:
+                if piece.kind == "tool_call":
+                    calls.append(self._call(piece))
+                else:
+                    texts[piece.kind] += piece.text
         if exchange.error is not None:
             raise exchange.error
-        pieces = message_of(tokenizer, exchange.parser, exchange.token_ids)
+        if exchange.parser is not None:  # blanks around its marks are nobody's
+            texts = {kind: text.strip() for kind, text in texts.items()}
         choice: Json = {"index": 0}
         holder = choice
         if self._is_chat:
+            thoughts = texts["reasoning_content"]
             holder = choice["message"] = {"role": "assistant", "content": ""}
-        for piece in pieces:
-            if piece.kind == "tool_call":
-                holder.setdefault("tool_calls", []).append(self._call(piece))
-            elif piece.kind == "reasoning_content":
-                holder[piece.kind] = piece.text
-            else:
-                self._fill(choice, holder, piece.text, is_last=True)
+            holder |= {"reasoning_content": thoughts} if thoughts else {}
+            holder |= {"tool_calls": calls} if calls else {}
+        self._fill(choice, holder, texts["content"], is_last=True)
         choice["finish_reason"] = self._why_it_ends()
         return {**self._common, "choices": [choice], **self._figures()}
 
@@ -161,13 +163,15 @@ class ToldAnswer:
 
     def _told(self, shown: Sequence[Logprob], offset: int) -> Json:
         """Return log-probabilities as the endpoint has them; `offset`: characters before them."""
-        pieces = self._exchange.token_bytes
+        tokens = self._exchange.tokens
 
         def named(token_id: int) -> str:
-            return pieces[token_id].decode(errors="replace")
+            text: str = tokens.decode_bytes([token_id]).decode(errors="replace")
+            return text
 
         def entry(token_id: int, logprob: float) -> Json:
-            return {"token": named(token_id), "logprob": logprob, "bytes": [*pieces[token_id]]}
+            found = tokens.decode_bytes([token_id])
+            return {"token": named(token_id), "logprob": logprob, "bytes": [*found]}
 
         if self._is_chat:
             content = [

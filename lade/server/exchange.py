@@ -1,7 +1,7 @@
 """One request and what comes of it."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -47,7 +47,7 @@ class Exchange:
     config: Config
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     asked: Asked = field(default_factory=Asked)
-    grammar: Any = None  # a compiled one, that the answer keeps
+    grammar: Any = None  # that the answer keeps
     num_held: int = 0  # bytes of its body that count as held for a client
     inputs: Any = None  # of the model: `input_ids` and `attention_mask`, [1, num_prompt_tokens]
     options: Any = None  # a GenerationConfig
@@ -65,7 +65,7 @@ class Exchange:
     pieces: "asyncio.Queue[list[AnswerPiece] | None]" = field(default_factory=asyncio.Queue)
     stats: DecodeStats | None = None
     logprobs: list[Logprob] = field(default_factory=list)
-    token_bytes: Sequence[bytes] = ()  # of every token, if log-probabilities are asked for
+    tokens: Any = None  # knows the bytes of each, if log-probabilities are asked for
     error: ApiError | None = None  # why it ends early
 
     def __post_init__(self) -> None:

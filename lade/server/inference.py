@@ -28,8 +28,9 @@ from lade.drafting.drafter import Drafter
 from lade.hf.api import decode
 from lade.models.loading import LoadedModel
 from lade.models.stream import TextStream
-from lade.server.errors import failed
+from lade.server.errors import ApiError, failed
 from lade.server.exchange import AnswerPiece, Exchange, Logprob
+from lade.server.grammars import Kept
 from lade.server.parsing import TextReader
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,9 @@ class Answering:
         call = partial(_answer, exchange, self._loaded, self._drafter)
         try:
             self._batcher.run(call, num_tokens, exchange.check, exchange.of_whom)
-        except Exception:  # the model's, its processors' or the grammar's
+        except ApiError as error:
+            exchange.end(error)
+        except Exception:  # the model's or its processors'
             if exchange.error is None:  # else it was ended from outside
                 logger.exception("an answer failed")
                 exchange.end(failed())
@@ -99,23 +102,18 @@ def _answer(exchange: Exchange, loaded: LoadedModel, drafter: Drafter | None) ->
 
     # Another request must not continue the random numbers of this one, which its client knows.
     torch.manual_seed(secrets.randbits(63) if asked.seed is None else asked.seed)
+    processors = LogitsProcessorList()
+    if exchange.grammar is not None:
+        processors.append(Kept(exchange.grammar, exchange.num_prompt_tokens))
     output = loaded.model.generate(
         **inputs,
         generation_config=exchange.options,
-        logits_processor=LogitsProcessorList(_grammar_of(exchange)),
+        logits_processor=processors,
         stopping_criteria=criteria,
         custom_generate=run,
     )
     exchange.stats = output.stats
     relay.finish()
-
-
-def _grammar_of(exchange: Exchange) -> list[Any]:
-    if exchange.grammar is None:
-        return []
-    from xgrammar.contrib.hf import LogitsProcessor as GrammarProcessor
-
-    return [GrammarProcessor(exchange.grammar)]  # a new one for each call
 
 
 class _StopOnText(StoppingCriteria):  # type: ignore[misc]
@@ -171,11 +169,9 @@ class _Relay(BaseStreamer):  # type: ignore[misc]
 
     def __init__(self, exchange: Exchange, tokenizer: Any, recorder: _Recorder | None) -> None:
         self._exchange, self._recorder = exchange, recorder
-        self._streams = bool(exchange.asked.stream)
-        self._reads = self._streams or recorder is not None
-        # A parser of its own reads a whole answer at its end.
-        parser = exchange.parser if self._streams else None
-        self._text = TextReader(tokenizer, parser)
+        ends = exchange.options.eos_token_id
+        ends = [ends] if isinstance(ends, int) else ends or ()
+        self._text = TextReader(tokenizer, exchange.parser, ends)
         self._special = frozenset(tokenizer.all_special_ids if recorder is not None else ())
         self._new: list[AnswerPiece] = self._text.begin()
 
@@ -187,8 +183,7 @@ class _Relay(BaseStreamer):  # type: ignore[misc]
         exchange.first_token = exchange.first_token or exchange.last_token
         for token_id in value.tolist():
             exchange.token_ids.append(token_id)
-            if self._reads:
-                self._new += self._text.feed(token_id)
+            self._new += self._text.feed(token_id)
             if self._recorder is not None:
                 logprob = self._recorder.take(token_id, self._text.num_chars)
                 if token_id not in self._special:  # its text is not in the answer
@@ -197,7 +192,7 @@ class _Relay(BaseStreamer):  # type: ignore[misc]
     def tell(self, *_: Any) -> None:
         """Send what is new: token by token, their number would show in how they are sent."""
         new, self._new = self._new, []
-        if new and self._streams:
+        if new:
             self._exchange.in_loop(self._exchange.pieces.put_nowait, new)
 
     def finish(self) -> None:

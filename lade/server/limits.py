@@ -10,9 +10,9 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from lade.attempts import Attempt
 from lade.config import Config
-from lade.errors import in_one_line
+from lade.errors import UserError, in_one_line
 from lade.models.loading import LoadedModel
-from lade.models.prompts import num_positions, tool_calls
+from lade.models.prompts import encode_messages, num_positions, tool_calls
 from lade.server.errors import ApiError
 from lade.server.exchange import Exchange
 from lade.server.options import ServerOptions
@@ -54,15 +54,14 @@ class Preparing:
         texts = {"prompt", "messages", "tools", "chat_template_kwargs"}
         self._check_texts(asked.model_dump(include=texts))
         try:
-            encoded = self._encoded(asked)
+            exchange.inputs = self._encoded(asked)
+        except UserError as error:  # a prompt of no token, or a refusal of the chat template
+            raise ApiError(400, str(error)) from error
         except Exception as error:  # whatever templates and tokenizers raise of a request
             message = f"expected a request that makes a prompt, got {in_one_line(error)}"
             raise ApiError(400, message) from error
-        device = self._loaded.model.device
-        # Some tokenizers add inputs, such as token types, that causal LMs do not need.
-        names = ("input_ids", "attention_mask")
-        exchange.inputs = {name: encoded[name].to(device) for name in names}
-        exchange.num_prompt_tokens = encoded["input_ids"].shape[1]
+        prompt_ids = exchange.inputs["input_ids"][0]
+        exchange.num_prompt_tokens = len(prompt_ids)
         exchange.options = self._options(asked, exchange.num_prompt_tokens)
         if chat is None:
             return
@@ -71,32 +70,26 @@ class Preparing:
                 calls = tool_calls(self._tokenizer, chat.tools[:_MOST_TOOLS])
                 exchange.prediction = self._predicted(calls)
         if self._template is not None:
-            prefix = self._tokenizer.decode(encoded["input_ids"][0])
+            prefix = self._tokenizer.decode(prompt_ids)
             exchange.parser = ResponseParser(self._template, prefix=prefix, tools=chat.tools)
 
-    def _encoded(self, asked: Asked) -> Any:
+    def _encoded(self, asked: Asked) -> dict[str, Any]:
         with self._lock:
             if isinstance(asked, Completion):
-                return self._tokenizer(asked.prompt, return_tensors="pt")
+                return encode_messages(self._loaded, [{"content": asked.prompt}], is_raw=True)
             assert isinstance(asked, Chat)
+            if not self._tokenizer.chat_template:
+                raise UserError("expected a completion, for the model has no chat template")
             messages = [each.model_dump(exclude_unset=True) for each in asked.messages]
-            return self._tokenizer.apply_chat_template(
-                [*told_to_template(messages)],
-                add_generation_prompt=True,
-                tools=asked.tools or None,
-                return_tensors="pt",
-                return_dict=True,
-                **asked.chat_template_kwargs or {},
-            )
+            options = {"tools": asked.tools or None, **(asked.chat_template_kwargs or {})}
+            return encode_messages(self._loaded, [*told_to_template(messages)], options=options)
 
     def _options(self, asked: Asked, num_prompt: int) -> Any:
         """Return the GenerationConfig of a call.
 
         Raises:
-            ApiError: the prompt is empty, or leaves no room for its answer.
+            ApiError: the prompt leaves no room for its answer.
         """
-        if num_prompt == 0:
-            raise ApiError(400, "expected a prompt of one token or more, got none")
         self._check_length(num_prompt, "prompt")
         room = self._max_new_tokens
         if self._positions is not None:

@@ -1,6 +1,6 @@
 """Counters and times for Prometheus, by vLLM's names where it has them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
 
@@ -19,14 +19,10 @@ from lade.server.line import Line
 from lade.targets.prefixes import PrefixStore
 from ngram_pool import PoolStore
 
-#: vLLM's, and longer ones: a request may wait for others.
-_FIRST_SEC = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
-    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
-)
-_TOKEN_SEC = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0),
+# vLLM's buckets, of tokens and of requests, and longer ones: a request may wait for others.
+_SEC = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
 _DRAFTS = "vllm:spec_decode_num_"
 _COUNTERS = {
@@ -47,6 +43,14 @@ _TIMES = {
     _WAITED: "Time that a request waited for others.",
     _WHOLE: "Time from a request's arrival to the end of its answer.",
 }
+_LABELLED = (
+    (
+        f"{_DRAFTS}accepted_tokens_per_pos",
+        "position",
+        "Draft tokens that were accepted, by their depth in the draft.",
+    ),
+    ("lade:requests", "code", "Requests by the status of their answer; 499: the client left."),
+)
 
 
 class Metrics:
@@ -57,25 +61,20 @@ class Metrics:
     ) -> None:
         self._registry = registry = CollectorRegistry()
         self._name, self._line, self._store, self._prefixes = (model_name, line, store, prefixes)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, ("model_name", *labels), registry=registry)
-
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            made = Histogram(name, text, ("model_name",), registry=registry, buckets=buckets)
-            return made.labels(model_name)  # shown from the start
-
+        of_model: Any = {"labelnames": ("model_name",), "registry": registry}
+        # With their labels, they are shown from the start.
         self._counters = {
-            name: counter(name, text).labels(model_name) for name, text in _COUNTERS.items()
+            name: Counter(name, text, **of_model).labels(model_name)
+            for name, text in _COUNTERS.items()
         }
         self._times = {
-            name: histogram(name, text, _TOKEN_SEC if name == _PER_TOKEN else _FIRST_SEC)
+            name: Histogram(name, text, **of_model, buckets=_SEC).labels(model_name)
             for name, text in _TIMES.items()
         }
-        text = "Draft tokens that were accepted, by their depth in the draft."
-        self._accepted_at = counter(f"{_DRAFTS}accepted_tokens_per_pos", text, "position")
-        text = "Requests by the status of their answer; 499: the client left."
-        self._requests = counter("lade:requests", text, "code")
+        self._accepted_at, self._requests = (
+            Counter(name, text, ("model_name", label), registry=registry)
+            for name, label, text in _LABELLED
+        )
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         registry.register(self)

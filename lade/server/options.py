@@ -9,7 +9,6 @@ from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.errors import UserError
 from lade.server.keys import ApiKeys
-from ngram_pool import NGramPool
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LEAST = {
@@ -29,7 +28,7 @@ class ServerOptions:
             `lade.server.keys.ApiKeys`; none let everybody in.
         shares_pool: whether all clients have one pool and one set of prefixes.
         layers: files of pools that are only read, for all.
-        corpora: pools by name, for requests that choose them.
+        corpora: files of pools by name, for requests that choose them.
         pools: folder that keeps the pools of clients; None for a temporary one.
         pool_memory_bytes, pool_disk_bytes: for all of them together.
         save_every_sec: how often those that learn are saved.
@@ -57,7 +56,7 @@ class ServerOptions:
     api_keys: Sequence[str] = ()
     shares_pool: bool = False
     layers: Sequence[Path] = ()
-    corpora: Mapping[str, NGramPool] = field(default_factory=dict)
+    corpora: Mapping[str, Path] = field(default_factory=dict)
     pools: Path | None = None
     pool_memory_bytes: int = 2**30
     pool_disk_bytes: int = 2**34
@@ -83,18 +82,9 @@ class ServerOptions:
         if not self.timeout_sec > 0:
             raise UserError(f"expected timeout_sec above 0, got {self.timeout_sec!r}")
         for name in self.corpora:
-            check_name(name)
+            if not _NAME.fullmatch(name):
+                raise UserError(
+                    "expected the name of a corpus, up to 64 letters, digits, dots, dashes and "
+                    f"underscores, got {name[:80]!r}"
+                )
         ApiKeys(self.api_keys)
-
-
-def check_name(name: str) -> None:
-    """Raise if a corpus cannot be named so.
-
-    Raises:
-        UserError: it cannot.
-    """
-    if not _NAME.fullmatch(name):
-        raise UserError(
-            "expected the name of a pool, up to 64 letters, digits, dots, dashes and underscores, "
-            f"got {name[:80]!r}"
-        )

@@ -1,7 +1,7 @@
 """From messages to a prompt by the model's chat template, and from its tokens to what they say."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -102,11 +102,16 @@ def _with_arguments(call: Json) -> Json:
 
 
 class TextReader:
-    """Makes text of the tokens of an answer, and pieces of that; without a parser all is said."""
+    """Makes pieces of an answer of its tokens; without a parser all is said."""
 
-    def __init__(self, tokenizer: Any, parser: ResponseParser | None) -> None:
+    def __init__(
+        self, tokenizer: Any, parser: ResponseParser | None, end_token_ids: Container[int]
+    ) -> None:
         self._parser = parser
+        # A parser sees special tokens, and knows an answer's end without that of its tokens.
+        self._ends = () if parser is None else end_token_ids
         self._stream = TextStream(tokenizer, skips_special=parser is None)
+        self._pending = ""  # text that no piece has told of
         self.num_chars = 0  # of the text up to now
 
     def begin(self) -> list[AnswerPiece]:
@@ -115,45 +120,30 @@ class TextReader:
 
     def feed(self, token_id: int) -> list[AnswerPiece]:
         """Return what is new with a token."""
+        if token_id in self._ends:
+            return []
         text = self._stream.put(token_id)
         self.num_chars += len(text)
-        return self._parsed(text) if text else []
+        return self._read(text)
 
     def end(self) -> list[AnswerPiece]:
         """Return what is known at the end only."""
-        rest = self._stream.end()
-        found = self._parsed(rest) if rest else []
-        if self._parser is None:
-            return found
+        return [*self._read(self._stream.end()), *self._read("", is_last=True)]
+
+    def _read(self, text: str, *, is_last: bool = False) -> list[AnswerPiece]:
+        parser = self._parser
+        if parser is None:
+            return [AnswerPiece("content", text)] if text else []
+        self._pending += text
         try:
-            return [*found, *_pieces(self._parser.finalize()[1])]
-        except (ValueError, RuntimeError):  # it ends within a call
-            return found
-
-    def _parsed(self, text: str) -> list[AnswerPiece]:
-        if self._parser is None:
-            return [AnswerPiece("content", text)]
-        try:
-            return [*_pieces(self._parser.feed(text))]
-        except (ValueError, RuntimeError):  # what looks like a call is none: the rest is text
-            self._parser = None
-            return [AnswerPiece("content", text)]
-
-
-def message_of(tokenizer: Any, parser: ResponseParser | None, token_ids: Sequence[int]) -> Any:
-    """Return the pieces of an answer that is whole, one for each kind and call."""
-    text = tokenizer.decode(token_ids, skip_special_tokens=parser is None)
-    if parser is None:
-        return [AnswerPiece("content", text)]
-    try:
-        parser.feed(text)
-        message, _ = parser.finalize()
-    except (ValueError, RuntimeError):
-        return [AnswerPiece("content", tokenizer.decode(token_ids, skip_special_tokens=True))]
-    thoughts = [message[name] for name in _THOUGHTS if message.get(name)][:1]
-    calls = [_call(each) for each in message.get("tool_calls") or ()]
-    said = AnswerPiece("content", message.get("content", ""))
-    return [*(AnswerPiece("reasoning_content", each) for each in thoughts), said, *calls]
+            pieces = [*_pieces(parser.finalize()[1] if is_last else parser.feed(text))]
+        except (ValueError, RuntimeError, LookupError, TypeError):
+            self._parser = None  # what looks like a call is none: it and the rest are text
+            return self._read(self._pending)
+        for piece in pieces:
+            is_call = piece.kind == "tool_call"
+            self._pending = "" if is_call else self._pending.partition(piece.text)[2]
+        return pieces
 
 
 def _pieces(events: Iterable[Json]) -> Iterator[AnswerPiece]:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from inspect import signature
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import (
@@ -17,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import from_json
+from transformers import PreTrainedTokenizerBase
 
 from lade.server.errors import ApiError
 
@@ -257,12 +259,7 @@ class Completion(Asked):
 
 
 # Arguments of `apply_chat_template` that are not the template's.
-_NOT_OF_TEMPLATES = {
-    *("add_generation_prompt", "continue_final_message", "conversation", "documents"),
-    *("chat_template", "load_audio_from_video", "max_length", "padding", "processor_kwargs"),
-    *("return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize"),
-    *("tokenizer_kwargs", "tools", "truncation", "num_frames"),
-}
+_NOT_OF_TEMPLATES = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 
 
 def read(kind: type[Asked], data: bytes | bytearray, model: str, vocab_size: int) -> Asked:

@@ -72,10 +72,9 @@ class Routes:
     ) -> None:
         self._name, self._options, self._hosts = name, options, hosts
         self.keys = ApiKeys(options.api_keys)
-        self._tokenizer = loaded.tokenizer
         self._vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
         self._pools = stack.enter_context(closing(UserPools(loaded, options)))
-        self._grammars = stack.enter_context(closing(Grammars(loaded)))
+        self._grammars = Grammars(loaded)
         self._preparing = Preparing(loaded, options)
         self.answering = Answering(loaded, batcher, options.drafter)
         size = options.max_batch_size if batcher.is_joint else 1
@@ -85,9 +84,8 @@ class Routes:
         prefixes = Profiles.of(loaded.model).prefixes
         self._metrics = Metrics(name, self._line, self._pools.store, prefixes)
         num_waiting = options.max_queue + options.max_batch_size
-        # For threads that prepare requests, of which one key leaves some to others.
-        self._workers, self._compilers = Line(num_waiting, 4, 2), Line(num_waiting, 1, 1)
-        self._compiling: dict[tuple[str, str], asyncio.Future[Any]] = {}
+        # For threads that prepare requests, of which one key leaves some to others, and schemas.
+        self._workers, self._lookers = Line(num_waiting, 4, 2), Line(num_waiting, 1, 1)
         most = options.max_body_bytes
         self._bytes = Shares(_MAX_BODIES * most, _MAX_BODIES_OF_KEY * most)
         self._open: set[Exchange] = set()
@@ -151,7 +149,7 @@ class Routes:
     async def close(self, grace_sec: float) -> None:
         """Let nobody in any more, and end what is under way, after a while by force."""
         self._is_closing = True
-        for each in (self._line, self._workers, self._compilers):
+        for each in (self._line, self._workers, self._lookers):
             each.refuse(shutting_down())
         for sec in (grace_sec, END_SEC):
             with suppress(TimeoutError):
@@ -168,30 +166,31 @@ class Routes:
         self._open.add(exchange)
         is_streamed = False
         try:
-            data = await self._body(request, exchange)
-            exchange.arrived = perf_counter()
-            await self._while_there(request, exchange, self._prepared(kind, exchange, data))
-            del data
-            enter = self._line.enter(exchange.of_whom)
-            exchange.leave = await self._while_there(request, exchange, enter)
-            exchange.admitted = perf_counter()
-            self._let_go(exchange)
-            try:
-                self.answering.begin(exchange)
-            except BaseException:
-                exchange.leave()
-                raise
-            answer = ToldAnswer(exchange, self._name)
-            headers = {_REQUEST_ID: exchange.request_id}
-            if exchange.asked.stream:
-                is_streamed = True
-                over = partial(self._over, exchange)
-                return _Events(exchange, answer.events(), over, headers)
-            told = answer.whole(self._tokenizer)
-            return JSONResponse(await self._while_there(request, exchange, told), headers=headers)
+            answered = self._answered(kind, exchange, await self._body(request, exchange))
+            response: Response = await self._while_there(request, exchange, answered)
+            is_streamed = isinstance(response, _Events)
+            return response
         finally:
             if not is_streamed:
                 self._over(exchange)
+
+    async def _answered(self, kind: type[Asked], exchange: Exchange, data: bytearray) -> Response:
+        exchange.arrived = perf_counter()
+        await self._prepared(kind, exchange, data)
+        del data
+        exchange.leave = await self._line.enter(exchange.of_whom)
+        exchange.admitted = perf_counter()
+        self._let_go(exchange)
+        try:
+            self.answering.begin(exchange)
+        except BaseException:
+            exchange.leave()
+            raise
+        answer = ToldAnswer(exchange, self._name)
+        headers = {_REQUEST_ID: exchange.request_id}
+        if exchange.asked.stream:
+            return _Events(exchange, answer.events(), partial(self._over, exchange), headers)
+        return JSONResponse(await answer.whole(), headers=headers)
 
     def _identified(self, request: Request) -> KeyOwner:
         """Return whose a request is.
@@ -273,32 +272,15 @@ class Routes:
         exchange.pools, tenant = self._pools.of(exchange.owner, asked)
         exchange.is_private = not tenant
         if isinstance(asked, Chat) and (schema := asked.schema_asked) is not None:
-            text = await self._workers.run(key, self._grammars.checked, schema)
-            exchange.grammar = await self._compiled(key, tenant, text)
+            exchange.grammar = await self._lookers.run(key, self._grammars.made, schema, tenant)
         await self._workers.run(key, self._preparing.prepare, exchange)
         if asked.num_logprobs is not None:
-            exchange.token_bytes = await self._workers.run(key, self._grammars.token_bytes)
-
-    async def _compiled(self, key: str, tenant: str, schema: str) -> Any:
-        """Compile a schema once for all requests of a tenant that wait for it."""
-        compiling = self._compiling.get((tenant, schema))
-        if compiling is None:
-            compile_it = self._compilers.run(key, self._grammars.compiled, tenant, schema)
-            compiling = asyncio.ensure_future(compile_it)
-            self._compiling[tenant, schema] = compiling
-
-            def forget(ended: asyncio.Future[Any]) -> None:
-                del self._compiling[tenant, schema]
-                if not ended.cancelled():
-                    ended.exception()  # nobody may be there to hear of it
-
-            compiling.add_done_callback(forget)
-        return await asyncio.shield(compiling)  # others wait for it, whoever leaves
+            exchange.tokens = await self._workers.run(key, self._grammars.tokens)
 
     async def _while_there(
         self, request: Request, exchange: Exchange, stage: Awaitable[Any]
     ) -> Any:
-        """Run one stage of a request while its client is there and its time is not over.
+        """Work on a request while its client is there and its time is not over.
 
         Raises:
             ApiError: the client has left, or the time is over.

@@ -35,7 +35,6 @@ class UserPools:
     """
 
     def __init__(self, loaded: LoadedModel, options: ServerOptions) -> None:
-        self._corpora = {name: pool.as_read_only() for name, pool in options.corpora.items()}
         self._shares = options.shares_pool
         self._stack = ExitStack()
         folder = options.pools
@@ -54,10 +53,12 @@ class UserPools:
             model=fingerprint_of(model) or "",
         )
         self._secret = _secret_in(folder)
-        self._layers: list[AnyPool] = [
-            load_pool(path, tokenizer=tokenizer, model=model, read_only=True)
-            for path in dict.fromkeys(path.resolve() for path in options.layers)
-        ]
+
+        def read(path: Path) -> AnyPool:
+            return load_pool(path, tokenizer=tokenizer, model=model, read_only=True)
+
+        self._layers = [*map(read, dict.fromkeys(path.resolve() for path in options.layers))]
+        self._corpora = {name: read(path) for name, path in options.corpora.items()}
 
     def of(self, owner: KeyOwner, asked: Asked) -> tuple[Pools | None, str]:
         """Return the pools of a request, and the name that what is kept of it is found by.

@@ -176,11 +176,12 @@ def test_clients(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert " drafted\n" in capsys.readouterr().out
 
 
-def test_corpora() -> None:
+def test_corpora(tmp_path: Path) -> None:
     import openai
 
+    lade.NGramPool().save(tmp_path / "a.pool")
     with (
-        serving(loaded_model(), corpora={"docs": lade.NGramPool()}) as server,
+        serving(loaded_model(), corpora={"docs": tmp_path / "a.pool"}) as server,
         openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
     ):
         messages = [{"role": "user", "content": "What-is-a-pool?"}]

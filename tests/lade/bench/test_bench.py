@@ -1,4 +1,4 @@
-"""How `lade bench` counts: sums, medians, batches, loops; and how its tables are drawn.
+"""How `lade bench` and `benchmarks run` count: sums, medians, batches, loops; how tables are drawn.
 
 Private, since figures of one's own choice cannot be had from a command. Commands are tested in
 `tests/lade/cli/test_measuring.py`, and `run` with all settings in `tests/benchmarks`.
@@ -10,13 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.run import median_of_passes, run_methods
+from benchmarks.settings import BenchSettings
 from lade.bench.baselines import Answer, Given
 from lade.bench.comparison import Side, compared
 from lade.bench.methods import METHODS
 from lade.bench.prompts import Prompt, read_prompts
 from lade.bench.report import LOOPS, OVERALL, as_json, groups, table
-from lade.bench.run import MIXED, Result, run_methods, summarise
-from lade.bench.settings import BenchSettings
+from lade.bench.run import MIXED, Result, summarise
 from lade.bench.tables import Sheet
 from lade.config import Config
 from lade.models.loading import LoadedModel
@@ -46,7 +47,7 @@ PROMPTS = [
 
 def result(num_pass: int, category: str, loops: bool, **secs: float) -> Result:
     answers = {name: Answer([[1, 2, 3, 4, 5]], sec, 2, 2, 6) for name, sec in secs.items()}
-    return Result([Prompt("1", category, "x")], num_pass, 10, answers, loops)
+    return Result([Prompt("1", category, "x")], 10, answers, loops, num_pass)
 
 
 def test_prompt_files_may_be_json_lines_or_text(tmp_path: Any) -> None:
@@ -82,7 +83,7 @@ def test_summaries_sum_times_first_and_take_the_median_of_passes() -> None:
     ]
     parts = groups(results)
     assert list(parts) == ["a", "b", OVERALL, LOOPS]
-    summary = summarise(parts[OVERALL], "lade")
+    summary = median_of_passes(parts[OVERALL], "lade")
     assert summary.speedup == 2.0  # of 4.0, 1.0 and 2.0
     assert summary.tokens_per_sec == 5.0
     assert summary.mean_accepted_tokens == 2.0  # four tokens in two steps; the fifth is prefill's
@@ -98,7 +99,7 @@ def test_summaries_of_batches_count_rows() -> None:
     # The rows take two steps and one; the first has plain's text.
     lade = Answer([rows[0], [1, 2, 8]], 1.0, num_steps=2, num_row_steps=3, num_draft_tokens=9)
     prompts = [Prompt("1", "a", "x"), Prompt("2", "b", "y")]
-    results = [Result(prompts, 0, 7, {"plain": plain, "lade": lade}, False)]
+    results = [Result(prompts, 7, {"plain": plain, "lade": lade}, False)]
     assert list(groups(results)) == [MIXED, OVERALL]
     assert summarise(results, "plain").mean_accepted_tokens == 1.0  # and not 1.5
     summary = summarise(results, "lade")
@@ -121,7 +122,7 @@ def test_rates_and_sources_are_shown_of_methods_that_count_them() -> None:
     answer = Answer([[1] * 8], 1.0, 4, 4, 8, stats, cpu_sec=1.5)
     results = [result(0, "a", False, plain=1.0)] * 2
     results = [each._replace(answers={**each.answers, "lade": answer}) for each in results]
-    sheet = table(results, ["plain", "lade"], BenchSettings(8))
+    sheet = table(results, ["plain", "lade"], "greedy")
     shown = dict(zip(sheet.headings, sheet.sections[0][1], strict=True))
     # 4 of 8 tokens; one of three steps with a draft.
     assert [shown[name] for name in ("accepted", "corrected", "draft ms/step")] == [

@@ -1,4 +1,4 @@
-"""`lade generate`, and `lade chat` from a pipe: text, options, figures."""
+"""`lade generate`: text, options, figures."""
 
 import re
 from collections.abc import Callable
@@ -118,10 +118,10 @@ def test_the_rate_shown_is_that_of_the_answer_alone(
 # --- a pipe -------------------------------------------------------------------------------------
 
 
-def test_all_of_standard_input_is_one_question_of_a_chat(folder: str) -> None:
-    done = run("chat", "--model", folder, *SHORT, "--assistant", folder, given="abc\nabc\n")
+def test_all_of_standard_input_is_one_question(folder: str) -> None:
+    options = ("--model", folder, *SHORT, "--assistant", folder)
+    done = run("generate", "-", *options, given="abc\nabc")
     assert done.code == 0
-    whole = answered(folder, prompt="abc\nabc").out
-    assert done.out.rstrip() == whole.rstrip("\N{REPLACEMENT CHARACTER}\n")  # a chat cuts no letter
+    assert done.out == answered(folder, prompt="abc\nabc").out
     assert "12 tokens, " in done.err
     assert ", assistant " in done.err

@@ -95,6 +95,8 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], told: s
         (["generate", "x", "--save-pool", "no/such/x.pool"], "no such folder: no/such"),
         (["generate", "x", "--pool", __file__], "expected a file that NGramPool.save wrote"),
         (["chat", "--save-pool", __file__], "expected a file that NGramPool.save wrote"),
+        (["generate", " \n", "--model", str(HERE)], "expected a prompt of one token or more"),
+        (["generate", "", "--raw", "--model", str(HERE)], "expected a prompt of one token or more"),
         (["generate", "x", "--system", "x", "--raw"], "expected --system or --raw, got both"),
         (["generate", "x", "--stop", ""], "expected each --stop to be a text of one character"),
         (["generate", "x", "--top-p", "0.5"], "expected a temperature above 0 with top_p=0.5"),
@@ -104,7 +106,7 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], told: s
         (["generate", "x", "--system", "\udcff"], "expected UTF-8 as prompt"),
         (["generate", "ab\udcff"], "expected UTF-8 as prompt, got byte 0xff after 2 bytes"),
         (["generate", "-"], "expected UTF-8 on standard input, got byte 0xff after 2 bytes"),
-        (["chat"], "expected UTF-8 on standard input"),
+        (["chat"], "expected a terminal to chat in; lade generate - answers a question"),
         (["bench", "--json", "no/such/folder/x.json"], "no such folder: no/such/folder"),
         (["pool", "build", __file__, "--out", "no/a.pool"], "no such folder: no"),
         (["pool", "forget", __file__, " "], "more than white space"),
@@ -127,12 +129,10 @@ def test_a_system_prompt_and_a_question_without_a_place_are_told(
         done = run("generate", "ab", "--model", model, "--system", "be brief", *SHORT)
         assert done.told.startswith("error: expected no system prompt: ")
         assert told in done.told
-    for command in (["generate", " \n"], ["demo", "--prompt", ""]):
-        told = run(*command, "--model", folder).told
-        assert "expected a prompt of one token or more, got none" in told
-    told = run("chat", "--model", folder, *SHORT, given="x" * 600).told
+    told = run("demo", "--prompt", "", "--model", folder).told
+    assert "expected a prompt of one token or more, got none" in told
+    told = run("generate", "-", "--model", folder, *SHORT, given="x" * 600).told
     assert "expected a prompt of at most 512 tokens" in told
-    assert "expected a question on standard input" in run("chat", given=" \n").told
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])

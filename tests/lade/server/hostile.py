@@ -20,8 +20,13 @@ def nested(depth: int) -> dict[str, Any]:
 #: By what they have; each makes what is to be added to a chat.
 BODIES: dict[str, Callable[[], dict[str, Any]]] = {
     "a schema 880 deep": lambda: schema_of(nested(880)),
-    "900 patterns": lambda: schema_of(
-        {"anyOf": [{"type": "string", "pattern": f"^x{number}+$"} for number in range(900)]}
+    "a multiple of many": lambda: schema_of({"type": "integer", "multipleOf": 999_983}),
+    "900 patterns at once": lambda: schema_of(
+        {"allOf": [{"type": "string", "pattern": f"a.{{{number}}}b"} for number in range(900)]}
+    ),
+    "references to much": lambda: schema_of(
+        {"$defs": {"a": {"enum": ["a" * 30_000]}}}
+        | {"prefixItems": [{"oneOf": [{"$ref": "#/$defs/a"}]}] * 900}
     ),
     "2,000 properties": lambda: schema_of(
         {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2_000)}}

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -24,7 +23,7 @@ import lade
 from lade.cli.app import app
 from lade.models import LoadedModel
 from lade.server.app import Server
-from lade.server.compiling import CompilerProcess
+from lade.server.grammars import Grammars
 from lade.server.options import ServerOptions
 from tests.lade.server.client import QUESTION, Client, Json
 from tests.lade.tiny import tiny_model
@@ -134,19 +133,11 @@ class Paced:
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-@contextmanager
-def slow_compiler() -> Iterator[list[str]]:
-    """Have every schema take half a second more to compile; yield those that were."""
-    compiled: list[str] = []
-
-    class Slow(CompilerProcess):
-        def compile(self, schema: str) -> str:
-            compiled.append(schema)
-            time.sleep(0.5)
-            return super().compile(schema)
-
-    with patch("lade.server.grammars.CompilerProcess", Slow):
-        yield compiled
+def takes(loaded: LoadedModel, schema: Json, instance: str) -> bool:
+    """Return whether the grammar that the server makes of a schema takes an instance."""
+    grammar = Grammars(loaded).made(schema)
+    ids = loaded.tokenizer(instance)["input_ids"]
+    return grammar.consume_tokens(ids) and grammar.is_accepting()
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:

@@ -291,14 +291,22 @@ def test_calls_and_thoughts_are_told_apart(kind: str) -> None:
         assert client.ask(messages=[*QUESTION, message, told], tools=TOOLS, max_tokens=99)
 
 
-@pytest.mark.parametrize("broken", ['<tool_call>{"name":</tool_call>so', '<tool_call>{"name":"f"'])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '<tool_call>{"name":</tool_call>so',
+        '<tool_call>{"name":"f"',
+        '<tool_call>{"name":"f"}</tool_call>',
+        "<tool_call>[1]</tool_call>and-more",
+    ],
+)
 def test_what_looks_like_a_call_and_is_none_is_text(broken: str) -> None:
     with calling("qwen3") as (client, written):
         written[:] = ["yes", broken]
         choice = client.ask(tools=TOOLS, max_tokens=90)["choices"][0]
         assert choice["message"]["content"] == "yes" + broken
         events = client.stream(tools=TOOLS, max_tokens=90)
-        assert text_of(events).startswith("yes")
+        assert text_of(events) == "yes" + broken
         assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "stop"
 
 

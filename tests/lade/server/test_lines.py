@@ -19,7 +19,6 @@ from tests.lade.server.serving import (
     loaded_model,
     plain_text,
     serving,
-    slow_compiler,
     wait_until,
 )
 
@@ -228,19 +227,6 @@ def test_addresses_that_a_client_writes_get_no_turns_of_their_own(
         wait_until(lambda: sum(each.done() for each in asked) == 2)
         pace.free()
         assert sorted(each.result().status_code for each in asked) == [200, 200, 429, 429]
-
-
-def test_a_new_schema_is_compiled_once_for_all_who_wait_for_it(
-    loaded: LoadedModel, threads: ThreadPoolExecutor
-) -> None:
-    with serving(loaded) as client, slow_compiler() as compiled:
-        form = {"type": "json_schema", "json_schema": {"schema": {"enum": ["a", "b"]}}}
-        body = {**SHORT, "response_format": form}
-        asked = [threads.submit(client.post, json=body) for _ in range(16)]
-        answers = [each.result() for each in asked]
-    assert {each.status_code for each in answers} == {200}
-    assert len({each.json()["choices"][0]["message"]["content"] for each in answers}) == 1
-    assert len(compiled) == 1
 
 
 def test_a_request_has_one_length_and_no_endless_name(loaded: LoadedModel) -> None:

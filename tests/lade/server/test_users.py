@@ -22,16 +22,18 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def told(loaded: LoadedModel) -> lade.NGramPool:
+def told(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pool of the question and its answer, which nobody is likely to guess."""
     pool = lade.NGramPool()
     token_ids = loaded.tokenizer(prompt_of() + plain_text(loaded))["input_ids"]
     pool.observe(token_ids, pool.open_sequence())
-    return pool
+    path = tmp_path_factory.mktemp("told") / "told.pool"
+    lade.save_pool(pool, path, tokenizer=loaded.tokenizer)
+    return path
 
 
 @pytest.fixture
-def client(loaded: LoadedModel, told: lade.NGramPool) -> Iterator[Client]:
+def client(loaded: LoadedModel, told: Path) -> Iterator[Client]:
     corpora = {"docs": told, "secret": told}
     with serving(loaded, api_keys=KEYS, corpora=corpora) as client:
         yield client
@@ -100,16 +102,12 @@ def test_pools_outlive_the_server_and_name_nobody(loaded: LoadedModel, tmp_path:
             assert path.suffix == ".pool" or word not in path.read_bytes()
 
 
-def test_layers_are_drafted_from_and_learn_nothing(
-    loaded: LoadedModel, told: lade.NGramPool, tmp_path: Path
-) -> None:
-    layer = tmp_path / "layer.pool"
-    lade.save_pool(told, layer, tokenizer=loaded.tokenizer)
-    before = layer.read_bytes()
-    with serving(loaded, layers=[layer]) as client:
+def test_layers_are_drafted_from_and_learn_nothing(loaded: LoadedModel, told: Path) -> None:
+    before = told.read_bytes()
+    with serving(loaded, layers=[told]) as client:
         assert client.drafted() > 20
         assert client.drafted(user="a") > 20
-    assert layer.read_bytes() == before
+    assert told.read_bytes() == before
 
 
 def test_a_corpus_is_drafted_from_by_requests_that_name_it(

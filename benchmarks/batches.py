@@ -1,15 +1,20 @@
-"""Prompts as left-padded batches."""
+"""Prompts as left-padded batches, and a method's first answer to some."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.settings import BenchSettings
+from lade.bench.baselines import Method
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode
 
 _T = TypeVar("_T")
+_WARM_UP_PROMPT = "Count from one to ten."
+_WARM_UP_TOKENS = 16
 
 
 def in_batches(prompts: Sequence[_T], batch_size: int) -> list[Sequence[_T]]:
@@ -42,3 +47,11 @@ def find_pad_token_id(loaded: LoadedModel) -> int:
         if token_id is not None:
             return int(token_id[0] if isinstance(token_id, list) else token_id)
     return 0
+
+
+def warm_up(loaded: LoadedModel, method: Method, settings: BenchSettings) -> None:
+    """Run a method once on a short answer, with the batch size of the settings."""
+    pad_token_id = find_pad_token_id(loaded)
+    inputs = encode_batch(loaded, [_WARM_UP_PROMPT] * settings.batch_size, pad_token_id)
+    short = replace(settings, max_new_tokens=min(_WARM_UP_TOKENS, settings.max_new_tokens))
+    method(loaded.model, inputs, short.options(pad_token_id))

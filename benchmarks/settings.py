@@ -1,7 +1,4 @@
-"""`BenchSettings`: the decoding settings of a run.
-
-Next file: `prompts.py`.
-"""
+"""`BenchSettings`: the decoding settings of a run."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -51,11 +48,7 @@ class BenchSettings(Settings):
 
     def describe(self) -> str:
         """Describe in words what differs from greedy decoding of one sequence."""
-        parts = [f"sampling at temperature {self.temperature:g}" if self.temperature else "greedy"]
-        if self.top_p < 1:
-            parts.append(f"top-p {self.top_p:g}")
-        if self.top_k:
-            parts.append(f"top-k {self.top_k}")
+        parts = [super().describe()]
         if self.batch_size > 1:
             parts.append(f"batches of {self.batch_size}")
         if self.num_return_sequences > 1:

@@ -1,0 +1,50 @@
+"""A look at a grammar in a process of its own, which may take only so much time and memory.
+
+A schema of a few bytes may take minutes or gigabytes, such as `allOf` with thirty patterns, and a
+thread cannot be stopped.
+"""
+
+import os
+import subprocess
+import sys
+
+import llguidance
+
+#: Of the library's own limits that of memory: each state of a lexer takes 2 kB.
+LIMITS = llguidance.LLParserLimits(
+    max_lexer_states=20_000, precompute_large_lexemes=False, verbose_errors=False
+)
+# 2,000 properties take a third of a second, and the start of the process a tenth.
+_CPU_SEC, _WALL_SEC = 1, 60.0  # a busy machine may take so long for this work
+_MEMORY_BYTES = 2**30
+_NICENESS = 5  # the model, which all wait for, goes before
+
+
+def what_is_wrong(grammar: str) -> str:
+    """Return what is wrong with a grammar, or that it takes too much; "" if nothing is."""
+    command = [sys.executable, "-P", "-m", __name__]
+    try:
+        # Without standard error: warnings tell what was asked for.
+        done = subprocess.run(
+            command, input=grammar.encode(), capture_output=True, timeout=_WALL_SEC
+        )
+    except subprocess.TimeoutExpired:
+        return "it takes too long"
+    return done.stdout.decode() if done.returncode == 0 else "it takes too much time or memory"
+
+
+def _look() -> None:
+    if sys.platform != "win32":
+        import resource
+
+        os.nice(_NICENESS)
+        resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SEC, _CPU_SEC))
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    tokens = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokens, sys.stdin.read(), log_level=0, limits=LIMITS)
+    matcher.compute_bitmask()  # some of what takes too much is found here only
+    sys.stdout.write(matcher.get_error())
+
+
+if __name__ == "__main__":
+    _look()
