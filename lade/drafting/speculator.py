@@ -32,10 +32,9 @@ from lade.drafting.drafts import (
     matched_depth,
     narrowed,
 )
-from lade.drafting.guard import Guard
 from lade.drafting.lookahead import Window, likeliest_tokens
 from lade.drafting.ranks import Ranks
-from lade.drafting.sources import Source
+from lade.drafting.sources import Guard, Source
 from lade.drafting.successors import (
     PromptHarvester,
     Ranked,
@@ -113,14 +112,6 @@ class Plan:
         return replace(self, trees=roots, windows={})
 
 
-class Cost(NamedTuple):
-    """What a forward took."""
-
-    num_rows: int
-    num_tokens: float  # per row, besides the root; their mean if rows have no padding
-    sec: float | None  # None where not representative of other forwards
-
-
 @dataclass(frozen=True, slots=True)
 class Done:
     """A committed step, and what is still to be learned from it."""
@@ -128,7 +119,10 @@ class Done:
     plan: Plan
     steps: Sequence[Step]
     successors: SuccessorsCopy | None
-    cost: Cost | None  # None for the prefill
+    # Of its forward: tokens per row besides the root, their mean where rows have no padding, None
+    # for the prefill; and seconds, None where not representative of other forwards.
+    num_tokens: float | None = None
+    sec: float | None = None
 
 
 class _Asked(NamedTuple):
@@ -166,7 +160,7 @@ class Speculator:
     what each was drawn from.
 
     No source can fail the call: whatever one raises and an invalid draft become a warning, and it
-    is not asked again (`guard.py`).
+    is not asked again (`Guard`).
 
     Args:
         sources: of the call.
@@ -623,12 +617,12 @@ class Speculator:
                 if length is not None and row in self._rows:
                     context = Prefix(batch.contexts[row], length)
                     self.harvest(row, context, tree, of_rows.of_tree(origin, len(tree)))
-        if done.cost is not None:
+        if done.num_tokens is not None:
             proposed = done.plan.proposed
             self._budget.record(
-                num_rows=done.cost.num_rows,
-                num_nodes=done.cost.num_tokens,
-                forward_sec=done.cost.sec,
+                num_rows=len(trees),
+                num_nodes=done.num_tokens,
+                forward_sec=done.sec,
                 outcomes=[
                     Outcome(step.row, proposed[step.row], step.token_ids)
                     for step in done.steps
