@@ -7,6 +7,7 @@ A call's sources are one list (`sources.py`). Which of them are worth asking is 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from operator import attrgetter
 from time import perf_counter
@@ -75,7 +76,7 @@ class Runner(Protocol):
         """Return the padded width of a forward over `num_tokens` of each row."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """What one step runs."""
 
@@ -84,12 +85,12 @@ class Plan:
     windows: Mapping[int, Window]  # by row, those run beside the drafts
     context_lengths: Mapping[int, int]  # by unfinished row, before the step
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Nodes of the largest tree, root included."""
         return max(len(tree.token_ids) for tree in self.trees.values())
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens of the largest row, window included."""
         if not self.windows:
