@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from lade.batch import Batch
-from lade.drafting.speculator import Cost, Done, Plan, Speculator
+from lade.drafting.speculator import Done, Plan, Speculator
 from lade.errors import in_one_line
 from lade.outputs import Outputs
 from lade.probing.proof import FlawError, Proof
@@ -127,7 +127,7 @@ class Decoder:
             with self.stats.timed("prefill"):
                 self._speculator.harvest_prompts(plan, output.logits)
         with self.stats.timed("commit"):
-            self._end_step(Done(plan, steps, successors, None))
+            self._end_step(Done(plan, steps, successors))
         self._on_step(steps)
 
     def _step(self, emitting: Sequence[int]) -> None:
@@ -163,8 +163,7 @@ class Decoder:
                 self.stats.count_row_step(step)
             is_usual = self._target.is_timing_valid and not self._proof.is_busy
             sec = forward.sec if is_usual else None
-            cost = Cost(len(plan.trees), num_run, sec)
-            self._end_step(Done(plan, steps, successors, cost))
+            self._end_step(Done(plan, steps, successors, num_run, sec))
         self._on_step(steps)
 
     def _emit(

@@ -7,6 +7,11 @@ A call's sources are one list (`sources.py`). Which of them are worth asking is 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+<<<<<<< HEAD
+=======
+from functools import cached_property
+from itertools import islice
+>>>>>>> 029e8aa62c8b87bdc17126ee465f30487ed74ca6
 from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, Self
@@ -31,10 +36,9 @@ from lade.drafting.drafts import (
     matched_depth,
     narrowed,
 )
-from lade.drafting.guard import Guard
 from lade.drafting.lookahead import Window, likeliest_tokens
 from lade.drafting.ranks import Ranks
-from lade.drafting.sources import Source
+from lade.drafting.sources import Guard, Source
 from lade.drafting.successors import (
     PromptHarvester,
     Ranked,
@@ -71,7 +75,7 @@ class Runner(Protocol):
         """Return the padded width of a forward over `num_tokens` of each row."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """What one step runs."""
 
@@ -80,7 +84,16 @@ class Plan:
     window: Window | None  # run beside the draft of a single row
     context_lengths: Mapping[int, int]  # by unfinished row, before the step
 
+<<<<<<< HEAD
     @property
+=======
+    @cached_property
+    def width(self) -> int:
+        """Nodes of the largest tree, root included."""
+        return max(len(tree.token_ids) for tree in self.trees.values())
+
+    @cached_property
+>>>>>>> 029e8aa62c8b87bdc17126ee465f30487ed74ca6
     def num_tokens(self) -> int:
         """Tokens of the largest row, window included."""
         num_beside = 0 if self.window is None else self.window.num_cells
@@ -97,14 +110,6 @@ class Plan:
         return replace(self, trees=roots, window=None)
 
 
-class Cost(NamedTuple):
-    """What a forward took."""
-
-    num_rows: int
-    num_tokens: float  # per row, besides the root; their mean if rows have no padding
-    sec: float | None  # None where not representative of other forwards
-
-
 @dataclass(frozen=True, slots=True)
 class Done:
     """A committed step, and what is still to be learned from it."""
@@ -112,7 +117,10 @@ class Done:
     plan: Plan
     steps: Sequence[Step]
     successors: SuccessorsCopy | None
-    cost: Cost | None  # None for the prefill
+    # Of its forward: tokens per row besides the root, their mean where rows have no padding, None
+    # for the prefill; and seconds, None where not representative of other forwards.
+    num_tokens: float | None = None
+    sec: float | None = None
 
 
 class _Asked(NamedTuple):
@@ -150,7 +158,7 @@ class Speculator:
     what each was drawn from.
 
     No source can fail the call: whatever one raises and an invalid draft become a warning, and it
-    is not asked again (`guard.py`).
+    is not asked again (`Guard`).
 
     Args:
         sources: of the call.
@@ -575,13 +583,18 @@ class Speculator:
                 length = done.plan.context_lengths.get(row)
                 if length is not None and row in self._rows:
                     context = Prefix(batch.contexts[row], length)
+<<<<<<< HEAD
                     self.harvest(row, context, tree, of_rows.of_tree(start, len(tree)))
         if done.cost is not None:
+=======
+                    self.harvest(row, context, tree, of_rows.of_tree(origin, len(tree)))
+        if done.num_tokens is not None:
+>>>>>>> 029e8aa62c8b87bdc17126ee465f30487ed74ca6
             proposed = done.plan.proposed
             self._budget.record(
-                num_rows=done.cost.num_rows,
-                num_nodes=done.cost.num_tokens,
-                forward_sec=done.cost.sec,
+                num_rows=len(trees),
+                num_nodes=done.num_tokens,
+                forward_sec=done.sec,
                 outcomes=[
                     Outcome(step.row, proposed[step.row], step.token_ids)
                     for step in done.steps

@@ -30,9 +30,8 @@ from lade.decoder import Decoder, VerificationError
 from lade.drafters.merged import sources_of
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.grammar import forced_tokens_of
-from lade.drafting.guard import Guard
 from lade.drafting.pool_drafter import PoolDrafter
-from lade.drafting.sources import Source
+from lade.drafting.sources import Guard, Source
 from lade.drafting.speculator import Speculator
 from lade.drafting.successors import PromptHarvester, num_prompt_tokens
 from lade.errors import (
