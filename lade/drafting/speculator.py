@@ -7,11 +7,7 @@ A call's sources are one list (`sources.py`). Which of them are worth asking is 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-<<<<<<< HEAD
-=======
 from functools import cached_property
-from itertools import islice
->>>>>>> 029e8aa62c8b87bdc17126ee465f30487ed74ca6
 from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, Self
@@ -84,16 +80,7 @@ class Plan:
     window: Window | None  # run beside the draft of a single row
     context_lengths: Mapping[int, int]  # by unfinished row, before the step
 
-<<<<<<< HEAD
-    @property
-=======
     @cached_property
-    def width(self) -> int:
-        """Nodes of the largest tree, root included."""
-        return max(len(tree.token_ids) for tree in self.trees.values())
-
-    @cached_property
->>>>>>> 029e8aa62c8b87bdc17126ee465f30487ed74ca6
     def num_tokens(self) -> int:
         """Tokens of the largest row, window included."""
         num_beside = 0 if self.window is None else self.window.num_cells
@@ -583,13 +570,8 @@ class Speculator:
                 length = done.plan.context_lengths.get(row)
                 if length is not None and row in self._rows:
                     context = Prefix(batch.contexts[row], length)
-<<<<<<< HEAD
                     self.harvest(row, context, tree, of_rows.of_tree(start, len(tree)))
-        if done.cost is not None:
-=======
-                    self.harvest(row, context, tree, of_rows.of_tree(origin, len(tree)))
         if done.num_tokens is not None:
->>>>>>> 029e8aa62c8b87bdc17126ee465f30487ed74ca6
             proposed = done.plan.proposed
             self._budget.record(
                 num_rows=len(trees),
