@@ -58,7 +58,7 @@ from lade.hf.streams import PlainStream, Report, stopping
 from lade.outputs import Outputs
 from lade.prewarming.costs import first_costs_of
 from lade.prewarming.tables import prewarmed_table_of
-from lade.probing.factory import VerificationPlan, make_target, with_products
+from lade.probing.factory import VerificationPlan, make_target, why_no_rows, with_products
 from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import CacheKind, profile_of
@@ -77,7 +77,6 @@ from lade.targets.trees import TreeTarget
 from lade.turns import current_seat
 from ngram_pool import NGramPool
 
-_NO_PARTS = "rows of a batch cannot be parts of one forward: its attention does not take them"
 _NO_TIME = "max_time leaves none for what lade does once for a model, as lade.warm_up(model) does"
 
 
@@ -186,6 +185,10 @@ class Generation:
                 _refuse_lookahead(model, verification)
             if verification.verification == "plain":
                 return verification, needed, None
+            if self._call.num_rows > 1 and (
+                reason := why_no_rows(model, self._profile, verification)
+            ):
+                return self._plainly(reason), None, None
             target: Target = make_target(
                 model,
                 self._call.input_ids,
@@ -196,8 +199,6 @@ class Generation:
                 self._profile,
                 self.policy,
             )
-            if isinstance(target, RowsTarget) and not target.takes_parts:
-                return self._plainly(_NO_PARTS), None, None
             if self._seat is not None and isinstance(target, TreeTarget):
                 target.take_seat(self._seat)
         if attempt.failure is not None:  # plain decoding either hits the same error or works

@@ -28,7 +28,7 @@ from lade.targets.inputs import TOKEN_TYPES, chooses_logits, extended, is_text_a
 from lade.targets.joint import JoinedCall
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import Kind, LayerKind, kind_of
-from lade.targets.layout import MAX_OVERHANG, TreeLayout, may_share_a_row, rope_of
+from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
 from lade.targets.rollback import cache_in
 from lade.transfer import integers_on
 from lade.tree import Tree, TreeTensors
@@ -112,12 +112,7 @@ class TreeTarget(Target):
         self.attention = attention
         self._products = products
         #: Whether its forwards may be parts of one.
-        self.takes_parts = (
-            attention == PACKED_ROWS
-            and not self._outputs
-            and may_share_a_row(model, layout)
-            and rope_of(model.config.get_text_config(decoder=True)) is None  # angles of its own
-        )
+        self.takes_parts = not self._outputs and takes_parts(model, layout, attention)
         self._seat: Seat | None = None  # where forwards run together with those of other calls
         self._was_joint = False  # whether the last forward ran, or may have waited, with others
         self._num_committed = 1.0  # tokens in a step, of late

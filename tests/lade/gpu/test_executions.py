@@ -60,7 +60,7 @@ def test_what_is_learned_while_a_device_computes_is_learned_in_order(execution: 
         for seed in range(2):
             both(model, prompt, config=config, seed=seed)
     both(model, THREE, config=config, num_return_sequences=2, temperature=1.5)
-    both(model, THREE, config=config, do_sample=False, output_logits=True, output_scores=True)
+    both(model, ONE, config=config, do_sample=False, output_logits=True, output_scores=True)
     got = lade.generate(model, ONE, config=config, on_step=told.append, **GREEDY)
     assert [token for step in told for token in step.token_ids] == got[0, ONE.shape[1] :].tolist()
 
