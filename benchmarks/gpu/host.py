@@ -127,7 +127,7 @@ def _run(
         *(model, input_ids, {"use_cache": True}, tree_layout(model), _NUM_NEW),
         settings=StepSettings(WorkspaceStore(), call=language),
     )
-    text, outputs = Text(input_ids, None), Outputs(1, [])
+    text, outputs = Text(input_ids, None), Outputs([])
     max_length = len(prompt) + _NUM_NEW
     stop = StopRule(StoppingCriteriaList([MaxLengthCriteria(max_length)]))
     stop.watch(text, outputs)
