@@ -139,9 +139,7 @@ class Decoder:
         with self.stats.timed("forward") as forward:
             with self._verifying():
                 plan, output = self._proof.forward(plan, inputs)
-            logits = output.logits
-            if plan.window is not None:
-                logits = of_trees(logits, plan.trees.values())
+            logits = of_trees(output.logits, plan.trees.values())  # without padding
             num_run = logits.shape[1] / len(plan.trees) - 1
             if len(plan.trees) == 1:  # with its padding
                 num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
