@@ -120,7 +120,7 @@ def test_batches_of_a_model_that_changes_its_masks_are_decoded_plainly() -> None
 
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(copy_mask, with_kwargs=True)
-    assert lade.probe(model, num_rows=2).attention == PACKED_SDPA
+    assert lade.probe(model, num_rows=2).verification == "plain"
     ids = torch.tensor([[0, 0, 5, 6, 5], [5, 6, 7, 5, 6]])
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids > 0).long()}
     with pytest.warns(lade.PlainDecodingWarning, match="one's own|parts of one forward"):
