@@ -1,6 +1,7 @@
 """A causal LM with a cache of its own, run over a text and a tree that grows after it."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
 from lade.probing.selfcheck import Plain
 from lade.tree import Tree
+
+_training = attrgetter("training")
 
 
 def plan_for(model: Model) -> VerificationPlan:
@@ -58,6 +61,9 @@ class ModelRunner:
         self._model = model
         self._plan = plan
         self._max_length = max_length
+        # In another mode it may draw from the generator that the text is drawn from.
+        self._modules = [*model.modules()]
+        self._modes = [*map(_training, self._modules)]
         self._device = device_of_inputs(model)
         self._vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
         self._target: Any = None
@@ -75,6 +81,9 @@ class ModelRunner:
 
         What is grown next follows it: its last token is node -1.
         """
+        if [*map(_training, self._modules)] != self._modes:
+            name = type(self._model).__name__
+            raise RuntimeError(f"{name} was put into another mode, of training or evaluation")
         held = self._held
         if self._after is not None and committed == held:  # nothing but drafts is to be dropped
             self._commit(committed)

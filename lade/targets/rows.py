@@ -225,6 +225,8 @@ class RowsTarget(Target):
         """Let a dynamic cache hold the rows, each behind what padding it has; return it."""
         of_rows = [target.hand_over(deepcopy(cache)) for target in self._all]
         for index, layers in enumerate(zip(*(each.layers for each in of_rows), strict=True)):
+            if getattr(layers[0], "keys", None) is None:
+                continue  # a layer that keeps nothing of its own
             length = max(layer.keys.shape[2] for layer in layers)
             keys, values = (
                 torch.cat([pad(each, (0, 0, length - each.shape[2], 0)) for each in states])
