@@ -92,7 +92,7 @@ def test_pools_outlive_the_server_and_name_nobody(loaded: LoadedModel, tmp_path:
         first = client.drafted(user="alice")
     with serving(loaded, api_keys=KEYS, pools=tmp_path) as client:
         assert client.drafted(user="alice") > first + 10
-        assert client.drafted(key=BOB, user="alice") == first
+        assert client.drafted(key=BOB, user="alice") < first + 10
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert sum(path.suffix == ".pool" for path in files) == 2
     for path in files:
