@@ -40,35 +40,26 @@ class Text:
         """Return the padding token of a finished row; None if the row still gets its own tokens."""
         return self.pad_token_id if self.is_finished[row] else None
 
-    def append(self, row: int, token_id: int) -> int:
-        """Commit a row's next token, or its `padding_of`; return the token appended."""
-        if self.pad_token_id is not None and self.is_finished[row]:
-            token_id = self.pad_token_id
-        else:
-            self.num_unpadded[row] += 1
+    def append(self, row: int, token_id: int) -> None:
+        """Commit a row's next token."""
         self.token_ids[row].append(token_id)
-        return token_id
+        self.num_unpadded[row] += 1
 
-    def cut(self, keeps_finished: bool) -> None:
+    def cut(self) -> None:
         """Cut back to the columns that all unfinished rows have, so that decoding can resume.
 
-        If all rows are finished, the last column is dropped. Rows that ended earlier are padded,
-        unless `keeps_finished`: then they count as the others, for what was not computed of their
-        padding will be.
+        If all rows are finished, the last column is dropped. Rows that ended earlier are padded.
         """
         rows = zip(self.token_ids, self.is_finished, strict=True)
-        lengths = [len(ids) for ids, is_finished in rows if keeps_finished or not is_finished]
-        if all(self.is_finished):
-            lengths.append(self.longest - 1)
-        length = max(min(lengths), self.num_prompt)
+        lengths = [len(ids) for ids, is_finished in rows if not is_finished]
+        length = max(min(lengths, default=self.longest - 1), self.num_prompt)
         for row, token_ids in enumerate(self.token_ids):
             num_own = self.num_unpadded[row]
-            is_ended = self.is_finished[row] and num_own <= length
             missing = length - len(token_ids)
             if missing > 0 and self.pad_token_id is not None:
                 token_ids += [self.pad_token_id] * missing
             del token_ids[length:]
-            self.is_finished[row] = is_ended
+            self.is_finished[row] = self.is_finished[row] and num_own <= length
             self.num_unpadded[row] = min(num_own, length)
             self._num_known[row] = min(self._num_known[row], length)
 
@@ -85,20 +76,6 @@ class Text:
             self._ids[row, known:length] = new
             self._num_known[row] = length
         return self._ids[row : row + 1, :length]
-
-    def prefixes(self, rows: Sequence[int]) -> Tensor:
-        """Return all rows, int64 [rows, num_tokens]; they must be of equal length."""
-        assert list(rows) == list(range(self.num_rows))
-        parts = [self.prefix(row) for row in rows]
-        assert len({part.shape for part in parts}) == 1
-        # Contiguous, as in `generate`: all rows are passed to arbitrary user code.
-        return self._ids[:, : parts[0].shape[1]].contiguous()
-
-    def adopt(self, prefixes: Tensor) -> None:
-        """Keep what was written into a result of `prefixes`, as `generate` does."""
-        mine = self._ids[:, : prefixes.shape[1]]
-        if mine.data_ptr() != prefixes.data_ptr():
-            mine.copy_(prefixes)
 
     def sequences(self) -> Tensor:
         """Return all rows, int64 [rows, num_tokens], padded to the longest."""
@@ -139,24 +116,19 @@ class Prefix(Sequence[int]):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Length limits and stop conditions of the rows of a batch, and how the rows are coupled.
+    """Length limits and stop conditions of the rows of a batch.
 
     Attributes:
         max_length: maximum total length a draft may reach, prompt included. Beyond it, and until
             `stop` ends a row, steps have no draft.
         stop: called after every token with the rows that emitted it; marks rows of the text as
             finished, and passes the token on.
-        is_lockstep: all rows emit together, because something must see them at equal length.
-        keeps_finished: finished rows continue, with padding or their own tokens, until the last
-            one is finished, because the caller wants what `generate` would have computed there.
-        fills_cache: at the end, the cache holds all rows at full length, padding included.
+        gives_cache: whether the caller gets the cache, which is then to hold the whole text.
     """
 
     max_length: int
     stop: Callable[[list[int]], None]
-    is_lockstep: bool = False
-    keeps_finished: bool = False
-    fills_cache: bool = False
+    gives_cache: bool = False
 
 
 class Batch:
@@ -185,19 +157,13 @@ class Batch:
 
     def may_emit(self, row: int) -> bool:
         """Return whether a row may emit one more token now."""
-        text = self.text
-        if self.limits.is_lockstep:
-            return not all(text.is_finished)
-        if text.is_finished[row]:
-            return self.limits.keeps_finished and len(text.token_ids[row]) < text.longest
+        if self.text.is_finished[row]:
+            return False
         return self._max_lead is None or self._lead(row) < self._max_lead
 
     def places(self, row: int) -> int:
         """Return how many more tokens fit after a row, besides the bonus token."""
-        text, limit = self.text, self.limits.max_length
-        if text.is_finished[row] and not self.limits.is_lockstep:
-            limit = min(limit, text.longest)
-        return limit - len(text.token_ids[row]) - 1
+        return self.limits.max_length - len(self.text.token_ids[row]) - 1
 
     def room(self, row: int) -> int:
         """Return the maximum depth of a row's draft."""
@@ -207,12 +173,8 @@ class Batch:
         return room
 
     def working(self) -> dict[int, int]:
-        """Map each row that may emit a token of its own next to the number it has emitted."""
-        return {
-            row: self.text.num_emitted(row)
-            for row in self.rows
-            if self.may_emit(row) and self.text.padding_of(row) is None
-        }
+        """Map each row that may emit a token next to the number it has emitted."""
+        return {row: self.text.num_emitted(row) for row in self.emitting}
 
     def drop_finished(self) -> tuple[list[int], list[int]]:
         """Drop finished rows, so that no work is done for them.
@@ -222,7 +184,7 @@ class Batch:
             is dropped, as when none would stay.
         """
         staying = [row for row in self.rows if not self.text.is_finished[row]]
-        if self.limits.keeps_finished or len(staying) in (0, len(self.rows)):
+        if len(staying) in (0, len(self.rows)):
             return [], []
         places = [self.rows.index(row) for row in staying]
         leaving = [row for row in self.rows if row not in staying]

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from lade.batch import Batch
-from lade.drafting.speculator import Cost, Done, Plan, Speculator
+from lade.drafting.speculator import Done, Plan, Speculator
 from lade.errors import in_one_line
 from lade.outputs import Outputs
 from lade.probing.proof import FlawError, Proof
 from lade.sampling.choice import Choice
 from lade.stats import DecodeStats, Step
-from lade.targets.base import Forward, Target, fill_cache
+from lade.targets.base import Forward, Target
 from lade.tree import of_trees
 from lade.verify import accepted_paths, step_of
 
@@ -89,13 +89,11 @@ class Decoder:
             while emitting := batch.emitting:
                 self._step(emitting)
             self._finish()
-            if batch.limits.fills_cache:
-                self._fill_cache()
         except VerificationError as failure:
             self.failure = failure
-            if batch.limits.fills_cache or batch.emitting:
+            if batch.limits.gives_cache or batch.emitting:
                 longest = batch.text.longest
-                batch.text.cut(batch.limits.keeps_finished)
+                batch.text.cut()
                 self.was_cut = batch.text.longest < longest
         finally:
             with ExitStack() as stack:  # closes the others even if one raises
@@ -115,7 +113,7 @@ class Decoder:
                     num_logits=1 + self._speculator.num_harvested,
                     is_plain=self._proof.settings.plain_prompts,
                 )
-            logits = output.logits[:, -1:]
+            logits = output.logits[:, -len(plan.trees) :]
             self._choice.look_at(logits, plan.trees)
         if self._overlaps:
             self._speculator.open_all()  # while the device is busy
@@ -129,7 +127,7 @@ class Decoder:
             with self.stats.timed("prefill"):
                 self._speculator.harvest_prompts(plan, output.logits)
         with self.stats.timed("commit"):
-            self._end_step(Done(plan, steps, successors, None))
+            self._end_step(Done(plan, steps, successors))
         self._on_step(steps)
 
     def _step(self, emitting: Sequence[int]) -> None:
@@ -141,12 +139,10 @@ class Decoder:
         with self.stats.timed("forward") as forward:
             with self._verifying():
                 plan, output = self._proof.forward(plan, inputs)
-            logits = output.logits
-            if plan.windows:
-                logits = of_trees(logits, plan.trees.values())
-            num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
-            if len(logits) < len(plan.trees):  # without padding
-                num_run = logits.shape[1] / len(plan.trees) - 1
+            logits = of_trees(output.logits, plan.trees.values())  # a window and padding follow
+            num_run = logits.shape[1] / len(plan.trees) - 1
+            if len(plan.trees) == 1:  # with its padding
+                num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
             self._choice.look_at(logits, plan.trees)
             if self._overlaps:
                 successors = self._speculator.rank(logits, self._choice.ranked)
@@ -155,9 +151,7 @@ class Decoder:
         with self.stats.timed("commit"):
             if not self._overlaps:
                 successors = self._speculator.rank(logits, self._choice.ranked)
-            num_beside = 0
-            if plan.windows:
-                num_beside = self._speculator.advance_windows(plan, output.logits)
+            num_beside = self._speculator.advance_window(plan, output.logits)
         steps, paths = self._emit(plan)
         with self.stats.timed("commit"):
             self._commit(output, paths)
@@ -167,8 +161,7 @@ class Decoder:
                 self.stats.count_row_step(step)
             is_usual = self._target.is_timing_valid and not self._proof.is_busy
             sec = forward.sec if is_usual else None
-            cost = Cost(len(plan.trees), num_run, sec)
-            self._end_step(Done(plan, steps, successors, cost))
+            self._end_step(Done(plan, steps, successors, num_run, sec))
         self._on_step(steps)
 
     def _emit(
@@ -177,7 +170,6 @@ class Decoder:
         """Emit accepted paths and bonus tokens, and let the drafter observe them, once begun."""
         text = self._batch.text
         starts = {row: text.num_unpadded[row] for row in plan.trees}
-        working = [row for row in plan.trees if not text.is_finished[row]]
         with self.stats.timed("verify"):
             paths = accepted_paths(plan.trees, self._choice, self._batch)
         steps = []
@@ -187,7 +179,6 @@ class Decoder:
                 emitted = text.token_ids[row][start : text.num_unpadded[row]]
                 if emitted:
                     self._speculator.observe(row, emitted)
-                if emitted and row in working:
                     steps.append(step_of(row, plan.trees[row], paths[row], emitted))
         return steps, paths
 
@@ -195,8 +186,8 @@ class Decoder:
         """Keep the accepted paths in the cache and in the caller's outputs."""
         of_rows = [paths[row] for row in self._batch.rows]
         with self._verifying():
-            num_cached = [num + self._proof.num_before for num in self._target.num_cached]
-            self._outputs.add_step(output, self._batch.rows, num_cached, of_rows)
+            num_cached = self._target.num_cached[0] + self._proof.num_before
+            self._outputs.add_step(output, num_cached, of_rows[0])
             self._target.commit([*map(self._proof.path, of_rows)])
 
     def _end_step(self, done: Done) -> None:
@@ -216,10 +207,6 @@ class Decoder:
         last, self._last = self._last, None
         if last is not None:
             self._speculator.learn(last)
-
-    def _fill_cache(self) -> None:
-        with self.stats.timed("forward"), self._verifying():
-            self.stats.num_steps += fill_cache(self._target, self._batch.text)
 
     @contextmanager
     def _verifying(self) -> Iterator[None]:

@@ -7,15 +7,13 @@ from lade.sampling.choice import Choice
 from lade.stats import Step
 from lade.tree import ROOT, Tree
 
-PADDING = -1  # placeholder choice for a row that gets its padding token in any case
-
 
 def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> dict[int, list[int]]:
     """Emit the target's choices down each tree, as long as the draft contains them.
 
     Each round emits one token in every row still walking, then asks which rows are finished. A
     row's last token is the bonus token, which is not in the draft at that node, unless the row was
-    stopped before. In lockstep, the first row that leaves its draft ends the walk of all rows.
+    stopped before.
 
     Args:
         trees: trees by row, ascending.
@@ -27,14 +25,10 @@ def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> d
     """
     paths: dict[int, list[int]] = {row: [] for row in trees}
     walking = {row: ROOT for row in trees if batch.may_emit(row)}
-    while walking and not (batch.limits.is_lockstep and len(walking) < len(trees)):
-        asked = [*walking.items()]
-        if not batch.limits.keeps_finished:  # else a token is chosen though padding replaces it
-            asked = [place for place in asked if batch.text.padding_of(place[0]) is None]
-        chosen = dict(zip(asked, choice.tokens_at(asked), strict=True)) if asked else {}
-        next_nodes = {}
-        for row, node in walking.items():
-            token_id = batch.text.append(row, chosen.get((row, node), PADDING))
+    while walking:
+        asked, next_nodes = [*walking.items()], {}
+        for (row, node), token_id in zip(asked, choice.tokens_at(asked), strict=True):
+            batch.text.append(row, token_id)
             paths[row].append(node)
             child = trees[row].children.get((node, token_id))
             if child is not None:

@@ -287,7 +287,7 @@ class SuccessorTable:
         costs: NDArray[np.uint16],
         counts: Int32Array,
     ) -> None:
-        """Hold arrays as `held` returned them, themselves, from now on."""
+        """Hold these arrays, empty rows included, themselves, from now on."""
         self.held = _Rows.of(keys, token_ids, costs, counts)
 
     # --- inside -----------------------------------------------------------------------------

@@ -127,9 +127,9 @@ def _run(
         *(model, input_ids, {"use_cache": True}, tree_layout(model), _NUM_NEW),
         settings=StepSettings(WorkspaceStore(), call=language),
     )
-    text, outputs = Text(input_ids, None), Outputs(1, [])
+    text, outputs = Text(input_ids, None), Outputs([])
     max_length = len(prompt) + _NUM_NEW
-    stop = StopRule(StoppingCriteriaList([MaxLengthCriteria(max_length)]), 1)
+    stop = StopRule(StoppingCriteriaList([MaxLengthCriteria(max_length)]))
     stop.watch(text, outputs)
     drafter = PoolDrafter(pool)
     batch = Batch(text, [[*prompt]], Limits(max_length=max_length, stop=stop))

@@ -12,8 +12,7 @@ plan for each new shape (tens to hundreds of milliseconds), and nearly every tre
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,6 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lade.attention.joint import Calls
-from lade.tree import Packing
 
 PACKED_SDPA = "lade_packed_sdpa"
 PACKED_ROWS = "lade_packed_rows"
@@ -162,129 +160,6 @@ def _made_to_add(mask: Tensor, num_sharing: int, dtype: torch.dtype) -> Tensor:
     return added.view(rows, 1, -1, width)[..., :num_keys]
 
 
-# Keys that cost about as much as one more call of `scaled_dot_product_attention`: 25 µs.
-_KEYS_OF_CALL = 200
-
-
-class RowGroup:
-    """Consecutive rows whose nodes attend in one call, padded to the largest tree among them.
-
-    Args:
-        rows: which rows.
-        nodes: their nodes, among those of all rows, which follow each other.
-        sizes: number of nodes of each of them.
-        keys: the keys that any of them sees.
-        seen: bool [rows, 1, width, num_keys], which nodes see which of these keys.
-    """
-
-    def __init__(
-        self, rows: slice, nodes: slice, sizes: Sequence[int], keys: slice, seen: Tensor
-    ) -> None:
-        self.rows, self.nodes, self.keys = rows, nodes, keys
-        self.shape = len(sizes), max(sizes)
-        self._seen = seen[:, :, : max(sizes)]
-        self._packing = Packing.of(sizes, seen.device) if min(sizes) < max(sizes) else None
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
-    ) -> Tensor:
-        """Attend from the nodes, [num_nodes, num_heads, head_dim], and return the same."""
-        rows, width = self.shape
-        num_key_heads = key.shape[1]
-        num_sharing = query.shape[1] // num_key_heads
-        padded = query.reshape(-1, num_key_heads, num_sharing, query.shape[-1])
-        if self._packing is None:
-            padded = padded.view(rows, width, *padded.shape[1:])
-        else:
-            padded = self._packing.pad(padded)
-        by_head = padded.permute(0, 2, 3, 1, 4)
-        of_group = _attended(
-            by_head.reshape(rows, num_key_heads, num_sharing * width, query.shape[-1]),
-            key[self.rows, :, self.keys],
-            value[self.rows, :, self.keys],
-            _added(self._seen, num_sharing, query.dtype),
-            dropout,
-            scaling,
-        )
-        by_head = of_group.view(rows, num_key_heads, num_sharing, width, value.shape[-1])
-        attended = by_head.permute(0, 3, 1, 2, 4).reshape(rows * width, -1, value.shape[-1])
-        return attended if self._packing is None else attended[self._packing.places]
-
-
-class PromptRow(NamedTuple):
-    """One row of a prefill: each token sees those before it that are not masked."""
-
-    row: int
-    nodes: slice  # its tokens, among those of all rows
-    keys: slice | Tensor  # their slots
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
-    ) -> Tensor:
-        """Attend from the tokens, [num_tokens, num_heads, head_dim], and return the same."""
-        num_sharing = query.shape[1] // key.shape[1]
-        keys, values = (
-            each[self.row : self.row + 1, :, self.keys].repeat_interleave(num_sharing, dim=1)
-            for each in (key, value)
-        )
-        attended = functional.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            keys,
-            values,
-            dropout_p=dropout,
-            is_causal=True,
-            scale=scaling,
-        )
-        return attended[0].transpose(0, 1)
-
-
-def row_groups(mask: Tensor, sizes: Sequence[int]) -> list[RowGroup]:
-    """Group consecutive rows such that few keys are read that a row does not see.
-
-    Args:
-        mask: bool [rows, 1, width, num_keys], of padded trees.
-        sizes: number of nodes of each row.
-    """
-    stops = [*accumulate(sizes)]
-    starts = [0, *stops[:-1]]
-    of_rows = [_span(mask[row, 0, :size]) for row, size in enumerate(sizes)]
-    groups: list[RowGroup] = []
-    first = 0
-    while first < len(sizes):
-        last, span = first, of_rows[first]
-        num_keys = span[1] - span[0]  # that the rows see
-        while last + 1 < len(sizes):
-            begin, end = of_rows[last + 1]
-            wider = min(span[0], begin), max(span[1], end)
-            needed = num_keys + end - begin + (last + 1 - first) * _KEYS_OF_CALL
-            if (last + 2 - first) * (wider[1] - wider[0]) > needed:
-                break
-            last, span, num_keys = last + 1, wider, num_keys + end - begin
-        rows, keys = slice(first, last + 1), slice(*span)
-        nodes = slice(starts[first], stops[last])
-        groups.append(RowGroup(rows, nodes, sizes[rows], keys, mask[rows, :, :, keys]))
-        first = last + 1
-    return groups
-
-
-def _span(seen: Tensor) -> tuple[int, int]:
-    """Return the interval of keys that any of some nodes see, bool [num_nodes, num_keys]."""
-    which = seen.any(0).nonzero()
-    return int(which[0]), int(which[-1]) + 1
-
-
-def with_groups(
-    mask: Tensor, groups: Sequence[RowGroup | PromptRow], sizes: Sequence[int] | None = None
-) -> Tensor:
-    """Attach groups of rows to the mask they were made of, for `packed_rows`; return the mask.
-
-    `sizes` are numbers of nodes of each row, of trees that follow each other.
-    """
-    mask._lade_groups = groups  # type: ignore[attr-defined]
-    mask._lade_sizes = sizes  # type: ignore[attr-defined]
-    return mask
-
-
 def packed_rows(
     module: nn.Module,
     query: Tensor,
@@ -295,22 +170,21 @@ def packed_rows(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `packed_sdpa` does; where the mask has groups of rows, queries come in one row.
+    """Attend as `packed_sdpa` does; where the mask has calls, each sees its own keys alone.
 
-    Everything but attention takes the nodes of all rows alike, so trees of different sizes need no
-    padding there; and a short row does not wait for the keys of a long one. SmolLM2, eight rows of
-    40 to 950 tokens and one node each, two cores, bfloat16: 15 ms instead of 25 for all layers.
+    Everything but attention takes the tokens of all calls alike, so these need no padding there;
+    and a short one does not wait for the keys of a long one.
 
     Args:
         module, attention_mask, dropout, scaling, kwargs: as for `packed_sdpa`.
-        query: with groups [1, num_heads, num_nodes, head_dim].
-        key, value: [rows, num_key_heads, num_keys, head_dim of each].
+        query: with calls [1, num_heads, num_nodes, head_dim].
+        key, value: with calls these carry those of each; else as for `packed_sdpa`.
 
     Returns:
-        With groups [1, num_nodes, num_heads, head_dim of values], and None for the weights.
+        [rows, num_nodes, num_heads, head_dim of values], and None for the weights.
 
     Raises:
-        NotImplementedError: there are groups or calls and something that is not honoured, or keys
+        NotImplementedError: there are calls and something that is not honoured, or keys
             and values that are not those that the caches of the calls have returned.
     """
     calls: Calls | None = getattr(attention_mask, "_lade_calls", None)
@@ -324,15 +198,7 @@ def packed_rows(
             for nodes, keys, values, mask in parts
         ]
         return torch.cat(of_calls, dim=1), None
-    groups: Sequence[RowGroup | PromptRow] | None = getattr(attention_mask, "_lade_groups", None)
-    if groups is None:
-        return packed_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    _refuse(_NOT_HONOURED, kwargs)
-    attended = query.new_empty((query.shape[2], query.shape[1], value.shape[-1]))
-    for group in groups:
-        of_nodes = query[0, :, group.nodes].transpose(0, 1)
-        attended[group.nodes] = group.attend(of_nodes, key, value, dropout, scaling)
-    return attended[None], None
+    return packed_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)

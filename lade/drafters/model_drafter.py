@@ -154,7 +154,7 @@ class RankedTokens(NamedTuple):
     probs: Floats  # [num_nodes, num_ranked]
 
 
-class _DraftNode(NamedTuple):
+class _GrownNode(NamedTuple):
     token_id: int
     parent: int  # -1 for the text
     prob: float  # of the whole path
@@ -184,7 +184,7 @@ class GrowingTree:
         rng: np.random.Generator | None = None,
         acceptance: float = 1.0,
     ) -> None:
-        self.nodes: list[_DraftNode] = []
+        self.nodes: list[_GrownNode] = []
         self._num_nodes = num_nodes
         self._num_children = 1 if is_chain else TREE_WIDTH
         #: How many of the likeliest tokens after a node are wanted.
@@ -263,7 +263,7 @@ class GrowingTree:
         """Add the ranked tokens as children; return those that may be in the draft, best first."""
         first = len(self.nodes)
         self.nodes += [
-            _DraftNode(token_id, parent, self._prob_of(parent) * prob, prob)
+            _GrownNode(token_id, parent, self._prob_of(parent) * prob, prob)
             for parent, token_ids, probs in zip(
                 parents, ranked.token_ids.tolist(), ranked.probs.tolist(), strict=True
             )
@@ -292,7 +292,7 @@ class GrowingTree:
                 place = int(sums.searchsorted(self._rng.random() * sums[-1], side="right"))
                 place = min(place, int(left.nonzero()[0][-1]))
                 token_id, token_prob = int(token_ids[place]), float(left[place])
-                self.nodes.append(_DraftNode(token_id, parent, prob, token_prob, (token_ids, left)))
+                self.nodes.append(_GrownNode(token_id, parent, prob, token_prob, (token_ids, left)))
                 left = np.where(token_ids == token_id, 0.0, left)
                 prob *= 1 - self._acceptance
         return [*range(first, len(self.nodes))]

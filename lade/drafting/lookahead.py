@@ -29,7 +29,7 @@ from lade.tree import SideNodes
 
 
 class Window:
-    """The window of one row, from step to step.
+    """The window of a text, from step to step.
 
     It begins with random tokens only, wide enough that W columns are left when N-2 steps have added
     the other iterations. Every step moves it on by one place, however many tokens were committed,
@@ -39,7 +39,7 @@ class Window:
     N = 5, at most 8 draft tokens; 1.62 without a window).
 
     Args:
-        context: the row's prompt; the first tokens are drawn from it, or from the vocabulary if it
+        context: the prompt; the first tokens are drawn from it, or from the vocabulary if it
             is empty.
         vocab_size: exclusive upper bound of the token ids in the window.
         seed: of the window's own generator, so that runs repeat, processes agree, and the random
@@ -102,17 +102,14 @@ class Window:
         return np.array(columns, np.int32).T
 
 
-def likeliest_tokens(
-    logits: Tensor, places: Sequence[tuple[int, int]], vocab_size: int
-) -> list[int]:
-    """Return the likeliest token after each place, the first of equals, in one transfer.
+def likeliest_tokens(logits: Tensor, nodes: Sequence[int], vocab_size: int) -> list[int]:
+    """Return the likeliest token after each node, the first of equals, in one transfer.
 
     Args:
-        logits: [rows, width, vocab_size or more].
-        places: pairs of a row and a node of `logits`.
+        logits: [1, num_nodes, vocab_size or more].
         vocab_size: exclusive upper bound of the token ids.
     """
-    rows, nodes = (integers_on(logits.device, each) for each in zip(*places, strict=True))
-    (found,) = HostCopy(logits[rows, nodes, :vocab_size].float().argmax(dim=-1)).get()
+    places = integers_on(logits.device, nodes)
+    (found,) = HostCopy(logits[0, places, :vocab_size].float().argmax(dim=-1)).get()
     token_ids: list[int] = found.tolist()
     return token_ids

@@ -7,7 +7,7 @@ A call's sources are one list (`sources.py`). Which of them are worth asking is 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import cached_property
 from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, Self
@@ -32,10 +32,9 @@ from lade.drafting.drafts import (
     matched_depth,
     narrowed,
 )
-from lade.drafting.guard import Guard
 from lade.drafting.lookahead import Window, likeliest_tokens
 from lade.drafting.ranks import Ranks
-from lade.drafting.sources import Source
+from lade.drafting.sources import Guard, Source
 from lade.drafting.successors import (
     PromptHarvester,
     Ranked,
@@ -45,7 +44,7 @@ from lade.drafting.successors import (
     with_probs,
 )
 from lade.stats import SourceStats, Step
-from lade.tree import ROOT, Tree, origins
+from lade.tree import ROOT, Tree, starts
 from ngram_pool import Draft, SampledDraft
 
 _NOTHING = Draft.empty()
@@ -68,57 +67,34 @@ class Runner(Protocol):
     def price(self) -> float | None:
         """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
 
-    @property
-    def packs_rows(self) -> bool:
-        """Whether a forward costs what its tokens cost, however they are divided among rows."""
-
     def width_of(self, num_tokens: int) -> int:
         """Return the padded width of a forward over `num_tokens` of each row."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """What one step runs."""
 
     trees: dict[int, Tree]  # by row, the root and the draft to verify
     proposed: Mapping[int, Draft]  # by row, the whole proposal, verified or not
-    windows: Mapping[int, Window]  # by row, those run beside the drafts
+    window: Window | None  # run beside the draft of a single row
     context_lengths: Mapping[int, int]  # by unfinished row, before the step
 
-    @property
-    def width(self) -> int:
-        """Nodes of the largest tree, root included."""
-        return max(len(tree.token_ids) for tree in self.trees.values())
-
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens of the largest row, window included."""
-        if not self.windows:
-            return self.width
-        return max(
-            len(tree) + (self.windows[row].num_cells if row in self.windows else 0)
-            for row, tree in self.trees.items()
-        )
+        num_beside = 0 if self.window is None else self.window.num_cells
+        return max(len(tree.token_ids) for tree in self.trees.values()) + num_beside
 
     def nodes(self) -> list[Tree]:
-        """Return the trees followed by the windows, which only the target sees."""
-        trees = {**self.trees}
-        for row, window in self.windows.items():
-            trees[row] = trees[row].beside(window.cells())
-        return [*trees.values()]
+        """Return the trees followed by the window, which only the target sees."""
+        trees, window = self.trees.values(), self.window
+        return [*trees] if window is None else [tree.beside(window.cells()) for tree in trees]
 
     def without_drafts(self) -> "Plan":
         """Return the plan with the roots alone."""
         roots = {row: tree.without_draft() for row, tree in self.trees.items()}
-        return replace(self, trees=roots, windows={})
-
-
-class Cost(NamedTuple):
-    """What a forward took."""
-
-    num_rows: int
-    num_tokens: float  # per row, besides the root; their mean if rows have no padding
-    sec: float | None  # None where not representative of other forwards
+        return replace(self, trees=roots, window=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +104,10 @@ class Done:
     plan: Plan
     steps: Sequence[Step]
     successors: SuccessorsCopy | None
-    cost: Cost | None  # None for the prefill
+    # Of its forward: tokens per row besides the root, their mean where rows have no padding, None
+    # for the prefill; and seconds, None where not representative of other forwards.
+    num_tokens: float | None = None
+    sec: float | None = None
 
 
 class _Asked(NamedTuple):
@@ -153,7 +132,7 @@ class _DraftedRow:
 
 
 class Speculator:
-    """The drafts and lookahead windows of a batch: what to run, and what became of it.
+    """The drafts of a batch and the lookahead window of a single row: what to run and to learn.
 
     Of each row all there is is proposed, so that a budget can decide how much of it to verify; that
     much is taken, or drawn anew where drafts are random. The number of nodes drawn must not depend
@@ -166,16 +145,16 @@ class Speculator:
     what each was drawn from.
 
     No source can fail the call: whatever one raises and an invalid draft become a warning, and it
-    is not asked again (`guard.py`).
+    is not asked again (`Guard`).
 
     Args:
         sources: of the call.
         grammar: asks for the tokens that a grammar forces on the text, if there is one.
-        lookahead: size of the windows to run beside the drafts, which takes verification by tree;
-            None for no windows.
+        lookahead: size of the window to run beside drafts, which takes verification by tree; None
+            for no window.
 
     Attributes:
-        prompt_harvester: harvests successors from the prefill; None for none.
+        prompt_harvester: harvests successors from the prefill of a single row; None for none.
     """
 
     def __init__(
@@ -201,12 +180,9 @@ class Speculator:
         self._asks_all = self._ranks is not None or [source.is_measured for source in sources] == [
             False
         ]
-        # Each has a seed of its own: otherwise samples of one prompt would have equal windows.
-        self._windows = {
-            row: Window(lookahead, batch.contexts[row], runner.vocab_size, seed=row)
-            for row in batch.rows
-            if lookahead is not None
-        }
+        self._window: Window | None = None
+        if lookahead is not None:
+            self._window = Window(lookahead, batch.contexts[0], runner.vocab_size, seed=0)
         model = call.model
         self._placeholders = np.array(() if model is None else placeholders_of(model), np.int32)
         self._pace = Pace()
@@ -265,9 +241,8 @@ class Speculator:
 
     @property
     def num_harvested(self) -> int:
-        """How many of each prompt's last tokens but the very last are harvested."""
-        harvester = self.prompt_harvester
-        return 0 if harvester is None else harvester.num_tokens(len(self._batch.rows))
+        """How many of a prompt's last tokens but the very last are harvested."""
+        return 0 if self.prompt_harvester is None else self.prompt_harvester.max_tokens
 
     def roots(self) -> Plan:
         """Return the plan of the prefill, whose roots are the prompts' last tokens."""
@@ -277,39 +252,28 @@ class Speculator:
             row: Tree.build([0, *contexts[row]][-1], Draft.empty())
             for row in self._batch.rows
         }
-        return Plan(trees, {}, {}, self._context_lengths())
+        return Plan(trees, {}, None, self._context_lengths())
 
     def plan(self, emitting: Sequence[int]) -> Plan:
         """Return what the next step runs: drafts of the rows that emit, roots of the others."""
         batch, text, most = self._batch, self._batch.text, self._budget.max_draft_tokens
-        windows = self._open_windows(emitting) if self._windows else {}
-        proposed, padded = dict[int, Draft](), dict[int, int]()
+        window, proposed = self._open_window(), dict[int, Draft]()
         for row in () if self._may_rest and self._budget.is_resting else emitting:
-            if (padding := text.padding_of(row)) is None:
-                proposed[row] = self.propose(row, most)
-            else:
-                padded[row] = padding
+            proposed[row] = self.propose(row, most)
         explored, others = dict[int, Draft](), list[NDArray[np.int32]]()
         for row in proposed:
             explored[row] = self._with_explored(row, others, most)
             others.append(explored[row].token_ids)
-        nums = self._nums_of_nodes(explored, windows)
+        nums = self._nums_of_nodes(explored, window)
         drafts = dict[int, Draft]()
         for row, num in nums.items():
             drafts[row] = self._drawn(row, num)
-        if padded:
-            # Padding is known: draft it as deep as the other rows' drafts, and no deeper.
-            depths = [int(draft.depths.max(initial=0)) for draft in proposed.values()]
-            num = 0 if self._runner.must_catch_up else max(nums.values(), default=most)
-            num = min(num, max(depths, default=most))
-            for row, token_id in padded.items():
-                drafts[row] = chain([token_id] * max(0, min(batch.room(row), num)))
         if self._ranks is not None:
             drafts = self._ranks.agree(drafts)
         trees = dict[int, Tree]()
         for row in batch.rows:
             trees[row] = Tree.build(text.token_ids[row][-1], drafts.get(row, _NOTHING))
-        return Plan(trees, proposed, windows, self._context_lengths())
+        return Plan(trees, proposed, window, self._context_lengths())
 
     def _context_lengths(self) -> dict[int, int]:
         lengths, is_finished = dict[int, int](), self._batch.text.is_finished
@@ -318,9 +282,7 @@ class Speculator:
                 lengths[row] = length
         return lengths
 
-    def _nums_of_nodes(
-        self, drafts: Mapping[int, Draft], windows: Mapping[int, Window]
-    ) -> dict[int, int]:
+    def _nums_of_nodes(self, drafts: Mapping[int, Draft], window: Window | None) -> dict[int, int]:
         """Return how many draft tokens of each row to verify."""
         runner, budget = self._runner, self._budget
         if not drafts or runner.must_catch_up:
@@ -330,27 +292,20 @@ class Speculator:
             if drawn:  # how many of them are verified must not depend on what was drawn
                 return dict.fromkeys(drafts, max(drawn.values())) | drawn
         probs = [*map(attrgetter("probs"), drafts.values())]
-        # In lockstep, all go as far as the first one.
-        if runner.packs_rows and not windows and not self._batch.limits.is_lockstep:
+        if len(probs) != 1:
             return dict(zip(drafts, budget.nums_of_nodes(probs), strict=True))
-        num_beside = 0
-        for window in windows.values():
-            num_beside = max(num_beside, window.num_cells)
+        num_beside = 0 if window is None else window.num_cells
         num = budget.num_nodes(probs, runner.num_pending + num_beside, runner.price)
         # The slots that pad a forward to its width may as well hold draft tokens.
         return dict.fromkeys(drafts, runner.width_of(1 + num + num_beside) - 1 - num_beside)
 
-    def _open_windows(self, emitting: Sequence[int]) -> dict[int, Window]:
-        """Return the lookahead windows to run: those that end no later than the text may.
+    def _open_window(self) -> Window | None:
+        """Return the lookahead window to run, if it ends no later than the text may.
 
         What a cut window found could hardly be used any more.
         """
-        is_finished = self._batch.text.is_finished
-        return {
-            row: self._windows[row]
-            for row in emitting
-            if not is_finished[row] and self._windows[row].depth <= self._batch.places(row)
-        }
+        window = self._window
+        return window if window is not None and window.depth <= self._batch.places(0) else None
 
     # --- a row's draft ----------------------------------------------------------------------
 
@@ -519,7 +474,7 @@ class Speculator:
         """Find the likeliest tokens after each node on the device, for drafters that harvest.
 
         Args:
-            logits: [rows, width, vocab_size or more].
+            logits: [1, num_nodes, vocab_size or more].
             ranked: ranks of these logits that are known already, or None.
         """
         num_successors = self.num_successors
@@ -531,28 +486,22 @@ class Speculator:
         ranked = (ranked if is_whole else None) or rank(known, num_successors)
         return with_probs(ranked, known)
 
-    def advance_windows(self, plan: Plan, logits: Tensor) -> int:
-        """Move the plan's windows on and feed the drafter the n-grams that they produced.
+    def advance_window(self, plan: Plan, logits: Tensor) -> int:
+        """Move the plan's window on and feed the drafter the n-grams that it produced.
 
         Returns:
-            The number of tokens that the windows ran.
+            The number of tokens that the window ran.
         """
-        windows = plan.windows
-        num_tokens = sum(window.num_cells for window in windows.values())
-        places = [
-            (index, len(tree) + cell)
-            for index, (row, tree) in enumerate(plan.trees.items())
-            if row in windows
-            for cell in windows[row].newest
-        ]
-        found = iter(likeliest_tokens(logits, places, self._runner.vocab_size))
-        for row, tree in plan.trees.items():
-            if row in windows:
-                newest = [*islice(found, len(windows[row].newest))]
-                ngrams = windows[row].advance(tree.token_ids[ROOT], newest)
-                for source in self._sources:
-                    if source.learns_ngrams and row in source.handles:
-                        source.ask("observe_ngrams", None, source.handles[row], ngrams)
+        window = plan.window
+        if window is None:
+            return 0
+        num_tokens, tree = window.num_cells, plan.trees[0]
+        nodes = [len(tree) + cell for cell in window.newest]
+        newest = likeliest_tokens(logits, nodes, self._runner.vocab_size)
+        ngrams = window.advance(tree.token_ids[ROOT], newest)
+        for source in self._sources:
+            if source.learns_ngrams and 0 in source.handles:
+                source.ask("observe_ngrams", None, source.handles[0], ngrams)
         return num_tokens
 
     def observe(self, row: int, token_ids: Sequence[int]) -> None:
@@ -593,7 +542,7 @@ class Speculator:
 
         Args:
             plan: of the prompts.
-            logits: of the very last tokens, [rows, 1, vocab_size], or of more of them.
+            logits: of the very last token, [1, 1, vocab_size], or of more of them.
         """
         harvester = self.prompt_harvester
         successors = None if harvester is None else harvester.successors(logits)
@@ -610,25 +559,24 @@ class Speculator:
                 num += 1
             if num > 0:
                 tree = Tree.build(context[-1 - num], chain(context[-num:-1]))
-                self.harvest(row, context[:-num], tree, successors.last(row, num))
+                self.harvest(row, context[:-num], tree, successors.last(num))
 
     def learn(self, done: Done) -> None:
         """Tell the successors of all nodes, and the budget the step's cost."""
         batch, trees = self._batch, done.plan.trees
         if done.successors is not None:
             of_rows = done.successors.get()
-            places = origins(trees.values(), len(of_rows.token_ids))
-            for (row, tree), origin in zip(trees.items(), places, strict=True):
+            for (row, tree), start in zip(trees.items(), starts(trees.values()), strict=True):
                 length = done.plan.context_lengths.get(row)
                 if length is not None and row in self._rows:
                     context = Prefix(batch.contexts[row], length)
-                    self.harvest(row, context, tree, of_rows.of_tree(origin, len(tree)))
-        if done.cost is not None:
+                    self.harvest(row, context, tree, of_rows.of_tree(start, len(tree)))
+        if done.num_tokens is not None:
             proposed = done.plan.proposed
             self._budget.record(
-                num_rows=done.cost.num_rows,
-                num_nodes=done.cost.num_tokens,
-                forward_sec=done.cost.sec,
+                num_rows=len(trees),
+                num_nodes=done.num_tokens,
+                forward_sec=done.sec,
                 outcomes=[
                     Outcome(step.row, proposed[step.row], step.token_ids)
                     for step in done.steps

@@ -21,15 +21,14 @@ class Successors(NamedTuple):
     token_ids: NDArray[np.int32]  # [..., num_successors]
     probs: NDArray[np.float32]  # [..., num_successors], of the softmax over the whole vocabulary
 
-    def of_tree(self, origin: tuple[int, int], num_nodes: int) -> "Successors":
-        """Return those of the nodes of one tree; its root is at `origin` of the first two axes."""
-        row, start = origin
+    def of_tree(self, start: int, num_nodes: int) -> "Successors":
+        """Return those of the nodes of one tree, whose root is at `start` of the only row."""
         nodes = slice(start, start + num_nodes)
-        return Successors(self.token_ids[row, nodes], self.probs[row, nodes])
+        return Successors(self.token_ids[0, nodes], self.probs[0, nodes])
 
-    def last(self, row: int, num_nodes: int) -> "Successors":
-        """Return those of the last nodes of one row; all of them if there are fewer."""
-        return Successors(self.token_ids[row, -num_nodes:], self.probs[row, -num_nodes:])
+    def last(self, num_nodes: int) -> "Successors":
+        """Return those of the last nodes of the only row; all of them if there are fewer."""
+        return Successors(self.token_ids[0, -num_nodes:], self.probs[0, -num_nodes:])
 
     @property
     def num_nodes(self) -> int:
@@ -132,7 +131,7 @@ def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> Succe
     return SuccessorsCopy(ranked.token_ids, probs)
 
 
-# Maximum number of last prompt tokens, in all rows together, whose successors are harvested.
+# Maximum number of last prompt tokens whose successors are harvested.
 # Harvesting all accepted 1 % more tokens in answers of 128 tokens (2 % without a prewarmed table),
 # and took 4 % of the time.
 _MAX_PROMPT_TOKENS = 64
@@ -148,7 +147,7 @@ def num_prompt_tokens(max_new_tokens: int) -> int:
 
 
 class PromptHarvester:
-    """Harvest of the prompts' last tokens, taken along with the prefill.
+    """Harvest of a prompt's last tokens, taken along with the prefill.
 
     `generate` computes logits of the last token alone, and so does the prefill. Those of the tokens
     before it are computed from the last hidden states, which are there anyway, with the model's
@@ -159,17 +158,17 @@ class PromptHarvester:
         model: the target; if its hidden states cannot be seen, nothing is harvested.
         num_successors: how many to harvest per token.
         vocab_size: exclusive upper bound of the token ids, though the embeddings may have more.
-        max_tokens: maximum number of prompt tokens to harvest, in all rows together.
+        max_tokens: maximum number of prompt tokens to harvest.
     """
 
     def __init__(self, model: Any, num_successors: int, vocab_size: int, max_tokens: int) -> None:
         self._model = model
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._num_successors = num_successors
         self._vocab_size = vocab_size
         self._head = model.get_output_embeddings()
         self._body = model.base_model if model.base_model is not model else None
-        self._states: Tensor | None = None  # [rows, num_tokens, hidden_size]
+        self._states: Tensor | None = None  # [1, num_tokens, hidden_size]
 
     @contextmanager
     def watching(self) -> Iterator[Any]:
@@ -187,23 +186,17 @@ class PromptHarvester:
         """Return the successors of the last tokens but the very last, and forget the states.
 
         Args:
-            logits: of the prompts' last tokens, [rows, 1, vocab_size], or of more of them, which
-                are then harvested.
+            logits: of the prompt's last token, [1, 1, vocab_size], or of more of them, which are
+                then harvested.
 
         Returns:
-            [rows, num_tokens, num_successors], at most `max_tokens` tokens in all rows together;
-            None where they cannot be computed, as where prompts of a batch run without padding.
+            [1, num_tokens, num_successors], at most `max_tokens` tokens; None where they cannot be
+            computed.
         """
-        states, self._states = self._states, None
-        num_rows = logits.shape[0]
-        num_tokens = self.num_tokens(num_rows)
+        (states, self._states), num_tokens = (self._states, None), self.max_tokens
         if logits.shape[1] > 1:
             return self._ranked(logits[:, -1 - num_tokens : -1])
-        if (
-            states is None
-            or states.shape[0] != num_rows
-            or min(num_tokens, states.shape[1] - 1) < 1
-        ):
+        if states is None or min(num_tokens, states.shape[1] - 1) < 1:
             return None
         try:
             of_last = self._head(states[:, -1:]).to(logits.device)
@@ -215,10 +208,6 @@ class PromptHarvester:
             return self._ranked(self._head(states[:, -1 - num_tokens : -1]))
         except RuntimeError:  # more layers in between, of other sizes or dtypes, or out of memory
             return None
-
-    def num_tokens(self, num_rows: int) -> int:
-        """Return how many tokens of each of so many prompts are harvested at most."""
-        return self._max_tokens // num_rows
 
     def _ranked(self, logits: Tensor) -> Successors | None:
         known = logits[..., : self._vocab_size]

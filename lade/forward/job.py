@@ -76,10 +76,9 @@ class _JobRequest(NamedTuple):
 
     input_ids: Tensor  # int64 [1, num_tokens]
     positions: Tensor  # int64 [1, num_tokens]
-    caches: list[tuple[TreeCache, list[int]]]  # and numbers of tokens of each row, as in parts
+    caches: list[tuple[TreeCache, int]]  # and the number of tokens of each, as in parts
     parts: list[_ForwardPart]
     kept: NDArray[np.int64]  # tokens whose logits are wanted
-    num_rows: int  # of logits
 
     @property
     def layers(self) -> list[TreeCacheLayer]:
@@ -87,7 +86,7 @@ class _JobRequest(NamedTuple):
         return [layer for cache, _ in self.caches for layer in cache.held]
 
 
-_Parts = tuple[list[tuple[TreeCache, list[int]]], list[_ForwardPart]]
+_Parts = tuple[list[tuple[TreeCache, int]], list[_ForwardPart]]
 
 
 class FusedForwards:
@@ -243,14 +242,14 @@ class FusedForwards:
                 size = some.stop - start
                 inside = request.kept[(request.kept >= start) & (request.kept < some.stop)]
                 piece = request._replace(
-                    parts=[part._replace(num=size)], caches=[(cache, [size])], kept=inside - start
+                    parts=[part._replace(num=size)], caches=[(cache, size)], kept=inside - start
                 )
                 of_piece = [(cos[:, some], sin[:, some]) for cos, sin in angles]
                 results = logits[done : done + len(inside)]
                 if not self._run_piece(piece, states[0, some], of_piece, results, has_dots):
                     return None
                 done += len(inside)
-        return sizes.finish(logits.view(request.num_rows, -1, sizes.vocab_size))
+        return sizes.finish(logits.view(1, -1, sizes.vocab_size))
 
     def _run_piece(
         self,
@@ -304,18 +303,18 @@ class FusedForwards:
         with self._workspace(num, num_threads) as workspace:
             workspace.describe(job)
             self._run(self._kernels.run_forward.address, job.ctypes.data, num_threads)
-        for cache, nums in request.caches:
+        for cache, num_new in request.caches:
             for layer in cache.held:
-                layer.num_pending += max(nums)
+                layer.num_pending += num_new
         return True
 
     def _places(self, request: _JobRequest) -> NDArray[np.int64] | None:
         """Return where keys and values are, int64 [num_layers, num_parts, 5]; None if unknown."""
-        found = [cache.places(nums, self._states, self._states) for cache, nums in request.caches]
+        found = [cache.places(num, self._states, self._states) for cache, num in request.caches]
         known = [each for each in found if each is not None]
         if len(known) < len(found):
             return None
-        places = known[0] if len(known) == 1 else np.concatenate(known, axis=1)
+        places = np.stack(known, axis=1)
         num_keys = places[..., words.NUM_KEYS]
         for number, part in enumerate(request.parts):
             for kind, mask in enumerate(part.masks):
@@ -371,15 +370,15 @@ class FusedForwards:
         ):
             return None
         ids, cache = inputs.get("input_ids"), inputs.get(CACHE)
-        if ids is None or ids.dim() != 2 or not ids.numel():
+        if ids is None or ids.dim() != 2 or len(ids) != 1 or not ids.numel():
             return None
-        num_rows, num = ids.shape
+        num = ids.shape[1]
         mask = inputs.get("attention_mask")
         window = self._window(config)
         if type(cache) is JointCache:
             caches, parts = self._of_calls(mask, cache, window)
         elif type(cache) is TreeCache:
-            caches, parts = self._of_rows(mask, cache, (num_rows, num), window)
+            caches, parts = self._of_one(mask, cache, num, window)
         else:
             return None
         if len(parts) > 1 and ids.numel() > _MOST_OF_PARTS:
@@ -394,11 +393,9 @@ class FusedForwards:
         if positions.shape != ids.shape:
             return None
         kept: Any = inputs.get(LOGITS_KEPT, 0)
-        of_row = np.arange(num)
-        of_row = of_row[kept.numpy()] if isinstance(kept, Tensor) else of_row[-kept:]
-        of_rows = (np.arange(0, num_rows * num, num)[:, None] + of_row).reshape(-1)
-        flat = ids.reshape(1, -1), positions.reshape(1, -1)
-        return _JobRequest(*flat, caches, parts, of_rows, num_rows)
+        nodes = np.arange(num)
+        nodes = nodes[kept.numpy()] if isinstance(kept, Tensor) else nodes[-kept:]
+        return _JobRequest(ids, positions, caches, parts, nodes)
 
     def _window(self, config: Any) -> float:
         """Return how many tokens a layer sees at most, as a model's masks are made."""
@@ -406,28 +403,11 @@ class FusedForwards:
             return math.inf
         return getattr(config.get_text_config(decoder=True), "sliding_window", None) or 0
 
-    def _of_rows(
-        self, mask: Any, cache: TreeCache, shape: tuple[int, int], window: float
-    ) -> _Parts:
-        """Return the rows of a forward as parts; none if they are not for a job."""
-        masks, (num_rows, num) = self._by_kind(mask), shape
-        if not masks:
-            return [], []
-        sees_all = cache.get_seq_length() + num <= window
-        sizes = getattr(masks[0], "_lade_sizes", None) or [num] * num_rows
-        if any(
-            each is not None and each.dim() == 4 and len(each) not in (1, len(sizes))
-            for each in masks
-        ):
-            return [], []
-        parts, first = [], 0
-        for row, size in enumerate(sizes):
-            found = self._seen([_of_row(each, row, size) for each in masks], size, sees_all)
-            if found is None:
-                return [], []
-            parts.append(_ForwardPart(first, size, found))
-            first += size
-        return [(cache, [*sizes])], parts
+    def _of_one(self, mask: Any, cache: TreeCache, num: int, window: float) -> _Parts:
+        """Return a single call as a part; none if it is not for a job."""
+        masks, sees_all = self._by_kind(mask), cache.get_seq_length() + num <= window
+        found = self._seen([_of_row(each, num) for each in masks], num, sees_all) if masks else None
+        return ([], []) if found is None else ([(cache, num)], [_ForwardPart(0, num, found)])
 
     def _of_calls(self, mask: Any, cache: JointCache, window: float) -> _Parts:
         """Return calls that run together as parts; none if they are not for a job."""
@@ -438,11 +418,11 @@ class FusedForwards:
         caches, parts = [], []
         for number, (own, nodes) in enumerate(zip(cache.caches, calls[0].nodes, strict=True)):
             size = nodes.stop - nodes.start
-            of_kinds = [_of_row(each.masks[number], 0, size) for each in calls]
+            of_kinds = [_of_row(each.masks[number], size) for each in calls]
             found = self._seen(of_kinds, size, own.get_seq_length() + size <= window)
             if found is None:
                 return [], []
-            caches.append((own, [size]))
+            caches.append((own, size))
             parts.append(_ForwardPart(nodes.start, size, found))
         return caches, parts
 
@@ -477,12 +457,11 @@ class FusedForwards:
         return tuple(found)
 
 
-def _of_row(mask: Any, row: int, size: int) -> Any:
-    """Return a row of a mask: [num, num_keys] of [rows, 1, num, num_keys], else [num_keys]."""
+def _of_row(mask: Any, size: int) -> Any:
+    """Return a row of a mask: [num, num_keys] of [1, 1, num, num_keys], else [num_keys]."""
     if mask is None:
         return None
-    of_row = mask[row if len(mask) > 1 else 0]
-    return of_row if of_row.dim() == 1 else of_row[0, :size]
+    return mask[0] if mask.dim() == 2 else mask[0, 0, :size]
 
 
 def _size_of(num_tokens: int) -> int:

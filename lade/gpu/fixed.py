@@ -36,7 +36,7 @@ from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots, LayerKind, Spare
 from lade.targets.layout import MAX_OVERHANG, TreeLayout
 from lade.targets.trees import TreeTarget
-from lade.tree import Tree, TreeBatch
+from lade.tree import Tree, TreeTensors
 
 # Tokens per row of a forward; trees are padded to the next width.
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
@@ -108,7 +108,7 @@ class FixedTarget(TreeTarget):
         )
         if self._outputs:
             raise LadeError(f"expected no {', '.join(self._outputs)} in steps of fixed shape")
-        self._must_show_rows = True
+        self._is_shown = False
         # Our Triton attention reads only the keys that exist, however many slots are shown. What is
         # compiled is compiled anew for another number of slots.
         self._shows_all = call is not None or (
@@ -121,11 +121,8 @@ class FixedTarget(TreeTarget):
         self._choose_graphs()
 
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
-        num_rows = self._input_ids.shape[0]
         room = slots_for(min(max_slots, num_slots + _FIRST_NEW + MAX_OVERHANG))
-        key = WorkspaceKey(
-            num_rows, (*kinds,), _dependencies_of_cache(self.device), self._settings.variant
-        )
+        key = WorkspaceKey((*kinds,), _dependencies_of_cache(self.device), self._settings.variant)
         kept = self._settings.workspace_store.take(key, room)
         if kept is None:
             # As many at once as any text may have, where memory allows it: a conversation grows,
@@ -178,30 +175,30 @@ class FixedTarget(TreeTarget):
         return -(-num_tokens // self._settings.widths[-1]) * self._settings.widths[-1]
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
-        """Send the device one tree per row, each after its committed tokens; return the step."""
-        if self._must_show_rows:
-            self._show_rows()
-        width = self.width_of(max(map(len, trees)))
-        shape = self._shape(len(trees), width)
+        """Send the device a tree after the committed tokens; return the step."""
+        if not self._is_shown:
+            self._show_prompt()
+        (tree,) = trees
+        size = len(tree)
+        width = self.width_of(size)
+        shape = self._shape(width)
         inputs = self._workspace.inputs(shape, self.device)
         host = inputs.host  # waits until the previous step's copy is done
-        for row, tree in enumerate(trees):
-            size = len(tree)
-            if size < width:
-                # A padding node sees only itself: attention over nothing is NaN.
-                host["ancestors"][row] = inputs.alone
-                host["token_ids"][row, size:] = 0
-                host["depths"][row, size:] = 0
-            host["token_ids"][row, :size] = tree.token_ids
-            host["depths"][row, :size] = tree.depths
-            host["ancestors"][row, :size, :size] = tree.ancestors
+        if size < width:
+            # A padding node sees only itself: attention over nothing is NaN.
+            host["ancestors"][0] = inputs.alone
+            host["token_ids"][0, size:] = 0
+            host["depths"][0, size:] = 0
+        host["token_ids"][0, :size] = tree.token_ids
+        host["depths"][0, :size] = tree.depths
+        host["ancestors"][0, :size, :size] = tree.ancestors
         host["num_cached"][:] = self.num_cached
         host["first_slots"][:] = [self.cache.first_slot(each) for each in self.cache.windows]
-        host["position_offsets"][:] = self._offsets[..., self._rows]
+        host["position_offsets"][:] = self._offsets
         if self._padding_in_front is not None:
-            host["num_padding"][:] = self._padding_in_front[self._rows]
+            host["num_padding"][:] = self._padding_in_front
         if self._last_types is not None:
-            host["token_types"][:] = self._last_types[self._rows]
+            host["token_types"][:] = self._last_types
         inputs.send()
         return _FixedStep(shape, inputs)
 
@@ -220,18 +217,8 @@ class FixedTarget(TreeTarget):
     def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
         """Run roots by the model as it is, prepared by itself."""
         self.cache.unfix()
-        TreeTarget._place_rows(self)
+        TreeTarget._place_root(self)
         return super().forward_plainly(roots, by_view=by_view)
-
-    def select(self, places: Sequence[int]) -> None:
-        """Continue with these rows only; the cache keeps what it holds of the others."""
-        super().select(places)
-        self._must_show_rows = True
-
-    def rejoin(self) -> None:
-        """Bring back the rows that were left out."""
-        super().rejoin()
-        self._must_show_rows = True
 
     def hand_over(self, cache: Any) -> Any:
         """Copy the contents of this target's cache into a dynamic cache; return that."""
@@ -244,7 +231,7 @@ class FixedTarget(TreeTarget):
 
     # --- one step -----------------------------------------------------------------------------
 
-    def _shape(self, num_rows: int, width: int) -> StepShape:
+    def _shape(self, width: int) -> StepShape:
         """Reserve slots for a step and return its shape."""
         try:
             rooms = self.cache.reserve(width)
@@ -252,24 +239,24 @@ class FixedTarget(TreeTarget):
             self._workspace.forget_recordings()  # the missing memory may be theirs
             free_unused(self.device)
             rooms = self.cache.reserve(width)
-        lengths = max(self.num_cached) + width
+        length = self.cache.length + width
         shown = []
         for window, room in rooms.items():
-            needed = lengths - self.cache.first_slot(window)
+            needed = length - self.cache.first_slot(window)
             shown.append(room if self._shows_all else min(room, slots_for(needed)))
         axes, is_padded = self._offsets.shape[:-1], self._padding is not None
         types, attention = self._token_type_names, self.attention
-        return StepShape(num_rows, width, tuple(shown), is_padded, axes, types, attention)
+        return StepShape(width, tuple(shown), is_padded, axes, types, attention)
 
-    def _place_rows(self) -> None:
-        """Do nothing: every step sends the positions of its rows."""
+    def _place_root(self) -> None:
+        """Do nothing: every step sends its positions."""
 
-    def _show_rows(self) -> None:
-        """Upload the padding mask of the active rows, and read what every step sends about them.
+    def _show_prompt(self) -> None:
+        """Upload the padding mask of the prompt, and read what every step sends about it.
 
         Not done at the end of the prefill, which the device may still be running.
         """
-        self._must_show_rows = False
+        self._is_shown = True
         self._token_type_names = tuple(
             name for name in TOKEN_TYPES if self._model_kwargs.get(name) is not None
         )
@@ -279,7 +266,7 @@ class FixedTarget(TreeTarget):
         if self._padding is not None:
             assert self._num_padding is not None
             self._padding_in_front = self._num_padding.cpu().numpy()
-            self._workspace.show(self._padding[self._rows])
+            self._workspace.show(self._padding)
         types = self._model_kwargs.get("token_type_ids")
         if types is not None:
             self._last_types = types[:, -1].cpu().numpy()
@@ -289,7 +276,7 @@ class FixedTarget(TreeTarget):
         graphs, call = self._workspace.graphs, self._call
         device = step.inputs.on_device()
         num_cached = device["num_cached"]
-        nodes = num_cached[:, None] + torch.arange(step.shape.width, device=self.device)
+        nodes = num_cached + torch.arange(step.shape.width, device=self.device)
         slots = {
             window: FixedSlots(nodes - device["first_slots"][index], num_shown)
             for index, (window, num_shown) in enumerate(
@@ -300,7 +287,7 @@ class FixedTarget(TreeTarget):
         # but before a rehearsal, which refuses to wait, what is compiled has to be made.
         is_plain = call is None or (graphs is not None and not is_recorded)
         compiles = call is not None and is_plain and graphs is not None and graphs.reason is None
-        self.cache.fix(slots, num_cached.max() if is_recorded or compiles else None)
+        self.cache.fix(slots, num_cached[0] if is_recorded or compiles else None)
         try:
             if compiles:
                 self._logits(call, step, device)
@@ -311,7 +298,7 @@ class FixedTarget(TreeTarget):
 
     def _logits(self, call: Any, step: _FixedStep, device: dict[str, Tensor]) -> Tensor:
         num_cached, depths = device["num_cached"], device["depths"]
-        trees = TreeBatch(device["token_ids"], depths, device["ancestors"].bool())
+        trees = TreeTensors(device["token_ids"], depths, device["ancestors"].bool())
         roots = (num_cached + device["position_offsets"])[..., None]
         types = {
             name: torch.zeros_like(trees.token_ids)
@@ -340,7 +327,7 @@ class FixedTarget(TreeTarget):
         window: int | None,
         shape: StepShape,
         device: dict[str, Tensor],
-        trees: TreeBatch,
+        trees: TreeTensors,
     ) -> Tensor:
         index = self.cache.windows.index(window)
         num_shown, first_slot = shape.num_shown[index], device["first_slots"][index]
@@ -349,7 +336,7 @@ class FixedTarget(TreeTarget):
         if shape.is_padded or not is_ours:
             slots = first_slot + torch.arange(num_shown, device=self.device)
         if shape.is_padded:
-            not_padding, padding = self._workspace.visible(shape.rows, slots), device["num_padding"]
+            not_padding, padding = self._workspace.visible(slots), device["num_padding"]
         if not is_ours:
             visible = slots < device["num_cached"][:, None]
             visible = visible if not_padding is None else visible & not_padding
@@ -363,7 +350,7 @@ class FixedTarget(TreeTarget):
         nothing = torch.full((1, 1, 1, 1), torch.nan, dtype=self._model.dtype, device=self.device)
         starts = torch.zeros_like(trees.depths, dtype=torch.int32)
         return with_seen(
-            nothing.expand(shape.rows, 1, shape.width, num_shown),
+            nothing.expand(1, 1, shape.width, num_shown),
             Seen(
                 num_cached=(device["num_cached"] - first_slot).int(),
                 starts=starts if reach == FULL else seen.starts(reach).clamp(min=0).int(),

@@ -40,7 +40,6 @@ def spare_bytes(device: torch.device) -> int:
 class StepShape(NamedTuple):
     """Everything that decides which operations a step launches, the contents of inputs aside."""
 
-    rows: int
     width: int
     num_shown: tuple[int, ...]  # slots shown to the layers of each window
     is_padded: bool
@@ -53,16 +52,16 @@ class StaticInputs:
     """The buffer that brings a step's trees to the device: one copy, to a fixed address."""
 
     def __init__(self, shape: StepShape, device: torch.device) -> None:
-        rows, width = shape.rows, shape.width
+        width = shape.width
         shapes: dict[str, tuple[int, ...]] = {
-            "token_ids": (rows, width),
-            "depths": (rows, width),
-            "ancestors": (rows, width, width),
-            "num_cached": (rows,),
+            "token_ids": (1, width),
+            "depths": (1, width),
+            "ancestors": (1, width, width),
+            "num_cached": (1,),
             "first_slots": (len(shape.num_shown),),
-            "position_offsets": (*shape.position_axes, rows),
-            "num_padding": (rows,),
-            "token_types": (rows,),
+            "position_offsets": (*shape.position_axes, 1),
+            "num_padding": (1,),
+            "token_types": (1,),
         }
         sizes = [int(np.prod(size)) for size in shapes.values()]
         on_host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -103,7 +102,6 @@ class StaticInputs:
 class WorkspaceKey(NamedTuple):
     """What two calls must have in common to use the same workspace."""
 
-    num_rows: int
     kinds: tuple[LayerKind, ...]
     dependencies: tuple[Hashable, ...]  # autocast, which decides the dtype of keys, and the stream
     variant: Hashable  # of recordings: how steps are executed, and their widths
@@ -113,7 +111,7 @@ class Workspace:
     """Memory for keys and values, and the steps recorded on it.
 
     Attributes:
-        cache: keys and values, with as many rows as the first call had.
+        cache: keys and values.
         graphs: the recorded steps; None where nothing is recorded.
         dependencies: what recordings depend on besides inputs and workspace.
     """
@@ -129,34 +127,34 @@ class Workspace:
 
     def inputs(self, shape: StepShape, device: torch.device) -> StaticInputs:
         """Return the input buffers of a shape, made at its first use."""
-        key = (shape.rows, shape.width, shape.position_axes)
+        key = (shape.width, shape.position_axes)
         if key not in self._inputs:
             self._inputs[key] = StaticInputs(shape, device)
         return self._inputs[key]
 
     def show(self, padding: Tensor) -> None:
-        """Store which slots of the prompts are not padding, bool [rows, num_slots]."""
-        rows, num_slots = padding.shape
+        """Store which slots of the prompt are not padding, bool [1, num_slots]."""
+        num_slots = padding.shape[1]
         known = self._visible
-        if known is None or known.shape[0] < rows or known.shape[1] <= num_slots:
+        if known is None or known.shape[1] <= num_slots:
             self.forget_recordings()  # before, for an interrupt may come in between
             size = slots_for(num_slots + 1)
             if self.cache.room < sys.maxsize:  # as long as keys and values stay in place
                 size = max(size, self.cache.room)
             with torch.inference_mode(False):
-                known = padding.new_empty((self.key.num_rows, size))
+                known = padding.new_empty((1, size))
             self._visible = known
         known.fill_(True)
-        known[:rows, :num_slots] = padding
+        known[:, :num_slots] = padding
 
-    def visible(self, rows: int, slots: Tensor) -> Tensor:
-        """Return which slots are not padding, bool [rows, num_slots].
+    def visible(self, slots: Tensor) -> Tensor:
+        """Return which slots are not padding, bool [1, num_slots].
 
         Args:
             slots: int64 [num_slots]; slots after the prompt are not padding.
         """
         assert self._visible is not None
-        return self._visible[:rows, slots.clamp(max=self._visible.shape[1] - 1)]
+        return self._visible[:, slots.clamp(max=self._visible.shape[1] - 1)]
 
     def notice_moves(self) -> None:
         """Drop the recordings if keys and values have moved since."""

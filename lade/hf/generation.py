@@ -30,9 +30,8 @@ from lade.decoder import Decoder, VerificationError
 from lade.drafters.merged import sources_of
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.grammar import forced_tokens_of
-from lade.drafting.guard import Guard
 from lade.drafting.pool_drafter import PoolDrafter
-from lade.drafting.sources import Source
+from lade.drafting.sources import Guard, Source
 from lade.drafting.speculator import Speculator
 from lade.drafting.successors import PromptHarvester, num_prompt_tokens
 from lade.errors import (
@@ -59,7 +58,7 @@ from lade.hf.streams import PlainStream, Report, stopping
 from lade.outputs import Outputs
 from lade.prewarming.costs import first_costs_of
 from lade.prewarming.tables import prewarmed_table_of
-from lade.probing.factory import VerificationPlan, make_target, with_products
+from lade.probing.factory import VerificationPlan, make_target, why_no_rows, with_products
 from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import CacheKind, profile_of
@@ -70,9 +69,10 @@ from lade.sampling.exact import exact_choice
 from lade.sampling.processors import Processors
 from lade.sampling.rejection_choice import rejection_choice
 from lade.stats import DecodeStats
-from lade.targets.base import Target, fill_cache
+from lade.targets.base import Target
 from lade.targets.inputs import is_text_alone
 from lade.targets.rollback import cache_in, find_cache, length_of
+from lade.targets.rows import RowsTarget
 from lade.targets.trees import TreeTarget
 from lade.turns import current_seat
 from ngram_pool import NGramPool
@@ -164,7 +164,7 @@ class Generation:
                 config=config,
                 cache=needed.cache,
                 excluded=needed.excluded,
-                execution=self._execution,
+                execution=self._execution if self._call.num_rows == 1 else "eager",
                 why_eager=needed.why_eager,
                 profile=self._profile,
             )
@@ -185,7 +185,11 @@ class Generation:
                 _refuse_lookahead(model, verification)
             if verification.verification == "plain":
                 return verification, needed, None
-            target = make_target(
+            if self._call.num_rows > 1 and (
+                reason := why_no_rows(model, self._profile, verification)
+            ):
+                return self._plainly(reason), None, None
+            target: Target = make_target(
                 model,
                 self._call.input_ids,
                 self._call.model_kwargs,
@@ -212,7 +216,27 @@ class Generation:
         is_users = self._cache is not None and self._may_be_users(self._cache)
         if is_users and any(map(is_own_callback, watching)):
             return "code of the caller's may look at the cache, which holds drafts during a step"
-        return None
+        return None if self._call.num_rows == 1 else self._why_plain_batch
+
+    @property
+    def _why_plain_batch(self) -> str | None:
+        """Why a batch is decoded plainly, whatever its model can do; None if it need not be."""
+        call, config = self._call, self._config
+        pad_token = call.options._pad_token_tensor
+        reasons = (
+            (self._own_code is not None, "code of one's own runs in its forwards"),
+            (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
+            (not StopRule(call.criteria).takes_rows, "a stop criterion sees all rows"),
+            (pad_token is not None and int(pad_token) < 0, "its padding is no token"),
+            (bool(call.wanted_outputs), "scores or states are returned, of rows that ended, too"),
+            (self._is_users_cache, "a cache was passed"),
+            (not is_text_alone(call.model_kwargs), "its prompts have more than tokens"),
+            (config.lookahead is not None, "windows are run beside drafts of one row"),
+            (config.stable_text, "its rows are parts of one forward"),
+            (config.verification not in (None, "tree", "plain"), "its rows are verified as trees"),
+        )
+        found = next((reason for is_so, reason in reasons if is_so), None)
+        return found and f"batches: {found}"
 
     @property
     def _may_set_up(self) -> bool:
@@ -339,6 +363,8 @@ class Generation:
         wanted = speculator.num_successors
         if wanted == 0 or speculator.has_table or mesh_of(self._model) is not None:
             return None
+        if self._call.num_rows > 1:
+            return None
         max_tokens = num_prompt_tokens(max_length - self._call.input_ids.shape[1])
         if max_tokens < 1:
             return None
@@ -356,10 +382,10 @@ class Generation:
     def _decode(self, verification: VerificationPlan, needed: Requirements, target: Target) -> Any:
         """Decode with drafts, and plainly once they can no longer be verified."""
         config, options, device = self._config, self._call.options, self._call.input_ids.device
-        stop = StopRule(self._call.criteria, self._call.num_rows)
+        stop = StopRule(self._call.criteria)
         pad_token = options._pad_token_tensor if stop.has_eos else None
         text = Text(self._call.input_ids, None if pad_token is None else int(pad_token))
-        outputs = Outputs(self._call.num_rows, self._call.wanted_outputs)
+        outputs = Outputs(self._call.wanted_outputs)
         stop.watch(text, outputs)
         processors = Processors(self._call.processors, self._call.num_rows)
         report = Report(self._call.streamer, self._call.arguments.on_step, text)
@@ -383,28 +409,17 @@ class Generation:
                 num_ranked=max(source.num_successors for source in sources),
                 ahead=overlaps,
             )
-        is_lockstep = stop.is_lockstep or processors.is_lockstep or target.is_lockstep
         limits = Limits(
             max_length=needed.max_length,
             stop=stopping(stop, report),
-            is_lockstep=is_lockstep,
-            # Dropping a finished row would change the forwards of the others.
-            # Nor would a padding token that is none, such as -1, be met as plain decoding meets it.
-            keeps_finished=(
-                is_lockstep
-                or text.pad_token_id is None
-                or text.pad_token_id < 0
-                or len(outputs) > 0
-                or config.stable_text
-            ),
-            fills_cache=self._call.returns_dict or self._is_users_cache,
+            gives_cache=self._call.returns_dict or self._is_users_cache,
         )
         contexts = _contexts(self._call.input_ids, self._call.model_kwargs.get("attention_mask"))
         batch = Batch(text, contexts, limits, choice.max_lead)
         speculator = Speculator(batch, sources, call, budget, target, grammar, config.lookahead)
         harvester = self._prompt_harvester(speculator, target, limits.max_length)
         speculator.prompt_harvester = harvester
-        is_around = self._own_code == AROUND and self._call.num_rows == 1
+        is_around = self._own_code == AROUND
         decoder = Decoder(
             batch,
             target,
@@ -452,7 +467,9 @@ class Generation:
         report.end()
         if self._reuse is not None:
             self._keep(self._reuse, text.token_ids[0], decoder.failure is None, target)
-        elif limits.fills_cache:
+        elif limits.gives_cache:
+            if isinstance(target, RowsTarget):
+                stats.num_steps += target.fill(text)
             self._cache = target.hand_over(self._cache)
         if decoder.failure is None:
             target.release()
@@ -466,10 +483,10 @@ class Generation:
         return GenerateOutput.of(
             stats,
             sequences=text.sequences(),
-            scores=outputs.columns("scores"),
-            logits=outputs.columns("logits"),
-            attentions=outputs.columns("attentions"),
-            hidden_states=outputs.columns("hidden_states"),
+            scores=outputs.get("scores"),
+            logits=outputs.get("logits"),
+            attentions=outputs.get("attentions"),
+            hidden_states=outputs.get("hidden_states"),
             **{CACHE: self._cache},
         )
 
@@ -484,17 +501,17 @@ class Generation:
         # A state without a length does not tell transformers which tokens it has seen.
         goes_on = found is not None and length_of(found[1]) is not None
         keeps = failure.flaw is not None and failure.flaw.keeps_cache and not decoder.was_cut
+        keeps &= text.num_rows == 1
         if keeps and goes_on and found is not None:
             if self._reuse is not None:
                 self._reuse.drop()
-            fill_cache(target, text)
             name, cache = found
             return {**self._call.model_kwargs, name: target.hand_over(cache)}
         target.undo()
         if self._reuse is not None:
             self._reuse.undo()
             decoder.stats.num_reused_tokens = 0
-        if failure.flaw is None or not goes_on:
+        if failure.flaw is None or not goes_on or text.num_rows > 1:
             return self._call.model_kwargs
         return replayed(self._call, text)
 

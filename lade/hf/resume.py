@@ -41,21 +41,17 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
 
 
 class _Padded(LogitsProcessor):  # type: ignore[misc]
-    """A processor that pads finished rows at once; `generate` does so from the second token on.
-
-    Attributes:
-        scores: of the first token, as they were; None before it.
-    """
+    """A processor that pads finished rows at once; `generate` does so from the second token on."""
 
     def __init__(self, is_finished: list[bool], pad_token_id: int) -> None:
         self._is_finished = is_finished
         self._pad_token_id = pad_token_id
-        self.scores: Tensor | None = None
+        self._is_done = False
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self.scores is not None:
+        if self._is_done:
             return scores
-        self.scores, padded = scores, scores.clone()
+        self._is_done, padded = True, scores.clone()
         padded[self._is_finished] = -torch.inf
         padded[self._is_finished, self._pad_token_id] = 0.0
         return padded
@@ -79,7 +75,6 @@ def finish_plainly(
     processors, criteria = call.processors, call.criteria
     ids = text.sequences()
     num_new = ids.shape[1] - text.num_prompt
-    padded: _Padded | None = None
     if any(text.is_finished):
         criteria = StoppingCriteriaList([*criteria, _Ended(list(text.is_finished))])
         if text.pad_token_id is not None:
@@ -96,13 +91,10 @@ def finish_plainly(
         _continued(call.model, model_kwargs, ids[:, text.num_prompt :]),
     )
     if call.returns_dict:
-        if padded is not None and output.get("scores") is not None:
-            output["scores"] = (padded.scores, *output["scores"][1:])
         for name in ("scores", "logits", "hidden_states", "attentions"):
             if output.get(name) is not None and num_new > 0:
-                output[name] = outputs.first_columns(name, num_new) + _last_of_prompt(
-                    name, output[name]
-                )
+                first = outputs.get(name, num_new) or ()
+                output[name] = first + _last_of_prompt(name, output[name])
     return output, stream.stats
 
 
@@ -120,9 +112,9 @@ def replayed(call: Call, text: Text) -> dict[str, Any]:
         call.model, prompts, call.model_kwargs, restores=True, generation_config=call.options
     )
     target.prefill()
-    for column in ids[:, text.num_prompt : -1].T.tolist():
-        target.forward_plainly([Tree.build(token_id, Draft.empty()) for token_id in column])
-        target.commit([[0]] * len(column))
+    for token_id in ids[0, text.num_prompt : -1].tolist():
+        target.forward_plainly([Tree.build(token_id, Draft.empty())])
+        target.commit([[0]])
     return {**call.model_kwargs, name: target.hand_over(cache)}
 
 

@@ -19,16 +19,18 @@ from lade.outputs import Outputs
 class StopRule:
     """All stop conditions, evaluated after each token, exactly where `generate` evaluates them.
 
-    Length and EOS are compared as integers; stop strings are searched row by row; other criteria
-    get all rows at one length, as in `generate`.
+    Length and EOS are compared as integers; other criteria are asked row by row.
+
+    Attributes:
+        has_eos: whether finished rows are padded.
+        takes_rows: whether the criteria are those of transformers that may be asked row by row.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
         self._lengths: list[MaxLengthCriteria] = []  # whose limit may be changed at any time
         self._reminder: Any = None  # warns once that a text outgrows its model
         self._eos_token_ids: set[int] = set()
-        self._of_rows = StoppingCriteriaList()
-        self._of_all = StoppingCriteriaList()
+        self._others = list[Any]()
         for criterion in criteria:
             if type(criterion) is MaxLengthCriteria:
                 self._lengths.append(criterion)
@@ -36,12 +38,13 @@ class StopRule:
                     self._reminder = criterion
             elif type(criterion) is EosTokenCriteria:
                 self._eos_token_ids.update(criterion.eos_token_id.tolist())
-            elif type(criterion) is StopStringCriteria:
-                self._of_rows.append(criterion)
             else:
-                self._of_all.append(criterion)
+                self._others.append(criterion)
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.is_lockstep = num_rows > 1 and bool(self._of_all)
+        # Without a token for padding, a row that ends goes on until all have ended.
+        self.takes_rows = not self._others or (
+            self.has_eos and all(type(each) is StopStringCriteria for each in self._others)
+        )
 
     def watch(self, text: Text, outputs: Outputs) -> None:
         """Set the text and outputs that the criteria look at."""
@@ -62,35 +65,27 @@ class StopRule:
             elif self._reminder and len(token_ids) > self._reminder.max_position_embeddings:
                 self._reminder(text.prefix(row), None)
                 self._reminder = None
-            if self._of_rows:
-                finished = bool(self._of_rows(text.prefix(row), None)) or finished
+            for criterion in self._others:
+                scores = self._outputs.get("scores")
+                finished = _asked(criterion, text.prefix(row), scores) or finished
             text.is_finished[row] = text.is_finished[row] or finished
-        if self._of_all:
-            prefixes, scores = text.prefixes(rows), self._outputs.columns("scores")
-            done = torch.zeros(len(rows), dtype=torch.bool, device=prefixes.device)
-            for criterion in self._of_all:
-                done = done | _asked(criterion, prefixes, scores)
-            text.adopt(prefixes)
-            for row, finished in zip(rows, (done & 1).tolist(), strict=True):
-                text.is_finished[row] = text.is_finished[row] or bool(finished)
 
 
-def _asked(criterion: Any, prefixes: Tensor, scores: Any) -> Tensor:
-    """Return what a criterion answers, one value for all rows or one a row, in one dimension.
+def _asked(criterion: Any, prefix: Tensor, scores: Any) -> bool:
+    """Return what a criterion answers for one row.
 
-    As in `generate`, values are bools or integers, of which the lowest bit counts.
+    As in `generate`, it is a bool or an integer, of which the lowest bit counts.
 
     Raises:
-        TypeError: they are neither.
-        ValueError: they are not that many, in whatever shape.
+        TypeError: it is neither.
+        ValueError: there are several.
     """
-    name, num_rows, answer = type(criterion).__name__, len(prefixes), criterion(prefixes, scores)
+    name, answer = type(criterion).__name__, criterion(prefix, scores)
     try:
-        values: Tensor = torch.zeros((), dtype=torch.bool, device=prefixes.device) | answer
+        values: Tensor = torch.zeros((), dtype=torch.bool, device=prefix.device) | answer
     except (TypeError, RuntimeError) as error:
         got = f"{answer!r:.100}: {error}"
         raise TypeError(f"expected a bool a row from {name}, got {got}") from error
-    if values.numel() not in (1, num_rows):
-        rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
-        raise ValueError(f"expected one value a row from {name}, got {values.numel()} for {rows}")
-    return values.flatten()
+    if values.numel() != 1:
+        raise ValueError(f"expected one value a row from {name}, got {values.numel()} for 1 row")
+    return bool(values.flatten()[0] & 1)

@@ -19,7 +19,7 @@ class Report:
     """Tells a streamer of columns that all rows have reached, and `on_step` of steps."""
 
     def __init__(self, streamer: BaseStreamer | None, on_step: OnStep | None, text: Text) -> None:
-        self._streamer, self._on_step, self._text = streamer, on_step, text
+        self.streamer, self._on_step, self._text = streamer, on_step, text
         self._num_put = text.num_prompt  # columns put, or due if there is no streamer
         self._num_told = [text.num_prompt] * text.num_rows
 
@@ -43,15 +43,15 @@ class Report:
 
     def end(self) -> None:
         """End the streamer."""
-        if self._streamer is not None:
-            self._streamer.end()
+        if self.streamer is not None:
+            self.streamer.end()
 
     def continued(self) -> "PlainStream":
         """Return a stream for plain decoding of the rest, whose rows are of equal length now."""
         text = self._text
         length = text.longest
         return PlainStream(
-            self._streamer,
+            self.streamer,
             self._on_step,
             [*text.is_finished],
             self._num_put - length,
@@ -61,7 +61,7 @@ class Report:
 
     def put(self) -> None:
         """Put every column that is complete, int64 [rows] each, on the CPU."""
-        if self._streamer is None:
+        if self.streamer is None:
             return
         text = self._text
         while self._num_put < text.longest:
@@ -73,12 +73,14 @@ class Report:
                     column.append(padding)
                 else:
                     return
-            self._streamer.put(torch.tensor(column))
+            self.streamer.put(torch.tensor(column))
             self._num_put += 1
 
 
 def stopping(stop: Callable[[list[int]], None], report: Report) -> Callable[[list[int]], None]:
     """Return what marks finished rows and passes a token on, in the order of `generate`."""
+    if report.streamer is None:
+        return stop
 
     def after_token(rows: list[int]) -> None:
         if STOPS_FIRST:

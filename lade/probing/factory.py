@@ -16,7 +16,9 @@ from lade.gpu.workspace import WorkspaceStore
 from lade.probing.own_code import has_own_inputs
 from lade.probing.profile import Profile, Widths, profile_of
 from lade.targets.base import Target
+from lade.targets.layout import takes_parts
 from lade.targets.paths import ChainTarget
+from lade.targets.rows import RowsTarget, split
 from lade.targets.trees import TreeTarget
 from lade.view import with_attention
 
@@ -44,6 +46,18 @@ def make_target(
     policy: DevicePolicy | None = None,
 ) -> Target:
     """Return the target set up to verify drafts after these prompts by the chosen method."""
+    if len(input_ids) > 1:
+        rows = split(
+            model, input_ids, model_kwargs, bool(generation_config.return_dict_in_generate)
+        )
+        targets = [
+            make_target(
+                *(model, row.input_ids, row.model_kwargs, chosen, max_new_tokens),
+                *(generation_config, profile, policy),
+            )
+            for row in rows
+        ]
+        return RowsTarget(rows, targets)
     if chosen.verification == "tree":
         known = profile or profile_of(model)
         settings = (
@@ -67,6 +81,16 @@ def make_target(
         *(model, input_ids, model_kwargs, restores, generation_config),
         proves_inputs=has_own_inputs(model),
     )
+
+
+def why_no_rows(model: Model, profile: Profile, chosen: VerificationPlan) -> str | None:
+    """Return why rows of a batch are not verified by a plan, or None."""
+    if chosen.verification == "plain":
+        return None
+    is_tree = chosen.verification == "tree"
+    if is_tree and takes_parts(model, profile.layout_of(model), chosen.attention):
+        return None
+    return "rows of a batch cannot be parts of one forward: its attention does not take them"
 
 
 def with_products(chosen: VerificationPlan, model: Model, profile: Profile) -> VerificationPlan:

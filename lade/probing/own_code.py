@@ -48,7 +48,8 @@ def own_code_of(model: Model) -> str | None:
         if name and any(map(is_own, hooks_of(module))):
             return f"a hook of {where}"
         for attribute, value in [*vars(module).items()]:
-            if is_code(value) and is_own(value) and not getattr(value, "is_lades", False):
+            is_lades = attribute == "generate" or getattr(value, "is_lades", False)
+            if is_code(value) and is_own(value) and not is_lades:
                 return f"{attribute} of {where}"
         if any(is_own(type(each)) for each in module._parameters.values() if each is not None):
             return f"weights of {where}"

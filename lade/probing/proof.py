@@ -26,7 +26,7 @@ from lade.compat import Model
 from lade.drafting.drafts import draft_of
 from lade.drafting.speculator import Plan
 from lade.targets.base import Forward, Output, Target
-from lade.tree import Tree, origins
+from lade.tree import Tree, starts
 from ngram_pool import Draft
 
 # Tokens that are run once more in front of a tree. The second is neither the first of the forward
@@ -199,12 +199,12 @@ class Proof:
         """Run roots the model's own way, and remember what they give."""
         roots = [*plan.trees.values()]
         output = self._target.forward_plainly(roots, by_view=self.settings.by_view)
-        for index, row in enumerate(plan.trees):
+        for column, row in enumerate(plan.trees):
             place = len(self._text.token_ids[row]) - 1
             known = self._alone.get(row, {})
             # A copy: later forwards may write to the same memory.
             of_last = {at: known[at] for at in (place - 1,) if at in known}
-            self._alone[row] = {**of_last, place: output.logits[index, -1].clone()}
+            self._alone[row] = {**of_last, place: output.logits[0, column].clone()}
         if not self.settings.has_one_width:
             return output
         self.num_forwards += 1
@@ -214,11 +214,11 @@ class Proof:
     def _error(self, plan: Plan, logits: Tensor) -> float:
         """Return how far off the tokens before the trees are from what they gave alone."""
         mine, alone = [], []
-        for row, (index, start) in zip(plan.trees, origins(self._trees, len(logits)), strict=True):
+        for row, start in zip(plan.trees, starts(self._trees), strict=True):
             first = len(self._text.token_ids[row]) - 1 - self.num_before
             for place, given in self._alone.get(row, {}).items():
                 if 0 <= place - first < self.num_before:
-                    mine.append(logits[index, start + place - first])
+                    mine.append(logits[0, start + place - first])
                     alone.append(given)
         return distance(torch.stack(mine), torch.stack(alone).to(logits.device))
 
@@ -263,11 +263,10 @@ def _behind(token_ids: Sequence[int], tree: Tree) -> Tree:
 def _without(output: Forward, trees: Sequence[Tree], num: int) -> Output:
     """Return a forward's output without that of the first tokens of each tree."""
     logits, states, weights = output.logits, output.hidden_states, output.attentions
-    if len(logits) < len(trees):  # one tree after the other
-        starts = origins(trees, len(logits))
+    if len(trees) > 1:  # one after the other
         columns = [
             column
-            for (_, start), tree in zip(starts, trees, strict=True)
+            for start, tree in zip(starts(trees), trees, strict=True)
             for column in range(start + num, start + len(tree))
         ]
         return Output(logits[:, columns])

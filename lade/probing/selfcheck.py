@@ -27,7 +27,7 @@ from lade.probing.profile import CacheKind, CheckResult, Known, Profile, Widths,
 from lade.probing.randomness import draws, is_state, put_back, state_of
 from lade.targets.base import Target
 from lade.targets.trees import MASK_IS_ADDED
-from lade.tree import Tree, origins
+from lade.tree import Tree, starts
 from lade.view import apart
 from ngram_pool import Draft
 
@@ -129,8 +129,7 @@ def _attentions_for(
         return others
     if is_patched("scaled_dot_product_attention"):
         return others  # which call it as plain decoding does
-    # Elsewhere than on a CPU, each group of rows would cost calls.
-    return [*[PACKED_ROWS] * (has_rows and widths is None and is_cpu), PACKED_SDPA, *others]
+    return [*[PACKED_ROWS] * (has_rows and widths is None), PACKED_SDPA, *others]
 
 
 def _can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -289,11 +288,11 @@ class _Check(NamedTuple):
             scripts = [script(tokens[_PROMPT_LENGTH:], target, row) for row in rows]
             for steps in zip(*scripts, strict=True):
                 inputs = target.inputs([step.tree for step in steps])
-                of_rows = target.forward(inputs).logits.double()
-                places = origins([step.tree for step in steps], len(of_rows))
-                for row, (step, (index, start)) in enumerate(zip(steps, places, strict=True)):
+                of_nodes = target.forward(inputs).logits[0].double()
+                places = starts(step.tree for step in steps)
+                for row, (step, start) in enumerate(zip(steps, places, strict=True)):
                     for node, path in enumerate(step.paths):
-                        logits[row, path] = of_rows[index, start + node]
+                        logits[row, path] = of_nodes[start + node]
                 target.commit([step.kept for step in steps])
 
         plain.run_target(self.profile, self.chosen, len(tokens), run)
@@ -468,8 +467,7 @@ def _script(tokens: Sequence[int], target: Target, row: int) -> list[_ScriptedSt
     kept = [0, 2] if len(draft) == 4 else [0, 1]
     if row > 0:
         draft = draft.first(len(draft) // 2)  # trees of different sizes may run without padding
-        if not target.is_lockstep:
-            kept = [0]
+        kept = [0]
     steps = [_ScriptedStep((), Tree.build(root, draft), kept)]
     steps.append(_next(steps[-1], after, second, [0, 1]))
     steps.append(_next(steps[-1], last, Draft.empty(), [0]))

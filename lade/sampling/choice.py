@@ -11,11 +11,11 @@ from lade.batch import Text
 from lade.drafting.successors import Ranked
 from lade.sampling.processors import Processors
 from lade.transfer import HostCopy, Launched
-from lade.tree import Tree, origins
+from lade.tree import Tree, starts
 
 Place = tuple[int, int]  # row, and node of that row's tree
-# Called for each chosen token: row, raw and processed scores, float32 [vocab_size] each.
-OnChoice = Callable[[int, Tensor, Tensor], None]
+# Called for each chosen token of a single row: raw and processed scores, float32 [vocab_size] each.
+OnChoice = Callable[[Tensor, Tensor], None]
 
 
 class Choice(ABC):
@@ -31,12 +31,12 @@ class Choice(ABC):
 
     @abstractmethod
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
-        """Receive the logits of a step; not called if all rows are padding.
+        """Receive the logits of a step.
 
         Args:
-            logits: [rows, width, vocab_size], or [1, num_nodes, vocab_size] with one tree after the
-                other; the device may still be computing them.
-            trees: trees by row, in the order of the rows of `logits`.
+            logits: [1, num_nodes, vocab_size], one tree after the other; the device may still be
+                computing them.
+            trees: trees by row, in the order of `logits`.
         """
 
     @abstractmethod
@@ -47,8 +47,7 @@ class Choice(ABC):
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
         """Return the next token of each place's row, whose last committed token is the node's.
 
-        Called once per emitted token, in order of emission within a row, and for all rows together
-        if processors or stop conditions need that.
+        Called once per emitted token, in order of emission within a row.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -78,7 +77,7 @@ class ScoredChoice(Choice):
         """Keep the logits until tokens are chosen."""
         self._logits = logits
         self._trees = trees
-        self._origins = dict(zip(trees, origins(trees.values(), len(logits)), strict=True))
+        self._starts = dict(zip(trees, starts(trees.values()), strict=True))
         self._launched = Launched(logits)
 
     def wait(self) -> None:
@@ -88,13 +87,11 @@ class ScoredChoice(Choice):
     def _scores_at(self, places: Sequence[Place]) -> Tensor:
         """Return processed scores, float32 [len(places), vocab_size]."""
         rows = [row for row, _ in places]
-        of_places = [(*self._origins[row], node) for row, node in places]
-        raw = torch.stack([self._logits[index, start + node] for index, start, node in of_places])
+        raw = torch.stack([self._logits[0, self._starts[row] + node] for row, node in places])
         raw = raw.to(self._device, torch.float32)
         scores = self._processors(self._text, rows, raw)  # may write in place, as in `generate`
         if self._on_choice is not None:
-            for i, row in enumerate(rows):
-                self._on_choice(row, raw[i], scores[i])
+            self._on_choice(raw[0], scores[0])
         return scores
 
 

@@ -21,7 +21,7 @@ from lade.sampling.choice import (
 from lade.sampling.greedy import GreedyChoice
 from lade.sampling.processors import Processors
 from lade.transfer import HostCopy, integers_on
-from lade.tree import Tree, origins
+from lade.tree import Tree, starts
 
 # Noise of positions that only some rows have reached is kept for the others; no row may run further
 # ahead than fits in this memory. 64 MiB hold 42 positions of 8 rows of 49 152 tokens.
@@ -223,26 +223,19 @@ class ChoiceAtOnce(ProcessedChoice):
 
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
         """Process the scores and pick a token at every node, or keep the logits."""
-        rows, width, vocab_size = logits.shape
-        self._is_at_once = rows * width <= _MAX_SORTED or not self._processors.sort
+        self._is_at_once = logits.shape[1] <= _MAX_SORTED or not self._processors.sort
         if not self._is_at_once:
             super().look_at(logits, trees)
             return
-        first_times = [self._text.num_emitted(row) for row in trees]
-        self._pick.begin_step(min(first_times))
-        self._origins = dict(zip(trees, origins(trees.values(), rows), strict=True))
-        self._raw = logits.to(self._device, torch.float32, copy=True)
-        flat = self._raw.view(-1, vocab_size)
-        scores = self._processors.without_prefix(flat)
-        of_nodes, times = [next(iter(trees))] * (rows * width), [min(first_times)] * (rows * width)
-        for (row, tree), first_time in zip(trees.items(), first_times, strict=True):
-            index, start = self._origins[row]
-            own = slice(index * width + start, index * width + start + len(tree))
-            of_nodes[own] = [row] * len(tree)
-            times[own] = [first_time + depth for depth in tree.depths]
-        picked = self._pick(scores, of_nodes, times)
-        self._scores = scores.view(rows, width, vocab_size)
-        self._sent = HostCopy(*(part.view(rows, width) for part in picked))
+        self._starts = dict(zip(trees, starts(trees.values()), strict=True))
+        self._raw = logits[0].to(self._device, torch.float32, copy=True)
+        self._scores = self._processors.without_prefix(self._raw)
+        of_nodes, times = [], []
+        for row, tree in trees.items():
+            of_nodes += [row] * len(tree)
+            times += [self._text.num_emitted(row) + depth for depth in tree.depths]
+        self._pick.begin_step(min(times))
+        self._sent = HostCopy(*self._pick(self._scores, of_nodes, times))
 
     def wait(self) -> None:
         """Fetch the picked tokens."""
@@ -257,13 +250,12 @@ class ChoiceAtOnce(ProcessedChoice):
             return super().tokens_at(places)
         token_ids = []
         for row, node in places:
-            index, start = self._origins[row]
-            node += start
-            if not self._is_valid[index][node]:
+            place = self._starts[row] + node
+            if not self._is_valid[place]:
                 raise_invalid()
             if self._on_choice is not None:
-                self._on_choice(row, self._raw[index, node], self._scores[index, node])
-            token_ids.append(self._token_ids[index][node])
+                self._on_choice(self._raw[place], self._scores[place])
+            token_ids.append(self._token_ids[place])
         return token_ids
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from lade.drafting.successors import first_of_highest, rank
 from lade.sampling.choice import Choice, Place
 from lade.transfer import HostCopy
-from lade.tree import Tree, origins
+from lade.tree import Tree, starts
 
 
 class GreedyChoice(Choice):
@@ -35,18 +35,17 @@ class GreedyChoice(Choice):
             token_ids = first_of_highest(self.ranked)
         if token_ids is None:
             token_ids = (logits.float() if is_cpu else logits).argmax(dim=-1)
-        self._origins = dict(zip(trees, origins(trees.values(), len(logits)), strict=True))
-        self._sent = HostCopy(token_ids)
+        self._starts = dict(zip(trees, starts(trees.values()), strict=True))
+        self._sent = HostCopy(token_ids[0])
 
     def wait(self) -> None:
         """Fetch the tokens of all nodes."""
         (token_ids,) = self._sent.get()
-        self._token_ids: list[list[int]] = token_ids.tolist()
+        self._token_ids: list[int] = token_ids.tolist()
 
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
         """Return the likeliest token at each place."""
         found = []
         for row, node in places:
-            index, start = self._origins[row]
-            found.append(self._token_ids[index][start + node])
+            found.append(self._token_ids[self._starts[row] + node])
         return found

@@ -50,22 +50,21 @@ class Processors:
     """The logits processors of one call.
 
     Attributes:
-        is_lockstep: whether rows are processed together, all at equal length. True for a batch with
-            any processor that is not known to work row by row: it may keep state, count its calls
-            or draw random numbers, and must see exactly what it would see in `generate`.
+        takes_rows: whether all of them are known to work row by row. Any other may keep state,
+            count its calls or draw random numbers, and must see what it would see in `generate`.
         need_prefix: whether any processor may look at more than the scores.
         sort: whether any processor sorts the scores of a row.
-        of_row: the processors of each row, where rows are not processed together.
+        of_row: the processors of each row.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor], num_rows: int) -> None:
         kinds = [type(processor) for processor in processors]
         self.sort = any(kind in _SORTING for kind in kinds)
         self.need_prefix = any(kind not in _PREFIX_INDEPENDENT for kind in kinds)
-        self.is_lockstep = num_rows > 1 and any(kind not in _ROW_BY_ROW for kind in kinds)
+        self.takes_rows = all(kind in _ROW_BY_ROW for kind in kinds)
         self._all = LogitsProcessorList(processors)
         self.of_row = [self._all] * num_rows
-        if num_rows > 1 and self.need_prefix and not self.is_lockstep:
+        if num_rows > 1 and self.need_prefix:
             self.of_row = [
                 LogitsProcessorList([_for_row(processor, row) for processor in processors])
                 for row in range(num_rows)
@@ -79,20 +78,15 @@ class Processors:
 
         Args:
             text: the committed tokens before them.
-            rows: row indices, each at most once; all rows if `is_lockstep`.
+            rows: row indices, each at most once.
             scores: float32 [len(rows), vocab_size]; may be changed in place.
         """
         if not self.need_prefix:
             return self.without_prefix(scores)
-        if self.is_lockstep:
-            prefixes = text.prefixes(rows)
-            processed: Tensor = self._all(prefixes, scores)
-            text.adopt(prefixes)
-        else:
-            parts = [
-                self.of_row[row](text.prefix(row), scores[i : i + 1]) for i, row in enumerate(rows)
-            ]
-            processed = torch.cat(parts)
+        parts = [
+            self.of_row[row](text.prefix(row), scores[i : i + 1]) for i, row in enumerate(rows)
+        ]
+        processed = torch.cat(parts) if len(parts) > 1 else parts[0]
         if len(processed) != len(rows):
             got = f"{len(processed)} from {[type(each).__name__ for each in self._all]}"
             raise ValueError(f"expected processed scores of {len(rows)} rows, got {got}")

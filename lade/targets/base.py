@@ -7,9 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lade.batch import Text
 from lade.compat import Model
-from lade.drafting.drafts import chain
 from lade.tree import Tree
 
 
@@ -18,15 +16,15 @@ class Forward(Protocol):
 
     @property
     def logits(self) -> Tensor:
-        """[rows, num_nodes, vocab_size]; of a prefill, those of the last token or a few."""
+        """[1, num_nodes, vocab_size]; of a prefill, those of the last token or a few."""
 
     @property
     def hidden_states(self) -> tuple[Tensor, ...] | None:
-        """Of every layer, [rows, num_nodes, hidden_size], if requested."""
+        """Of every layer, [1, num_nodes, hidden_size], if requested."""
 
     @property
     def attentions(self) -> tuple[Tensor | None, ...] | None:
-        """Of every layer, [rows, heads, num_nodes, num_keys], if requested."""
+        """Of every layer, [1, heads, num_nodes, num_keys], if requested."""
 
 
 class Output(NamedTuple):
@@ -46,7 +44,6 @@ class Target(ABC):
     device: torch.device
     vocab_size: int  # exclusive upper bound on the token ids of drafts
     max_candidates: int | None = None  # paths of a draft that one forward can verify
-    is_lockstep: bool = False  # whether all rows must be of equal length between steps
     num_pending: int = 0  # committed tokens that the next forward runs again
 
     @property
@@ -69,11 +66,6 @@ class Target(ABC):
         """Whether the next forward should have no draft, as when `num_pending` is too large."""
         return False
 
-    @property
-    def packs_rows(self) -> bool:
-        """Whether a forward costs what its tokens cost, however they are divided among rows."""
-        return False
-
     @abstractmethod
     def prefill(
         self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
@@ -87,7 +79,7 @@ class Target(ABC):
         """
 
     def width_of(self, num_tokens: int) -> int:
-        """Return the padded width of a forward over `num_tokens` per row."""
+        """Return the padded width of a forward over `num_tokens`."""
         return num_tokens
 
     @abstractmethod
@@ -123,17 +115,14 @@ class Target(ABC):
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the nodes of the last forward on each row's accepted path, root first."""
 
-    @abstractmethod
     def hand_over(self, cache: Any) -> Any:
-        """Let a cache hold what was run and return the one that does; rows have equal length."""
+        """Let a cache hold what was run, and return the one that does; of a single row."""
+        return cache
 
     # What follows does nothing where rows stay together, and all that is held is the call's own.
 
     def select(self, places: Sequence[int]) -> None:  # noqa: B027
         """Continue with some rows only, given as ascending indices into the rows in use."""
-
-    def rejoin(self) -> None:  # noqa: B027
-        """Take all deselected rows back into use."""
 
     def close(self) -> None:  # noqa: B027
         """Restore the settings of the caller's cache; called once, also after an error."""
@@ -143,41 +132,3 @@ class Target(ABC):
 
     def release(self) -> None:  # noqa: B027
         """Leave reusable memory to later calls; called last, and not after an error."""
-
-
-_MOST_AT_ONCE = 64  # tokens per row in one forward
-
-
-def fill_cache(target: Target, text: Text) -> int:
-    """Run the padding that short rows lack, until the cache holds all rows at full length.
-
-    Args:
-        target: a target that has run the text of all rows, including deselected ones, but their
-            padding.
-        text: the text; rows that are not the longest are finished.
-
-    Returns:
-        The number of forwards.
-    """
-    target.rejoin()
-    num_cached = target.num_cached
-    missing = [max(num_cached) - num for num in num_cached]
-    rows = []
-    for ids in text.token_ids:
-        short = text.longest - len(ids)
-        assert not short or text.pad_token_id is not None  # else all rows are of equal length
-        rows.append([*ids, *[text.pad_token_id or 0] * short])
-    num_forwards = 0
-    while any(missing):
-        most = 1 if target.must_catch_up else _MOST_AT_ONCE
-        nums = [min(num, most) for num in missing]
-        trees = []
-        for ids, left, num in zip(rows, missing, nums, strict=True):
-            start = len(ids) - 1 - left
-            root, *others = ids[start : start + max(1, num)]  # its root where it lacks nothing
-            trees.append(Tree.build(root, chain(others)))
-        target.forward(target.inputs(trees))
-        target.commit([[*range(num)] for num in nums])
-        missing = [left - num for left, num in zip(missing, nums, strict=True)]
-        num_forwards += 1
-    return num_forwards

@@ -24,6 +24,7 @@ from lade.compat import CACHE, Model
 from lade.targets.base import Forward, Output
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
+from lade.transfer import integers_on
 
 # In half precision a single check may fail by a near-tie, of experts for instance.
 _MOST_WRONG = 3
@@ -116,7 +117,8 @@ class JointForwards:
         # Without memory for all there may be enough for one after the other.
         with suppress(torch.OutOfMemoryError), Attempt() as attempt:
             begin = perf_counter()
-            together = _run_as_one(parts)
+            kept = [part.num_kept for part in parts]
+            together = [Output(logits) for logits in torch.split(run_as_one(parts), kept, dim=1)]
             self._learn(parts, perf_counter() - begin)
         if together and (not is_due or self._is_right(parts, together)):
             return together
@@ -170,7 +172,8 @@ def _run_alone(part: JoinedCall) -> Any:
         return failure
 
 
-def _run_as_one(parts: Sequence[JoinedCall]) -> list[Forward]:
+def run_as_one(parts: Sequence[JoinedCall]) -> Tensor:
+    """Return the logits of parts one after the other, [1, num_tokens, vocab_size]."""
     sizes = [part.num_tokens for part in parts]
     inputs = {**parts[0].inputs}
     for name in ("input_ids", "position_ids", *TOKEN_TYPES):
@@ -182,13 +185,14 @@ def _run_as_one(parts: Sequence[JoinedCall]) -> list[Forward]:
     if kept != sizes:
         stops = zip(accumulate(sizes), kept, strict=True)
         nodes = [node for stop, num in stops for node in range(stop - num, stop)]
-        inputs[LOGITS_KEPT] = torch.tensor(nodes)
+        inputs[LOGITS_KEPT] = integers_on(inputs["input_ids"].device, nodes)
     largest = max(parts, key=lambda part: part.num_tokens)  # views may know that tokens are few
     with largest.mode():
         output = largest.view(**inputs)
     for part in parts:
         part.was_joint = True
-    return [Output(logits) for logits in output.logits.split(kept, dim=1)]
+    logits: Tensor = output.logits
+    return logits
 
 
 def _mask(masks: Sequence[Any], sizes: Sequence[int]) -> Tensor | dict[str, Tensor]:

@@ -47,17 +47,17 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def keys(self) -> Tensor | None:
-        """[rows, heads, length, head_dim], or None before the first forward."""
+        """[1, heads, length, head_dim], or None before the first forward."""
         return self._held(*self._key_place) if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:
-        """[rows, heads, length, head_dim], or None before the first forward."""
+        """[1, heads, length, head_dim], or None before the first forward."""
         return self._held(*self._value_place) if self.is_initialized else None
 
     @property
     def indexer_keys(self) -> Tensor | None:
-        """[rows, length, index_head_dim] in a layer that indexes its keys, else None."""
+        """[1, length, index_head_dim] in a layer that indexes its keys, else None."""
         if not self.is_indexer_initialized:
             return None
         assert self._indexer_place is not None
@@ -67,7 +67,6 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Claim a place in the stores; called with the first keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._storage.begin(key_states.shape[0])
         if not self._has_place:
             self._key_place = self._group.place("keys", self._index, key_states)
             self._value_place = self._group.place("values", self._index, value_states)
@@ -77,45 +76,30 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values after those of each row; return views of the whole layer."""
-        fixed = self._group.fixed
+        """Write new keys and values after those held; return views of the whole layer."""
         if not self.is_initialized:
-            num_rows = len(key_states)
-            if fixed is not None and fixed.num_written is not None:
-                num_rows = fixed.num_written[0]
-            shape = (num_rows, -1, -1, -1)
-            self.lazy_initialization(key_states.expand(shape), value_states.expand(shape))
-        if fixed is not None and fixed.write is not None:
-            (of_keys, key_index), (of_values, value_index) = self._key_place, self._value_place
-            keys, values = of_keys.buffer[key_index], of_values.buffer[value_index]
-            if keys.shape[1] == values.shape[1]:
-                fixed.write(keys, values, key_states, value_states, fixed.of_new)
-                num_new = key_states.shape[2] if fixed.num_written is None else fixed.num_written[1]
-                self.num_pending += num_new
-                return keys[:, :, : fixed.num_shown], values[:, :, : fixed.num_shown]
+            self.lazy_initialization(key_states, value_states)
         keys = self._put(*self._key_place, key_states, self.num_pending)
         values = self._put(*self._value_place, value_states, self.num_pending)
         self.num_pending += key_states.shape[2]
         return keys, values
 
     def address(self, key_states: Tensor, value_states: Tensor) -> tuple[int, ...] | None:
-        """Return where the first key of the first row is, and bytes from one head to the next.
+        """Return where the first key is, and bytes from one head to the next; the same of values.
 
-        Then the same of values, and bytes from one row to the next of keys, and of values. None if
-        the memory is not a CPU's, or has no such keys or values as these.
+        None if the memory is not a CPU's, or has no such keys or values as these.
         """
         (of_keys, key_index), (of_values, value_index) = self._key_place, self._value_place
         keys = of_keys.address(key_index, key_states, 0)
         values = of_values.address(value_index, value_states, 0)
         if keys is None or values is None:
             return None
-        return (*keys, *values, of_keys.row_step, of_values.row_step)
+        return (*keys, *values)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write indexer keys [rows, num_new, index_head_dim]; return all of the layer."""
+        """Write indexer keys [1, num_new, index_head_dim]; return all of the layer."""
         states = indexer_key_states[:, None]
         if not self.is_indexer_initialized:
-            self._storage.begin(states.shape[0])
             if self._indexer_place is None:
                 self._indexer_place = self._group.place("indexer", self._index, states)
             self.is_indexer_initialized = True
@@ -170,16 +154,16 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.commit()
 
     def get_seq_length(self) -> Any:
-        """Return the number of slots of the longest row, including those no longer held.
+        """Return the number of slots, including those no longer held.
 
         An int; but an int64 tensor [] while recording a forward that will run at other lengths, so
         that whatever depends on it is recorded, too, or the recording fails.
         """
         if not self.is_initialized:  # a layer that no token has reached, such as one for images
             return 0
-        if self._storage.length is not None:
-            return self._storage.length
-        return max(self._storage.lengths, default=0) + self.num_pending
+        if self._storage.reported is not None:
+            return self._storage.reported
+        return self._storage.length + self.num_pending
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that `update` will return, and the slot of the first."""
@@ -200,10 +184,9 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if group.fixed is not None:
             return store.put(index, states, group.fixed)
         if group.window is None or not storage.is_prefilling:
-            slots = storage.slots(num_pending, num_new)
-            return store.write(index, states, slots, group.offset)
+            return store.write(index, states, storage.length + num_pending - group.offset)
         # Only the end of a long prompt is kept, so memory for all of it is not needed.
-        length = max(storage.lengths) + num_pending
+        length = storage.length + num_pending
         num_held = length - group.first_slot(length)
         num_kept = length + num_new - group.first_slot(length + num_new)
         return store.roll(index, states, num_held, num_kept)
@@ -266,9 +249,9 @@ class TreeCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
 
     @property
-    def lengths(self) -> list[int]:
-        """Committed slots of each row in use; empty before the first forward."""
-        return self._storage.lengths
+    def length(self) -> int:
+        """Committed slots."""
+        return self._storage.length
 
     @property
     def windows(self) -> list[int | None]:
@@ -278,18 +261,18 @@ class TreeCache(Cache):  # type: ignore[misc]
     @property
     def addresses(self) -> tuple[int, ...]:
         """Memory addresses; a recording must not be replayed after they have changed."""
-        return tuple(store.whole.data_ptr() for store in self._storage)
+        return tuple(store.buffer.data_ptr() for store in self._storage)
 
     @property
     def device(self) -> torch.device | None:
         """Device of the memory; None before the first forward."""
-        return next((store.whole.device for store in self._storage), None)
+        return next((store.buffer.device for store in self._storage), None)
 
     @property
     def room(self) -> int:
         """Slots that all layers without a window have room for; windowed layers need no more."""
         stores = self._groups.get(None, ())
-        return min((store.whole.shape[3] for store in stores), default=sys.maxsize)
+        return min((store.buffer.shape[3] for store in stores), default=sys.maxsize)
 
     @property
     def is_clearing(self) -> bool:
@@ -299,7 +282,7 @@ class TreeCache(Cache):  # type: ignore[misc]
     @property
     def num_bytes(self) -> int:
         """Size of the memory in bytes."""
-        return sum(store.whole.nbytes for store in self._storage)
+        return sum(store.buffer.nbytes for store in self._storage)
 
     def first_slot(self, window: int | None) -> int:
         """Return the first slot held by layers with this window."""
@@ -309,7 +292,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         return 0
 
     def reserve(self, num_new: int) -> dict[int | None, int]:
-        """Reserve room for `num_new` slots after those of the longest row.
+        """Reserve room for `num_new` more slots.
 
         Returns:
             For each window, the number of slots that its layers have room for.
@@ -317,75 +300,72 @@ class TreeCache(Cache):  # type: ignore[misc]
         Raises:
             torch.OutOfMemoryError: there is not enough memory.
         """
-        stop = max(self.lengths) + num_new
+        stop = self.length + num_new
         rooms = {}
         for window, group in self._groups.items():
             for store in group:
                 store.reserve(stop - group.offset)
-            rooms[window] = min((store.whole.shape[3] for store in group), default=0)
+            rooms[window] = min((store.buffer.shape[3] for store in group), default=0)
         return rooms
 
     def places(
-        self, nums: Sequence[int], key_states: Tensor, value_states: Tensor
+        self, num_new: int, key_states: Tensor, value_states: Tensor
     ) -> NDArray[np.int64] | None:
-        """Return where new keys and values of each row go, and those before them are.
+        """Return where new keys and values go, and those before them are.
 
         Room is reserved. None where they are not in plain memory, a CPU's, with such heads.
 
         Args:
-            nums: how many come in each row; nothing is counted as pending yet.
+            num_new: how many come; nothing is counted as pending yet.
             key_states, value_states: of the right heads, numbers and dtype, of one token.
 
         Returns:
-            int64 [num_layers, rows, 5]: address of the keys, bytes from one head to the
-            next, both of values, and the number of keys.
+            int64 [num_layers, 5]: address of the keys, bytes from one head to the next, both of
+            values, and the number of keys.
         """
-        storage, groups, num_rows = self._storage, [*self._groups.values()], len(nums)
+        storage, groups = self._storage, [*self._groups.values()]
         if not all(layer.is_initialized for layer in self.held):
-            shape = (num_rows, -1, -1, -1)
             for layer in self.held:
-                layer.lazy_initialization(key_states.expand(shape), value_states.expand(shape))
-        lengths, num_pending = self.lengths, self.held[0].num_pending
-        if len(lengths) != num_rows or any(layer.num_pending != num_pending for layer in self.held):
+                layer.lazy_initialization(key_states, value_states)
+        num_pending = self.held[0].num_pending
+        if any(layer.num_pending != num_pending for layer in self.held):
             return None
-        stops = np.add(lengths, nums) + num_pending
-        if storage.is_prefilling and any(group.first_slot(int(stops.max())) for group in groups):
+        stop = self.length + num_new + num_pending
+        if storage.is_prefilling and any(group.first_slot(stop) for group in groups):
             return None  # of a long prompt, layers with windows keep the end alone
         for group in groups:
             for store in group:
-                store.reserve(int(stops.max()) - group.offset)
+                store.reserve(stop - group.offset)
         if self._places is None or self._places[0] != self.addresses:
             found = [layer.address(key_states, value_states) for layer in self.held]
             if None in found:
                 return None
             self._places = self.addresses, np.array(found)
-        of_layers = self._places[1]  # [num_layers, 6]
-        places = np.empty((len(self.held), num_rows, 5), np.int64)
-        places[..., :4] = of_layers[:, None, :4]
-        places[..., (0, 2)] += of_layers[:, None, 4:] * np.arange(num_rows)[:, None]
-        places[..., 4] = stops - np.array([[layer._group.offset] for layer in self.held])
+        places = np.empty((len(self.held), 5), np.int64)
+        places[:, :4] = self._places[1]
+        places[:, 4] = [stop - layer._group.offset for layer in self.held]
         return places
 
     def fix(self, slots: Mapping[int | None, FixedSlots], length: Tensor | None = None) -> None:
         """Make forwards write at these slots until the next call.
 
         Args:
-            length: length of the longest row, int64 [], which layers report while recording a
-                forward that will also run at other lengths.
+            length: what layers report as length, int64 [], while recording a forward that will
+                also run at other lengths.
         """
         for window, group in self._groups.items():
             group.fixed = slots[window]
-        self._storage.length = length
+        self._storage.reported = length
         for layer in self.held:
             layer.commit()  # uncommitted slots are overwritten
 
     def unfix(self) -> None:
-        """Make forwards write after the tokens of each row again."""
+        """Make forwards write after the tokens held again."""
         for group in self._groups.values():
             group.fixed = None
 
     def reset(self) -> None:
-        """Reset, keeping the allocation, for another prompt with as many rows."""
+        """Reset, keeping the allocation, for another prompt."""
         self._storage.reset()
         for layer in self.held:
             layer.forget()
@@ -397,64 +377,53 @@ class TreeCache(Cache):  # type: ignore[misc]
             may_be_nan: whether to look for slots with NaN, as some models give for padding.
         """
         num_pending = max(layer.num_pending for layer in self.held)
-        self._commit([length + num_pending for length in self.lengths])
+        self._commit(self.length + num_pending)
         self._storage.end_prefill()
         for group in self._groups.values():
             group.clears = may_be_nan and group.window is not None
-            group.clear(self.lengths)
+            group.clear(self.length)
 
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep the slots of each row's path, in order, of those written since the last commit.
+    def keep(self, path: Sequence[int]) -> None:
+        """Keep the slots of a path, in order, of those written since the last commit.
 
         Args:
-            paths: for each row, ascending node indices, counted from the row's committed slots.
+            path: ascending node indices, counted from the committed slots.
         """
-        for row, (path, length) in enumerate(zip(paths, self.lengths, strict=True)):
-            in_place = 0
-            while in_place < len(path) and path[in_place] == in_place:
-                in_place += 1
-            if in_place < len(path):
-                source = [length + node for node in path[in_place:]]
-                self._storage.move(row, source, length + in_place)
-        self._commit([old + len(path) for old, path in zip(self.lengths, paths, strict=True)])
+        in_place, length = 0, self.length
+        while in_place < len(path) and path[in_place] == in_place:
+            in_place += 1
+        if in_place < len(path):
+            source = [length + node for node in path[in_place:]]
+            self._storage.move(source, length + in_place)
+        self._commit(length + len(path))
 
-    def go_back(self, num_tokens: int) -> bool:
-        """Forget the last tokens of each row; False if those before them are held no more."""
-        lengths = [length - num_tokens for length in self.lengths]
-        groups = self._groups.values()
-        if any(group.first_slot(min(lengths)) < group.offset for group in groups):
-            return False
-        self._storage.go_back(lengths)
-        self.drop_pending()
-        return True
+    def can_go_back(self, num_tokens: int) -> bool:
+        """Return whether all that tokens before the last ones see is held."""
+        groups, length = self._groups.values(), self.length - num_tokens
+        return all(group.first_slot(length) >= group.offset for group in groups)
+
+    def go_back(self, num_tokens: int) -> None:
+        """Forget the last tokens."""
+        self._commit(self.length - num_tokens)
 
     def drop_pending(self) -> None:
         """Forget the slots that were written since the last commit."""
         for layer in self.held:
             layer.commit()
 
-    def select(self, places: Sequence[int]) -> None:
-        """Continue with these of the rows in use, ascending; only between steps."""
-        self._storage.select(places)
-
-    def rejoin(self) -> None:
-        """Take all rows back into use; only between steps."""
-        self._storage.rejoin()
-
-    def take_over(self, cache: DynamicCache) -> None:
+    def take_over(self, cache: Cache) -> None:
         """Copy the contents of a filled cache, which is not changed; only before the prompt."""
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
             if isinstance(mine, TreeCacheLayer):
                 mine.take_over(theirs)
         num_pending = max(layer.num_pending for layer in self.held)
-        self._commit([length + num_pending for length in self.lengths])
+        self._commit(self.length + num_pending)
 
     def hand_over(self, cache: DynamicCache, *, copies: bool = False) -> None:
-        """Let a dynamic cache hold this cache's contents; rows must be of equal length.
+        """Let a dynamic cache hold this cache's contents.
 
         Without `copies`, its keys and values become views of memory that all layers share.
         """
-        assert len(set(self.lengths)) == 1
         for index, mine in enumerate(self.layers):
             if not isinstance(mine, TreeCacheLayer):
                 continue
@@ -464,7 +433,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             if index < len(cache.layers):
                 mine.hand_over(cache.layers[index], copies)
 
-    def _commit(self, lengths: list[int]) -> None:
-        self._storage.commit(lengths)
+    def _commit(self, length: int) -> None:
+        self._storage.commit(length)
         for layer in self.held:
             layer.commit()

@@ -1,7 +1,7 @@
 """Memory for keys and values, in slots that are written once and moved when a path is kept."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -50,54 +50,34 @@ class Spare(NamedTuple):
 
 
 class FixedSlots(NamedTuple):
-    """Slots that layers with one window write and return in a forward of fixed or packed shape."""
+    """Slots that layers with one window write and return in a forward of fixed shape."""
 
-    #: int64 [rows, num_new], slots to write, counted from the first slot held; or what `write`
-    #: takes instead.
-    of_new: Tensor
-    num_shown: int  # slots returned, from the first slot held on; more than any row has
-    #: Writes keys and values at once: (keys, values, new keys, new values, slots).
-    write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
-    #: Rows, and slots of the longest of them, that are written; None for those of the new states.
-    num_written: tuple[int, int] | None = None
+    of_new: Tensor  # int64 [num_new], slots to write, counted from the first slot held
+    num_shown: int  # slots returned, from the first slot held on; more than there are tokens
 
 
 class Store:
     """One tensor for the keys (or values) of all layers of one shape: one copy moves them all.
 
-    Both `whole`, with all rows of the batch, and `buffer`, with the rows in use, are
-    [num_layers, rows, heads, num_slots, head_dim].
+    `buffer` is [num_layers, 1, heads, num_slots, head_dim].
     """
 
     def __init__(
         self, num_layers: int, states: Tensor, num_slots: int, max_slots: int, is_fixed: bool
     ) -> None:
-        rows, heads, num_new, head_dim = states.shape
+        _, heads, num_new, head_dim = states.shape
         self._max_slots = max_slots
         self._is_fixed = is_fixed
-        like = states[None].expand(num_layers, rows, heads, num_new, head_dim)
+        like = states[None].expand(num_layers, 1, heads, num_new, head_dim)
         self._hold(self._allocated(like, min(num_new, num_slots), num_slots))
-        self.use(rows)
 
-    def _hold(self, whole: Tensor) -> None:
-        self.whole = whole
-        _, _, heads, _, size = whole.shape
-        self._kind = (heads, size, whole.dtype) if whole.is_cpu else None
-        layer_step, row_step, head_step, _, _ = whole.stride()
-        width = whole.element_size()
-        #: Bytes from one row to the next.
-        self.row_step = width * row_step
-        self._address, self._steps = whole.data_ptr(), (width * layer_step, width * head_step)
-
-    def use(self, num_rows: int) -> None:
-        """Restrict `buffer` to the first rows."""
-        self.buffer = self.whole[:, :num_rows]
-
-    def swap(self, one: int, other: int) -> None:
-        """Swap two rows."""
-        held = self.whole[:, one].clone()
-        self.whole[:, one] = self.whole[:, other]
-        self.whole[:, other] = held
+    def _hold(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        _, _, heads, _, size = buffer.shape
+        self._kind = (heads, size, buffer.dtype) if buffer.is_cpu else None
+        layer_step, _, head_step, _, _ = buffer.stride()
+        width = buffer.element_size()
+        self._address, self._steps = buffer.data_ptr(), (width * layer_step, width * head_step)
 
     def fits(self, states: Tensor) -> bool:
         """Return whether this store can hold a layer with such keys or values."""
@@ -108,20 +88,16 @@ class Store:
             mine.shape[3],
         ) == (other.shape[0], other.shape[1], other.shape[3])
 
-    def write(self, layer: int, states: Tensor, slots: "_NewSlots", offset: int) -> Tensor:
-        """Write new states after each row's own; return a view of all states of the layer."""
-        stop = slots.stop - offset
+    def write(self, layer: int, states: Tensor, start: int) -> Tensor:
+        """Write new states from a slot on; return a view of all states of the layer."""
+        stop = start + states.shape[2]
         self.reserve(stop)
         mine = self.buffer[layer]
-        if slots.starts is None:
-            mine[:, :, stop - states.shape[2] : stop] = states
-        else:
-            rows, places = slots.places_on(mine.device, offset)
-            mine[rows, :, places] = states.transpose(1, 2)
+        mine[:, :, start:stop] = states
         return mine[:, :, :stop]
 
     def address(self, layer: int, states: Tensor, stop: int) -> tuple[int, int] | None:
-        """Reserve room for `stop` slots; return the address of a layer's, in the first row.
+        """Reserve room for `stop` slots; return the address of a layer's.
 
         Also bytes from one head to the next. None if the memory is not a CPU's, or has no such
         states as these.
@@ -135,11 +111,7 @@ class Store:
     def put(self, layer: int, states: Tensor, slots: FixedSlots) -> Tensor:
         """Write new states at slots that only the device knows; return a view of those shown."""
         mine = self.buffer[layer]
-        if mine.shape[0] == 1:
-            mine.index_copy_(2, slots.of_new[0], states)
-        else:
-            rows = torch.arange(mine.shape[0], device=mine.device)[:, None]
-            mine[rows, :, slots.of_new] = states.transpose(1, 2)
+        mine.index_copy_(2, slots.of_new, states)
         return mine[:, :, : slots.num_shown]
 
     def roll(self, layer: int, states: Tensor, num_held: int, num_kept: int) -> Tensor:
@@ -152,7 +124,7 @@ class Store:
 
     def drop(self, num_slots: int, stop: int) -> None:
         """Drop the first `num_slots` slots of every layer; the others before `stop` move up."""
-        self.whole[:, :, :, : stop - num_slots] = self.whole[:, :, :, num_slots:stop].clone()
+        self.buffer[:, :, :, : stop - num_slots] = self.buffer[:, :, :, num_slots:stop].clone()
 
     def reserve(self, stop: int) -> None:
         """Ensure room for `stop` slots, moving the contents to new memory if needed.
@@ -160,16 +132,15 @@ class Store:
         Raises:
             torch.OutOfMemoryError: there is not enough memory; nothing was changed.
         """
-        num_slots = self.whole.shape[3]
+        num_slots = self.buffer.shape[3]
         if stop <= num_slots:
             return
         roomy = num_slots + max(FIRST_NUM_SLOTS, num_slots // _GROWTH)
         if stop <= self._max_slots:  # else more came than planned, and yet more may come
             roomy = min(roomy, self._max_slots)
-        larger = self._allocated(self.whole, stop, max(stop, roomy))
-        larger[:, :, :, :num_slots] = self.whole
+        larger = self._allocated(self.buffer, stop, max(stop, roomy))
+        larger[:, :, :, :num_slots] = self.buffer
         self._hold(larger)
-        self.use(self.buffer.shape[1])
 
     def _allocated(self, like: Tensor, least: int, num_slots: int) -> Tensor:
         """Return memory for `num_slots` slots, or for `least` if there is not enough."""
@@ -181,42 +152,16 @@ class Store:
                 # the memory may outlive the call.
                 with torch.inference_mode(False):
                     # Masked slots are still multiplied by 0, and memory never written to may hold
-                    # NaN. A single row has masked slots only if shapes are fixed.
-                    is_hidden = self._is_fixed or shape[1] > 1
-                    return like.new_zeros(shape) if is_hidden else like.new_empty(shape)
+                    # NaN. There are masked slots only if shapes are fixed.
+                    return like.new_zeros(shape) if self._is_fixed else like.new_empty(shape)
             except torch.OutOfMemoryError as error:
                 if wanted == least:
                     num_bytes = math.prod(shape) * like.element_size()
                     raise torch.OutOfMemoryError(
                         f"no memory is left for the keys or values of {least} tokens in "
-                        f"{shape[0]} layers and {shape[1]} rows ({num_bytes / 2**20:.0f} MiB); "
-                        "shorten the text or the batch"
+                        f"{shape[0]} layers ({num_bytes / 2**20:.0f} MiB); shorten the text"
                     ) from error
         raise AssertionError("expected memory or an error")
-
-
-class _NewSlots:
-    """Slots that a forward writes: after the cached tokens of each row."""
-
-    def __init__(self, starts: Sequence[int], num_new: int) -> None:
-        self.stop = max(starts) + num_new
-        self.starts = None if min(starts) == max(starts) else [*starts]  # None if equal in all rows
-        self._num_new = num_new
-        self._places: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
-
-    def places_on(self, device: torch.device, offset: int) -> tuple[Tensor, Tensor]:
-        """Return rows and their slots from an offset on, for rows that differ.
-
-        Both are int64, [rows, 1] and [rows, num_new].
-        """
-        assert self.starts is not None
-        key = device, offset
-        if key not in self._places:  # sent once for all layers
-            starts = integers_on(device, [start - offset for start in self.starts])
-            new = torch.arange(self._num_new, device=device)
-            rows = torch.arange(len(self.starts), device=device)
-            self._places[key] = rows[:, None], starts[:, None] + new
-        return self._places[key]
 
 
 class Group:
@@ -274,23 +219,22 @@ class Group:
         """Return the first slot visible to a token after `length` others."""
         return 0 if self.window is None else max(0, length - self.window + 1)
 
-    def clear(self, lengths: Sequence[int]) -> None:
-        """Zero slots that have left the windows of the rows in use: NaN spreads even if masked."""
+    def clear(self, length: int) -> None:
+        """Zero slots that have left the window: NaN spreads even if masked."""
         if not self.clears:
             return
         for store in self:
-            for row, length in enumerate(lengths):
-                store.buffer[:, row, :, : max(0, self.first_slot(length) - self.offset)] = 0
-        stop = max(lengths) - self.offset
+            store.buffer[:, :, :, : max(0, self.first_slot(length) - self.offset)] = 0
+        stop = length - self.offset
         self.clears = any(bool(store.buffer[:, :, :, :stop].isnan().any()) for store in self)
 
-    def trim(self, lengths: Sequence[int]) -> None:
-        """Drop slots that have left the window of every row, once there are enough of them."""
-        num_slots = self.first_slot(min(lengths)) - self.offset
+    def trim(self, length: int) -> None:
+        """Drop slots that have left the window, once there are enough of them."""
+        num_slots = self.first_slot(length) - self.offset
         if self.window is None or num_slots < self._slack:
             return
         for store in self:
-            store.drop(num_slots, max(lengths) - self.offset)
+            store.drop(num_slots, length - self.offset)
         self.offset += num_slots
 
 
@@ -303,11 +247,8 @@ class Storage:
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
         self.is_prefilling = True  # while all tokens run are kept
-        self.lengths: list[int] = []  # committed slots of each row in use
-        self._rows: list[int] = []  # the row at each place in memory, rows in use first
-        self._parked: dict[int, int] = {}  # committed slots of rows not in use, by row
-        self._slots: dict[tuple[int, int], _NewSlots] = {}  # of the current forward
-        self.length: Tensor | None = None  # of the longest row, if reported as a tensor
+        self.length = 0  # committed slots
+        self.reported: Tensor | None = None  # the length, if reported as a tensor
 
     def __iter__(self) -> Iterator[Store]:
         for group in self._groups:
@@ -315,47 +256,28 @@ class Storage:
 
     def reset(self) -> None:
         """Reset, keeping the allocation."""
-        self.is_prefilling, self.length = True, None
-        self.lengths, self._rows, self._parked, self._slots = [], [], {}, {}
+        self.is_prefilling, self.length, self.reported = True, 0, None
         for group in self._groups:
             group.offset, group.fixed, group.clears = 0, None, False
         for store in self:
-            store.whole.zero_()
-            store.use(store.whole.shape[1])
+            store.buffer.zero_()
 
-    def begin(self, num_rows: int) -> None:
-        """Set the number of rows, known from the first states."""
-        self.lengths = self.lengths or [0] * num_rows
-
-    def slots(self, num_pending: int, num_new: int) -> _NewSlots:
-        """Return the slots for `num_new` states after the committed and the pending ones."""
-        known = self._slots.get((num_pending, num_new))
-        if known is None:  # the same for all layers of a forward
-            known = _NewSlots([length + num_pending for length in self.lengths], num_new)
-            self._slots = {(num_pending, num_new): known}
-        return known
-
-    def commit(self, lengths: list[int]) -> None:
-        """Set the number of committed slots of each row."""
-        self.lengths = lengths
-        self._slots = {}
+    def commit(self, length: int) -> None:
+        """Set the number of committed slots."""
+        self.length = length
         if not self.is_prefilling:
             for group in self._groups:
-                group.trim([*lengths, *self._parked.values()])
-                group.clear(lengths)
-
-    def go_back(self, lengths: list[int]) -> None:
-        """Set a smaller number of committed slots of each row, all of which are held."""
-        self.lengths, self._slots = lengths, {}
+                group.trim(length)
+                group.clear(length)
 
     def end_prefill(self) -> None:
         """End the prefill: tokens run from now on may be rejected."""
         self.is_prefilling = False
         for group in self._groups:
-            group.offset = group.first_slot(max(self.lengths, default=0))
+            group.offset = group.first_slot(self.length)
 
-    def move(self, row: int, source: list[int], start: int) -> None:
-        """Copy the slots `source` of a row to those from `start` on, in every layer."""
+    def move(self, source: list[int], start: int) -> None:
+        """Copy the slots `source` to those from `start` on, in every layer."""
         indices: dict[tuple[torch.device, int], Tensor] = {}
         for group in self._groups:
             first = start - group.offset
@@ -363,39 +285,6 @@ class Storage:
                 place = store.buffer.device, group.offset
                 if place not in indices:
                     indices[place] = integers_on(place[0], [slot - place[1] for slot in source])
-                index = indices[place]
-                mine = store.buffer[:, row]
-                mine[:, :, first : first + len(source)] = mine.index_select(2, index)
-
-    def select(self, places: Sequence[int]) -> None:
-        """Continue with these places, ascending, and park the other rows after them."""
-        self._rows = self._rows or [*range(len(self.lengths))]
-        for place in set(range(len(self.lengths))) - set(places):
-            self._parked[self._rows[place]] = self.lengths[place]
-        self.commit([self.lengths[place] for place in places])
-        for new, old in enumerate(places):
-            self._swap(new, old)
-        self._use(len(places))
-
-    def rejoin(self) -> None:
-        """Take all rows back into use, in their original order."""
-        if not self._parked:
-            return
-        in_use = dict(zip(self._rows, self.lengths, strict=False))
-        lengths = [length for _, length in sorted((in_use | self._parked).items())]
-        self._parked = {}
-        self.commit(lengths)
-        for place in range(len(self._rows)):
-            while self._rows[place] != place:
-                self._swap(place, self._rows[place])
-        self._use(len(self._rows))
-
-    def _swap(self, one: int, other: int) -> None:
-        if one != other:
-            self._rows[one], self._rows[other] = self._rows[other], self._rows[one]
-            for store in self:
-                store.swap(one, other)
-
-    def _use(self, num_rows: int) -> None:
-        for store in self:
-            store.use(num_rows)
+                mine = store.buffer[:, 0]
+                moved = mine.index_select(2, indices[place])
+                mine[:, :, first : first + len(source)] = moved

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from transformers.cache_utils import DynamicCache
 
 from lade.attention.masks import FULL, Reach
+from lade.attention.packed import PACKED_ROWS
 from lade.compat import Model
 from lade.errors import UnsupportedModelError
 from lade.targets.kv_memory import LayerKind, kind_of
@@ -70,6 +71,12 @@ def may_share_a_row(model: Model, layout: TreeLayout) -> bool:
     is_scaled = getattr(config, "floor_scale", None) is not None  # by slot
     chooses = getattr(config, "index_topk", None) is not None
     return not is_scaled and not chooses and all(kind.kind != "indexed" for kind in layout.kinds)
+
+
+def takes_parts(model: Model, layout: TreeLayout, attention: str | None) -> bool:
+    """Return whether forwards by an attention may be parts of one: of rows, or of several calls."""
+    has_own_angles = rope_of(model.config.get_text_config(decoder=True)) is not None
+    return attention == PACKED_ROWS and may_share_a_row(model, layout) and not has_own_angles
 
 
 def _reaches(config: Any, layers: Sequence[Any]) -> dict[str, Reach]:

@@ -1,4 +1,4 @@
-"""Verification with the model's own causal masks: one path a row.
+"""Verification with the model's own causal masks: one path a step.
 
 For models that cannot run trees under a mask: without position_ids, with ALiBi, with convolutions,
 with a recurrent state, or without a cache at all.
@@ -36,20 +36,17 @@ _MAX_PENDING = 16  # tokens to run again; from then on, a step without a draft u
 
 
 class _Layout(NamedTuple):
-    """The columns in which the nodes of one step's chains are run."""
+    """The columns in which the nodes of one step's chain are run."""
 
-    width: int  # tokens per row, not counting those run again
+    width: int  # tokens, not counting those run again
     num_run: int  # of these, those that forwards since the last commit have run
-    is_whole: bool  # whether no row is padded
 
 
 class ChainTarget(Target):
-    """Target that verifies paths in the model's own cache, and rolls it back to where they end.
-
-    The rows of a batch stay of equal length.
+    """Target that verifies a path in the model's own cache, and rolls it back to where it ends.
 
     Args:
-        input_ids: int64 [rows, num_tokens], the prompts; num_tokens is 0 with `inputs_embeds`.
+        input_ids: int64 [1, num_tokens], the prompt; num_tokens is 0 with `inputs_embeds`.
         model_kwargs: what `generate` prepared for the prefill; a cache in it is written to.
         restores: whether to restore the state from before a draft that was not accepted whole, and
             run the accepted part again with the next draft, instead of dropping tokens.
@@ -71,7 +68,6 @@ class ChainTarget(Target):
     ) -> None:
         self.device: torch.device = input_ids.device
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
-        self.is_lockstep = input_ids.shape[0] > 1
         self._model = model
         self._model_kwargs = dict(model_kwargs)
         self._restores = restores
@@ -94,9 +90,9 @@ class ChainTarget(Target):
 
     @property
     def num_cached(self) -> list[int]:
-        """Number of tokens before the root of each row."""
+        """Number of tokens before the root."""
         num_new = self._ids.shape[1] - self._num_prompt
-        return [self._num_slots + num_new] * self._ids.shape[0]
+        return [self._num_slots + num_new]
 
     @property
     def must_catch_up(self) -> bool:
@@ -122,31 +118,30 @@ class ChainTarget(Target):
         return forward
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
-        """Return the forward's arguments for the paths after each row's committed tokens."""
-        return self._inputs(trees, 0)
+        """Return the forward's arguments for the path after the committed tokens."""
+        return self._inputs(trees[0], 0)
 
     def extend(self, tree: Tree, num_run: int) -> Forward:
         """Run a growing chain's nodes from `num_run` on; the others were run since the last commit.
 
-        For a single row. `commit` takes a path of the whole chain.
+        `commit` takes a path of the whole chain.
         """
         if num_run and self._cache is not None and not self._restores:
             cache = self._cache[1]
             if not can_grow(cache):
                 crop(cache, num_run)
-                return _after(num_run, self.forward(self._inputs([tree], 0)))
-        inputs = self._inputs([tree], num_run)
+                return _after(num_run, self.forward(self._inputs(tree, 0)))
+        inputs = self._inputs(tree, num_run)
         if num_run == 0 and self._restores and self._cache is not None:
             self._saved = saved(self._cache[1])
         return self.forward(inputs)
 
-    def _inputs(self, trees: Sequence[Tree], num_run: int) -> Any:
-        assert all(len(tree) == max(tree.depths) + 1 for tree in trees)
-        width = max(map(len, trees))
-        self._layout = _Layout(width, num_run, all(len(tree) == width for tree in trees))
-        self._tokens = [[*tree.token_ids] for tree in trees]
-        padded = [tokens + [0] * (width - len(tokens)) for tokens in self._tokens]
-        input_ids = self._followed(self._ids, padded)
+    def _inputs(self, tree: Tree, num_run: int) -> Any:
+        width = len(tree)
+        assert width == max(tree.depths) + 1
+        self._layout = _Layout(width, num_run)
+        self._tokens = tree.token_ids
+        input_ids = self._followed(self._ids, self._tokens)
         num_new = width - num_run if num_run else self.num_pending + width
         inputs = self._prepared(input_ids, num_new)
         if self._proves_inputs and num_new > 1:
@@ -219,16 +214,11 @@ class ChainTarget(Target):
         self._roll_back(0)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep the accepted paths; roll the cache back to where they end."""
+        """Keep the accepted path; roll the cache back to where it ends."""
         num_kept = len(paths[0])
-        assert all(len(path) == num_kept for path in paths)
-        kept = [
-            [tokens[node] for node in path]
-            for tokens, path in zip(self._tokens, paths, strict=True)
-        ]
-        self._ids = self._followed(self._ids, kept)
+        self._ids = self._followed(self._ids, [self._tokens[node] for node in paths[0]])
         # A draft that is not accepted whole was run after the state before it was saved.
-        is_whole = self._layout.is_whole and num_kept == self._layout.width
+        is_whole = num_kept == self._layout.width
         assert not self._restores or self._cache is None or is_whole or self._saved is not None
         self._roll_back(num_kept)
 
@@ -239,7 +229,7 @@ class ChainTarget(Target):
         cache, layout = self._cache[1], self._layout
         if not self._restores:
             crop(cache, layout.width - num_kept)
-        elif layout.is_whole and num_kept == layout.width:
+        elif num_kept == layout.width:
             self.num_pending = 0
         elif self._saved is not None:  # `discard` may come before anything was run
             self._restore(self._saved)
@@ -255,9 +245,9 @@ class ChainTarget(Target):
         else:
             self._cache = name, state
 
-    def _followed(self, token_ids: Tensor, more: Sequence[Sequence[int]]) -> Tensor:
-        """Return rows of tokens, int64 [rows, num_tokens], each followed by as many more."""
-        (sent,) = arrays_on(self.device, np.array(more, np.int64))
+    def _followed(self, token_ids: Tensor, more: Sequence[int]) -> Tensor:
+        """Return tokens, int64 [1, num_tokens], followed by more."""
+        (sent,) = arrays_on(self.device, np.array([more], np.int64))
         return torch.cat([token_ids, sent], dim=1)
 
     def hand_over(self, cache: Any) -> Any:
@@ -296,7 +286,7 @@ class ChainTarget(Target):
         return self._num_prompt if embeds is None else embeds.shape[1]
 
     def _prepared(self, input_ids: Tensor, num_tokens: int) -> dict[str, Any]:
-        """Return the arguments for each row's last `num_tokens`, prepared by the model itself."""
+        """Return the arguments for the last `num_tokens`, prepared by the model itself."""
         model_kwargs = extended(self._model_kwargs, input_ids.shape[1] - self._num_prompt)
         if self._cache is not None:
             model_kwargs[self._cache[0]] = self._cache[1]

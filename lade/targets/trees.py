@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from lade.attention.masks import FULL, TreeSlots
-from lade.attention.packed import PACKED_ROWS, PACKED_SDPA, row_groups, with_groups
+from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
 from lade.compat import (
     CACHE,
@@ -27,12 +27,11 @@ from lade.targets.base import Forward, Target
 from lade.targets.inputs import TOKEN_TYPES, chooses_logits, extended, is_text_alone, num_slots_of
 from lade.targets.joint import JoinedCall
 from lade.targets.kv_cache import TreeCache
-from lade.targets.kv_memory import FixedSlots, Kind, LayerKind, kind_of
-from lade.targets.layout import MAX_OVERHANG, TreeLayout, may_share_a_row, rope_of
-from lade.targets.prompts import packed_prompts
+from lade.targets.kv_memory import Kind, LayerKind, kind_of
+from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
 from lade.targets.rollback import cache_in
 from lade.transfer import integers_on
-from lade.tree import Packing, Tree, TreeBatch
+from lade.tree import Tree, TreeTensors
 from lade.turns import Seat
 from lade.view import keep_attributes, with_attention, with_decoding_experts, with_own_hooks
 
@@ -59,7 +58,7 @@ class TreeTarget(Target):
     Layers that do not see the whole text get their own mask, in a dict by layer type.
 
     Args:
-        input_ids: int64 [rows, num_tokens], the prompts; num_tokens is 0 with `inputs_embeds`.
+        input_ids: int64 [1, num_tokens], the prompt; num_tokens is 0 with `inputs_embeds`.
         model_kwargs: what `generate` prepared for the prefill; this class extends `attention_mask`
             (2D or None) and `position_ids`. A filled `past_key_values` is copied.
         max_new_tokens: maximum number of new tokens to plan key and value memory for.
@@ -95,14 +94,13 @@ class TreeTarget(Target):
         )
         if past is not None and past.get_seq_length():
             held = next(layer.keys.shape[0] for layer in past.layers if layer.keys is not None)
-            rows = input_ids.shape[0]
-            if held != rows:
-                raise MisfitError(f"expected {CACHE} of {rows} rows, got {held}")
+            if held != 1:
+                raise MisfitError(f"expected {CACHE} of 1 row, got {held}")
             self.cache.take_over(past)
         self._model_kwargs = {**model_kwargs, CACHE: self.cache}
         mask = model_kwargs.get("attention_mask")
         self._padding = None if mask is None else mask.bool().to(self.device)
-        # Leading padding of each row; chunks begin after it.
+        # Leading padding; chunks begin after it.
         self._num_padding = (
             None if self._padding is None else (self._padding.cumsum(dim=-1) == 0).sum(dim=-1)
         )
@@ -113,12 +111,8 @@ class TreeTarget(Target):
         }
         self.attention = attention
         self._products = products
-        self._packs = (
-            attention == PACKED_ROWS
-            and not self._outputs  # other than logits, they have rows
-            and may_share_a_row(model, layout)
-        )
-        self._is_plainly = False  # whether the next forward has padding, as plain decoding's has
+        #: Whether its forwards may be parts of one.
+        self.takes_parts = not self._outputs and takes_parts(model, layout, attention)
         self._seat: Seat | None = None  # where forwards run together with those of other calls
         self._was_joint = False  # whether the last forward ran, or may have waited, with others
         self._num_committed = 1.0  # tokens in a step, of late
@@ -134,57 +128,72 @@ class TreeTarget(Target):
 
     @property
     def num_cached(self) -> list[int]:
-        """Number of cached tokens of each row in use."""
-        return self.cache.lengths
+        """Number of cached tokens."""
+        return [self.cache.length]
 
     def prefill(
         self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
     ) -> Forward:
-        """Run the prompts as `generate` does, or without the padding that it runs."""
+        """Run the prompt as `generate` does, or in the forwards of other calls."""
         model = self._model if view is None else view
         output = None
         if self._seat is not None and not is_plain:
             output = self._joint_prefill(self._seat, num_logits)
         if output is None:
             fast = model if is_plain else self._fast_view(model)
-            output = None if is_plain else self._packed_prefill(fast)
-            if output is None:
-                options = self._generation_config
-                if self._seat is not None:
-                    fast, options = self._in_pieces(fast, self._seat)
-                output = prefill(fast, self._input_ids, options, self._model_kwargs)
+            options = self._generation_config
+            if self._seat is not None:
+                fast, options = self._in_pieces(fast, self._seat)
+            output = prefill(fast, self._input_ids, options, self._model_kwargs)
             if fast is not model:
                 keep_attributes(fast, model)
             cache = cache_in(output)
             # phi3 starts a cache of its own if the prompt is long.
             if cache is not None and cache is not self.cache:
                 self.cache.take_over(cache)
-        self.cache.keep_all(may_be_nan=self._padding is not None)
-        rows, num_cached = self._input_ids.shape[0], self.num_cached[0]
-        self._num_prefilled = num_cached
-        positions = self._model_kwargs.get("position_ids")
-        if positions is None:
-            last = torch.full((rows,), num_cached - 1, device=self.device)
-        else:  # some vision-language models count positions along several axes: [axes, rows, …]
-            last = positions[..., -1].to(self.device).expand(*positions.shape[:-2], rows)
-        self._position_offsets = last - (num_cached - 1)  # position minus cache slot
-        self._learn_habits(last)
-        self._rows = [*range(rows)]  # rows in use
-        self._place_rows()
+        self.begin()
         forward: Forward = output
         return forward
+
+    def begin(self) -> None:
+        """Take what was run for the whole prompt."""
+        self.cache.keep_all(may_be_nan=self._padding is not None)
+        self._num_prefilled = num_cached = self.cache.length
+        positions = self._model_kwargs.get("position_ids")
+        if positions is None:
+            last = torch.full((1,), num_cached - 1, device=self.device)
+        else:  # some vision-language models count positions along several axes: [axes, 1, …]
+            last = positions[..., -1].to(self.device)
+        self._position_offsets = last - (num_cached - 1)  # position minus cache slot
+        self._learn_habits(last)
+        self._place_root()
 
     def _fast_view(self, model: Model) -> Model:
         """Return what runs the prompts: with lade's products where they pay."""
         if self._products is None:
             return model
-        num_rows = max(self._input_ids.numel() - sum(self.num_cached), 1)
+        num_rows = max(self._input_ids.numel() - self.cache.length, 1)
         if self._seat is not None:
             num_rows = min(num_rows, self._seat.piece)
         return self._products.view(model) if self._products.pays(num_rows) else model
 
     def _joint_prefill(self, seat: Seat, num_logits: int) -> Forward | None:
         """Run a prompt in the forwards of other calls; None where there are none, or it cannot."""
+        num_tokens, positions = self._input_ids.shape[1], self._prompt_positions()
+        if not seat.has_company or positions is None:
+            return None
+        start, output = self.cache.get_seq_length(), None
+        while start < num_tokens:
+            num = seat.allot(num_tokens - start)
+            is_last = start + num == num_tokens
+            num_kept = min(num, num_logits) if is_last else 1
+            output = self._ask(seat, self._piece(positions, start, num, num_kept, self._view))
+            self.cache.keep([*range(num)])
+            start += num
+        return output
+
+    def _prompt_positions(self) -> Tensor | None:
+        """Return the positions of a prompt that forwards of several may run; None for others."""
         num_tokens = self._input_ids.shape[1]
         positions = self._model_kwargs.get("position_ids")
         if positions is None:
@@ -192,8 +201,7 @@ class TreeTarget(Target):
         # Where only new tokens came, the mask alone tells where these begin.
         num_slots = num_slots_of(self._input_ids, self._generation_config, self._model_kwargs)
         if (
-            not seat.has_company
-            or not prepares_as_usual(self._model)
+            not prepares_as_usual(self._model)
             or num_slots != num_tokens
             or not self._is_uniform
             or not is_text_alone(self._model_kwargs)
@@ -202,25 +210,36 @@ class TreeTarget(Target):
             or not chooses_logits(self._model)
         ):
             return None
-        start, output = self.cache.get_seq_length(), None
-        while start < num_tokens:
-            num = seat.allot(num_tokens - start)
-            nodes = slice(start, start + num)
-            mask = None  # each sees those before it
-            if start:
-                shape = (1, 1, num, start + num)
-                mask = torch.ones(shape, dtype=torch.bool, device=self.device).tril(start)
-            inputs = {
-                "input_ids": self._input_ids[:, nodes],
-                "position_ids": positions[:, nodes],
-                **self._of_forward(mask),
-            }
-            is_last = start + num == num_tokens
-            num_kept = min(num, num_logits) if is_last else 1
-            output = self._ask(seat, self._view, inputs, self.cache.drop_pending, num_kept)
-            self.cache.keep([[*range(num)]])
-            start += num
-        return output
+        return positions
+
+    def _piece(
+        self, positions: Tensor, start: int, num: int, num_logits: int, view: Model
+    ) -> JoinedCall:
+        """Return a piece of the prompt, of which the last tokens have logits."""
+        nodes, mask = slice(start, start + num), None  # each sees those before it
+        if start:
+            shape = (1, 1, num, start + num)
+            mask = torch.ones(shape, dtype=torch.bool, device=self.device).tril(start)
+        inputs = {
+            "input_ids": self._input_ids[:, nodes],
+            "position_ids": positions[:, nodes],
+            **self._of_forward(mask),
+        }
+        return self._as_part(view, inputs, self.cache.drop_pending, num_logits)
+
+    def prompt(self, num_tokens: int) -> JoinedCall | None:
+        """Return the whole prompt as a part of a forward of so many tokens; None if it is none."""
+        positions, length = self._prompt_positions(), self._input_ids.shape[1]
+        if positions is None or self._padding is not None or self.cache.get_seq_length():
+            return None
+        pays = self._products is not None and self._products.pays(num_tokens)
+        view = self._view if pays else self._attending_view
+        return self._piece(positions, 0, length, 1, view)
+
+    def follow(self, other: "TreeTarget") -> None:
+        """Copy what another target has run of an equal prompt."""
+        self.cache.take_over(other.cache)
+        self.begin()
 
     def _in_pieces(self, model: Model, seat: Seat) -> tuple[Model, GenerationConfig]:
         """Return a view that lets other calls go on before each piece, and options with its size.
@@ -246,38 +265,6 @@ class TreeTarget(Target):
             options.prefill_chunk_size = seat.piece
         return view, options
 
-    def _packed_prefill(self, model: Model) -> Any:
-        """Run the prompts without padding, equal ones once; None where that is not possible."""
-        if (
-            not self._packs
-            or len(self._input_ids) == 1
-            or not self._is_uniform
-            or self.num_cached
-            or self._model_kwargs.get("inputs_embeds") is not None
-            or self._generation_config.prefill_chunk_size is not None
-        ):
-            return None
-        is_real = torch.ones_like(self._input_ids, dtype=torch.bool)
-        # Whoever gets the cache gets what `generate` leaves in the slots of padding, too.
-        gets_cache = self._generation_config.return_dict_in_generate or self._is_users_cache
-        if gets_cache and self._padding is not None and not bool(self._padding.all()):
-            return None
-        packed = packed_prompts(
-            model,
-            self._input_ids,
-            self._model_kwargs,
-            is_real if self._padding is None else self._padding,
-            self.cache,
-        )
-        if packed is None:
-            return None
-        try:
-            output = with_attention(model, PACKED_ROWS)(**packed.inputs)
-        finally:
-            self.cache.unfix()
-        output.logits = packed.logits(output.logits)
-        return output
-
     @property
     def must_catch_up(self) -> bool:
         """Whether the next forward should have no draft.
@@ -297,31 +284,16 @@ class TreeTarget(Target):
         """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
         return None if self._seat is None else self._seat.price
 
-    @property
-    def packs_rows(self) -> bool:
-        """Whether trees of different sizes run without padding."""
-        return self._packs and len(self._rows) > 1
-
     def inputs(self, trees: Sequence[Tree]) -> Any:
-        """Return the forward's arguments for trees after the committed tokens."""
-        batch = TreeBatch.stack(trees, self.device)
-        of_nodes = {
-            "input_ids": batch.token_ids,
-            "position_ids": batch.depths + self._root_positions,
-            **self._token_types(batch),
+        """Return the forward's arguments for a tree after the committed tokens."""
+        tree = TreeTensors.of(trees[0], self.device)
+        return {
+            "input_ids": tree.token_ids,
+            "position_ids": tree.depths + self._root_positions,
+            **self._token_types(tree),
+            **self._of_forward(self._mask(tree)),
+            **self._outputs,
         }
-        mask = self._mask(batch)
-        sizes = [*map(len, trees)]
-        if self._can_pack(trees) and mask is not None:
-            masks = [*mask.values()] if isinstance(mask, dict) else [mask]
-            groups = [row_groups(each, sizes) for each in masks]
-            if min(sizes) < max(sizes) or max(map(len, groups)) > 1:
-                packing = Packing.of(sizes, self.device)
-                of_nodes = {name: packing.pack(padded) for name, padded in of_nodes.items()}
-                for each, of_mask in zip(masks, groups, strict=True):
-                    with_groups(each, of_mask, sizes)
-                self._fix_slots(packing)
-        return {**of_nodes, **self._of_forward(mask), **self._outputs}
 
     def _of_forward(self, mask: Any) -> dict[str, Any]:
         """Return the arguments of a forward that are not of its tokens."""
@@ -329,58 +301,57 @@ class TreeTarget(Target):
         return {"attention_mask": mask, CACHE: self.cache, **others}
 
     def forward(self, inputs: Any) -> Forward:
-        """Run the model on the inputs; trees of different sizes in one row, where that is exact."""
-        try:
-            view = self._view_for(inputs["input_ids"].shape)
-            if self._seat is not None:
-                return self._ask(self._seat, view, inputs, self.discard)
-            output: Forward = view(**inputs)
-        finally:
-            self.cache.unfix()
+        """Run the model on the inputs, together with other calls where there are some."""
+        view = self._view_for(inputs["input_ids"].shape[1])
+        if self._seat is not None:
+            return self._ask(self._seat, self._as_part(view, inputs, self.discard))
+        output: Forward = view(**inputs)
         return output
 
-    def _ask(
-        self,
-        seat: Seat,
-        view: Model,
-        inputs: dict[str, Any],
-        undo: Callable[[], None],
-        num_logits: int | None = None,
-    ) -> Forward:
+    def _ask(self, seat: Seat, part: JoinedCall) -> Forward:
         """Run a forward together with those of other calls."""
-        is_inference = torch.is_inference_mode_enabled()
-        shape = inputs["position_ids"].dim(), *sorted(inputs)
-        kind = (id(self._model), self.attention, self._products, is_inference, *shape)
-        part = JoinedCall(kind, view, inputs, undo, self._num_committed, num_logits, is_inference)
         output: Forward = seat.run(part)
         self._was_joint = part.was_joint or seat.has_company
         return output
 
+    def part(self, inputs: dict[str, Any]) -> JoinedCall:
+        """Return a step as a part of a forward."""
+        return self._as_part(self._view, inputs, self.discard)
+
+    def _as_part(
+        self,
+        view: Model,
+        inputs: dict[str, Any],
+        undo: Callable[[], None],
+        num_logits: int | None = None,
+    ) -> JoinedCall:
+        is_inference = torch.is_inference_mode_enabled()
+        shape = inputs["position_ids"].dim(), *sorted(inputs)
+        kind = (id(self._model), self.attention, self._products, is_inference, *shape)
+        return JoinedCall(kind, view, inputs, undo, self._num_committed, num_logits, is_inference)
+
     def take_seat(self, seat: Seat) -> None:
         """Run forwards together with those of other calls of the model, where that is exact."""
         is_whole = self._padding is None or bool(self._padding.all())
-        has_own_angles = rope_of(self._model.config.get_text_config(decoder=True)) is not None
-        if self._packs and len(self._input_ids) == 1 and is_whole and not has_own_angles:
+        if self.takes_parts and is_whole:
             self._seat = seat
             seat.join()
 
     def extend(self, tree: Tree, num_run: int) -> Forward:
         """Run a growing tree's nodes from `num_run` on; the others were run since the last commit.
 
-        For a single row. `commit` takes a path of the whole tree.
+        `commit` takes a path of the whole tree.
         """
         return self.forward(_without_run(self.inputs([tree]), num_run))
 
     def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
-        """Run roots by the model as it is, prepared by itself; by masks where rows differ."""
+        """Run a root by the model as it is, prepared by itself where it knows its windows."""
         if by_view:
             return self.forward(self.inputs(roots))
-        knows = self._is_uniform or (attention_of(self._model) or "eager") in _KNOW_WINDOWS
-        are_all = self._rows == [*range(len(self._input_ids))]
-        if knows and are_all and len({*self.num_cached}) == 1:
-            num_new = self.num_cached[0] + 1 - self._num_prefilled
-            new = self._input_ids.new_zeros((len(self._rows), num_new))
-            new[:, -1] = integers_on(self.device, [tree.token_ids[0] for tree in roots])
+        if self._is_uniform or (attention_of(self._model) or "eager") in _KNOW_WINDOWS:
+            num_new = self.cache.length + 1 - self._num_prefilled
+            new = self._input_ids.new_zeros((1, num_new))
+            new[:, -1] = integers_on(self.device, [roots[0].token_ids[0]])
             inputs = self._model.prepare_inputs_for_generation(
                 torch.cat([self._input_ids, new], dim=1),
                 next_sequence_length=1,
@@ -388,11 +359,7 @@ class TreeTarget(Target):
             )
             output: Forward = self._plain_view(**inputs, return_dict=True)
             return output
-        self._is_plainly = True
-        try:
-            inputs = TreeTarget.inputs(self, roots)
-        finally:
-            self._is_plainly = False
+        inputs = TreeTarget.inputs(self, roots)
         if inputs["attention_mask"] is not None and not self._takes_mask:
             return self.forward(inputs)
         of_masks: Forward = self._plain_view(**inputs)
@@ -406,69 +373,32 @@ class TreeTarget(Target):
 
     def discard(self) -> None:
         """Discard the last forward."""
-        self.cache.keep([[]] * len(self._rows))
+        self.cache.keep([])
 
     def go_back(self, num_tokens: int) -> bool:
-        """Forget the last tokens of each row, where layers with windows hold those before them."""
-        went = self.cache.go_back(num_tokens)
-        if went:
-            self._place_rows()
-        return went
+        """Forget the last tokens, where layers with windows hold those before them."""
+        if not self.cache.can_go_back(num_tokens):
+            return False
+        self.cache.go_back(num_tokens)
+        self._place_root()
+        return True
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep the accepted paths in the cache; drop the rest of the trees."""
+        """Keep the accepted path in the cache; drop the rest of the tree."""
         self._num_committed += (len(paths[0]) - self._num_committed) / _NUM_RECENT
-        self.cache.keep(paths)
-        self._place_rows()
-
-    def select(self, places: Sequence[int]) -> None:
-        """Deselect the other rows; the cache keeps their contents."""
-        self.cache.select(places)
-        self._rows = [self._rows[place] for place in places]
-        self._place_rows()
-
-    def rejoin(self) -> None:
-        """Take all deselected rows back into use."""
-        self.cache.rejoin()
-        self._rows = [*range(self._position_offsets.shape[-1])]
-        self._place_rows()
+        self.cache.keep(paths[0])
+        self._place_root()
 
     def hand_over(self, cache: Any) -> Any:
         """Let a dynamic cache hold the contents of this target's own, and return it."""
         self.cache.hand_over(cache)
         return cache
 
-    def _can_pack(self, trees: Sequence[Tree]) -> bool:
-        """Return whether trees can run one after the other in one row, without padding."""
-        # Nodes beside drafts are looked for in rows.
-        has_beside = any(len(tree) > 1 + len(tree.draft) for tree in trees)
-        return self.packs_rows and not has_beside and not self._is_plainly
-
-    def _fix_slots(self, packing: Packing) -> None:
-        """Make the next forward write the keys and values of packed nodes into their rows."""
-        slots = self._num_cached[packing.rows] + packing.nodes
-        stop = max(self.num_cached) + packing.width
-
-        def write(
-            keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor
-        ) -> None:
-            keys[packing.rows, :, slots] = new_keys[0].transpose(0, 1)
-            values[packing.rows, :, slots] = new_values[0].transpose(0, 1)
-
-        self.cache.reserve(packing.width)
-        first = {window: self.cache.first_slot(window) for window in self.cache.windows}
-        self.cache.fix(
-            {
-                window: FixedSlots(slots - first[window], stop - first[window], write)
-                for window in first
-            }
-        )
-
-    def _view_for(self, shape: tuple[int, ...]) -> Model:
-        """Return what runs inputs [batch, num_tokens]."""
-        if shape[-1] > 1:
+    def _view_for(self, num_tokens: int) -> Model:
+        """Return what runs so many tokens."""
+        if num_tokens > 1:
             return self._view
-        is_alone = shape[0] == 1 and self._seat is None  # else one view runs several rows
+        is_alone = self._seat is None  # else one view runs several calls
         if self._products is not None and is_alone and not self._products.pays(1):
             return self._attending_view
         return self._roots_view
@@ -509,48 +439,37 @@ class TreeTarget(Target):
         if self._model_kwargs.get("position_ids") is not None and positions is not None:
             self._position_offsets += positions[..., -1].to(self.device) - (last + 1)
 
-    def _place_rows(self) -> None:
+    def _place_root(self) -> None:
         self._num_cached = integers_on(self.device, self.num_cached)
-        self._root_positions = (self._num_cached + self._in_use(self._position_offsets, -1))[
-            ..., None
-        ]
+        self._root_positions = (self._num_cached + self._position_offsets)[..., None]
 
-    def _in_use(self, of_rows: Tensor, axis: int = 0) -> Tensor:
-        """Return the part of a tensor that belongs to the rows in use."""
-        if len(self._rows) == of_rows.shape[axis]:
-            return of_rows
-        # An index in a list would be sent from pageable memory.
-        return of_rows.index_select(axis, integers_on(of_rows.device, self._rows))
-
-    def _token_types(self, trees: TreeBatch) -> dict[str, Tensor]:
-        """Return the token types of the trees, those of text, if the prompt has token types."""
+    def _token_types(self, tree: TreeTensors) -> dict[str, Tensor]:
+        """Return the token types of a tree, those of text, if the prompt has token types."""
         types = {}
         for name in TOKEN_TYPES:
             of_prompt = self._model_kwargs.get(name)
             if of_prompt is not None:
-                last = self._in_use(of_prompt)[:, -1:] if name == "token_type_ids" else 0
-                types[name] = torch.zeros_like(trees.token_ids) + last
+                last = of_prompt[:, -1:] if name == "token_type_ids" else 0
+                types[name] = torch.zeros_like(tree.token_ids) + last
         return types
 
-    def _mask(self, trees: TreeBatch) -> Tensor | dict[str, Tensor] | None:
-        cached = self.num_cached
-        if trees.width == 1 and self._padding is None and min(cached) == max(cached):
+    def _mask(self, tree: TreeTensors) -> Tensor | dict[str, Tensor] | None:
+        cached = self.cache.length
+        if tree.width == 1 and self._padding is None:
             most = [reach.num_slots for reach in self._reaches.values()]
-            if all(num_slots is None or cached[0] < num_slots for num_slots in most):
+            if all(num_slots is None or cached < num_slots for num_slots in most):
                 return None  # as in `generate` for one token
-        if self._padding is None and trees.token_ids.shape[0] == 1 and self._sees_all:
-            shape = (1, 1, trees.width, cached[0] + trees.width)
+        num_slots = cached + tree.width
+        if self._padding is None and self._sees_all:
+            shape = (1, 1, tree.width, num_slots)
             mask = torch.ones(shape, dtype=torch.bool, device=self.device)
-            mask[0, 0, :, cached[0] :] = trees.ancestors[0]
+            mask[0, 0, :, cached:] = tree.ancestors[0]
             return mask
-        slots = torch.arange(max(cached) + trees.width, device=self.device)
-        visible = slots < self._num_cached[:, None]
-        num_padding = None if self._num_padding is None else self._in_use(self._num_padding)
+        visible = torch.arange(num_slots, device=self.device)[None] < cached
         if self._padding is not None:
-            padding = self._in_use(self._padding)
-            shared = min(visible.shape[1], padding.shape[1])
-            visible[:, :shared] &= padding[:, :shared]
-        seen = TreeSlots(visible, self._num_cached, trees.ancestors, trees.depths, num_padding)
+            shared = min(num_slots, self._padding.shape[1])
+            visible[:, :shared] &= self._padding[:, :shared]
+        seen = TreeSlots(visible, self._num_cached, tree.ancestors, tree.depths, self._num_padding)
         masks = {
             reach: seen.mask(reach, self._first_slot(reach.num_slots), self._additive_dtype)
             for reach in {*self._reaches.values()}

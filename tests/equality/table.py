@@ -53,6 +53,7 @@ _PROMPTS = (
     *("short", "one token", "longer than windows", "padded", "holes", "embeddings", "positions"),
     *("batch", "padded batch", "samples", "earlier turn"),
 )
+_OF_SEVERAL = ("batch", "padded batch", "samples")
 _OF_ONE = ("short", "one token", "longer than windows")
 _CHOICES = {
     "greedy": {"do_sample": "False"},
@@ -149,6 +150,9 @@ def fits(row: Row) -> bool:
         has("method", "stable") and (has("output", "states") or has("drafts", "a kept prefix")),
         has("drafts", "a kept prefix") and lacks("output", "tokens"),
         has("method", "chain") and has("model", *_STATES),
+        # Batches have neither: their rows are parts of one forward.
+        has("drafts", "a window") and has("prompt", *_OF_SEVERAL),
+        has("method", "stable") and has("prompt", *_OF_SEVERAL),
         # Refused by name: a cache that cannot go back, states of another number for one token.
         has("drafts", "first layers", "all of these") and has("model", "rwkv"),
         has("method", "chain") and has("output", "states") and has("model", "openai-gpt"),

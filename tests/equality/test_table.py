@@ -8,14 +8,14 @@ import pytest
 
 import lade
 from tests.equality.pairs import Row, all_pairs, pairs_of
-from tests.equality.table import FACTORS, TREES, cases, fits
+from tests.equality.table import FACTORS, cases, fits
 from tests.fuzz.cases import Case
 from tests.fuzz.compare import call_lade, compare
 from tests.fuzz.run import deterministic, explain
 from tests.lade.tiny import IS_NEWEST
 
 PARTS = 2  # of a model's cases, each within two seconds
-PLAIN = ("jamba", "rwkv")  # no drafts, or only for single rows
+DRAFTED = ("olmo2", "bloom")  # by trees, and by paths
 
 
 @cache
@@ -36,7 +36,6 @@ def _reproducible() -> Iterator[None]:
 @pytest.mark.parametrize("model", FACTORS["model"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_model_answers_as_generate_does_whatever_is_asked(model: str, part: int) -> None:
-    total = lade.DecodeStats()
     kinds = Counter[str]()
     for row, case in table()[model][part::PARTS]:
         verdict = compare(case)
@@ -46,14 +45,20 @@ def test_a_model_answers_as_generate_does_whatever_is_asked(model: str, part: in
         # transformers 5.15 does not tell whose a cache is, and lade refuses some calls there.
         is_refused = verdict.kind == "refused" and not IS_NEWEST
         assert is_refused or verdict.kind in ("same", "tie"), (row, verdict.reason)
-        if verdict.stats is not None:
-            total.add(verdict.stats)
     assert kinds["tie"] <= 1
-    # The comparison means nothing unless drafts are both accepted and rejected.
-    if model not in PLAIN and IS_NEWEST:
-        assert total.num_accepted_tokens > 0
-    if model in TREES and IS_NEWEST:
-        assert total.num_accepted_tokens < total.num_draft_tokens
+
+
+@pytest.mark.skipif(not IS_NEWEST, reason="an older transformers refuses some of these calls")
+def test_drafts_of_the_table_are_accepted_and_rejected() -> None:
+    """The comparison means nothing otherwise."""
+    total = lade.DecodeStats()
+    for model in DRAFTED:
+        for _, case in table()[model]:
+            stats = compare(case).stats
+            if stats is not None:
+                total.add(stats)
+    assert total.num_accepted_tokens > 20
+    assert total.num_draft_tokens > total.num_accepted_tokens + 20
 
 
 def test_any_two_values_meet_in_some_case() -> None:

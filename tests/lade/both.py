@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,6 +16,13 @@ THREE = torch.tensor([[0, 0, 5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 7, 5], [0, 9, 9, 9,
 
 
 EIGHT = lade.Config(max_draft_tokens=8)
+
+
+class Answers(NamedTuple):
+    """Answers that are returned without parts, and counts of lade's steps."""
+
+    sequences: torch.Tensor
+    stats: lade.DecodeStats
 
 
 def same_as_generate(
@@ -64,19 +71,22 @@ def same_as_generate(
     state = random_state(device)
     scripted = None
     if accept is not None:
-        answers = _unpadded(_tokens(expected), of_plain)
+        answers = _unpadded(tokens_of(expected), of_plain)
         drafter = scripted = BatchDrafter(answers, np.random.default_rng(seed), accept)
     if knows:
         pool = lade.NGramPool()
-        for row in _tokens(expected).tolist():
+        for row in tokens_of(expected).tolist():
             pool.observe(row)
     of_lade = {"drafter": drafter, "config": config, "pool": pool}
     of_lade = {name: value for name, value in of_lade.items() if value is not None}
     torch.manual_seed(seed)
+    stats = lade.DecodeStats()
+    if by is lade.generate and not given["return_dict_in_generate"]:
+        of_lade.setdefault("on_step", stats.count_row_step)
     said = pytest.warns(lade.PlainDecodingWarning, match=plainly)
     with nullcontext() if plainly is None else said:
         got = by(model, **given | of_lade | fresh())
-    assert _tokens(got).tolist() == _tokens(expected).tolist()
+    assert tokens_of(got).tolist() == tokens_of(expected).tolist()
     assert torch.equal(random_state(device), state)
     if scripted is not None:
         is_plain = plainly is not None or (config is not None and config.verification == "plain")
@@ -87,10 +97,13 @@ def same_as_generate(
         # Rows of a batch may end in padding, which no drafter is told.
         for observed, answer in zip(scripted.observed, answers, strict=not is_plain):
             assert observed == answer[: len(observed) if len(answers) > 1 else None]
+    if torch.is_tensor(got) and torch.is_tensor(expected):
+        return Answers(expected, stats), Answers(got, stats)
     return expected, got
 
 
-def _tokens(output: Any) -> torch.Tensor:
+def tokens_of(output: Any) -> torch.Tensor:
+    """Return the tokens of an output, of parts or not."""
     tokens: torch.Tensor = output if torch.is_tensor(output) else output.sequences
     return tokens
 
@@ -122,13 +135,17 @@ def both(
 
 
 def answered(model: Any, prompt: torch.Tensor, **options: Any) -> Any:
-    """Return lade's output, of parts: greedy unless options say else; 0 is padding."""
+    """Return lade's output, of parts or as `Answers`: greedy, if options do not say else."""
     given: dict[str, Any] = {
         "attention_mask": (prompt != 0).long(),
         "do_sample": False,
         "pad_token_id": 0,
     }
-    return lade.generate(model, prompt, **given | {"return_dict_in_generate": True} | options)
+    given["return_dict_in_generate"] = True
+    stats = lade.DecodeStats()
+    given |= {"on_step": stats.count_row_step, **options}
+    got = lade.generate(model, prompt, **given)
+    return Answers(got, stats) if torch.is_tensor(got) else got
 
 
 def random_state(device: torch.device) -> torch.Tensor:

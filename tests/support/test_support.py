@@ -72,7 +72,7 @@ FEW = ("gemma2", "gpt2", "falcon-alibi", "qwen2-window", "deepseek_v2", "mamba2"
 
 @pytest.mark.parametrize("name", [name for name in FEW if name in support.all_names()])
 def test_of_each_kind_some_are_exact(name: str) -> None:
-    row = run_one(name, cases=QUICK_CASES[-1:])
+    row = run_one(name, cases=QUICK_CASES[:1])
     assert row.verdict == "exact", report.text_of(row)
     assert row.speculates == row.should_speculate
 

@@ -15,10 +15,7 @@ from lade.attention.packed import (
     PACKED_SDPA,
     packed_rows,
     packed_sdpa,
-    row_groups,
-    with_groups,
 )
-from lade.tree import Packing
 from tests.lade.attention.test_tree_attention import Layer
 from tests.lade.shared import shared_model
 from tests.lade.tiny import tiny_model
@@ -113,68 +110,8 @@ def test_a_mask_of_booleans_is_read_again_once_it_is_written_to(
             mask.logical_not_()
 
 
-# --- rows one after the other ------------------------------------------------------------------
-
-
-def spans(*of_rows: tuple[int, int], width: int = 2) -> Tensor:
-    """A mask of trees whose nodes all see the same interval of 3000 keys."""
-    mask = torch.zeros(len(of_rows), 1, width, 3000, dtype=torch.bool)
-    for row, (start, stop) in enumerate(of_rows):
-        mask[row, :, :, start:stop] = True
-    return mask
-
-
-def test_rows_that_see_about_as_much_attend_together() -> None:
-    mask = spans((0, 500), (20, 500), (900, 1000), (910, 1000), (0, 3000))
-    groups = row_groups(mask, [2, 1, 1, 1, 2])
-    assert [(group.rows, group.keys) for group in groups] == [
-        (slice(0, 2), slice(0, 500)),
-        (slice(2, 4), slice(900, 1000)),  # not with the first two: 3000 keys instead of 1080
-        (slice(4, 5), slice(0, 3000)),
-    ]
-    assert [group.nodes for group in groups] == [slice(0, 3), slice(3, 5), slice(5, 7)]
-    assert [group.shape for group in groups] == [(2, 2), (2, 1), (1, 2)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_heads", "num_key_heads", "value_dim"), [(9, 3, 8), (4, 4, 6)])
-def test_rows_one_after_the_other_attend_as_padded_rows_do(
-    num_heads: int, num_key_heads: int, value_dim: int, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    sizes, width, num_keys = [2, 5, 5, 1, 3], 5, 900
-    starts = [0, 800, 790, 700, 0]
-    mask = torch.zeros(5, 1, width, num_keys, dtype=torch.bool)
-    for row, (size, start) in enumerate(zip(sizes, starts, strict=True)):
-        mask[row, 0, :size, start:] = torch.rand(size, num_keys - start) < 0.6
-        mask[row, 0, range(width), range(num_keys - width, num_keys)] = True
-    assert [group.rows for group in row_groups(mask, sizes)] == [
-        slice(0, 1),
-        slice(1, 4),
-        slice(4, 5),
-    ]
-    query = torch.randn(5, num_heads, width, 8, dtype=dtype)
-    key = torch.randn(5, num_key_heads, num_keys, 8, dtype=dtype)
-    value = torch.randn(5, num_key_heads, num_keys, value_dim, dtype=dtype)
-    key[1, :, :700] = value[1, :, :700] = float("nan")  # of padding, which no row there reads
-    layer = Layer(num_heads // num_key_heads)
-    places = Packing.of(sizes, torch.device("cpu")).places
-    expected, _ = AttentionInterface()["sdpa"](
-        layer, query, key.nan_to_num(), value.nan_to_num(), mask, scaling=0.3
-    )
-    packed = query.transpose(1, 2).flatten(0, 1)[places][None].transpose(1, 2)
-    with_groups(mask, row_groups(mask, sizes))
-    got, weights = packed_rows(layer, packed, key, value, mask, scaling=0.3)
-    assert weights is None
-    assert got.shape == (1, sum(sizes), num_heads, value_dim)
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    assert torch.allclose(got[0], expected.flatten(0, 1)[places], atol=tolerance, rtol=0)
-    with pytest.raises(NotImplementedError, match="softcap"):
-        packed_rows(layer, packed, key, value, mask, scaling=0.3, softcap=3.0)
-
-
-def test_a_model_that_changes_its_masks_runs_padded() -> None:
-    """The groups are lost with the mask; the check sees that, and takes what works."""
+def test_batches_of_a_model_that_changes_its_masks_are_decoded_plainly() -> None:
+    """What rows see is lost with the mask; the check sees that."""
     model = tiny_model("llama", seed=3)
 
     def copy_mask(module: Any, args: Any, inputs: dict[str, Any]) -> Any:
@@ -183,10 +120,11 @@ def test_a_model_that_changes_its_masks_runs_padded() -> None:
 
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(copy_mask, with_kwargs=True)
-    assert lade.probe(model, num_rows=2).attention == PACKED_SDPA
+    assert lade.probe(model, num_rows=2).verification == "plain"
     ids = torch.tensor([[0, 0, 5, 6, 5], [5, 6, 7, 5, 6]])
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids > 0).long()}
-    got = lade.generate(model, **inputs, **GREEDY)
+    with pytest.warns(lade.PlainDecodingWarning, match="one's own|parts of one forward"):
+        got = lade.generate(model, **inputs, **GREEDY)
     assert got.tolist() == model.generate(**inputs, **GREEDY).tolist()
 
 

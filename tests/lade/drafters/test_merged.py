@@ -79,6 +79,8 @@ def test_text_is_that_of_plain_decoding(num_rows: int, samples: bool) -> None:
             assert not guessing.texts
             total.add(got.stats)
     assert total.num_accepted_tokens > 20
+    if num_rows > 1:  # an answer without parts tells of no sources
+        return
     assert set(total.sources) == {"pool", "guessing", "guessing_2", "assistant"}
     for stats in total.sources.values():
         assert stats.num_asked > 0
@@ -197,7 +199,7 @@ def test_rejection_has_the_targets_distribution(with_pool: bool) -> None:
     for seed in range(12):
         torch.manual_seed(seed)
         got = answered(model, batch, drafter=merged, config=config, **options)
-        asked += got.stats.sources["drawing"].num_asked
+        asked += got.stats.num_draft_tokens
         counts += pairs_of(got.sequences, len(prompt), 8)
     assert asked > 50
     assert p_value(counts.tolist(), exact_pairs(model, prompt)) > FALSE_ALARM

@@ -154,14 +154,3 @@ def test_forced_text_is_drafted_and_asking_leaves_no_trace(grammars: Grammars, s
     assert {*json.loads(text)} == {"name", "number", "größe"}
     assert out.stats.num_accepted_tokens > 10
     assert out.stats.acceptance_rate > 0.3
-
-
-def test_each_row_has_its_own_state_and_its_own_grammar(grammars: Grammars) -> None:
-    word = grammars.compiler.compile_regex("banana|bandit")
-    out = written(grammars, [grammars.json, word], torch.tensor([[5, 6, 7], [7, 6, 5]]), 0)
-    row = out.sequences[1, 3:].tolist()
-    assert b"".join(PIECES[each] for each in row[: row.index(END)]) in {b"banana", b"bandit"}
-    assert out.stats.num_accepted_tokens > 10
-    # One grammar serves a batch as well.
-    both = written(grammars, grammars.json, torch.tensor([[5, 6, 7], [7, 6, 5]]), 1)
-    assert both.stats.num_accepted_tokens > 20

@@ -55,7 +55,7 @@ def texts(model: Any, prompt: Tensor, is_stable: bool = True, **options: Any) ->
 def test_whatever_the_pool_holds_the_text_is_the_same(family: str) -> None:
     """Random models have near-ties at every few tokens."""
     model = shared_model(family, dtype=torch.bfloat16)
-    for prompt in (ONE, THREE, torch.arange(2, 60)[None]):
+    for prompt in (ONE, THREE[:1], torch.arange(2, 60)[None]):
         found = texts(model, prompt, eos_token_id=None, max_new_tokens=16)
         assert all(text == found[0] for text in found)
 
@@ -63,7 +63,7 @@ def test_whatever_the_pool_holds_the_text_is_the_same(family: str) -> None:
 @pytest.mark.exhaustive  # a CPU takes long for float16, and for what is to show nothing else
 def test_so_is_sampled_text_and_without_it_the_text_differs() -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        for prompt in (ONE, THREE):
+        for prompt in (ONE, THREE[:1]):
             model = shared_model("llama", dtype=dtype)
             found = texts(model, prompt, do_sample=True, temperature=1.2)
             assert all(text == found[0] for text in found)
@@ -77,7 +77,7 @@ def test_so_is_sampled_text_and_without_it_the_text_differs() -> None:
 
 def test_in_float64_it_is_the_text_of_generate() -> None:
     model = shared_model("gemma3_text")
-    for prompt in (ONE, THREE):
+    for prompt in (ONE, THREE[:1]):
         same_as_generate(model, prompt, config=STABLE, max_new_tokens=40)
 
 

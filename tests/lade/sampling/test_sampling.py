@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
 import lade
-from tests.lade.both import EIGHT, ONE, THREE, answered, same_as_generate
+from tests.lade.both import EIGHT, ONE, answered, same_as_generate
 from tests.lade.shared import shared_model
 from tests.lade.tiny import EOS_TOKEN_ID, tiny_model
 from tests.ngram_pool.checking import check_pool
@@ -48,10 +48,9 @@ class EveryThird(StoppingCriteria):  # type: ignore[misc]
         return torch.arange(input_ids.shape[0]) < len(self.seen) // 3
 
 
-@pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one row", "batch"])
 @pytest.mark.parametrize("eos_token_id", [EOS_TOKEN_ID, None])
 def test_user_processors_and_criteria_see_exactly_what_generate_shows_them(
-    prompt: Tensor, eos_token_id: int | None
+    eos_token_id: int | None,
 ) -> None:
     model = tiny_model("llama", seed=1)
     model.generation_config.eos_token_id = eos_token_id
@@ -62,28 +61,28 @@ def test_user_processors_and_criteria_see_exactly_what_generate_shows_them(
             for processor, criterion in zip(processors, criteria, strict=True)
         ]
         fresh = partial(next, iter(made))
-        same_as_generate(model, prompt, fresh=fresh, knows=True, max_new_tokens=30, **options)
+        same_as_generate(model, ONE, fresh=fresh, knows=True, max_new_tokens=30, **options)
         assert processors[0].seen == processors[1].seen
         assert criteria[0].seen == criteria[1].seen
         assert len(processors[0].seen) > 2
 
 
 def test_samples_of_one_prompt_are_counted_as_rows() -> None:
-    _, got = same_as_generate(
+    steps: list[lade.Step] = []
+    same_as_generate(
         *(shared_model("llama", seed=1), ONE),
         accept=0.7,
         config=EIGHT,
         do_sample=True,
         num_return_sequences=5,
         temperature=0.4,
+        by=partial(lade.generate, on_step=steps.append),
     )
-    assert got.stats.num_prefills == 5
-    assert got.stats.num_row_steps > got.stats.num_steps
+    assert {step.row for step in steps} == {*range(5)}
 
 
 @pytest.mark.parametrize("acceptance", ["exact", "rejection"])
-@pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one row", "batch"])
-def test_a_distribution_that_is_none_raises_as_in_generate(prompt: Tensor, acceptance: Any) -> None:
+def test_a_distribution_that_is_none_raises_as_in_generate(acceptance: Any) -> None:
     model, pool = shared_model("llama", seed=1), lade.NGramPool()
 
     def broken(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -93,11 +92,11 @@ def test_a_distribution_that_is_none_raises_as_in_generate(prompt: Tensor, accep
     options["logits_processor"] = [broken]
     torch.manual_seed(0)
     with pytest.raises(RuntimeError, match="probability tensor contains"):
-        model.generate(prompt, attention_mask=(prompt != 0).long(), **options)
+        model.generate(ONE, attention_mask=(ONE != 0).long(), **options)
     state = torch.get_rng_state()
     torch.manual_seed(0)
     config = lade.Config(acceptance=acceptance)
     with pytest.raises(RuntimeError, match="probability tensor contains"):
-        answered(model, prompt, pool=pool, config=config, **options)
+        answered(model, ONE, pool=pool, config=config, **options)
     assert acceptance == "rejection" or torch.equal(torch.get_rng_state(), state)
     check_pool(pool)

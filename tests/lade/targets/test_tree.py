@@ -14,16 +14,20 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import lade
-from lade.attention.masks import FULL, Reach, TreeSlots
+from lade.attention.masks import Reach, TreeSlots
 from lade.attention.packed import PACKED_ROWS
 from lade.drafting.drafts import draft_of
+from lade.probing.profile import profile_of
+from lade.probing.proof import FIRST_DISTANCE, Distances
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import LayerKind
 from lade.targets.layout import tree_layout
+from lade.targets.rows import RowsTarget, split
 from lade.targets.trees import TreeTarget
-from lade.tree import ROOT, Tree, TreeBatch, at_nodes
+from lade.tree import ROOT, Tree, TreeTensors, starts
 from ngram_pool import Draft
 from tests.grids import thinned
+from tests.lade.both import EIGHT, THREE, same_as_generate
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
 
 CPU = torch.device("cpu")
@@ -51,26 +55,15 @@ random_parents = st.lists(st.integers(0, 10**6), max_size=14).map(
 )
 
 
-def tree_slots(visible: Tensor, num_cached: Tensor, trees: TreeBatch, *more: Any) -> TreeSlots:
+def tree_slots(visible: Tensor, num_cached: Tensor, trees: TreeTensors, *more: Any) -> TreeSlots:
     """With room for the nodes behind what is visible."""
     visible = torch.nn.functional.pad(visible, (0, trees.width))
     return TreeSlots(visible, num_cached, trees.ancestors, trees.depths, *more)
 
 
-def test_nodes_of_a_ragged_batch_lie_behind_their_own_row() -> None:
-    visible = torch.tensor([[True, True, True], [True, False, False]])
-    tree = Tree.build(1, make_draft([-1]))
-    trees = TreeBatch.stack([tree, tree], CPU)
-    slots = tree_slots(visible, torch.tensor([3, 1]), trees)
-    assert slots.mask(FULL, 0, None).int().tolist() == [
-        [[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]],
-        [[[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]],  # not [1, 0, 0, 1, 0]: slots follow the row's own
-    ]
-
-
 def test_windows_and_chunks_reach_as_far_as_the_token_would_in_plain_decoding() -> None:
     """Two branches of depth 2 behind five slots: what matters is a node's depth, not its slot."""
-    trees = TreeBatch.stack([Tree.build(1, make_draft([-1, -1, 0, 1]))], CPU)
+    trees = TreeTensors.of(Tree.build(1, make_draft([-1, -1, 0, 1])), CPU)
     visible = torch.ones((1, 5), dtype=torch.bool)
     slots = tree_slots(visible, torch.tensor([5]), trees)
     expected_window = [
@@ -134,27 +127,25 @@ def check_one_step(model: Any, draft: Draft, leaf: int) -> None:
     target.commit([kept])
     committed = prompt + [tree.token_ids[i] for i in kept]
     assert target.num_cached == [len(committed)]
-    check_cache(model, target, 0, committed)
+    check_cache(model, target, committed)
 
 
-def check_cache(model: Any, target: TreeTarget, row: int, committed: list[int]) -> None:
-    """The row of the cache is what a fresh forward over its committed tokens leaves."""
+def check_cache(model: Any, target: TreeTarget, committed: list[int]) -> None:
+    """The cache is what a fresh forward over its committed tokens leaves."""
     fresh = DynamicCache(config=model.config)
     model(torch.tensor([committed]), past_key_values=fresh)
     for mine, theirs in zip(target.cache.layers, fresh.layers, strict=True):
         for got, expected in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
             # A layer with a window may hold more than it needs, or less than there was.
             first, last = len(committed) - expected.shape[2], len(committed)
-            held = got[row : row + 1, :, first - mine.offset : last - mine.offset]
+            held = got[:, :, first - mine.offset : last - mine.offset]
             torch.testing.assert_close(held, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention", thinned(["sdpa", "eager", PACKED_ROWS], "sdpa", PACKED_ROWS))
 @pytest.mark.parametrize("family", thinned(FAMILIES, *QUICK))
-def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attention: str) -> None:
-    packs = attention == PACKED_ROWS
-    model = tiny_model(family, seed=4, attention="sdpa" if packs else attention)
-    if packs and lade.probe(model, num_rows=2).attention != PACKED_ROWS:
+def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str) -> None:
+    model = tiny_model(family, seed=4, attention="sdpa")
+    if lade.probe(model, num_rows=2).attention != PACKED_ROWS:
         pytest.skip("the check rules it out for this model")
     prompts = [[5, 9, 11, 5, 9], [7, 7, 3, 2, 8], [4, 4, 4, 9, 1]]
 
@@ -169,14 +160,11 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attentio
     )
     @torch.no_grad()
     def check(steps: list[list[tuple[list[int], int]]], dropped: int) -> None:
-        target = TreeTarget(
-            model,
-            torch.tensor(prompts),
-            {"use_cache": True},
-            tree_layout(model),
-            60,
-            attention=attention if packs else None,
-        )
+        rows = split(model, torch.tensor(prompts), {"use_cache": True})
+        targets = [
+            TreeTarget(model, *row, tree_layout(model), 60, attention=PACKED_ROWS) for row in rows
+        ]
+        target = RowsTarget(rows, targets)
         target.prefill()
         committed = [list(prompt) for prompt in prompts]
         for number, step in enumerate(steps):
@@ -184,27 +172,26 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attentio
                 keep = [row for row in range(3) if row != dropped]
                 target.select(keep)
                 committed = [committed[row] for row in keep]
+                targets = [targets[row] for row in keep]
             drafts = [make_draft(parents, number) for parents, _ in step[: len(committed)]]
             trees = [Tree.build(8 + number, draft) for draft in drafts]
             logits = target.forward(target.inputs(trees)).logits
-            if family == "llama" and packs and len({*map(len, trees)}) > 1:
-                assert logits.shape[:2] == (1, sum(map(len, trees)))
+            assert logits.shape[:2] == (1, sum(map(len, trees)))
             leaves = [step[row][1] % len(tree) for row, tree in enumerate(trees)]
-            at_leaves = at_nodes(logits, trees, leaves)
             kept = []
+            places = starts(trees)
             for row, (draft, tree) in enumerate(zip(drafts, trees, strict=True)):
                 path = path_to(draft, leaves[row])
                 ids = [*committed[row], *[tree.token_ids[node] for node in path]]
                 alone = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-                torch.testing.assert_close(at_leaves[row], alone, rtol=1e-5, atol=1e-5)
+                mine = logits[0, places[row] + leaves[row]]
+                torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-5)
                 kept.append(path)
                 committed[row] = ids
             target.commit(kept)
             assert target.num_cached == [len(ids) for ids in committed]
-        everyone = [list(range(3)) if len(steps) == 1 else keep][0]
-        target.rejoin()
-        for row, ids in zip(everyone, committed, strict=True):
-            check_cache(model, target, row, ids)
+        for each, ids in zip(targets, committed, strict=True):
+            check_cache(model, each, ids)
 
     check()
 
@@ -223,60 +210,19 @@ def test_cache_grows_past_its_first_slots_and_keeps_what_it_holds() -> None:
         assert cache.get_seq_length() == 150 * (step + 1)
 
 
-def test_a_ragged_cache_grows_and_holds_nothing_that_was_never_written() -> None:
-    """Hidden slots are multiplied by 0, and 0 times NaN is NaN."""
-    cache = TreeCache([LayerKind("full")] * 1, num_slots=4, max_slots=600)
-    cache.update(torch.ones(2, 1, 4, 1), torch.ones(2, 1, 4, 1), 0)
-    cache.keep([[0], [0, 1, 2, 3]])
-    for _ in range(3):
-        new = torch.full((2, 1, 150, 1), 2.0)
-        keys, _ = cache.update(new, new, 0)
-        assert bool(keys.isfinite().all())
-    assert keys[0, 0, :, 0].tolist() == [1] + [2] * 450 + [0] * 3
-    assert keys[1, 0, :, 0].tolist() == [1] * 4 + [2] * 450
-
-
-def test_rows_are_left_out_in_place_and_come_back() -> None:
-    cache = TreeCache([LayerKind("full")] * 2, num_slots=4, max_slots=9)
-    keys = torch.randn(5, 1, 3, 2)
-    for layer in range(2):
-        cache.update(keys, -keys, layer)
-    cache.keep([[0], [0, 1], [0, 1, 2], [0, 2], [0]])
-    memory = cache.layers[0].keys.data_ptr()
-    cache.rejoin()  # nothing was left out
-    assert cache.lengths == [1, 2, 3, 2, 1]
-    cache.select([1, 2, 3])
-    cache.select([0, 2])  # of those: 1 and 3
-    assert cache.lengths == [2, 2]
-    for layer in cache.layers:
-        assert torch.equal(layer.keys, torch.stack([keys[1, :, :2], keys[3][:, [0, 2]]]))
-    assert cache.layers[0].keys.data_ptr() == memory
-    new = torch.randn(2, 1, 300, 2)  # more than there was room for
-    for layer in range(2):
-        cache.update(new, new, layer)
-    cache.keep([[0], [299]])
-    cache.rejoin()
-    assert cache.lengths == [1, 3, 3, 3, 1]
-    held = cache.layers[1].keys
-    assert torch.equal(held[[0, 4], :, :1], keys[[0, 4], :, :1])
-    assert torch.equal(held[1, :, :3], torch.cat([keys[1, :, :2], new[0, :, :1]], dim=1))
-    assert torch.equal(held[2, :, :3], keys[2])
-    assert torch.equal(held[3, :, :3], torch.cat([keys[3][:, [0, 2]], new[1, :, 299:]], dim=1))
-
-
 def test_a_cache_is_taken_over_by_copy_and_handed_over_without_one() -> None:
     theirs = DynamicCache()
-    keys = torch.randn(2, 1, 3, 4)
+    keys = torch.randn(1, 1, 3, 4)
     for layer in range(2):
         theirs.update(keys, -keys, layer)
     cache = TreeCache([LayerKind("full")] * 2, num_slots=4, max_slots=9)
     cache.take_over(theirs)
-    assert cache.lengths == [3, 3]
-    new = torch.randn(2, 1, 2, 4)
+    assert cache.length == 3
+    new = torch.randn(1, 1, 2, 4)
     for layer in range(2):
         cache.update(new, new, layer)
     assert theirs.get_seq_length() == 3  # an interrupted call leaves it as it was
-    cache.keep([[1], [1]])
+    cache.keep([1])
     for given_cache in (theirs, DynamicCache()):  # one that is filled, one that has no layers yet
         cache.hand_over(given_cache)
         assert given_cache.get_seq_length() == 4
@@ -298,7 +244,7 @@ def test_a_layer_with_a_window_holds_little_more_than_its_window() -> None:
             assert keys.shape[2] == length
             assert torch.equal(keys, text[:, :, offset:seen])
     cache.keep_all()
-    assert cache.lengths == [50]
+    assert cache.length == 50
     for step in range(60):
         new = torch.randn(1, 1, 5, 4)
         kept = [[0, 1, 2, 3, 4], [0, 2, 4], [0]][step % 3]
@@ -308,7 +254,7 @@ def test_a_layer_with_a_window_holds_little_more_than_its_window() -> None:
             assert keys.shape[2] == length
             expected = torch.cat([text, new], dim=2)[:, :, offset:]
             assert torch.equal(keys, expected)
-        cache.keep([kept])
+        cache.keep(kept)
         text = torch.cat([text, new[:, :, kept]], dim=2)
         assert cache.layers[0].offset <= text.shape[2] - 7  # what the window needs is there
         assert text.shape[2] - cache.layers[0].offset <= 7 + 8 + 5
@@ -317,22 +263,40 @@ def test_a_layer_with_a_window_holds_little_more_than_its_window() -> None:
     assert torch.equal(whole.keys, text)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_rows_are_proved_as_parts(family: str) -> None:
+    model = tiny_model(family)
+    distances = profile_of(model).proofs["tree"] = Distances()
+    call: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "config": EIGHT}
+    same_as_generate(model, THREE, accept=0.8, **call)
+    assert distances.next > FIRST_DISTANCE
+
+    def change(step: lade.Step) -> None:
+        with torch.no_grad():
+            model.lm_head.weight += torch.randn_like(model.lm_head.weight)
+
+    distances.num_left = 0
+    with pytest.warns(lade.VerificationWarning, match="logits for a draft differ"):
+        answer = lade.generate(model, THREE, on_step=change, pad_token_id=0, **call)
+    assert answer.shape == (3, THREE.shape[1] + 24)
+
+
 def test_a_windowed_cache_is_taken_over_and_handed_over_as_it_is() -> None:
     config = tiny_model("mistral").config
     for length in (3, 20):
         theirs = DynamicCache(config=config)
-        keys = torch.randn(2, 1, length, 4)
+        keys = torch.randn(1, 1, length, 4)
         for layer in range(3):
             theirs.update(keys, -keys, layer)
         cache = TreeCache([LayerKind("windowed", 8)] * 3, num_slots=length + 4, max_slots=60)
         cache.take_over(theirs)
-        new = torch.randn(2, 1, 4, 4)
+        new = torch.randn(1, 1, 4, 4)
         for layer in range(3):
             mine, _ = cache.update(new, new, layer)
             # What `update` returns is what transformers' own would: a window less one, and the new.
             assert torch.equal(mine, torch.cat([theirs.layers[layer].keys, new], dim=2))
         cache.keep_all()
-        assert cache.lengths == [length + 4] * 2
+        assert cache.length == length + 4
         cache.hand_over(theirs)
         text = torch.cat([keys, new], dim=2)
         assert theirs.get_seq_length() == length + 4
@@ -344,17 +308,16 @@ def test_a_windowed_cache_is_taken_over_and_handed_over_as_it_is() -> None:
 
 def test_indexer_keys_go_where_the_keys_go() -> None:
     cache = TreeCache([LayerKind("indexed")] * 2, num_slots=4, max_slots=90)
-    keys, index = torch.randn(2, 1, 4, 4), torch.randn(2, 4, 3)
+    keys, index = torch.randn(1, 1, 4, 4), torch.randn(1, 4, 3)
     for layer in range(2):
         assert torch.equal(cache.update_indexer(index, layer), index)
         cache.update(keys, -keys, layer)
     cache.keep_all()
-    new, new_index = torch.randn(2, 1, 3, 4), torch.randn(2, 3, 3)
+    new, new_index = torch.randn(1, 1, 3, 4), torch.randn(1, 3, 3)
     for layer in range(2):
         cache.update(new, new, layer)
         got = cache.update_indexer(new_index, layer)
         assert torch.equal(got, torch.cat([index, new_index], dim=1))
-    cache.keep([[0, 2], [1, 2]])
+    cache.keep([0, 2])
     held = cache.layers[1].indexer_keys
     assert torch.equal(held[0], torch.cat([index[0], new_index[0, [0, 2]]]))
-    assert torch.equal(held[1], torch.cat([index[1], new_index[1, [1, 2]]]))

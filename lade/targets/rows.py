@@ -1,0 +1,257 @@
+"""Rows of a batch: each a target of its own, and their forwards parts of one."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lade.batch import Text
+from lade.compat import CACHE, Model
+from lade.drafting.drafts import chain
+from lade.targets.base import Forward, Output, Target
+from lade.targets.inputs import CONTINUED
+from lade.targets.joint import JoinedCall, run_as_one
+from lade.targets.trees import TreeTarget
+from lade.tree import Tree
+
+_MOST_AT_ONCE = 1024  # tokens of several prompts in one forward
+
+
+class PromptRow(NamedTuple):
+    """A prompt of a batch, as if it came alone."""
+
+    input_ids: Tensor  # int64 [1, num_tokens]
+    model_kwargs: dict[str, Any]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Return what equal prompts have in common."""
+        given = [self.model_kwargs.get(name) for name in (*CONTINUED, "inputs_embeds")]
+        return tuple(str(each.tolist()) for each in (self.input_ids, *given) if each is not None)
+
+
+def split(
+    model: Model, input_ids: Tensor, model_kwargs: Mapping[str, Any], keeps_padding: bool = False
+) -> list[PromptRow]:
+    """Return the prompts of a batch, without padding in front where that changes no position.
+
+    Whoever gets the cache gets what `generate` leaves in the slots of padding, too: then it is run.
+    """
+    mask, num_rows = model_kwargs.get("attention_mask"), len(input_ids)
+    given = {**model_kwargs}
+    starts = [0] * num_rows
+    if mask is not None and mask.shape == input_ids.shape and not keeps_padding:
+        prepared = model.prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=input_ids.shape[1],
+            is_first_iteration=True,
+            **model_kwargs,
+        )
+        positions = prepared.get("position_ids")
+        if positions is not None and model_kwargs.get("inputs_embeds") is None:
+            given["position_ids"] = positions
+            # One that is masked as a whole keeps a token.
+            most = input_ids.shape[1] - 1
+            starts = (mask.cumsum(-1) == 0).sum(-1).clamp(max=most).tolist()
+    return [_row(input_ids, given, row, start) for row, start in enumerate(starts)]
+
+
+def _row(input_ids: Tensor, model_kwargs: Mapping[str, Any], row: int, start: int) -> PromptRow:
+    own: dict[str, Any] = {}
+    for name, value in model_kwargs.items():
+        if name in CONTINUED and value is not None:
+            # Some vision-language models count positions along several axes: [axes, rows, …].
+            of_row = value[..., row if value.shape[-2] > 1 else 0, start:].unsqueeze(-2)
+            if name != "attention_mask" or not bool(of_row.all()):
+                own[name] = of_row
+        elif name == "inputs_embeds" and value is not None:
+            own[name] = value[row : row + 1]
+        else:
+            own[name] = deepcopy(value) if name == CACHE else value
+    return PromptRow(input_ids[row : row + 1, start:], own)
+
+
+class RowsTarget(Target):
+    """Target of several rows, whose trees run as parts of one forward where they can.
+
+    Args:
+        rows: the prompts.
+        targets: of each of them.
+    """
+
+    def __init__(self, rows: Sequence[PromptRow], targets: Sequence[Target]) -> None:
+        first = targets[0]
+        self.device, self.vocab_size = first.device, first.vocab_size
+        self.max_candidates = first.max_candidates
+        self._all = self._rows = [*targets]
+        keys = [row.key for row in rows]
+        self._originals = [keys.index(key) for key in keys]
+        self._num_prompt = [row.input_ids.shape[1] for row in rows]
+        self._starts = [max(self._num_prompt) - num for num in self._num_prompt]
+
+    @property
+    def num_cached(self) -> list[int]:
+        """Number of tokens before the root of each row in use."""
+        return [num for target in self._rows for num in target.num_cached]
+
+    @property
+    def must_catch_up(self) -> bool:
+        """Whether the next forward should have no draft."""
+        return any(target.must_catch_up for target in self._rows)
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether the forwards of rows are parts of one."""
+        return all(isinstance(each, TreeTarget) and each.takes_parts for each in self._all)
+
+    def prefill(
+        self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
+    ) -> Forward:
+        """Run different prompts, and copy what equal ones have; the logits are of their ends."""
+        last: list[Tensor] = [torch.empty(0)] * len(self._all)
+        different = sorted({*self._originals})
+        for group in [[row] for row in different] if is_plain else self._groups(different):
+            ends = self._run_prompts(group, is_plain)
+            for row, logits in zip(group, ends, strict=True):
+                last[row] = logits
+        for row, original in enumerate(self._originals):
+            mine, theirs = self._all[row], self._all[original]
+            if row == original:
+                continue
+            if isinstance(mine, TreeTarget) and isinstance(theirs, TreeTarget):
+                mine.follow(theirs)
+                last[row] = last[original]
+            else:
+                last[row] = mine.prefill(is_plain=is_plain).logits[:, -1:]
+        return Output(torch.cat(last, dim=1))
+
+    def _groups(self, rows: Sequence[int]) -> list[list[int]]:
+        """Group prompts that run together."""
+        groups: list[list[int]] = [[]]
+        for row in rows:
+            num = sum(self._num_prompt[each] for each in groups[-1]) + self._num_prompt[row]
+            if groups[-1] and (num > _MOST_AT_ONCE or not self.takes_parts):
+                groups.append([])
+            groups[-1].append(row)
+        return groups
+
+    def _run_prompts(self, rows: Sequence[int], is_plain: bool) -> list[Tensor]:
+        """Return the logits of the prompts' last tokens, [1, 1, vocab_size] each."""
+        targets, parts = [self._all[row] for row in rows], list[JoinedCall]()
+        if len(rows) > 1:
+            num_tokens = sum(self._num_prompt[row] for row in rows)
+            of_rows = [each.prompt(num_tokens) for each in targets if isinstance(each, TreeTarget)]
+            parts = [part for part in of_rows if part is not None]
+        if len(parts) < len(rows) or len(rows) == 1:
+            return [target.prefill(is_plain=is_plain).logits[:, -1:] for target in targets]
+        logits = torch.split(run_as_one(parts), 1, dim=1)
+        for target in targets:
+            assert isinstance(target, TreeTarget)
+            target.begin()
+        return [*logits]
+
+    def inputs(self, trees: Sequence[Tree]) -> Any:
+        """Return the inputs of each row."""
+        self._sizes = [*map(len, trees)]
+        return [target.inputs([tree]) for target, tree in zip(self._rows, trees, strict=True)]
+
+    def forward(self, inputs: Any) -> Forward:
+        """Run the rows, as one where they can."""
+        if not self.takes_parts or len(self._rows) == 1:
+            rows = zip(self._rows, inputs, strict=True)
+            return self._joined([target.forward(own) for target, own in rows])
+        parts = [
+            target.part(own)
+            for target, own in zip(self._rows, inputs, strict=True)
+            if isinstance(target, TreeTarget)
+        ]
+        return Output(run_as_one(parts))
+
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
+        """Run the first row's root as `generate` runs single tokens, and the others' as ever."""
+        if by_view:
+            return self.forward(self.inputs(roots))
+        first, *others = self._rows
+        parts = [
+            target.part(target.inputs([root]))
+            for target, root in zip(others, roots[1:], strict=True)
+            if isinstance(target, TreeTarget)
+        ]
+        logits = [first.forward_plainly(roots[:1]).logits[:, -1:]]
+        return Output(torch.cat([*logits, run_as_one(parts)], dim=1) if parts else logits[0])
+
+    def _joined(self, outputs: Sequence[Forward]) -> Output:
+        """Return the outputs of rows one after the other, without their padding."""
+        rows = zip(outputs, self._sizes, strict=True)
+        return Output(torch.cat([output.logits[:, :size] for output, size in rows], dim=1))
+
+    def discard(self) -> None:
+        """Discard the last forward."""
+        for target in self._rows:
+            target.discard()
+
+    def go_back(self, num_tokens: int) -> bool:
+        """Forget the last tokens of all rows, or of none."""
+        caches = [target.cache for target in self._rows if isinstance(target, TreeTarget)]
+        if not all(cache.can_go_back(num_tokens) for cache in caches):
+            return False
+        return all(target.go_back(num_tokens) for target in self._rows)
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep each row's accepted path."""
+        for target, path in zip(self._rows, paths, strict=True):
+            target.commit([path])
+
+    def select(self, places: Sequence[int]) -> None:
+        """Continue with these rows only."""
+        self._rows = [self._rows[place] for place in places]
+
+    def fill(self, text: Text) -> int:
+        """Run the padding of rows that ended early, as `generate` does; count forwards."""
+        num_forwards = 0
+        for target, ids, start in zip(self._all, text.token_ids, self._starts, strict=True):
+            whole = [*ids, *[text.pad_token_id or 0] * (text.longest - len(ids))]
+            while left := whole[start + target.num_cached[0] : -1]:
+                root, *others = left[: 1 if target.must_catch_up else _MOST_AT_ONCE]
+                target.forward(target.inputs([Tree.build(root, chain(others))]))
+                target.commit([[*range(1 + len(others))]])
+                num_forwards += 1
+        return num_forwards
+
+    def hand_over(self, cache: Any) -> Any:
+        """Let a dynamic cache hold the rows, each behind what padding it has; return it."""
+        of_rows = [target.hand_over(deepcopy(cache)) for target in self._all]
+        for index, layers in enumerate(zip(*(each.layers for each in of_rows), strict=True)):
+            length = max(layer.keys.shape[2] for layer in layers)
+            keys, values = (
+                torch.cat([pad(each, (0, 0, length - each.shape[2], 0)) for each in states])
+                for states in (
+                    [layer.keys for layer in layers],
+                    [layer.values for layer in layers],
+                )
+            )
+            if index >= len(cache.layers) or not cache.layers[index].is_initialized:
+                cache.update(keys[:, :, :0], values[:, :, :0], index)  # creates the layer
+            layer = cache.layers[index]
+            layer.keys, layer.values = keys, values
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = max(each.cumulative_length for each in layers)
+        return cache
+
+    def close(self) -> None:
+        """Close the target of each row."""
+        for target in self._all:
+            target.close()
+
+    def undo(self) -> None:
+        """Undo what was written to the caller's cache."""
+        for target in self._all:
+            target.undo()
+
+    def release(self) -> None:
+        """Leave reusable memory to later calls."""
+        for target in self._all:
+            target.release()
