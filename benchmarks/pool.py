@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lade.bench.environment import environment
 from lade.bench.report import rounded
 from lade.bench.tables import Sheet
-from lade.budget.budget import MeasuredBudget
+from lade.budget.budget import Budget
 from lade.budget.calibration import Outcome
 from lade.cli.loading import console
 from lade.cli.results import ResultFiles, keeping
@@ -102,7 +102,7 @@ def _time_steps(
     last = np.arange(_TABLE_CONTEXTS) % (len(held) - 1)
     pairs = np.stack([np.where(last % 3 == 0, -1, held[last]), held[last + 1]], axis=1)
     prewarmed.put(pairs, *successors_at_random(len(pairs), rng))
-    drafter, budget = PoolDrafter(pool, prewarmed=prewarmed), MeasuredBudget()
+    drafter, budget = PoolDrafter(pool, prewarmed=prewarmed), Budget()
     sequence = drafter.open(held[:300].tolist())
     us: list[float] = []
     for end in rng.integers(100, len(held), _NUM_DRAFTS).tolist():

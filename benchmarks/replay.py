@@ -118,7 +118,7 @@ def replay_trace(
     limits = Limits(max_length, stop=lambda rows: None)
     batch = Batch(text, [token_ids[:num_prompt]], limits)
     (committed,) = text.token_ids
-    speculator = Speculator.alone(batch, drafter, Budget(max_draft_tokens), recorded)
+    speculator = Speculator.alone(batch, drafter, Budget(fixed=max_draft_tokens), recorded)
     harvests = speculator.num_successors > 0
     try:
         speculator.open_all()

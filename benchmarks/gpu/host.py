@@ -133,7 +133,7 @@ def _run(
     stop.watch(text, outputs)
     drafter = PoolDrafter(pool)
     batch = Batch(text, [[*prompt]], Limits(max_length=max_length, stop=stop))
-    speculator = _TimedSpeculator.alone(batch, drafter, Budget(num_nodes - 1), target)
+    speculator = _TimedSpeculator.alone(batch, drafter, Budget(fixed=num_nodes - 1), target)
     choice = GreedyChoice(drafter.num_successors)
     proof = Proof(model, target, text, None)
     decoder = Decoder(

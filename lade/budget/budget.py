@@ -1,6 +1,6 @@
 """Budgets: how many draft tokens a step verifies.
 
-`MeasuredBudget` combines the measured costs of forwards (`costs.py`) with how far a drafter's
+They combine the measured costs of forwards (`costs.py`) with how far a drafter's
 probabilities are to be believed (`calibration.py`).
 """
 
@@ -21,65 +21,6 @@ from lade.budget.costs import (
 Probs = Sequence[Sequence[float] | Floats]
 
 
-class Budget:
-    """Policy for the size of the tree; it can change the speed of decoding, never the text.
-
-    By itself it verifies a fixed number of nodes, whatever they cost, for reproducible runs.
-
-    Args:
-        max_draft_tokens: maximum number of draft tokens worth asking a drafter for.
-    """
-
-    is_resting: bool = False  # whether the next step does best without a draft
-
-    def __init__(self, max_draft_tokens: int) -> None:
-        self.max_draft_tokens = max_draft_tokens
-
-    def num_nodes(self, probs: Probs, num_pending: int, price: float | None = None) -> int:
-        """Return how many nodes of each row's draft to verify, best first.
-
-        Args:
-            probs: for each row of the batch, the probabilities of its draft's nodes, best first.
-            num_pending: tokens per row that the forward runs besides the root and the draft.
-            price: tokens that each node of a lone row must add in a forward that other calls have a
-                part in; None for others.
-        """
-        return max(map(len, probs))
-
-    def nums_of_nodes(self, probs: Probs) -> list[int]:
-        """Return how many nodes of each row's draft to verify where rows need no padding.
-
-        Then a forward costs what all its tokens together cost, so rows get as many as they are
-        worth: one of which little is known gets none, which lets another have more. `probs` is as
-        for `num_nodes`.
-        """
-        return [*map(len, probs)]
-
-    def record(
-        self,
-        num_rows: int,
-        num_nodes: float,
-        forward_sec: float | None,
-        outcomes: Sequence[Outcome],
-        num_emitted: Mapping[int, int],
-    ) -> None:
-        """Learn from a step.
-
-        Args:
-            num_rows: rows of the batch.
-            num_nodes: tokens per row that the forward ran besides the root, pending ones included;
-                their mean where rows have no padding.
-            forward_sec: seconds of the forward; None where not representative of others.
-            outcomes: one for each row that emitted.
-            num_emitted: by row, tokens emitted so far; the rows that the next step asks about, in
-                that order.
-        """
-
-    def step_sec(self, num_rows: int, num_nodes: int) -> float:
-        """Return the seconds of a forward that verifies so many nodes of each row; 0 if unknown."""
-        return 0.0
-
-
 _FADING = 0.9  # per step, of the number of nodes verified before
 _LEAST_ASKED = 16  # nodes; fewer would hide drafts that pay only when they are large
 _MAX_DRAFT_TOKENS = 63
@@ -98,18 +39,20 @@ _DRAFTS_BEFORE_REST = 8
 _DRAFTS_AFTER_HIT = 4
 
 
-class MeasuredBudget(Budget):
-    """Budget of one call that maximises the expected tokens per second, if need be with no nodes.
+class Budget:
+    """Budget of one call: how many nodes a step verifies; it changes the speed, never the text.
 
-    The cost of a forward is measured per size during decoding, separately for each doubling of the
-    batch; the state is some hundred numbers for each. Decisions depend only on what was recorded;
-    nothing is drawn at random.
+    It maximises the expected tokens per second, if need be with no nodes. The cost of a forward is
+    measured per size during decoding, separately for each doubling of the batch; the state is some
+    hundred numbers for each. Decisions depend only on what was recorded; nothing is drawn at
+    random.
 
     Args:
         costs: of forwards, which outlive the call; None for ones that only it measures.
         temperature: 0 for greedy decoding, else the temperature that the call samples at: the more
             is left to chance, the less is expected of drafts.
         most: maximum number of draft tokens to verify in a step; None for no other than the usual.
+        fixed: for reproducible runs, how many to verify in each step, whatever they cost.
     """
 
     def __init__(
@@ -117,11 +60,14 @@ class MeasuredBudget(Budget):
         costs: ForwardCosts | None = None,
         temperature: float = 0.0,
         most: int | None = None,
+        *,
+        fixed: int | None = None,
     ) -> None:
         self._costs = ForwardCosts() if costs is None else costs
         self._patience = self._costs.begin_call()
         self._known: dict[int, tuple[Costs, Trials]] = {}  # by the bit length of the batch size
         self._calibration = Calibration(1 / (1 + temperature**3))
+        self._fixed = fixed
         self._most = _MAX_DRAFT_TOKENS if most is None else min(most, _MAX_DRAFT_TOKENS)
         self._recent_most = float(self._most)  # most nodes of a row verified lately, decayed
         # Of the rows that the next step asks about, in that order. They differ in how predictable
@@ -132,8 +78,13 @@ class MeasuredBudget(Budget):
         self._back_off = BackOff(1 / _DRAFTS_BEFORE_REST, _DRAFTS_BEFORE_REST, 1.0)
 
     @property
-    def max_draft_tokens(self) -> int:  # type: ignore[override]
-        """A little over twice what was verified lately: nodes cost time to draft, used or not."""
+    def max_draft_tokens(self) -> int:
+        """Maximum number of draft tokens worth asking a drafter for.
+
+        A little over twice what was verified lately: nodes cost time to draft, used or not.
+        """
+        if self._fixed is not None:
+            return self._fixed
         return min(self._most, _LEAST_ASKED + int(2 * self._recent_most))
 
     def step_sec(self, num_rows: int, num_nodes: int) -> float:
@@ -144,12 +95,21 @@ class MeasuredBudget(Budget):
         return float(np.interp(1 + num_nodes, KNOTS, costs.curve))
 
     @property
-    def is_resting(self) -> bool:  # type: ignore[override]
+    def is_resting(self) -> bool:
         """Whether drafts have not been worth verifying for some time."""
         return self._back_off.left < 1.0
 
     def num_nodes(self, probs: Probs, num_pending: int, price: float | None = None) -> int:
-        """Return the number of nodes with the best ratio of expected tokens to cost."""
+        """Return how many nodes of each row's draft to verify: the best ratio of tokens to cost.
+
+        Args:
+            probs: for each row of the batch, the probabilities of its draft's nodes, best first.
+            num_pending: tokens per row that the forward runs besides the root and the draft.
+            price: tokens that each node of a lone row must add in a forward that other calls have a
+                part in; None for others.
+        """
+        if self._fixed is not None:
+            return max(map(len, probs))
         worths = self._worths(probs)
         gains = worths[0]
         if price is not None:
@@ -168,7 +128,14 @@ class MeasuredBudget(Budget):
         return self._noted(chosen, not costs.are_unknown)
 
     def nums_of_nodes(self, probs: Probs) -> list[int]:
-        """Return the numbers of nodes with the best ratio of expected tokens to cost."""
+        """Return how many nodes of each row's draft to verify where rows need no padding.
+
+        Then a forward costs what all its tokens together cost, so rows get as many as they are
+        worth: one of which little is known gets none, which lets another have more. `probs` is as
+        for `num_nodes`.
+        """
+        if self._fixed is not None:
+            return [*map(len, probs)]
         # Of one row, nodes keep their order: the first ones are a tree.
         worths = np.concatenate([np.minimum.accumulate(each) for each in self._worths(probs)])
         order = np.argsort(-worths, kind="stable")
@@ -207,7 +174,19 @@ class MeasuredBudget(Budget):
         outcomes: Sequence[Outcome],
         num_emitted: Mapping[int, int],
     ) -> None:
-        """Learn the cost of a forward of this size and how far to believe drafted probabilities."""
+        """Learn the cost of a forward of this size and how far to believe drafted probabilities.
+
+        Args:
+            num_rows: rows of the batch.
+            num_nodes: tokens per row that the forward ran besides the root, pending ones included;
+                their mean where rows have no padding.
+            forward_sec: seconds of the forward; None where not representative of others.
+            outcomes: one for each row that emitted.
+            num_emitted: by row, tokens emitted so far; the rows that the next step asks about, in
+                that order.
+        """
+        if self._fixed is not None:
+            return
         if forward_sec is not None:
             costs, trials = self._costs_of(num_rows)
             costs.record(num_nodes + 1, forward_sec, trials.end_step())

@@ -15,7 +15,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS
 from lade.batch import Batch, Limits, Text
-from lade.budget.budget import Budget, MeasuredBudget
+from lade.budget.budget import Budget
 from lade.compat import (
     CACHE,
     Model,
@@ -328,9 +328,9 @@ class Generation:
             assert verification.widths is not None
             num_beside = 0 if config.lookahead is None else config.lookahead.num_cells
             most = verification.widths[0] - 1 - num_beside
-            return Budget(most if asked is None else min(asked, most))
+            return Budget(fixed=most if asked is None else min(asked, most))
         if config.max_draft_tokens is not None and asked is not None:
-            return Budget(asked)
+            return Budget(fixed=asked)
         temperature = (
             1.0 if self._call.options.temperature is None else self._call.options.temperature
         )
@@ -347,10 +347,10 @@ class Generation:
                 ),
             )
             temperature = temperature if self._call.options.do_sample else 0.0
-            return MeasuredBudget(costs, temperature, asked)
+            return Budget(costs, temperature, asked)
         what = f"the costs of steps cannot be learned ({attempt.failure})"
         self._warn_once(f"lade drafts nothing, for {what}", DrafterWarning)
-        return Budget(0)
+        return Budget(fixed=0)
 
     def _prompt_harvester(
         self, speculator: Speculator, target: Target, max_length: int

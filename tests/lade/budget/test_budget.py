@@ -10,7 +10,7 @@ from statistics import harmonic_mean
 import numpy as np
 import pytest
 
-from lade.budget.budget import Budget, MeasuredBudget
+from lade.budget.budget import Budget
 from lade.budget.calibration import Outcome
 from lade.budget.costs import ForwardCosts
 from lade.drafting.drafts import draft_of, matched_depth
@@ -121,7 +121,7 @@ def rates(costs: dict[int, float], *texts: Text, num_machines: int = 4) -> list[
     for seed in range(num_machines):
         known, machine = ForwardCosts(), Machine(costs, seed)
         drafters = [Drafting(text, 100 * seed + row) for row, text in enumerate(texts)]
-        each = [answer(MeasuredBudget(known), machine, drafters) for _ in range(5)]
+        each = [answer(Budget(known), machine, drafters) for _ in range(5)]
         assert each[0] >= 0.9  # the first one learns the costs
         found.append(harmonic_mean(each[1:]))
     return found
@@ -164,7 +164,7 @@ def test_a_batch_does_not_lose_by_its_slowest_row(costs: dict[int, float]) -> No
 def test_a_text_that_changes_is_noticed(costs: dict[int, float]) -> None:
     """One that becomes predictable within 20 steps, and one that stops being so costs little."""
     for seed in range(4):
-        budget, machine, steps = MeasuredBudget(), Machine(costs, seed), list[int]()
+        budget, machine, steps = Budget(), Machine(costs, seed), list[int]()
         answer(budget, machine, [Drafting(DECEPTIVE, seed)], 600)
         answer(budget, machine, [Drafting(SURE, seed)], 400, steps)
         assert np.mean(np.array(steps[20:40]) >= 4) >= 0.8
@@ -177,12 +177,12 @@ def test_costs_of_a_busy_time_do_not_end_drafts_for_ever() -> None:
     drafter = Drafting(PREDICTABLE, 0)
     machine.slower = 8.0
     for _ in range(10):
-        answer(MeasuredBudget(costs), machine, [drafter], 24, steps)
+        answer(Budget(costs), machine, [drafter], 24, steps)
     assert np.mean(np.array(steps[-48:]) > 0) <= 0.2
     machine.slower = 1.0
     for _ in range(16):
-        answer(MeasuredBudget(costs), machine, [drafter], 24)
-    assert answer(MeasuredBudget(costs), machine, [drafter], 24) >= 2.0
+        answer(Budget(costs), machine, [drafter], 24)
+    assert answer(Budget(costs), machine, [drafter], 24) >= 2.0
 
 
 def test_an_answer_does_not_tell_what_was_asked_before() -> None:
@@ -190,17 +190,15 @@ def test_an_answer_does_not_tell_what_was_asked_before() -> None:
     known = ForwardCosts()
     for _ in range(12):
         for size in (*range(15), 19, 23):
-            MeasuredBudget(known).record(1, size, Machine(BFLOAT16, 0).cost(1, 1 + size), [], {})
+            Budget(known).record(1, size, Machine(BFLOAT16, 0).cost(1, 1 + size), [], {})
     for text in (SURE, MIXED, RANDOM):
         seen = []
         for victim in (SURE, DECEPTIVE):
             costs, steps = copy.deepcopy(known), list[int]()
             for _ in range(9):
-                answer(MeasuredBudget(costs), Machine(BFLOAT16, 0, 0), [Drafting(victim, 0)], 64)
+                answer(Budget(costs), Machine(BFLOAT16, 0, 0), [Drafting(victim, 0)], 64)
                 costs = copy.deepcopy(known)
-                answer(
-                    MeasuredBudget(costs), Machine(BFLOAT16, 0, 0), [Drafting(text, 0)], 64, steps
-                )
+                answer(Budget(costs), Machine(BFLOAT16, 0, 0), [Drafting(text, 0)], 64, steps)
             seen.append(steps)
         assert seen[0] == seen[1]
 
@@ -213,13 +211,13 @@ def test_all_is_verified_where_nodes_are_free_and_none_where_they_are_dear() -> 
         (FLOAT32, PREDICTABLE, 7, 13),
     ):
         steps: list[int] = []
-        answer(MeasuredBudget(), Machine(costs, 0, 0), [Drafting(text, 0)], 1000, steps)
+        answer(Budget(), Machine(costs, 0, 0), [Drafting(text, 0)], 1000, steps)
         assert least <= np.median(steps[-100:]) <= most
         assert not {1, 2} & {*steps[-100:]} or costs is not FLOAT32
 
 
 def test_drafts_that_do_not_pay_are_asked_for_in_every_eighth_step_until_one_is_right() -> None:
-    budget = MeasuredBudget(ForwardCosts({1: 1.0, 64: 640.0}))
+    budget = Budget(ForwardCosts({1: 1.0, 64: 640.0}))
     draft, drafted = draft_of([1], [-1], [0.5]), list[int]()
     for step in range(60):
         outcomes = []
@@ -230,7 +228,7 @@ def test_drafts_that_do_not_pay_are_asked_for_in_every_eighth_step_until_one_is_
         budget.record(1, 0, None, outcomes, {0: 1})
     assert drafted == [*range(8), 15, 23, 31, 39, 40, 41, 42, 43, 51, 59]
     # Drafts that are missing are no reason to rest, nor tokens to explore.
-    budget = MeasuredBudget(ForwardCosts({1: 1.0, 64: 640.0}))
+    budget = Budget(ForwardCosts({1: 1.0, 64: 640.0}))
     for step in range(200):
         assert not budget.is_resting
         assert budget.num_nodes([[[], [0.01, 0.01]][step % 2]], 0) == 0
@@ -239,7 +237,7 @@ def test_drafts_that_do_not_pay_are_asked_for_in_every_eighth_step_until_one_is_
 
 def test_what_came_is_told_of_nodes_that_were_not_verified() -> None:
     """A failure beside a hidden success: of what lies beyond the text nobody knows."""
-    budget = MeasuredBudget()
+    budget = Budget()
     before = budget._calibration.believed([0.8, 0.3]).tolist()
     draft = draft_of([5, 6, 8], [-1, 0, -1], [0.8, 0.6, 0.3])
     for _ in range(30):
@@ -252,7 +250,7 @@ def test_what_came_is_told_of_nodes_that_were_not_verified() -> None:
 
 def test_rows_of_any_number_and_tokens_beside_drafts_are_borne() -> None:
     """Pending tokens, cells of a window, rows without a draft, and more than was ever measured."""
-    budget, sizes = MeasuredBudget(), list[int]()
+    budget, sizes = Budget(), list[int]()
     for _ in range(60):
         sizes.append(budget.num_nodes([[0.9] * 8], 27))  # no forward of one token to measure
         budget.record(1, 27 + sizes[-1], 0.03, [], {0: 1})
@@ -272,5 +270,5 @@ def test_rows_of_any_number_and_tokens_beside_drafts_are_borne() -> None:
 
 
 def test_a_fixed_number_is_of_each_row_as_far_as_its_draft_goes() -> None:
-    assert Budget(5).nums_of_nodes([[0.1], [], [0.1] * 3]) == [1, 0, 3]
-    assert MeasuredBudget().nums_of_nodes([[], []]) == [0, 0]
+    assert Budget(fixed=5).nums_of_nodes([[0.1], [], [0.1] * 3]) == [1, 0, 3]
+    assert Budget().nums_of_nodes([[], []]) == [0, 0]

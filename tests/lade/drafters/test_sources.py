@@ -10,7 +10,7 @@ import torch
 
 import lade
 from lade.batch import Batch, Limits, Text
-from lade.budget.budget import MeasuredBudget
+from lade.budget.budget import Budget
 from lade.budget.calibration import Outcome
 from lade.budget.costs import ForwardCosts
 from lade.drafters import Merged
@@ -78,7 +78,7 @@ def decode(
         end = min(num_tokens, place + per_call)
         length = NUM_PROMPT + min(per_call, num_tokens)
         call = DraftingCall(None, VOCAB_SIZE, length)
-        clock.place, prompt, budget = place, [0] * NUM_PROMPT, MeasuredBudget(costs)
+        clock.place, prompt, budget = place, [0] * NUM_PROMPT, Budget(costs)
         limits = Limits(2 * NUM_TOKENS, stop=lambda rows: None)
         batch = Batch(Text(torch.tensor([prompt]), None), [prompt], limits)
         sources, runner = sources_of(drafter, call, is_strict=True), SimpleNamespace()
