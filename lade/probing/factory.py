@@ -90,7 +90,7 @@ def why_no_rows(model: Model, profile: Profile, chosen: VerificationPlan) -> str
     is_tree = chosen.verification == "tree"
     if is_tree and takes_parts(model, profile.layout_of(model), chosen.attention):
         return None
-    return "its attention takes no parts of one forward"
+    return "its attention takes no parts"
 
 
 def with_products(chosen: VerificationPlan, model: Model, profile: Profile) -> VerificationPlan:
