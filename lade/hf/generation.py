@@ -102,7 +102,8 @@ class Generation:
     def __init__(self, call: Call) -> None:
         self._call, self._model, self._config = call, call.model, call.config
         self._profile = profile_of(call.model)
-        self._own_code = self._profile.own_code or own_code_around()
+        self._around = own_code_around()
+        self._own_code = self._profile.own_code or self._around
         self._execution = execution_of(call.model, call.config, self.policy)
         self._cache = cache_in(call.model_kwargs)
         # Code of the user's own in forwards is to see this call's alone; autocast is of a thread.
@@ -178,7 +179,7 @@ class Generation:
             if found is None or found.attention != PACKED_ROWS:
                 found, self._seat = None, None
             verification = found or choose(is_padded=needed.is_padded)
-            may_differ = config.stable_text or own_code_around() is not None
+            may_differ = config.stable_text or self._around is not None
             if config.uses_products and not may_differ:
                 verification = with_products(verification, model, self._profile)
             if config.lookahead is not None and verification.verification != "tree":

@@ -48,8 +48,8 @@ def own_code_of(model: Model) -> str | None:
         if name and any(map(is_own, hooks_of(module))):
             return f"a hook of {where}"
         for attribute, value in [*vars(module).items()]:
-            is_lades = attribute == "generate" or getattr(value, "is_lades", False)
-            if is_code(value) and is_own(value) and not is_lades:
+            # No forward calls `generate`, which `lade.wrap` replaces, too.
+            if attribute != "generate" and is_code(value) and is_own(value):
                 return f"{attribute} of {where}"
         if any(is_own(type(each)) for each in module._parameters.values() if each is not None):
             return f"weights of {where}"

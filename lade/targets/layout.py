@@ -61,8 +61,8 @@ def tree_layout(model: Model) -> TreeLayout:
     return TreeLayout(tuple(kind for kind in kinds if kind is not None), reaches)
 
 
-def may_share_a_row(model: Model, layout: TreeLayout) -> bool:
-    """Return whether rows of a batch may be run one after the other in a single row.
+def takes_parts(model: Model, layout: TreeLayout, attention: str | None) -> bool:
+    """Return whether forwards by an attention may be parts of one: of rows, or of several calls.
 
     Not where a token's place in the forward matters, or keys are chosen by scores of their own: a
     short check would not show that.
@@ -70,13 +70,9 @@ def may_share_a_row(model: Model, layout: TreeLayout) -> bool:
     config = model.config.get_text_config(decoder=True)
     is_scaled = getattr(config, "floor_scale", None) is not None  # by slot
     chooses = getattr(config, "index_topk", None) is not None
-    return not is_scaled and not chooses and all(kind.kind != "indexed" for kind in layout.kinds)
-
-
-def takes_parts(model: Model, layout: TreeLayout, attention: str | None) -> bool:
-    """Return whether forwards by an attention may be parts of one: of rows, or of several calls."""
-    has_own_angles = rope_of(model.config.get_text_config(decoder=True)) is not None
-    return attention == PACKED_ROWS and may_share_a_row(model, layout) and not has_own_angles
+    chooses |= any(kind.kind == "indexed" for kind in layout.kinds)
+    has_own_angles = rope_of(config) is not None
+    return attention == PACKED_ROWS and not (is_scaled or chooses or has_own_angles)
 
 
 def _reaches(config: Any, layers: Sequence[Any]) -> dict[str, Reach]:

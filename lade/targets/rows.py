@@ -228,12 +228,10 @@ class RowsTarget(Target):
             if getattr(layers[0], "keys", None) is None:
                 continue  # a layer that keeps nothing of its own
             length = max(layer.keys.shape[2] for layer in layers)
+            held = zip(*((layer.keys, layer.values) for layer in layers), strict=True)
             keys, values = (
                 torch.cat([pad(each, (0, 0, length - each.shape[2], 0)) for each in states])
-                for states in (
-                    [layer.keys for layer in layers],
-                    [layer.values for layer in layers],
-                )
+                for states in held
             )
             if index >= len(cache.layers) or not cache.layers[index].is_initialized:
                 cache.update(keys[:, :, :0], values[:, :, :0], index)  # creates the layer
