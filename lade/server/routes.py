@@ -33,7 +33,7 @@ from lade.server.grammars import Grammars
 from lade.server.inference import Answering
 from lade.server.keys import ApiKeys, KeyOwner
 from lade.server.limits import Preparing, config_for
-from lade.server.line import Line, Shares
+from lade.server.line import Shares, Workers
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
 from lade.server.requests import Asked, Chat, Completion, read
@@ -81,9 +81,8 @@ class Routes:
         logger.info("requests are answered %s", "one by one" if is_one_by_one else "together")
         prefixes = Profiles.of(loaded.model).prefixes
         self._metrics = Metrics(name, engine, self._pools.store, prefixes)
-        num_waiting = options.max_queue + options.max_batch_size
-        # For threads that prepare requests, of which one key leaves some to others, and schemas.
-        self._workers, self._lookers = Line(num_waiting, 4, 2), Line(num_waiting, 1, 1)
+        # For requests, and for their schemas.
+        self._workers, self._lookers = Workers(4, 2), Workers(1, 1)
         most = options.max_body_bytes
         self._bytes = Shares(_MAX_BODIES * most, _MAX_BODIES_OF_KEY * most)
         self._open: set[Exchange] = set()
@@ -147,8 +146,6 @@ class Routes:
     async def close(self, grace_sec: float) -> None:
         """Let nobody in any more, and end what is under way, after a while by force."""
         self._is_closing = True
-        for each in (self._workers, self._lookers):
-            each.refuse(shutting_down())
         for exchange in self._open:
             if exchange.admitted is None:
                 exchange.end(shutting_down())
