@@ -71,7 +71,7 @@ from lade.sampling.processors import Processors
 from lade.sampling.rejection_choice import rejection_choice
 from lade.stats import DecodeStats
 from lade.targets.base import Target
-from lade.targets.inputs import is_text_alone
+from lade.targets.inputs import is_text_alone, sees_its_ends
 from lade.targets.rollback import cache_in, find_cache, length_of
 from lade.targets.rows import RowsTarget
 from lade.targets.trees import TreeTarget
@@ -434,7 +434,8 @@ class Generation:
                 text,
                 None if mesh_of(self._model) is not None else self._distances(verification),
                 ProofSettings(
-                    is_text=is_text_alone(self._call.model_kwargs),
+                    may_repeat_prompts=is_text_alone(self._call.model_kwargs)
+                    and sees_its_ends(self._call.model_kwargs.get("attention_mask")),
                     has_one_width=config.stable_text,
                     keeps_widths=verification.execution != "eager",
                     by_view=is_around,

@@ -66,7 +66,8 @@ class ProofSettings(NamedTuple):
     """What a call asks of its proofs.
 
     Attributes:
-        is_text: whether prompts are tokens alone, so that their last ones can be run once more.
+        may_repeat_prompts: whether the last tokens of prompts can be run once more, as where these
+            are tokens alone that later ones see.
         has_one_width: whether all forwards have one width, as the text must not depend on drafts.
         keeps_widths: whether a tree must not become wider, as where shapes are recorded.
         by_view: whether lade's forwards of single tokens are as good as the model's own, as where
@@ -76,7 +77,7 @@ class ProofSettings(NamedTuple):
         pure_prompts: whether they are run so anyway.
     """
 
-    is_text: bool = True
+    may_repeat_prompts: bool = True
     has_one_width: bool = False
     keeps_widths: bool = False
     by_view: bool = False
@@ -177,7 +178,8 @@ class Proof:
         """Return whether what there is to compare with was run, and may be run once more."""
         for row, tree in plan.trees.items():
             num_tokens = len(self._text.token_ids[row])
-            if num_tokens - 1 - NUM_BEFORE < max(self._text.num_prompt - self.settings.is_text, 0):
+            first = self._text.num_prompt - self.settings.may_repeat_prompts
+            if num_tokens - 1 - NUM_BEFORE < max(first, 0):
                 return False  # what a prompt's tokens give may be more than they say
             if len(tree) > 1 and num_tokens - 2 not in self._alone.get(row, ()):
                 return False
