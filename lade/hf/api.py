@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from lade.captures import put_back, random_states
 from lade.compat import (
     CACHE_NAMES,
     MARKS_CACHES,
@@ -47,7 +48,6 @@ from lade.hf.pools import Pools, pools_of
 from lade.hf.predictions import Predicted
 from lade.openmp import release_workers
 from lade.probing.profile import Profiles
-from lade.probing.randomness import put_back, state_of
 from lade.probing.rules import refuse_encoder_decoder
 from ngram_pool import NGramPool
 
@@ -389,7 +389,7 @@ def _by_own_generate(
 
     noted.is_lades = True  # type: ignore[attr-defined]
     device = device_of_inputs(model)
-    states = state_of(device)
+    states = random_states(device)
     is_whole = False
     try:
         output = speculate(custom_generate=noted)

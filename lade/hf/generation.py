@@ -58,7 +58,7 @@ from lade.hf.streams import PlainStream, Report, stopping
 from lade.outputs import Outputs
 from lade.prewarming.costs import first_costs_of
 from lade.prewarming.tables import prewarmed_table_of
-from lade.probing.factory import VerificationPlan, make_target, why_no_rows, with_products
+from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import CacheKind, profile_of
@@ -130,7 +130,7 @@ class Generation:
         """Fill the cache with what is kept of the prompt, where that was asked for."""
         if not self._config.reuses_prefix or why_not_run(self._profile) is not None:
             return None
-        if not self._may_set_up and self._profile.why_not_continued is None:
+        if not self._may_set_up and "why_not_continued" not in self._profile.found:
             return None
         if self._own_code is not None:
             what = f"{type(self._model).__name__}: {self._own_code} is code of one's own"
@@ -163,9 +163,10 @@ class Generation:
                 choose_verification,
                 model,
                 config=config,
+                num_rows=self._call.num_rows,
                 cache=needed.cache,
                 excluded=needed.excluded,
-                execution=self._execution if self._call.num_rows == 1 else "eager",
+                execution=self._execution,
                 why_eager=needed.why_eager,
                 profile=self._profile,
             )
@@ -186,10 +187,6 @@ class Generation:
                 _refuse_lookahead(model, verification)
             if verification.verification == "plain":
                 return verification, needed, None
-            if self._call.num_rows > 1 and (
-                reason := why_no_rows(model, self._profile, verification)
-            ):
-                return self._plainly(reason), None, None
             target: Target = make_target(
                 model,
                 self._call.input_ids,

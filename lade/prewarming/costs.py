@@ -19,7 +19,7 @@ from lade.prewarming.fingerprint import fingerprint_of
 from lade.prewarming.tables import cache_folder
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profile, autocast_of
-from lade.probing.selfcheck import check_tokens, plain_of, unchanged_random_state
+from lade.probing.selfcheck import Plain, check_tokens, unchanged_random_state
 from lade.targets.base import Target
 from lade.transfer import Launched
 from lade.tree import Tree
@@ -96,7 +96,7 @@ def _time_forwards(
 
     longest = 8 * max(_SIZES)  # each forward leaves one token
     with unchanged_random_state(model, profile), torch.no_grad():
-        plain_of(model, "dynamic", is_padded=False).run_target(profile, chosen, longest, run)
+        Plain(model, check_tokens(model)[:6]).run_target(profile, chosen, longest, run)
     return found
 
 

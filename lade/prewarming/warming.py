@@ -45,16 +45,16 @@ def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) ->
     profile = profile_of(model)
     execution = execution_of(model, config, DevicePolicy())
     with torch.no_grad():
-        for is_padded in {False, num_rows > 1}:
+        for num in {1, num_rows}:
             chosen = choose_verification(
-                model, config=config, is_padded=is_padded, execution=execution, profile=profile
+                model, config=config, num_rows=num, execution=execution, profile=profile
             )
             if config.uses_products and not config.stable_text:
                 chosen = with_products(chosen, model, profile)
             key = chosen.verification, chosen.execution, chosen.products
             if chosen.verification != "plain":
                 profile.costs_of(*key, partial(first_costs_of, model, profile, chosen))
-            profile.warm.add(("dynamic", is_padded))
+            profile.warm.add(("dynamic", num > 1))
 
 
 def kernels() -> Mapping[str, Callable[[], Any]]:
