@@ -56,7 +56,7 @@ from lade.hf.resume import finish_plainly, replayed
 from lade.hf.stopping import StopRule
 from lade.hf.streams import PlainStream, Report, stopping
 from lade.outputs import Outputs
-from lade.prewarming.costs import first_costs_of
+from lade.prewarming.costs import costs_of
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
@@ -332,23 +332,10 @@ class Generation:
         temperature = (
             1.0 if self._call.options.temperature is None else self._call.options.temperature
         )
-        with Attempt(even_memory=True) as attempt:  # there may be no compiler
-            costs = self._profile.costs_of(
-                verification.verification,
-                verification.execution,
-                verification.products,
-                # Measuring takes a second, of which a limit of time knows nothing.
-                lambda: (
-                    first_costs_of(self._model, self._profile, verification)
-                    if self._may_set_up
-                    else {}
-                ),
-            )
-            temperature = temperature if self._call.options.do_sample else 0.0
-            return Budget(costs, temperature, asked)
-        what = f"the costs of steps cannot be learned ({attempt.failure})"
-        self._warn_once(f"lade drafts nothing, for {what}", DrafterWarning)
-        return Budget(fixed=0)
+        temperature = temperature if self._call.options.do_sample else 0.0
+        # Measuring takes a second, of which a limit of time knows nothing.
+        costs = costs_of(self._model, self._profile, verification, may_measure=self._may_set_up)
+        return Budget(costs, temperature, asked)
 
     def _prompt_harvester(
         self, speculator: Speculator, target: Target, max_length: int
@@ -433,7 +420,6 @@ class Generation:
                 ProofSettings(
                     is_text=is_text_alone(self._call.model_kwargs),
                     has_one_width=config.stable_text,
-                    keeps_widths=verification.execution != "eager",
                     by_view=is_around,
                     plain_prompts=self._own_code is not None and not is_around,
                     pure_prompts=self._call.num_rows == 1 and self._seat is None,

@@ -13,6 +13,7 @@ from time import perf_counter
 import torch
 
 from lade.attempts import Attempt
+from lade.budget.costs import ForwardCosts
 from lade.compat import Model, attention_of, device_of_inputs, mesh_of
 from lade.drafting.drafts import draft_of
 from lade.prewarming.fingerprint import fingerprint_of
@@ -41,6 +42,20 @@ _MIN_PARAMETERS = 20_000_000
 def costs_folder() -> Path:
     """Return the folder of all costs in the user's cache; it need not exist."""
     return cache_folder("costs")
+
+
+def costs_of(
+    model: Model, profile: Profile, chosen: VerificationPlan, may_measure: bool = True
+) -> ForwardCosts:
+    """Return the costs of a model's steps; calls leave nothing else of what they learn.
+
+    Args:
+        may_measure: whether there is time to measure what new costs begin with.
+    """
+    key = ("costs", chosen.verification, chosen.execution, chosen.products)
+    return profile.once(
+        key, lambda: ForwardCosts(first_costs_of(model, profile, chosen) if may_measure else {})
+    )
 
 
 def first_costs_of(model: Model, profile: Profile, chosen: VerificationPlan) -> dict[int, float]:

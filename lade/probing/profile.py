@@ -1,6 +1,6 @@
 """What is known about a model, for each state it has been in."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -13,7 +13,6 @@ from torch.nn.modules import module as torch_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lade.attempts import Attempt
-from lade.budget.costs import ForwardCosts
 from lade.captures import free_unused
 from lade.compat import (
     Model,
@@ -23,7 +22,7 @@ from lade.compat import (
     is_own_hook,
     without_compiler,
 )
-from lade.config import Execution, Verification
+from lade.config import Verification
 from lade.forward.job import forwards_for
 from lade.gpu.workspace import WorkspaceStore
 from lade.probing.own_code import (
@@ -82,8 +81,6 @@ class Profile:
     coarsest: torch.dtype = torch.float32
     #: Which part of the model is compiled by torch, or None.
     compiled: str | None = None
-    #: Of its forwards, by how it verifies; calls leave nothing else of what they learn.
-    costs: dict[tuple[Verification, Execution, bool], ForwardCosts] = field(default_factory=dict)
     #: When steps are proved next, by method.
     proofs: dict[Verification, Distances] = field(default_factory=dict)
     #: Methods whose verdict was dropped once, and those found wrong again, with the reason.
@@ -104,7 +101,7 @@ class Profile:
         """Return what was found out under a name, or find it out; what fails is tried again."""
         known = self.found.get(name, _UNKNOWN)  # at once: another thread may forget it
         if known is _UNKNOWN:
-            known = self.found[name] = find()
+            known = self.found.setdefault(name, find())
         return cast(_T, known)
 
     def layout_of(self, model: Model) -> TreeLayout:
@@ -122,25 +119,6 @@ class Profile:
             "products",
             lambda: (None if calls_modules else forwards_for(model)) or products_for(model),
         )
-
-    def costs_of(
-        self,
-        verification: Verification,
-        execution: Execution,
-        has_products: bool,
-        first_costs: Callable[[], Mapping[int, float]],
-    ) -> ForwardCosts:
-        """Return the costs of such steps, new if there are none.
-
-        Args:
-            verification, execution: of the steps.
-            has_products: whether their linear layers may run by lade's own products.
-            first_costs: asked for what new costs begin with.
-        """
-        key = (verification, execution, has_products)
-        if key not in self.costs:
-            self.costs.setdefault(key, ForwardCosts(first_costs()))
-        return self.costs[key]
 
     def drop_verdict(self, verification: Verification, reason: str) -> None:
         """Drop the verdict on a method that was not exact, or failed, in the middle of a text.

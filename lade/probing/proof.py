@@ -68,7 +68,6 @@ class ProofSettings(NamedTuple):
     Attributes:
         is_text: whether prompts are tokens alone, so that their last ones can be run once more.
         has_one_width: whether all forwards have one width, as the text must not depend on drafts.
-        keeps_widths: whether a tree must not become wider, as where shapes are recorded.
         by_view: whether lade's forwards of single tokens are as good as the model's own, as where
             all code of the user's is called around them.
         plain_prompts: whether prompts, and before the first proof steps without drafts, are to be
@@ -78,7 +77,6 @@ class ProofSettings(NamedTuple):
 
     is_text: bool = True
     has_one_width: bool = False
-    keeps_widths: bool = False
     by_view: bool = False
     plain_prompts: bool = False
     pure_prompts: bool = True
@@ -187,7 +185,7 @@ class Proof:
         """Return a plan that is no wider with the tokens before it, where that matters."""
         most = self._target.width_of(plan.num_tokens)
         num_over = plan.num_tokens + NUM_BEFORE - most
-        if not self.settings.keeps_widths or num_over <= 0:
+        if not self.settings.has_one_width or num_over <= 0:
             return plan
         trees = {
             row: Tree.build(tree.token_ids[0], tree.draft.first(max(0, len(tree.draft) - num_over)))
