@@ -1,6 +1,6 @@
 """The self-check: a verification method compared with plain decoding of a dozen tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -198,18 +198,12 @@ def _draws(model: Model) -> bool:
 _Path = tuple[int, ...]  # tokens after the prompt
 
 
-class _ScriptedStep(NamedTuple):
-    """One step of the check for one row: a tree and the nodes that are kept."""
+class _Step(NamedTuple):
+    """One step of the check: what is drafted after a root, and the nodes that are kept."""
 
-    before: _Path  # tokens between the prompt and the root
-    tree: Tree
+    root: int
+    draft: Draft
     kept: list[int]
-
-    @property
-    def paths(self) -> list[_Path]:
-        """The path from the prompt to each node."""
-        token_ids = np.array(self.tree.token_ids)
-        return [(*self.before, *token_ids[seen].tolist()) for seen in self.tree.ancestors]
 
 
 # Two branches, 0-1-3 and 0-2-4, interleaved so that keeping the second one must move cache slots.
@@ -272,45 +266,64 @@ class _Check(NamedTuple):
         The measure is the largest difference of two logits in units of their standard deviation.
         """
         plain = self.plain()
-        logits = self._logits(plain, _script)
-        paths = [[path for r, path in logits if r == row] for row in range(plain.num_rows)]
+        logits, _ = self._run(plain, self._script())
         # Some models go wrong in batches even in plain decoding; those are compared with single
         # rows.
-        error = _difference(logits, plain.logits_at(paths, together=True))
+        error = _difference(logits, plain.logits_at(logits, together=True))
         if not error <= limit_of(self.model):
-            error = _difference(logits, plain.logits_at(paths, together=False))
+            error = _difference(logits, plain.logits_at(logits, together=False))
         return error
 
     @torch.no_grad()
     def is_stable(self) -> bool:
         """Return whether tokens have bitwise the same logits in drafts and one by one."""
         plain = self.plain()
-        drafted, alone = (self._logits(plain, script) for script in (_script, _script_of_roots))
-        shared = drafted.keys() & alone.keys()
-        assert len(shared) >= _NUM_KEPT
-        return all(torch.equal(drafted[place], alone[place]) for place in shared)
+        drafted, text = self._run(plain, self._script())
+        alone, _ = self._run(plain, [_Step(token_id, Draft.empty(), [0]) for token_id in text])
+        return all(torch.equal(drafted[place], of_place) for place, of_place in alone.items())
 
-    def _logits(
-        self, plain: "Plain", script: Callable[[Sequence[int], Target, int], list[_ScriptedStep]]
-    ) -> dict[tuple[int, _Path], Tensor]:
-        """Return the logits after every path of every row of a script, float64 [vocab_size]."""
-        tokens = check_tokens(self.model)
+    def _script(self) -> list[_Step]:
+        """Return the steps; where one path at a time is run, those of one path."""
+        root, after, last, *drafted = check_tokens(self.model)[_PROMPT_LENGTH:]
+        first, second = draft_of(drafted[:4], _PARENTS), draft_of(drafted[4:6], (-1, -1))
+        kept = [0, 2]
+        if self.chosen.verification != "tree":
+            first, second, kept = narrowed(first, 1), narrowed(second, 1), [0, 1]
+        return [
+            _Step(root, first, kept),
+            _Step(after, second, [0, 1]),
+            _Step(last, Draft.empty(), [0]),
+        ]
+
+    def _run(
+        self, plain: "Plain", steps: Sequence[_Step]
+    ) -> tuple[dict[tuple[int, _Path], Tensor], _Path]:
+        """Return the logits after every path of every row, and the text of the first row.
+
+        Returns:
+            By row and path, float64 [vocab_size]; the tokens that were kept.
+        """
         logits: dict[tuple[int, _Path], Tensor] = {}
+        texts: list[_Path] = [()] * plain.num_rows
 
         def run(target: Target) -> None:
-            rows = range(plain.num_rows)
-            scripts = [script(tokens[_PROMPT_LENGTH:], target, row) for row in rows]
-            for steps in zip(*scripts, strict=True):
-                inputs = target.inputs([step.tree for step in steps])
-                of_nodes = target.forward(inputs).logits[0].double()
-                places = starts(step.tree for step in steps)
-                for row, (step, start) in enumerate(zip(steps, places, strict=True)):
-                    for node, path in enumerate(step.paths):
+            for number, step in enumerate(steps):
+                trees, kept = [Tree.build(step.root, step.draft)], [step.kept]
+                for _ in texts[1:]:  # trees of different sizes, and texts from then on
+                    draft = step.draft.first(len(step.draft) // 2) if number == 0 else step.draft
+                    trees.append(Tree.build(step.root, draft))
+                    kept.append([0] if number == 0 else step.kept)
+                of_nodes = target.forward(target.inputs(trees)).logits[0].double()
+                for row, (tree, start) in enumerate(zip(trees, starts(trees), strict=True)):
+                    token_ids = np.array(tree.token_ids)
+                    for node, seen in enumerate(tree.ancestors):
+                        path = (*texts[row], *token_ids[seen].tolist())
                         logits[row, path] = of_nodes[start + node]
-                target.commit([step.kept for step in steps])
+                    texts[row] += tuple(tree.token_ids[node] for node in kept[row])
+                target.commit(kept)
 
-        plain.run_target(self.profile, self.chosen, len(tokens), run)
-        return logits
+        plain.run_target(self.profile, self.chosen, len(check_tokens(self.model)), run)
+        return logits, texts[0]
 
 
 def _difference(
@@ -388,26 +401,21 @@ class Plain:
         self.generate(custom_generate=run)
 
     def logits_at(
-        self, paths: Sequence[Sequence[_Path]], together: bool
+        self, places: Collection[tuple[int, _Path]], together: bool
     ) -> dict[tuple[int, _Path], Tensor]:
-        """Return the logits after every path of every row, each float64 [vocab_size].
+        """Return the logits after paths of rows, each float64 [vocab_size].
 
         Args:
-            paths: of each row.
-            together: whether to run all paths in one batch, instead of one path per row at a time.
+            places: row and path.
+            together: whether to run all in one batch, instead of one at a time.
         """
         ends = [
-            [path for path in of_row if not any(_begins(path, other) for other in of_row)]
-            for of_row in paths
+            (row, path)
+            for row, path in places
+            if not any(row == other and _begins(path, longer) for other, longer in places)
         ]
-        most = max(map(len, ends))
-        places = [
-            (row, of_row[i % len(of_row)]) for i in range(most) for row, of_row in enumerate(ends)
-        ]
-        size = len(places) if together else len(paths)
         found = {}
-        for start in range(0, len(places), size):
-            batch = places[start : start + size]
+        for batch in [ends] if together else [[end] for end in ends]:
             length = max(len(path) for _, path in batch)
             forced = torch.tensor([[*path, *path[:1] * (length - len(path))] for _, path in batch])
             output = self.generate(
@@ -444,41 +452,3 @@ def check_tokens(model: Model) -> list[int]:
     # Where there are few, no two in a row are the same: attention to one token is blind.
     num = vocab_size // 2 if vocab_size >= _FEW_TOKENS else vocab_size - first
     return [first + (7919 * (i + 1)) % num for i in range(16)]
-
-
-def _script(tokens: Sequence[int], target: Target, row: int) -> list[_ScriptedStep]:
-    """Return the steps of one row."""
-    root, after, last, *drafted = tokens
-    draft = draft_of(drafted[:4], _PARENTS)
-    second = draft_of(drafted[4:6], (-1, -1))
-    if target.max_candidates is not None:
-        draft = narrowed(draft, target.max_candidates)
-        second = narrowed(second, target.max_candidates)
-    # The second branch if there is one; only the root if rows may be ragged.
-    kept = [0, 2] if len(draft) == 4 else [0, 1]
-    if row > 0:
-        draft = draft.first(len(draft) // 2)  # trees of different sizes may run without padding
-        kept = [0]
-    steps = [_ScriptedStep((), Tree.build(root, draft), kept)]
-    steps.append(_next(steps[-1], after, second, [0, 1]))
-    steps.append(_next(steps[-1], last, Draft.empty(), [0]))
-    return steps
-
-
-_NUM_KEPT = 5  # tokens that `_script` commits to the first row
-
-
-def _script_of_roots(tokens: Sequence[int], target: Target, row: int) -> list[_ScriptedStep]:
-    """Return steps without drafts that commit the same tokens as `_script` in the first row."""
-    drafted = _script(tokens, target, row)
-    kept = [step.tree.token_ids[node] for step in drafted for node in step.kept]
-    roots = [*kept, *tokens][:_NUM_KEPT]  # another row commits fewer there
-    return [
-        _ScriptedStep(tuple(roots[:place]), Tree.build(root, Draft.empty()), [0])
-        for place, root in enumerate(roots)
-    ]
-
-
-def _next(step: _ScriptedStep, root: int, draft: Draft, kept: list[int]) -> _ScriptedStep:
-    before = (*step.before, *(step.tree.token_ids[node] for node in step.kept))
-    return _ScriptedStep(before, Tree.build(root, draft), kept)
