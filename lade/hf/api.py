@@ -36,7 +36,7 @@ from lade.drafters.merged import takes_pool
 from lade.drafting.drafter import Drafter
 from lade.errors import LadeError, PlainDecodingWarning, in_one_line
 from lade.hf.arguments import Arguments, OnStep
-from lade.hf.assistance import drafter_of, take_assistant
+from lade.hf.assistance import exiting_early, take_assistant
 from lade.hf.call import Call
 from lade.hf.generation import Generation
 from lade.hf.options import (
@@ -146,7 +146,7 @@ def decode(
     Pass `drafter=lade.drafters.AssistantModel(…)` instead. `lade.generate` and `lade.wrap` do not
     have this limitation.
     """
-    drafter = drafter_of(model, drafter, generation_config)
+    drafter = exiting_early(model, drafter, generation_config)
     if isinstance(prediction, Tensor):  # transformers repeats tensors for samples of a prompt
         raise TypeError("expected a list of token ids as the prediction, got a tensor")
     arguments = Arguments(pool, drafter, config, on_step, prediction).with_ids()
@@ -354,8 +354,9 @@ def _generate(
     ) -> Any:
         # Decode with the model passed in: the outer one may be PEFT's wrapper.
         prepared = (logits_processor, stopping_criteria, generation_config, model_kwargs)
-        call = Call(model, input_ids, *prepared, arguments, streamer, may_bring_cache)
-        return _run(call)
+        drafter = exiting_early(model, arguments.drafter, generation_config)
+        given = arguments._replace(drafter=drafter)
+        return _run(Call(model, input_ids, *prepared, given, streamer, may_bring_cache))
 
     strategy.is_lades = True  # type: ignore[attr-defined]
     speculate = partial(own, *args, **generate_kwargs)

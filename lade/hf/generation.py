@@ -567,17 +567,19 @@ class Generation:
 
     def _say_why_plain(self, verification: VerificationPlan) -> None:
         """Warn once that decoding is plain, and why; the text is not affected."""
-        if verification.reasons:  # else plain decoding was asked for
-            methods: dict[str, list[str]] = {}  # by reason
-            for name, reason in verification.reasons.items():
-                methods.setdefault(reason, []).append(name)
-            reasons = "; ".join(f"{', '.join(each)}: {why}" for why, each in methods.items())
-            if len(methods) == 1:
-                (reasons,) = methods
-            text = (
-                f"lade decodes {type(self._model).__name__} plainly, one token a forward. {reasons}"
-            )
-            self._warn_once(text, PlainDecodingWarning)
+        reasons = verification.reasons
+        if not reasons:  # plain decoding was asked for
+            return
+        methods = {
+            why: ", ".join(name for name, each in reasons.items() if each == why)
+            for why in reasons.values()
+        }
+        (told, *others) = methods
+        if others:
+            told = "; ".join(f"{names}: {why}" for why, names in methods.items())
+        name = type(self._model).__name__
+        text = f"lade decodes {name} plainly, one token a forward. {told}"
+        self._warn_once(text, PlainDecodingWarning)
 
     def _say_why_eager(self, verification: VerificationPlan, target: Target) -> None:
         """Warn once if steps were not executed as requested; the text is not affected.
