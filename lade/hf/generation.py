@@ -71,7 +71,7 @@ from lade.sampling.rejection_choice import rejection_choice
 from lade.stats import DecodeStats
 from lade.targets.base import Target
 from lade.targets.inputs import is_text_alone
-from lade.targets.rollback import cache_in, find_cache, length_of
+from lade.targets.rollback import cache_in, length_of
 from lade.targets.rows import RowsTarget
 from lade.targets.trees import TreeTarget
 from lade.turns import current_seat
@@ -422,7 +422,6 @@ class Generation:
                     has_one_width=config.stable_text,
                     by_view=is_around,
                     plain_prompts=self._own_code is not None and not is_around,
-                    pure_prompts=self._call.num_rows == 1 and self._seat is None,
                 ),
             ),
             overlaps,
@@ -475,29 +474,17 @@ class Generation:
         )
 
     def _inputs_after(self, decoder: Decoder, target: Target, text: Text) -> dict[str, Any]:
-        """Return the prompt's model inputs with a cache that plain decoding can go on from.
-
-        That is the one so far where it is plain decoding's, as keys and values of a text that is
-        run anew may be others: those of a model that was changed since, say.
-        """
-        failure, found = decoder.failure, find_cache(self._call.model_kwargs)
-        assert failure is not None
-        # A state without a length does not tell transformers which tokens it has seen.
-        goes_on = found is not None and length_of(found[1]) is not None
-        keeps = failure.flaw is not None and failure.flaw.keeps_cache and not decoder.was_cut
-        keeps &= text.num_rows == 1
-        if keeps and goes_on and found is not None:
-            if self._reuse is not None:
-                self._reuse.drop()
-            name, cache = found
-            return {**self._call.model_kwargs, name: target.hand_over(cache)}
+        """Return the prompt's model inputs, with a cache that plain decoding can go on from."""
         target.undo()
         if self._reuse is not None:
             self._reuse.undo()
             decoder.stats.num_reused_tokens = 0
-        if failure.flaw is None or not goes_on or text.num_rows > 1:
-            return self._call.model_kwargs
-        return replayed(self._call, text)
+        # A state without a length does not tell transformers which tokens it has seen.
+        cache, failure = cache_in(self._call.model_kwargs), decoder.failure
+        goes_on = cache is not None and length_of(cache) is not None and text.num_rows == 1
+        if goes_on and failure is not None and failure.flaw is not None:
+            return replayed(self._call, text)
+        return self._call.model_kwargs
 
     def _decode_plainly(self) -> Any:
         """Decode as `generate` itself does, if no method can verify drafts."""
