@@ -80,8 +80,8 @@ def recheck(model: Model, *, num_rows: int = 1) -> Probe:
     """Forget what lade knows about a model, check it again, and report the result.
 
     A model that was quantized, moved, hooked, patched or given adapters is checked again
-    automatically, and spot checks find what cannot be seen. Call this to have a method back that
-    was ruled out for a state that the model is no longer in.
+    automatically, and calls prove what cannot be seen. Call this to have a method back that was
+    ruled out for a state that the model is no longer in.
 
     Args:
         model: a transformers causal LM.
