@@ -159,15 +159,17 @@ class Generation:
                 self._call.model_kwargs,
                 self._own_code,
             )
+            excluded, why_eager = needed.excluded, needed.why_eager
+            if config.stable_text and why_eager is not None:
+                excluded = {"tree": why_eager, **excluded}
             choose = partial(
                 choose_verification,
                 model,
                 config=config,
                 num_rows=self._call.num_rows,
                 cache=needed.cache,
-                excluded=needed.excluded,
-                execution=self._execution,
-                why_eager=needed.why_eager,
+                excluded=excluded,
+                execution=self._execution if why_eager is None else "eager",
                 profile=self._profile,
             )
             if not self._is_warm(needed.cache, needed.is_padded):
@@ -180,6 +182,7 @@ class Generation:
             if found is None or found.attention != PACKED_ROWS:
                 found, self._company = None, None
             verification = found or choose(is_padded=needed.is_padded)
+            verification = verification._replace(why_eager=why_eager or verification.why_eager)
             may_differ = config.stable_text or self._around is not None
             if config.uses_products and not may_differ:
                 verification = with_products(verification, model, self._profile)

@@ -38,7 +38,6 @@ def choose_verification(
     cache: CacheKind = "dynamic",
     excluded: Mapping[Verification, str] | None = None,
     execution: Execution = "eager",
-    why_eager: str | None = None,
     profile: Profile | None = None,
 ) -> VerificationPlan:
     """Return the best verification method that is exact, checking those not checked yet.
@@ -50,7 +49,6 @@ def choose_verification(
         is_padded: whether the prompt has padding; several rows are taken to have some.
         excluded: methods that this call cannot use, and why.
         execution: requested execution of trees.
-        why_eager: why this call cannot have that execution; None if it can.
         profile: of the model in its present state; looked up if None.
 
     Raises:
@@ -70,7 +68,7 @@ def choose_verification(
 
     result_of = partial(_result_of, model, profile, cache, is_padded or is_batch)
     if stable_width is not None:
-        reason = excluded.get("tree") or why_eager or why_not_stable(model)
+        reason = excluded.get("tree") or why_not_stable(model)
         if reason is None:
             reason, attention = result_of("tree", (stable_width,))
         if reason is None:
@@ -80,9 +78,10 @@ def choose_verification(
             f"{reason}"
         )
     reasons: dict[Verification, str] = {}
+    why_eager: str | None = None
     for verification in SPECULATING if asked is None else (asked,):
         reason = excluded.get(verification)
-        if reason is None and verification == "tree" and execution != "eager" and why_eager is None:
+        if reason is None and verification == "tree" and execution != "eager":
             widths = widths_on(device_of_inputs(model))
             why_eager, attention = result_of(verification, widths)
             if why_eager is None:
