@@ -32,7 +32,7 @@ from lade.server.exchange import Exchange
 from lade.server.grammars import Grammars
 from lade.server.inference import Answering
 from lade.server.keys import ApiKeys, KeyOwner
-from lade.server.limits import Preparing, config_for
+from lade.server.limits import Preparing
 from lade.server.line import Line, Shares
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
@@ -268,14 +268,13 @@ class Routes:
         if exchange.owner.is_alone:
             asked.speculation = False
         exchange.asked = asked
-        exchange.config = config_for(asked, exchange.config)
         exchange.pools, tenant = self._pools.of(exchange.owner, asked)
         exchange.is_private = not tenant
         if isinstance(asked, Chat) and (schema := asked.schema_asked) is not None:
             exchange.grammar = await self._lookers.run(key, self._grammars.made, schema, tenant)
         await self._workers.run(key, self._preparing.prepare, exchange)
         if asked.num_logprobs is not None:
-            exchange.tokens = await self._workers.run(key, self._grammars.tokens)
+            exchange.tokens = await self._workers.run(key, lambda: self._grammars.tokens)
 
     async def _while_there(
         self, request: Request, exchange: Exchange, stage: Awaitable[Any]
