@@ -34,7 +34,6 @@ ORDER = [
         "transfer",
         "view",
         "tree",
-        "turns",
         "batch",
     ),
     *(
@@ -49,7 +48,7 @@ ORDER = [
         "forward",
         "outputs",
     ),
-    *("gpu", "probing", "decoder", "prewarming", "pools", "drafters", "hf"),
+    *("engine", "gpu", "probing", "decoder", "prewarming", "pools", "drafters", "hf"),
     *("batcher", "models", "bench", "chat", "server", "engines"),
 ]
 EDGE = ["cli"]  # may import all of it
@@ -119,6 +118,7 @@ CATCHES_ANYTHING = {
     "lade/decoder.py": 1,
     "lade/drafting/pool_drafter.py": 1,
     "lade/drafting/sources.py": 1,
+    "lade/engine.py": 4,
     "lade/engines/vllm.py": 1,
     "lade/errors.py": 1,
     "lade/gpu/graphs.py": 2,
@@ -127,11 +127,9 @@ CATCHES_ANYTHING = {
     "lade/models/embedded.py": 1,
     "lade/models/loading.py": 1,
     "lade/prewarming/tables.py": 1,
-    "lade/server/inference.py": 1,
     "lade/server/limits.py": 1,
-    "lade/server/routes.py": 2,
+    "lade/server/routes.py": 1,
     "lade/targets/joint.py": 1,
-    "lade/turns.py": 1,
     "ngram_pool/compiling.py": 1,
     "ngram_pool/store.py": 1,
 }

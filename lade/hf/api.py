@@ -33,6 +33,7 @@ from lade.compat import (
 from lade.config import Config
 from lade.drafters.merged import takes_pool
 from lade.drafting.drafter import Drafter
+from lade.engine import current_call
 from lade.errors import LadeError, PlainDecodingWarning, in_one_line
 from lade.hf.arguments import Arguments, OnStep
 from lade.hf.assistance import drafter_of, take_assistant
@@ -164,7 +165,8 @@ def _run(call: Call) -> Any:
     try:
         return Generation(call).run()
     finally:
-        release_workers()  # the next call may come in another thread
+        if current_call() is None:
+            release_workers()  # the next call may come in another thread
 
 
 def wrap(

@@ -34,6 +34,7 @@ from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.sources import Guard, Source
 from lade.drafting.speculator import Speculator
 from lade.drafting.successors import PromptHarvester, num_prompt_tokens
+from lade.engine import current_call
 from lade.errors import (
     DrafterWarning,
     EagerExecutionWarning,
@@ -74,7 +75,6 @@ from lade.targets.inputs import is_text_alone
 from lade.targets.rollback import cache_in, find_cache, length_of
 from lade.targets.rows import RowsTarget
 from lade.targets.trees import TreeTarget
-from lade.turns import current_seat
 from ngram_pool import NGramPool
 
 _NO_TIME = "max_time leaves none for what lade does once for a model, as lade.warm_up(model) does"
@@ -114,7 +114,7 @@ class Generation:
             or has_own_generate(call.model)
             or has_own_inputs(call.model)
         )
-        self._seat = None if is_apart else current_seat()
+        self._company = None if is_apart else current_call()
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
@@ -172,12 +172,12 @@ class Generation:
             if not self._is_warm(needed.cache, needed.is_padded):
                 return self._plainly(_NO_TIME), None, None
             found: VerificationPlan | None = None
-            if self._seat is not None and self._is_warm(needed.cache, is_padded=True):
+            if self._company is not None and self._is_warm(needed.cache, is_padded=True):
                 # Calls that share a forward are like rows of different lengths.
                 with suppress(UnsupportedModelError, UnsupportedOptionError):
                     found = choose(is_padded=True)
             if found is None or found.attention != PACKED_ROWS:
-                found, self._seat = None, None
+                found, self._company = None, None
             verification = found or choose(is_padded=needed.is_padded)
             may_differ = config.stable_text or self._around is not None
             if config.uses_products and not may_differ:
@@ -200,8 +200,8 @@ class Generation:
                 self._profile,
                 self.policy,
             )
-            if self._seat is not None and isinstance(target, TreeTarget):
-                target.take_seat(self._seat)
+            if self._company is not None and isinstance(target, TreeTarget | RowsTarget):
+                target.join(self._company)
         if attempt.failure is not None:  # plain decoding either hits the same error or works
             return VerificationPlan("plain", None, {"tree": attempt.failure}), None, None
         return verification, needed, target
@@ -439,7 +439,7 @@ class Generation:
                     keeps_widths=verification.execution != "eager",
                     by_view=is_around,
                     plain_prompts=self._own_code is not None and not is_around,
-                    pure_prompts=self._call.num_rows == 1 and self._seat is None,
+                    pure_prompts=self._call.num_rows == 1 and self._company is None,
                 ),
             ),
             overlaps,
@@ -474,7 +474,7 @@ class Generation:
             self._cache = target.hand_over(self._cache)
         if decoder.failure is None:
             target.release()
-            self._profile.warm.add((needed.cache, needed.is_padded or self._seat is not None))
+            self._profile.warm.add((needed.cache, needed.is_padded or self._company is not None))
         self._say_why_eager(verification, target)
         return self._result(text, outputs, stats)
 

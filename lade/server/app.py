@@ -8,7 +8,6 @@ import logging
 import signal
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -76,18 +75,15 @@ class Server:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             made = socket.create_server((host, port), family=family, backlog=_BACKLOG)
             self._socket = stack.enter_context(made)
-            batcher = stack.enter_context(
-                Batcher(
-                    loaded.model,
-                    max_batch_size=options.max_batch_size,
-                    max_batch_tokens=options.max_batch_tokens,
-                )
+            batcher = Batcher(
+                loaded.model,
+                max_batch_size=options.max_batch_size,
+                max_batch_tokens=options.max_batch_tokens,
             )
-            with ThreadPoolExecutor(1) as thread:
-                thread.submit(batcher.run, partial(_warm_up, loaded, options)).result()
+            batcher.run(partial(_warm_up, loaded, options))
             hosts = names_of(host, options.allowed_hosts)
-            routes = Routes(loaded, name, batcher, options, hosts, stack)
-            self.keys, self._answering = routes.keys, routes.answering
+            routes = Routes(loaded, name, batcher.engine, options, hosts, stack)
+            self.keys, self._engine = routes.keys, batcher.engine
             self._uvicorn = _Uvicorn(routes, options)
             self._stack = stack.pop_all()
         address, port, *_ = self._socket.getsockname()
@@ -122,7 +118,7 @@ class Server:
         self._finish()
 
     def _finish(self) -> None:
-        self._answering.wait(END_SEC)
+        self._engine.wait(END_SEC)  # not longer, whatever forward it may be in
         self._stack.close()
 
 

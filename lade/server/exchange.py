@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -61,7 +62,8 @@ class Exchange:
     last_token: float | None = None
     num_prompt_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)  # of the answer
-    leave: Callable[[], None] = lambda: None  # gives its place in the line back
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # or ended before that
+    answer: "Future[None] | None" = None  # of the engine
     pieces: "asyncio.Queue[list[AnswerPiece] | None]" = field(default_factory=asyncio.Queue)
     stats: DecodeStats | None = None
     logprobs: list[Logprob] = field(default_factory=list)
@@ -72,9 +74,11 @@ class Exchange:
         self.deadline = perf_counter() + self.timeout_sec
 
     def end(self, error: ApiError) -> None:
-        """End it before its next token; the first reason stays."""
+        """End it before its next token, or its turn; the first reason stays."""
         if self.error is None:
             self.error = error
+        if self.answer is not None:
+            self.answer.cancel()
 
     def check(self) -> None:
         """Raise why it is to end, if it is."""

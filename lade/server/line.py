@@ -29,16 +29,6 @@ class Line:
         self._running: Counter[str] = Counter()
         self._refusal: ApiError | None = None
 
-    @property
-    def num_waiting(self) -> int:
-        """Those whose turn has not come."""
-        return sum(map(len, self._waiting.values()))
-
-    @property
-    def num_running(self) -> int:
-        """Those whose turn it is."""
-        return self._running.total()
-
     async def enter(self, key: str = "") -> Leave:
         """Wait for one's turn; return what gives the place back, once however often it is called.
 
@@ -96,7 +86,7 @@ class Line:
                 turn.set_result(self._taken(key))
 
     def _is_free(self, key: str) -> bool:
-        return self.num_running < self._num_places and self._running[key] < self._max_places
+        return self._running.total() < self._num_places and self._running[key] < self._max_places
 
     def _taken(self, key: str) -> Leave:
         """Take a place; return what gives it back."""

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from lade.batcher import Batcher
+from lade.engine import Engine
 from lade.hosts import is_known
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
@@ -54,7 +54,7 @@ class Routes:
     """Lets requests in, and answers them; an ASGI application.
 
     Args:
-        loaded, batcher: the model.
+        loaded, engine: the model.
         name: what clients call it.
         options: of the server.
         hosts: names that clients may call the server by; None for any.
@@ -65,7 +65,7 @@ class Routes:
         self,
         loaded: LoadedModel,
         name: str,
-        batcher: Batcher,
+        engine: Engine,
         options: ServerOptions,
         hosts: Container[str] | None,
         stack: ExitStack,
@@ -76,13 +76,11 @@ class Routes:
         self._pools = stack.enter_context(closing(UserPools(loaded, options)))
         self._grammars = Grammars(loaded)
         self._preparing = Preparing(loaded, options)
-        self.answering = Answering(loaded, batcher, options.drafter)
-        size = options.max_batch_size if batcher.is_joint else 1
-        logger.info("requests are answered %s", "together" if size > 1 else "one by one")
-        # Whoever waits for others in the batcher waits for whole answers, out of any order.
-        self._line = Line(options.max_queue, size, max(1, size - 1))
+        self._answering = Answering(loaded, engine, options.drafter)
+        is_one_by_one = engine.num_places == 1
+        logger.info("requests are answered %s", "one by one" if is_one_by_one else "together")
         prefixes = Profiles.of(loaded.model).prefixes
-        self._metrics = Metrics(name, self._line, self._pools.store, prefixes)
+        self._metrics = Metrics(name, engine, self._pools.store, prefixes)
         num_waiting = options.max_queue + options.max_batch_size
         # For threads that prepare requests, of which one key leaves some to others, and schemas.
         self._workers, self._lookers = Line(num_waiting, 4, 2), Line(num_waiting, 1, 1)
@@ -149,8 +147,11 @@ class Routes:
     async def close(self, grace_sec: float) -> None:
         """Let nobody in any more, and end what is under way, after a while by force."""
         self._is_closing = True
-        for each in (self._line, self._workers, self._lookers):
+        for each in (self._workers, self._lookers):
             each.refuse(shutting_down())
+        for exchange in self._open:
+            if exchange.admitted is None:
+                exchange.end(shutting_down())
         for sec in (grace_sec, END_SEC):
             with suppress(TimeoutError):
                 async with asyncio.timeout(sec):
@@ -178,14 +179,8 @@ class Routes:
         exchange.arrived = perf_counter()
         await self._prepared(kind, exchange, data)
         del data
-        exchange.leave = await self._line.enter(exchange.of_whom)
-        exchange.admitted = perf_counter()
+        await self._answering.begin(exchange, self._options.max_queue)
         self._let_go(exchange)
-        try:
-            self.answering.begin(exchange)
-        except BaseException:
-            exchange.leave()
-            raise
         answer = ToldAnswer(exchange, self._name)
         headers = {_REQUEST_ID: exchange.request_id}
         if exchange.asked.stream:
