@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 # Longer than clients keep idle connections, or these would now and then use one just closed.
 _KEEP_ALIVE_SEC = 75
-_TICK_SEC = 0.1  # uvicorn's, after which it sees a signal
 
 
 class Server:
@@ -123,7 +122,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Stops as it should: nobody new, and a while for what is under way."""
+    """Gives what is under way a while when it is told to stop."""
 
     def __init__(self, routes: Routes, options: ServerOptions) -> None:
         super().__init__(
@@ -136,23 +135,19 @@ class _Uvicorn(uvicorn.Server):
                 access_log=False,
                 proxy_headers=False,  # anybody can write these: addresses take turns
                 timeout_keep_alive=_KEEP_ALIVE_SEC,
-                timeout_graceful_shutdown=int(END_SEC),  # of what is not let in
+                timeout_graceful_shutdown=int(options.grace_sec + 2 * END_SEC),
             )
         )
         self._routes = routes
         self._grace_sec = options.grace_sec
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let nobody in, and listen until all is answered, for `/health` tells; then hang up."""
+        """Let nobody in, and wait until all is answered, or until Ctrl-C comes once more."""
         logger.info("shutting down; running answers have %g s", self._grace_sec)
         closing = asyncio.create_task(self._routes.close(self._grace_sec))
-        while not self.force_exit and not closing.done():
-            await asyncio.wait({closing}, timeout=_TICK_SEC)
-        if self.force_exit:  # Ctrl-C, once more
-            closing.cancel()
-            for connection in [*self.server_state.connections]:
-                connection.transport.abort()  # which ends what is answered there
         await super().shutdown(sockets)
+        closing.cancel()
+        await asyncio.wait({closing})
 
 
 def _warm_up(loaded: LoadedModel, options: ServerOptions) -> None:

@@ -74,8 +74,7 @@ def _told(exchange: Exchange, answer: Future[None]) -> None:
     elif failure is not None and exchange.error is None:  # the model's or its processors'
         logger.error("an answer failed", exc_info=failure)
         exchange.end(failed())
-    exchange.in_loop(exchange.pieces.put_nowait, None)
-    exchange.in_loop(exchange.begun.set)
+    exchange.in_loop(exchange.finish)
 
 
 def _answer(exchange: Exchange, loaded: LoadedModel, drafter: Drafter | None) -> None:

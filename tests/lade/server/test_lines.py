@@ -43,6 +43,12 @@ def connected(client: Client, source: str | None = None) -> socket.socket:
     return socket.create_connection((url.host, url.port or 0), 60, source_address=found)
 
 
+def is_listening(client: Client) -> bool:
+    with suppress(ConnectionRefusedError), connected(client):
+        return True
+    return False
+
+
 def sent(client: Client, body: Json, promised: int = 0, receive: int | None = None) -> Any:
     """Ask without reading the answer; `promised` bytes more never come."""
     url, connection = httpx.URL(client.url), socket.socket()
@@ -96,25 +102,19 @@ def test_answers_come_in_order_of_arrival_and_more_are_sent_away(
     loaded: LoadedModel, threads: ThreadPoolExecutor
 ) -> None:
     with serving(loaded, max_queue=3, max_batch_size=1) as client, Paced() as pace:
-        order: list[int] = []
-
-        def ask(number: int) -> str:
-            text = client.text(max_tokens=3)
-            order.append(number)
-            return text
-
         answers = []
         for number in range(4):
-            answers.append(threads.submit(ask, number))
+            answers.append(threads.submit(client.text, max_tokens=3))
             wait_until(lambda: client.metric(RUNNING) == 1)
             wait_until(lambda n=number: client.metric(WAITING) == n)  # type: ignore[misc]
         refused = client.post(json=SHORT)
         assert error_of(refused, 429)["code"] == "queue_full"
         assert 1 <= int(refused.headers["retry-after"]) <= 60
-        pace.free()
         expected = plain_text(loaded, max_new_tokens=3)
-        assert [answer.result() for answer in answers] == [expected] * 4
-        assert order == [0, 1, 2, 3]
+        for number, answer in enumerate(answers):
+            pace.let(3)  # which is one answer
+            assert answer.result(60) == expected
+            assert not any(each.done() for each in answers[number + 1 :])
 
 
 def test_a_key_that_floods_turns_nobody_else_away(
@@ -230,7 +230,7 @@ def test_addresses_that_a_client_writes_get_no_turns_of_their_own(
         assert sorted(each.result().status_code for each in asked) == [200, 200, 429, 429]
 
 
-def test_a_request_has_one_length_and_no_endless_name(loaded: LoadedModel) -> None:
+def test_a_request_has_one_length(loaded: LoadedModel) -> None:
     with serving(loaded) as client, connected(client) as connection:
         connection.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -239,8 +239,6 @@ def test_a_request_has_one_length_and_no_endless_name(loaded: LoadedModel) -> No
         )
         answer = b"".join(iter(lambda: connection.recv(4096), b""))  # to its close
         assert answer.startswith(b"HTTP/1.1 400")
-        answers = [client.post(json=SHORT, headers={"x-request-id": "a" * n}) for n in (256, 257)]
-    assert [each.status_code for each in answers] == [200, 400]
 
 
 def test_who_never_reads_is_hung_up(loaded: LoadedModel) -> None:
@@ -301,13 +299,11 @@ def test_a_stop_finishes_what_runs_and_turns_away_the_rest(
         waiting = threads.submit(client.post, json=SHORT)
         wait_until(lambda: client.metric(WAITING) == 1)
         closing = threads.submit(client.server.close)
-        for refused in (waiting.result(), client.post(json=SHORT), client.get("/health")):
-            assert error_of(refused, 503)["code"] == "shutting_down"
+        assert error_of(waiting.result(), 503)["code"] == "shutting_down"
+        wait_until(lambda: not is_listening(client))
         pace.free()
         assert text_of(running.result()) == plain_text(loaded, max_new_tokens=20)
         closing.result()
-        with pytest.raises(httpx.ConnectError):
-            client.get("/health")
 
 
 def test_a_stop_ends_what_runs_for_too_long(
