@@ -293,7 +293,7 @@ class Speculator:
                 return dict.fromkeys(drafts, max(drawn.values())) | drawn
         probs = [*map(attrgetter("probs"), drafts.values())]
         if len(probs) != 1:
-            return dict(zip(drafts, budget.nums_of_nodes(probs), strict=True))
+            return dict(zip(drafts, budget.nums_of_nodes(probs, runner.price), strict=True))
         num_beside = 0 if window is None else window.num_cells
         num = budget.num_nodes(probs, runner.num_pending + num_beside, runner.price)
         # The slots that pad a forward to its width may as well hold draft tokens.

@@ -14,8 +14,8 @@ from prometheus_client import (
 )
 from prometheus_client.core import GaugeMetricFamily
 
+from lade.engine import Engine
 from lade.server.exchange import Exchange
-from lade.server.line import Line
 from lade.targets.prefixes import PrefixStore
 from ngram_pool import PoolStore
 
@@ -57,10 +57,15 @@ class Metrics:
     """All metrics of a server, in a registry of its own."""
 
     def __init__(
-        self, model_name: str, line: Line, store: PoolStore, prefixes: PrefixStore
+        self, model_name: str, engine: Engine, store: PoolStore, prefixes: PrefixStore
     ) -> None:
         self._registry = registry = CollectorRegistry()
-        self._name, self._line, self._store, self._prefixes = (model_name, line, store, prefixes)
+        self._name, self._engine, self._store, self._prefixes = (
+            model_name,
+            engine,
+            store,
+            prefixes,
+        )
         of_model: Any = {"labelnames": ("model_name",), "registry": registry}
         # With their labels, they are shown from the start.
         self._counters = {
@@ -114,10 +119,10 @@ class Metrics:
 
     def collect(self) -> Iterable[Any]:
         """Yield the queue's and the pools' numbers, which are read when somebody asks."""
-        line, pools, prefixes = self._line, self._store.stats, self._prefixes
+        engine, pools, prefixes = self._engine, self._store.stats, self._prefixes
         for name, text, value in (
-            ("vllm:num_requests_running", "Requests in decoding.", line.num_running),
-            ("vllm:num_requests_waiting", "Requests that wait.", line.num_waiting),
+            ("vllm:num_requests_running", "Requests in decoding.", engine.num_running),
+            ("vllm:num_requests_waiting", "Requests that wait.", engine.num_waiting()),
             ("lade:prefix_bytes", "Memory of keys and values that are kept.", prefixes.num_bytes),
             ("lade:pool_memory_bytes", "Memory of pools.", pools.memory_bytes),
             ("lade:pool_disk_bytes", "Size of their files.", pools.disk_bytes),

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from lade.batch import Text
 from lade.compat import CACHE, Model
 from lade.drafting.drafts import chain
+from lade.engine import EngineCall
 from lade.targets.base import Forward, Output, Target
 from lade.targets.inputs import CONTINUED
 from lade.targets.joint import JoinedCall, run_as_one
@@ -91,6 +92,7 @@ class RowsTarget(Target):
         self._originals = [keys.index(key) for key in keys]
         self._num_prompt = [row.input_ids.shape[1] for row in rows]
         self._starts = [max(self._num_prompt) - num for num in self._num_prompt]
+        self._company: EngineCall | None = None  # with whose parts these run
 
     @property
     def num_cached(self) -> list[int]:
@@ -141,7 +143,7 @@ class RowsTarget(Target):
     def _run_prompts(self, rows: Sequence[int], is_plain: bool) -> list[Tensor]:
         """Return the logits of the prompts' last tokens, [1, 1, vocab_size] each."""
         targets, parts = [self._all[row] for row in rows], list[JoinedCall]()
-        if len(rows) > 1:
+        if len(rows) > 1 and self._company is None:  # else in pieces
             num_tokens = sum(self._num_prompt[row] for row in rows)
             of_rows = [each.prompt(num_tokens) for each in targets if isinstance(each, TreeTarget)]
             parts = [part for part in of_rows if part is not None]
@@ -168,7 +170,28 @@ class RowsTarget(Target):
             for target, own in zip(self._rows, inputs, strict=True)
             if isinstance(target, TreeTarget)
         ]
-        return Output(run_as_one(parts))
+        if self._company is None:
+            return Output(run_as_one(parts))
+        outputs = self._company.run(parts)
+        return Output(torch.cat([output.logits for output in outputs], dim=1))
+
+    def join(self, company: EngineCall) -> None:
+        """Run forwards together with those of other calls, where all rows may."""
+        targets = [each for each in self._all if isinstance(each, TreeTarget)]
+        if len(targets) == len(self._all) and all(each.may_join for each in targets):
+            self._company = company
+            for target in targets:
+                target.join(company)
+
+    @property
+    def is_timing_valid(self) -> bool:
+        """Whether the last forward ran the rows' own nodes alone."""
+        return self._company is None or not self._company.has_company
+
+    @property
+    def price(self) -> float | None:
+        """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
+        return None if self._company is None else self._company.price
 
     def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
         """Run the first row's root as `generate` runs single tokens, and the others' as ever."""

@@ -395,7 +395,5 @@ def test_the_one_model_is_listed_and_tells_no_path(loaded: LoadedModel, tmp_path
         missing = client.get("/v1/models/other")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
         assert httpx.get(f"{client.base}/health").json() == {"status": "ok"}
-        answer = client.post(
-            json={"messages": QUESTION, "max_tokens": 2}, headers={"x-request-id": "a1"}
-        )
-        assert (answer.headers["x-request-id"], answer.json()["id"]) == ("a1", "a1")
+        answer = client.post(json={"messages": QUESTION, "max_tokens": 2})
+        assert answer.headers["x-request-id"] == answer.json()["id"]
