@@ -91,7 +91,7 @@ class Pass(NamedTuple):
     counters: dict[str, Any]  # of the engine and its drafter
 
 
-class Engine:
+class SteppedEngine:
     """vLLM's engine, stepped by its clients."""
 
     def __init__(self, job: EngineJob) -> None:
@@ -205,7 +205,7 @@ class Engine:
 
 def answered(job: EngineJob) -> list[Pass]:
     """Return all passes of a method, in this process, which vLLM's engine shares."""
-    engine = Engine(job)
+    engine = SteppedEngine(job)
     first = [[number + 1, *range(5, 13)] for number in range(min(max(job.concurrency), 4))]
     engine.run(first, len(first), 1, 8)  # so that nothing is compiled or allocated later
     return [

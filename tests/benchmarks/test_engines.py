@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import lade
 from benchmarks import engines
 from benchmarks.__main__ import app
-from benchmarks.engines import Engine, EngineJob, Pass, RequestAnswer, answered, summarise
+from benchmarks.engines import EngineJob, Pass, RequestAnswer, SteppedEngine, answered, summarise
 
 JOB = EngineJob("folder", "float32", [[10], [20], [30], [40], [50]], [2, 1], 5, method="ngram")
 
@@ -108,7 +108,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("vllm")
 def test_clients_send_their_next_prompt_once_they_have_an_answer() -> None:
-    engine = Engine(JOB)
+    engine = SteppedEngine(JOB)
     found = engine.run(JOB.prompts, 2, 1, 5)
     assert [answer.token_ids for answer in found.answers] == [
         [*range(start + 1, start + 6)] for start in (10, 20, 30, 40, 50)
