@@ -22,6 +22,7 @@ from lade.hf.api import check_ids, generate
 from lade.hf.pools import Pools
 from lade.openmp import release_workers
 from lade.stats import Step
+from lade.targets.joint import JointForwards
 
 _Result = TypeVar("_Result")
 _SHARE_OF_MEMORY = 0.5
@@ -93,8 +94,9 @@ class Batcher:
             texts = [request.result() for request in requests]
 
     Each has options, pool and random numbers of its own, and the text it would have alone. All
-    methods may be called from any thread. Calls of several rows, and those of models whose
-    forwards cannot run together, are answered one after the other; `why_not_joint` says why.
+    methods may be called from any thread. Calls of models whose forwards cannot run together are
+    answered one after the other; `why_not_joint` says why. Whatever code of yours a call has, such
+    as `on_step` or processors, runs in the batcher's thread, which ends with the process.
 
     Args:
         model: a transformers causal LM. Nobody else may run it meanwhile.
@@ -133,7 +135,8 @@ class Batcher:
         if max_batch_tokens is None:
             max_batch_tokens = _tokens_that_fit(model)
         device = device_of_inputs(without_compiler(model))
-        self.engine = Engine(device, max_batch_size, max_batch_tokens, stall_sec)
+        self._forwards = JointForwards()
+        self.engine = Engine(self._forwards, device, max_batch_size, max_batch_tokens, stall_sec)
         self._is_closed = False
         release_workers()  # of this thread, which may have loaded the model
 
@@ -145,7 +148,7 @@ class Batcher:
     @property
     def why_not_joint(self) -> str | None:
         """Why forwards of the model do not run together; None as long as they do."""
-        return self.engine.forwards.why_not
+        return self._forwards.why_not
 
     def submit(
         self, input_ids: Tensor | None = None, *, seed: int | None = None, **options: Any
@@ -153,7 +156,7 @@ class Batcher:
         """Begin a call as soon as there is room for it.
 
         Args:
-            input_ids: int64 [1, num_tokens]; several rows run, but not beside other calls.
+            input_ids: int64 [num_rows, num_tokens].
             seed: of what the call draws: its tokens are those of `generate` after
                 `torch.manual_seed(seed)`, as long as no thread but those of the batcher draws from
                 torch's default generator. None for one that nobody knows.

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextvars import ContextVar, copy_context
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from greenlet import getcurrent, greenlet
 
 from lade.openmp import release_workers
-from lade.targets.joint import JoinedCall, JointForwards
 
 _Result = TypeVar("_Result")
 
@@ -30,6 +29,20 @@ _LEAST_PIECE = 16
 _SAFE = 0.8  # share of the time to plan for: the next tokens may see many more, and take longer
 
 
+class Together(Protocol):
+    """Runs parts of a forward."""
+
+    why_not: str | None  # parts of several calls do not run together any more
+    price: float | None  # tokens that a draft token must add for all calls to gain by it, if known
+
+    @property
+    def is_check_due(self) -> bool:
+        """Whether a part of the next forward runs twice."""
+
+    def __call__(self, parts: Sequence[Any], /) -> list[Any]:
+        """Run parts; return for each its output, or the exception that it raised."""
+
+
 class Engine:
     """Runs calls of one model in a thread of its own, which lives while there are any.
 
@@ -38,6 +51,7 @@ class Engine:
     wait for more, but each only by as many tokens as there are, so that its turn comes.
 
     Args:
+        forwards: runs what calls ask for.
         device: of the model, whose default generator calls draw from.
         max_calls: that run at once.
         max_tokens: of all calls that run; a call of more runs alone. None for any number.
@@ -47,8 +61,14 @@ class Engine:
     """
 
     def __init__(
-        self, device: torch.device, max_calls: int, max_tokens: int | None, stall_sec: float
+        self,
+        forwards: Together,
+        device: torch.device,
+        max_calls: int,
+        max_tokens: int | None,
+        stall_sec: float,
     ) -> None:
+        self.forwards = forwards
         self._device = device
         self._max_calls, self._max_tokens = max_calls, max_tokens
         self._lock = threading.Lock()
@@ -60,7 +80,6 @@ class Engine:
         self._ready = deque[EngineCall]()
         self._asking: list[EngineCall] = []
         self._later: list[EngineCall] = []  # those that want to run a piece of a prompt
-        self.forwards = JointForwards()
         #: Whether a call was found whose forwards may run together with others.
         self.is_joint = False
         #: Tokens of prompts that run between two steps, or with one, by the time that they take.
@@ -87,10 +106,7 @@ class Engine:
         return self._max_calls if self.is_joint and self.forwards.why_not is None else 1
 
     def submit(
-        self,
-        function: Callable[[], _Result],
-        num_tokens: int = 0,
-        owner: str = "",
+        self, function: Callable[[], _Result], num_tokens: int = 0, owner: str = ""
     ) -> "Future[_Result]":
         """Call a function that generates as soon as there is room for it.
 
@@ -314,7 +330,7 @@ class EngineCall:
         self.future = Future[Any]()
         self.interrupt: BaseException | None = None
         self.num_passed = self.num_left = self.num_before = 0
-        self.asked: Sequence[JoinedCall] = ()
+        self.asked: Sequence[Any] = ()
         self.results: Sequence[Any] = ()
         self.states: list[torch.Tensor] | None = None
         self._function = function
@@ -354,7 +370,7 @@ class EngineCall:
         """Note that forwards of this call may run together with those of others."""
         self.engine.is_joint = True
 
-    def run(self, parts: Sequence[JoinedCall]) -> list[Any]:
+    def run(self, parts: Sequence[Any]) -> list[Any]:
         """Run parts of a forward, together with those of the other calls.
 
         Returns:

@@ -34,6 +34,7 @@ ORDER = [
         "transfer",
         "view",
         "tree",
+        "engine",
         "batch",
     ),
     *(
@@ -48,7 +49,7 @@ ORDER = [
         "forward",
         "outputs",
     ),
-    *("engine", "gpu", "probing", "decoder", "prewarming", "pools", "drafters", "hf"),
+    *("gpu", "probing", "decoder", "prewarming", "pools", "drafters", "hf"),
     *("batcher", "models", "bench", "chat", "server", "engines"),
 ]
 EDGE = ["cli"]  # may import all of it

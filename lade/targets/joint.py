@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,41 +70,6 @@ class JoinedCall:
     def num_kept(self) -> int:
         """Last tokens that have logits."""
         return self.num_tokens if self.num_logits is None else self.num_logits
-
-
-class Company(Protocol):
-    """The other calls of an engine, as a call's target sees them."""
-
-    @property
-    def has_company(self) -> bool:
-        """Whether other calls run, too; a forward may then have waited for them."""
-
-    @property
-    def price(self) -> float | None:
-        """Tokens that a draft token must add to be worth its cost; None for a call alone."""
-
-    @property
-    def piece(self) -> int:
-        """Number of tokens of a prompt to run in one piece."""
-
-    def join(self) -> None:
-        """Note that forwards of this call may run together with those of others."""
-
-    def run(self, parts: Sequence[JoinedCall]) -> list[Any]:
-        """Run parts of a forward, together with those of the other calls; return their outputs."""
-
-    def allot(self, num_tokens: int) -> int:
-        """Wait for a step that has room for a prompt; return how many of its tokens run then.
-
-        The shortest goes first, so that none waits for longer ones; but each token of others that
-        goes before a prompt counts as one of its own that has run, so that the turn of all comes.
-        """
-
-    def pause(self) -> None:
-        """Let others go on before a piece of a prompt is run alone."""
-
-    def end_piece(self, num_tokens: int) -> None:
-        """Learn from a piece that was run alone."""
 
 
 class JointForwards:

@@ -11,9 +11,10 @@ from torch.nn.functional import pad
 from lade.batch import Text
 from lade.compat import CACHE, Model
 from lade.drafting.drafts import chain
+from lade.engine import EngineCall
 from lade.targets.base import Forward, Output, Target
 from lade.targets.inputs import CONTINUED
-from lade.targets.joint import Company, JoinedCall, run_as_one
+from lade.targets.joint import JoinedCall, run_as_one
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree
 
@@ -91,7 +92,7 @@ class RowsTarget(Target):
         self._originals = [keys.index(key) for key in keys]
         self._num_prompt = [row.input_ids.shape[1] for row in rows]
         self._starts = [max(self._num_prompt) - num for num in self._num_prompt]
-        self._company: Company | None = None  # with whose parts these run
+        self._company: EngineCall | None = None  # with whose parts these run
 
     @property
     def num_cached(self) -> list[int]:
@@ -174,7 +175,7 @@ class RowsTarget(Target):
         outputs = self._company.run(parts)
         return Output(torch.cat([output.logits for output in outputs], dim=1))
 
-    def join(self, company: Company) -> None:
+    def join(self, company: EngineCall) -> None:
         """Run forwards together with those of other calls, where all rows may."""
         targets = [each for each in self._all if isinstance(each, TreeTarget)]
         if len(targets) == len(self._all) and all(each.may_join for each in targets):

@@ -21,11 +21,12 @@ from lade.compat import (
     prefill,
     prepares_as_usual,
 )
+from lade.engine import EngineCall
 from lade.errors import MisfitError
 from lade.products.choice import FastViews
 from lade.targets.base import Forward, Target
 from lade.targets.inputs import TOKEN_TYPES, chooses_logits, extended, is_text_alone, num_slots_of
-from lade.targets.joint import Company, JoinedCall
+from lade.targets.joint import JoinedCall
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import Kind, LayerKind, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
@@ -112,7 +113,7 @@ class TreeTarget(Target):
         self._products = products
         #: Whether its forwards may be parts of one.
         self.takes_parts = not self._outputs and takes_parts(model, layout, attention)
-        self._company: Company | None = (
+        self._company: EngineCall | None = (
             None  # where forwards run together with those of other calls
         )
         self._was_joint = False  # whether the last forward ran, or may have waited, with others
@@ -178,7 +179,7 @@ class TreeTarget(Target):
             num_rows = min(num_rows, self._company.piece)
         return self._products.view(model) if self._products.pays(num_rows) else model
 
-    def _joint_prefill(self, company: Company, num_logits: int) -> Forward | None:
+    def _joint_prefill(self, company: EngineCall, num_logits: int) -> Forward | None:
         """Run a prompt in the forwards of other calls; None where there are none, or it cannot."""
         num_tokens, positions = self._input_ids.shape[1], self._prompt_positions()
         if not company.has_company or positions is None:
@@ -242,7 +243,7 @@ class TreeTarget(Target):
         self.cache.take_over(other.cache)
         self.begin()
 
-    def _in_pieces(self, model: Model, company: Company) -> tuple[Model, GenerationConfig]:
+    def _in_pieces(self, model: Model, company: EngineCall) -> tuple[Model, GenerationConfig]:
         """Return a view that lets other calls go on before each piece, and options with its size.
 
         A prompt that has more than tokens, such as images, or one that transformers would run
@@ -309,7 +310,7 @@ class TreeTarget(Target):
         output: Forward = view(**inputs)
         return output
 
-    def _ask(self, company: Company, part: JoinedCall) -> Forward:
+    def _ask(self, company: EngineCall, part: JoinedCall) -> Forward:
         """Run a forward together with those of other calls."""
         output: Forward = company.run([part])[0]
         self._was_joint = part.was_joint or company.has_company
@@ -331,7 +332,7 @@ class TreeTarget(Target):
         kind = (id(self._model), self.attention, self._products, is_inference, *shape)
         return JoinedCall(kind, view, inputs, undo, self._num_committed, num_logits, is_inference)
 
-    def join(self, company: Company) -> None:
+    def join(self, company: EngineCall) -> None:
         """Run forwards together with those of other calls of the model, where that is exact."""
         if self.may_join:
             self._company = company

@@ -109,7 +109,11 @@ class Paced:
 
     def __enter__(self) -> "Paced":
         self._put = _Relay.put
-        put: Any = lambda relay, value: self._paced(relay, value)
+        pace = self
+
+        def put(self: _Relay, value: torch.Tensor) -> None:
+            pace._paced(self, value)
+
         _Relay.put = put  # type: ignore[method-assign]
         return self
 
