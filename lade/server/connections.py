@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from lade.server.line import Shares
+from lade.server.sharing import Shares
 
 # A client that has begun a request has so long to send its headers.
 HEADER_SEC = 20.0

@@ -32,10 +32,10 @@ from lade.server.grammars import Grammars
 from lade.server.inference import Answering
 from lade.server.keys import ApiKeys, KeyOwner
 from lade.server.limits import Preparing
-from lade.server.line import Shares, Workers
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
 from lade.server.requests import Asked, Chat, Completion, read
+from lade.server.sharing import Shares, Workers
 from lade.server.users import UserPools
 
 logger = logging.getLogger(__name__)

@@ -36,6 +36,7 @@ ALONE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")  # batches are plain
 @pytest.mark.parametrize(("family", "options"), ALONE)
 def test_models_that_go_alone_take_turns(family: str, options: dict[str, Any]) -> None:
     wrong, batcher = num_wrong(tiny_model(family, **options), 8, seed=3)

@@ -1,4 +1,4 @@
-"""What requests share fairly: threads that prepare them, and whatever else is limited."""
+"""What all keys have a share of, before their turns come: connections, memory, threads."""
 
 import asyncio
 from collections import Counter
@@ -10,26 +10,25 @@ from lade.server.exchange import Exchange
 
 
 class Workers:
-    """Threads that prepare requests, of which one key leaves some to others.
+    """Threads that prepare requests: so many at once, and of one key.
 
-    Args:
-        num_places, max_places: how many work at once, for all keys and for one.
+    Whoever waits behind those of its own key waits for that many of each other, and no more.
     """
 
-    def __init__(self, num_places: int, max_places: int) -> None:
-        self._places, self._max_places = asyncio.Semaphore(num_places), max_places
-        self._of_keys = WeakValueDictionary[str, asyncio.Semaphore]()  # of those that ask now
+    def __init__(self, most: int, most_of_key: int) -> None:
+        self._all, self._most_of_key = asyncio.Semaphore(most), most_of_key
+        self._of_key: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, exchange: Exchange, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function in a thread; its place is taken until it ends, whoever waits for it.
+        """Run a function in a thread, when it is the turn of an exchange.
 
         Raises:
             ApiError: the exchange has ended meanwhile.
         """
-        of_key = asyncio.Semaphore(self._max_places)
-        async with self._of_keys.setdefault(exchange.of_whom, of_key), self._places:
+        of_key = asyncio.Semaphore(self._most_of_key)
+        async with self._of_key.setdefault(exchange.of_whom, of_key), self._all:
             exchange.check()
-            return await asyncio.to_thread(function, *args)
+            return await asyncio.get_running_loop().run_in_executor(None, function, *args)
 
 
 class Shares:
