@@ -149,8 +149,10 @@ class Preparing:
 
     def _check_beginning(self, text: str, what: str) -> None:
         """Refuse text of far more tokens than it may have, without making them all."""
-        most, num_tokens = self._max_prompt_tokens, 0
-        for begin in range(0, len(text), _PIECE_CHARS) if most is not None else ():
+        if (most := self._max_prompt_tokens) is None:
+            return
+        num_tokens = 0
+        for begin in range(0, len(text), _PIECE_CHARS):
             num_tokens += len(self._tokens(text[begin : begin + _PIECE_CHARS]))
             if num_tokens > _SLACK * most:
                 self._check_length(num_tokens, what)
