@@ -62,10 +62,7 @@ class Server:
     ) -> None:
         options = ServerOptions() if options is None else options
         if getattr(loaded.tokenizer, "_tokenizer", None) is None:
-            raise UserError(
-                f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}, which cannot "
-                "be streamed"
-            )
+            raise UserError(f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}")
         # Of a folder clients are told its name alone, not where it lies.
         name = Path(loaded.name).name if Path(loaded.name).exists() else loaded.name
         self.name = name = options.model_name or name
