@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ngram_pool import NGramPool
 from ngram_pool.checks import positive

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 from inspect import signature
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
@@ -71,7 +70,7 @@ def _as_parts(value: Any) -> Any:
 
 
 def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str) else [] if value is None else value
 
 
 # One form of each field, so that an error names the place in the request and nothing else.
@@ -136,7 +135,7 @@ class Asked(_Strict):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[_Stop], Field(max_length=4), BeforeValidator(_as_list)] | None = None
+    stop: Annotated[list[_Stop], Field(max_length=4), BeforeValidator(_as_list)] = []
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     user: _Name | None = None
     n: _One = None
@@ -171,16 +170,6 @@ class Asked(_Strict):
         if self.temperature and self.temperature < _LOWEST_TEMPERATURE:
             raise _wrong("temperature", f"expected 0 or at least {_LOWEST_TEMPERATURE}")
         return self
-
-    @property
-    def speculates(self) -> bool:
-        """Whether anything is to be drafted."""
-        return self.speculation is not False
-
-    @property
-    def stops(self) -> Sequence[str]:
-        """Texts before which the answer ends."""
-        return self.stop or []
 
     @property
     def num_logprobs(self) -> int | None:
