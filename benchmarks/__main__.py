@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.prompts import Half, choose
-from lade.cli.failures import line_of
+from lade.cli import line_of
 from lade.cli.options import (
     Dtype,
     DtypeOption,

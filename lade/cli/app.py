@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lade.cli.failures import Telling
 from lade.cli.options import (
     DraftOptions,
     LearningOptions,
@@ -68,7 +67,7 @@ def root(
     ] = False,
 ) -> None:
     """Handle the options given before a command."""
-    context.ensure_object(Telling).has_tracebacks = debug
+    context.ensure_object(dict)["debug"] = debug
     if version:
         from lade._version import __version__
 
