@@ -92,16 +92,13 @@ class Costs:
         self._num_asked = 0
         nothing = np.zeros(len(KNOTS))
         self._known = _Known(nothing, nothing, guess, guess)
+        #: Whether there are fewer than two measurements; a single one may be anything.
+        self.are_unknown = True
 
     @property
     def curve(self) -> Floats:
         """Seconds of the sizes `KNOTS`."""
         return self._known.curve
-
-    @property
-    def are_unknown(self) -> bool:
-        """Whether there are fewer than two measurements; a single one may be anything."""
-        return float(self._known.num.sum()) < 1.5
 
     def trials(self, patience: int) -> Trials:
         """Return the trials of a call that is to try the other way after so many steps."""
@@ -173,6 +170,7 @@ class Costs:
         lowest = curve.copy()
         lowest[places] -= found * _DOUBT_OF_ONE / np.maximum(1.0, num[places]) ** 2
         self._known = _Known(measured, num, curve, lowest)
+        self.are_unknown = float(num.sum()) < 1.5
 
 
 class ForwardCosts:
