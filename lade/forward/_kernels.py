@@ -392,14 +392,39 @@ def _share(num, num_threads, unit, most):  # type: ignore[no-untyped-def]
     return min(max(num // (8 * num_threads) // unit * unit, unit), most)
 
 
-@_part
-def _multiply(g, inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
-    """Write some columns of a product of arranged inputs, and its bias, rounded."""
-    format_, num = g[w.FORMAT], until - first
-    weight = of[w.WEIGHT] + (4 if format_ == FLOAT32 else 2) * first * num_inputs
+@_compiled
+def _straighten(address, start, row, whole, arranged):  # type: ignore[no-untyped-def]
+    """Undo for bfloat16 what `_arrange` did, from `start` on, a multiple of DEPTH."""
+    if arranged == w.NARROW:
+        _load(address + 2 * start, row, BFLOAT16)
+        return
+    num_paired = min(len(row), whole // PER_LINE * PER_LINE - start) // (2 * LANES) * (2 * LANES)
+    source = _row(address + 4 * start, len(row))
+    for first in range(0, num_paired, 2 * LANES):
+        for i in range(LANES):
+            row[first + 2 * i] = source[first + i]
+            row[first + 2 * i + 1] = source[first + LANES + i]
+    for i in range(num_paired, len(row)):
+        row[i] = source[i]
+
+
+@_compiled
+def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
+    """Write some columns of a product of arranged inputs, and its bias, rounded to its format."""
+    num, width = until - first, 4 if format_ == FLOAT32 else 2
+    weight = of[w.WEIGHT] + width * first * num_inputs
     for row in range(num_rows):
         fill(_row(out + out_step * row, num), _F(0))
-    if g[w.ARRANGED] == w.NARROW:
+    if format_ != g[w.FORMAT] and g[w.ARRANGED] != w.PLAIN:
+        straight, of_input = out + out_step * num_rows, 2 if g[w.ARRANGED] == w.NARROW else 4
+        for row in range(num_rows):
+            for k in range(0, num_inputs, DEPTH):
+                size = min(DEPTH, num_inputs - k)
+                given = inputs + of_input * num_inputs * row
+                _straighten(given, k, _row(straight, size), num_inputs, g[w.ARRANGED])
+                weights = weight + width * k, width * num_inputs, num
+                add_products(format_, (straight, 0, 1), weights, (out + out_step * row, 0), size)
+    elif g[w.ARRANGED] == w.NARROW:
         column = 0
         while column < num:
             width = COLUMNS if column + COLUMNS <= num else 1
@@ -423,7 +448,6 @@ def _multiply(g, inputs, num_inputs, num_rows, of, first, until, out, out_step):
                 row = stop
             column += width
     else:
-        width = 4 if format_ == FLOAT32 else 2
         for k in range(0, num_inputs, DEPTH):
             x = inputs + 4 * k, 4 * num_inputs, num_rows
             weights = weight + width * k, width * num_inputs, num
@@ -436,6 +460,67 @@ def _multiply(g, inputs, num_inputs, num_rows, of, first, until, out, out_step):
 
 
 @_part
+def _write_between(g, phase, inputs, num_inputs, num_rows, first, until, scratch):  # type: ignore[no-untyped-def]
+    """Write what the first factors of some low-rank additions give."""
+    added = numba.carray(pointer(g[w.ADDITIONS]), (until, w.LAYER_SIZE), np.int64)
+    piece, num_before, num_done, out_step = take(phase, 1), 0, 0, 4 * _MOST_COLUMNS
+    for number in range(first, until):
+        of = added[number]
+        num_pieces = -(-of[w.NUM_COLUMNS] // _UNIT)
+        while piece < num_before + num_pieces:
+            start = (piece - num_before) * _UNIT
+            stop = min(start + _UNIT, of[w.NUM_COLUMNS])
+            given = inputs, num_inputs, num_rows
+            _multiply(g, of[w.OF_ADDED], *given, of, start, stop, scratch, out_step)
+            for row in range(num_rows):
+                target = g[w.BETWEEN] + 4 * (g[w.BETWEEN_SIZE] * row + of[w.START] + start)
+                _copy(_row(scratch + out_step * row, stop - start), _row(target, stop - start))
+            num_done += 1
+            piece = take(phase, 1)
+        num_before += num_pieces
+    _wait(phase, num_done, num_before)
+
+
+@_part
+def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # type: ignore[no-untyped-def]
+    """Add to some columns of a product what its low-rank additions give, rounded as by torch."""
+    num, format_, is_wide = until - first, g[w.FORMAT], False
+    added = numba.carray(pointer(g[w.ADDITIONS]), (of[w.END_ADDED], w.LAYER_SIZE), np.int64)
+    sums = _row(scratch, num)
+    for number in range(of[w.FIRST_ADDED], of[w.END_ADDED]):
+        addition = added[number]
+        of_added, rank = addition[w.OF_ADDED], addition[w.NUM_COLUMNS]
+        width, times = 4 if of_added == FLOAT32 else 2, _number(addition, w.TIMES)
+        # Ranks are small: sums run along the columns, for which the factor is turned.
+        row_of_second = _row(scratch + 4 * _MOST_COLUMNS, rank)
+        place = scratch + 4 * (_MOST_COLUMNS + rank)
+        second = numba.carray(pointer(place), (rank, num), np.float32)
+        for i in range(num):
+            _load(addition[w.SECOND] + width * (first + i) * rank, row_of_second, of_added)
+            for k in range(rank):
+                second[k, i] = row_of_second[k]
+        is_wide = is_wide or of_added != format_
+        for row in range(num_rows):
+            fill(sums, _F(0))
+            start = g[w.BETWEEN] + 4 * (g[w.BETWEEN_SIZE] * row + addition[w.START])
+            between = _row(start, rank)
+            for k in range(rank):
+                for i in range(num):
+                    sums[i] += between[k] * second[k, i]
+            if addition[w.SECOND + w.BIAS] != 0:
+                _add_from(addition[w.SECOND + w.BIAS], first, sums, of_added)
+            _round(sums, of_added)
+            for i in range(num):
+                sums[i] = sums[i] * times
+            _round(sums, of_added)
+            numbers = _row(out + out_step * row, num)
+            for i in range(num):
+                numbers[i] = numbers[i] + sums[i]
+            if not is_wide or number == of[w.END_ADDED] - 1:
+                _round(numbers, format_)
+
+
+@_part
 def _run_products(g, phase, num_rows, layer, given, products, result, num_all, scratch):  # type: ignore[no-untyped-def]
     """Run products of the same inputs.
 
@@ -444,7 +529,7 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
         num_rows: of the inputs.
         layer: whose MLP it is, where it is one.
         given: address of the inputs, and how many there are in a row.
-        products: three numbers of each.
+        products: PRODUCT_SIZE numbers of each.
         result: what becomes of the columns, and where they go: to rows of `num_all` float32, those
             of one product after those of the other; to logits, the same in the job's format; or to
             the inner states, both with the same columns, the first activated and times the second.
@@ -454,27 +539,34 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
     format_, (inputs, num_inputs), (kind, target) = g[w.FORMAT], given, result
     most = _MOST_COLUMNS // 2 if kind == w.TO_INNER else _MOST_COLUMNS
     step, out_step = _share(num_all, g[w.NUM_THREADS], _UNIT, most), 4 * _MOST_COLUMNS
-    wide = _row(scratch + num_rows * out_step, _MOST_COLUMNS)
+    beside = scratch + num_rows * out_step
+    wide = _row(beside, _MOST_COLUMNS)
+    first, until = products[w.FIRST_ADDED], products[len(products) - w.PRODUCT_SIZE + w.END_ADDED]
+    if first < until:
+        _write_between(g, phase + 128, inputs, num_inputs, num_rows, first, until, scratch)
     start, num_done = take(phase, step), 0
     while start < num_all:
         stop, before = min(start + step, num_all), 0
-        for product in range(0, len(products), 3):
-            of = products[product : product + 3]
+        for product in range(0, len(products), w.PRODUCT_SIZE):
+            of = products[product : product + w.PRODUCT_SIZE]
             if kind == w.TO_INNER:
                 first, until = start, stop if of[w.WEIGHT] != 0 else start
-                place = scratch + 2 * _MOST_COLUMNS * (product // 3)
+                place = scratch + 2 * _MOST_COLUMNS * (product // w.PRODUCT_SIZE)
             else:
                 first, until = max(start - before, 0), min(stop - before, of[w.NUM_COLUMNS])
                 place = scratch + 4 * (before + first - start)
                 before += of[w.NUM_COLUMNS]
             if first < until:
-                _multiply(g, inputs, num_inputs, num_rows, of, first, until, place, out_step)
+                x = inputs, num_inputs, num_rows
+                _multiply(g, format_, *x, of, first, until, place, out_step)
+                if of[w.FIRST_ADDED] < of[w.END_ADDED]:
+                    _add_low_rank(g, of, num_rows, first, until, place, out_step, beside)
         for row in range(num_rows):
             numbers = _row(scratch + out_step * row, stop - start)
             if kind == w.TO_INNER:
                 _activate(numbers, layer[w.ACTIVATION], wide)
                 _round(numbers, format_)
-                if products[w.WEIGHT + 3] != 0:
+                if products[w.PRODUCT_SIZE + w.WEIGHT] != 0:
                     others = _row(scratch + out_step * row + out_step // 2, stop - start)
                     for i in range(stop - start):
                         numbers[i] = numbers[i] * others[i]
@@ -742,7 +834,7 @@ def run_forward(address: Any) -> None:
     num_mixed = (g[w.NUM_HEADS] + 2 * g[w.NUM_KEY_HEADS]) * g[w.HEAD_SIZE]
     num_attended = g[w.NUM_HEADS] * g[w.HEAD_SIZE]
     for index in range(num_layers * w.PHASES_OF_LAYER + 2):
-        step, phase = index % w.PHASES_OF_LAYER, g[w.PHASES] + 128 * index
+        step, phase = index % w.PHASES_OF_LAYER, g[w.PHASES] + 256 * index
         number = index // w.PHASES_OF_LAYER
         is_end = number == num_layers
         layer = layers[number - 1 if is_end else number]
@@ -767,25 +859,31 @@ def run_forward(address: Any) -> None:
             _attend(g, phase, layer, parts, places, scratch)
         else:
             num_rows, given, num_all = num_tokens, (g[w.NORMED], g[w.HIDDEN]), g[w.HIDDEN]
-            products, result = layer[w.QUERY : w.VALUE + 3], (w.TO_ROWS, g[w.ADDED])
+            products, result = layer[w.QUERY : w.VALUE + w.PRODUCT_SIZE], (w.TO_ROWS, g[w.ADDED])
             if is_end:
                 num_rows, num_all = g[w.NUM_KEPT], g[w.VOCAB_SIZE]
-                products, result = g[w.HEAD : w.HEAD + 3], (w.TO_LOGITS, g[w.LOGITS])
+                products, result = g[w.HEAD : w.HEAD + w.PRODUCT_SIZE], (w.TO_LOGITS, g[w.LOGITS])
             elif step == 1:
                 num_all, result = num_mixed, (w.TO_ROWS, g[w.MIXED])
             elif step == 4:
-                given, products = (g[w.ATTENDED], num_attended), layer[w.OUT : w.OUT + 3]
+                given, products = (
+                    (g[w.ATTENDED], num_attended),
+                    layer[w.OUT : w.OUT + w.PRODUCT_SIZE],
+                )
             elif step == 6:
                 num_all, result = layer[w.INNER_SIZE], (w.TO_INNER, g[w.INNER])
-                products = layer[w.GATE : w.UP + 3]
+                products = layer[w.GATE : w.UP + w.PRODUCT_SIZE]
             else:
-                given, products = (g[w.INNER], layer[w.INNER_SIZE]), layer[w.DOWN : w.DOWN + 3]
+                given, products = (
+                    (g[w.INNER], layer[w.INNER_SIZE]),
+                    layer[w.DOWN : w.DOWN + w.PRODUCT_SIZE],
+                )
             _run_products(g, phase, num_rows, layer, given, products, result, num_all, scratch)
 
 
-def scratch_size(num_tokens: int, hidden: int, num_heads: int, head_size: int) -> int:
+def scratch_size(num_tokens: int, hidden: int, num_heads: int, head_size: int, between: int) -> int:
     """Return how many bytes each thread needs."""
     of_rows = 2 * max(hidden, (num_heads + 1) * head_size)
     of_attention = _MOST_ROWS * (BLOCK + 2 * head_size + 2)
-    of_products = (num_tokens + 1) * _MOST_COLUMNS
+    of_products = (num_tokens + 1) * _MOST_COLUMNS + between * (_MOST_COLUMNS + 1) + DEPTH
     return -(-4 * max(of_rows, of_attention, of_products) // 4096) * 4096

@@ -8,11 +8,12 @@ held against the model's own, and the faster of both is used. Figures are in
 docs/internals/forward.md.
 """
 
+import copy
 import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import getitem, is_, itemgetter
 from types import ModuleType
@@ -31,9 +32,11 @@ from lade.closeness import distance, float32_precision, limit_of
 from lade.compat import CACHE, Model
 from lade.forward import words
 from lade.forward.reading import (
+    AdditionPlan,
     DecoderPlan,
     DecoderSizes,
     UnreadableModelError,
+    adapters_of,
     read,
     repeated,
     weights_of,
@@ -52,6 +55,7 @@ _MOST_OF_PARTS = 1024  # tokens of several parts, which run in one piece
 _PLAINLY, _BY_JOB, _BY_DOTS = range(3)
 _LINEAR, _SDPA = functional.linear, functional.scaled_dot_product_attention
 _WITHOUT_SETTINGS = (nn.Linear, nn.ModuleList, nn.Dropout)  # that change what they give
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}
 _GIVEN = {
     "input_ids",
     "position_ids",
@@ -110,7 +114,7 @@ class FusedForwards:
         self._lock = threading.Lock()
         # No module is held: what is replaced in the model is to be freed.
         self._leaves = [weakref.ref(each) for each in model.modules() if not each._modules]
-        self._settings = _Settings(model)
+        self._settings = _Settings(model.modules())
         self._read(model)
 
     def _read(self, model: Model) -> None:
@@ -128,6 +132,7 @@ class FusedForwards:
         self._workspaces: list[_Workspace] = []
         self._weights = _Weights(plan, self._kinds, self._dtype)
         self._settings.renew()
+        self._adapters = _Settings(adapters_of(plan))
         widths = {sizes.hidden, sizes.num_heads * sizes.head_size}
         widths |= {layer.inner for layer in plan.layers}
         may_dot = self._dtype is torch.bfloat16 and self._kernels.HAS_DOTS
@@ -299,7 +304,11 @@ class FusedForwards:
         job[words.PLACES] = places.ctypes.data
         job[words.KEPT], job[words.NUM_KEPT] = request.kept.ctypes.data, len(request.kept)
         job[words.LOGITS] = logits.data_ptr()
-        job[words.LAST_NORM : words.JOB_SIZE - 1] = self._weights.last
+        job[words.ADDITIONS] = layers[sizes.num_layers + 1 :].ctypes.data
+        job[words.BETWEEN_SIZE] = sizes.between
+        job[words.LAST_NORM : words.EVERY] = layers[
+            sizes.num_layers, : words.EVERY - words.LAST_NORM
+        ]
         with self._workspace(num, num_threads) as workspace:
             workspace.describe(job)
             self._run(self._kernels.run_forward.address, job.ctypes.data, num_threads)
@@ -367,6 +376,7 @@ class FusedForwards:
             or functional.linear is not _LINEAR
             or functional.scaled_dot_product_attention is not _SDPA
             or not inputs.get("return_dict", True)
+            or not self._adapters.hold()  # they may be switched at any time
         ):
             return None
         ids, cache = inputs.get("input_ids"), inputs.get(CACHE)
@@ -488,20 +498,22 @@ def _is_same(mine: nn.Module, theirs: nn.Module | None) -> bool:
 
 
 class _Settings:
-    """Numbers among the attributes of modules, such as the scaling of attention."""
+    """Plain values among the attributes of modules, such as the scaling of attention."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._getters: list[tuple[weakref.ref[nn.Module], itemgetter[Any]]] = []
-        for module in model.modules():
-            attributes = vars(module)
-            names = [name for name, each in attributes.items() if type(each) in (bool, int, float)]
+        for module in modules:
+            attributes = vars(module).items()
+            names = [
+                name for name, each in attributes if name not in _OF_MODULES and _is_plain(each)
+            ]
             if names and not isinstance(module, _WITHOUT_SETTINGS):
                 self._getters.append((weakref.ref(module), itemgetter(*names)))
         self.renew()
 
     def renew(self) -> None:
         """Remember what they are now."""
-        self._values = self._now()
+        self._values = copy.deepcopy(self._now())
 
     def hold(self) -> bool:
         """Return whether they are what they were."""
@@ -511,6 +523,15 @@ class _Settings:
         with suppress(KeyError, TypeError):  # one is gone, or its module is
             return [get(vars(module())) for module, get in self._getters]
         return []
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number or text, or made of such, as PEFT tells what is active."""
+    if type(value) is dict:
+        value = [*value, *value.values()]
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in (bool, int, float, str)
 
 
 class _Rotary(NamedTuple):
@@ -529,18 +550,20 @@ class _Weights:
     """
 
     def __init__(self, plan: DecoderPlan, kinds: Sequence[str], dtype: torch.dtype) -> None:
-        self._dtype, self._width = dtype, dtype.itemsize
+        self._dtype = dtype
         self._embedding = weakref.ref(plan.embedding)
-        self._table = np.zeros((len(plan.layers) + 1, words.LAYER_SIZE), np.int64)
+        products = [each for layer in plan.layers for each in layer.products if each is not None]
+        num_rows = len(plan.layers) + 1 + sum(len(each.added) for each in products)
+        self._table = np.zeros((num_rows, words.LAYER_SIZE), np.int64)
         places = [kinds.index(kind) for kind in plan.kinds]
         self.of_kind = [np.flatnonzero(np.array(places) == kind) for kind in range(len(kinds))]
         # Parameters, by module and name, with the word that each goes to and the bytes that it
-        # begins after; the layer after the last has the last norm, and the head.
+        # begins after; the layer after the last has the last norm, and the head. Additions follow.
         self._modules: list[weakref.ref[nn.Module]] = []
         self._names: list[str] = []
         self._places: list[int] = []
         self._offsets: list[int] = []
-        self._shapes: list[tuple[int, ...]] = []
+        self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
         self.rotaries: list[tuple[_Rotary, bool]] = []
         self.turning: list[tuple[int, int]] = []
         known: dict[tuple[int, bool], int] = {}
@@ -552,16 +575,23 @@ class _Weights:
                     rotary = _Rotary(weakref.ref(module), args, kwargs)
                     self.rotaries.append((rotary, layer.repeats_angles))
                 self.turning.append((number, which))
+        num_added, ends = 0, range(words.INNER_SIZE)
         for number, layer in enumerate(plan.layers):
-            row = self._table[number]
-            for place, norm in zip(range(0, 24, 4), layer.norms, strict=True):
+            row, between = self._table[number], 0
+            for place, norm in zip(ends[: words.QUERY : 4], layer.norms, strict=True):
                 self._add_norm(number, place, norm)
-            for place, product in zip(range(24, 45, 3), layer.products, strict=True):
+            places_of = ends[words.QUERY :: words.PRODUCT_SIZE]
+            for place, product in zip(places_of, layer.products, strict=True):
+                row[place + words.FIRST_ADDED] = num_added
                 if product is not None:
                     row[place + words.NUM_COLUMNS] = product.num
-                    start = product.first * self._width
-                    self._add(number, place, product.module, "weight", start * product.num_inputs)
-                    self._add(number, place + words.BIAS, product.module, "bias", start)
+                    self._add_matrix(number, place, product.module, product.first, dtype)
+                    for added in product.added:
+                        of_added = len(plan.layers) + 1 + num_added
+                        self._add_addition(of_added, added, product.first, between)
+                        between += added.first.out_features
+                        num_added += 1
+                row[place + words.END_ADDED] = num_added
             row[words.INNER_SIZE] = layer.inner
             row[words.ACTIVATION], row[words.TURN] = layer.activation, layer.turn
             row[words.TURNED], row[words.SEES] = layer.num_turned, places[number]
@@ -573,8 +603,7 @@ class _Weights:
         end = len(plan.layers)
         self._add_norm(end, 0, plan.norm)
         self._table[end, 4 + words.NUM_COLUMNS] = plan.head.out_features
-        self._add(end, 4, plan.head, "weight")
-        self._add(end, 4 + words.BIAS, plan.head, "bias")
+        self._add_matrix(end, 4, plan.head, 0, dtype)
         self._index = np.array(self._places)
         self._starts = np.array(self._offsets)
         self._addresses: list[int] = []
@@ -587,26 +616,51 @@ class _Weights:
         self._add(number, place + words.NORM_WEIGHT, norm.module, "weight")
         self._add(number, place + words.NORM_BIAS, norm.module, "bias")
 
-    def _add(self, number: int, place: int, module: nn.Module, name: str, start: int = 0) -> None:
+    def _add_addition(self, number: int, added: AdditionPlan, column: int, start: int) -> None:
+        row, dtype = self._table[number], added.first.weight.dtype
+        if dtype not in (self._dtype, torch.float32):
+            raise UnreadableModelError("what is added to a product is of another format")
+        self._add_matrix(number, 0, added.first, 0, dtype)
+        self._add_matrix(number, words.SECOND, added.second, column, dtype)
+        row[words.NUM_COLUMNS], row[words.START] = added.first.out_features, start
+        row[words.TIMES], row[words.OF_ADDED] = _bits(added.times), FORMATS[dtype]
+
+    def _add_matrix(
+        self, number: int, place: int, module: nn.Linear, column: int, dtype: torch.dtype
+    ) -> None:
+        """Add the weight and the bias of a linear layer, from a column of the results on."""
+        start = column * dtype.itemsize
+        self._add(number, place, module, "weight", dtype, start * module.in_features)
+        self._add(number, place + words.BIAS, module, "bias", dtype, start)
+
+    def _add(
+        self,
+        number: int,
+        place: int,
+        module: nn.Module,
+        name: str,
+        dtype: torch.dtype | None = None,
+        start: int = 0,
+    ) -> None:
         weight = module._parameters.get(name)
         if weight is not None:
             self._modules.append(weakref.ref(module))
             self._names.append(name)
             self._places.append(number * words.LAYER_SIZE + place)
             self._offsets.append(start)
-            self._shapes.append(tuple(weight.shape))
+            self._shapes.append((tuple(weight.shape), dtype or self._dtype))
 
     def fit(self) -> bool:
         """Return whether all are plain matrices in memory, as they were when they were read."""
         return all(
             type(weight) in (Tensor, nn.Parameter)
             and weight.layout is torch.strided
-            and weight.dtype is self._dtype
+            and weight.dtype is dtype
             and weight.is_cpu
             and weight.shape == shape
             and weight.is_contiguous()
             and not weight.is_neg()
-            for weight, shape in zip(self._present(), self._shapes, strict=True)
+            for weight, (shape, dtype) in zip(self._present(), self._shapes, strict=True)
         )
 
     def _present(self) -> list[Any]:
@@ -620,7 +674,10 @@ class _Weights:
         return self._embedding()
 
     def layers(self) -> NDArray[np.int64]:
-        """Return the words of all layers, [num_layers, LAYER_SIZE], as a copy."""
+        """Return the words of all layers, of what comes last, and of additions, as a copy.
+
+        They are [num_layers + 1 + num_additions, LAYER_SIZE].
+        """
         weights = self._present()
         if not all(map(Tensor.is_contiguous, weights)) or any(map(Tensor.is_neg, weights)):
             raise ValueError("weights are no plain matrices any more")
@@ -630,13 +687,7 @@ class _Weights:
                 raise ValueError("weights are no plain matrices any more")
             self._table.reshape(-1)[self._index] = np.array(addresses) + self._starts
             self._addresses = addresses
-        return self._table[:-1].copy()
-
-    @property
-    def last(self) -> NDArray[np.int64]:
-        """The words of the last norm and of the head."""
-        words_of_last: NDArray[np.int64] = self._table[-1, :7]
-        return words_of_last
+        return self._table.copy()
 
 
 def _bits(number: float) -> int:
@@ -653,7 +704,9 @@ class _Workspace:
         hidden, head = sizes.hidden, sizes.head_size
         of_heads = sizes.num_heads * head
         mixed = of_heads + 2 * sizes.num_key_heads * head
-        self._scratch = kernels.scratch_size(num_tokens, hidden, sizes.num_heads, head)
+        self._scratch = kernels.scratch_size(
+            num_tokens, hidden, sizes.num_heads, head, sizes.between
+        )
         num_phases = sizes.num_layers * words.PHASES_OF_LAYER + 2
         self._bytes = {
             words.NORMED: 4 * num_tokens * hidden,
@@ -662,7 +715,8 @@ class _Workspace:
             words.ATTENDED: 4 * num_tokens * of_heads,
             words.INNER: 4 * num_tokens * sizes.inner,
             words.ADDED: 4 * num_tokens * hidden,
-            words.PHASES: 128 * num_phases,
+            words.BETWEEN: 4 * num_tokens * sizes.between,
+            words.PHASES: 256 * num_phases,
             words.SCRATCH: self._scratch * num_threads,
         }
         # Each begins at a page: what two threads write is never in one line.
@@ -673,7 +727,7 @@ class _Workspace:
             word: begin + int(start) for word, start in zip(self._bytes, [0, *starts], strict=False)
         }
         first = self._addresses[words.PHASES] - self._memory.ctypes.data
-        self._phases = self._memory[first : first + 128 * num_phases]
+        self._phases = self._memory[first : first + 256 * num_phases]
         self._every = np.arange(num_tokens)
 
     def fits(self, num_tokens: int, num_threads: int) -> bool:

@@ -49,12 +49,22 @@ class NormPlan(NamedTuple):
     eps: float
 
 
+class AdditionPlan(NamedTuple):
+    """What is added to the results of a linear layer: those of two others, times a number."""
+
+    first: nn.Linear  # to few numbers
+    second: nn.Linear
+    times: float
+
+
 class ProductPlan(NamedTuple):
-    """Some columns of a linear layer."""
+    """Some columns of a linear layer, with what is added to them."""
 
     module: nn.Linear
     first: int
     num: int
+    around: nn.Module  # that gives the sum; the layer itself if nothing is added
+    added: tuple[AdditionPlan, ...]
 
     @property
     def num_inputs(self) -> int:
@@ -102,6 +112,7 @@ class DecoderSizes(NamedTuple):
     head_size: int
     vocab_size: int
     inner: int  # of the largest MLP
+    between: int  # the factors of a layer's low-rank additions, at most
     scale: float  # of what the embedding gives
     has_windows: bool  # whether layers see but the last of the tokens before
     finish: Callable[[Tensor], Tensor]  # of the head's results, to logits
@@ -195,6 +206,8 @@ def read(model: Model) -> DecoderPlan:
         output = view(input_ids=input_ids, position_ids=positions, use_cache=False)
     finally:
         _watching.attended = []
+    for module in view.modules():
+        module._forward_hooks.clear()
     reader = _Reader(view, calls, input_ids, positions, attention_of(model))
     plan = reader.plan(attended, output.logits)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)
@@ -225,7 +238,18 @@ def modules_of(plan: DecoderPlan) -> Iterator[nn.Module]:
         yield plan.norm.module
     for layer in plan.layers:
         yield from (norm.module for norm in layer.norms if norm is not None)
-        yield from (product.module for product in layer.products if product is not None)
+        for product in layer.products:
+            if product is not None:
+                yield product.module
+                yield from (part for each in product.added for part in each[:2])
+
+
+def adapters_of(plan: DecoderPlan) -> Iterator[nn.Module]:
+    """Yield the modules that may add something to the results of a linear layer."""
+    for layer in plan.layers:
+        for product in layer.products:
+            if product is not None and product.around is not product.module:
+                yield product.around
 
 
 def weights_of(plan: DecoderPlan) -> Iterator[Tensor]:
@@ -253,6 +277,12 @@ class _Reader:
         self._norms: list[tuple[nn.Module, Tensor, Tensor]] = []  # of the layer, not yet used
         self._activations: set[nn.Module] = set()  # of the layer
         self._rotaries: dict[int, RotaryPlan] = {}
+        # Linear layers inside of others, which may add something to their results.
+        self._adapted: dict[nn.Module, tuple[nn.Linear, tuple[AdditionPlan, ...]]] = {}
+        for module in view.modules():
+            found = self._additions(module) if module._modules else None
+            if found is not None:
+                self._adapted[module] = found
 
     def plan(self, attended: list[_Attention], logits: Tensor) -> DecoderPlan:
         if not attended:
@@ -285,8 +315,12 @@ class _Reader:
         finish = _finish_of(results, logits, self._view)
         inner = max(layer.inner for layer in layers)
         has_windows = any(each.kwargs.get("sliding_window") for each in attended)
+        between = max(
+            sum(added.first.out_features for each in layer.products if each for added in each.added)
+            for layer in layers
+        )
         of_heads = (len(layers), head.in_features, *sizes, head.out_features)
-        decoder = DecoderSizes(*of_heads, inner, scale, has_windows, finish)
+        decoder = DecoderSizes(*of_heads, inner, between, scale, has_windows, finish)
         return DecoderPlan(decoder, (), embedding, tuple(layers), norm, head)
 
     def _embedded(self, first: _Attention) -> tuple[nn.Module, float, Tensor]:
@@ -324,23 +358,27 @@ class _Reader:
             raise UnreadableModelError("a layer does not get what the one before it gives")
         out = self._calls[layer][0].out
         result = out[0] if isinstance(out, tuple) else out
-        leaves = [each for each in layer.modules() if not each._modules and each in self._calls]
+        leaves = [*dict.fromkeys(self._leaves(layer))]
         self._norms = [(each, *self._io(each)) for each in leaves if _is_norm(each)]
         mixing, out_linear = self._projections(attended, sizes)
-        given, attention_out = self._io(mixing[0].module)[0], self._io(out_linear)[1]
+        given, attention_out = self._io(mixing[0].around)[0], self._io(out_linear.around)[1]
         before = self._norm_between(states, given)
         rotary, angles = self._rotary(layer)
         query, key = (
-            self._io(each.module)[1][..., each.first : each.first + each.num] for each in mixing[:2]
+            self._io(each.around)[1][..., each.first : each.first + each.num] for each in mixing[:2]
         )
         query_norm, turn, repeats = self._turned(query, attended.query, angles, head_size)
         key_norm, *others = self._turned(key, attended.key, angles, head_size)
         if others != [turn, repeats]:
             raise UnreadableModelError("queries and keys are turned in different ways")
-        used: set[nn.Module] = {*(each.module for each in mixing), out_linear}
-        linears = [each for each in leaves if isinstance(each, nn.Linear) and each not in used]
+        used: set[nn.Module] = {each.around for each in (*mixing, out_linear)}
+        linears = [
+            each
+            for each in leaves
+            if (isinstance(each, nn.Linear) or each in self._adapted) and each not in used
+        ]
         gate, up, down, activation = self._mlp(layer, linears, leaves)
-        mlp_given, mlp_out = self._io(gate.module)[0], self._io(down.module)[1]
+        mlp_given, mlp_out = self._io(gate.around)[0], self._io(down.around)[1]
         factor = float(getattr(layer, "residual_multiplier", 1.0))
         after, added = self._after(attention_out)
         between = states + (added if factor == 1.0 else added * factor)
@@ -360,7 +398,7 @@ class _Reader:
         scaling, softcap, sinks = _settings_of(attended, self._implementation)
         plan = LayerPlan(
             (before, after, before_mlp, after_mlp, query_norm, key_norm),
-            (*mixing, ProductPlan(out_linear, 0, out_linear.out_features), gate, up, down),
+            (*mixing, out_linear, gate, up, down),
             activation,
             rotary if turn else None,
             angles[0].shape[-1] if turn else 0,
@@ -376,30 +414,82 @@ class _Reader:
 
     def _projections(
         self, attended: _Attention, sizes: tuple[int, int, int]
-    ) -> tuple[list[ProductPlan], nn.Linear]:
+    ) -> tuple[list[ProductPlan], ProductPlan]:
         """Return what makes queries, keys and values, and what takes the result of attention."""
         num_heads, num_key_heads, head_size = sizes
         children = dict(attended.module.named_children())
         widths = [head_size * num for num in (num_heads, num_key_heads, num_key_heads)]
         if {"q_proj", "k_proj", "v_proj"} <= children.keys():
-            linears = [_linear(children[f"{name}_proj"]) for name in "qkv"]
+            linears = [children[f"{name}_proj"] for name in "qkv"]
             starts = [0, 0, 0]
         elif "qkv_proj" in children:
-            linears = [_linear(children["qkv_proj"])] * 3
+            linears = [children["qkv_proj"]] * 3
             starts = [0, widths[0], widths[0] + widths[1]]
         else:
             raise UnreadableModelError("its attention has no projections of known names")
-        mixing = [*map(ProductPlan, linears, starts, widths)]
+        mixing = [*map(self._product, linears, starts, widths)]
         given, values = self._io(linears[2])
         values = values[..., starts[2] :]
         rows = attended.value.transpose(1, 2).flatten(2)
         is_same = rows.shape == values.shape and torch.equal(rows, values)
         if not is_same or any(self._io(each)[0] is not given for each in linears):
             raise UnreadableModelError("values are not what their projection gives")
-        out = _linear(one([children[name] for name in _OUTS if name in children], "output"))
-        if not torch.equal(self._io(out)[0], attended.out.flatten(2)):
+        out = self._product(one([children[name] for name in _OUTS if name in children], "output"))
+        if not torch.equal(self._io(out.around)[0], attended.out.flatten(2)):
             raise UnreadableModelError("something is between attention and its projection")
         return mixing, out
+
+    def _leaves(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Yield modules that were called and call no others; an adapted layer is one of them."""
+        if module in self._adapted or not module._modules:
+            if module in self._calls:
+                yield module
+            return
+        for child in module.children():
+            yield from self._leaves(child)
+
+    def _product(self, module: Any, first: int = 0, num: int | None = None) -> ProductPlan:
+        """Return some columns of a linear layer, by default all."""
+        linear, added = self._adapted.get(module, (module, ()))
+        if type(linear) is not nn.Linear:
+            raise UnreadableModelError(f"{type(module).__name__} is not a plain linear layer")
+        return ProductPlan(linear, first, num or linear.out_features, module, added)
+
+    def _additions(self, module: nn.Module) -> tuple[nn.Linear, tuple[AdditionPlan, ...]] | None:
+        """Return the linear layer in a module, and what is added; None for other modules."""
+        inside = {*module.modules()} - {module}
+        called = [
+            each
+            for each in self._calls
+            if each in inside and not each._modules and not isinstance(each, _NOTHING)
+        ]
+        if not called or any(type(each) is not nn.Linear for each in called):
+            return None
+        if any(len(self._calls.get(each, ())) != 1 for each in (module, *called)):
+            return None
+        made = {id(self._io(each)[1]): each for each in called}
+        pairs = {each: made.get(id(self._io(each)[0])) for each in called}
+        firsts: list[Any] = [each for each in pairs.values() if each is not None]
+        linears: Any = [each for each in called if pairs[each] is None and each not in firsts]
+        seconds: Any = [each for each in called if pairs[each]]
+        given, result = self._io(module)
+        if len(linears) != 1 or not isinstance(result, Tensor):
+            return None
+        total = self._io(linears[0])[1]
+        if any(
+            mine.shape != given.shape or not torch.equal(mine.to(given.dtype), given)
+            for mine, _ in map(self._io, (*linears, *firsts))
+        ):
+            return None
+        times = _factors(module, linears[0], seconds, given)
+        if times is None:
+            return None
+        for second, number in zip(seconds, times, strict=True):
+            total = total + self._io(second)[1] * number
+        if not _is_near(total.to(result.dtype), result):
+            return None
+        added = zip(firsts, seconds, times, strict=True)
+        return linears[0], tuple(AdditionPlan(*each) for each in added)
 
     def _check_rest(self, leaves: list[nn.Module], used: set[nn.Module]) -> None:
         """Raise if a module takes part that was not accounted for."""
@@ -498,33 +588,30 @@ class _Reader:
         return norm, best[1], best[2]
 
     def _mlp(
-        self, layer: nn.Module, linears: list[nn.Linear], leaves: list[nn.Module]
+        self, layer: nn.Module, linears: list[nn.Module], leaves: list[nn.Module]
     ) -> tuple[ProductPlan, ProductPlan | None, ProductPlan, int]:
         """Return gate, up and down, and the activation; without a gate, up stands in its place."""
         named = {name.rpartition(".")[2]: each for name, each in layer.named_modules()}
         up: ProductPlan | None = None
         upped: Tensor | None = None
         if len(linears) == 3 and {"gate_proj", "up_proj", "down_proj"} <= named.keys():
-            first, second, down = (
-                _linear(named[name]) for name in ("gate_proj", "up_proj", "down_proj")
+            gate, up, down = (
+                self._product(named[name]) for name in ("gate_proj", "up_proj", "down_proj")
             )
-            gate = ProductPlan(first, 0, first.out_features)
-            up = ProductPlan(second, 0, second.out_features)
-            (given, gated), (other, upped) = self._io(first), self._io(second)
+            (given, gated), (other, upped) = self._io(gate.around), self._io(up.around)
             if other is not given:
                 raise UnreadableModelError("gate and up get different states")
         elif len(linears) == 2 and "gate_up_proj" in named:
-            first, down = _linear(named["gate_up_proj"]), _linear(named["down_proj"])
-            half = first.out_features // 2
-            gate, up = ProductPlan(first, 0, half), ProductPlan(first, half, half)
-            gated, upped = self._io(first)[1].chunk(2, dim=-1)
+            whole, down = self._product(named["gate_up_proj"]), self._product(named["down_proj"])
+            half = whole.num // 2
+            gate, up = (self._product(whole.around, first, half) for first in (0, half))
+            gated, upped = self._io(whole.around)[1].chunk(2, dim=-1)
         elif len(linears) == 2:
-            first, down = map(_linear, sorted(linears, key=lambda each: -each.out_features))
-            gate = ProductPlan(first, 0, first.out_features)
-            gated = self._io(first)[1]
+            gate, down = sorted(map(self._product, linears), key=lambda each: -each.num)
+            gated = self._io(gate.around)[1]
         else:
             raise UnreadableModelError(f"a layer has {len(linears)} linear layers for its MLP")
-        inner = self._io(down)[0]
+        inner = self._io(down.around)[0]
 
         def error(which: int) -> float:
             acted = _FUNCTIONS[which](gated)
@@ -541,7 +628,7 @@ class _Reader:
             and not each._parameters
             and torch.equal(self._io(each)[0], gated)
         }
-        return gate, up, ProductPlan(down, 0, down.out_features), activation
+        return gate, up, down, activation
 
 
 def _settings_of(
@@ -575,10 +662,29 @@ def one(found: list[Any], what: str) -> Any:
     return found[0]
 
 
-def _linear(module: Any) -> nn.Linear:
-    if type(module) is not nn.Linear:
-        raise UnreadableModelError(f"{type(module).__name__} is not a plain linear layer")
-    return module
+def _factors(
+    module: nn.Module, linear: nn.Linear, seconds: list[nn.Linear], given: Tensor
+) -> list[float] | None:
+    """Return what a module multiplies results of some layers by before it adds them to another's.
+
+    Asked of numbers put in place of these results, which tell nothing where a weight is still zero.
+    None if it does something else with them.
+    """
+    if not seconds:
+        return []
+    angles = torch.arange(linear.out_features, dtype=torch.float64)
+    put = {each: (angles * (place + 1.3)).sin() for place, each in enumerate((linear, *seconds))}
+    for each, numbers in put.items():
+        each.register_forward_hook(lambda _, __, out, numbers=numbers: numbers.expand(out.shape))
+    out = module(given)
+    if not isinstance(out, Tensor) or out.dtype is not torch.float64:
+        return None
+    parts = torch.stack([put[each] for each in seconds], dim=1)
+    rest = out.reshape(-1, linear.out_features)[0] - put[linear]
+    times = torch.linalg.lstsq(parts, rest[:, None]).solution
+    if not torch.allclose(parts @ times, rest[:, None], rtol=1e-9, atol=1e-9):
+        return None
+    return [float(each) for each in times[:, 0]]
 
 
 def _is_ignored(attended: _Attention, name: str) -> bool:

@@ -18,20 +18,27 @@ PARTS, NUM_PARTS = 18, 19
 PLACES = 20  # int64 [NUM_LAYERS, NUM_PARTS, 5], as `TreeCache.places` returns them
 KEPT, NUM_KEPT, LOGITS = 21, 22, 23  # int64, which tokens; of the format [NUM_KEPT, VOCAB_SIZE]
 SCRATCH, SCRATCH_SIZE = 24, 25  # of all threads, and bytes of each
-PHASES = 26  # int64 [phases, 16], zeros: the next piece, and 64 bytes on how many are done
+# Int64 [phases, 32], zeros: the next piece, and 64 bytes on how many are done; then the same of
+# what low-rank additions need first.
+PHASES = 26
 NEXT_THREAD = 27
 LAST_NORM, HEAD = 28, 32  # a norm, and a product
-EVERY = 35  # int64, the numbers of all tokens
-JOB_SIZE = 36
+EVERY = 37  # int64, the numbers of all tokens
+ADDITIONS = 38  # int64 [additions, LAYER_SIZE]
+BETWEEN, BETWEEN_SIZE = 39, 40  # [tokens, BETWEEN_SIZE], between the factors of a layer's additions
+JOB_SIZE = 41
 
-# A layer has norms of four numbers and products of three; the shape of its MLP; addresses of the
+# A layer has norms of four numbers and products of five; the shape of its MLP; addresses of the
 # angles' cosines and sines, [tokens, TURNED]; and what its attention and residuals need.
 (PRE_ATTENTION, POST_ATTENTION, PRE_MLP, POST_MLP, QUERY_NORM, KEY_NORM) = range(0, 24, 4)
-(QUERY, KEY, VALUE, OUT, GATE, UP, DOWN) = range(24, 45, 3)
-INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(45, 55)
-FACTOR, IS_PARALLEL, LAYER_SIZE = 55, 56, 57
+(QUERY, KEY, VALUE, OUT, GATE, UP, DOWN) = range(24, 59, 5)
+INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(59, 69)
+FACTOR, IS_PARALLEL, LAYER_SIZE = 69, 70, 71
 FLAGS, EPS, NORM_WEIGHT, NORM_BIAS = range(4)  # EPS, as SCALING and others: bits of a float32
-WEIGHT, BIAS, NUM_COLUMNS = range(3)
+WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PRODUCT_SIZE = range(6)
+# A low-rank addition to a product: its first factor as a product, the second's WEIGHT and BIAS,
+# what the result is multiplied by, the format of both, and where in a row of BETWEEN it begins.
+SECOND, TIMES, OF_ADDED, START = 5, 7, 8, 9
 
 IS_NORM, CENTERS, ROUNDS, ADDS_ONE, IS_WHOLE = 1, 2, 4, 8, 16  # flags of a norm
 PLAIN, PAIRS, NARROW = range(3)  # arranged as float32, as float32 for bfloat16, as bfloat16

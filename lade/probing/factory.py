@@ -56,7 +56,7 @@ def make_target(
             )
             for row in rows
         ]
-        return RowsTarget(rows, targets)
+        return RowsTarget(rows, [each for each in targets if isinstance(each, TreeTarget)])
     if chosen.verification == "tree":
         known = profile or profile_of(model)
         settings = (

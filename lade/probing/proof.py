@@ -26,6 +26,7 @@ from lade.compat import Model
 from lade.drafting.drafts import chain, draft_of
 from lade.drafting.speculator import Plan
 from lade.targets.base import Forward, Output, Target
+from lade.targets.paths import without_first
 from lade.tree import Tree, starts
 
 # Tokens that are run once more in front of a tree. The second is neither the first of the forward
@@ -241,16 +242,11 @@ def _behind(token_ids: Sequence[int], tree: Tree) -> Tree:
 
 def _without(output: Forward, trees: Sequence[Tree], num: int) -> Output:
     """Return a forward's output without that of the first tokens of each tree."""
-    logits, states, weights = output.logits, output.hidden_states, output.attentions
-    if len(trees) > 1:  # one after the other
-        columns = [
-            column
-            for start, tree in zip(starts(trees), trees, strict=True)
-            for column in range(start + num, start + len(tree))
-        ]
-        return Output(logits[:, columns])
-    return Output(
-        logits[:, num:],
-        states and tuple(each[:, num:] for each in states),
-        weights and tuple(None if each is None else each[:, :, num:] for each in weights),
-    )
+    if len(trees) == 1:
+        return without_first(num, output)
+    columns = [  # one after the other
+        column
+        for start, tree in zip(starts(trees), trees, strict=True)
+        for column in range(start + num, start + len(tree))
+    ]
+    return Output(output.logits[:, columns])

@@ -25,7 +25,7 @@ class ToldAnswer:
         self._exchange = exchange
         self._options = exchange.asked.stream_options
         self._is_chat = exchange.asked.is_chat
-        self._cutter = StopCutter(exchange.asked.stops)
+        self._cutter = StopCutter(exchange.asked.stop)
         self._num_sent = 0  # characters
         self._num_logprobs = self._end = 0  # told, and characters up to the last of them
         self._num_calls = 0

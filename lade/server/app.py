@@ -11,6 +11,7 @@ import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -62,10 +63,7 @@ class Server:
     ) -> None:
         options = ServerOptions() if options is None else options
         if getattr(loaded.tokenizer, "_tokenizer", None) is None:
-            raise UserError(
-                f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}, which cannot "
-                "be streamed"
-            )
+            raise UserError(f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}")
         # Of a folder clients are told its name alone, not where it lies.
         name = Path(loaded.name).name if Path(loaded.name).exists() else loaded.name
         self.name = name = options.model_name or name
@@ -140,6 +138,12 @@ class _Uvicorn(uvicorn.Server):
         )
         self._routes = routes
         self._grace_sec = options.grace_sec
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note a signal; Ctrl-C, once more, hangs up at once."""
+        super().handle_exit(sig, frame)
+        for each in [*self.server_state.connections] if self.force_exit else ():
+            each.loop.call_soon_threadsafe(each.transport.abort)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let nobody in, and wait until all is answered, or until Ctrl-C comes once more."""

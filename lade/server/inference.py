@@ -86,7 +86,7 @@ def _answer(exchange: Exchange, loaded: LoadedModel, drafter: Drafter | None) ->
     recorder = None if asked.num_logprobs is None else _Recorder(asked.num_logprobs)
     relay = _Relay(exchange, loaded.tokenizer, recorder)
     criteria = StoppingCriteriaList()
-    if asked.stops:
+    if asked.stop:
         criteria.append(_StopOnText(exchange, loaded.tokenizer))
     decoding: Callable[..., Any] = partial(
         decode,
@@ -128,7 +128,7 @@ class _StopOnText(StoppingCriteria):  # type: ignore[misc]
     """
 
     def __init__(self, exchange: Exchange, tokenizer: Any) -> None:
-        self._stops = exchange.asked.stops
+        self._stops = exchange.asked.stop
         self._longest = max(map(len, self._stops))
         self._stream = TextStream(tokenizer, skips_special=exchange.parser is None)
         self._num_seen = exchange.num_prompt_tokens

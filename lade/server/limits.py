@@ -52,17 +52,15 @@ class Preparing:
         self._check_beginning(asked.model_dump_json(include=texts), "prompt")
         try:
             exchange.inputs = self._encoded(asked)
-        except UserError as error:  # a prompt of no token, or a refusal of the chat template
-            raise ApiError(400, str(error)) from error
         except Exception as error:  # whatever templates and tokenizers raise of a request
             message = f"expected a request that makes a prompt, got {in_one_line(error)}"
-            raise ApiError(400, message) from error
+            raise ApiError(400, str(error) if isinstance(error, UserError) else message) from error
         prompt_ids = exchange.inputs["input_ids"][0]
         exchange.num_prompt_tokens = len(prompt_ids)
         exchange.options = self._generation(asked, exchange.num_prompt_tokens)
         if chat is None:
             return
-        if chat.tools and chat.prediction is None and chat.speculates:
+        if chat.tools and chat.prediction is None and chat.speculation is not False:
             with Attempt():  # templates may refuse what they are never asked to write
                 calls = tool_calls(self._tokenizer, chat.tools[:_MOST_TOOLS])
                 exchange.prediction = self._predicted(calls)
@@ -77,7 +75,7 @@ class Preparing:
             ApiError: fields contradict each other, or what the server promises.
         """
         config = self._options.config
-        if asked.speculates:
+        if asked.speculation is not False:
             return config
         if config.stable_text:  # near-ties depend on the width of steps, which this would change
             message = "expected no speculation: the texts are kept stable"
@@ -149,8 +147,10 @@ class Preparing:
 
     def _check_beginning(self, text: str, what: str) -> None:
         """Refuse text of far more tokens than it may have, without making them all."""
-        most, num_tokens = self._max_prompt_tokens, 0
-        for begin in range(0, len(text), _PIECE_CHARS) if most is not None else ():
+        if (most := self._max_prompt_tokens) is None:
+            return
+        num_tokens = 0
+        for begin in range(0, len(text), _PIECE_CHARS):
             num_tokens += len(self._tokens(text[begin : begin + _PIECE_CHARS]))
             if num_tokens > _SLACK * most:
                 self._check_length(num_tokens, what)

@@ -143,12 +143,10 @@ class Routes:
             if exchange.admitted is None:
                 exchange.end(shutting_down())
         try:
-            for sec in (grace_sec, END_SEC):
-                end = perf_counter() + sec
-                while self._open and perf_counter() < end:
-                    await asyncio.sleep(0.05)
-                for exchange in self._open:
-                    exchange.end(shutting_down())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace_sec):
+                    while self._open:
+                        await asyncio.sleep(0.05)
         finally:  # also where nobody is to wait any more
             for exchange in self._open:
                 exchange.end(shutting_down())

@@ -131,6 +131,17 @@ def test_a_closed_batcher_refuses_calls_and_still_runs_functions() -> None:
     assert torch.equal(tokens, model.generate(ONE, **GREEDY))
 
 
+def test_a_function_of_a_batcher_may_run_another_and_raise() -> None:
+    model = tiny_model()
+    with lade.Batcher(model) as batcher:
+        answer = batcher.submit(ONE, **GREEDY)
+        inner = partial(lade.generate, model, ONE, **GREEDY)
+        assert torch.equal(batcher.run(lambda: batcher.run(inner)), answer.result())
+        with pytest.raises(ZeroDivisionError):
+            batcher.run(lambda: 1 / 0)
+        assert torch.equal(batcher.submit(ONE, **GREEDY).result(), answer.result())
+
+
 def test_calls_with_other_inputs_or_of_another_model_run_apart() -> None:
     model, other = tiny_model("gpt2"), tiny_model("gpt2", seed=1)
     types = torch.full_like(ONE, 9)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.support.tiny import CannotBuild, causal_lm_types, tiny_model
 
@@ -31,3 +32,41 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, **options: Any) ->
         if options:
             raise
         pytest.skip(str(error))
+
+
+class LowRank(nn.Module):
+    """A linear layer with low-rank additions, as PEFT has them."""
+
+    def __init__(self, inner: nn.Linear, rank: int, dtype: torch.dtype, names: str) -> None:
+        super().__init__()
+        self.inner, self.active, self.is_off = inner, [*names], False
+        self.times = {name: 0.5 + place for place, name in enumerate(names)}
+        self.firsts, self.seconds = nn.ModuleDict(), nn.ModuleDict()
+        self.dropout = nn.Dropout(0.5)
+        for name in names:
+            self.firsts[name] = nn.Linear(inner.in_features, rank, bias=False, dtype=dtype)
+            self.seconds[name] = nn.Linear(rank, inner.out_features, bias=name == "b", dtype=dtype)
+
+    def forward(self, states: Tensor) -> Tensor:
+        made: Tensor = self.inner(states)
+        total = made
+        for name in [] if self.is_off else self.active:
+            first: Any = self.firsts[name]
+            between = first(self.dropout(states.to(first.weight.dtype)))
+            total = total + self.seconds[name](between) * self.times[name]
+        return total.to(made.dtype)
+
+
+def adapted(
+    model: Any, rank: int = 5, dtype: torch.dtype | None = None, names: str = "ab"
+) -> list[LowRank]:
+    """Give all linear layers but the head low-rank additions."""
+    torch.manual_seed(2)
+    made = []
+    for parent in [*model.model.modules()]:
+        for name, child in [*parent.named_children()]:
+            if type(child) is nn.Linear and not isinstance(parent, LowRank):
+                one = LowRank(child, rank, dtype or child.weight.dtype, names)
+                setattr(parent, name, one.requires_grad_(False).eval())
+                made.append(one)
+    return made

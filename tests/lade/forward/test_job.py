@@ -27,7 +27,7 @@ from ngram_pool import Draft
 from tests.grids import thinned
 from tests.lade.both import EIGHT, ONE, same_as_generate
 from tests.lade.forward.conftest import Ran
-from tests.lade.forward.families import FORMATS, QUICK, READABLE, model_of
+from tests.lade.forward.families import FORMATS, QUICK, READABLE, LowRank, adapted, model_of
 from tests.lade.targets.test_tree import make_draft
 from tests.lade.tiny import BatchDrafter
 
@@ -256,7 +256,7 @@ class Prefilled(TreeTarget):
         super().__init__(
             *(model, input_ids, {"attention_mask": torch.ones_like(input_ids)}),
             *(profile.layout_of(model), 64),
-            products=profile.products_for(model),
+            products=forwards_for(model),
         )
         self.kinds = profile.layout_of(model).kinds
         self.prefilled = self.prefill().logits
@@ -482,6 +482,119 @@ def test_settings_may_change(family: str, change: Callable[[Any], Any], ran: lis
     assert ran
     change(model)
     same_as_generate(model, TEXT, accept=0.7)
+
+
+# --- low-rank additions ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [5, 40])
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("family", thinned(["llama", "phi3", "starcoder2", "gemma2"], "llama"))
+def test_low_rank_additions(
+    family: str, dtype: torch.dtype, is_wide: bool, rank: int, compared: list[Apart]
+) -> None:
+    """PEFT keeps them in float32, whatever the model is in."""
+    model = model_of(family, dtype)
+    adapted(model, rank, torch.float32 if is_wide else dtype)
+    target = Prefilled(model, TEXT)
+    for draft in ([], [-1, 0, -1, 2, 2, 4, 0, -1]):
+        target.run(draft)
+    assert {each.num_tokens for each in compared} >= {1, 9}
+    assert [each for each in compared if not each.is_close] == []
+
+
+def _off(layers: list[LowRank]) -> None:
+    for each in layers:
+        each.is_off = True
+
+
+def _another(layers: list[LowRank]) -> None:
+    for each in layers:
+        each.active.remove("a")
+
+
+def _merge(layers: list[LowRank]) -> None:
+    for each in layers:
+        second: Any = each.seconds["a"]
+        first: Any = each.firsts["a"]
+        each.inner.weight += each.times["a"] * second.weight @ first.weight
+    _another(layers)
+
+
+def _replace(layers: list[LowRank]) -> None:
+    first: Any = layers[0].firsts["a"]
+    first.weight = nn.Parameter(first.weight.flip(0), requires_grad=False)
+
+
+def _weigh(layers: list[LowRank]) -> None:
+    second: Any = layers[5].seconds["b"]
+    second.weight.data.mul_(-2)
+    second.bias.add_(1)
+
+
+SWITCHES: dict[str, Callable[[list[LowRank]], None]] = {
+    "off": _off,
+    "another": _another,
+    "turned": lambda layers: layers[3].active.reverse(),
+    "scaled": lambda layers: layers[2].times.update(a=3.0),
+    "merged": _merge,
+    "weights": _weigh,
+    "replaced": _replace,
+}
+
+
+@pytest.mark.parametrize("change", SWITCHES)
+def test_additions_are_those_of_the_moment(change: str, ran: list[Ran]) -> None:
+    """In the same view as in another, where they are read anew."""
+    model = model_of("llama")
+    layers = adapted(model)
+    target = Prefilled(model, TEXT)
+    parents = [-1, 0, 0, -1]
+    before = target.run(parents)
+    assert ran
+    SWITCHES[change](layers)
+    after = target.run(parents)
+    assert is_close(after, target.run_plainly(parents))[0]
+    assert change in ("turned", "merged") or not is_close(after, before)[0]
+    ran.clear()
+    again: Any = target._products
+    logits = again.view(model)(input_ids=TEXT, **{CACHE: target._make_cache(target.kinds, 33, 99)})
+    assert ran
+    with torch.no_grad():
+        assert is_close(logits.logits, model(TEXT).logits)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_peft_is_read(dtype: torch.dtype, compared: list[Apart]) -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=4, lora_alpha=9, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = peft.get_peft_model(model_of("llama", dtype), settings).eval()
+    with_drafts(model, TEXT, max_new_tokens=8)  # of which the second factors are still zero
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_()
+    with_drafts(model, TEXT, max_new_tokens=8)
+    with model.disable_adapter():
+        with_drafts(model, TEXT, max_new_tokens=8)
+    assert len(compared) > 9
+    assert [each for each in compared if not each.is_close] == []
+
+
+def test_what_is_no_sum_of_products_is_left_to_torch() -> None:
+    for change in (
+        lambda layer: setattr(layer.firsts["a"], "__class__", Doubled),
+        lambda layer: layer.inner.register_forward_hook(lambda *_: None),
+        lambda layer: setattr(layer, "forward", lambda states: layer.inner(states).tanh()),
+        lambda layer: setattr(layer, "dropout", nn.Tanh()),
+        lambda layer: layer.firsts["a"].to(torch.float64),
+    ):
+        model = model_of("llama")
+        layers = adapted(model)
+        assert forwards_for(model) is not None
+        change(layers[3])
+        assert forwards_for(model) is None
 
 
 # --- jobs that are wrong, or slow -----------------------------------------------------------------

@@ -288,7 +288,14 @@ def test_calls_and_thoughts_are_told_apart(kind: str) -> None:
         assert (streamed["index"], streamed["function"]) == (0, function)
         assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
         told = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
-        assert client.ask(messages=[*QUESTION, message, told], tools=TOOLS, max_tokens=99)
+
+        def num_prompt(said: str) -> Any:
+            messages = [*QUESTION, {**message, "content": said}, told]
+            return client.ask(messages=messages, tools=TOOLS, max_tokens=9)["usage"][
+                "prompt_tokens"
+            ]
+
+        assert num_prompt("yes") == num_prompt("") + 3  # what was said beside a call is told, too
 
 
 @pytest.mark.parametrize(
