@@ -64,8 +64,6 @@ class Decoder:
         self.stats = DecodeStats(num_prefills=batch.text.num_rows)
         #: Why the text is incomplete, if it is.
         self.failure: VerificationError | None = None
-        #: Whether some rows lost tokens then, for others lacked these.
-        self.was_cut = False
         self._batch = batch
         self._target = target
         self._speculator = speculator
@@ -92,9 +90,7 @@ class Decoder:
         except VerificationError as failure:
             self.failure = failure
             if batch.limits.gives_cache or batch.emitting:
-                longest = batch.text.longest
                 batch.text.cut()
-                self.was_cut = batch.text.longest < longest
         finally:
             with ExitStack() as stack:  # closes the others even if one raises
                 stack.callback(self._speculator.close_all)

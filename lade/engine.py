@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from greenlet import getcurrent, greenlet
 
+from lade.captures import put_back, random_states
 from lade.openmp import release_workers
 
 _Result = TypeVar("_Result")
@@ -222,28 +223,17 @@ class Engine:
 
     def _resume(self, call: "EngineCall") -> None:
         """Have a call run until it needs a forward or ends, with its own random state."""
-        outside = self._states()
+        outside = random_states(self._device)
         if call.states is not None:
-            self._set_states(call.states)
+            put_back(self._device, call.states)
         is_over = call.go_on()
-        call.states = self._states()
-        self._set_states(outside)
+        call.states = random_states(self._device)
+        put_back(self._device, outside)
         if is_over:
             self._running.remove(call)
             self._held -= Counter({call.owner: call.num_tokens})  # which drops who holds none
             self._waiting.sort(key=lambda each: each.owner == call.owner)  # behind all others
             call.finish()
-
-    def _states(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device.type != "cpu":
-            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
-        return states
-
-    def _set_states(self, states: Sequence[torch.Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        for of_device in states[1:]:
-            torch.get_device_module(self._device).set_rng_state(of_device, self._device)
 
     def _forward(self) -> None:
         """Run what all ask for; theirs are the next turns."""

@@ -13,7 +13,7 @@ import torch
 
 from lade.budget.asking import SourceCosts
 from lade.budget.calibration import Calibration
-from lade.captures import apart_from_captures
+from lade.captures import put_back, random_states
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import checked
 from lade.drafting.pool_drafter import PoolDrafter
@@ -217,18 +217,8 @@ class Source(Guard):
 @contextmanager
 def unchanged_generators(device: torch.device) -> Iterator[None]:
     """Put torch's random state back afterwards, on the CPU and, if it is a GPU, on a device."""
-    state = torch.default_generator.get_state()
-    if device.type != "cuda":
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(state)
-        return
-    with apart_from_captures(device):
-        of_device = torch.cuda.get_rng_state(device)
+    states = random_states(device)
     try:
         yield
     finally:
-        torch.default_generator.set_state(state)
-        with apart_from_captures(device):
-            torch.cuda.set_rng_state(of_device, device)
+        put_back(device, states)
