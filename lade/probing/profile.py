@@ -27,7 +27,6 @@ from lade.config import Execution, Verification
 from lade.forward.job import forwards_for
 from lade.gpu.workspace import WorkspaceStore
 from lade.probing.own_code import (
-    AROUND,
     code_of,
     functions_at_present,
     hooks_of,
@@ -130,8 +129,9 @@ class Profile:
     def products_for(self, model: Model) -> FastViews | None:
         """Return what runs the model's forwards, or its products; None where lade's cannot run."""
         if self.products is None:
-            calls_modules = self.own_code not in (None, AROUND)  # which a job does not
-            job = None if calls_modules else forwards_for(model)
+            # A job calls hooks of the model and of its layers, and no other code of the user's.
+            is_own = self.own_code is not None and own_code_of(model, besides_hooks=True)
+            job = None if is_own else forwards_for(model)
             self.products = Known(job or products_for(model))
         return self.products.value
 
