@@ -128,7 +128,7 @@ load: $(VENV)/.dev
 attacks: $(VENV)/.dev
 	$(TEST) $(VENV)/bin/python -m tests.load --clients 5 --attackers 50 --seconds 1200 --out docs/results/load_attacks.json
 
-# Draws are compared, too; whatever differs ends it with an error. A cache of its own, as for the oldest.
+# Whatever differs ends it with an error. A cache of its own, as for the oldest.
 engines: export NUMBA_CACHE_DIR := $(CURDIR)/$(ENGINES)/numba
 engines: $(ENGINES)/.engines
 	$(ENGINES)/bin/python -m benchmarks engines --prompts docs/prompts/held_out.jsonl --prompts docs/prompts/engines.jsonl \
@@ -152,17 +152,17 @@ gpu: gpu-right gpu-steps gpu-rest
 gpu-right: $(GPU)/.gpu
 	$(GPU)/bin/python -m benchmarks.gpu.prepare check --device $(GPU_DEVICE)
 	@mkdir -p $(GPU_RESULTS)
-	-$(MEASURE) --stages bandwidth,attention,host --minutes 1.5 --json $(GPU_RESULTS)/right.json
+	-$(MEASURE) --stages plain,installed --minutes 1.5 --json $(GPU_RESULTS)/right.json
 	-timeout --signal INT --kill-after 20 420 $(GPU)/bin/python -m pytest -m $(if $(ON_CPU),twin,cuda) --numprocesses 1 \
 		-W default --maxfail 50 --junitxml $(GPU_RESULTS)/tests.xml $(GPU_TESTS)
 
 gpu-steps: $(GPU)/.gpu
 	@mkdir -p $(GPU_RESULTS)
-	-$(MEASURE) --stages bandwidth,plain,installed,steps,graphs,eager --minutes 8.5 --json $(GPU_RESULTS)/steps.json
+	-$(MEASURE) --stages plain,installed,graphs,eager --minutes 8.5 --json $(GPU_RESULTS)/steps.json
 
 gpu-rest: $(GPU)/.gpu
 	@mkdir -p $(GPU_RESULTS)
-	-$(MEASURE) --stages static,sampled,batches --minutes 8.5 --json $(GPU_RESULTS)/rest.json
+	-$(MEASURE) --stages plain,static,plain_sampled,graphs_sampled,plain_4_rows,installed_4_rows,plain_8_rows,installed_8_rows --minutes 8.5 --json $(GPU_RESULTS)/rest.json
 
 # For a machine with torch and transformers and without a package index; unpacked, it says how.
 gpu-bundle: $(VENV)/.dev

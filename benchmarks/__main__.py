@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.drafting import MeasuredOptions
 from benchmarks.prompts import Half, choose
-from lade.cli.failures import line_of
+from lade.cli import line_of
 from lade.cli.options import (
     Dtype,
     DtypeOption,
+    LearningOptions,
     LimitOption,
     LoadOptions,
     MaxNewTokensOption,
@@ -19,8 +19,10 @@ from lade.cli.options import (
     SamplingOptions,
     ThreadsOption,
     grouped,
+    of_drafting,
 )
 from lade.cli.results import JsonOption, ResultFiles
+from lade.models.settings import Settings
 
 app = typer.Typer(
     help="Measure lade, its parts and its rivals.",
@@ -90,7 +92,14 @@ def run_methods(
     model: ModelOption = None,
     loading: LoadOptions,
     sampling: SamplingOptions,
-    drafting: MeasuredOptions,
+    drafting: LearningOptions,
+    first_layers: Annotated[
+        int | None, of_drafting(min=1, help="Let the first N layers of the model draft, too.")
+    ] = None,
+    max_draft_tokens: Annotated[
+        int | None,
+        of_drafting(min=0, help="Verify up to N in every step. Without it, measured time decides."),
+    ] = None,
     files: ResultFiles,
 ) -> None:
     """Compare any methods, those of lade bench and many more, on a file of prompts.
@@ -98,11 +107,10 @@ def run_methods(
     --assistant takes self as well, for the model itself; ID:int8 and self:int8 take a copy with
     8-bit weights.
     """
-    from benchmarks.methods import METHODS
+    from benchmarks.methods import Given
+    from benchmarks.run import BenchSettings, load_assistant, run
     from benchmarks.run import choose as choose_methods
-    from benchmarks.run import load_assistant, run
-    from benchmarks.settings import BenchSettings
-    from lade.bench.baselines import Given
+    from lade.config import Config
 
     settings = BenchSettings(
         max_new_tokens,
@@ -111,22 +119,14 @@ def run_methods(
         num_return_sequences=num_return_sequences,
         passes=passes,
     )
-    assistant, first_layers = drafting.assistant, drafting.first_layers
-    names = choose_methods(
-        *(methods, bool(drafting.pools), assistant, first_layers),
-        saves=drafting.save_pool is not None,
-    )
-    given = Given(drafting.config, num_layers=first_layers)
+    chosen_methods = choose_methods(methods, drafting, first_layers)
+    given = Given(Config(max_draft_tokens=max_draft_tokens), num_layers=first_layers)
     files.check()
     chosen = choose(prompts, limit, half, categories)
     loaded = loading.load(model)
-    if assistant is not None:
-        given = load_assistant(given, loaded, assistant, loading.trust_remote_code)
-    run(
-        *(loaded, chosen, {name: METHODS[name] for name in names}, settings, given, files),
-        drafting=drafting,
-        assistant=assistant,
-    )
+    if drafting.assistant is not None:
+        given = load_assistant(given, loaded, drafting.assistant, loading.trust_remote_code)
+    run(loaded, chosen, chosen_methods, settings, given, files, drafting)
 
 
 @app.command("publish")
@@ -164,13 +164,12 @@ def run_arena(
     """
     from benchmarks.arena import METHODS, run
     from benchmarks.methods import named, numbers
-    from benchmarks.settings import BenchSettings
 
     names, sizes = named(methods, METHODS), numbers(max_draft_tokens)
     files.check()
     chosen = choose(prompts, limit, half)
     loaded = LoadOptions(dtype=dtype).load(model)
-    run(loaded, chosen, names, sizes, BenchSettings(max_new_tokens), files)
+    run(loaded, chosen, names, sizes, Settings(max_new_tokens), files)
 
 
 @app.command("record")
@@ -190,11 +189,10 @@ def run_record(
     each of them, from one more forward over the whole text.
     """
     from benchmarks.record import run
-    from benchmarks.settings import BenchSettings
 
     files_of(out)
     chosen = choose(prompts, limit, None)
-    run(LoadOptions(dtype=dtype).load(model), chosen, out, BenchSettings(max_new_tokens))
+    run(LoadOptions(dtype=dtype).load(model), chosen, out, Settings(max_new_tokens))
 
 
 @app.command("replay")
@@ -240,10 +238,9 @@ def run_fit(
     beginning with weights that nothing was fitted to.
     """
     from benchmarks.fit import run
-    from benchmarks.settings import BenchSettings
 
     files, chosen = files_of(json), choose(prompts, limit, half)
-    run(LoadOptions(dtype=dtype).load(model), chosen, BenchSettings(max_new_tokens), files)
+    run(LoadOptions(dtype=dtype).load(model), chosen, Settings(max_new_tokens), files)
 
 
 @app.command("serve")
@@ -289,17 +286,13 @@ def run_engines(
         str, typer.Option(metavar="N,…", help="Comma-separated: requests at once.")
     ] = "1,4,16,64",
     max_new_tokens: MaxNewTokensOption = 64,
-    options: Annotated[
-        str, typer.Option(metavar="JSON", help="Options of lade's proposer, as a JSON object.")
-    ] = "{}",
     prewarmed: TableOption = None,
     limit: LimitOption = None,
     check: Annotated[
         bool,
         typer.Option(
             "--check",
-            help="Run in float32, also draw answers at temperature 1, and fail unless every "
-            "method's greedy answers have plain's tokens and its draws plain's distribution.",
+            help="Run in float32, and fail unless every method's answers have plain's tokens.",
         ),
     ] = False,
     model: ModelOption = None,
@@ -313,28 +306,24 @@ def run_engines(
     complete. With every number of requests, drafters begin anew; what they learn in the first pass
     they know in the second. The cache of prefixes is emptied between passes.
     """
-    from benchmarks.engines.command import choose_dtype, choose_options, make_plan, run
-    from benchmarks.engines.methods import PLAIN, check_engine, choose_methods
+    from benchmarks.engines import PLAIN, EngineJob, run
+    from benchmarks.engines import choose as choose_methods
     from benchmarks.methods import numbers
 
-    check_engine()
-    names, left_out = choose_methods(methods, prewarmed is not None)
-    if check and not {PLAIN} < {*names}:
-        raise ValueError("expected plain and another of the methods with --check")
-    sizes, dtype_name = numbers(concurrency), choose_dtype(dtype, check)
-    of_proposer, files = choose_options(options), files_of(json)
+    names = choose_methods(methods, prewarmed)
+    if check and (dtype not in (None, Dtype.float32) or not {PLAIN} < {*names}):
+        raise ValueError("expected float32, and plain and another of the methods, with --check")
+    files = files_of(json)
     chosen = [choose(path, limit, None) for path in prompts]
-    plan = make_plan(
-        model,
-        chosen,
-        check,
-        dtype=dtype_name,
-        concurrency=sizes,
+    job = EngineJob(
+        model="",
+        dtype="float32" if check else (dtype or Dtype.bfloat16).value,
+        prompts=[],
+        concurrency=numbers(concurrency),
         max_new_tokens=max_new_tokens,
-        options=of_proposer,
         table=None if prewarmed is None else str(prewarmed.resolve()),
     )
-    run(plan, chosen, names, left_out, threads, files)
+    run(model, job, chosen, names, check, threads, files)
 
 
 @app.command("memory")
@@ -344,7 +333,6 @@ def run_memory(
     prompts: PromptsOption,
     methods: MethodsOption = "plain,lade",
     max_new_tokens: MaxNewTokensOption = 128,
-    batch_size: BatchSizeOption = 1,
     limit: LimitOption = None,
     passes: PassesOption = 1,
     model: ModelOption = None,
@@ -356,28 +344,13 @@ def run_memory(
     On a CPU, that is the most that the whole process has resident while it answers the prompts:
     weights, libraries and all. On a GPU, it is the most that torch has allocated there.
     """
-    from benchmarks.memory import Work, run
+    from benchmarks.memory import run
     from benchmarks.methods import METHODS, named
-    from benchmarks.settings import BenchSettings
-    from lade.cli.loading import fetch_with_progress
-    from lade.models.loading import device_of, find_model, native_dtype
 
     known = [name for name, info in METHODS.items() if info.takes is None]
     names, files = named(methods, known), files_of(json)
-    settings, chosen = (
-        BenchSettings(max_new_tokens, batch_size=batch_size),
-        choose(prompts, limit, None),
-    )
-    model = find_model(model)
-    # Here, not in the process: finding these out imports what a baseline should not hold.
-    place = device_of(loading.device)
-    dtype_name = (
-        loading.dtype.value if loading.dtype else str(native_dtype(place)).removeprefix("torch.")
-    )
-    fetch_with_progress(model)
-    texts = [prompt.text for prompt in chosen.prompts]
-    work = Work(names[0], model, str(place), dtype_name, loading.threads, texts, settings)
-    run(work, chosen, names, passes, files)
+    chosen, settings = choose(prompts, limit, None), Settings(max_new_tokens)
+    run(model, vars(loading), chosen, names, settings, passes, files)
 
 
 @app.command("forwards")
@@ -442,32 +415,6 @@ def run_pool(
     run(max_tokens, files_of(json))
 
 
-@app.command("pool-threads")
-@grouped
-def run_pool_threads(
-    *,
-    max_threads: Annotated[int, typer.Option(min=1, help="The most; from 1 up, by fours.")] = 64,
-    json: JsonOption = None,
-) -> None:
-    """Time one n-gram pool that threads share: calls a second, and how long each waits."""
-    from benchmarks.pool_threads import run
-
-    run(max_threads, files_of(json))
-
-
-@app.command("pool-requests")
-@grouped
-def run_pool_requests(
-    *,
-    max_requests: Annotated[int, typer.Option(min=1, help="The most; from 1 up, by fours.")] = 256,
-    json: JsonOption = None,
-) -> None:
-    """Time what a serving engine's proposer takes in a step, by the number of requests."""
-    from benchmarks.pool_requests import run
-
-    run(max_requests, files_of(json))
-
-
 @app.command("predictions")
 @grouped
 def run_predictions(
@@ -484,24 +431,6 @@ def run_predictions(
     run(loading.load(model), rounds, files)
 
 
-@app.command("rollouts")
-@grouped
-def run_rollouts(
-    *,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of training.")] = 20,
-    temperature: Annotated[float, typer.Option(help="Of the samples.")] = 1.0,
-    max_new_tokens: MaxNewTokensOption = 48,
-    model: ModelOption = None,
-    loading: LoadOptions,
-    json: JsonOption = None,
-) -> None:
-    """Train with TRL's GRPOTrainer; draw each sample by plain generate and by lade."""
-    from benchmarks.rollouts import run
-
-    files = files_of(json)
-    run(loading.load(model), steps, temperature, max_new_tokens, files)
-
-
 @app.command("gpu")
 @grouped
 def run_gpu(
@@ -510,32 +439,26 @@ def run_gpu(
         str,
         typer.Option(
             metavar="NAMES",
-            help="Comma-separated: 1b and 8b, of the sizes of Llama-3.2-1B and Llama-3.1-8B, and "
-            "tiny, to try the command out.",
+            help="Comma-separated: 1b and 8b, of the sizes of Llama-3.2-1B and Llama-3.1-8B; "
+            "tiny and 1b_short are for a CPU.",
         ),
     ] = "8b,1b",
     stages: Annotated[
         str | None,
         typer.Option(metavar="NAMES", help="Comma-separated; an unknown name lists all."),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="cuda, cuda:1, …, or cpu with --shapes tiny or 1b_short."
-        ),
-    ] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="cuda, cuda:1, …, or cpu.")] = "cuda",
     minutes: Annotated[
         float, typer.Option(min=0.0, help="End after T minutes, and list what was not run.")
     ] = 7.5,
     json: JsonOption = None,
 ) -> None:
-    """Measure steps on a GPU against its memory bandwidth, and whole answers against generate.
+    """Answer prompts on a GPU by generate and by lade's executions, with random weights.
 
-    The models have random weights, so nothing is downloaded (except for the default model, where it
-    can be had), and drafts are accepted as in recorded decoding. Each stage runs in a process of
-    its own: one that crashes or hangs is reported, and the others go on.
+    Nothing is downloaded, and drafts are accepted as in recorded decoding. Each stage runs in a
+    process of its own: one that crashes or hangs is reported, and the others go on.
     """
-    from benchmarks.gpu.command import run
+    from benchmarks.gpu.measure import run
 
     run(shapes, stages, device, minutes, files_of(json))
 

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from benchmarks.batches import encode_batch, find_pad_token_id
 from benchmarks.methods import METHODS as ALL_METHODS
+from benchmarks.methods import Given
 from benchmarks.points import as_json, points, table
 from benchmarks.rivals.catalogue import RIVALS
-from benchmarks.settings import BenchSettings
-from lade.bench.baselines import Given, Method, plain
+from lade.bench.methods import Method, plain
 from lade.bench.prompts import Prompt
 from lade.cli.bench import Chosen, describe_model
-from lade.cli.prompting import check_prompts
-from lade.cli.results import ResultFiles, keeping, progress_bar
+from lade.cli.prompting import encode_prompts
+from lade.cli.results import Keeping, ResultFiles, progress_bar
 from lade.config import Config
 from lade.models.loading import LoadedModel
+from lade.models.settings import Settings
 from lade.prewarming.tables import table_for
 from lade.probing.report import probe
 from lade.stats import DecodeStats, ends_in_loop
@@ -76,7 +76,7 @@ def run_arena(
     prompts: Sequence[Prompt],
     methods: Sequence[str],
     draft_sizes: Sequence[int],
-    settings: BenchSettings,
+    settings: Settings,
     config: Config,
     *,
     entries: list[Entry],
@@ -90,22 +90,20 @@ def run_arena(
     Raises:
         RuntimeError: a method wrote another text, which only a bug can cause.
     """
-    assert settings.num_rows == 1
-    pad_token_id = find_pad_token_id(loaded)
-    options = settings.options(pad_token_id)
+    options, texts = settings.options(), [prompt.text for prompt in prompts]
+    inputs = encode_prompts(loaded, texts, settings.max_new_tokens)
     running: dict[tuple[str, int], Method] = {
         (name, size): METHODS[name].make(Given(replace(config, max_draft_tokens=size)))
         for size in draft_sizes
         for name in methods
     }
-    for prompt in prompts:
-        inputs: dict[str, Any] = encode_batch(loaded, [prompt.text], pad_token_id)
-        (text,) = plain(loaded.model, inputs, options).rows
-        same = LogitsProcessorList([SameText(inputs["input_ids"].shape[1], text)])
+    for prompt, given in zip(prompts, inputs, strict=True):
+        (text,) = plain(loaded.model, given, options).rows
+        same = LogitsProcessorList([SameText(given["input_ids"].shape[1], text)])
         forced = {**options, "max_new_tokens": len(text), "logits_processor": same}
         done = []
         for (name, size), method in running.items():
-            answer = method(loaded.model, inputs, forced)
+            answer = method(loaded.model, given, forced)
             if answer.rows != [text] or answer.stats is None:
                 raise RuntimeError(f"expected {name} to write the text of generate")
             done.append(Entry(prompt, ends_in_loop(text), name, size, answer.stats))
@@ -137,15 +135,14 @@ def run(
     chosen: Chosen,
     methods: Sequence[str],
     draft_sizes: Sequence[int],
-    settings: BenchSettings,
+    settings: Settings,
     files: ResultFiles,
 ) -> None:
     """Run the arena; print and write the results, even after an interruption."""
-    check_prompts(loaded, [prompt.text for prompt in chosen.prompts], settings.max_new_tokens)
     num_answers = len(chosen.prompts) * len(methods) * len(draft_sizes)
     prewarmed = table_for(loaded.model)
     entries: list[Entry] = []
-    with keeping(entries) as stopped, progress_bar() as bars:
+    with Keeping(entries) as kept, progress_bar() as bars:
         task = bars.add_task("answering", total=num_answers)
         run_arena(
             *(loaded, chosen.prompts, methods, draft_sizes, settings, Config()),
@@ -160,10 +157,9 @@ def run(
         "draft_sizes": [*draft_sizes],
         "num_table_contexts": None if prewarmed is None else len(prewarmed),
         "verification": probe(loaded.model).verification,
-        "interrupted": stopped.by is not None,
+        "interrupted": kept.by is not None,
     }
     measured = points(entries)
-    stopped.tell(f"stopped after {len(entries)} of {num_answers} answers")
     content = {**as_json(measured, described), "prompts": steps_by_prompt(entries)}
     files.show(content, table(measured, "All methods write the texts of generate.", "Live"))
-    stopped.pass_on()
+    kept.end(f"stopped after {len(entries)} of {num_answers} answers")

@@ -20,17 +20,15 @@ from typing import Any
 from transformers import TextIteratorStreamer
 
 import lade
-from benchmarks.batches import find_pad_token_id
 from benchmarks.gguf_engines import ENGINES, Clock, Continuation, Start, ask, write_gguf
-from benchmarks.settings import BenchSettings
-from lade.bench.baselines import new_rows
 from lade.bench.environment import environment
-from lade.bench.report import share_text, speedup_text
-from lade.bench.tables import Sheet
+from lade.bench.methods import new_rows
+from lade.bench.report import share_text, sheet, speedup_text
 from lade.cli.bench import Chosen, describe_model
-from lade.cli.prompting import check_prompts
+from lade.cli.prompting import encode_prompts
 from lade.cli.results import ResultFiles, progress_bar
 from lade.models import LoadedModel, encode
+from lade.models.settings import Settings
 
 #: What is told of a method: sums over all prompts divided; medians, of speeds over plain's and of
 #: times; and a share.
@@ -148,15 +146,14 @@ def run(loaded: LoadedModel, chosen: Chosen, max_new_tokens: int, files: ResultF
     The file keeps results that differ from these in nothing but dtype and threads.
     """
     texts = [prompt.text for prompt in chosen.prompts]
-    check_prompts(loaded, texts, max_new_tokens)
-    inputs = [encode(loaded.tokenizer, text) for text in texts]
+    inputs = encode_prompts(loaded, texts, max_new_tokens)
     described, left_out = describe_model(loaded), why_left_out(loaded.model)
     dtype, threads = described["dtype"], described["threads"]
     names = [name for name in ENGINES if name not in left_out]
     num_tokens = max(each["input_ids"].shape[1] for each in inputs) + max_new_tokens
     ends = loaded.model.generation_config.eos_token_id
     eos = (ends,) if isinstance(ends, int) else tuple(ends or ())
-    options = BenchSettings(max_new_tokens).options(find_pad_token_id(loaded))
+    options = Settings(max_new_tokens).options()
     start = Start("", dtype, threads, num_tokens, eos, drafts=False)
     with ExitStack() as stack, progress_bar() as bar:
         methods = here(loaded.model, options)
@@ -179,8 +176,9 @@ def run(loaded: LoadedModel, chosen: Chosen, max_new_tokens: int, files: ResultF
     content["runs"] = {**_kept(files.json, content), key: rows}
     title = f"{described['model']} in {key}, {len(texts)} prompts, {max_new_tokens} new tokens"
     notes = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
-    table = [(name, *cells_of(row)) for name, row in rows.items()]
-    files.show(content, Sheet(title, ("method", *HEADINGS), 1, [table], "\n".join(notes) or None))
+    table = [("", name, *cells_of(row)) for name, row in rows.items()]
+    headings = ("", "method", *HEADINGS)
+    files.show(content, sheet(title, headings, [table], "\n".join(notes) or None))
 
 
 def _kept(path: Path | None, content: Mapping[str, Any]) -> dict[str, Any]:

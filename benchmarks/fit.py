@@ -7,24 +7,23 @@ each, with a table of prewarmed successors, if there is one, and without.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.batches import encode_batch, find_pad_token_id
-from benchmarks.settings import BenchSettings
 from lade.bench.environment import environment
 from lade.bench.methods import Lade
 from lade.bench.prompts import Prompt
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.loading import console
-from lade.cli.prompting import check_prompts
+from lade.cli.prompting import encode_prompts
 from lade.cli.results import ResultFiles, progress_bar
 from lade.config import Config
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
 from lade.models.loading import LoadedModel
+from lade.models.settings import Settings
 from lade.prewarming.tables import table_for
 from lade.stats import ends_in_loop
 from ngram_pool import NGramPool, SuccessorTable, _kernels
@@ -84,7 +83,7 @@ class LessonRecorder(PoolDrafter):
 def record_lessons(
     loaded: LoadedModel,
     prompts: Sequence[Prompt],
-    settings: BenchSettings,
+    settings: Settings,
     config: Config,
     prewarmed: SuccessorTable | None,
     *,
@@ -94,10 +93,9 @@ def record_lessons(
     """Answer prompts with one pool, appending to `lessons` all but answers that end in loops."""
     drafter = LessonRecorder(NGramPool(seed=0), prewarmed)
     method = Lade(config, drafter=drafter)
-    pad_token_id = find_pad_token_id(loaded)
-    for prompt in prompts:
-        inputs: dict[str, Any] = encode_batch(loaded, [prompt.text], pad_token_id)
-        answer = method(loaded.model, inputs, settings.options(pad_token_id))
+    texts = [prompt.text for prompt in prompts]
+    for inputs in encode_prompts(loaded, texts, settings.max_new_tokens):
+        answer = method(loaded.model, inputs, settings.options())
         if not ends_in_loop(answer.rows[0]):
             lessons.append(drafter.lessons[-1])
         on_answer()
@@ -161,10 +159,9 @@ def as_source(weights: NDArray[np.float64]) -> str:
     return "\n".join(f"    ({', '.join(map(str, row))})," for row in rows)
 
 
-def run(loaded: LoadedModel, chosen: Chosen, settings: BenchSettings, files: ResultFiles) -> None:
+def run(loaded: LoadedModel, chosen: Chosen, settings: Settings, files: ResultFiles) -> None:
     """Answer the prompts, fit weights to what pools were told meanwhile, print and write them."""
     config = Config(max_draft_tokens=_MAX_DRAFT_TOKENS)
-    check_prompts(loaded, [prompt.text for prompt in chosen.prompts], settings.max_new_tokens)
     prewarmed = table_for(loaded.model)
     if prewarmed is None:
         console.print("without a table (lade prewarm), the weights of tables are not fitted")

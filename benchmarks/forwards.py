@@ -6,11 +6,12 @@ from itertools import product
 from time import perf_counter
 
 import torch
+from rich.table import Table
 from transformers import GenerationConfig
 
 from benchmarks.gpu.shapes import SHAPES, make_model
 from lade.bench.environment import environment
-from lade.bench.tables import Sheet
+from lade.bench.report import sheet
 from lade.cli.options import LoadOptions
 from lade.cli.results import ResultFiles, progress_bar
 from lade.compat import Model
@@ -106,14 +107,14 @@ def _read(model: Model) -> float:
     return perf_counter() - start
 
 
-def sheet_of(seconds: Mapping[str, Mapping[str, Mapping[str, float]]], reading: float) -> Sheet:
+def sheet_of(seconds: Mapping[str, Mapping[str, Mapping[str, float]]], reading: float) -> Table:
     """Return the times in milliseconds, a column for each size."""
     sizes = [*next(iter(seconds["torch"].values()))]
     rows = [
-        (name, context, *(f"{1000 * of_sizes[size]:.1f}" for size in sizes))
+        (f"{context} tokens before", name, *(f"{1000 * of_sizes[size]:.1f}" for size in sizes))
         for context in seconds["torch"]
         for name, of_sizes in ((name, each[context]) for name, each in seconds.items())
     ]
-    headings = ["milliseconds by tokens", "tokens before", *sizes]
+    headings = ["", "milliseconds by tokens", *sizes]
     title = f"Forwards (reading the weights once: {1000 * reading:.1f} ms)"
-    return Sheet(title, headings, 2, [rows])
+    return sheet(title, headings, [rows])

@@ -2,41 +2,67 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.rivals.catalogue import RIVALS, Rival
-from lade.bench.baselines import Answer, Given, Method, MethodInfo, TransformersAssisted, plain
-from lade.bench.methods import METHODS as LADES
-from lade.bench.methods import Lade, assistant_of, beside_pool, own_pool, with_pool
+from lade.bench.methods import Answer, Lade, Method, TransformersAssisted, plain
 from lade.config import SPECULATING, Config, Lookahead, Verification
-from lade.drafters import FirstLayers
+from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 from lade.drafting.drafter import Drafter
+from lade.models.loading import LoadedModel
+from ngram_pool import NGramPool
 
 
-def _with(description: str, change: Callable[[Config], Config]) -> MethodInfo:
-    """Return lade with another configuration."""
+class Given(NamedTuple):
+    """What the methods of a run are made with."""
+
+    config: Config = Config()
+    pools: Sequence[NGramPool] = ()  # that methods which take pools read
+    own: NGramPool | None = None  # that the method which keeps a pool learns into; else a new one
+    assistant: LoadedModel | None = None
+    tokenizer: Any = None  # of the target, beside an assistant
+    num_layers: int | None = None  # first layers that draft
+
+
+class MethodInfo(NamedTuple):
+    """What a method is, and how to make it for one pass."""
+
+    make: Callable[[Given], Method]
+    description: str
+    is_default: bool = False  # else run only when named
+    is_single_row: bool = False  # cannot decode a batch or several sequences per prompt
+    takes: str | None = None  # "pools", "assistant" or "num_layers" of `Given`
+    keeps_pool: bool = False  # one pool for all prompts, which may be `Given.own`
+    verification: Verification | None = None  # if the method fixes one
+
+
+def _pool(given: Given) -> NGramPool:
+    return NGramPool(seed=0) if given.own is None else given.own
+
+
+def _changed(description: str, **changes: Any) -> MethodInfo:
+    """Return lade with one pool and another configuration."""
     return MethodInfo(
-        lambda given: with_pool(given._replace(config=change(given.config))),
+        lambda given: Lade(replace(given.config, **changes), _pool(given)),
         f"as lade, {description}",
-        is_default=False,
+        verification=changes.get("verification"),
     )
-
-
-def _verifying_by(verification: Verification) -> MethodInfo:
-    info = _with(
-        f"drafts verified by {verification}",
-        lambda config: replace(config, verification=verification),
-    )
-    return info._replace(verification=verification)
 
 
 def _alone(drafter_of: Callable[[Given], Drafter], description: str, takes: str) -> MethodInfo:
     return MethodInfo(
-        lambda given: Lade(given.config, drafter=drafter_of(given)),
-        description,
-        is_default=False,
-        takes=takes,
+        lambda given: Lade(given.config, drafter=drafter_of(given)), description, takes=takes
     )
+
+
+def _beside_pool(
+    drafter_of: Callable[[Given], Drafter], description: str, takes: str
+) -> MethodInfo:
+    def make(given: Given) -> Lade:
+        both = Merged([CallPool(), drafter_of(given)])
+        return Lade(given.config, NGramPool(seed=0), drafter=both)
+
+    return MethodInfo(make, description, takes=takes)
 
 
 def _drafting_as(rival: Rival) -> MethodInfo:
@@ -49,7 +75,25 @@ def _drafting_as(rival: Rival) -> MethodInfo:
         return Lade(config, drafter=rival.make_drafter())
 
     described = f"{rival.description}; {rival.max_draft_tokens} draft tokens, or max_draft_tokens"
-    return MethodInfo(make, described, is_default=False)
+    return MethodInfo(make, described)
+
+
+def _assistant(given: Given) -> Drafter:
+    assert given.assistant is not None
+    model, tokenizer, _ = given.assistant
+    return AssistantModel(model, tokenizer, target_tokenizer=given.tokenizer)
+
+
+def _first_layers(given: Given) -> Drafter:
+    assert given.num_layers is not None
+    return FirstLayers(given.num_layers)
+
+
+def _lookup(given: Given) -> Method:
+    asked = given.config.max_draft_tokens
+    if asked == 0:  # transformers refuses it; no draft is plain decoding
+        return plain
+    return TransformersAssisted({"prompt_lookup_num_tokens": asked or 10})
 
 
 def _hf_assistant(given: Given) -> Method:
@@ -61,15 +105,6 @@ def _hf_assistant(given: Given) -> Method:
     return TransformersAssisted(options)
 
 
-def _hf_early_exit(given: Given) -> Method:
-    return TransformersAssisted({"assistant_early_exit": given.num_layers})
-
-
-def _first_layers_of(given: Given) -> Drafter:
-    assert given.num_layers is not None
-    return FirstLayers(given.num_layers)
-
-
 def _plain_twice(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
     doubled = {name: tensor.repeat_interleave(2, dim=0) for name, tensor in inputs.items()}
     answer = plain(model, doubled, options)
@@ -78,55 +113,77 @@ def _plain_twice(model: Any, inputs: dict[str, Any], options: dict[str, Any]) ->
 
 #: By name, in the order of tables.
 METHODS: dict[str, MethodInfo] = {
-    **{n: info._replace(is_default=info.takes in (None, "pools")) for n, info in LADES.items()},
-    "pool+first_layers": MethodInfo(
-        beside_pool(_first_layers_of),
+    "plain": MethodInfo(lambda given: plain, "generate, one token a step", True),
+    "prompt_lookup": MethodInfo(
+        _lookup,
+        "transformers' prompt_lookup_num_tokens=10, or as many as max_draft_tokens says",
+        *(True, True),
+    ),
+    "no_drafts": MethodInfo(
+        lambda given: Lade(replace(given.config, max_draft_tokens=0)),
+        "lade without drafts: one token a step, on a CPU with its own forwards",
+        True,
+    ),
+    "lade": MethodInfo(
+        lambda given: Lade(given.config, _pool(given)),
+        "lade, one pool for all prompts of a pass",
+        is_default=True,
+        keeps_pool=True,
+    ),
+    "lade_fresh": MethodInfo(
+        lambda given: Lade(given.config),
+        "lade, a new and empty pool for each prompt or batch",
+        True,
+    ),
+    "lade_pool": MethodInfo(
+        lambda given: Lade(given.config, [_pool(given), *given.pools]),
+        "as lade, drafting from the files of --pool as well",
+        is_default=True,
+        takes="pools",
+        keeps_pool=True,
+    ),
+    "lade_pool_fresh": MethodInfo(
+        lambda given: Lade(given.config, given.pools),
+        "as lade_fresh, drafting from the files of --pool as well",
+        is_default=True,
+        takes="pools",
+    ),
+    "pool+assistant": _beside_pool(
+        _assistant, "lade, a pool and the model of --assistant draft one tree", "assistant"
+    ),
+    "pool+first_layers": _beside_pool(
+        _first_layers,
         "lade, a pool and the model's own first layers draft one tree",
-        is_default=False,
-        takes="num_layers",
+        "num_layers",
     ),
     "plain_twice": MethodInfo(
         lambda given: _plain_twice,
         "generate on each prompt twice, as a batch of two: how far it agrees with itself",
-        is_default=False,
         is_single_row=True,
     ),
     "hf_assistant": MethodInfo(
         _hf_assistant,
         "transformers' assistant_model, as its generation config says",
-        is_default=False,
         is_single_row=True,
         takes="assistant",
     ),
     "hf_early_exit": MethodInfo(
-        _hf_early_exit,
+        lambda given: TransformersAssisted({"assistant_early_exit": given.num_layers}),
         "transformers' assistant_early_exit",
-        is_default=False,
         is_single_row=True,
         takes="num_layers",
     ),
-    "lade_untabled": _with(
-        "without the table that lade prewarm made",
-        lambda config: replace(config, uses_table=False),
+    "lade_untabled": _changed("without the table that lade prewarm made", uses_table=False),
+    "lade_stable": _changed(
+        "with text that does not depend on the pool, even in half precision", stable_text=True
     ),
-    "lade_stable": _with(
-        "with text that does not depend on the pool, even in half precision",
-        lambda config: replace(config, stable_text=True),
+    "lade_lookahead": _changed(
+        "with a lookahead window of W=7, N=5 in every forward", lookahead=Lookahead()
     ),
-    "lade_lookahead": _with(
-        "with a lookahead window of W=7, N=5 in every forward",
-        lambda config: replace(config, lookahead=Lookahead()),
-    ),
-    "pool": MethodInfo(
-        lambda given: Lade(given.config, own_pool(given)),
-        "lade by its name beside other drafters: one pool for all prompts of a pass",
-        is_default=False,
-    ),
-    "assistant": _alone(assistant_of, "lade, the model of --assistant drafts", "assistant"),
-    "first_layers": _alone(
-        _first_layers_of, "lade, the model's own first layers draft", "num_layers"
-    ),
-    **{f"lade_{verification}": _verifying_by(verification) for verification in SPECULATING},
+    "pool": _changed("by its name beside other drafters"),
+    "assistant": _alone(_assistant, "lade, the model of --assistant drafts", "assistant"),
+    "first_layers": _alone(_first_layers, "lade, the model's own first layers draft", "num_layers"),
+    **{f"lade_{v}": _changed(f"drafts verified by {v}", verification=v) for v in SPECULATING},
     **{name: _drafting_as(rival) for name, rival in RIVALS.items()},
 }
 

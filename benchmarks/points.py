@@ -1,18 +1,17 @@
 """Results of replays and arenas: a curve over draft sizes for each method, as table and JSON."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.plots import new_figure, save
+from rich.table import Table
+
 from lade.bench.environment import environment
-from lade.bench.report import LOOPS, OVERALL, groups, msec_text, rounded, share_text
-from lade.bench.tables import Sheet
+from lade.bench.report import LOOPS, OVERALL, groups, msec_text, rounded, share_text, sheet
 from lade.stats import DecodeStats
 
 _COLUMNS = (
     *("max draft tokens", "MAT", "draft tokens/step"),
-    *("accepted", "corrected", "draft ms/step"),
+    *("accepted", "draft ms/step"),
 )
 
 
@@ -28,7 +27,6 @@ class Point(NamedTuple):
     mean_accepted_tokens: float
     draft_tokens_per_step: float
     acceptance_rate: float
-    correction_rate: float
     draft_sec_per_step: float
 
     def label(self, num_passes: int) -> str:
@@ -57,14 +55,13 @@ def points(measured: Sequence[Any]) -> list[Point]:
                     mean_accepted_tokens=stats.mean_accepted_tokens,
                     draft_tokens_per_step=stats.draft_tokens_per_step,
                     acceptance_rate=stats.acceptance_rate,
-                    correction_rate=stats.correction_rate,
                     draft_sec_per_step=stats.draft_sec_per_step,
                 )
             )
     return made
 
 
-def table(made: Sequence[Point], caption: str | None = None, what: str = "Replay") -> Sheet:
+def table(made: Sequence[Point], caption: str | None = None, what: str = "Replay") -> Table:
     """Return a table of all answers without loops and, in a section apart, of those with loops."""
     num_passes = num_passes_of(made)
     sections = [
@@ -73,7 +70,7 @@ def table(made: Sequence[Point], caption: str | None = None, what: str = "Replay
     ]
     title = f"{what}, every step verifying as many draft tokens as it may, loops apart"
     headings = ("answers", "method", *_COLUMNS)
-    return Sheet(title, headings, 2, [rows for rows in sections if rows], caption)
+    return sheet(title, headings, [rows for rows in sections if rows], caption)
 
 
 def as_json(made: Sequence[Point], settings: dict[str, Any]) -> dict[str, Any]:
@@ -83,26 +80,6 @@ def as_json(made: Sequence[Point], settings: dict[str, Any]) -> dict[str, Any]:
         "settings": settings,
         "runs": [rounded(point._asdict()) for point in made],
     }
-
-
-def plot(folder: Path, name: str, points: Sequence[Point]) -> list[Path]:
-    """Plot MAT against draft tokens, one line per method; return the files."""
-    num_passes = num_passes_of(points)
-    lines: dict[str, list[Point]] = {}
-    for point in points:
-        if point.group in (OVERALL, LOOPS):
-            note = ", loops" if point.group == LOOPS else ""
-            lines.setdefault(point.label(num_passes) + note, []).append(point)
-    figure, axes = new_figure(width=6.0)
-    for label, line in lines.items():
-        in_order = sorted(line, key=lambda point: point.max_draft_tokens)
-        counts = [point.max_draft_tokens for point in in_order]
-        values = [point.mean_accepted_tokens for point in in_order]
-        style = "--" if in_order[0].group == LOOPS else "-"
-        axes.plot(counts, values, style, marker="o", label=label)
-    axes.set_xlabel("draft tokens, at most")
-    axes.set_ylabel("mean accepted tokens")
-    return save(figure, axes, folder, name)
 
 
 def num_passes_of(made: Sequence[Point]) -> int:
@@ -118,6 +95,5 @@ def _cells(point: Point, num_passes: int) -> tuple[str, ...]:
         f"{point.mean_accepted_tokens:.2f}",
         f"{point.draft_tokens_per_step:.1f}",
         share_text(point.acceptance_rate),
-        share_text(point.correction_rate),
         msec_text(point.draft_sec_per_step),
     )

@@ -1,23 +1,20 @@
 """Timings of the pool: observing a token, drafting a tree and a whole step, by pool size."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lade.bench.environment import environment
-from lade.bench.report import rounded
-from lade.bench.tables import Sheet
+from lade.bench.report import rounded, sheet
 from lade.budget.budget import Budget
 from lade.budget.calibration import Outcome
 from lade.cli.loading import console
-from lade.cli.results import ResultFiles, keeping
+from lade.cli.results import Keeping, ResultFiles
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
 from ngram_pool import NGramPool, SuccessorTable
@@ -28,8 +25,6 @@ _CHUNK = 100_000
 _VOCAB_SIZE = 49_152
 _NUM_VERIFIED = 8  # nodes per draft whose successors are harvested, besides the root
 _TABLE_CONTEXTS = 2**16  # in the prewarmed table
-
-Timing = TypeVar("Timing", bound=Any)  # a named tuple
 
 
 class PoolTiming(NamedTuple):
@@ -174,7 +169,7 @@ def run(max_tokens: int, files: ResultFiles) -> None:
     sizes = [10**power for power in range(4, 10) if 10**power <= max_tokens]
     title = f"NGramPool, full, one core, up to {MAX_DRAFT_TOKENS} draft tokens; times in µs"
     headings = (
-        *("tokens held", "prompt/token", "observe 3 tokens", "draft median", "draft p95"),
+        *("", "tokens held", "prompt/token", "observe 3 tokens", "draft median", "draft p95"),
         *("step median", "step p95", "draft tokens", "bytes/token", "save, ms", "load, ms"),
     )
     caption = (
@@ -182,30 +177,12 @@ def run(max_tokens: int, files: ResultFiles) -> None:
         "saved file, with the first draft."
     )
 
-    def row(timing: PoolTiming) -> list[str]:
-        return [f"{timing.num_tokens:,}", *(f"{value:.2f}" for value in timing[1:])]
-
-    timings = (time_pool(size, MAX_DRAFT_TOKENS) for size in sizes)
-    settings = {"max_draft_tokens": MAX_DRAFT_TOKENS}
-    show_timings(timings, row, Sheet(title, headings, 1, [], caption), settings, files)
-
-
-def show_timings(
-    timings: Iterable[Timing],
-    row: Callable[[Timing], list[str]],
-    sheet: Sheet,
-    settings: dict[str, Any],
-    files: ResultFiles,
-) -> None:
-    """Take timings one after the other; show and write them, also when interrupted."""
-    done: list[Timing] = []
-    with keeping(done) as stopped, console.status(sheet.title):
-        done.extend(timings)
-    stopped.tell(f"stopped after {len(done)}")
-    content = {
-        "environment": environment(),
-        "settings": {**settings, "interrupted": stopped.by is not None},
-        "timings": [rounded(each._asdict()) for each in done],
-    }
-    files.show(content, replace(sheet, sections=[[*map(row, done)]]))
-    stopped.pass_on()
+    done: list[PoolTiming] = []
+    with Keeping(done) as kept, console.status(title):
+        done.extend(time_pool(size, MAX_DRAFT_TOKENS) for size in sizes)
+    rows = [("", f"{each.num_tokens:,}", *(f"{value:.2f}" for value in each[1:])) for each in done]
+    settings = {"max_draft_tokens": MAX_DRAFT_TOKENS, "interrupted": kept.by is not None}
+    content: dict[str, Any] = {"environment": environment(), "settings": settings}
+    content["timings"] = [rounded(each._asdict()) for each in done]
+    files.show(content, sheet(title, headings, [rows], caption))
+    kept.end(f"stopped after {len(done)}")

@@ -8,21 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.batches import encode_batch, find_pad_token_id
-from benchmarks.settings import BenchSettings
 from benchmarks.traces import Trace, Traces, write_traces
-from lade.bench.baselines import new_rows
 from lade.bench.environment import environment
+from lade.bench.methods import new_rows
 from lade.bench.prompts import Prompt
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.loading import console
-from lade.cli.prompting import check_prompts
-from lade.cli.results import keeping, progress_bar, say_written
+from lade.cli.prompting import encode_prompts
+from lade.cli.results import Keeping, progress_bar
 from lade.compat import CACHE
 from lade.drafting.successors import Successors, rank, with_probs
 from lade.errors import UnsupportedModelError
 from lade.hf.api import generate
 from lade.models.loading import LoadedModel
+from lade.models.settings import Settings
 from lade.stats import ends_in_loop
 from ngram_pool import NGramPool
 
@@ -35,21 +34,18 @@ _MAX_LOGITS = 2**26  # per forward: 256 MiB in float32; 1365 tokens of a 49,152-
 def record(
     loaded: LoadedModel,
     prompts: Sequence[Prompt],
-    settings: BenchSettings,
+    settings: Settings,
     num_successors: int,
     *,
     traces: list[Trace],
     on_trace: Callable[[Trace], None] = lambda trace: None,
 ) -> None:
     """Answer all prompts with `lade.generate`, one by one; append to `traces` as each is done."""
-    assert settings.num_rows == 1
-    pad_token_id = find_pad_token_id(loaded)
     pool = NGramPool(seed=0)
-    for number, prompt in enumerate(prompts):
-        inputs: dict[str, Any] = encode_batch(loaded, [prompt.text], pad_token_id)
-        torch.manual_seed(settings.seed + number)
-        sequences = generate(loaded.model, **inputs, pool=pool, **settings.options(pad_token_id))
-        prompt_ids = inputs["input_ids"][0].tolist()
+    inputs = encode_prompts(loaded, [each.text for each in prompts], settings.max_new_tokens)
+    for prompt, given in zip(prompts, inputs, strict=True):
+        sequences = generate(loaded.model, **given, pool=pool, **settings.options())
+        prompt_ids = given["input_ids"][0].tolist()
         (answer,) = new_rows(loaded.model, sequences, len(prompt_ids))
         token_ids = [*prompt_ids, *answer]
         traces.append(
@@ -99,11 +95,10 @@ def successors_of(model: Any, token_ids: Sequence[int], num_successors: int) -> 
     return Successors(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def run(loaded: LoadedModel, chosen: Chosen, out: Path, settings: BenchSettings) -> None:
+def run(loaded: LoadedModel, chosen: Chosen, out: Path, settings: Settings) -> None:
     """Answer prompts and write the traces, even after an interruption."""
-    check_prompts(loaded, [prompt.text for prompt in chosen.prompts], settings.max_new_tokens)
     traces: list[Trace] = []
-    with keeping(traces) as stopped, progress_bar() as bars:
+    with Keeping(traces) as kept, progress_bar() as bars:
         task = bars.add_task("answering", total=len(chosen.prompts))
         record(
             *(loaded, chosen.prompts, settings, NUM_SUCCESSORS),
@@ -116,11 +111,9 @@ def run(loaded: LoadedModel, chosen: Chosen, out: Path, settings: BenchSettings)
         "vocab_size": vocab_size_of(loaded.model),
         "num_successors": NUM_SUCCESSORS,
         "prompts": chosen.described,
-        "interrupted": stopped.by is not None,
+        "interrupted": kept.by is not None,
     }
     write_traces(out, Traces(traces, described, environment()))
-    stopped.tell(f"stopped after {len(traces)} of {len(chosen.prompts)} prompts")
     num_tokens = sum(trace.num_answer_tokens for trace in traces)
-    console.print(f"{len(traces)} answers, {num_tokens} tokens")
-    say_written([out])
-    stopped.pass_on()
+    console.print(f"{len(traces)} answers, {num_tokens} tokens written to {out}")
+    kept.end(f"stopped after {len(traces)} of {len(chosen.prompts)} prompts")

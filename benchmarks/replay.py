@@ -20,7 +20,7 @@ from benchmarks.traces import Trace, Traces, read_traces
 from lade.batch import Batch, Limits, Text
 from lade.budget.budget import Budget
 from lade.cli.bench import fingerprint
-from lade.cli.results import ResultFiles, keeping, progress_bar
+from lade.cli.results import Keeping, ResultFiles, progress_bar
 from lade.drafting.drafter import Drafter
 from lade.drafting.drafts import chain
 from lade.drafting.pool_drafter import PoolDrafter
@@ -202,7 +202,7 @@ def run(
     prewarmed = None if table_path is None else load_table(table_path, recorded.vocab_size)
     num_replays = len(methods) * len(draft_sizes) * num_passes * len(recorded.traces)
     replays: list[Replay] = []
-    with keeping(replays) as stopped, progress_bar() as bars:
+    with Keeping(replays) as kept, progress_bar() as bars:
         task = bars.add_task("replaying", total=num_replays)
         replay(
             *(recorded, methods, draft_sizes),
@@ -218,10 +218,9 @@ def run(
         "max_draft_tokens": [*draft_sizes],
         "passes": num_passes,
         "num_table_contexts": None if prewarmed is None else len(prewarmed),
-        "interrupted": stopped.by is not None,
+        "interrupted": kept.by is not None,
     }
     measured = points(replays)
-    stopped.tell(f"stopped after {len(replays)} of {num_replays} replays")
     caption = "Drafters that learn from the logits of rejected tokens do better live than here."
     files.show(as_json(measured, described), table(measured, caption))
-    stopped.pass_on()
+    kept.end(f"stopped after {len(replays)} of {num_replays} replays")

@@ -2,78 +2,104 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from time import process_time
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.batches import encode_batch, find_pad_token_id, in_batches, warm_up
-from benchmarks.methods import METHODS, named
+from benchmarks.methods import METHODS, Given, MethodInfo, named
 from benchmarks.quantized import int8_copy
-from benchmarks.settings import BenchSettings
-from lade.bench.baselines import Answer, Given, Method, MethodInfo
 from lade.bench.prompts import Prompt
 from lade.bench.report import as_json, groups, rounded, table
-from lade.bench.run import Result, Summary, summarise
+from lade.bench.run import Contest, Result, Summary, summarise
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.loading import load_beside
-from lade.cli.options import DraftOptions
-from lade.cli.prompting import check_prompts
-from lade.cli.results import ResultFiles, keeping, progress_bar
-from lade.errors import UnsupportedModelError
+from lade.cli.options import LearningOptions
+from lade.cli.prompting import encode_prompts
+from lade.cli.results import Keeping, ResultFiles, progress_bar
+from lade.errors import UnsupportedModelError, UserError
 from lade.models.loading import LoadedModel
+from lade.models.prompts import encode
+from lade.models.settings import Settings
 from lade.probing.report import probe
-from lade.stats import ends_in_loop
 
 _SINGLE_ROW = "transformers runs it on one prompt and for one sequence at a time"
 _INT8 = ":int8"
 _SELF = "self"
+_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class BenchSettings(Settings):
+    """Decoding settings of a run, the same for every method.
+
+    The n-th batch of every pass is answered with seed + n, by each method.
+
+    Raises:
+        UserError: a value is out of range, or would have no effect.
+    """
+
+    batch_size: int = 1  # prompts per call
+    num_return_sequences: int = 1  # samples per prompt
+    passes: int = 1  # over all prompts
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature == 0 and self.num_return_sequences > 1:
+            raise UserError(
+                f"expected a temperature above 0 with {self.num_return_sequences} sequences of "
+                "each prompt, as greedy ones are all the same; got temperature 0"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Number of sequences that a call decodes."""
+        return self.batch_size * self.num_return_sequences
+
+    def options(self) -> dict[str, Any]:
+        """Return options for `generate`."""
+        options = super().options()
+        if self.temperature > 0:
+            options["num_return_sequences"] = self.num_return_sequences
+        return options
+
+    def describe(self) -> str:
+        """Describe in words what differs from greedy decoding of one sequence."""
+        parts = [super().describe()]
+        if self.batch_size > 1:
+            parts.append(f"batches of {self.batch_size}")
+        if self.num_return_sequences > 1:
+            parts.append(f"{self.num_return_sequences} sequences a prompt")
+        return ", ".join(parts)
 
 
 def choose(
-    text: str | None,
-    has_pools: bool,
-    assistant: str | None,
-    num_layers: int | None,
-    saves: bool = False,
-) -> list[str]:
+    text: str | None, drafting: LearningOptions, num_layers: int | None = None
+) -> dict[str, MethodInfo]:
     """Return the methods to run.
 
     Raises:
         ValueError: a method is unknown or named twice, or lacks what it drafts by.
     """
-    usual = [n for n, i in METHODS.items() if i.is_default and (has_pools or i.takes is None)]
+    given = {"pools": drafting.pools, "assistant": drafting.assistant, "num_layers": num_layers}
+    usual = [n for n, i in METHODS.items() if i.is_default and (i.takes is None or given[i.takes])]
     names = usual if text is None else named(text, METHODS)
-    takes = {METHODS[name].takes for name in names}
-    if "assistant" in takes and assistant is None:
-        raise ValueError(
-            "expected --assistant with a method of an assistant in --methods, got none"
-        )
-    if "pools" in takes and not has_pools:
-        raise ValueError("expected --pool with lade_pool and lade_pool_fresh, got none")
-    if "hf_early_exit" in names and num_layers is None:
-        raise ValueError("expected --first-layers N with hf_early_exit in --methods, got no number")
-    if saves and sum(METHODS[name].keeps_pool for name in names) != 1:
+    methods = {name: METHODS[name] for name in names}
+    options = {"pools": "--pool", "assistant": "--assistant", "num_layers": "--first-layers"}
+    takes = {info.takes: name for name, info in methods.items()}
+    for what, option in options.items():
+        if what in takes and not given[what]:
+            raise ValueError(f"expected {option} with {takes[what]} in --methods, got none")
+        if given[what] and what not in takes:
+            known = ", ".join(name for name, info in METHODS.items() if info.takes == what)
+            raise ValueError(f"expected one of {known} in --methods, to take {option}")
+    if drafting.save_pool and sum(info.keeps_pool for info in methods.values()) != 1:
         raise ValueError("expected lade or lade_pool in --methods with --save-pool, and not both")
-    given = {"assistant": assistant, "num_layers": num_layers, "pools": has_pools or None}
-    for name, value in given.items():
-        if value is not None and name not in takes:
-            known = ", ".join(method for method, info in METHODS.items() if info.takes == name)
-            raise ValueError(f"expected one of {known} in --methods, to take {name}")
-    return names
-
-
-def add_to(content: dict[str, Any], results: Sequence[Result], *, assistant: str | None) -> None:
-    """Add an assistant's name, and what passes tell of each other."""
-    content["settings"]["assistant"] = None if assistant is None else Path(assistant).name
-    for group, part in groups(results).items():
-        for name, entry in content["summary"][group].items():
-            entry["share_repeated"] = share_repeated(part, name)
-            each = {str(n): summarise(p, name).speedup for n, p in enumerate(passes_of(part))}
-            entry["speedup_of_each_pass"] = [*rounded(each).values()]
+    return methods
 
 
 def load_assistant(
@@ -85,6 +111,136 @@ def load_assistant(
     if assistant.endswith(_INT8):
         other = other._replace(model=int8_copy(other.model))
     return given._replace(assistant=other, tokenizer=loaded.tokenizer)
+
+
+def run(
+    loaded: LoadedModel,
+    chosen: Chosen,
+    methods: Mapping[str, MethodInfo],
+    settings: BenchSettings,
+    given: Given,
+    files: ResultFiles,
+    drafting: LearningOptions,
+) -> None:
+    """Run methods over prompts; print and write the results, even after an interruption.
+
+    Methods are made with `given` and the pools. Those that cannot decode batches are left out where
+    there are some.
+    """
+    encode_prompts(loaded, [prompt.text for prompt in chosen.prompts], settings.max_new_tokens)
+    left_out = {
+        name: _SINGLE_ROW
+        for name, info in methods.items()
+        if info.is_single_row and settings.num_rows > 1
+    }
+    methods = {name: info for name, info in methods.items() if name not in left_out}
+    results: list[Result] = []
+    num_batches = -(-len(chosen.prompts) // settings.batch_size)
+    with Keeping(results) as kept, drafting.open_pools(loaded) as (own, *read):
+        given = given._replace(pools=read, own=own if drafting.save_pool else None)
+        with progress_bar() as bars:
+            task = bars.add_task("answering", total=num_batches * settings.passes)
+            left_out |= run_methods(
+                *(loaded, chosen.prompts, methods, settings, given),
+                results=results,
+                on_answer=lambda: bars.advance(task),
+            )
+    names = [name for name in methods if name not in left_out]
+    num_done, config = len(results), given.config
+    # Passes are compared: an unfinished one is dropped, unless it is the only one.
+    results = results[: num_done // num_batches * num_batches] or results
+    verification = (
+        config.verification or probe(loaded.model, num_rows=settings.num_rows).verification
+    )
+    described = {
+        **describe_model(loaded),
+        **asdict(settings),
+        "prompts": chosen.described,
+        "methods": {name: methods[name].description for name in names},
+        "left_out": left_out,
+        "first_layers": given.num_layers,
+        "pools": {
+            "names": [path.name for path in drafting.pools or []],
+            "num_tokens": sum(map(len, read)),
+        },
+        "interrupted": kept.by is not None,
+        "config": asdict(config),
+        "verification": verification,
+        "assistant": None if drafting.assistant is None else Path(drafting.assistant).name,
+    }
+    content = as_json(results, names, described, median_of_passes)
+    for group, part in groups(results).items():
+        for name, entry in content["summary"][group].items():
+            entry["share_repeated"] = share_repeated(part, name)
+            each = {str(n): summarise(p, name).speedup for n, p in enumerate(passes_of(part))}
+            entry["speedup_of_each_pass"] = [*rounded(each).values()]
+    notes = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
+    caption = "\n".join([*notes, f"verification: {verification}"])
+    files.show(content, table(results, names, settings.describe(), caption, median_of_passes))
+    kept.end(f"stopped after {num_done} of {num_batches * settings.passes} prompts or batches")
+
+
+def run_methods(
+    loaded: LoadedModel,
+    prompts: Sequence[Prompt],
+    methods: Mapping[str, MethodInfo],
+    settings: BenchSettings,
+    given: Given,
+    *,
+    results: list[Result],
+    on_answer: Callable[[], None] = lambda: None,
+) -> dict[str, str]:
+    """Answer all prompts with every method, batch by batch, appending to `results`.
+
+    Each pass starts with new methods and so with empty pools, but for that of `given`, and uses the
+    same seeds.
+
+    Returns:
+        Methods that fix a way of verifying which the model cannot do, with the reasons; no answer
+        of theirs is in the results.
+
+    Raises:
+        UnsupportedModelError: the config asks for what the model cannot do, or no method is left.
+    """
+    model, size = loaded.model, settings.batch_size
+    batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    inputs = [encode_batch(loaded, [prompt.text for prompt in batch]) for batch in batches]
+    short = replace(settings, max_new_tokens=min(_WARM_UP_TOKENS, settings.max_new_tokens))
+    left_out: dict[str, str] = {}
+    for name, info in methods.items():  # is warmed up; what it learns there is forgotten
+        makers = {name: partial(info.make, given._replace(own=None))}
+        try:
+            Contest(model, makers, short).answer(batches[0], inputs[0])
+        except UnsupportedModelError as error:
+            left_out[name] = str(error)
+            if info.verification is None or len(left_out) == len(methods):
+                raise
+    makers = {n: partial(i.make, given) for n, i in methods.items() if n not in left_out}
+    for num_pass in range(settings.passes):
+        contest = Contest(model, makers, settings, num_pass)
+        for batch, encoded in zip(batches, inputs, strict=True):
+            results.append(contest.answer(batch, encoded))
+            on_answer()
+    return left_out
+
+
+def encode_batch(loaded: LoadedModel, texts: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return `input_ids` and `attention_mask`, int64 [num_prompts, longest], padded on the left.
+
+    Padding is the tokenizer's, else the model's, else 0, which will do: before a prompt, it is
+    masked, and rows of a model without EOS all end at once.
+    """
+    defaults = loaded.model.generation_config
+    known = (loaded.tokenizer.pad_token_id, defaults.pad_token_id, 0)
+    defaults.pad_token_id = next(token_id for token_id in known if token_id is not None)
+    rows = [encode(loaded.tokenizer, text, loaded.model.device) for text in texts]
+    fills = {"input_ids": defaults.pad_token_id, "attention_mask": 0}
+    return {
+        name: pad_sequence(
+            [row[name][0] for row in rows], True, padding_value=fill, padding_side="left"
+        )
+        for name, fill in fills.items()
+    }
 
 
 def share_repeated(results: Iterable[Result], method: str) -> float | None:
@@ -105,136 +261,6 @@ def share_repeated(results: Iterable[Result], method: str) -> float | None:
     if not of_rows:
         return None
     return sum(all(text == of_row[0] for text in of_row) for of_row in of_rows) / len(of_rows)
-
-
-def run(
-    loaded: LoadedModel,
-    chosen: Chosen,
-    methods: Mapping[str, MethodInfo],
-    settings: BenchSettings,
-    given: Given,
-    files: ResultFiles,
-    drafting: DraftOptions,
-    assistant: str | None = None,
-) -> None:
-    """Run methods over prompts; print and write the results, even after an interruption.
-
-    Methods are made with `given` and the pools. Those that cannot decode batches are left out where
-    there are some.
-    """
-    prompts = chosen.prompts
-    check_prompts(loaded, [prompt.text for prompt in prompts], settings.max_new_tokens)
-    left_out = {
-        name: _SINGLE_ROW
-        for name, info in methods.items()
-        if info.is_single_row and settings.num_rows > 1
-    }
-    methods = {name: info for name, info in methods.items() if name not in left_out}
-    results: list[Result] = []
-    num_batches = -(-len(prompts) // settings.batch_size)
-    with keeping(results) as stopped, drafting.open_pools(loaded) as (own, *read):
-        given = given._replace(pools=read, own=None if drafting.save_path is None else own)
-        left_out |= warm_up_methods(loaded, methods, settings, given)
-        methods = {name: info for name, info in methods.items() if name not in left_out}
-        with progress_bar() as bars:
-            task = bars.add_task("answering", total=num_batches * settings.passes * len(methods))
-            run_methods(
-                *(loaded, prompts, methods, settings, given),
-                results=results,
-                on_answer=lambda name, answer: bars.advance(task),
-            )
-    num_done, config = len(results), given.config
-    # Passes are compared: an unfinished one is dropped, unless it is the only one.
-    results = results[: num_done // num_batches * num_batches] or results
-    notes = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
-    target = config.verification or probe(loaded.model, num_rows=settings.num_rows).verification
-    notes.append(f"verification: {target}")
-    described = {
-        **describe_model(loaded),
-        **asdict(settings),
-        "prompts": chosen.described,
-        "methods": {name: info.description for name, info in methods.items()},
-        "left_out": left_out,
-        "first_layers": given.num_layers,
-        "pools": {
-            "names": [path.name for path in drafting.pools or []],
-            "num_tokens": sum(map(len, read)),
-        },
-        "interrupted": stopped.by is not None,
-        "config": asdict(config),
-        "verification": target,
-    }
-    content = as_json(results, [*methods], described, median_of_passes)
-    add_to(content, results, assistant=assistant)
-    stopped.tell(f"stopped after {num_done} of {num_batches * settings.passes} prompts or batches")
-    caption = "\n".join(notes)
-    sheet = table(results, [*methods], settings.describe(), caption, median_of_passes)
-    files.show(content, sheet)
-    stopped.pass_on()
-
-
-def warm_up_methods(
-    loaded: LoadedModel,
-    methods: Mapping[str, MethodInfo],
-    settings: BenchSettings,
-    given: Given | None = None,
-) -> dict[str, str]:
-    """Warm up every method; return those that the model cannot do, with the reasons.
-
-    Only methods that fix a verification method are left out like this.
-
-    Raises:
-        UnsupportedModelError: no method is left, or the config asks for what the model cannot
-            do.
-    """
-    left_out: dict[str, str] = {}
-    for name, info in methods.items():
-        try:
-            warm_up(loaded, info.make((given or Given())._replace(own=None)), settings)
-        except UnsupportedModelError as error:
-            left_out[name] = str(error)
-            if info.verification is None or len(left_out) == len(methods):
-                raise
-    return left_out
-
-
-def run_methods(
-    loaded: LoadedModel,
-    prompts: Sequence[Prompt],
-    methods: Mapping[str, MethodInfo],
-    settings: BenchSettings,
-    given: Given | None = None,
-    *,
-    results: list[Result],
-    on_answer: Callable[[str, Answer], None] = lambda name, answer: None,
-) -> None:
-    """Answer all prompts with every method, batch by batch, appending to `results`.
-
-    The methods must have been warmed up (`warm_up_methods`). They take turns at every batch, each
-    time starting with another one, so that a machine that slows down slows all alike. Every pass
-    uses the same seeds: all passes, and with exact arithmetic all methods, produce the same texts.
-    It also starts with new methods and so with empty pools, but for that of `given`.
-    """
-    pad_token_id = find_pad_token_id(loaded)
-    options = settings.options(pad_token_id)
-    names = [*methods]
-    for num_pass in range(settings.passes):
-        running: dict[str, Method] = {
-            name: info.make(given or Given()) for name, info in methods.items()
-        }
-        for number, batch in enumerate(in_batches(prompts, settings.batch_size)):
-            inputs = encode_batch(loaded, [prompt.text for prompt in batch], pad_token_id)
-            first = number % len(names)
-            answers = {}
-            for name in (*names[first:], *names[:first]):
-                torch.manual_seed(settings.seed + number)
-                start = process_time()
-                answer = running[name](loaded.model, inputs, options)
-                answers[name] = answer._replace(cpu_sec=process_time() - start)
-                on_answer(name, answers[name])
-            loops = any(map(ends_in_loop, answers.get("plain", answers[names[0]]).rows))
-            num_prompt_tokens = int(inputs["attention_mask"].sum())
-            results.append(Result(batch, num_prompt_tokens, answers, loops, num_pass))
 
 
 def passes_of(results: Iterable[Result]) -> list[list[Result]]:

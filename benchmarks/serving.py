@@ -12,13 +12,13 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import httpx
+from rich.table import Table
 
 from lade.bench.environment import environment
 from lade.bench.prompts import Prompt
-from lade.bench.report import speedup_text
-from lade.bench.tables import Sheet
+from lade.bench.report import sheet, speedup_text
 from lade.cli.bench import Chosen
-from lade.cli.results import ResultFiles, keeping, progress_bar
+from lade.cli.results import Keeping, ResultFiles, progress_bar
 from lade.errors import LadeError
 
 _TIMEOUT_SEC = 600.0
@@ -103,7 +103,7 @@ def summarise(rounds: Sequence[Round], server: str, baseline: str, count: int) -
     )
 
 
-def table(rounds: Sequence[Round], title: str) -> Sheet:
+def table(rounds: Sequence[Round], title: str) -> Table:
     """Return the servers beside each other, as compared with the first, by number of clients."""
     sections = []
     for count, by_name in _summaries(rounds).items():
@@ -111,7 +111,7 @@ def table(rounds: Sequence[Round], title: str) -> Sheet:
         sections.append(
             [
                 [
-                    str(count),
+                    f"{count} at once",
                     name,
                     f"{found.tokens_per_sec:.1f}",
                     speedup_text(found.tokens_per_sec / of_first.tokens_per_sec),
@@ -129,7 +129,7 @@ def table(rounds: Sequence[Round], title: str) -> Sheet:
         *("tokens", "same text"),
     )
     caption = "speed: tokens a second, over those of the first server. first token: median."
-    return Sheet(title, headings, 2, sections, caption)
+    return sheet(title, headings, sections, caption)
 
 
 def as_json(rounds: Sequence[Round]) -> dict[str, Any]:
@@ -261,23 +261,20 @@ def run(
     rounds: list[Round] = []
     num_turns = sum(len(prompt.turns) for prompt in chosen.prompts)
     num_answers = num_turns * len(servers) * len(num_clients)
-    with keeping(rounds) as stopped, progress_bar() as bars:
+    with Keeping(rounds) as kept, progress_bar() as bars:
         task = bars.add_task("asking", total=num_answers)
         for each in ask_all(servers, chosen.prompts, max_new_tokens, num_clients):
             rounds.append(each)
             described = f"{each.num_clients} at once, {each.server}"
             bars.update(task, advance=len(each.replies), description=described)
-    if len({each.server for each in rounds}) < len(servers):
-        stopped.pass_on()  # there is nothing to compare
     title = f"{len(chosen.prompts)} conversations, {num_turns} turns, {max_new_tokens} tokens each"
     num_asked = sum(len(each.replies) for each in rounds)
-    stopped.tell(f"stopped after {num_asked} of {num_answers} answers")
     settings = {
         "prompts": chosen.described,
         "max_new_tokens": max_new_tokens,
         "num_clients": [*num_clients],
-        "interrupted": stopped.by is not None,
+        "interrupted": kept.by is not None,
     }
     content = {"environment": environment(), "settings": settings, **as_json(rounds)}
     files.show(content, table(rounds, title))
-    stopped.pass_on()
+    kept.end(f"stopped after {num_asked} of {num_answers} answers")

@@ -32,7 +32,7 @@ import api  # of this folder
 import commands
 
 from benchmarks.cpu_engines import HEADINGS, cells_of
-from benchmarks.settings import BenchSettings
+from benchmarks.run import BenchSettings
 from lade.bench.environment import code as present_code
 from lade.bench.report import LOOPS, OVERALL, msec_text, share_text, speedup_text
 
@@ -250,22 +250,6 @@ def edits(what: str) -> str:
         cells = [speedup_text(n) if isinstance(n, float) else str(n) for n in numbers]
         rows.append((label, str(found[name]["num_tokens"]), *cells))
     return _table(("edit", "tokens", *_EDITED.values()), 1, rows)
-
-
-@_figure
-def epochs() -> str:
-    """Return how soon rollouts came, epoch by epoch."""
-    rows = [
-        (
-            str(number),
-            *(f"{epoch[key]:.1f} s" for key in ("plain_sec", "lade_sec")),
-            *(speedup_text(epoch[key]) for key in ("speedup", "cpu_speedup")),
-            f"{epoch['mean_accepted_tokens']:.2f}",
-        )
-        for number, epoch in enumerate(_read("results/rollouts")["epochs"], start=1)
-    ]
-    headings = ("plain", "lade", "speed-up", "by processor time", "accepted tokens per step")
-    return _table(("epoch", *headings), 0, rows)
 
 
 _FUZZED = {
@@ -571,65 +555,6 @@ def pool(file: str = "results/pool") -> str:
     return _table((*headings, "bytes a token"), 0, rows)
 
 
-@_figure
-def pool_threads() -> str:
-    """Return what threads have of one pool that they share."""
-    timings = _read("results/pool_threads")["timings"]
-    alone_us = timings[0]["longest_draft_us"]
-    rows = [
-        (
-            str(timing["num_threads"]),
-            f"{timing['steps_per_sec']:,.0f}",
-            f"{timing['draft_us'] / 1000:.2f} ({timing['draft_p99_us'] / 1000:.1f})",
-            f"{timing['write_us'] / 1000:.2f} ({timing['write_p99_us'] / 1000:.1f})",
-            f"{timing['longest_us'] / 1000:.1f}",
-            f"{timing['num_threads'] * alone_us / 1000:.1f}",
-            str(timing["num_lost"]),
-        )
-        for timing in timings
-    ]
-    headings = ["threads", "steps a second", "draft, ms (99 %)", "write, ms (99 %)"]
-    headings += ["longest call, ms", "longest draft alone, times threads, ms", "updates lost"]
-    return _table(headings, 0, rows)
-
-
-@_figure
-def pool_requests() -> str:
-    """Return what a step of an engine's proposer takes, by the number of requests."""
-    timings = _read("results/pool_requests")["timings"]
-    rows = []
-    for num_requests in dict.fromkeys(timing["num_requests"] for timing in timings):
-        cells = [
-            f"{timing['step_ms']:.2f} ({timing['step_p95_ms']:.2f}), {timing['drafted']:.1f}"
-            for timing in timings
-            if timing["num_requests"] == num_requests
-        ]
-        rows.append((str(num_requests), *cells))
-    kinds = {"none": "own text", "all": "one pool"}
-    headings = [
-        f"{kinds[timing['sharing']]}, {'all' if timing['min_probability'] == 0 else 'likely'}"
-        for timing in timings[: len(rows[0]) - 1]
-    ]
-    return _table(["requests", *headings], 0, rows)
-
-
-@_figure
-def host() -> str:
-    """Return what the host does between two forwards of a device, and what it defers."""
-    stages = {stage["stage"]: stage for stage in _read("results/gpu/host_cpu")["stages"]}
-    rows = [
-        (
-            str(row["num_nodes"]),
-            f"{row['mean_accepted_tokens']:.2f}",
-            f"{1000 * row['waited_for_sec']:.2f}",
-            f"{1000 * row['deferred_sec']:.2f}",
-        )
-        for row in stages["host"]["rows"]
-    ]
-    headings = ("draft tokens, at most", "MAT", "waited for, ms a step", "deferred, ms a step")
-    return _table(headings, 0, rows)
-
-
 def _by_release() -> list[str]:
     """Return the files of architectures, the newest transformers first, then those of others."""
     files = [path.stem for path in (DOCS / "support").glob("*.json") if path.stem != "formats"]
@@ -819,22 +744,40 @@ def _mark(name: str) -> str:
 
 
 def _draw_arena(folder: Path, name: str, content: Any) -> None:
-    from benchmarks.points import Point, plot
-
-    plot(folder, name, [Point(**run) for run in content["runs"] if run["group"] == OVERALL])
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for run in content["runs"]:
+        if run["group"] == OVERALL:
+            line = lines.setdefault(run["method"], [])
+            line.append((run["max_draft_tokens"], run["mean_accepted_tokens"]))
+    figure, axes = _new_figure()
+    for label, line in lines.items():
+        axes.plot(*zip(*sorted(line), strict=True), "-", marker="o", label=label)
+    axes.set_xlabel("draft tokens, at most")
+    axes.set_ylabel("mean accepted tokens")
+    _save(figure, axes, folder, name)
 
 
 def _draw_memory(folder: Path, name: str, content: Any) -> None:
-    from benchmarks.plots import new_figure, save
-
     megabytes = content["memory_mb"]["over_time"]
-    figure, axes = new_figure(width=6.0)
+    figure, axes = _new_figure()
     step = content["sec"] / 60 / (len(megabytes) - 1)
     axes.plot([step * place for place in range(len(megabytes))], megabytes, label="the server")
     axes.set_xlabel("minutes")
     axes.set_ylabel("memory, MB")
     axes.set_ylim(bottom=0)
-    save(figure, axes, folder, name)
+    _save(figure, axes, folder, name)
+
+
+def _new_figure() -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures and wants a display
+
+    figure = Figure(figsize=(6.0, 4.0), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _save(figure: Any, axes: Any, folder: Path, name: str) -> None:
+    axes.legend()
+    figure.savefig(folder / f"{name}.svg", dpi=150)
 
 
 # By name: the file that it is of, and what draws it.

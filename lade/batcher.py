@@ -1,16 +1,11 @@
-"""`Batcher`: many calls of one model at once, each with options of its own.
-
-A call runs in a thread of its own, by the code that runs a single one; `lade.turns` has these take
-turns, and `lade.targets.joint` runs their forwards as one.
-"""
+"""`Batcher`: many calls of one model at once, each with options of its own, in an engine."""
 
 import secrets
 import sys
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
@@ -22,16 +17,15 @@ from lade.attempts import Attempt
 from lade.compat import Model, device_of_inputs, without_compiler
 from lade.config import Config
 from lade.drafting.drafter import Drafter
+from lade.engine import Engine
 from lade.hf.api import check_ids, generate
 from lade.hf.pools import Pools
 from lade.openmp import release_workers
 from lade.stats import Step
 from lade.targets.joint import JointForwards
-from lade.turns import Turns
 
 _Result = TypeVar("_Result")
 _SHARE_OF_MEMORY = 0.5
-_CHECK_SEC = 0.5  # how often a call that waits for room looks whether it is still wanted
 _USUAL_LENGTH = 20  # new tokens where nobody says how many, as in transformers
 
 
@@ -100,8 +94,9 @@ class Batcher:
             texts = [request.result() for request in requests]
 
     Each has options, pool and random numbers of its own, and the text it would have alone. All
-    methods may be called from any thread. Calls of several rows, and those of models whose
-    forwards cannot run together, are answered one after the other; `why_not_joint` says why.
+    methods may be called from any thread. Calls of models whose forwards cannot run together are
+    answered one after the other; `why_not_joint` says why. Whatever code of yours a call has, such
+    as `on_step` or processors, runs in the batcher's thread, which ends with the process.
 
     Args:
         model: a transformers causal LM. Nobody else may run it meanwhile.
@@ -137,24 +132,23 @@ class Batcher:
                 raise ValueError(f"expected {name} of at least 1, got {limit!r}")
         self._model = model
         self._given = {"pool": pool, "drafter": drafter, "config": config}
-        self._joint = JointForwards()
-        device = device_of_inputs(without_compiler(model))
-        self._turns = Turns(self._joint, device, stall_sec)
         if max_batch_tokens is None:
             max_batch_tokens = _tokens_that_fit(model)
-        self._room = _Room(max_batch_tokens)
-        self._threads = ThreadPoolExecutor(max_batch_size, thread_name_prefix="lade-batcher")
+        device = device_of_inputs(without_compiler(model))
+        self._forwards = JointForwards()
+        self.engine = Engine(self._forwards, device, max_batch_size, max_batch_tokens, stall_sec)
+        self._is_closed = False
         release_workers()  # of this thread, which may have loaded the model
 
     @property
     def is_joint(self) -> bool:
         """Whether a call has come whose forwards may run together with others."""
-        return self._turns.is_joint and self.why_not_joint is None
+        return self.engine.is_joint and self.why_not_joint is None
 
     @property
     def why_not_joint(self) -> str | None:
         """Why forwards of the model do not run together; None as long as they do."""
-        return self._joint.why_not
+        return self._forwards.why_not
 
     def submit(
         self, input_ids: Tensor | None = None, *, seed: int | None = None, **options: Any
@@ -162,7 +156,7 @@ class Batcher:
         """Begin a call as soon as there is room for it.
 
         Args:
-            input_ids: int64 [1, num_tokens]; several rows run, but not beside other calls.
+            input_ids: int64 [num_rows, num_tokens].
             seed: of what the call draws: its tokens are those of `generate` after
                 `torch.manual_seed(seed)`, as long as no thread but those of the batcher draws from
                 torch's default generator. None for one that nobody knows.
@@ -178,36 +172,29 @@ class Batcher:
             check_ids(input_ids)
             call["input_ids"] = input_ids
         mode = _mode_of_thread(device_of_inputs(without_compiler(self._model)).type)
-        try:
-            running = self._threads.submit(self._answer, request, seed, call, mode)
-        except RuntimeError:
-            raise RuntimeError("expected a batcher that is open, got one that was closed") from None
+        if self._is_closed:
+            raise RuntimeError("expected a batcher that is open, got one that was closed")
+        running = self.engine.submit(
+            partial(self._answer, request, seed, call, mode),
+            _most_tokens(self._model, call),
+        )
         running.add_done_callback(request._end)
         return request
 
-    def run(
-        self,
-        call: Callable[[], _Result],
-        num_tokens: int = 0,
-        check: Callable[[], object] = bool,
-        owner: str = "",
-    ) -> _Result:
-        """Run a function that generates, in this thread, among the calls of the batcher.
+    def run(self, call: Callable[[], _Result], num_tokens: int = 0) -> _Result:
+        """Run a function that generates among the calls of the batcher, and wait for it.
 
         Args:
-            call: the function. Whatever it runs besides forwards of lade's, others wait for; so it
-                must not wait for another request.
+            call: the function, called in the batcher's thread. Whatever it runs besides forwards of
+                lade's, others wait for; so it must not wait for another request.
             num_tokens: that prompt and answer may come to have.
-            check: called now and then while the call waits for room; what it raises ends that.
-            owner: whose it is: of those that wait, whose calls hold less go first.
         """
-        with self._room.taken(num_tokens, check, owner), self._turns.seat():
-            return call()
+        return self.engine.run(call, num_tokens)
 
     def close(self) -> None:
         """Refuse further calls, and wait for those submitted."""
-        self._threads.shutdown(wait=True)
-        self._turns.close()
+        self._is_closed = True
+        self.engine.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -227,13 +214,10 @@ class Batcher:
             if on_step is not None:
                 on_step(step)
 
-        def decode() -> Any:
-            request._check()
-            torch.manual_seed(secrets.randbits(63) if seed is None else seed)
-            with mode():
-                return generate(self._model, on_step=note, **call)
-
-        return self.run(decode, _most_tokens(self._model, call), request._check)
+        request._check()
+        torch.manual_seed(secrets.randbits(63) if seed is None else seed)
+        with mode():
+            return generate(self._model, on_step=note, **call)
 
 
 _Mode = Callable[[], AbstractContextManager[object]]
@@ -250,79 +234,6 @@ def _mode_of_thread(kind: str) -> _Mode:
             yield
 
     return mode
-
-
-class _Waiting:
-    """A call that waits for room, and how many tokens of later ones went before it."""
-
-    def __init__(self, num_tokens: int, owner: str) -> None:
-        self.num_tokens = num_tokens
-        self.owner = owner
-        self.num_before = 0
-
-
-class _Room:
-    """A number of tokens that calls take and give back.
-
-    Whose calls hold least is next, and among equals the one that had some longest ago. Calls that
-    fit pass those that wait for more, so that one who asks for much does not keep the others from
-    what is free; but each only by as many tokens as there are, so that its turn comes.
-
-    Args:
-        num_tokens: how many there are; None for any number.
-    """
-
-    def __init__(self, num_tokens: int | None) -> None:
-        self._limit = num_tokens
-        self._held: Counter[str] = Counter()  # by owner
-        self._changed = threading.Condition()
-        self._waiting: list[_Waiting] = []  # in order of turns among owners that hold as much
-
-    @contextmanager
-    def taken(
-        self, num_tokens: int, check: Callable[[], object] = bool, owner: str = ""
-    ) -> Iterator[None]:
-        """Wait for so many tokens; for more than there are, until nobody else has any.
-
-        Args:
-            num_tokens: of the call.
-            check: called now and then meanwhile; what it raises ends the waiting.
-            owner: of the call.
-        """
-        if self._limit is None:
-            yield
-            return
-        call = _Waiting(min(num_tokens, self._limit), owner)
-        with self._changed:
-            self._waiting.append(call)
-            try:
-                while not self._changed.wait_for(lambda: self._fits(call), _CHECK_SEC):
-                    check()
-                self._held[owner] += call.num_tokens
-            finally:  # also where an interrupt ends the waiting
-                self._waiting.remove(call)
-                self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._held -= Counter({owner: call.num_tokens})  # which drops who holds none
-                self._waiting.sort(key=lambda each: each.owner == owner)  # behind all others
-                self._changed.notify_all()
-
-    def _fits(self, call: _Waiting) -> bool:
-        """Return whether a call may begin; if so, those that came earlier are passed by it."""
-        limit, num_taken = self._limit or 0, self._held.total()
-        ordered = sorted(self._waiting, key=lambda each: self._held[each.owner])
-        earlier = ordered[: ordered.index(call)]
-        if any(num_taken + each.num_tokens <= limit for each in earlier):
-            return False  # it is about to begin
-        passed = max((each.num_before for each in earlier), default=0)
-        if max(num_taken, passed) + call.num_tokens > limit:
-            return False
-        for each in earlier:
-            each.num_before += call.num_tokens
-        return True
 
 
 def _most_tokens(model: Model, call: dict[str, Any]) -> int:

@@ -1,15 +1,17 @@
-"""The lock that captures of CUDA graphs hold, for all of the process.
+"""The lock that captures of CUDA graphs hold, for all of the process, and what is done under it.
 
 While a thread captures, no other may draw from the default generator of a CUDA device or free the
 memory that torch keeps there: either spoils the capture or fails. lade does both under this lock;
 other code of the process has to avoid it.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 from typing import Any
 
 import torch
+from torch import Tensor
 
 CAPTURING = RLock()
 
@@ -17,6 +19,26 @@ CAPTURING = RLock()
 def apart_from_captures(device: torch.device) -> AbstractContextManager[Any]:
     """Keep captures of other threads waiting while something is done that would spoil them."""
     return CAPTURING if device.type == "cuda" else nullcontext()
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's generators that forwards on a device may draw from."""
+    with apart_from_captures(device):
+        of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return [torch.get_rng_state(), *of_device]
+
+
+def are_random_states(device: torch.device, states: Sequence[Tensor]) -> bool:
+    """Return whether the generators have these states now."""
+    return all(map(torch.equal, states, random_states(device)))
+
+
+def put_back(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Set the generators to earlier states."""
+    with apart_from_captures(device):
+        torch.set_rng_state(states[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], device)
 
 
 def free_unused(device: torch.device) -> None:

@@ -7,13 +7,16 @@ must differ.
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import is_not
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lade.compat import Model, device_of_inputs, experts_of
 
@@ -98,9 +101,23 @@ def apart(model: Model) -> Model:
             name: each.clone() if each is not None and _may_be_written(each) else each
             for name, each in module._buffers.items()
         }
+        for name, value in vars(module).items():
+            if isinstance(value, RemovableHandle):
+                copied[name] = _handle_in(copied, value, module)
         return copied
 
     return viewed(model, change)
+
+
+def _handle_in(copied: dict[str, Any], handle: RemovableHandle, module: nn.Module) -> Any:
+    """Return a handle that removes a hook of a view, not of the model; others remove nothing.
+
+    compressed-tensors removes the hook that unpacks its weights as this is called.
+    """
+    hooks, twin = handle.hooks_dict_ref(), copy.copy(handle)
+    of_view = [copied[name] for name in HOOKS if vars(module)[name] is hooks]
+    twin.hooks_dict_ref, twin.extra_dict_ref = ref(of_view[0] if of_view else OrderedDict()), ()
+    return twin
 
 
 def _may_be_written(buffer: Tensor) -> bool:

@@ -116,13 +116,10 @@ HASH_MULTIPLIER = 0x5851F42D  # of tables, and of the text of a pool whose seed 
 # SmolLM2-135M-Instruct (docs/notes/drafting.md); the optimum is flat: 10 % either way costs less
 # than 1 % of the mean accepted tokens.
 #
-# Share of the probability that the longest matching context leaves to unseen tokens, by its length
-# 1, 2, …: where all its occurrences had the same successor (from length 3 on, 1.5 / length), and
-# where they differed (from length 6 on, the last value). Multiplied by sqrt(distinct successors /
-# occurrences).
-_ESCAPE_UNANIMOUS = (0.75, 0.6)
-_ESCAPE_LONG = 1.5
-_ESCAPE_DIVIDED = (0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
+# Share of the probability that the longest matching context leaves to unseen tokens: where all its
+# occurrences had the same successor, over 1 + its length; and where they differed. Multiplied by
+# sqrt(distinct successors / occurrences).
+_ESCAPE_UNANIMOUS, _ESCAPE_DIVIDED = 1.5, 0.6
 # Share of the remaining probability that goes to successors added by a shorter context.
 _BACKOFF_SHARE = 0.35
 # Maximum number of occurrences of a node's contexts to read, newest first, and half as many where
@@ -142,8 +139,9 @@ MAX_MATCH = 32
 # and the cost of a text made so that its n-grams collide: a draft of 64 nodes took 0.16 ms instead
 # of 0.05, and 2.0 with 4096. Of 4000 drafts for program text, none differs from those with 4096,
 # and four do with 64. Nobody can make such a text who does not know the pool's seed; drafts depend
-# on the seed only through this limit and MAX_SKIPS_READ, which count entries of a bucket, whatever
-# they are. (Tables need no seed: a full bucket drops its oldest context, and none takes longer.)
+# on the seed only through this limit and that of `read_skips`, which count entries of a bucket,
+# whatever they are. (Tables need no seed: a full bucket drops its oldest context, and none takes
+# longer.)
 MAX_CHAIN = 256
 # A node less likely than this is drafted only as the best successor of its parent, so that a draft
 # runs as deep as the text it follows; no machine verifies other nodes for so little gain.
@@ -171,14 +169,11 @@ NUM_WEIGHTS = BIAS + 1
 # Each of the first layers has a row of its own among the origins; further ones share the last.
 MATCH_ROWS, ORIGIN_ROW, KNOWN_ROW, LAYER_ROW, NUM_WEIGHT_ROWS = 22, 22, 25, 29, 33
 LEAST_LOG_PROB = math.log(1e-4)
-# Weights of log-probabilities learn at a tenth of the rate, because those are ten times as large.
-_OF_LOG_PROBS, _OF_DETAILS = 0.1, 0.5
+# Weights of what sources give learn at a tenth of the rate, because that is ten times as large.
+_OF_FEATURES = 0.1
 _LOGS = np.array([-math.inf, *(math.log(number) for number in range(1, 64))])
-# Occurrences of a context before an exchanged token: maximum to take, and to read per order.
-MAX_SKIPS = 3
-MAX_SKIPS_READ = 16
-# Room for candidates: from text, from skips, from four tables of as many, and some to spare; each
-# layer adds room for its MAX_OCCURRENCES.
+# Room for candidates: from text, from skips, and from four tables of as many; each layer adds room
+# for those from its text and its skips.
 MAX_FOUND = 6 * MAX_OCCURRENCES
 
 
@@ -459,12 +454,7 @@ def match_length(text: Int32Array, position: int, first: int, context: Int64Arra
 @kernel
 def escape_prob(length: int, num_successors: int, num_occurrences: int) -> float:
     """Estimate the probability of tokens not seen after the longest matching context."""
-    if num_successors > 1:
-        share = _ESCAPE_DIVIDED[min(length, len(_ESCAPE_DIVIDED)) - 1]
-    elif length <= len(_ESCAPE_UNANIMOUS):
-        share = _ESCAPE_UNANIMOUS[length - 1]
-    else:
-        share = _ESCAPE_LONG / length
+    share = _ESCAPE_DIVIDED if num_successors > 1 else _ESCAPE_UNANIMOUS / (1 + length)
     return share * math.sqrt(num_successors / num_occurrences)
 
 
@@ -723,13 +713,16 @@ def read_skips(
     found: Int64Array,
     features: Float64Array,
     num: int,
-) -> tuple[int, int]:
-    """Read one text's bucket for `add_skips`; return the candidate count and how many it took."""
+) -> tuple[int, bool]:
+    """Read one text's bucket for `add_skips`; return the candidate count and whether any matched.
+
+    At most MAX_OCCURRENCES of its entries.
+    """
     (text, links), first = text_of(pool), first_of(pool)
     num_rows = text.shape[0]
     before = context[1:]
-    num_read = num_taken = 0
-    while position >= first and num_read < MAX_SKIPS_READ and num_taken < MAX_SKIPS:
+    num_read, has_matched = 0, False
+    while position >= first and num_read < MAX_OCCURRENCES:
         row = row_of(position, num_rows)
         exchanged = int(text[row, NEXT])
         if exchanged != NONE and text[row_of(exchanged, num_rows), TOKEN] != context[0]:
@@ -739,10 +732,10 @@ def read_skips(
                 token_id = int(text[row_of(after, num_rows), TOKEN])
                 says = log_of(length) + 0.1
                 num = add_candidate(token_id, SKIP, says, found, features, num)
-                num_taken += 1
+                has_matched = True
         position = int(links[row, order - 1])
         num_read += 1
-    return num, num_taken
+    return num, has_matched
 
 
 @kernel
@@ -765,12 +758,12 @@ def add_skips(
     for i in range(num_sources):
         look_up(layers[i - 1] if i > 0 else pool, before, longest, found[7 + i])
     for order in range(longest, 1, -1):
-        num_taken = 0
+        has_matched = False
         for i in range(num_sources):
             source, newest = layers[i - 1] if i > 0 else pool, int(found[7 + i, order])
-            num, more = read_skips(source, newest, order, context, found, features, num)
-            num_taken += more
-        if num_taken > 0:
+            num, is_more = read_skips(source, newest, order, context, found, features, num)
+            has_matched = has_matched or is_more
+        if has_matched:
             break
     return num
 
@@ -904,10 +897,8 @@ def learn(
             for j in range(NUM_TABLE_SOURCES):
                 if features[i, j] == 0.0:
                     weights[row, SILENCE + j] += error
-                else:
-                    weights[row, j] += _OF_LOG_PROBS * error * features[i, j]
-            for j in range(NUM_TABLE_SOURCES, NUM_FEATURES):
-                weights[row, j] += _OF_DETAILS * error * features[i, j]
+            for j in range(NUM_FEATURES):
+                weights[row, j] += _OF_FEATURES * error * features[i, j]
 
 
 @kernel

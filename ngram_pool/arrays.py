@@ -89,7 +89,7 @@ class Scratch:
         return self.header.row
 
     def _make(self, num_nodes: int, num_layers: int) -> None:
-        width = _kernels.MAX_FOUND + _kernels.MAX_OCCURRENCES * num_layers
+        width = _kernels.MAX_FOUND + 2 * _kernels.MAX_OCCURRENCES * num_layers
         found_shape = 8 + num_layers, max(width, self._max_ngram_size + 1)
         self.nodes = np.empty((5, num_nodes), np.int64)
         self.node_probs = np.empty(num_nodes, np.float64)

@@ -852,16 +852,18 @@ class NGramPool:
     # --- inside, under the lock -------------------------------------------------------------
 
     def _append_all(self, ids: Int64Array, opened: OpenSequence, is_answer: bool) -> None:
-        self._grow_for(len(ids))
         rate, row = self._learning_rate if is_answer else 0.0, opened.row()
         scratch = self._scratch.row_for(1, len(opened.layers))
         for start in range(0, len(ids) or 1, self._capacity):  # so that positions can count them
             new = ids[start : start + self._capacity].astype(np.int32)
-            self._lower_for(len(new), opened)
+            self._make_room(len(new), opened)
             _kernels.append(self._header().row, row, scratch, new, rate, 1, 0)
 
-    def _grow_for(self, num_tokens: int) -> None:
-        """Have room for more tokens, up to the capacity."""
+    def _make_room(self, num_tokens: int, opened: OpenSequence) -> None:
+        """Grow for more tokens, up to the capacity.
+
+        Positions are lowered, in `opened` and all other sequences, where theirs would overflow.
+        """
         end, old = self._counts.item(NEXT_POSITION) + num_tokens, self._held.text
         num_rows = len(old)
         while num_rows < min(end, self._capacity):
@@ -871,10 +873,7 @@ class NGramPool:
             new.text[: len(old)] = old
             _kernels.reindex(self._header_with(new).row)
             self._held = new
-
-    def _lower_for(self, num_tokens: int, opened: OpenSequence) -> None:
-        """Lower positions if those of more tokens would overflow, in `opened` and all others."""
-        if self._counts.item(NEXT_POSITION) + num_tokens > _POSITION_LIMIT:
+        if end > _POSITION_LIMIT:
             before = self._counts.item(LOWERED)
             _kernels.rebase(self._header().row)
             for sequence in {opened, *self._sequences.values()}:
@@ -948,8 +947,7 @@ class NGramPool:
         for pool, more in zip(pools, rows.num_new.tolist(), strict=True):
             num_more[pool] = num_more.get(pool, 0) + more
         for pool, more in num_more.items():
-            pool._grow_for(more)
-            pool._lower_for(more, pool._no_sequence)
+            pool._make_room(more, pool._no_sequence)
         num_rows, width = len(rows.texts), int(rows.max_draft_tokens.max(initial=0))
         chains = DraftChains(
             np.full((num_rows, width), NONE, np.int32),

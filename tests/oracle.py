@@ -256,10 +256,7 @@ class OraclePool:
 
     @staticmethod
     def escape_prob(length: int, num_successors: int, num_occurrences: int) -> float:
-        if num_successors > 1:
-            share = [*_kernels._ESCAPE_DIVIDED, *[_kernels._ESCAPE_DIVIDED[-1]] * 100][length - 1]
-        else:
-            share = {1: 0.75, 2: 0.6}.get(length, 1.5 / length)
+        share = 0.6 if num_successors > 1 else 1.5 / (1 + length)
         return share * math.sqrt(num_successors / num_occurrences)
 
     def skips(self, context: Sequence[int], handle: int | None) -> list[tuple[int, int]]:
@@ -283,14 +280,13 @@ class OraclePool:
             for spot in self.spots()
             if len(spot.indexed) >= order and self.bucket(spot.indexed[-order:]) == bucket
         ]
-        taken = [
+        return [
             (spot.after[1], match(spot.before, before))
-            for spot in chain[: _kernels.MAX_SKIPS_READ]
+            for spot in chain[: _kernels.MAX_OCCURRENCES]
             if len(spot.after) > 1
             and spot.after[0] != context[-1]
             and match(spot.before, before) >= order
         ]
-        return taken[: _kernels.MAX_SKIPS]
 
     def bucket(self, tokens: Sequence[int]) -> int:
         state = self.hash_state
@@ -393,12 +389,9 @@ class OraclePool:
             for weights in [self.weights[row] for row in rows]:
                 weights[_kernels.BIAS] += error
                 for j in range(_kernels.NUM_FEATURES):
-                    if j >= _kernels.NUM_TABLE_SOURCES:
-                        weights[j] += _kernels._OF_DETAILS * error * says[j]
-                    elif says[j] == 0.0:
-                        weights[_kernels.SILENCE + j] += error
-                    else:
-                        weights[j] += _kernels._OF_LOG_PROBS * error * says[j]
+                    weights[j] += _kernels._OF_FEATURES * error * says[j]
+                for j in range(_kernels.NUM_TABLE_SOURCES):
+                    weights[_kernels.SILENCE + j] += error if says[j] == 0.0 else 0.0
 
     # --- trees ------------------------------------------------------------------------------
 

@@ -1,8 +1,6 @@
-"""`python -m benchmarks gpu`: the cost of a step, compared with the device's memory bandwidth.
+"""`python -m benchmarks gpu`: whole answers on a GPU by `generate` and by lade's executions.
 
 It needs no checkpoint: the models have real shapes and random weights, their text is known, and
-drafts are accepted as often as in recorded decoding, so every step does realistic work. Each stage
-has a process of its own (`process.py`, `work.py`). Reading order: `shapes.py`, `acceptance.py`,
-`drafter.py`, `stage.py`, `bandwidth.py`, `host.py`, `used.py`, `steps.py`, `kernels.py`,
-`answers.py`, `chat.py`, `job.py`, `work.py`, `process.py`, `run.py`, `report.py`, `command.py`.
+drafts are accepted as often as in recorded decoding, so every step does realistic work. Reading
+order: `shapes.py`, `drafter.py`, `measure.py`; `prepare.py` is what `make gpu` calls first.
 """

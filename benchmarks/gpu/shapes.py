@@ -4,10 +4,10 @@ Random weights alone give logits that nearly tie, so in half precision the text 
 size of a forward. Here the residual stream is mostly the embedding of the last token, since the
 layers add little to it, and the output layer's row for the token after a token is that token's
 embedding. The model then goes from token to token on one long cycle, by a wide margin, and does all
-the work of a dense model on the way. Next file: `acceptance.py`.
+the work of a dense model on the way. Next file: `drafter.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,9 +27,7 @@ class Shape:
 
     name: str
     config: Mapping[str, Any]  # of LlamaConfig
-    contexts: Sequence[int] = (512, 2048, 8192, 32768)  # tokens before a timed step
-    tree_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes, the root included
-    prompt_length: int = 2048  # for whole answers
+    prompt_length: int = 2048
     max_new_tokens: int = 256
     #: Rotary parameters, as Llama 3 scales positions.
     rope: Mapping[str, Any] = field(default_factory=dict)
@@ -68,8 +66,6 @@ SHAPES = {
         replace(
             _SHAPE_1B,
             name="1b_short",
-            contexts=(256,),
-            tree_sizes=(1, 8, 16, 32),
             prompt_length=256,
             max_new_tokens=64,
         ),
@@ -86,7 +82,6 @@ SHAPES = {
                 "head_dim": 16,
                 "max_position_embeddings": 512,
             },
-            contexts=(64, 128, 1024),  # the last one exceeds the positions
             prompt_length=96,
             max_new_tokens=64,
         ),
@@ -102,20 +97,6 @@ class KnownModel(NamedTuple):
 
     model: Model
     successors: list[int]  # [vocab_size]: the token that greedy decoding puts after each
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a forward reads: all but the embeddings, read only in rows."""
-        embeddings = self.model.get_input_embeddings().weight
-        weights = sum(weight.nbytes for weight in self.model.parameters())
-        return int(weights - embeddings.nbytes)
-
-    @property
-    def bytes_per_cached_token(self) -> int:
-        """Bytes of keys and values that a forward reads for each cached token."""
-        config = self.model.config
-        num_values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        return int(num_values * self.model.dtype.itemsize)
 
     def answer(self, last_token_id: int, num_tokens: int) -> list[int]:
         """Return the tokens that greedy decoding puts after a token."""

@@ -1,6 +1,5 @@
-"""`lade bench`: ways of generating on the user's own prompts, in turn, in one process.
+"""Ways of generating on the user's own prompts, in turn, in one process: `lade bench` and `demo`.
 
-Reading order: `prompts.py`, `baselines.py`, `methods.py`, `run.py`, `report.py`;
-`forwards.py`, `device.py`, `environment.py` and `tables.py` are helpers.
-The core of lade imports nothing from here.
+Reading order: `prompts.py`, `methods.py`, `run.py`, `report.py`. The core of lade imports nothing
+from here.
 """

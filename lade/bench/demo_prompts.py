@@ -1,6 +1,8 @@
 """Six prompts written for the demo, from free text to text that quotes its input."""
 
-DEMO_PROMPTS = [
+from lade.bench.prompts import Prompt
+
+_TEXTS = [
     ("chat", "What should I look at first when I visit a city I have never been to before?"),
     (
         "write code",
@@ -62,3 +64,5 @@ Elena Petrova from Tallinn: 8 book carts.""",
         "euros on electricity. How much money was left? Explain each step.",
     ),
 ]
+
+DEMO_PROMPTS = [Prompt(title, title, text) for title, text in _TEXTS]

@@ -1,21 +1,90 @@
-"""The methods of `lade bench`, all decoding with the same model.
+"""Ways of answering, all with the same model: transformers' own `generate`, and lade.
 
 Next file: `run.py`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
-from lade.bench.baselines import BASELINES, Answer, Given, MethodInfo, answer_of
-from lade.bench.device import wait_for
+import torch
+from torch import Tensor
+
 from lade.config import Config
-from lade.drafters import AssistantModel, CallPool, Merged
 from lade.drafting.drafter import Drafter
 from lade.hf.api import generate
-from lade.stats import Step
+from lade.stats import DecodeStats, Step
 from ngram_pool import NGramPool
+
+_LOOKUP_TOKENS = 10  # for transformers' prompt lookup: its documented setting
+
+
+class Answer(NamedTuple):
+    """One method's answer to a prompt or batch."""
+
+    rows: list[list[int]]  # per sequence, the new tokens up to and including its EOS
+    sec: float  # the whole call, prefill included
+    num_steps: int  # forwards after the first
+    num_row_steps: int  # rows still decoding, summed over those steps
+    num_draft_tokens: int  # verified in those steps, over all rows
+    stats: DecodeStats | None = None
+    cpu_sec: float | None = None  # of all threads of the process
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all rows, without padding."""
+        return sum(len(row) for row in self.rows)
+
+
+#: Answers the rows of `inputs` with a model, given the options of `generate`. One object serves one
+#: pass over the prompts.
+Method = Callable[[Any, dict[str, Any], dict[str, Any]], Answer]
+
+
+def plain(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
+    """Run `model.generate`."""
+    rows, sec = _timed(model, inputs, options)
+    num_row_steps = sum(len(row) for row in rows) - len(rows)  # prefill yields one token per row
+    return Answer(rows, sec, max(len(row) for row in rows) - 1, num_row_steps, 0)
+
+
+class TransformersAssisted:
+    """Transformers' own assisted decoding of a single row, by options of `generate`.
+
+    Its first forward runs the prompt with a draft attached, which is counted as if later steps had
+    verified it; that flatters its MAT a little. When it samples, it draws for the
+    whole draft at once: its text is as likely as plain's, but differs for the same seed.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+
+    def __call__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
+        """Answer the one row of `inputs`."""
+        sizes: list[int] = []
+        base = getattr(model, model.base_model_prefix, model)
+        num_layers = base.config.num_hidden_layers
+
+        def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            # With fewer layers the model drafts for itself, and transformers says so in its config.
+            if base.config.num_hidden_layers == num_layers:
+                sizes.append(kwargs["input_ids"].shape[1])
+
+        hook = model.register_forward_pre_hook(count, with_kwargs=True)
+        try:
+            rows, sec = _timed(model, inputs, {**options, **self._options})
+        finally:
+            hook.remove()
+        num_steps, num_tokens = len(sizes) - 1, len(rows[0])
+        num_drafted = sum(sizes) - inputs["input_ids"].shape[1] - num_steps
+        stats = DecodeStats(num_steps, num_steps, num_drafted, num_prefills=1)
+        stats.num_committed_tokens = num_tokens - 1
+        stats.num_accepted_tokens = max(0, num_tokens - 1 - num_steps)
+        return Answer(rows, sec, num_steps, num_steps, stats.num_draft_tokens, stats)
+
+
+#: transformers' prompt lookup.
+prompt_lookup = TransformersAssisted({"prompt_lookup_num_tokens": _LOOKUP_TOKENS})
 
 
 class Lade:
@@ -23,78 +92,65 @@ class Lade:
 
     def __init__(
         self,
-        config: Config | None,
+        config: Config | None = None,
         pool: NGramPool | Sequence[NGramPool] | None = None,
         on_step: Callable[[Step], None] | None = None,
         drafter: Drafter | None = None,
-        prediction: Sequence[int] | None = None,
     ) -> None:
-        self._options: dict[str, Any] = {"config": config, "pool": pool, "on_step": on_step}
-        self._options |= {"drafter": drafter, "prediction": prediction}
+        self._options = {"config": config, "pool": pool, "on_step": on_step, "drafter": drafter}
 
     def __call__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
         """Answer the rows of `inputs`."""
         given = {**inputs, **self._options, **options}
         start = perf_counter()
         output = generate(model, **given, return_dict_in_generate=True)
-        wait_for(model.device)
-        return answer_of(model, inputs, output, perf_counter() - start)
+        _wait_for(model.device)
+        sec = perf_counter() - start
+        rows = new_rows(model, output.sequences, inputs["input_ids"].shape[1])
+        stats: DecodeStats = output.stats
+        counts = stats.num_steps, stats.num_row_steps, stats.num_draft_tokens
+        return Answer(rows, sec, *counts, stats)
 
 
-def with_pool(given: Given) -> Lade:
-    """Return lade with one pool for all prompts."""
-    return Lade(given.config, own_pool(given))
+def methods_of(pools: Sequence[NGramPool] = ()) -> dict[str, Callable[[], Method]]:
+    """Return what makes the methods of `lade bench` for one pass, by name, in the order of tables.
+
+    Args:
+        pools: of text, to draft from besides; without any, no method does.
+    """
+    made: dict[str, Callable[[], Method]] = {
+        "plain": lambda: plain,
+        "prompt_lookup": lambda: prompt_lookup,
+        "no_drafts": lambda: Lade(Config(max_draft_tokens=0)),
+        "lade": lambda: Lade(pool=NGramPool(seed=0)),
+        "lade_fresh": Lade,
+    }
+    if pools:
+        made["lade_pool"] = lambda: Lade(pool=[NGramPool(seed=0), *pools])
+        made["lade_pool_fresh"] = lambda: Lade(pool=pools)
+    return made
 
 
-def own_pool(given: Given) -> NGramPool:
-    """Return the pool that a method learns into."""
-    return NGramPool(seed=0) if given.own is None else given.own
+def new_rows(model: Any, sequences: Tensor, num_prompt_tokens: int) -> list[list[int]]:
+    """Return the new tokens of each row, up to and including its first EOS."""
+    eos_token_id = model.generation_config.eos_token_id
+    ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
+    rows: list[list[int]] = sequences[:, num_prompt_tokens:].tolist()
+    lengths = [next((i + 1 for i, t in enumerate(row) if t in ends), len(row)) for row in rows]
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
-def assistant_of(given: Given) -> Drafter:
-    """Return the drafter of the assistant."""
-    assert given.assistant is not None
-    model, tokenizer, _ = given.assistant
-    return AssistantModel(model, tokenizer, target_tokenizer=given.tokenizer)
+def _timed(
+    model: Any, inputs: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[list[int]], float]:
+    start = perf_counter()
+    # The class's generate, in case the model is wrapped.
+    output = type(model).generate(model, **inputs, **options)
+    _wait_for(model.device)
+    sec = perf_counter() - start
+    return new_rows(model, output, inputs["input_ids"].shape[1]), sec
 
 
-def beside_pool(drafter_of: Callable[[Given], Drafter]) -> Callable[[Given], Lade]:
-    """Return what makes lade with one pool for all prompts and a drafter, as one tree."""
-    return lambda given: Lade(
-        given.config, NGramPool(seed=0), drafter=Merged([CallPool(), drafter_of(given)])
-    )
-
-
-#: By name, in the order of tables.
-METHODS: dict[str, MethodInfo] = {
-    **BASELINES,
-    "no_drafts": MethodInfo(
-        lambda given: Lade(replace(given.config, max_draft_tokens=0)),
-        "lade without drafts: one token a step, on a CPU with its own products",
-    ),
-    "lade": MethodInfo(with_pool, "lade, one pool for all prompts of a pass", keeps_pool=True),
-    "lade_fresh": MethodInfo(
-        lambda given: Lade(given.config), "lade, a new and empty pool for each prompt or batch"
-    ),
-    "lade_pool": MethodInfo(
-        lambda given: Lade(given.config, [own_pool(given), *given.pools]),
-        "as lade, drafting from the files of --pool as well",
-        takes="pools",
-        keeps_pool=True,
-    ),
-    "lade_pool_fresh": MethodInfo(
-        lambda given: Lade(given.config, given.pools),
-        "as lade_fresh, drafting from the files of --pool as well",
-        takes="pools",
-    ),
-    "lade_prediction": MethodInfo(
-        lambda given: Lade(given.config, prediction=given.prediction),
-        "as lade_fresh, drafting from the text of --prediction as well",
-        takes="prediction",
-    ),
-    "pool+assistant": MethodInfo(
-        beside_pool(assistant_of),
-        "lade, a pool and the model of --assistant draft one tree",
-        takes="assistant",
-    ),
-}
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

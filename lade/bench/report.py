@@ -6,14 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
 from lade.bench.environment import environment
 from lade.bench.run import Result, Summary, stats_of, summarise
-from lade.bench.tables import Sheet
 
-_COLUMNS = (
-    *("tokens/s", "speed-up", "MAT", "draft tokens/step", "same text"),
-    *("accepted", "corrected", "draft ms/step"),
-)
+_COLUMNS = ("tokens/s", "speed-up", "MAT", "draft tokens /step", "same text", "accepted")
 _DIGITS = 6  # decimal places, in files
 _LONG = 1000  # characters, of what is not on one line there
 
@@ -50,47 +50,70 @@ def groups(results: Sequence[_G]) -> dict[str, list[_G]]:
     return by_name
 
 
+def sheet(
+    title: str,
+    headings: Sequence[str],
+    sections: Sequence[Sequence[Sequence[str]]],
+    caption: str | None = None,
+) -> Table:
+    """Return a table of sections of rows, which leaves out columns without any content.
+
+    The first two columns are words, all others numbers. What rows next to each other have first in
+    common is a line of its own above them, so that a terminal of 80 columns has room.
+    """
+    made = Table(
+        title=Text(title, "italic"),
+        caption=Text(caption, "dim") if caption else None,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    rows = [row for section in sections for row in section]
+    shown = [n for n in range(2, len(headings)) if any(row[n] for row in rows)]
+    made.add_column(headings[1], no_wrap=True)
+    for n in shown:
+        made.add_column(headings[n], justify="right", vertical="bottom")
+    for section in sections:
+        above = ""
+        for row in section:
+            if row[0] != above:
+                made.add_row(Text(row[0], "bold"))
+            above = row[0]
+            made.add_row(Text(f"{'  ' * bool(above)}{row[1]}"), *(Text(row[n]) for n in shown))
+        made.add_section()
+    return made
+
+
 def table(
     results: Sequence[Result],
     methods: Sequence[str],
     how: str,
     caption: str | None = None,
     summarise: Summarise = summarise,
-) -> Sheet:
+) -> Table:
     """Return a table of all groups and methods; `how` says how all of it was decoded."""
     sections = []
     for group, part in groups(results).items():
-        summaries = {method: summarise(part, method) for method in methods}
-        sections.append(
-            [
-                (
-                    *(group, f"{each.num_prompts} prompt{'s' * (each.num_prompts > 1)}", method),
-                    *_cells(each),
-                )
-                for method, each in summaries.items()
-            ]
-        )
+        section = []
+        for method in methods:
+            each = summarise(part, method)
+            cells = (
+                f"{each.tokens_per_sec:.1f}",
+                speedup_text(each.speedup),
+                f"{each.mean_accepted_tokens:.2f}",
+                f"{each.draft_tokens_per_step:.1f}",
+                share_text(each.same_text),
+                share_text(each.acceptance_rate),
+            )
+            prompts = f"{each.num_prompts} prompt{'s' * (each.num_prompts > 1)}"
+            section.append((f"{group}, {prompts}", method, *cells))
+        sections.append(section)
     words = how.replace("greedy", "greedy decoding", 1)
     title = f"{words[0].upper()}{words[1:]}, loops apart"
-    return Sheet(title, ("category", "prompts", "method", *_COLUMNS), 3, sections, caption)
-
-
-def _cells(summary: Summary) -> tuple[str, ...]:
-    return (
-        f"{summary.tokens_per_sec:.1f}",
-        speedup_text(summary.speedup),
-        f"{summary.mean_accepted_tokens:.2f}",
-        f"{summary.draft_tokens_per_step:.1f}",
-        share_text(summary.same_text),
-        share_text(summary.acceptance_rate),
-        share_text(summary.correction_rate),
-        msec_text(summary.draft_sec_per_step),
-    )
-
-
-def _sources_of(results: Sequence[Result], method: str) -> Mapping[str, Any]:
-    stats = stats_of(result.answers[method] for result in results)
-    return {} if stats is None else stats.sources
+    return sheet(title, ("prompts", "method", *_COLUMNS), sections, caption)
 
 
 def speedup_text(speedup: float | None) -> str:
@@ -119,10 +142,10 @@ def as_json(
     for group, part in groups(results).items():
         summary[group] = {}
         for method in methods:
-            entry = rounded(summarise(part, method)._asdict())
-            if sources := _sources_of(part, method):
-                entry["sources"] = {name: rounded(asdict(each)) for name, each in sources.items()}
-            summary[group][method] = entry
+            entry = summary[group][method] = rounded(summarise(part, method)._asdict())
+            stats = stats_of(result.answers[method] for result in part)
+            if stats is not None and stats.sources:
+                entry["sources"] = {n: rounded(asdict(each)) for n, each in stats.sources.items()}
     return {
         "environment": environment(),
         "settings": settings,
@@ -148,12 +171,11 @@ def _as_json(result: Result) -> dict[str, Any]:
             del of_method["num_row_steps"]
         else:
             of_method["num_rows"] = len(answer.rows)
-        if answer.stats is not None:
-            names = (
-                *("num_accepted_tokens", "num_drafted_row_steps", "num_corrected_row_steps"),
-                *("draft_sec", "forward_sec", "overhead"),
-            )
-            of_method |= {name: getattr(answer.stats, name) for name in names}
+        if (stats := answer.stats) is not None:
+            of_method["num_accepted_tokens"] = stats.num_accepted_tokens
+            if stats.forward_sec:  # timed step by step
+                names = ("draft_sec", "forward_sec", "overhead")
+                of_method |= {name: getattr(stats, name) for name in names}
         if plain is not None and method != "plain":
             same = [a == b for a, b in zip(answer.rows, plain.rows, strict=True)]
             of_method |= {"same_text": all(same), "num_same_text": sum(same)}

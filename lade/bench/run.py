@@ -4,11 +4,12 @@ Next file: `report.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from time import process_time
+from typing import Any, NamedTuple
 
 import torch
 
-from lade.bench.baselines import Answer, Method
+from lade.bench.methods import Answer, Method
 from lade.bench.prompts import Prompt
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode
@@ -48,47 +49,59 @@ class Summary(NamedTuple):
     same_text: float | None  # share of sequences with plain's text; None without plain
     # As `DecodeStats` counts them; None for methods without it.
     acceptance_rate: float | None = None
-    correction_rate: float | None = None
     draft_sec_per_step: float | None = None
     busy_cores: float | None = None  # CPU time of the process over wall time
 
 
 class Contest:
-    """Methods that answer the same prompts.
+    """Methods that answer the same prompts, once over.
 
-    They take turns at every prompt, each time starting with another one, so that a machine that
-    slows down slows all alike; and answer it with one seed, so that with exact arithmetic they
+    They take turns at every prompt or batch, each time starting with another one, so that a machine
+    that slows down slows all alike; and answer it with one seed, so that with exact arithmetic they
     produce the same texts.
 
     Args:
-        loaded, settings: what answers, and how.
-        methods: make them, by name: once to be warmed up, once to answer.
+        model: what answers.
+        methods: make them, by name; the first is what others are held against.
+        settings: how; the n-th batch is answered with its seed and n more.
+        num_pass: of how many contests before.
     """
 
     def __init__(
-        self, loaded: LoadedModel, methods: Mapping[str, Callable[[], Method]], settings: Settings
+        self,
+        model: Any,
+        methods: Mapping[str, Callable[[], Method]],
+        settings: Settings,
+        num_pass: int = 0,
     ) -> None:
-        self._loaded, self._seed, self._options = loaded, settings.seed, settings.options()
-        hello = encode(loaded.tokenizer, _WARM_UP_PROMPT, loaded.model.device)
-        num_tokens = min(_WARM_UP_TOKENS, settings.max_new_tokens)
-        for make in methods.values():
-            make()(loaded.model, hello, {**self._options, "max_new_tokens": num_tokens})
+        self._model, self._seed, self._options = model, settings.seed, settings.options()
         self._methods = {name: make() for name, make in methods.items()}
-        self._num_prompts = 0
+        self._num_pass, self._num_batches = num_pass, 0
 
-    def answer(self, prompt: Prompt) -> Result:
-        """Answer a prompt with every method."""
-        names, number = [*self._methods], self._num_prompts
-        self._num_prompts += 1
-        model = self._loaded.model
-        inputs = encode(self._loaded.tokenizer, prompt.text, model.device)
+    def answer(self, prompts: Sequence[Prompt], inputs: dict[str, Any]) -> Result:
+        """Answer prompts, a row of `inputs` each, with every method."""
+        names, number = [*self._methods], self._num_batches
+        self._num_batches += 1
         first, answers = number % len(names), dict[str, Answer]()
         for name in (*names[first:], *names[:first]):
             torch.manual_seed(self._seed + number)
-            answers[name] = self._methods[name](model, inputs, self._options)
+            start = process_time()
+            answer = self._methods[name](self._model, inputs, self._options)
+            answers[name] = answer._replace(cpu_sec=process_time() - start)
         answers = {name: answers[name] for name in names}
-        loops = ends_in_loop(answers[names[0]].rows[0])
-        return Result([prompt], inputs["input_ids"].shape[1], answers, loops)
+        loops = any(map(ends_in_loop, answers.get("plain", answers[names[0]]).rows))
+        num_prompt_tokens = int(inputs["attention_mask"].sum())
+        return Result(prompts, num_prompt_tokens, answers, loops, self._num_pass)
+
+
+def warm_up(
+    loaded: LoadedModel, methods: Mapping[str, Callable[[], Method]], settings: Settings
+) -> None:
+    """Answer shortly with every method, so that the first prompt takes none longer than others."""
+    hello = encode(loaded.tokenizer, _WARM_UP_PROMPT, loaded.model.device)
+    num_tokens = min(_WARM_UP_TOKENS, settings.max_new_tokens)
+    for make in methods.values():
+        make()(loaded.model, hello, {**settings.options(), "max_new_tokens": num_tokens})
 
 
 def summarise(results: Sequence[Result], method: str) -> Summary:
@@ -96,7 +109,7 @@ def summarise(results: Sequence[Result], method: str) -> Summary:
     answers = [result.answers[method] for result in results]
     rows = [row for answer in answers for row in answer.rows]
     num_tokens = sum(answer.num_tokens for answer in answers)
-    sec = sum(answer.sec for answer in answers)
+    sec, cpu_sec = sum(answer.sec for answer in answers), [each.cpu_sec for each in answers]
     num_row_steps = sum(answer.num_row_steps for answer in answers)
     num_draft_tokens = sum(answer.num_draft_tokens for answer in answers)
     speedup = same = None
@@ -105,7 +118,8 @@ def summarise(results: Sequence[Result], method: str) -> Summary:
         speedup = num_tokens / sec / (sum(a.num_tokens for a in plain) / sum(a.sec for a in plain))
         plain_rows = [row for answer in plain for row in answer.rows]
         same = sum(a == b for a, b in zip(rows, plain_rows, strict=True)) / len(rows)
-    summary = Summary(
+    stats = stats_of(answers)
+    return Summary(
         num_prompts=sum(len(result.prompts) for result in results),
         tokens_per_sec=num_tokens / sec,
         speedup=speedup,
@@ -113,15 +127,9 @@ def summarise(results: Sequence[Result], method: str) -> Summary:
         mean_accepted_tokens=(num_tokens - len(rows)) / num_row_steps if num_row_steps else 1.0,
         draft_tokens_per_step=num_draft_tokens / num_row_steps if num_row_steps else 0.0,
         same_text=same,
-        busy_cores=_sum((answer.cpu_sec for answer in answers), by=sec),
-    )
-    stats = stats_of(answers)
-    if stats is None:
-        return summary
-    return summary._replace(
-        acceptance_rate=stats.acceptance_rate,
-        correction_rate=stats.correction_rate,
-        draft_sec_per_step=stats.draft_sec_per_step,
+        acceptance_rate=None if stats is None else stats.acceptance_rate,
+        draft_sec_per_step=stats.draft_sec_per_step if stats and stats.forward_sec else None,
+        busy_cores=None if None in cpu_sec else sum(filter(None, cpu_sec)) / sec,
     )
 
 
@@ -133,9 +141,3 @@ def stats_of(answers: Iterable[Answer]) -> DecodeStats | None:
             return None
         total.add(answer.stats)
     return total
-
-
-def _sum(values: Iterable[float | None], by: float) -> float | None:
-    """Return the sum of values divided by a number; None where one is not known."""
-    known = [*values]
-    return None if None in known else sum(filter(None, known)) / by

@@ -16,12 +16,10 @@ _MEMORY_OF_STEPS = 1 - 1 / 64
 # each level twice what it added at all of them.
 _FIRST_GAIN = 1.0
 _WEIGHT_OF_ALL = 2.0
-# Sources that cost less than this share of a step are always asked.
-_CHEAP = 0.01
-# Of the time, what asking may take where it does not pay; the first drafts, at most a step's time;
-# and so many drafts' time saved up.
+# Of the time, what asking may take where it does not pay; and so many drafts, at most a step's time
+# at first, that it may take at once.
 _SHARE_OF_TRIALS = 0.005
-_FIRST_TRIALS, _MOST_TRIALS = 4.0, 8.0
+_NUM_TRIALS = 4.0
 # Tokens of the text that a source has not seen are run in about the time of one, up to so many.
 # Where there are more, as at its first draft, what it promises must be worth the time that they
 # take; so many times, as long as it was not measured, and never before so many steps. Of simulated
@@ -192,16 +190,14 @@ class Asking:
             return True
         behind_sec = num_behind * costs.behind_sec.value if is_behind else 0.0
         asking_sec = costs.draft_sec + behind_sec
-        if asking_sec <= _CHEAP * pace.step_sec:
-            return True
         net, doubt = self._net_gain(num_expected), 1.0 if self._gain.num else _DOUBT
         if net > 0 and net * pace.steps_of(num_to_come) >= behind_sec * doubt:
             return True
         if self._back_off is None:
-            first = min(_FIRST_TRIALS * costs.draft_sec, pace.step_sec)
-            self._back_off = BackOff(_SHARE_OF_TRIALS, first, _MOST_TRIALS * asking_sec)
+            first = min(_NUM_TRIALS * costs.draft_sec, pace.step_sec)
+            self._back_off = BackOff(_SHARE_OF_TRIALS, first, _NUM_TRIALS * asking_sec)
         left = self._back_off.left
-        if self._gain.num < _FIRST_TRIALS:  # these may take what all of the call would save up
+        if self._gain.num < _NUM_TRIALS:  # these may take what all of the call would save up
             left += _SHARE_OF_TRIALS * num_to_come * pace.token_sec
         return left >= asking_sec
 

@@ -127,17 +127,22 @@ class Budget:
         chosen = nums.item(costs.choose(trials, sizes, expected[nums]))
         return self._noted(chosen, not costs.are_unknown)
 
-    def nums_of_nodes(self, probs: Probs) -> list[int]:
+    def nums_of_nodes(self, probs: Probs, price: float | None = None) -> list[int]:
         """Return how many nodes of each row's draft to verify where rows need no padding.
 
         Then a forward costs what all its tokens together cost, so rows get as many as they are
-        worth: one of which little is known gets none, which lets another have more. `probs` is as
-        for `num_nodes`.
+        worth: one of which little is known gets none, which lets another have more. `probs` and
+        `price` are as for `num_nodes`.
         """
         if self._fixed is not None:
             return [*map(len, probs)]
         # Of one row, nodes keep their order: the first ones are a tree.
-        worths = np.concatenate([np.minimum.accumulate(each) for each in self._worths(probs)])
+        of_rows = [np.minimum.accumulate(each) for each in self._worths(probs)]
+        if price is not None:
+            priced = [int((len(probs) * each >= price).sum()) for each in of_rows]
+            self._noted(max(priced))
+            return priced
+        worths = np.concatenate(of_rows)
         order = np.argsort(-worths, kind="stable")
         nums = _options(0, len(order))
         gains = 1.0 + np.concatenate([[0.0], worths[order].cumsum()])[nums]

@@ -24,11 +24,9 @@ KNOTS = np.array(SIZES, np.float64)
 # Until a size is measured, each further token, of any row, is assumed to cost this fraction of a
 # one-token step. Optimistic on purpose: a size that looks better than it is gets tried, measured
 # and abandoned.
-PRIOR_SLOPE = 0.01
-# Weights of a new measurement: on its own size, at least; on all sizes, because a longer text or a
-# busy machine slows all of them; and on these for the first few where costs are of another time.
-_OWN_WEIGHT, _SHARED_WEIGHT, _SCALING_WEIGHT = 0.1, 0.1, 0.5
-_NUM_SCALING = 4
+_PRIOR_SLOPE = 0.01
+# Weight of a new measurement on all sizes: a longer text or a busy machine slows all of them.
+_SHARED_WEIGHT = 0.1
 # A measurement is clipped to within a factor of the expected cost, another one until there are two.
 _OUTLIER, _FIRST_OUTLIER = 1.3, 2.0
 # A cost may be lower than measured: by this fraction after one measurement, and by this over the
@@ -36,7 +34,7 @@ _OUTLIER, _FIRST_OUTLIER = 1.3, 2.0
 # that looks best at its lowest cost is measured again, so a bad start or a load that has ended is
 # noticed.
 _DOUBT_OF_ONE = 0.2
-_LEAST_COUNTED, _MOST_COUNTED = 2.0, 10.0
+_LEAST_COUNTED, _MOST_COUNTED = 2.0, 9.0
 _MEMORY = 0.997  # per step
 _PATIENCE_AT_FIRST = 4  # steps; the first one of a size does not count, and two must
 
@@ -92,33 +90,19 @@ class Costs:
         self._guess = guess
         self._seen: set[int] = set()  # sizes that have run
         self._num_asked = 0
-        self._num_scaling = 0  # measurements that are still to tell how fast the machine is now
         nothing = np.zeros(len(KNOTS))
         self._known = _Known(nothing, nothing, guess, guess)
-
-    @classmethod
-    def of(cls, seconds: Mapping[int, float]) -> "Costs":
-        """Return costs that were measured before, of at least two sizes, as a first guess."""
-        sizes = np.array(sorted(seconds), np.float64)
-        costs = cls(interpolated(KNOTS, sizes, np.array([seconds[int(size)] for size in sizes])))
-        is_known = np.isin(KNOTS, sizes)
-        costs._know(np.where(is_known, costs._guess, 0.0), np.where(is_known, _LEAST_COUNTED, 0.0))
-        costs._num_scaling = _NUM_SCALING
-        return costs
+        #: Whether there are fewer than two measurements; a single one may be anything.
+        self.are_unknown = True
 
     @property
     def curve(self) -> Floats:
         """Seconds of the sizes `KNOTS`."""
         return self._known.curve
 
-    @property
-    def are_unknown(self) -> bool:
-        """Whether there are fewer than two measurements; a single one may be anything."""
-        return float(self._known.num.sum()) < 1.5
-
     def trials(self, patience: int) -> Trials:
         """Return the trials of a call that is to try the other way after so many steps."""
-        if self.are_unknown or self._num_scaling > 0:  # of this process
+        if self.are_unknown:
             return Trials(_FIRST_TRIAL, _FIRST_TRIAL)
         return Trials(patience, _LAST_TRIAL)
 
@@ -156,53 +140,54 @@ class Costs:
         expected = float(np.interp(size, KNOTS, known.curve))
         ratio, is_guess = sec / expected, not known.num.any()  # which is known up to a factor
         least = float(known.num[shares[0][0] : shares[-1][0] + 1].min())
-        is_scaling = self._num_scaling > 0
         # Forwards are often slower than they should be and hardly ever faster: where there are few
         # measurements, or none of late, a lower one is taken as it is.
-        is_news = ratio < 1.0 and (is_trial or least <= _LEAST_COUNTED) and not is_scaling
+        is_news = ratio < 1.0 and (is_trial or least <= _LEAST_COUNTED)
         shared = ratio if is_guess else 1.0
         if not is_news and not is_guess:
-            most = _FIRST_OUTLIER if is_scaling or least < _LEAST_COUNTED else _OUTLIER
+            most = _FIRST_OUTLIER if least < _LEAST_COUNTED else _OUTLIER
             ratio = min(max(ratio, 1.0 / most), most)
             if least > 0:  # a wrong guess says nothing about the others
-                shared = 1.0 + (_SCALING_WEIGHT if is_scaling else _SHARED_WEIGHT) * (ratio - 1.0)
-                self._num_scaling -= is_scaling
-        if is_guess or is_scaling:  # all sizes share it then, this one too
-            ratio /= shared
+                shared = 1.0 + _SHARED_WEIGHT * (ratio - 1.0)
+        if is_guess:  # all sizes share it then, this one too
+            ratio = 1.0
         measured, curve = shared * known.measured, shared * known.curve
         num = np.maximum(_MEMORY * known.num, np.minimum(known.num, _LEAST_COUNTED))
         for knot, part in shares:
             counted = num.item(knot)
             before = measured.item(knot) if counted else curve.item(knot)
-            weight = 1.0 if is_news else max(1.0 / (1.0 + counted), _OWN_WEIGHT)
+            weight = 1.0 if is_news else 1.0 / (1.0 + counted)
             measured[knot] = before * (1.0 + part * weight * (ratio - 1.0))
             num[knot] = min(_MOST_COUNTED, counted + part)
         self._know(measured, num)
 
     def _know(self, measured: Floats, num: Floats) -> None:
-        """Interpolate costs between the measured sizes; beyond them they follow the guess."""
+        """Correct the guess at the measured sizes, and in between and beyond as it is there."""
         places, guess = num.nonzero()[0], self._guess
-        first, last, found = int(places[0]), int(places[-1]), measured[places]
-        curve = np.interp(KNOTS, KNOTS[places], found)
-        curve[:first] = found[0] * guess[:first] / guess[first]
-        curve[last:] = found[-1] * guess[last:] / guess[last]
+        found = measured[places]
+        curve = guess * np.interp(KNOTS, KNOTS[places], found / guess[places])
         # The guess for a size never measured is optimistic already.
         lowest = curve.copy()
         lowest[places] -= found * _DOUBT_OF_ONE / np.maximum(1.0, num[places]) ** 2
         self._known = _Known(measured, num, curve, lowest)
+        self.are_unknown = float(num.sum()) < 1.5
 
 
 class ForwardCosts:
     """Seconds of a model's forwards; all that calls leave to later ones, and may share.
 
     Args:
-        first: seconds of forwards of one row by their tokens, as measured before, or empty.
+        first: seconds of forwards of one row by their tokens, as measured in another process, of at
+            least two sizes, or empty. What they tell is how costs rise with the size, until steps
+            tell: the machine may have been busy.
     """
 
     def __init__(self, first: Mapping[int, float] | None = None) -> None:
         self._costs: dict[int, Costs] = {}  # by the bit length of the batch size
         if first:
-            self._costs[1] = Costs.of(first)
+            sizes = np.array(sorted(first), np.float64)
+            found = interpolated(KNOTS, sizes, np.array([first[int(size)] for size in sizes]))
+            self._costs[1] = Costs(np.sqrt(found / found[0] * _assumed(1)))
         self._calls = count(1)
 
     def begin_call(self) -> int:
@@ -217,12 +202,18 @@ class ForwardCosts:
             known = [bits for bits, costs in dict(self._costs).items() if not costs.are_unknown]
             nearest = min(known, key=lambda bits: abs(bits - num_bits), default=None)
             if nearest is None:
-                guess = 1 + PRIOR_SLOPE * num_rows * (KNOTS - 1)
+                guess = _assumed(num_rows)
             else:
                 sizes = KNOTS * 2.0 ** (num_bits - nearest)
                 guess = interpolated(sizes, KNOTS, self._costs[nearest].curve)
             self._costs.setdefault(num_bits, Costs(guess))
         return self._costs[num_bits]
+
+
+def _assumed(num_rows: int) -> Floats:
+    """Return what forwards cost where nothing was measured, up to a factor."""
+    costs: Floats = 1 + _PRIOR_SLOPE * num_rows * (KNOTS - 1)
+    return costs
 
 
 def interpolated(sizes: Floats, known_sizes: Floats, costs: Floats) -> Floats:

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lade.cli.failures import Telling, line_of
-from lade.errors import MissingExtraError
+from lade.errors import LadeError, MissingExtraError
 
 _INTERRUPTED = 130  # exit code after Ctrl-C, as in shells
 _PACKAGE = Path(__file__).parents[1]
@@ -22,15 +21,15 @@ def main() -> None:
     """Run the command line; errors meant for the user print one line, others their traceback."""
     _leave_at_the_second_interrupt()
     _show_warnings_as_notes()
-    telling = Telling()
+    asked: dict[str, bool] = {}  # by typer: whether errors are to have their traceback
     try:
         try:
             from lade.cli.app import app
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "typer", "cli") from None
-        app(obj=telling, prog_name="lade")
+        app(obj=asked, prog_name="lade")
     except Exception as error:  # shown in one line where it is meant for the user
-        line = None if telling.has_tracebacks else line_of(error)
+        line = None if asked.get("debug") else line_of(error)
         if line is None:
             raise
         print(line, file=sys.stderr)
@@ -42,6 +41,21 @@ def main() -> None:
         if end.code == _INTERRUPTED:  # typer caught the interrupt
             _say_stopped()
         raise
+
+
+def line_of(error: Exception) -> str | None:
+    """Return what to tell the user of an error; None if only its traceback tells enough.
+
+    Told are our own errors, which are written for users, and those of the system, such as a file
+    that is not there. All others are faults.
+    """
+    from ngram_pool import PoolFileError  # the pool knows nothing of lade's errors
+
+    if not isinstance(error, LadeError | OSError | PoolFileError):
+        return None
+    # Without a cause, a traceback adds nothing that its reader could use.
+    hint = "" if error.__cause__ is None else " (--debug shows the whole error)"
+    return f"error: {error}{hint}"
 
 
 def _say_stopped() -> None:

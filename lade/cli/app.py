@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lade.cli.failures import Telling
 from lade.cli.options import (
     DraftOptions,
     LearningOptions,
@@ -17,6 +16,7 @@ from lade.cli.options import (
     LoadOptions,
     MaxNewTokensOption,
     ModelOption,
+    PoolOption,
     PredictionOption,
     PromptsOption,
     SamplingOptions,
@@ -67,7 +67,7 @@ def root(
     ] = False,
 ) -> None:
     """Handle the options given before a command."""
-    context.ensure_object(Telling).has_tracebacks = debug
+    context.ensure_object(dict)["debug"] = debug
     if version:
         from lade._version import __version__
 
@@ -201,34 +201,29 @@ def bench(
     model: ModelOption = None,
     loading: LoadOptions,
     temperature: TemperatureOption = 0.0,
-    drafting: DraftOptions,
-    prediction: PredictionOption = None,
+    pool: PoolOption = None,
     json: JsonOption = None,
 ) -> None:
     """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
 
     All answer each prompt in turn, with the same options and seeds. lade has one pool for all
     prompts, lade_fresh an empty one for each, and no_drafts decodes one token a step, on a CPU with
-    lade's own products; --pool, --prediction (of every answer) and --assistant add lade with
-    those. The columns of the table:
+    lade's own products; --pool adds both with pools of text. The columns of the table:
 
     - tokens/s: tokens up to the end of the answer, over the time of the whole call.
     - MAT: mean accepted tokens, those that a step adds; plain decoding is 1.00.
     - same text: the share of answers with plain's tokens. prompt_lookup draws otherwise when it
       samples, so its texts differ then and are as likely.
     - accepted: the share of draft tokens that were accepted.
-    - corrected: the share of steps with a draft that ended where the model chose another token
-      than those drafted there.
     """
     from lade.cli.bench import Chosen, compare
-    from lade.cli.prompting import read_prediction
 
     settings = Settings(max_new_tokens, temperature)
     files = ResultFiles(json)
     files.check()
     chosen = Chosen.read(prompts, limit)
-    predicted = None if prediction is None else read_prediction(prediction)
-    compare(loading.load(model), chosen, settings, drafting, loading, files, predicted)
+    drafting = DraftOptions(pools=pool)
+    compare(loading.load(model), chosen, settings, drafting, files)
 
 
 @app.command(rich_help_panel=_PREPARE)

@@ -3,15 +3,13 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lade.bench.prompts import Prompt, read_prompts
-from lade.cli.loading import load_beside
-from lade.cli.options import DraftOptions, LoadOptions
-from lade.cli.prompting import check_prompts
-from lade.cli.results import ResultFiles, keeping, progress_bar
+from lade.cli.options import DraftOptions
+from lade.cli.prompting import encode_prompts
+from lade.cli.results import Keeping, ResultFiles, progress_bar
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 
@@ -31,7 +29,7 @@ class Chosen(NamedTuple):
         if path is None:
             from lade.bench.demo_prompts import DEMO_PROMPTS
 
-            prompts = [Prompt(title, title, text) for title, text in DEMO_PROMPTS][:limit]
+            prompts = DEMO_PROMPTS[:limit]
             return cls(prompts, {"name": "demo", "num": len(prompts)})
         prompts = read_prompts(path, limit)
         return cls(prompts, {**fingerprint(path), "limit": limit, "num": len(prompts)})
@@ -42,59 +40,39 @@ def compare(
     chosen: Chosen,
     settings: Settings,
     drafting: DraftOptions,
-    loading: LoadOptions,
     files: ResultFiles,
-    prediction: str | None = None,
 ) -> None:
     """Run every method of `lade bench` for which there is what it takes."""
-    from lade.bench.baselines import Given
-    from lade.bench.methods import METHODS
+    from lade.bench.methods import methods_of
     from lade.bench.report import as_json, table
-    from lade.bench.run import Contest
-    from lade.hf.predictions import predicted_ids
+    from lade.bench.run import Contest, warm_up
     from lade.probing.report import probe
 
-    given = Given(drafting.config)
-    if drafting.assistant is not None:
-        other = load_beside(loaded, drafting.assistant, loading.trust_remote_code)
-        given = given._replace(assistant=other, tokenizer=loaded.tokenizer)
-    if prediction is not None:
-        given = given._replace(prediction=predicted_ids(prediction, loaded.tokenizer))
-    has = {
-        "pools": drafting.pools,
-        "prediction": given.prediction,
-        "assistant": drafting.assistant,
-    }
-    infos = {name: i for name, i in METHODS.items() if i.takes is None or has[i.takes]}
-    check_prompts(loaded, [prompt.text for prompt in chosen.prompts], settings.max_new_tokens)
+    inputs = encode_prompts(loaded, [each.text for each in chosen.prompts], settings.max_new_tokens)
     results: list[Result] = []
-    with keeping(results) as stopped, drafting.open_pools(loaded) as (_, *read):
-        given = given._replace(pools=read)
-        methods = {name: partial(info.make, given) for name, info in infos.items()}
+    with Keeping(results) as kept, drafting.open_pools(loaded) as (_, *read):
+        methods = methods_of(read)
         with progress_bar() as bars:
-            task = bars.add_task("answering", total=len(chosen.prompts))
-            contest = Contest(loaded, methods, settings)
-            for prompt in chosen.prompts:
-                results.append(contest.answer(prompt))
+            task = bars.add_task("answering", total=len(inputs))
+            warm_up(loaded, methods, settings)
+            contest = Contest(loaded.model, methods, settings)
+            for prompt, given in zip(chosen.prompts, inputs, strict=True):
+                results.append(contest.answer([prompt], given))
                 bars.advance(task)
-    found = probe(loaded.model).verification
+    verification = probe(loaded.model).verification
     described = {
         **describe_model(loaded),
         **asdict(settings),
         "prompts": chosen.described,
-        "methods": {name: info.description for name, info in infos.items()},
-        "pools": {
-            "names": [path.name for path in drafting.pools or []],
-            "num_tokens": sum(map(len, read)),
-        },
-        "interrupted": stopped.by is not None,
-        "config": asdict(given.config),
-        "verification": found,
+        "methods": [*methods],
+        "pools": [path.name for path in drafting.pools or []],
+        "interrupted": kept.by is not None,
+        "verification": verification,
     }
-    stopped.tell(f"stopped after {len(results)} of {len(chosen.prompts)} prompts")
-    sheet = table(results, [*methods], settings.describe(), f"verification: {found}")
-    files.show(as_json(results, [*methods], described), sheet)
-    stopped.pass_on()
+    content = as_json(results, [*methods], described)
+    caption = f"verification: {verification}"
+    files.show(content, table(results, [*methods], settings.describe(), caption))
+    kept.end(f"stopped after {len(results)} of {len(inputs)} prompts")
 
 
 def describe_model(loaded: LoadedModel) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from typing import Any
 
 from rich.progress import MofNCompleteColumn
 
-from lade.cli.chats import Message
 from lade.cli.loading import bar
-from lade.cli.sources import Render, TextPiece, UnreadableError, find_files, opened, pieces_of
+from lade.cli.sources import Message, Render, TextPiece, UnreadableError, find_files, pieces_of
 from ngram_pool import NGramPool
 
 # Pieces that are tokenised in one call: at most half a second for a tokenizer of two threads.
@@ -58,10 +57,9 @@ def _pieces(files: Iterable[Path], render: Render, built: Built) -> Iterator[Tex
     for path in files:
         has_text = False
         try:
-            with opened(path) as content:
-                for piece in pieces_of(path, content, render):
-                    has_text = True
-                    yield piece
+            for piece in pieces_of(path, render):
+                has_text = True
+                yield piece
         except UnreadableError as error:
             built.left_out[str(error)] += 1
         except OSError:

@@ -1,7 +1,6 @@
 """`lade chat`: a conversation in a terminal."""
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lade.errors import MissingExtraError, UserError
@@ -39,9 +38,10 @@ def run(
 
     from lade.chat.conversation import Conversation
     from lade.cli.generate import check_verification
+    from lade.config import Config
     from lade.models.prompts import encode
 
-    config = replace(drafting.config, reuses_prefix=True)
+    config = Config(reuses_prefix=True)
     hello = encode(loaded.tokenizer, "Hi", loaded.model.device)
     check_verification(loaded.model, hello, config, drafter)
     with drafting.open_pools(loaded) as pools:

@@ -36,7 +36,7 @@ def run(
     if stops:
         options |= {"stop_strings": [*stops], "tokenizer": loaded.tokenizer}
     predicted = None if prediction is None else predicted_ids(prediction, loaded.tokenizer)
-    check_verification(loaded.model, inputs, drafting.config, drafter)
+    check_verification(loaded.model, inputs, Config(), drafter)
     stream = TextStream(loaded.tokenizer)
 
     def show(step: Step) -> None:
@@ -53,7 +53,6 @@ def run(
                 on_step=show,
                 pool=pools,
                 drafter=drafter,
-                config=drafting.config,
                 prediction=predicted,
                 return_dict_in_generate=True,
             )

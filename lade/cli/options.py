@@ -4,14 +4,14 @@ Metavars are short, to leave the help texts room on a terminal of 80 columns.
 """
 
 import inspect
-import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from enum import StrEnum
 from functools import partial, wraps
 from pathlib import Path
 from secrets import randbelow
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -20,7 +20,6 @@ from lade.errors import UserError
 from lade.models.settings import Settings
 
 if TYPE_CHECKING:
-    from lade.config import Config
     from lade.drafting.drafter import Drafter
     from lade.models.loading import LoadedModel
     from ngram_pool import NGramPool
@@ -122,8 +121,7 @@ class LoadOptions:
         """Load a model; torch is imported only now, inside a command."""
         from lade.cli.loading import load_with_progress
 
-        dtype = self.dtype.value if self.dtype else None
-        return load_with_progress(model, self.device, dtype, self.threads, self.trust_remote_code)
+        return load_with_progress(model, **vars(self))
 
 
 # --- the answer -----------------------------------------------------------------------------
@@ -199,6 +197,18 @@ PredictionOption = Annotated[
 ]
 
 
+PoolOption = Annotated[
+    list[Path] | None,
+    of_drafting(
+        "--pool",
+        help="Also draft from this pool of text, made by lade pool build or --save-pool; it is "
+        "only read. May be repeated.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+
+
 @dataclass(frozen=True)
 class DraftOptions:
     """What drafts beside a pool that learns.
@@ -213,27 +223,11 @@ class DraftOptions:
             metavar="ID", help="Let this model draft, too: an id or a folder, as for --model."
         ),
     ] = None
-    pools: Annotated[
-        list[Path] | None,
-        of_drafting(
-            "--pool",
-            help="Also draft from this pool of text, made by lade pool build or --save-pool; it is "
-            "only read. May be repeated.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None
+    pools: PoolOption = None
 
     def __post_init__(self) -> None:
         for path in self.pools or []:
             check_pool(path)
-
-    @property
-    def config(self) -> "Config":
-        """The configuration that they make."""
-        from lade.config import Config
-
-        return Config()
 
     def drafter(self, loaded: "LoadedModel", loading: LoadOptions) -> "Drafter | None":
         """Return what drafts for a model together with its pool; None for the pool alone."""
@@ -246,16 +240,31 @@ class DraftOptions:
         assistant = AssistantModel(other.model, other.tokenizer, target_tokenizer=loaded.tokenizer)
         return Merged([CallPool(), assistant])
 
-    @property
-    def save_path(self) -> Path | None:
-        """Where the pool that learns is kept, if anywhere."""
-        return None
+    @contextmanager
+    def open_pools(self, loaded: "LoadedModel") -> "Iterator[list[NGramPool]]":
+        """Open them; save what learned at the end, where asked for, however that comes.
 
-    def open_pools(self, loaded: "LoadedModel") -> "AbstractContextManager[list[NGramPool]]":
-        """Open them; as `lade.cli.loading.open_pools`."""
-        from lade.cli.loading import open_pools
+        Yields:
+            The pool that learns first, loaded if its file exists, then those that are read.
+        """
+        import lade
+        from lade.cli.loading import console
 
-        return open_pools(loaded, self.pools or [], self.save_path)
+        named: dict[str, Any] = {"tokenizer": loaded.tokenizer, "model": loaded.model}
+        path: Path | None = getattr(self, "save_pool", None)
+        own = (
+            lade.NGramPool() if path is None or not path.exists() else lade.load_pool(path, **named)
+        )
+        read = [*dict.fromkeys(each.resolve() for each in self.pools or [])]
+        if path is not None and path.resolve() in read:
+            read.remove(path.resolve())
+        layers = [lade.load_pool(each, **named, read_only=True) for each in read]
+        try:
+            yield [own, *layers]
+        finally:
+            if path is not None:
+                lade.save_pool(own, path, **named)
+                console.print(f"[dim]{len(own):,} tokens kept in {path}[/dim]", soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -282,14 +291,9 @@ class LearningOptions(DraftOptions):
             if self.save_pool.exists():
                 check_pool(self.save_pool)
 
-    @property
-    def save_path(self) -> Path | None:
-        """Where the pool that learns is kept, if anywhere."""
-        return self.save_pool
-
 
 def check_place(path: Path) -> None:
-    """Raise if a file could not be written at a path later.
+    """Raise if a file could not be written at a path later; make none, which would look like one.
 
     Raises:
         UserError: there is no such folder.
@@ -297,7 +301,7 @@ def check_place(path: Path) -> None:
     """
     if not path.parent.is_dir():
         raise UserError(f"no such folder: {path.parent}")
-    with tempfile.TemporaryFile(dir=path.parent):
+    with path.open("a") if path.exists() else TemporaryFile(dir=path.parent):
         pass
 
 

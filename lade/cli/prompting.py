@@ -88,16 +88,20 @@ def room_for(model: Any, num_prompt_tokens: int, max_new_tokens: int) -> int:
     return room
 
 
-def check_prompts(loaded: LoadedModel, texts: Sequence[str], max_new_tokens: int) -> None:
-    """Check that every prompt has a token and leaves room for the longest answer.
+def encode_prompts(
+    loaded: LoadedModel, texts: Sequence[str], max_new_tokens: int
+) -> list[dict[str, Any]]:
+    """Encode prompts, and check that each leaves room for the longest answer.
 
     Raises:
-        UserError: one does not; nothing was generated.
+        UserError: one does not, or has no token; nothing was generated.
     """
-    longest = max(encode_prompt(loaded, text)["input_ids"].shape[1] for text in texts)
+    inputs = [encode_prompt(loaded, text) for text in texts]
+    longest = max(each["input_ids"].shape[1] for each in inputs)
     room = room_for(loaded.model, longest, max_new_tokens)
     if room < max_new_tokens:
         raise UserError(
             f"expected --max-new-tokens of at most {room} after the longest prompt, "
             f"got {max_new_tokens}"
         )
+    return inputs

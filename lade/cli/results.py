@@ -1,10 +1,10 @@
 """Results of commands: progress, tables, files, and keeping what one has found if it is stopped."""
 
-from collections.abc import Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +15,7 @@ from lade.cli.loading import bar, console
 from lade.cli.options import check_place
 
 if TYPE_CHECKING:
-    from lade.bench.tables import Sheet
+    from rich.table import Table
 
 _of_results = partial(typer.Option, rich_help_panel="Results")
 JsonOption = Annotated[
@@ -31,28 +31,18 @@ class ResultFiles:
 
     def check(self) -> None:
         """Raise now, before any work is done, if the results could not be written later."""
-        if self.json is None:
-            return
-        if self.json.exists():
-            with self.json.open("a", encoding="utf-8"):
-                pass
-        else:  # where a file left empty would look like results
+        if self.json is not None:
             check_place(self.json)
 
-    def show(self, content: dict[str, Any], *sheets: "Sheet") -> None:
+    def show(self, content: dict[str, Any], *tables: "Table") -> None:
         """Print tables, and write the content as JSON, where asked for."""
         from lade.bench.report import write_json
 
-        for sheet in sheets:
-            print_sheet(sheet)
+        for table in tables:
+            Console(highlight=False).print(table, crop=False)
         if self.json is not None:
             write_json(self.json, content)
-            say_written([self.json])
-
-
-def print_sheet(sheet: "Sheet") -> None:
-    """Print a table uncropped; lines may wrap on a narrow terminal."""
-    Console(highlight=False).print(sheet, crop=False)
+            console.print(f"[dim]written to {self.json}[/dim]", soft_wrap=True)
 
 
 def progress_bar() -> Progress:
@@ -60,35 +50,24 @@ def progress_bar() -> Progress:
     return bar(MofNCompleteColumn(), TimeRemainingColumn())
 
 
-def say_written(paths: Sequence[Path]) -> None:
-    """Print where results were written."""
-    for path in paths:
-        console.print(f"[dim]written to {path}[/dim]")
+class Keeping:
+    """Holds back what breaks a block off, if something was found, until that is shown."""
 
+    def __init__(self, found: Sized) -> None:
+        self._found = found
+        self.by: BaseException | None = None
 
-class Stopped:
-    """What broke a measurement off, if anything did."""
+    def __enter__(self) -> "Keeping":
+        return self
 
-    by: BaseException | None = None
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        self.by = error if self._found else None
+        return self.by is not None
 
-    def tell(self, text: str) -> None:
-        """Print how far it came."""
+    def end(self, how_far: str) -> None:
+        """Say how far it came and raise it now, the findings being written."""
         if self.by is not None:
-            console.print(text)
-
-    def pass_on(self) -> None:
-        """Raise it now, the findings being written."""
-        if self.by is not None:
+            console.print(how_far)
             raise self.by
-
-
-@contextmanager
-def keeping(found: Sized) -> Iterator[Stopped]:
-    """Hold back what breaks the block off, if something was found, until that is shown."""
-    stopped = Stopped()
-    try:
-        yield stopped
-    except BaseException as error:  # raised again by `pass_on`
-        if not found:
-            raise
-        stopped.by = error

@@ -1,14 +1,12 @@
 """`lade serve`: a model for OpenAI's clients."""
 
-import ctypes
 import importlib.util
 import logging
 import os
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lade.cli.loading import console, note
 from lade.cli.options import check_pool
@@ -17,7 +15,6 @@ from lade.hosts import is_local
 from lade.models.loading import LoadedModel
 from lade.server.options import ServerOptions
 
-_M_ARENA_MAX = -8  # of glibc's malloc.h
 # What the extra `serve` brings; each may be there without the others.
 _NEEDED = ("prometheus_client", "pydantic", "starlette", "uvicorn", "llguidance")
 
@@ -33,28 +30,22 @@ def check_extra() -> None:
             raise MissingExtraError(module, "serve")
 
 
-class KeySource(NamedTuple):
-    """Where API keys come from: one by one, and from the lines of a file, with their rights."""
+def keys_of(keys: Sequence[str], path: Path | None) -> list[str]:
+    """Return API keys, given one by one and by the lines of a file, with their rights.
 
-    keys: Sequence[str]
-    path: Path | None
-
-    def read(self) -> list[str]:
-        """Return the keys.
-
-        Raises:
-            OSError: the file cannot be read.
-            UserError: the file has none.
-        """
-        if self.path is None:
-            return [*self.keys]
-        if os.name == "posix" and self.path.stat().st_mode & 0o077:
-            note(f"other users of this machine may read {self.path}; chmod 600 keeps them off")
-        lines = [line.strip() for line in self.path.read_text(encoding="utf-8").splitlines()]
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:
-            raise UserError(f"expected API keys in {self.path}, a line each, got none")
-        return [*self.keys, *found]
+    Raises:
+        OSError: the file cannot be read.
+        UserError: the file has none.
+    """
+    if path is None:
+        return [*keys]
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        note(f"other users of this machine may read {path}; chmod 600 keeps them off")
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    found = [line for line in lines if line and not line.startswith("#")]
+    if not found:
+        raise UserError(f"expected API keys in {path}, a line each, got none")
+    return [*keys, *found]
 
 
 def corpora_of(asked: Sequence[str]) -> dict[str, Path]:
@@ -74,14 +65,18 @@ def corpora_of(asked: Sequence[str]) -> dict[str, Path]:
     return paths
 
 
-def run(loaded: LoadedModel, options: ServerOptions, keys: KeySource, host: str, port: int) -> None:
+def run(
+    loaded: LoadedModel,
+    options: ServerOptions,
+    read_keys: Callable[[], Sequence[str]],
+    host: str,
+    port: int,
+) -> None:
     """Serve until SIGTERM or Ctrl-C; SIGHUP reads the keys again."""
     from lade.server.app import Server
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("lade.server").setLevel(logging.INFO)
-    _allow_many_files()
-    share_arenas()
     if not is_local(host) and not options.api_keys:
         note(f"everybody who reaches {host} may use this model; --api-key lets only some")
     console.print("[dim]Checking how the model verifies drafts …[/dim]")
@@ -98,32 +93,12 @@ def run(loaded: LoadedModel, options: ServerOptions, keys: KeySource, host: str,
 
     def read_again(*_: Any) -> None:
         try:
-            server.keys.replace(keys.read())
+            server.keys.replace(read_keys())
         except (OSError, ValueError) as error:
             note(f"the keys stay as they were: {error}")
         else:
             note("the keys were read again")
 
-    if hasattr(signal, "SIGHUP") and keys.path is not None:
+    if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, read_again)
     server.run()
-
-
-def share_arenas() -> None:
-    """Have all threads allocate from two arenas, unless the environment says how many.
-
-    glibc gives each of a server's many threads one of its own, and every one of them keeps what the
-    largest answer in it took.
-    """
-    if "MALLOC_ARENA_MAX" not in os.environ:
-        with suppress(OSError, TypeError, AttributeError):  # only glibc has arenas
-            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
-
-
-def _allow_many_files() -> None:
-    """Let the process have as many connections as the system lets it."""
-    with suppress(ImportError, ValueError, OSError):  # none on Windows
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -104,10 +104,10 @@ def serve(
         raise UserError(f"expected a port below 65536, got {port}")
     if port:
         check_port(host, port)
-    from lade.cli.serve import KeySource, check_extra, corpora_of, run
+    from lade.cli.serve import check_extra, corpora_of, keys_of, run
 
     check_extra()
-    keys = KeySource(api_key or [], api_keys_file)
+    read_keys = partial(keys_of, api_key or [], api_keys_file)
     from dataclasses import replace
 
     from lade.config import Config
@@ -116,7 +116,7 @@ def serve(
     drafting = DraftOptions(assistant=assistant, pools=pool or None)
     options = ServerOptions(
         model_name=model_name,
-        api_keys=keys.read(),
+        api_keys=read_keys(),
         shares_pool=share_pool,
         layers=pool or [],
         corpora=corpora_of(corpus or []),
@@ -132,4 +132,5 @@ def serve(
     )
     loading = LoadOptions(device, dtype, threads, trust_remote_code)
     loaded = loading.load(model)
-    run(loaded, replace(options, drafter=drafting.drafter(loaded, loading)), keys, host, port)
+    options = replace(options, drafter=drafting.drafter(loaded, loading))
+    run(loaded, options, read_keys, host, port)

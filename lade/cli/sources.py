@@ -1,22 +1,17 @@
-"""What pools are built from: files found, opened and cut into pieces of text.
+"""What pools are built from: files found, and cut into pieces of text; chats as their messages.
 
-A file is read as its name says: JSON lines, JSON, else text, each perhaps gzipped. What is no text
-is left out and counted. Nothing here knows a tokenizer. Next file: `build.py`.
+A file is read as its name says: JSON lines, JSON, else text. What is no text is left out and
+counted. Nothing here knows a tokenizer. Next file: `build.py`.
 """
 
-import gzip
 import io
 import json
 import os
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TextIO, cast
-
-from lade.cli.chats import Message, chat_of
+from typing import Any, NamedTuple, TextIO
 
 #: Characters of a piece, about; its last line is completed. Tokens may be others where pieces meet.
 PIECE = 2**14
@@ -26,6 +21,7 @@ _MAX_JSON = 2**26
 _JSON_LINES = (".jsonl", ".ndjson")
 _MADE = ("__pycache__", "node_modules")  # folders of what tools make or fetch
 
+Message = dict[str, str]  # role and content, as chat templates take them
 Render = Callable[[list[Message]], str]
 
 
@@ -55,12 +51,9 @@ def find_files(paths: Iterable[Path]) -> FoundFiles:
     that tools make, links, and what is no file.
     """
     found = FoundFiles()
-    seen: set[Path] = set()
     for path in paths:
-        for file in _walk(path, found.left_out) if path.is_dir() else [path]:
-            if (resolved := file.resolve()) not in seen:
-                seen.add(resolved)
-                found.files.append(resolved)
+        found.files += _walk(path, found.left_out) if path.is_dir() else [path]
+    found.files = [*dict.fromkeys(path.resolve() for path in found.files)]
     return found
 
 
@@ -85,48 +78,32 @@ def _is_wanted(folder: Path) -> bool:
     return not (is_made or folder.is_symlink() or (folder / "pyvenv.cfg").exists())
 
 
-def opened(path: Path) -> BinaryIO:
-    """Open a file, unzipping it where its name says that it is zipped."""
-    return cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
-
-
-def pieces_of(path: Path, content: BinaryIO, render: Render) -> Iterator[TextPiece]:
-    """Yield the text of a file in pieces, always the same ones.
-
-    Its name says how to read its content, which is unzipped already.
+def pieces_of(path: Path, render: Render) -> Iterator[TextPiece]:
+    """Yield the text of a file in pieces, always the same ones; its name says how to read it.
 
     Raises:
         UnreadableError: it is no text, from here on; the message says why.
     """
-    name = path.name.lower().removesuffix(".gz")
-    try:
-        if b"\0" in content.peek(_HEAD)[:_HEAD]:  # type: ignore[attr-defined]
+    with path.open("rb") as content:
+        if b"\0" in content.peek(_HEAD)[:_HEAD]:
             raise UnreadableError("binary")
         text = io.TextIOWrapper(content, "utf-8-sig")
         try:
-            if name.endswith(_JSON_LINES):
+            if path.name.lower().endswith(_JSON_LINES):
                 yield from _of_json_lines(text, render)
-            elif name.endswith(".json"):
+            elif path.suffix.lower() == ".json":
                 yield from _of_json(text, render)
             else:
                 yield from _cut(text)
-        finally:
-            with suppress(ValueError):  # it was closed, as this was broken off
-                text.detach()  # else it would close the content, which is not its own
-    except UnicodeDecodeError:
-        raise UnreadableError("not UTF-8") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error):
-        raise UnreadableError("damaged gzip") from None
+        except UnicodeDecodeError:
+            raise UnreadableError("not UTF-8") from None
 
 
 def _of_json(text: TextIO, render: Render) -> Iterator[TextPiece]:
     whole = text.read(_MAX_JSON)
     if len(whole) == _MAX_JSON:
         raise UnreadableError(f"JSON of more than {_MAX_JSON >> 20} MB that is not JSON lines")
-    try:
-        value = json.loads(whole)
-    except (ValueError, RecursionError):
-        value = None
+    value = _parsed(whole)
     entries = value if isinstance(value, list) else [value]
     chats = [chat_of(entry) for entry in entries]
     if any(chat is not None for chat in chats):
@@ -142,7 +119,7 @@ def _of_json_lines(text: TextIO, render: Render) -> Iterator[TextPiece]:
     while line := text.readline(_MAX_JSON):
         if len(line) == _MAX_JSON:
             raise UnreadableError(f"a line of more than {_MAX_JSON >> 20} MB")
-        own = _text_of_line(line, render)
+        own = _text_of(_parsed(line), render)
         if own is None:
             plain += line
         if plain and (own is not None or len(plain) > PIECE):
@@ -154,12 +131,15 @@ def _of_json_lines(text: TextIO, render: Render) -> Iterator[TextPiece]:
         yield TextPiece(plain, begins)
 
 
-def _text_of_line(line: str, render: Render) -> str | None:
-    """Return the text of a line of JSON lines that has one, or is a chat."""
+def _parsed(text: str) -> Any:
     try:
-        entry = json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _text_of(entry: Any, render: Render) -> str | None:
+    """Return the text of a line of JSON lines that has one, or is a chat."""
     if isinstance(entry, dict) and isinstance(entry.get("text"), str):
         entry = entry["text"]
     if isinstance(entry, str):
@@ -175,3 +155,42 @@ def _cut(text: str | TextIO) -> Iterator[TextPiece]:
     while piece := stream.read(PIECE) + stream.readline(PIECE):
         yield TextPiece(piece, begins)
         begins = False
+
+
+def chat_of(entry: Any) -> list[Message] | None:
+    """Return the messages of a JSON value; None if it is no chat.
+
+    Understood are `messages` (role, content), `conversations` as in ShareGPT (from, value), `turns`
+    (of either kind, or texts of the user), and pairs of `prompt` and `response` or `completion`.
+    """
+    if not isinstance(entry, dict):
+        return None
+    for name in ("messages", "conversations", "turns"):
+        if isinstance(entry.get(name), list):
+            return _messages(entry[name])
+    asked, answered = entry.get("prompt"), entry.get("response", entry.get("completion"))
+    if not asked or not answered:
+        return None
+    before = asked if isinstance(asked, list) else [asked]
+    after = answered if isinstance(answered, list) else [{"role": "assistant", "content": answered}]
+    return _messages([*before, *after])
+
+
+_ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
+
+
+def _messages(entries: Sequence[Any]) -> list[Message] | None:
+    """Return entries as messages; None if one cannot be read as such, or there is none."""
+    messages = []
+    for entry in entries:
+        each = {"role": "user", "content": entry} if isinstance(entry, str) else entry
+        if not isinstance(each, dict):
+            return None
+        role, content = each.get("role", each.get("from")), each.get("content", each.get("value"))
+        if isinstance(content, list):  # parts, with images among them
+            texts = [part.get("text") for part in content if isinstance(part, dict)]
+            content = "\n".join(text for text in texts if isinstance(text, str))
+        if not isinstance(role, str) or not isinstance(content, str):
+            return None
+        messages.append({"role": _ROLES.get(role, role), "content": content})
+    return messages or None

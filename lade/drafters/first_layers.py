@@ -84,16 +84,14 @@ def _view_of(model: Model, num_layers: int) -> tuple[Model, VerificationPlan]:
     """
     refuse_encoder_decoder(model)
     profile = profile_of(model)
-    known = profile.of_drafters.setdefault("first_layers", {})
-    if "layers" not in known:
-        known["layers"] = _layers_of(model, profile)
-    name, num_values = known["layers"]
+    name, num_values = profile.once("layers", lambda: _layers_of(model, profile))
     if num_layers >= len(num_values):
         raise UnsupportedOptionError(
             f"expected num_layers from 1 to {len(num_values) - 1} for {type(model).__name__}, got "
             f"{num_layers}"
         )
-    if num_layers not in known:
+
+    def find() -> tuple[Model, VerificationPlan]:
         layers = zip(model.get_submodule(name), num_values, strict=True)
         changes = {
             id(layer): {"forward": _handing_on(num), **{hooks: OrderedDict() for hooks in HOOKS}}
@@ -101,9 +99,9 @@ def _view_of(model: Model, num_layers: int) -> tuple[Model, VerificationPlan]:
         }
         view = viewed(model, lambda module: changes.get(id(module)))
         view.__dict__["_lade_profiles"] = Profiles()
-        known[num_layers] = view, plan_for(view)
-    found: tuple[Model, VerificationPlan] = known[num_layers]
-    return found
+        return view, plan_for(view)
+
+    return profile.once(("first layers", num_layers), find)
 
 
 @torch.no_grad()

@@ -19,9 +19,9 @@ from ngram_pool import Draft
 # 1, 2, 3 to 4, 5 to 8, 9 to 16, more. Where it was lost, a guess; the call knows better soon.
 _FIRST_PROBS = (0.2, 0.5, 0.75, 0.9, 0.95, 0.97, 0.98)
 _FIRST_RUN = 2  # matched tokens that the beginning counts as
-# A path has at most so many tokens, and so many more for each matched token before it: at a place
+# A path has at most so many tokens, and as many more for each matched token before it: at a place
 # that is wrong, a wide step is lost.
-_LEAST_PATH, _PATH_PER_MATCH = 4, 4
+_PATH_PER_MATCH = 4
 _SURE_RUN = 3  # matched tokens from which a place is believed, and what lies between is an edit
 _LONGEST_MATCH = 16
 # Tokens around the last sure place in which shorter matches count; places compared for one token.
@@ -95,7 +95,7 @@ class Prediction(Drafter):
         starts = self._starts(row)
         if forced:
             starts = [place for each in starts if (place := self._after(row, each, forced))]
-        most = min(max_draft_tokens, _LEAST_PATH + _PATH_PER_MATCH * row.run)
+        most = min(max_draft_tokens, _PATH_PER_MATCH * (1 + row.run))
         nodes: list[tuple[float, int, int, int]] = []  # probability, path, depth, token
         for path, start in enumerate(starts):
             prob = 1.0 / len(starts)

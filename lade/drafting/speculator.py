@@ -257,7 +257,10 @@ class Speculator:
     def plan(self, emitting: Sequence[int]) -> Plan:
         """Return what the next step runs: drafts of the rows that emit, roots of the others."""
         batch, text, most = self._batch, self._batch.text, self._budget.max_draft_tokens
-        window, proposed = self._open_window(), dict[int, Draft]()
+        window, proposed = self._window, dict[int, Draft]()
+        # What a window finds that is cut by the end of the text could hardly be used any more.
+        if window is not None and window.depth > batch.places(0):
+            window = None
         for row in () if self._may_rest and self._budget.is_resting else emitting:
             proposed[row] = self.propose(row, most)
         explored, others = dict[int, Draft](), list[NDArray[np.int32]]()
@@ -288,24 +291,18 @@ class Speculator:
         if not drafts or runner.must_catch_up:
             return dict.fromkeys(drafts, 0)
         if self._call.rngs is not None:
-            drawn = {row: len(each) for row, each in drafts.items() if _is_drawn(each)}
+            drawn = {
+                row: len(each) for row, each in drafts.items() if isinstance(each, SampledDraft)
+            }
             if drawn:  # how many of them are verified must not depend on what was drawn
                 return dict.fromkeys(drafts, max(drawn.values())) | drawn
         probs = [*map(attrgetter("probs"), drafts.values())]
         if len(probs) != 1:
-            return dict(zip(drafts, budget.nums_of_nodes(probs), strict=True))
+            return dict(zip(drafts, budget.nums_of_nodes(probs, runner.price), strict=True))
         num_beside = 0 if window is None else window.num_cells
         num = budget.num_nodes(probs, runner.num_pending + num_beside, runner.price)
         # The slots that pad a forward to its width may as well hold draft tokens.
         return dict.fromkeys(drafts, runner.width_of(1 + num + num_beside) - 1 - num_beside)
-
-    def _open_window(self) -> Window | None:
-        """Return the lookahead window to run, if it ends no later than the text may.
-
-        What a cut window found could hardly be used any more.
-        """
-        window = self._window
-        return window if window is not None and window.depth <= self._batch.places(0) else None
 
     # --- a row's draft ----------------------------------------------------------------------
 
@@ -320,7 +317,7 @@ class Speculator:
         if most > 0 and left > 0:
             ahead = [*context, *state.forced] if state.forced else context
             draft = self._asked(row, state, ahead, left)
-            if self._call.max_candidates is not None and not _is_drawn(draft):
+            if self._call.max_candidates is not None and not isinstance(draft, SampledDraft):
                 draft = narrowed(draft, self._call.max_candidates)
         state.draft = self._possible(state, draft)
         return state.draft
@@ -423,7 +420,7 @@ class Speculator:
     def _drawn(self, row: int, num_nodes: int) -> Draft:
         """Return the first `num_nodes` nodes of the proposal, or as many drawn in their place."""
         state, rngs = self._rows[row], self._call.rngs
-        if _is_drawn(state.draft):
+        if isinstance(state.draft, SampledDraft):
             return state.draft if num_nodes else state.draft.first(0)
         proposed, source = state.draft.first(num_nodes), state.source
         num_drawn = len(proposed) - len(state.forced)
@@ -595,8 +592,3 @@ class Speculator:
     def close_all(self) -> None:
         """End all open rows."""
         self.close([*self._rows])
-
-
-def _is_drawn(draft: Draft) -> bool:
-    """Return whether a proposal is drawn already, and so to be verified whole."""
-    return isinstance(draft, SampledDraft)

@@ -1,9 +1,8 @@
 """`PoolOptions`: what a user may set of a pool inside of an engine."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ngram_pool import NGramPool
 from ngram_pool.checks import positive
@@ -58,16 +57,3 @@ class PoolOptions:
             path = getattr(self, name)
             if not isinstance(path, str | PathLike | None):
                 raise TypeError(f"expected {name} to be a path or None, got {path!r}")
-
-    @classmethod
-    def from_mapping(cls, options: Mapping[str, Any]) -> "PoolOptions":
-        """Return the options of a JSON object.
-
-        Raises:
-            TypeError, ValueError: as for the class; or there is no option of a name.
-        """
-        names = [field.name for field in fields(cls)]
-        unknown = sorted(set(options) - set(names))
-        if unknown:
-            raise ValueError(f"expected options among {', '.join(names)}, got {unknown[0]!r}")
-        return cls(**options)

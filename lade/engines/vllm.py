@@ -85,7 +85,7 @@ def options_from(vllm_config: Any) -> PoolOptions:
     options = additional.get("lade", {}) if isinstance(additional, Mapping) else {}
     if not isinstance(options, Mapping):
         raise TypeError(f"expected additional_config['lade'] to be an object, got {options!r}")
-    return PoolOptions.from_mapping(options)
+    return PoolOptions(**options)
 
 
 class PoolProposer:

@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from lade.captures import put_back, random_states
 from lade.compat import (
     CACHE_NAMES,
     MARKS_CACHES,
@@ -33,9 +34,10 @@ from lade.compat import (
 from lade.config import Config
 from lade.drafters.merged import takes_pool
 from lade.drafting.drafter import Drafter
+from lade.engine import current_call
 from lade.errors import LadeError, PlainDecodingWarning, in_one_line
 from lade.hf.arguments import Arguments, OnStep
-from lade.hf.assistance import drafter_of, take_assistant
+from lade.hf.assistance import exiting_early, take_assistant
 from lade.hf.call import Call
 from lade.hf.generation import Generation
 from lade.hf.options import (
@@ -47,7 +49,6 @@ from lade.hf.pools import Pools, pools_of
 from lade.hf.predictions import Predicted
 from lade.openmp import release_workers
 from lade.probing.profile import Profiles
-from lade.probing.randomness import put_back, state_of
 from lade.probing.rules import refuse_encoder_decoder
 from ngram_pool import NGramPool
 
@@ -146,7 +147,7 @@ def decode(
     Pass `drafter=lade.drafters.AssistantModel(…)` instead. `lade.generate` and `lade.wrap` do not
     have this limitation.
     """
-    drafter = drafter_of(model, drafter, generation_config)
+    drafter = exiting_early(model, drafter, generation_config)
     if isinstance(prediction, Tensor):  # transformers repeats tensors for samples of a prompt
         raise TypeError("expected a list of token ids as the prediction, got a tensor")
     arguments = Arguments(pool, drafter, config, on_step, prediction).with_ids()
@@ -164,7 +165,8 @@ def _run(call: Call) -> Any:
     try:
         return Generation(call).run()
     finally:
-        release_workers()  # the next call may come in another thread
+        if current_call() is None:
+            release_workers()  # the next call may come in another thread
 
 
 def wrap(
@@ -354,8 +356,9 @@ def _generate(
     ) -> Any:
         # Decode with the model passed in: the outer one may be PEFT's wrapper.
         prepared = (logits_processor, stopping_criteria, generation_config, model_kwargs)
-        call = Call(model, input_ids, *prepared, arguments, streamer, may_bring_cache)
-        return _run(call)
+        drafter = exiting_early(model, arguments.drafter, generation_config)
+        given = arguments._replace(drafter=drafter)
+        return _run(Call(model, input_ids, *prepared, given, streamer, may_bring_cache))
 
     strategy.is_lades = True  # type: ignore[attr-defined]
     speculate = partial(own, *args, **generate_kwargs)
@@ -389,7 +392,7 @@ def _by_own_generate(
 
     noted.is_lades = True  # type: ignore[attr-defined]
     device = device_of_inputs(model)
-    states = state_of(device)
+    states = random_states(device)
     is_whole = False
     try:
         output = speculate(custom_generate=noted)

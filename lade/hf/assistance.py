@@ -87,10 +87,7 @@ _LOCK = threading.Lock()  # held for a moment: two threads must not lose each ot
 def take_assistant(
     model: Model, drafter: Drafter | None, generate_kwargs: dict[str, Any]
 ) -> Drafter | None:
-    """Turn an assistant that the arguments of `generate` name into a drafter.
-
-    `assistant_model` is removed from the arguments, and `assistant_early_exit` left for
-    transformers' own checks.
+    """Take `assistant_model` out of the arguments of `generate`, and turn it into a drafter.
 
     Returns:
         The given drafter if no assistant is named.
@@ -107,16 +104,12 @@ def take_assistant(
             "target; drafter=lade.drafters.AssistantModel(model, tokenizer, target_tokenizer=…) "
             "takes one whose vocabulary is padded to another size"
         )
-    of_call = (generate_kwargs, generate_kwargs.get("generation_config"))
-    num_layers = _first("assistant_early_exit", (*of_call, model.generation_config))
-    if assistant is None and num_layers is None:
-        return drafter
-    name = "assistant_early_exit" if assistant is None else "assistant_model"
-    if drafter is not None:
-        raise ValueError(f"expected drafter or {name}, got both")
     if assistant is None:
-        return _exiting_early(model, num_layers, Steering.of(*of_call, model.generation_config))
-    if num_layers is not None:
+        return drafter
+    of_call = (generate_kwargs, generate_kwargs.get("generation_config"))
+    if drafter is not None:
+        raise ValueError("expected drafter or assistant_model, got both")
+    if _first("assistant_early_exit", (*of_call, model.generation_config)) is not None:
         raise ValueError("expected assistant_model or assistant_early_exit, got both")
     assistant = without_compiler(assistant)
     if not (isinstance(assistant, nn.Module) and hasattr(assistant, "generation_config")):
@@ -125,10 +118,16 @@ def take_assistant(
         )
     if _first("speculation_type", (*of_call, model.generation_config)) is not None:
         raise UnsupportedOptionError("lade does not support speculation_type")
-    return _assisted(model, assistant, Steering.of(*of_call, assistant.generation_config))
+    from lade.drafters import AssistantModel
+
+    steering = Steering.of(*of_call, assistant.generation_config)
+    make = partial(AssistantModel, assistant, **steering.options())
+    return _kept(assistant, model, (steering,), make)
 
 
-def drafter_of(model: Model, drafter: Drafter | None, config: GenerationConfig) -> Drafter | None:
+def exiting_early(
+    model: Model, drafter: Drafter | None, config: GenerationConfig
+) -> Drafter | None:
     """Turn `assistant_early_exit` of a prepared config into a drafter; else return the given one.
 
     There, options that nobody has set have transformers' defaults, which say nothing.
@@ -142,24 +141,12 @@ def drafter_of(model: Model, drafter: Drafter | None, config: GenerationConfig) 
         return drafter
     if drafter is not None:
         raise ValueError("expected drafter or assistant_early_exit, got both")
+    from lade.drafters import FirstLayers
+
     names = (*_STEERING, _THRESHOLD, *_REFUSED)
     found = {name: getattr(config, name, None) for name in names}
     asked = {name: value for name, value in found.items() if value != _DEFAULTS.get(name)}
-    return _exiting_early(model, num_layers, Steering.of(asked))
-
-
-def _assisted(model: Model, assistant: Model, steering: Steering) -> Drafter:
-    """Return a drafter by the call's pool and an assistant, the same as at the last such call."""
-    from lade.drafters import AssistantModel
-
-    make = partial(AssistantModel, assistant, **steering.options())
-    return _kept(assistant, model, (steering,), make)
-
-
-def _exiting_early(model: Model, num_layers: int, steering: Steering) -> Drafter:
-    """Return a drafter by the call's pool and first layers, the same as at the last such call."""
-    from lade.drafters import FirstLayers
-
+    steering = Steering.of(asked)
     make = partial(FirstLayers, num_layers, **steering.options())
     return _kept(model, model, (steering, num_layers), make)
 

@@ -34,6 +34,7 @@ from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.sources import Guard, Source
 from lade.drafting.speculator import Speculator
 from lade.drafting.successors import PromptHarvester, num_prompt_tokens
+from lade.engine import current_call
 from lade.errors import (
     DrafterWarning,
     EagerExecutionWarning,
@@ -56,9 +57,9 @@ from lade.hf.resume import finish_plainly, replayed
 from lade.hf.stopping import StopRule
 from lade.hf.streams import PlainStream, Report, stopping
 from lade.outputs import Outputs
-from lade.prewarming.costs import first_costs_of
+from lade.prewarming.costs import costs_of
 from lade.prewarming.tables import prewarmed_table_of
-from lade.probing.factory import VerificationPlan, make_target, why_no_rows, with_products
+from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import CacheKind, profile_of
@@ -70,11 +71,10 @@ from lade.sampling.processors import Processors
 from lade.sampling.rejection_choice import rejection_choice
 from lade.stats import DecodeStats
 from lade.targets.base import Target
-from lade.targets.inputs import is_text_alone
-from lade.targets.rollback import cache_in, find_cache, length_of
+from lade.targets.inputs import is_text_alone, sees_its_ends
+from lade.targets.rollback import cache_in, length_of
 from lade.targets.rows import RowsTarget
 from lade.targets.trees import TreeTarget
-from lade.turns import current_seat
 from ngram_pool import NGramPool
 
 _NO_TIME = "max_time leaves none for what lade does once for a model, as lade.warm_up(model) does"
@@ -114,7 +114,7 @@ class Generation:
             or has_own_generate(call.model)
             or has_own_inputs(call.model)
         )
-        self._seat = None if is_apart else current_seat()
+        self._company = None if is_apart else current_call()
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
@@ -130,7 +130,7 @@ class Generation:
         """Fill the cache with what is kept of the prompt, where that was asked for."""
         if not self._config.reuses_prefix or why_not_run(self._profile) is not None:
             return None
-        if not self._may_set_up and self._profile.why_not_continued is None:
+        if not self._may_set_up and "why_not_continued" not in self._profile.found:
             return None
         if self._own_code is not None:
             what = f"{type(self._model).__name__}: {self._own_code} is code of one's own"
@@ -159,26 +159,30 @@ class Generation:
                 self._call.model_kwargs,
                 self._own_code,
             )
+            excluded, why_eager = needed.excluded, needed.why_eager
+            if config.stable_text and why_eager is not None:
+                excluded = {"tree": why_eager, **excluded}
             choose = partial(
                 choose_verification,
                 model,
                 config=config,
+                num_rows=self._call.num_rows,
                 cache=needed.cache,
-                excluded=needed.excluded,
-                execution=self._execution if self._call.num_rows == 1 else "eager",
-                why_eager=needed.why_eager,
+                excluded=excluded,
+                execution=self._execution if why_eager is None else "eager",
                 profile=self._profile,
             )
             if not self._is_warm(needed.cache, needed.is_padded):
                 return self._plainly(_NO_TIME), None, None
             found: VerificationPlan | None = None
-            if self._seat is not None and self._is_warm(needed.cache, is_padded=True):
+            if self._company is not None and self._is_warm(needed.cache, is_padded=True):
                 # Calls that share a forward are like rows of different lengths.
                 with suppress(UnsupportedModelError, UnsupportedOptionError):
                     found = choose(is_padded=True)
             if found is None or found.attention != PACKED_ROWS:
-                found, self._seat = None, None
+                found, self._company = None, None
             verification = found or choose(is_padded=needed.is_padded)
+            verification = verification._replace(why_eager=why_eager or verification.why_eager)
             may_differ = config.stable_text or self._around is not None
             if config.uses_products and not may_differ:
                 verification = with_products(verification, model, self._profile)
@@ -186,10 +190,6 @@ class Generation:
                 _refuse_lookahead(model, verification)
             if verification.verification == "plain":
                 return verification, needed, None
-            if self._call.num_rows > 1 and (
-                reason := why_no_rows(model, self._profile, verification)
-            ):
-                return self._plainly(reason), None, None
             target: Target = make_target(
                 model,
                 self._call.input_ids,
@@ -200,8 +200,8 @@ class Generation:
                 self._profile,
                 self.policy,
             )
-            if self._seat is not None and isinstance(target, TreeTarget):
-                target.take_seat(self._seat)
+            if self._company is not None and isinstance(target, TreeTarget | RowsTarget):
+                target.join(self._company)
         if attempt.failure is not None:  # plain decoding either hits the same error or works
             return VerificationPlan("plain", None, {"tree": attempt.failure}), None, None
         return verification, needed, target
@@ -335,23 +335,10 @@ class Generation:
         temperature = (
             1.0 if self._call.options.temperature is None else self._call.options.temperature
         )
-        with Attempt(even_memory=True) as attempt:  # there may be no compiler
-            costs = self._profile.costs_of(
-                verification.verification,
-                verification.execution,
-                verification.products,
-                # Measuring takes a second, of which a limit of time knows nothing.
-                lambda: (
-                    first_costs_of(self._model, self._profile, verification)
-                    if self._may_set_up
-                    else {}
-                ),
-            )
-            temperature = temperature if self._call.options.do_sample else 0.0
-            return Budget(costs, temperature, asked)
-        what = f"the costs of steps cannot be learned ({attempt.failure})"
-        self._warn_once(f"lade drafts nothing, for {what}", DrafterWarning)
-        return Budget(fixed=0)
+        temperature = temperature if self._call.options.do_sample else 0.0
+        # Measuring takes a second, of which a limit of time knows nothing.
+        costs = costs_of(self._model, self._profile, verification, may_measure=self._may_set_up)
+        return Budget(costs, temperature, asked)
 
     def _prompt_harvester(
         self, speculator: Speculator, target: Target, max_length: int
@@ -434,12 +421,11 @@ class Generation:
                 text,
                 None if mesh_of(self._model) is not None else self._distances(verification),
                 ProofSettings(
-                    is_text=is_text_alone(self._call.model_kwargs),
+                    may_repeat_prompts=is_text_alone(self._call.model_kwargs)
+                    and sees_its_ends(self._call.model_kwargs.get("attention_mask")),
                     has_one_width=config.stable_text,
-                    keeps_widths=verification.execution != "eager",
                     by_view=is_around,
                     plain_prompts=self._own_code is not None and not is_around,
-                    pure_prompts=self._call.num_rows == 1 and self._seat is None,
                 ),
             ),
             overlaps,
@@ -474,7 +460,7 @@ class Generation:
             self._cache = target.hand_over(self._cache)
         if decoder.failure is None:
             target.release()
-            self._profile.warm.add((needed.cache, needed.is_padded or self._seat is not None))
+            self._profile.warm.add((needed.cache, needed.is_padded or self._company is not None))
         self._say_why_eager(verification, target)
         return self._result(text, outputs, stats)
 
@@ -492,29 +478,17 @@ class Generation:
         )
 
     def _inputs_after(self, decoder: Decoder, target: Target, text: Text) -> dict[str, Any]:
-        """Return the prompt's model inputs with a cache that plain decoding can go on from.
-
-        That is the one so far where it is plain decoding's, as keys and values of a text that is
-        run anew may be others: those of a model that was changed since, say.
-        """
-        failure, found = decoder.failure, find_cache(self._call.model_kwargs)
-        assert failure is not None
-        # A state without a length does not tell transformers which tokens it has seen.
-        goes_on = found is not None and length_of(found[1]) is not None
-        keeps = failure.flaw is not None and failure.flaw.keeps_cache and not decoder.was_cut
-        keeps &= text.num_rows == 1
-        if keeps and goes_on and found is not None:
-            if self._reuse is not None:
-                self._reuse.drop()
-            name, cache = found
-            return {**self._call.model_kwargs, name: target.hand_over(cache)}
+        """Return the prompt's model inputs, with a cache that plain decoding can go on from."""
         target.undo()
         if self._reuse is not None:
             self._reuse.undo()
             decoder.stats.num_reused_tokens = 0
-        if failure.flaw is None or not goes_on or text.num_rows > 1:
-            return self._call.model_kwargs
-        return replayed(self._call, text)
+        # A state without a length does not tell transformers which tokens it has seen.
+        cache, failure = cache_in(self._call.model_kwargs), decoder.failure
+        goes_on = cache is not None and length_of(cache) is not None and text.num_rows == 1
+        if goes_on and failure is not None and failure.flaw is not None:
+            return replayed(self._call, text)
+        return self._call.model_kwargs
 
     def _decode_plainly(self) -> Any:
         """Decode as `generate` itself does, if no method can verify drafts."""
@@ -584,17 +558,19 @@ class Generation:
 
     def _say_why_plain(self, verification: VerificationPlan) -> None:
         """Warn once that decoding is plain, and why; the text is not affected."""
-        if verification.reasons:  # else plain decoding was asked for
-            methods: dict[str, list[str]] = {}  # by reason
-            for name, reason in verification.reasons.items():
-                methods.setdefault(reason, []).append(name)
-            reasons = "; ".join(f"{', '.join(each)}: {why}" for why, each in methods.items())
-            if len(methods) == 1:
-                (reasons,) = methods
-            text = (
-                f"lade decodes {type(self._model).__name__} plainly, one token a forward. {reasons}"
-            )
-            self._warn_once(text, PlainDecodingWarning)
+        reasons = verification.reasons
+        if not reasons:  # plain decoding was asked for
+            return
+        methods = {
+            why: ", ".join(name for name, each in reasons.items() if each == why)
+            for why in reasons.values()
+        }
+        (told, *others) = methods
+        if others:
+            told = "; ".join(f"{names}: {why}" for why, names in methods.items())
+        name = type(self._model).__name__
+        text = f"lade decodes {name} plainly, one token a forward. {told}"
+        self._warn_once(text, PlainDecodingWarning)
 
     def _say_why_eager(self, verification: VerificationPlan, target: Target) -> None:
         """Warn once if steps were not executed as requested; the text is not affected.

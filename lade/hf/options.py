@@ -12,15 +12,15 @@ from lade.probing.rules import refuse_sharded
 # transformers drops these before it calls a custom function, or takes another path.
 _DROPPED = ("custom_generate",)
 
-# Options by which a user selects a mode that is neither greedy nor sampling.
-_OPTIONS_OF_MODES = {
-    "beam_search": ("num_beams",),
-    "beam_sample": ("num_beams",),
-    "group_beam_search": ("num_beam_groups",),
-    "constrained_beam_search": ("constraints", "force_words_ids"),
-    "contrastive_search": ("penalty_alpha",),
-    "assisted_generation": ("use_mtp",),
-    "dola_generation": ("dola_layers",),
+# The option by which a user selects a mode that is neither greedy nor sampling.
+_OPTION_OF_MODE = {
+    "beam_search": "num_beams",
+    "beam_sample": "num_beams",
+    "group_beam_search": "num_beam_groups",
+    "constrained_beam_search": "constraints",
+    "contrastive_search": "penalty_alpha",
+    "assisted_generation": "use_mtp",
+    "dola_generation": "dola_layers",
 }
 # Those that transformers has itself; for others it wants code from the hub.
 _MODES_OF_GENERATE = ("beam_search", "beam_sample", "assisted_generation")
@@ -86,19 +86,11 @@ def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
     drafts = config.assistant_early_exit is not None or num_lookup is not None
     drafts = drafts and mode == "assisted_generation" and not getattr(config, "use_mtp", False)
     if mode not in ("greedy_search", "sample") and not drafts:
-        named = _named(mode, config)
+        option = _OPTION_OF_MODE.get(mode, "this")
         way_out = _way_out(model, mode in _MODES_OF_GENERATE)
-        raise UnsupportedOptionError(f"lade does not support {named} yet{way_out}")
-
-
-def _named(mode: str, config: GenerationConfig) -> str:
-    """Name a generation mode by the option that selects it, as the user has written it."""
-    for name in _OPTIONS_OF_MODES.get(mode, ()):
-        value = getattr(config, name, None)
-        if value is not None and value is not False:
-            written = f"{name}={value!r}" if isinstance(value, int | float | str) else name
-            return f"{written} (generation mode {mode})"
-    return f"generation mode {mode}"
+        raise UnsupportedOptionError(
+            f"lade does not support {option} (generation mode {mode}) yet{way_out}"
+        )
 
 
 def _way_out(model: Model, is_known: bool = True) -> str:

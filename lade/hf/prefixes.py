@@ -59,10 +59,6 @@ class Reuse:
         vars(self._cache).update(vars(self._empty))
         self._store.clear()
 
-    def drop(self) -> None:
-        """Drop all that is kept; the call's cache stays as it is."""
-        self._store.clear()
-
     def end(self, token_ids: Sequence[int]) -> None:
         """Keep the call's cache, which holds these tokens but the last, for later calls."""
         origin = self._origin

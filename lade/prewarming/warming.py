@@ -1,7 +1,6 @@
 """`lade.warm_up`: what lade does once for a process and a model, before the first request."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from lade.config import Config
 from lade.drafting.successors import compile_kernels
 from lade.forward import job
 from lade.gpu.policy import DevicePolicy
-from lade.prewarming.costs import first_costs_of
+from lade.prewarming.costs import costs_of
 from lade.probing.factory import with_products
 from lade.probing.plan import choose_verification, execution_of
 from lade.probing.profile import profile_of
@@ -45,16 +44,15 @@ def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) ->
     profile = profile_of(model)
     execution = execution_of(model, config, DevicePolicy())
     with torch.no_grad():
-        for is_padded in {False, num_rows > 1}:
+        for num in {1, num_rows}:
             chosen = choose_verification(
-                model, config=config, is_padded=is_padded, execution=execution, profile=profile
+                model, config=config, num_rows=num, execution=execution, profile=profile
             )
             if config.uses_products and not config.stable_text:
                 chosen = with_products(chosen, model, profile)
-            key = chosen.verification, chosen.execution, chosen.products
             if chosen.verification != "plain":
-                profile.costs_of(*key, partial(first_costs_of, model, profile, chosen))
-            profile.warm.add(("dynamic", is_padded))
+                costs_of(model, profile, chosen)
+            profile.warm.add(("dynamic", num > 1))
 
 
 def kernels() -> Mapping[str, Callable[[], Any]]:

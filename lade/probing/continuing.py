@@ -7,7 +7,7 @@ import torch
 from lade.attempts import Attempt
 from lade.closeness import distance, limit_of
 from lade.compat import CACHE, Model
-from lade.probing.profile import Known, Profile
+from lade.probing.profile import Profile
 from lade.probing.selfcheck import (
     Plain,
     check_tokens,
@@ -21,12 +21,10 @@ def why_not_continued(model: Model, profile: Profile) -> str | None:
 
     The model is asked once, by three short forwards and the check of its layers.
     """
-    if profile.why_not_continued is None:
-        try:
-            profile.why_not_continued = Known(_why_not(model, profile))
-        except torch.OutOfMemoryError:  # next time there may be enough
-            return "no memory was left to check it"
-    return profile.why_not_continued.value
+    try:
+        return profile.once("why_not_continued", lambda: _why_not(model, profile))
+    except torch.OutOfMemoryError:  # next time there may be enough
+        return "no memory was left to check it"
 
 
 @torch.no_grad()

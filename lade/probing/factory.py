@@ -16,7 +16,6 @@ from lade.gpu.workspace import WorkspaceStore
 from lade.probing.own_code import has_own_inputs
 from lade.probing.profile import Profile, Widths, profile_of
 from lade.targets.base import Target
-from lade.targets.layout import takes_parts
 from lade.targets.paths import ChainTarget
 from lade.targets.rows import RowsTarget, split
 from lade.targets.trees import TreeTarget
@@ -57,7 +56,7 @@ def make_target(
             )
             for row in rows
         ]
-        return RowsTarget(rows, targets)
+        return RowsTarget(rows, [each for each in targets if isinstance(each, TreeTarget)])
     if chosen.verification == "tree":
         known = profile or profile_of(model)
         settings = (
@@ -81,16 +80,6 @@ def make_target(
         *(model, input_ids, model_kwargs, restores, generation_config),
         proves_inputs=has_own_inputs(model),
     )
-
-
-def why_no_rows(model: Model, profile: Profile, chosen: VerificationPlan) -> str | None:
-    """Return why rows of a batch are not verified by a plan, or None."""
-    if chosen.verification == "plain":
-        return None
-    is_tree = chosen.verification == "tree"
-    if is_tree and takes_parts(model, profile.layout_of(model), chosen.attention):
-        return None
-    return "its attention takes no parts"
 
 
 def with_products(chosen: VerificationPlan, model: Model, profile: Profile) -> VerificationPlan:

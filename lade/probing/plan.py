@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from functools import partial
 
+import torch
+
 from lade.compat import Model, device_of_inputs
 from lade.config import SPECULATING, Config, Execution, Verification
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
@@ -10,23 +12,32 @@ from lade.gpu.fixed import widths_on
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import VerificationPlan
 from lade.probing.own_code import has_own_inputs, own_loop_of
-from lade.probing.profile import CacheKind, CheckResult, Profile, Widths, profile_of
+from lade.probing.profile import (
+    CacheKind,
+    CheckKey,
+    CheckResult,
+    Profile,
+    Widths,
+    profile_of,
+)
 from lade.probing.rules import why_not_stable
 from lade.probing.selfcheck import check
+from lade.targets.layout import takes_parts
 
 # Methods that a call without a cache cannot use.
 WITHOUT_CACHE: dict[Verification, str] = {"tree": "use_cache=False", "snapshot": "use_cache=False"}
+_NO_ROWS = "rows of a batch are verified as trees"
 
 
 def choose_verification(
     model: Model,
     *,
     config: Config | None = None,
+    num_rows: int = 1,
     is_padded: bool = False,
     cache: CacheKind = "dynamic",
     excluded: Mapping[Verification, str] | None = None,
     execution: Execution = "eager",
-    why_eager: str | None = None,
     profile: Profile | None = None,
 ) -> VerificationPlan:
     """Return the best verification method that is exact, checking those not checked yet.
@@ -34,10 +45,10 @@ def choose_verification(
     Args:
         config: of the call: its `verification` is the only method to consider, if it names one,
             and with `stable_text` all forwards have one width.
-        is_padded: whether rows have padding or different lengths.
+        num_rows: of the batch; several are verified as trees, and only as parts of one forward.
+        is_padded: whether the prompt has padding; several rows are taken to have some.
         excluded: methods that this call cannot use, and why.
         execution: requested execution of trees.
-        why_eager: why this call cannot have that execution; None if it can.
         profile: of the model in its present state; looked up if None.
 
     Raises:
@@ -46,50 +57,52 @@ def choose_verification(
     """
     profile = profile or profile_of(model)
     excluded = {**profile.found_wrong, **why_never(model, profile), **(excluded or {})}
+    is_batch = num_rows > 1
+    if is_batch:
+        execution = "eager"
+        excluded = {**dict.fromkeys(("chain", "snapshot"), _NO_ROWS), **excluded}
     asked = None if config is None else config.verification
-    result_of = partial(_result_of, model, profile, cache)
     stable_width = None if config is None else stable_width_of(model, config)
+    if asked == "plain" and stable_width is None:
+        return VerificationPlan("plain", None, {})
+
+    result_of = partial(_result_of, model, profile, cache, is_padded or is_batch)
     if stable_width is not None:
-        reason = excluded.get("tree") or why_eager or why_not_stable(model)
+        reason = excluded.get("tree") or why_not_stable(model)
         if reason is None:
-            result = result_of("tree", is_padded, (stable_width,))
-            if result.reason is None:
-                return VerificationPlan("tree", result.attention, {}, execution, (stable_width,))
-            reason = result.reason
+            reason, attention = result_of("tree", (stable_width,))
+        if reason is None:
+            return VerificationPlan("tree", attention, {}, execution, (stable_width,))
         raise UnsupportedOptionError(
             f"lade does not support Config(stable_text=True) for {type(model).__name__} here: "
             f"{reason}"
         )
     reasons: dict[Verification, str] = {}
-    widths = widths_on(device_of_inputs(model))
-    if asked == "plain":
-        return VerificationPlan("plain", None, reasons)
+    why_eager: str | None = None
     for verification in SPECULATING if asked is None else (asked,):
         reason = excluded.get(verification)
+        if reason is None and verification == "tree" and execution != "eager":
+            widths = widths_on(device_of_inputs(model))
+            why_eager, attention = result_of(verification, widths)
+            if why_eager is None:
+                return VerificationPlan(verification, attention, reasons, execution, widths)
         if reason is None:
-            if verification == "tree" and execution != "eager" and why_eager is None:
-                result = result_of(verification, is_padded, widths)
-                if result.reason is None:
-                    return VerificationPlan(
-                        verification, result.attention, reasons, execution, widths
-                    )
-                why_eager = result.reason
-            result = result_of(verification, is_padded)
-            if is_padded and result.reason is None and cache == "none":
-                # Where whole texts are run, a batch without padding has no mask, as ProphetNet
-                # would need.
-                result = result_of(verification, False)
-            if result.reason is None:
-                return VerificationPlan(
-                    verification, result.attention, reasons, why_eager=why_eager
-                )
-            reason = result.reason
+            reason, attention = result_of(verification)
+            if reason is None and is_batch:
+                reason = _why_no_parts(model, profile, attention)
+        if reason is None:
+            return VerificationPlan(verification, attention, reasons, why_eager=why_eager)
         reasons[verification] = reason
     if asked is not None:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot verify drafts by {asked!r}: {reasons[asked]}"
         )
     return VerificationPlan("plain", None, reasons)
+
+
+def _why_no_parts(model: Model, profile: Profile, attention: str | None) -> str | None:
+    is_able = takes_parts(model, profile.layout_of(model), attention)
+    return None if is_able else "its attention takes no parts"
 
 
 def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
@@ -124,13 +137,9 @@ def choose_for_drafting(model: Model, profile: Profile | None = None) -> Verific
     if plan.verification != "plain" or why_not_run(profile) is not None:
         return plan
     for verification in SPECULATING:
-        result = profile.drafting_results.get(verification)
-        if result is None:
-            result = check(model, profile, verification, "dynamic", False, None, is_drafting=True)
-        if result.is_lasting:
-            profile.drafting_results[verification] = result
-        if result.reason is None:
-            return VerificationPlan(verification, result.attention, plan.reasons)
+        reason, attention = _result_of(model, profile, "dynamic", False, verification, None, True)
+        if reason is None:
+            return VerificationPlan(verification, attention, plan.reasons)
     return plan
 
 
@@ -138,18 +147,17 @@ def _result_of(
     model: Model,
     profile: Profile,
     cache: CacheKind,
-    verification: Verification,
     is_padded: bool,
+    verification: Verification,
     widths: Widths = None,
+    is_drafting: bool = False,
 ) -> CheckResult:
     """Return the result of checking a method, from an earlier check if there was one."""
-    key = (verification, cache, is_padded, widths)
-    result = profile.results.get(key)
-    if result is None:
-        result = check(model, profile, *key)
-    if result.is_lasting:
-        profile.results[key] = result
-    return result
+    key = CheckKey(verification, cache, is_padded, widths, is_drafting)
+    try:
+        return profile.once(key, lambda: check(model, profile, key))
+    except torch.OutOfMemoryError:  # another check may find something else
+        return CheckResult("no memory was left to check it")
 
 
 # Width of all steps if the text must not depend on drafts. On a CPU, 16 costs a tenth more than 8;

@@ -1,10 +1,10 @@
 """What is known about a model, for each state it has been in."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +13,6 @@ from torch.nn.modules import module as torch_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lade.attempts import Attempt
-from lade.budget.costs import ForwardCosts
 from lade.captures import free_unused
 from lade.compat import (
     Model,
@@ -23,7 +22,7 @@ from lade.compat import (
     is_own_hook,
     without_compiler,
 )
-from lade.config import Execution, Verification
+from lade.config import Verification
 from lade.forward.job import forwards_for
 from lade.gpu.workspace import WorkspaceStore
 from lade.probing.own_code import (
@@ -37,10 +36,10 @@ from lade.products.choice import FastViews
 from lade.products.linear import products_for
 from lade.targets.layout import TreeLayout, tree_layout
 from lade.targets.prefixes import PrefixStore
-from ngram_pool import SuccessorTable
 
 _T = TypeVar("_T")
 _training = attrgetter("training")
+_UNKNOWN = object()
 _OF_ALL_MODULES: Any = (
     torch_module._global_forward_hooks,
     torch_module._global_forward_pre_hooks,
@@ -58,22 +57,21 @@ class CheckResult(NamedTuple):
 
     reason: str | None  # why it is not exact, or None
     attention: str | None = None  # implementation to verify with, if not the model's own
-    is_lasting: bool = True  # whether another check would find the same
 
 
-@dataclass(frozen=True, slots=True)
-class Known(Generic[_T]):
-    """What was found out, which may be that there is nothing."""
+class CheckKey(NamedTuple):
+    """What is checked."""
 
-    value: _T
+    verification: Verification
+    cache: CacheKind = "dynamic"
+    is_padded: bool = False
+    widths: Widths = None
+    is_drafting: bool = False  # a model that only drafts: rough logits are enough
 
 
 @dataclass(slots=True)
 class Profile:
-    """What is known about a model in one state.
-
-    A field that may be None is None until it is found out.
-    """
+    """What is known about a model in one state."""
 
     fingerprint: Hashable  # of the state that it holds for
     #: What of the user's own code runs in forwards, or None.
@@ -82,40 +80,28 @@ class Profile:
     coarsest: torch.dtype = torch.float32
     #: Which part of the model is compiled by torch, or None.
     compiled: str | None = None
-    #: By method, kind of cache, whether rows have padding or different lengths, and widths.
-    results: dict[tuple[Verification, CacheKind, bool, Widths], CheckResult] = field(
-        default_factory=dict
-    )
-    #: By method, of the model as one that only drafts.
-    drafting_results: dict[Verification, CheckResult] = field(default_factory=dict)
-    #: Of its forwards, by how it verifies; calls leave nothing else of what they learn.
-    costs: dict[tuple[Verification, Execution, bool], ForwardCosts] = field(default_factory=dict)
     #: When steps are proved next, by method.
     proofs: dict[Verification, Distances] = field(default_factory=dict)
     #: Methods whose verdict was dropped once, and those found wrong again, with the reason.
     dropped: set[Verification] = field(default_factory=set)
     found_wrong: dict[Verification, str] = field(default_factory=dict)
-    usual_outputs: dict[str, bool] = field(default_factory=dict)  # by name
     warned: set[str] = field(default_factory=set)
     #: Kinds of cache, and whether rows have padding, of calls that all was done for that is done
     #: once: a limit of time counts decoding alone.
     warm: set[tuple[CacheKind, bool]] = field(default_factory=set)
     #: Whether forwards draw random numbers; None as long as the random state was left as it was.
     draws: bool | None = None
-    #: Why its layers let no method be exact, None if they do not.
-    why_not_exact: Known[str | None] | None = None
-    #: Why it cannot go on from a cached beginning, None if it can.
-    why_not_continued: Known[str | None] | None = None
-    #: The prewarmed table, or None if there is none.
-    prewarmed: Known[SuccessorTable | None] | None = None
-    #: What drafters have found out about it and keep, by a name of their own.
-    of_drafters: dict[str, Any] = field(default_factory=dict)
-    #: Lade's own forwards or products, where they are faster; None where they cannot run.
-    products: Known[FastViews | None] | None = None
-    #: What its layers keep, once it was asked for.
-    layout: TreeLayout | None = None
+    #: What was found out once, by name; the value may be that there is nothing.
+    found: dict[Hashable, Any] = field(default_factory=dict)
     #: Memory of the last call, steps recorded on it, and the compiled model.
     workspace_store: WorkspaceStore = field(default_factory=WorkspaceStore)
+
+    def once(self, name: Hashable, find: Callable[[], _T]) -> _T:
+        """Return what was found out under a name, or find it out; what fails is tried again."""
+        known = self.found.get(name, _UNKNOWN)  # at once: another thread may forget it
+        if known is _UNKNOWN:
+            known = self.found.setdefault(name, find())
+        return cast(_T, known)
 
     def layout_of(self, model: Model) -> TreeLayout:
         """Return what the model's layers keep.
@@ -123,44 +109,26 @@ class Profile:
         Raises:
             UnsupportedModelError: nothing that trees can be kept in.
         """
-        self.layout = self.layout or tree_layout(model)
-        return self.layout
+        return self.once("layout", lambda: tree_layout(model))
 
     def products_for(self, model: Model) -> FastViews | None:
         """Return what runs the model's forwards, or its products; None where lade's cannot run."""
-        if self.products is None:
+
+        def find() -> FastViews | None:
             # A job calls hooks of the model and of its layers, and no other code of the user's.
             is_own = self.own_code is not None and own_code_of(model, besides_hooks=True)
-            job = None if is_own else forwards_for(model)
-            self.products = Known(job or products_for(model))
-        return self.products.value
+            return (None if is_own else forwards_for(model)) or products_for(model)
 
-    def costs_of(
-        self,
-        verification: Verification,
-        execution: Execution,
-        has_products: bool,
-        first_costs: Callable[[], Mapping[int, float]],
-    ) -> ForwardCosts:
-        """Return the costs of such steps, new if there are none.
-
-        Args:
-            verification, execution: of the steps.
-            has_products: whether their linear layers may run by lade's own products.
-            first_costs: asked for what new costs begin with.
-        """
-        key = (verification, execution, has_products)
-        if key not in self.costs:
-            self.costs.setdefault(key, ForwardCosts(first_costs()))
-        return self.costs[key]
+        return self.once("products", find)
 
     def drop_verdict(self, verification: Verification, reason: str) -> None:
         """Drop the verdict on a method that was not exact, or failed, in the middle of a text.
 
         It is checked again at the next call; the second time, it is ruled out for good.
         """
-        for key in [key for key in [*self.results] if key[0] == verification]:
-            del self.results[key]
+        for key in [*self.found]:
+            if isinstance(key, CheckKey) and key.verification == verification:
+                del self.found[key]
         self.proofs.pop(verification, None)
         if verification in self.dropped:
             self.found_wrong[verification] = reason

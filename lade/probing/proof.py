@@ -23,11 +23,11 @@ from torch import Tensor
 from lade.batch import Text
 from lade.closeness import distance, is_exact_in, limit_of
 from lade.compat import Model
-from lade.drafting.drafts import draft_of
+from lade.drafting.drafts import chain, draft_of
 from lade.drafting.speculator import Plan
 from lade.targets.base import Forward, Output, Target
+from lade.targets.paths import without_first
 from lade.tree import Tree, starts
-from ngram_pool import Draft
 
 # Tokens that are run once more in front of a tree. The second is neither the first of the forward
 # nor the last, as it was when it ran alone.
@@ -39,15 +39,7 @@ _MOST_WRONG = 3
 
 
 class FlawError(Exception):
-    """A step over drafts does not give what forwards of one token give.
-
-    Attributes:
-        keeps_cache: whether the keys and values of the text so far are plain decoding's.
-    """
-
-    def __init__(self, reason: str, keeps_cache: bool) -> None:
-        super().__init__(reason)
-        self.keeps_cache = keeps_cache
+    """A step over drafts does not give what forwards of one token give."""
 
 
 @dataclass(slots=True)
@@ -66,22 +58,19 @@ class ProofSettings(NamedTuple):
     """What a call asks of its proofs.
 
     Attributes:
-        is_text: whether prompts are tokens alone, so that their last ones can be run once more.
+        may_repeat_prompts: whether the last tokens of prompts can be run once more, as where these
+            are tokens alone that later ones see.
         has_one_width: whether all forwards have one width, as the text must not depend on drafts.
-        keeps_widths: whether a tree must not become wider, as where shapes are recorded.
         by_view: whether lade's forwards of single tokens are as good as the model's own, as where
             all code of the user's is called around them.
         plain_prompts: whether prompts, and before the first proof steps without drafts, are to be
             run exactly as `generate` runs them: code of the user's own takes part.
-        pure_prompts: whether they are run so anyway.
     """
 
-    is_text: bool = True
+    may_repeat_prompts: bool = True
     has_one_width: bool = False
-    keeps_widths: bool = False
     by_view: bool = False
     plain_prompts: bool = False
-    pure_prompts: bool = True
 
 
 class Proof:
@@ -111,8 +100,6 @@ class Proof:
         self._target, self._text, self._distances = target, text, distances
         self.settings = settings
         self._limit, self._is_exact = limit_of(model), is_exact_in(model)
-        # Whether all that is cached was run as plain decoding does.
-        self._is_pure = settings.plain_prompts or settings.pure_prompts
         self._num_wrong = 0
         # By row, the places of tokens that were run alone of late, and what they gave.
         self._alone: dict[int, dict[int, Tensor]] = {}
@@ -162,10 +149,8 @@ class Proof:
             self._distances.proved()
             self._num_wrong, self._alone = 0, {}
             output = _without(output, self._trees, self.num_before)
-        if plan.num_tokens > 1:
-            if self._distances is not None:
-                self._distances.num_left -= 1
-            self._is_pure = False
+        if plan.num_tokens > 1 and self._distances is not None:
+            self._distances.num_left -= 1
         return plan, output
 
     def path(self, nodes: Sequence[int]) -> list[int]:
@@ -177,7 +162,8 @@ class Proof:
         """Return whether what there is to compare with was run, and may be run once more."""
         for row, tree in plan.trees.items():
             num_tokens = len(self._text.token_ids[row])
-            if num_tokens - 1 - NUM_BEFORE < max(self._text.num_prompt - self.settings.is_text, 0):
+            first = self._text.num_prompt - self.settings.may_repeat_prompts
+            if num_tokens - 1 - NUM_BEFORE < max(first, 0):
                 return False  # what a prompt's tokens give may be more than they say
             if len(tree) > 1 and num_tokens - 2 not in self._alone.get(row, ()):
                 return False
@@ -187,7 +173,7 @@ class Proof:
         """Return a plan that is no wider with the tokens before it, where that matters."""
         most = self._target.width_of(plan.num_tokens)
         num_over = plan.num_tokens + NUM_BEFORE - most
-        if not self.settings.keeps_widths or num_over <= 0:
+        if not self.settings.has_one_width or num_over <= 0:
             return plan
         trees = {
             row: Tree.build(tree.token_ids[0], tree.draft.first(max(0, len(tree.draft) - num_over)))
@@ -224,25 +210,19 @@ class Proof:
 
     def _fail(self, plan: Plan, error: float) -> tuple[Plan, Forward]:
         """Take a step back, run the roots alone, and return that; raise if it is no chance."""
-        target, ids = self._target, self._text.token_ids
+        target, num_before = self._target, self.num_before
         target.discard()
-        for place in range(-1 - self.num_before, -1):
-            roots = [Tree.build(ids[row][place], Draft.empty()) for row in plan.trees]
-            if min(len(ids[row]) for row in plan.trees) + place < self._text.num_prompt:
-                target.forward(target.inputs(roots))  # not as it ran in its prompt
-                self._is_pure = False
-            else:
-                target.forward_plainly(roots, by_view=self.settings.by_view)
-            target.commit([[0]] * len(plan.trees))
-        self.num_forwards += 1 + self.num_before
         self.num_before = 0
         self._num_wrong += 1
         if self._is_exact or self._num_wrong >= _MOST_WRONG:
             raise FlawError(
                 f"its logits for a draft differ from those for the same token alone by {error:.2g} "
-                f"of their standard deviation (expected at most {self._limit:.2g})",
-                keeps_cache=self._is_pure,
+                f"of their standard deviation (expected at most {self._limit:.2g})"
             )
+        before = [self._text.token_ids[row][-1 - num_before : -1] for row in plan.trees]
+        target.forward(target.inputs([Tree.build(ids[0], chain(ids[1:])) for ids in before]))
+        target.commit([[*range(num_before)]] * len(before))
+        self.num_forwards += 2
         self._is_alone, plan = True, plan.without_drafts()
         return plan, self._run_alone(plan)
 
@@ -262,16 +242,11 @@ def _behind(token_ids: Sequence[int], tree: Tree) -> Tree:
 
 def _without(output: Forward, trees: Sequence[Tree], num: int) -> Output:
     """Return a forward's output without that of the first tokens of each tree."""
-    logits, states, weights = output.logits, output.hidden_states, output.attentions
-    if len(trees) > 1:  # one after the other
-        columns = [
-            column
-            for start, tree in zip(starts(trees), trees, strict=True)
-            for column in range(start + num, start + len(tree))
-        ]
-        return Output(logits[:, columns])
-    return Output(
-        logits[:, num:],
-        states and tuple(each[:, num:] for each in states),
-        weights and tuple(None if each is None else each[:, :, num:] for each in weights),
-    )
+    if len(trees) == 1:
+        return without_first(num, output)
+    columns = [  # one after the other
+        column
+        for start, tree in zip(starts(trees), trees, strict=True)
+        for column in range(start + num, start + len(tree))
+    ]
+    return Output(output.logits[:, columns])

@@ -8,9 +8,8 @@ import torch
 from lade.compat import Model, attention_of, device_of_inputs, without_compiler
 from lade.config import Execution, Verification
 from lade.gpu.policy import DevicePolicy
-from lade.probing.factory import VerificationPlan, why_no_rows
 from lade.probing.plan import WITHOUT_CACHE, choose_verification
-from lade.probing.profile import CacheKind, Profiles, profile_of
+from lade.probing.profile import CacheKind, Profiles
 from lade.probing.rules import refuse_encoder_decoder
 
 
@@ -66,15 +65,11 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
     with torch.no_grad():
         chosen = choose_verification(
             model,
-            is_padded=num_rows > 1,
+            num_rows=num_rows,
             cache=cache,
             excluded=excluded,
             execution=DevicePolicy().execution(device_of_inputs(model)),
         )
-        reason = why_no_rows(model, profile_of(model), chosen) if num_rows > 1 else None
-    if reason is not None:
-        reasons = {**chosen.reasons, chosen.verification: reason}
-        chosen = VerificationPlan("plain", None, reasons)
     attention = chosen.attention or attention_of(model)
     return Probe(
         type(model).__name__, chosen.verification, attention, chosen.reasons, chosen.execution
@@ -85,8 +80,8 @@ def recheck(model: Model, *, num_rows: int = 1) -> Probe:
     """Forget what lade knows about a model, check it again, and report the result.
 
     A model that was quantized, moved, hooked, patched or given adapters is checked again
-    automatically, and spot checks find what cannot be seen. Call this to have a method back that
-    was ruled out for a state that the model is no longer in.
+    automatically, and calls prove what cannot be seen. Call this to have a method back that was
+    ruled out for a state that the model is no longer in.
 
     Args:
         model: a transformers causal LM.

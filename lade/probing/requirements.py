@@ -1,18 +1,23 @@
 """Which verification methods a call rules out, by its inputs, its cache and its lengths."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    StaticCache,
+    StaticLayer,
+)
 
 from lade.attempts import Attempt
 from lade.compat import CACHE, Model, device_of_inputs, may_be_users, mesh_of
 from lade.config import SPECULATING, Verification
-from lade.probing.caches import why_unusual
-from lade.probing.own_code import has_own_inputs
+from lade.probing.own_code import has_own_inputs, is_code, is_own
 from lade.probing.plan import WITHOUT_CACHE
 from lade.probing.profile import CacheKind, Profile
 from lade.probing.rules import (
@@ -40,6 +45,13 @@ _CONTINUED = {
     "output_attentions",
     "output_hidden_states",
 }
+# Layers that keep every token, as any layer of a model may: its masks show what it sees of them.
+_FULL = (DynamicLayer, StaticLayer)
+# What models call of a cache and its layers.
+_METHODS = (
+    *("update", "update_conv_state", "update_recurrent_state"),
+    *("get_seq_length", "get_mask_sizes"),
+)
 _ENDLESS = 2**31  # tokens: more than any text has
 # Inputs that say how positions were counted in the prompt; every forward gets its positions.
 _OF_PROMPT = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
@@ -96,7 +108,7 @@ def requirements_of(
         exclude("its cache is offloaded", "tree")
     if cache is not None and type(cache) not in (DynamicCache, StaticCache):
         exclude(f"{CACHE} is a {type(cache).__name__}", *SPECULATING)
-    elif cache is not None and (unusual := why_unusual(text_config, cache)) is not None:
+    elif cache is not None and (unusual := _why_unusual(text_config, cache)) is not None:
         exclude(unusual, *SPECULATING)
     elif cache is not None and not _is_default(model, cache):
         exclude(why_not_croppable(cache), "chain")
@@ -120,7 +132,7 @@ def requirements_of(
         whole = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
         sizes = [layer.max_cache_len for layer in whole if hasattr(layer, "max_cache_len")]
         limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
-    is_padded = lengths.is_padded or lengths.num_rows > 1
+    is_padded = lengths.is_padded or len(input_ids) > 1
     num_new = longest - input_ids.shape[1]
     why_eager = _why_eager(model, model_kwargs)
     if own_code is not None:
@@ -190,7 +202,7 @@ def lengths_of(
         lasts = {num_slots, num_cached + positions.shape[-1]}  # of whole texts, or of the new part
         in_order = bool((positions.diff(dim=-1) == 1).all())
         is_padded = not in_order or not {*(positions[..., -1] + 1).flatten().tolist()} <= lasts
-    return Lengths(input_ids.shape[0], first, num_slots, num_new, is_padded)
+    return Lengths(first, num_slots, num_new, is_padded)
 
 
 def _needs_more(model: Model, input_ids: Tensor, model_kwargs: dict[str, Any]) -> str | None:
@@ -229,3 +241,44 @@ def _is_default(model: Model, cache: Any) -> bool:
         return True
     made = DynamicCache(config=model.config.get_text_config(decoder=True))
     return [*map(type, cache.layers)] == [*map(type, made.layers)]
+
+
+def _why_unusual(config: Any, cache: Any) -> str | None:
+    """Return why a cache may do something else than transformers' own, or None.
+
+    Args:
+        config: of the model's text part.
+        cache: a `DynamicCache` or a `StaticCache`, which may be the caller's.
+    """
+    parts = (cache, *cache.layers)
+    kinds = [*map(type, parts), getattr(cache, "layer_class_to_replicate", None)]
+    methods = {kind: [getattr(kind, name, None) for name in _METHODS] for kind in kinds if kind}
+    found = [kind for kind, of_kind in methods.items() if any(map(is_own, of_kind))]
+    found += [type(part) for part in parts if any(map(is_code, vars(part).values()))]
+    if found:
+        return f"its cache runs code of one's own ({found[0].__name__})"
+    if not may_be_users(cache):
+        return None
+    is_static = type(cache) is StaticCache
+    made = StaticCache(config, 1) if is_static else DynamicCache(config=config)
+    for place, layer in enumerate(cache.layers):
+        usual = made.layers[place] if place < len(made.layers) else None
+        if type(layer) is not type(usual) and type(layer) not in _FULL:
+            return f"its cache has layers of {type(layer).__name__}"
+        windows = {getattr(each, "sliding_window", None) for each in (layer, usual)}
+        if type(layer) is type(usual) and len(windows) > 1:
+            return "its cache has layers with other windows than the model"
+    return _why_uneven([each for each in cache.layers if kind_of(each) is not None])
+
+
+def _why_uneven(layers: Sequence[Any]) -> str | None:
+    """Return why dynamic layers do not hold the same tokens, or None."""
+    held = [each for each in layers if getattr(each, "keys", None) is not None]
+    if len({(len(each.keys), each.get_seq_length()) for each in held}) > 1:
+        return "the layers of its cache have different lengths"
+    for layer in held:
+        window, length = getattr(layer, "sliding_window", None), layer.get_seq_length()
+        least = length if window is None else min(length, window - 1)
+        if not least <= layer.keys.shape[2] == layer.values.shape[2]:
+            return "its cache has lost some of its tokens"
+    return None

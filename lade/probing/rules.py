@@ -38,7 +38,6 @@ def refuse_sharded(model: Model) -> None:
 class Lengths(NamedTuple):
     """The extent of a call, in positions and in cache slots."""
 
-    num_rows: int
     first_position: int  # of the first token after the prompt; the maximum over rows
     num_slots: int  # of the prompt
     num_new: int  # maximum number of tokens to emit
@@ -51,9 +50,8 @@ def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
     rope = _rope_passed(config, lengths)
     if rope is not None:
         kind, limit = rope
-        # Past the limit, a forward over one token is plain decoding, so a single row may continue.
-        is_past = lengths.first_position > limit if kind == "longrope" else lengths.num_rows == 1
-        if not is_past:
+        # Drafts end where a dynamic one begins; batches of such models are plain anyway.
+        if kind == "longrope" and lengths.first_position <= limit:
             return (
                 f"its rotary embedding ({kind}) changes at {limit} positions, which this call may "
                 "cross"
@@ -83,10 +81,7 @@ def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
 
 def why_not_reused(model: Model, lengths: Lengths) -> str | None:
     """Return why keys of a call of these lengths may not be those of another length, or None."""
-    rope = _rope_passed(model.config.get_text_config(decoder=True), lengths)
-    if rope is not None:
-        return f"its rotary embedding is {rope[0]}"
-    return why_not_speculate(model, lengths)
+    return why_no_snapshot(model, lengths) or why_not_speculate(model, lengths)
 
 
 def why_no_snapshot(model: Model, lengths: Lengths) -> str | None:

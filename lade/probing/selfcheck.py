@@ -1,7 +1,7 @@
 """The self-check: a verification method compared with plain decoding of a dozen tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,18 +14,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
-from lade.captures import apart_from_captures
+from lade.captures import are_random_states, put_back, random_states
 from lade.closeness import distance, is_exact_in, limit_of
 from lade.compat import Model, attention_of, device_of_inputs
-from lade.config import Execution, Verification
+from lade.config import Execution
 from lade.drafting.drafts import draft_of, narrowed
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
 from lade.probing.own_code import is_own, is_patched
-from lade.probing.profile import CacheKind, CheckResult, Known, Profile, Widths, profile_of
-from lade.probing.randomness import draws, is_state, put_back, state_of
+from lade.probing.profile import CacheKind, CheckKey, CheckResult, Profile, Widths, profile_of
 from lade.targets.base import Target
+from lade.targets.layout import takes_parts
 from lade.targets.trees import MASK_IS_ADDED
 from lade.tree import Tree, starts
 from lade.view import apart
@@ -37,65 +37,63 @@ from ngram_pool import Draft
 # is not to be told from a model whose positions are wrong.
 _DRAFTING_LIMIT = 1.0
 _FEW_TOKENS = 64  # in a vocabulary
+_NUM_RUNS = 3  # of which each left another random state, where other threads may draw, too
 
 
-def check(
-    model: Model,
-    profile: Profile,
-    verification: Verification,
-    cache: CacheKind,
-    is_padded: bool,
-    widths: Widths,
-    is_drafting: bool = False,
-) -> CheckResult:
+def check(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
     """Compare one verification method with plain decoding; any failure becomes the reason.
 
-    Of a model that only drafts (`is_drafting`), rough logits are enough.
+    Raises:
+        torch.OutOfMemoryError: nothing is known.
     """
-    known = None if is_drafting else profile.why_not_exact
-    if known is not None and known.value is not None:
-        return CheckResult(known.value)
+    verification, widths, reason = key.verification, key.widths, None
+    if not key.is_drafting and (why := reason_of_layers(model, profile)) is not None:
+        return CheckResult(why)
     attentions: list[str | None] = [None]
     if verification == "tree":
-        attentions = _attentions_for(model, widths, is_padded)
+        attentions = _attentions_for(model, widths, key.is_padded)
     execution: Execution = "eager" if widths is None else "fixed"
-    reason = None
-    limit = _DRAFTING_LIMIT if is_drafting else limit_of(model)
+    limit = _DRAFTING_LIMIT if key.is_drafting else limit_of(model)
     try:
         for attention in attentions:
             chosen = VerificationPlan(verification, attention, {}, execution, widths)
-            check = _Check(model, profile, chosen, cache, is_padded)
-            found = check.reason(limit)
-            if not is_drafting and (why := reason_of_layers(model, profile)) is not None:
-                return CheckResult(why)
+            found = _Check(model, profile, chosen, key.cache, key.is_padded).reason(limit)
             if found is None:
                 return CheckResult(None, attention)
             reason = reason or found
     except UnsupportedModelError as failure:
         return CheckResult(str(failure))  # a rule, independent of the attention
-    except torch.OutOfMemoryError:
-        return CheckResult("no memory was left to check it", is_lasting=False)
     return CheckResult(reason)
 
 
 def reason_of_layers(model: Model, profile: Profile) -> str | None:
     """Return why the layers of a model let no method be exact, or None."""
-    if profile.why_not_exact is None:  # they are asked once
-        with Attempt(), unchanged_random_state(model, profile):
-            plain = Plain(model, check_tokens(model)[:2])
-            dtypes = plain.dtypes_of_autocast()
-            # Asked after a forward: some formats unpack their weights at the first one.
-            profile.why_not_exact = Known(why_not_exact(plain.model) or _why_coarse(model, dtypes))
-    # What fails is what the check will tell.
-    return None if profile.why_not_exact is None else profile.why_not_exact.value
+
+    def find() -> str | None:
+        plain = Plain(model, check_tokens(model)[:2])
+        # Asked after a forward: some formats unpack their weights at the first one.
+        why = _why_coarse(model, plain)
+        return why_not_exact(plain.model) or why
+
+    with Attempt(), unchanged_random_state(model, profile):
+        return profile.once("why_not_exact", find)
+    return None  # what fails is what the check will tell
 
 
-def _why_coarse(model: Model, dtypes: set[torch.dtype]) -> str | None:
-    """Return why text is not exact although the weights promise it, or None.
+def _why_coarse(model: Model, plain: "Plain") -> str | None:
+    """Return why text is not exact although the weights promise it, or None; runs a forward.
 
-    Args:
-        dtypes: that autocast computes in inside of a forward, which leaves float64 alone.
+    That is so where autocast is on inside of it, which leaves float64 alone.
     """
+    kind, dtypes = device_of_inputs(model).type, set[torch.dtype]()
+
+    def look(*_: Any) -> None:
+        if torch.is_autocast_enabled(kind):
+            dtypes.add(torch.get_autocast_dtype(kind))
+
+    for module in plain.model.modules():
+        module.register_forward_pre_hook(look)
+    plain.generate(num_new=1)
     eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
     is_coarse = eps > torch.finfo(torch.float32).eps
     if not is_coarse or model.dtype is torch.float64 or not is_exact_in(model):
@@ -151,12 +149,9 @@ def has_usual_outputs(model: Model, profile: Profile, names: Sequence[str]) -> b
 
     Some models keep several streams of hidden states; models without a cache return the whole text.
     """
-    for name in names:
-        if name not in profile.usual_outputs:
-            with Attempt(), unchanged_random_state(model, profile):
-                profile.usual_outputs[name] = _is_usual(model, name)
-    # Where that failed, plain decoding will show the caller what is wrong.
-    return all(profile.usual_outputs.get(name, False) for name in names)
+    with Attempt(), unchanged_random_state(model, profile):
+        return all(profile.once(("usual", name), partial(_is_usual, model, name)) for name in names)
+    return False  # plain decoding will show the caller what is wrong
 
 
 def _is_usual(model: Model, name: str) -> bool:
@@ -175,40 +170,40 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
     The state is shared: restoring it also undoes draws of other threads. So it is restored only for
     models whose forwards draw; whether they do is found out where the state has changed.
     """
-    profile = profile or profile_of(model)
-    device = device_of_inputs(model)
-    with apart_from_captures(device):
-        before = None if profile.draws is False else state_of(device)
-    with apart_from_captures(device) if profile.draws else nullcontext():
-        try:
-            yield
-        finally:
-            if before is not None and not is_state(device, before):
-                if profile.draws is None:
-                    profile.draws = model.training  # if they fail, as the check will report
-                    with Attempt():
-                        plain = Plain(model, check_tokens(model))
-                        profile.draws = draws(model, lambda: plain.generate(num_new=2))
-                if profile.draws:
-                    with apart_from_captures(device):
-                        put_back(device, before)
+    profile, device = profile or profile_of(model), device_of_inputs(model)
+    before = random_states(device)
+    try:
+        yield
+    finally:
+        if profile.draws is not False and not are_random_states(device, before):
+            if profile.draws is None:
+                profile.draws = model.training  # if they fail, as the check will report
+                with Attempt():
+                    profile.draws = _draws(model)
+            if profile.draws:
+                put_back(device, before)
+
+
+def _draws(model: Model) -> bool:
+    """Return whether forwards leave another random state; where others draw, too, one is enough."""
+    plain, device = Plain(model, check_tokens(model)), device_of_inputs(model)
+    for _ in range(_NUM_RUNS):
+        before = random_states(device)
+        plain.generate(num_new=2)
+        if are_random_states(device, before):
+            return False
+    return True
 
 
 _Path = tuple[int, ...]  # tokens after the prompt
 
 
-class _ScriptedStep(NamedTuple):
-    """One step of the check for one row: a tree and the nodes that are kept."""
+class _Step(NamedTuple):
+    """One step of the check: what is drafted after a root, and the nodes that are kept."""
 
-    before: _Path  # tokens between the prompt and the root
-    tree: Tree
+    root: int
+    draft: Draft
     kept: list[int]
-
-    @property
-    def paths(self) -> list[_Path]:
-        """The path from the prompt to each node."""
-        token_ids = np.array(self.tree.token_ids)
-        return [(*self.before, *token_ids[seen].tolist()) for seen in self.tree.ancestors]
 
 
 # Two branches, 0-1-3 and 0-2-4, interleaved so that keeping the second one must move cache slots.
@@ -247,66 +242,88 @@ class _Check(NamedTuple):
             f"standard deviation (expected at most {limit:.2g}){hint}"
         )
 
+    def plain(self) -> "Plain":
+        """Return plain decoding of the check's prompts: several are those that run as one."""
+        chosen, masks = self.chosen, None
+        if self.is_padded:
+            # Masked after the first token, not before it: a query that sees nothing, as in left
+            # padding, is NaN in eager attention in float64, also in `generate`.
+            masks = [[1, 0, 0, *[1] * (_PROMPT_LENGTH - 3)]]
+            if chosen.verification == "tree" and takes_parts(
+                self.model, self.profile.layout_of(self.model), chosen.attention
+            ):
+                masks.insert(0, [1] * _PROMPT_LENGTH)
+        return Plain(self.model, check_tokens(self.model)[:_PROMPT_LENGTH], masks, self.cache)
+
     @torch.no_grad()
     def error(self) -> float:
         """Return how far the logits of drafts, and of what follows, are from plain decoding.
 
         Three steps: a draft that is kept in part, one of which one path is kept to its end, and one
-        without a draft. In a batch, a second row has two tokens masked; if rows may differ in
-        length, it keeps only its root in the first step, so that the other steps are ragged.
+        without a draft. A second row keeps only its root in the first step, so that the other
+        steps are ragged.
 
         The measure is the largest difference of two logits in units of their standard deviation.
         """
-        plain = plain_of(self.model, self.cache, self.is_padded)
-        logits = self._logits(plain, _script)
-        paths = [[path for r, path in logits if r == row] for row in range(plain.num_rows)]
+        plain = self.plain()
+        logits, _ = self._run(plain, self._script())
         # Some models go wrong in batches even in plain decoding; those are compared with single
         # rows.
-        error = _difference(logits, plain.logits_at(paths, together=True))
+        error = _difference(logits, plain.logits_at(logits, together=True))
         if not error <= limit_of(self.model):
-            error = _difference(logits, plain.logits_at(paths, together=False))
+            error = _difference(logits, plain.logits_at(logits, together=False))
         return error
 
     @torch.no_grad()
     def is_stable(self) -> bool:
         """Return whether tokens have bitwise the same logits in drafts and one by one."""
-        plain = plain_of(self.model, self.cache, self.is_padded)
-        drafted, alone = (self._logits(plain, script) for script in (_script, _script_of_roots))
-        shared = drafted.keys() & alone.keys()
-        assert len(shared) >= _NUM_KEPT
-        return all(torch.equal(drafted[place], alone[place]) for place in shared)
+        plain = self.plain()
+        drafted, text = self._run(plain, self._script())
+        alone, _ = self._run(plain, [_Step(token_id, Draft.empty(), [0]) for token_id in text])
+        return all(torch.equal(drafted[place], of_place) for place, of_place in alone.items())
 
-    def _logits(
-        self, plain: "Plain", script: Callable[[Sequence[int], Target, int], list[_ScriptedStep]]
-    ) -> dict[tuple[int, _Path], Tensor]:
-        """Return the logits after every path of every row of a script, float64 [vocab_size]."""
-        tokens = check_tokens(self.model)
+    def _script(self) -> list[_Step]:
+        """Return the steps; where one path at a time is run, those of one path."""
+        root, after, last, *drafted = check_tokens(self.model)[_PROMPT_LENGTH:]
+        first, second = draft_of(drafted[:4], _PARENTS), draft_of(drafted[4:6], (-1, -1))
+        kept = [0, 2]
+        if self.chosen.verification != "tree":
+            first, second, kept = narrowed(first, 1), narrowed(second, 1), [0, 1]
+        return [
+            _Step(root, first, kept),
+            _Step(after, second, [0, 1]),
+            _Step(last, Draft.empty(), [0]),
+        ]
+
+    def _run(
+        self, plain: "Plain", steps: Sequence[_Step]
+    ) -> tuple[dict[tuple[int, _Path], Tensor], _Path]:
+        """Return the logits after every path of every row, and the text of the first row.
+
+        Returns:
+            By row and path, float64 [vocab_size]; the tokens that were kept.
+        """
         logits: dict[tuple[int, _Path], Tensor] = {}
+        texts: list[_Path] = [()] * plain.num_rows
 
         def run(target: Target) -> None:
-            rows = range(plain.num_rows)
-            scripts = [script(tokens[_PROMPT_LENGTH:], target, row) for row in rows]
-            for steps in zip(*scripts, strict=True):
-                inputs = target.inputs([step.tree for step in steps])
-                of_nodes = target.forward(inputs).logits[0].double()
-                places = starts(step.tree for step in steps)
-                for row, (step, start) in enumerate(zip(steps, places, strict=True)):
-                    for node, path in enumerate(step.paths):
+            for number, step in enumerate(steps):
+                trees, kept = [Tree.build(step.root, step.draft)], [step.kept]
+                for _ in texts[1:]:  # trees of different sizes, and texts from then on
+                    draft = step.draft.first(len(step.draft) // 2) if number == 0 else step.draft
+                    trees.append(Tree.build(step.root, draft))
+                    kept.append([0] if number == 0 else step.kept)
+                of_nodes = target.forward(target.inputs(trees)).logits[0].double()
+                for row, (tree, start) in enumerate(zip(trees, starts(trees), strict=True)):
+                    token_ids = np.array(tree.token_ids)
+                    for node, seen in enumerate(tree.ancestors):
+                        path = (*texts[row], *token_ids[seen].tolist())
                         logits[row, path] = of_nodes[start + node]
-                target.commit([step.kept for step in steps])
+                    texts[row] += tuple(tree.token_ids[node] for node in kept[row])
+                target.commit(kept)
 
-        plain.run_target(self.profile, self.chosen, len(tokens), run)
-        return logits
-
-
-def plain_of(model: Model, cache: CacheKind, is_padded: bool) -> "Plain":
-    """Return plain decoding of the check's prompts."""
-    masks = [[1] * _PROMPT_LENGTH]
-    if is_padded:
-        # Masked after the first token, not before it: a query that sees nothing, as in left
-        # padding, is NaN in eager attention in float64, also in `generate`.
-        masks.append([1, 0, 0, *[1] * (_PROMPT_LENGTH - 3)])
-    return Plain(model, check_tokens(model)[:_PROMPT_LENGTH], masks, cache)
+        plain.run_target(self.profile, self.chosen, len(check_tokens(self.model)), run)
+        return logits, texts[0]
 
 
 def _difference(
@@ -358,19 +375,6 @@ class Plain:
             **options,
         )
 
-    def dtypes_of_autocast(self) -> set[torch.dtype]:
-        """Run a forward, and return the formats that autocast computes in inside of it."""
-        kind, found = device_of_inputs(self.model).type, set[torch.dtype]()
-
-        def look(*_: Any) -> None:
-            if torch.is_autocast_enabled(kind):
-                found.add(torch.get_autocast_dtype(kind))
-
-        for module in self.model.modules():
-            module.register_forward_pre_hook(look)
-        self.generate(num_new=1)
-        return found
-
     def run_target(
         self,
         profile: Profile,
@@ -397,26 +401,21 @@ class Plain:
         self.generate(custom_generate=run)
 
     def logits_at(
-        self, paths: Sequence[Sequence[_Path]], together: bool
+        self, places: Collection[tuple[int, _Path]], together: bool
     ) -> dict[tuple[int, _Path], Tensor]:
-        """Return the logits after every path of every row, each float64 [vocab_size].
+        """Return the logits after paths of rows, each float64 [vocab_size].
 
         Args:
-            paths: of each row.
-            together: whether to run all paths in one batch, instead of one path per row at a time.
+            places: row and path.
+            together: whether to run all in one batch, instead of one at a time.
         """
         ends = [
-            [path for path in of_row if not any(_begins(path, other) for other in of_row)]
-            for of_row in paths
+            (row, path)
+            for row, path in places
+            if not any(row == other and _begins(path, longer) for other, longer in places)
         ]
-        most = max(map(len, ends))
-        places = [
-            (row, of_row[i % len(of_row)]) for i in range(most) for row, of_row in enumerate(ends)
-        ]
-        size = len(places) if together else len(paths)
         found = {}
-        for start in range(0, len(places), size):
-            batch = places[start : start + size]
+        for batch in [ends] if together else [[end] for end in ends]:
             length = max(len(path) for _, path in batch)
             forced = torch.tensor([[*path, *path[:1] * (length - len(path))] for _, path in batch])
             output = self.generate(
@@ -453,41 +452,3 @@ def check_tokens(model: Model) -> list[int]:
     # Where there are few, no two in a row are the same: attention to one token is blind.
     num = vocab_size // 2 if vocab_size >= _FEW_TOKENS else vocab_size - first
     return [first + (7919 * (i + 1)) % num for i in range(16)]
-
-
-def _script(tokens: Sequence[int], target: Target, row: int) -> list[_ScriptedStep]:
-    """Return the steps of one row."""
-    root, after, last, *drafted = tokens
-    draft = draft_of(drafted[:4], _PARENTS)
-    second = draft_of(drafted[4:6], (-1, -1))
-    if target.max_candidates is not None:
-        draft = narrowed(draft, target.max_candidates)
-        second = narrowed(second, target.max_candidates)
-    # The second branch if there is one; only the root if rows may be ragged.
-    kept = [0, 2] if len(draft) == 4 else [0, 1]
-    if row > 0:
-        draft = draft.first(len(draft) // 2)  # trees of different sizes may run without padding
-        kept = [0]
-    steps = [_ScriptedStep((), Tree.build(root, draft), kept)]
-    steps.append(_next(steps[-1], after, second, [0, 1]))
-    steps.append(_next(steps[-1], last, Draft.empty(), [0]))
-    return steps
-
-
-_NUM_KEPT = 5  # tokens that `_script` commits to the first row
-
-
-def _script_of_roots(tokens: Sequence[int], target: Target, row: int) -> list[_ScriptedStep]:
-    """Return steps without drafts that commit the same tokens as `_script` in the first row."""
-    drafted = _script(tokens, target, row)
-    kept = [step.tree.token_ids[node] for step in drafted for node in step.kept]
-    roots = [*kept, *tokens][:_NUM_KEPT]  # another row commits fewer there
-    return [
-        _ScriptedStep(tuple(roots[:place]), Tree.build(root, Draft.empty()), [0])
-        for place, root in enumerate(roots)
-    ]
-
-
-def _next(step: _ScriptedStep, root: int, draft: Draft, kept: list[int]) -> _ScriptedStep:
-    before = (*step.before, *(step.tree.token_ids[node] for node in step.kept))
-    return _ScriptedStep(before, Tree.build(root, draft), kept)

@@ -4,9 +4,10 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
+from lade.server.errors import ApiError
 from lade.server.exchange import AnswerPiece, Exchange, Logprob
 from lade.stats import DecodeStats
 
@@ -24,16 +25,14 @@ class ToldAnswer:
         self._exchange = exchange
         self._options = exchange.asked.stream_options
         self._is_chat = exchange.asked.is_chat
-        self._cutter = StopCutter(exchange.asked.stops)
+        self._cutter = StopCutter(exchange.asked.stop)
         self._num_sent = 0  # characters
-        self._num_logprobs = 0  # of those sent
+        self._num_logprobs = self._end = 0  # told, and characters up to the last of them
         self._num_calls = 0
         kind = "chat.completion" if self._is_chat else "text_completion"
         kind += ".chunk" if self._is_chat and exchange.asked.stream else ""
         common = {"id": exchange.request_id, "object": kind, "created": int(time.time())}
         self._common = {**common, "model": model}
-        if exchange.asked.stream and self._is_chat:
-            self._common["system_fingerprint"] = ""
 
     async def whole(self) -> Json:
         """Wait for all of it; return it as one object.
@@ -41,90 +40,77 @@ class ToldAnswer:
         Raises:
             ApiError: it has ended early.
         """
-        exchange = self._exchange
-        texts, calls = {"content": "", "reasoning_content": ""}, []
-        while (pieces := await exchange.pieces.get()) is not None:
-            for piece in pieces:
-                if piece.kind == "tool_call":
-                    calls.append(self._call(piece))
-                else:
-                    texts[piece.kind] += piece.text
-        if exchange.error is not None:
-            raise exchange.error
-        if exchange.parser is not None:  # blanks around its marks are nobody's
-            texts = {kind: text.strip() for kind, text in texts.items()}
-        choice: Json = {"index": 0}
-        holder = choice
+        choice: Json = {"index": 0, "delta": {"content": ""}} if self._is_chat else {"index": 0}
+        async for choices in self._steps():
+            for new in choices:
+                _add(choice, new)
         if self._is_chat:
-            thoughts = texts["reasoning_content"]
-            holder = choice["message"] = {"role": "assistant", "content": ""}
-            holder |= {"reasoning_content": thoughts} if thoughts else {}
-            holder |= {"tool_calls": calls} if calls else {}
-        self._fill(choice, holder, texts["content"], is_last=True)
-        choice["finish_reason"] = self._why_it_ends()
+            choice["message"] = message = choice.pop("delta")
+            for name in ("content", "reasoning_content") if self._exchange.parser else ():
+                if name in message:  # blanks around marks are nobody's
+                    message[name] = message[name].strip()
+            for call in message.get("tool_calls", ()):
+                del call["index"]  # which is of streams
         return {**self._common, "choices": [choice], **self._figures()}
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Yield it as events, which are of a size that tells nothing unless asked not to be."""
-        exchange = self._exchange
-        if self._is_chat:
-            yield self._chunk({"delta": {"role": "assistant"}})
-        while (pieces := await exchange.pieces.get()) is not None:
-            if text := "".join(map(self._chunk, self._choices(pieces))):
-                yield text
-        if exchange.error is not None:
-            yield f"{_EVENT}{json.dumps(exchange.error.body())}\n\n"
+        try:
+            async for choices in self._steps():
+                if text := "".join(map(self._chunk, choices)):
+                    yield text
+        except ApiError as error:
+            yield f"{_EVENT}{json.dumps(error.body())}\n\n"
             return
-        last: Json = {"delta": {}} if self._is_chat else {}
-        self._fill(last, last.get("delta", last), "", is_last=True)
-        yield self._chunk({**last, "finish_reason": self._why_it_ends()})
         if self._options is not None and self._options.include_usage:
             yield self._event({**self._common, "choices": [], **self._figures()})
         yield _EVENT + "[DONE]\n\n"
 
-    def _choices(self, pieces: Iterable[AnswerPiece]) -> Iterator[Json]:
-        """Yield what is new as choices of chunks; text of one kind in a row is one."""
-        joined: list[AnswerPiece] = []
-        for piece in pieces:
-            if joined and joined[-1].kind == piece.kind != "tool_call":
-                joined[-1] = piece._replace(text=joined[-1].text + piece.text)
-            else:
-                joined.append(piece)
-        for piece in joined:
-            if piece.kind == "tool_call":
-                call = {"index": self._num_calls, **self._call(piece)}
-                yield {"delta": {"tool_calls": [call]}}
-            elif piece.kind == "reasoning_content":
-                yield {"delta": {piece.kind: piece.text}}
-            else:
-                choice: Json = {"delta": {}} if self._is_chat else {}
-                if self._fill(choice, choice.get("delta", choice), piece.text):
-                    yield choice
+    async def _steps(self) -> AsyncGenerator[list[Json], None]:
+        """Yield what is new, as choices of a stream, with each step of the model.
 
-    def _fill(self, choice: Json, holder: Json, text: str, *, is_last: bool = False) -> bool:
-        """Put text into a choice up to a stop; return false where all of it is held back."""
-        shown = self._cutter.feed(text) + (self._cutter.rest() if is_last else "")
-        if not (shown or is_last):
-            return False
-        if shown or not self._is_chat or "content" in holder:
-            holder["content" if self._is_chat else "text"] = shown
-        self._num_sent += len(shown)
+        Raises:
+            ApiError: the answer has ended early.
+        """
+        exchange = self._exchange
+        if self._is_chat:
+            yield [{"delta": {"role": "assistant"}}]
+        while (pieces := await exchange.pieces.get()) is not None:
+            yield [*self._choices(pieces)]
+        if exchange.error is not None:
+            raise exchange.error
+        last = self._said(self._cutter.rest(), is_last=True)
+        is_full = len(exchange.token_ids) >= exchange.options.max_new_tokens
+        why = "tool_calls" if self._num_calls else "length" if is_full else "stop"
+        yield [{**last, "finish_reason": why}]
+
+    def _choices(self, pieces: Iterable[AnswerPiece]) -> Iterator[Json]:
+        """Yield the choices of a step; text of one kind in a row is one."""
+        for kind, group in groupby(pieces, lambda piece: piece.kind):
+            found = [*group]
+            text = "".join(piece.text for piece in found)
+            if kind == "tool_call":
+                yield {"delta": {"tool_calls": [*map(self._call, found)]}}
+            elif kind == "reasoning_content":
+                yield {"delta": {kind: text}}
+            elif shown := self._cutter.feed(text):
+                yield self._said(shown)
+
+    def _said(self, text: str, *, is_last: bool = False) -> Json:
+        """Return a choice of text that is in the answer for sure."""
+        choice: Json = {"text": text}
+        if self._is_chat:
+            choice = {"delta": {"content": text} if text else {}}
+        self._num_sent += len(text)
         if self._exchange.asked.num_logprobs is not None:
-            choice["logprobs"] = self._new_logprobs(len(shown), is_last)
-        return True
+            choice["logprobs"] = self._new_logprobs(is_last)
+        return choice
 
     def _call(self, piece: AnswerPiece) -> Json:
-        name = f"{self._exchange.request_id}_tool_call_{self._num_calls}"
-        self._num_calls += 1
+        place, self._num_calls = self._num_calls, self._num_calls + 1
+        name = f"{self._exchange.request_id}_tool_call_{place}"
         function = {"name": piece.name, "arguments": piece.text}
-        return {"id": name, "type": "function", "function": function}
-
-    def _why_it_ends(self) -> str:
-        if self._num_calls:
-            return "tool_calls"
-        exchange = self._exchange
-        is_full = len(exchange.token_ids) >= exchange.options.max_new_tokens
-        return "length" if is_full else "stop"
+        return {"index": place, "id": name, "type": "function", "function": function}
 
     def _chunk(self, choice: Json) -> str:
         return self._event({**self._common, "choices": [{"index": 0, **choice}]})
@@ -139,55 +125,39 @@ class ToldAnswer:
 
     # --- log-probabilities ------------------------------------------------------------------
 
-    def _new_logprobs(self, num_shown: int, is_last: bool) -> Json | None:
-        """Return those of tokens whose text has been sent by now, and have not been sent."""
-        exchange, begin = self._exchange, self._num_logprobs
-        if exchange.parser is not None:
-            new = exchange.logprobs[begin:]
-        else:
-            new = [*self._within(begin, only_whole=not is_last)]
+    def _new_logprobs(self, is_last: bool) -> Json:
+        """Return those of tokens whose text has been sent by now, and have not been told."""
+        tokens, new, starts = self._exchange.tokens, list[Logprob](), list[int]()
+        for each in self._exchange.logprobs[self._num_logprobs :]:
+            is_within = each.end <= self._num_sent or (is_last and self._end < self._num_sent)
+            # Where answers have parts, who knows which token is in which?
+            if not is_within and self._exchange.parser is None:
+                break
+            new.append(each)
+            starts.append(self._end)
+            self._end = each.end
         self._num_logprobs += len(new)
-        if not new and is_last and begin:
-            return None
-        return self._told(new, self._num_sent - num_shown)
-
-    def _within(self, begin: int, *, only_whole: bool) -> Iterator[Logprob]:
-        """Yield tokens, from one on, that are within what was sent, at least in part."""
-        found = self._exchange.logprobs
-        start = found[begin - 1].end if begin else 0
-        for each in found[begin:]:
-            if each.end > self._num_sent and (only_whole or start >= self._num_sent):
-                return
-            yield each
-            start = each.end
-
-    def _told(self, shown: Sequence[Logprob], offset: int) -> Json:
-        """Return log-probabilities as the endpoint has them; `offset`: characters before them."""
-        tokens = self._exchange.tokens
-
-        def named(token_id: int) -> str:
-            text: str = tokens.decode_bytes([token_id]).decode(errors="replace")
-            return text
 
         def entry(token_id: int, logprob: float) -> Json:
-            found = tokens.decode_bytes([token_id])
-            return {"token": named(token_id), "logprob": logprob, "bytes": [*found]}
+            text: bytes = tokens.decode_bytes([token_id])
+            said = text.decode(errors="replace")
+            return {"token": said, "logprob": logprob, "bytes": [*text]}
 
+        told = [
+            {
+                **entry(each.token_id, each.logprob),
+                "top_logprobs": [entry(*other) for other in each.top],
+            }
+            for each in new
+        ]
         if self._is_chat:
-            content = [
-                {
-                    **entry(each.token_id, each.logprob),
-                    "top_logprobs": [entry(*t) for t in each.top],
-                }
-                for each in shown
-            ]
-            return {"content": content}
-        before = [offset, *(each.end for each in shown[:-1])]
+            return {"content": told}
+        tops = ({top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told)
         return {
-            "tokens": [named(each.token_id) for each in shown],
-            "token_logprobs": [each.logprob for each in shown],
-            "top_logprobs": [{named(other): value for other, value in each.top} for each in shown],
-            "text_offset": before[: len(shown)],
+            "tokens": [each["token"] for each in told],
+            "token_logprobs": [each["logprob"] for each in told],
+            "top_logprobs": [*tops],
+            "text_offset": starts,
         }
 
     # --- figures ----------------------------------------------------------------------------
@@ -217,6 +187,16 @@ class ToldAnswer:
         if exchange.knows_kept:
             usage["prompt_tokens_details"] = {"cached_tokens": stats.num_reused_tokens}
         return {"usage": usage, "metrics": {"speculative_decoding": speculation(stats)}}
+
+
+def _add(whole: Json, new: Json) -> None:
+    """Put what is new behind what there is: texts and lists go on, other values are the last."""
+    for name, value in new.items():
+        if isinstance(value, dict):
+            _add(whole.setdefault(name, {}), value)
+        else:
+            is_more = isinstance(value, str | list) and name in whole
+            whole[name] = whole[name] + value if is_more else value
 
 
 def speculation(stats: DecodeStats) -> Json:

@@ -8,10 +8,10 @@ import logging
 import signal
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 # Longer than clients keep idle connections, or these would now and then use one just closed.
 _KEEP_ALIVE_SEC = 75
-_TICK_SEC = 0.1  # uvicorn's, after which it sees a signal
 
 
 class Server:
@@ -64,10 +63,7 @@ class Server:
     ) -> None:
         options = ServerOptions() if options is None else options
         if getattr(loaded.tokenizer, "_tokenizer", None) is None:
-            raise UserError(
-                f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}, which cannot "
-                "be streamed"
-            )
+            raise UserError(f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}")
         # Of a folder clients are told its name alone, not where it lies.
         name = Path(loaded.name).name if Path(loaded.name).exists() else loaded.name
         self.name = name = options.model_name or name
@@ -76,18 +72,15 @@ class Server:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             made = socket.create_server((host, port), family=family, backlog=_BACKLOG)
             self._socket = stack.enter_context(made)
-            batcher = stack.enter_context(
-                Batcher(
-                    loaded.model,
-                    max_batch_size=options.max_batch_size,
-                    max_batch_tokens=options.max_batch_tokens,
-                )
+            batcher = Batcher(
+                loaded.model,
+                max_batch_size=options.max_batch_size,
+                max_batch_tokens=options.max_batch_tokens,
             )
-            with ThreadPoolExecutor(1) as thread:
-                thread.submit(batcher.run, partial(_warm_up, loaded, options)).result()
+            batcher.run(partial(_warm_up, loaded, options))
             hosts = names_of(host, options.allowed_hosts)
-            routes = Routes(loaded, name, batcher, options, hosts, stack)
-            self.keys, self._answering = routes.keys, routes.answering
+            routes = Routes(loaded, name, batcher.engine, options, hosts, stack)
+            self.keys, self._engine = routes.keys, batcher.engine
             self._uvicorn = _Uvicorn(routes, options)
             self._stack = stack.pop_all()
         address, port, *_ = self._socket.getsockname()
@@ -122,12 +115,12 @@ class Server:
         self._finish()
 
     def _finish(self) -> None:
-        self._answering.wait(END_SEC)
+        self._engine.wait(END_SEC)  # not longer, whatever forward it may be in
         self._stack.close()
 
 
 class _Uvicorn(uvicorn.Server):
-    """Stops as it should: nobody new, and a while for what is under way."""
+    """Gives what is under way a while when it is told to stop."""
 
     def __init__(self, routes: Routes, options: ServerOptions) -> None:
         super().__init__(
@@ -140,23 +133,25 @@ class _Uvicorn(uvicorn.Server):
                 access_log=False,
                 proxy_headers=False,  # anybody can write these: addresses take turns
                 timeout_keep_alive=_KEEP_ALIVE_SEC,
-                timeout_graceful_shutdown=int(END_SEC),  # of what is not let in
+                timeout_graceful_shutdown=int(options.grace_sec + 2 * END_SEC),
             )
         )
         self._routes = routes
         self._grace_sec = options.grace_sec
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note a signal; Ctrl-C, once more, hangs up at once."""
+        super().handle_exit(sig, frame)
+        for each in [*self.server_state.connections] if self.force_exit else ():
+            each.loop.call_soon_threadsafe(each.transport.abort)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let nobody in, and listen until all is answered, for `/health` tells; then hang up."""
+        """Let nobody in, and wait until all is answered, or until Ctrl-C comes once more."""
         logger.info("shutting down; running answers have %g s", self._grace_sec)
         closing = asyncio.create_task(self._routes.close(self._grace_sec))
-        while not self.force_exit and not closing.done():
-            await asyncio.wait({closing}, timeout=_TICK_SEC)
-        if self.force_exit:  # Ctrl-C, once more
-            closing.cancel()
-            for connection in [*self.server_state.connections]:
-                connection.transport.abort()  # which ends what is answered there
         await super().shutdown(sockets)
+        closing.cancel()
+        await asyncio.wait({closing})
 
 
 def _warm_up(loaded: LoadedModel, options: ServerOptions) -> None:

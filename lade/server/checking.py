@@ -7,6 +7,7 @@ thread cannot be stopped.
 import os
 import subprocess
 import sys
+from functools import lru_cache
 
 import llguidance
 
@@ -20,8 +21,13 @@ _MEMORY_BYTES = 2**30
 _NICENESS = 5  # the model, which all wait for, goes before
 
 
-def what_is_wrong(grammar: str) -> str:
-    """Return what is wrong with a grammar, or that it takes too much; "" if nothing is."""
+@lru_cache(1024)  # of those without a fault
+def check(grammar: str, tenant: str) -> None:
+    """Look at a grammar, once for each tenant.
+
+    Raises:
+        ValueError: there is something wrong with it, or it takes too much.
+    """
     command = [sys.executable, "-P", "-m", __name__]
     try:
         # Without standard error: warnings tell what was asked for.
@@ -29,8 +35,10 @@ def what_is_wrong(grammar: str) -> str:
             command, input=grammar.encode(), capture_output=True, timeout=_WALL_SEC
         )
     except subprocess.TimeoutExpired:
-        return "it takes too long"
-    return done.stdout.decode() if done.returncode == 0 else "it takes too much time or memory"
+        raise ValueError("it takes too long") from None
+    wrong = "it takes too much time or memory" if done.returncode else done.stdout.decode()
+    if wrong:
+        raise ValueError(wrong)
 
 
 def _look() -> None:

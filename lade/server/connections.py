@@ -1,14 +1,14 @@
 """Connections that say nothing, and more of them than there is room for."""
 
 import asyncio
-import sys
 from collections.abc import Sequence
-from ipaddress import IPv6Address, ip_address, ip_network
+from contextlib import suppress
+from ipaddress import ip_address, ip_network
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from lade.server.line import Shares
+from lade.server.sharing import Shares
 
 # A client that has begun a request has so long to send its headers.
 HEADER_SEC = 20.0
@@ -30,20 +30,18 @@ class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to wait for headers, or hang up."""
         super().connection_made(transport)
-        self._closing: asyncio.TimerHandle | None = None
-        self._stalling: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._origin = origin_of(transport.get_extra_info("peername"))
         self._has_share = self.shares.take(self._origin)
         if self._has_share:
-            self._await_headers()
+            self._hang_up_in(HEADER_SEC, "headers")
         else:
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
-        self._stop_waiting()
-        if self._stalling is not None:
-            self._stalling.cancel()
+        for name in [*self._timers]:
+            self._stop(name)
         if self._has_share:
             self.shares.give(self._origin)
         super().connection_lost(exc)
@@ -53,40 +51,38 @@ class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
-            self._stop_waiting()
+            self._stop("headers")
         elif self.cycle is None or self.cycle.response_complete:
-            self._await_headers()
+            self._hang_up_in(HEADER_SEC, "headers")
 
     def pause_writing(self) -> None:
         """Hang up if this lasts: closing alone would wait for the client to read."""
         super().pause_writing()
-        self._stalling = self.loop.call_later(self.stall_sec, self.transport.abort)
+        self._hang_up_in(self.stall_sec, "reads")
 
     def resume_writing(self) -> None:
         """Go on: the client reads."""
         super().resume_writing()
-        if self._stalling is not None:
-            self._stalling.cancel()
+        self._stop("reads")
 
-    def _await_headers(self) -> None:
-        if self._closing is None:
-            self._closing = self.loop.call_later(HEADER_SEC, self.transport.abort)
+    def _hang_up_in(self, sec: float, unless: str) -> None:
+        if unless not in self._timers:
+            self._timers[unless] = self.loop.call_later(sec, self.transport.abort)
 
-    def _stop_waiting(self) -> None:
-        if self._closing is not None:
-            self._closing.cancel()
-            self._closing = None
+    def _stop(self, name: str) -> None:
+        if timer := self._timers.pop(name, None):
+            timer.cancel()
 
 
-def guarded(max_connections: int, stall_sec: float) -> type[GuardedProtocol]:
+def guarded(most: int, stall_sec: float) -> type[GuardedProtocol]:
     """Return a protocol for so many connections, or as many as the system has files for."""
-    most = max_connections
-    if sys.platform != "win32":
+    with suppress(ImportError, ValueError, OSError):  # none on Windows
         import resource
 
-        num_files: Any = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if num_files != resource.RLIM_INFINITY:
-            most = max(1, min(most, num_files - _OTHER_FILES))
+        _, num_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
+        if num_files > _OTHER_FILES:  # else there is no limit
+            most = min(most, num_files - _OTHER_FILES)
     settings = {"shares": Shares(most, max(1, most // _PARTS)), "stall_sec": stall_sec}
     return type("Guarded", (GuardedProtocol,), settings)
 
@@ -96,11 +92,9 @@ def origin_of(peer: Sequence[Any] | None) -> str:
 
     A single subscriber has all of a /64, and may use another address for each request.
     """
-    address = str(peer[0]) if peer else ""
     try:
-        found = ip_address(address)
-    except ValueError:  # what a proxy says, or of a socket that is no internet's
-        return address
-    if isinstance(found, IPv6Address):
-        return str(found.ipv4_mapped or ip_network((int(found), 64), strict=False))
-    return str(found)
+        found = ip_address(peer[0] if peer else "")
+    except ValueError:  # of a socket that is no internet's
+        return ""
+    is_old = getattr(found, "ipv4_mapped", found)
+    return str(is_old or ip_network((int(found), 64), strict=False))

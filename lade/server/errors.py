@@ -17,7 +17,6 @@ class ApiError(LadeError):
     _: KW_ONLY
     param: str | None = None  # the field at fault, as in "messages.0.role"
     code: str | None = None  # for programs
-    retry_after: int | None = None  # seconds after which to ask again
     closes: bool = False  # whether the connection, of whose body more may come
 
     def __str__(self) -> str:
@@ -32,7 +31,7 @@ class ApiError(LadeError):
 
     def headers(self) -> dict[str, str]:
         """Return the headers that go with the status."""
-        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        headers = {"retry-after": "5"} if self.status in (429, 503) else {}  # seconds
         if self.closes:
             headers["connection"] = "close"
         if self.status == 401:
@@ -47,12 +46,12 @@ def failed() -> ApiError:
 
 def full(message: str) -> ApiError:
     """Return what a client is told for whom there is no room now."""
-    return ApiError(429, message, code="queue_full", retry_after=5)
+    return ApiError(429, message, code="queue_full")
 
 
 def shutting_down() -> ApiError:
     """Return what a client is told while the server stops."""
-    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+    return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 def timed_out(sec: float) -> ApiError:

@@ -1,7 +1,9 @@
 """One request and what comes of it."""
 
 import asyncio
+import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -39,12 +41,13 @@ class Exchange:
     Written by the event loop before it is submitted, by the thread that answers until that is done.
     """
 
-    request_id: str
     owner: KeyOwner
     of_whom: str  # the key, or where it comes from: what is shared fairly
     knows_kept: bool  # whether it may be told what of its prompt was kept
     timeout_sec: float
-    config: Config
+    when_over: Callable[["Exchange"], None]  # called once, in the event loop
+    request_id: str = field(default_factory=lambda: f"{uuid.uuid4()}")
+    config: Config = field(default_factory=Config)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     asked: Asked = field(default_factory=Asked)
     grammar: Any = None  # that the answer keeps
@@ -61,7 +64,9 @@ class Exchange:
     last_token: float | None = None
     num_prompt_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)  # of the answer
-    leave: Callable[[], None] = lambda: None  # gives its place in the line back
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # or ended before that
+    answer: "Future[None] | None" = None  # of the engine
+    watch: "asyncio.Task[None] | None" = None  # on the client and the time
     pieces: "asyncio.Queue[list[AnswerPiece] | None]" = field(default_factory=asyncio.Queue)
     stats: DecodeStats | None = None
     logprobs: list[Logprob] = field(default_factory=list)
@@ -72,9 +77,24 @@ class Exchange:
         self.deadline = perf_counter() + self.timeout_sec
 
     def end(self, error: ApiError) -> None:
-        """End it before its next token; the first reason stays."""
+        """End it before its next token, or its turn; the first reason stays."""
         if self.error is None:
             self.error = error
+        if self.answer is not None:
+            self.answer.cancel()
+        self.in_loop(self._wake)
+
+    def finish(self) -> None:
+        """Be over: nothing more is computed. Called in the event loop."""
+        if self.watch is not None:
+            self.watch.cancel()
+        self._wake()
+        self.when_over(self)
+
+    def _wake(self) -> None:
+        """Let whoever waits for its turn or its answer see that it has ended."""
+        self.begun.set()
+        self.pieces.put_nowait(None)
 
     def check(self) -> None:
         """Raise why it is to end, if it is."""

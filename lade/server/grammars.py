@@ -1,8 +1,8 @@
 """JSON schemas that answers keep to the letter; what they force is drafted for free."""
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import llguidance
@@ -14,11 +14,10 @@ from transformers import LogitsProcessor
 
 from lade.drafting.grammar import ForcedTokens
 from lade.models.loading import LoadedModel
-from lade.server.checking import LIMITS, what_is_wrong
+from lade.server.checking import LIMITS, check
 from lade.server.errors import ApiError
 
-_MAX_CHARS = 2**16  # also with what references lead to in their place
-_MAX_KNOWN = 1024
+_MAX_CHARS = 2**16
 # Without free blanks, which a model may write until its answer is full.
 _FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -30,47 +29,41 @@ class Grammars:
         self._loaded = loaded
         ends = loaded.model.generation_config.eos_token_id
         self._ends: list[int] = [ends] if isinstance(ends, int) else list(ends or ())
-        self._lock = threading.Lock()
-        self._tokens: llguidance.LLTokenizer | None = None
-        self._known: dict[tuple[str, str], None] = {}  # tenants, and grammars without a fault
 
     def made(self, schema: Mapping[str, Any], tenant: str = "") -> llguidance.LLMatcher:
         """Return the grammar of a JSON schema, at its begin.
 
         Args:
             schema: of the answer.
-            tenant: who asks; "" for nobody in particular, of whom nothing is kept.
+            tenant: who asks; for others it takes as long as if nobody had asked before.
 
         Raises:
             ApiError: it is too long or takes too much, or is not one that grammars keep.
         """
-        text = _written(_told_apart(schema, schema))
         if not self._ends:
             raise refusal("expected no schema, for the model has no token that ends an answer")
         if "x-guidance" in schema:  # which would loosen what is kept
             raise refusal("expected a schema without x-guidance")
+        text = json.dumps(_told_apart(schema))
+        if len(text) > _MAX_CHARS:
+            raise refusal(f"expected a schema of at most {_MAX_CHARS} characters, got {len(text)}")
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_FORM)
         except ValueError as error:  # it is too deep
             raise refusal(f"expected a JSON schema that can be read: {error}"[:300]) from None
-        if (tenant, grammar) not in self._known and (wrong := what_is_wrong(grammar)):
-            raise refusal(f"expected a JSON schema that can be kept: {wrong}"[:300])
-        with self._lock:
-            if tenant:
-                self._known[tenant, grammar] = None
-            if len(self._known) > _MAX_KNOWN:
-                del self._known[next(iter(self._known))]
-        return llguidance.LLMatcher(self.tokens(), grammar, log_level=0, limits=LIMITS)
+        try:
+            check(grammar, tenant)
+        except ValueError as error:
+            raise refusal(f"expected a JSON schema that can be kept: {error}"[:300]) from None
+        return llguidance.LLMatcher(self.tokens, grammar, log_level=0, limits=LIMITS)
 
+    @cached_property
     def tokens(self) -> llguidance.LLTokenizer:
-        """Return what knows the bytes of every token."""
-        with self._lock:
-            if self._tokens is None:
-                model, tokenizer, _ = self._loaded
-                size = model.config.get_text_config(decoder=True).vocab_size
-                ends: Any = self._ends or None
-                self._tokens = llguidance.hf.from_tokenizer(tokenizer, size, ends)
-            return self._tokens
+        """What knows the bytes of every token."""
+        model, tokenizer, _ = self._loaded
+        size = model.config.get_text_config(decoder=True).vocab_size
+        ends: Any = self._ends or None
+        return llguidance.hf.from_tokenizer(tokenizer, size, ends)
 
 
 class Kept(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
@@ -98,42 +91,20 @@ class Kept(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
         return ahead.compute_ff_tokens()[:max_tokens]
 
 
-def _written(schema: Any) -> str:
-    """Return a schema as JSON, of which no more is written than may be taken."""
-    pieces, num_chars = [], 0
-    for piece in json.JSONEncoder().iterencode(schema):
-        pieces.append(piece)
-        num_chars += len(piece)
-        if num_chars > _MAX_CHARS:
-            raise refusal(f"expected a schema of at most {_MAX_CHARS} characters, got more")
-    return "".join(pieces)
+def _told_apart(part: Any) -> Any:
+    """Return a schema with `anyOf` for each `oneOf` of a tagged union, whose parts exclude others.
 
-
-def _told_apart(part: Any, root: Any) -> Any:
-    """Return a schema with what branches of each `oneOf` refer to in the place of references.
-
-    Only so are branches found to exclude each other by a constant, as in tagged unions.
+    A grammar does not find that out where they are references.
     """
     if isinstance(part, list):
-        return [_told_apart(each, root) for each in part]
+        return [_told_apart(each) for each in part]
     if not isinstance(part, dict):
         return part
     values = ("const", "enum", "default", "examples")  # which are no schemas
-    found = {name: p if name in values else _told_apart(p, root) for name, p in part.items()}
-    if isinstance(found.get("oneOf"), list):
-        found["oneOf"] = [_resolved(each, root) for each in found["oneOf"]]
+    found = {name: p if name in values else _told_apart(p) for name, p in part.items()}
+    if isinstance(found.get("oneOf"), list) and "discriminator" in found and "anyOf" not in found:
+        found["anyOf"] = found.pop("oneOf")
     return found
-
-
-def _resolved(branch: Any, root: Any) -> Any:
-    """Return what a branch refers to within the schema; else the branch."""
-    if not (isinstance(branch, dict) and [*branch] == ["$ref"]):
-        return branch
-    found = root
-    for step in str(branch["$ref"]).removeprefix("#/").split("/"):
-        name = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, dict) else None
-    return branch if found is None else found
 
 
 def refusal(message: str) -> ApiError:

@@ -1,16 +1,14 @@
-"""Answers in threads of their own: seeded, drafted from their own pools, stopped, recorded."""
+"""Answers in the engine: seeded, drafted from their own pools, stopped, recorded."""
 
 import logging
 import secrets
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,13 +20,13 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from lade.batcher import Batcher
 from lade.compat import mark_as_new
 from lade.drafting.drafter import Drafter
+from lade.engine import Engine
 from lade.hf.api import decode
 from lade.models.loading import LoadedModel
 from lade.models.stream import TextStream
-from lade.server.errors import ApiError, failed
+from lade.server.errors import ApiError, failed, full
 from lade.server.exchange import AnswerPiece, Exchange, Logprob
 from lade.server.grammars import Kept
 from lade.server.parsing import TextReader
@@ -40,49 +38,55 @@ _LOWEST_LOGPROB = -9999.0
 
 
 class Answering:
-    """Runs exchanges together, each in a thread of its own; a drafter drafts beside their pools."""
+    """Runs exchanges together in an engine; a drafter drafts beside their pools."""
 
-    def __init__(self, loaded: LoadedModel, batcher: Batcher, drafter: Drafter | None) -> None:
-        self._loaded, self._batcher, self._drafter = loaded, batcher, drafter
-        self._threads = WeakSet[threading.Thread]()
+    def __init__(self, loaded: LoadedModel, engine: Engine, drafter: Drafter | None) -> None:
+        self._loaded, self._engine, self._drafter = loaded, engine, drafter
 
-    def begin(self, exchange: Exchange) -> None:
-        """Answer an exchange; its place is given back, and its last piece is None, at the end."""
-        # A daemon, so that the process can end in the middle of a long forward.
-        thread = threading.Thread(target=self._run, args=(exchange,), daemon=True)
-        thread.start()
-        self._threads.add(thread)
+    async def begin(self, exchange: Exchange, max_waiting: int) -> None:
+        """Answer an exchange, whose last piece is None; return once its turn has come.
 
-    def wait(self, sec: float) -> None:
-        """Wait until all have ended, but not longer than so many seconds."""
-        end = time.monotonic() + sec
-        for thread in [*self._threads]:
-            thread.join(max(0.0, end - time.monotonic()))
+        Args:
+            max_waiting: of its key, beyond which it may not wait.
 
-    def _run(self, exchange: Exchange) -> None:
+        Raises:
+            ApiError: too many of its key wait, or it was ended meanwhile.
+        """
+        engine, owner = self._engine, exchange.of_whom
+        num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
+        if num_waiting >= max_waiting and engine.num_running + num_before >= engine.num_places:
+            raise full(f"{num_waiting} requests are waiting already; try again later")
+        exchange.check()
         num_tokens = exchange.num_prompt_tokens + exchange.options.max_new_tokens
         call = partial(_answer, exchange, self._loaded, self._drafter)
-        try:
-            self._batcher.run(call, num_tokens, exchange.check, exchange.of_whom)
-        except ApiError as error:
-            exchange.end(error)
-        except Exception:  # the model's or its processors'
-            if exchange.error is None:  # else it was ended from outside
-                logger.exception("an answer failed")
-                exchange.end(failed())
-        finally:
-            exchange.in_loop(exchange.leave)
-            exchange.in_loop(exchange.pieces.put_nowait, None)
+        exchange.answer = self._engine.submit(call, num_tokens, owner)
+        exchange.answer.add_done_callback(partial(_told, exchange))
+        await exchange.begun.wait()
+        if exchange.admitted is None:  # ended before its turn
+            exchange.check()
+
+
+def _told(exchange: Exchange, answer: Future[None]) -> None:
+    """Tell the client's side that an answer has ended, and how."""
+    failure = None if answer.cancelled() else answer.exception()
+    if isinstance(failure, ApiError):
+        exchange.end(failure)
+    elif failure is not None and exchange.error is None:  # the model's or its processors'
+        logger.error("an answer failed", exc_info=failure)
+        exchange.end(failed())
+    exchange.in_loop(exchange.finish)
 
 
 def _answer(exchange: Exchange, loaded: LoadedModel, drafter: Drafter | None) -> None:
     """Generate as `model.generate` does with the request's seed."""
     exchange.check()
+    exchange.admitted = perf_counter()
+    exchange.in_loop(exchange.begun.set)
     asked, inputs = exchange.asked, exchange.inputs
     recorder = None if asked.num_logprobs is None else _Recorder(asked.num_logprobs)
     relay = _Relay(exchange, loaded.tokenizer, recorder)
     criteria = StoppingCriteriaList()
-    if asked.stops:
+    if asked.stop:
         criteria.append(_StopOnText(exchange, loaded.tokenizer))
     decoding: Callable[..., Any] = partial(
         decode,
@@ -124,7 +128,7 @@ class _StopOnText(StoppingCriteria):  # type: ignore[misc]
     """
 
     def __init__(self, exchange: Exchange, tokenizer: Any) -> None:
-        self._stops = exchange.asked.stops
+        self._stops = exchange.asked.stop
         self._longest = max(map(len, self._stops))
         self._stream = TextStream(tokenizer, skips_special=exchange.parser is None)
         self._num_seen = exchange.num_prompt_tokens

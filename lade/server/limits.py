@@ -2,7 +2,6 @@
 
 import copy
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +18,9 @@ from lade.server.options import ServerOptions
 from lade.server.parsing import template_of, told_to_template
 from lade.server.requests import Asked, Chat, Completion
 
-# Texts are looked at in pieces, so that megabytes are refused for their beginning.
-_PIECE_CHARS = 2**15
-# They may be made into more tokens than a prompt by so much before they are refused for that: cuts
-# add some, and templates leave parts of a conversation out.
-_SLACK = 2
+# Texts are looked at in pieces, so that megabytes are refused for their beginning: JSON of so many
+# times the tokens that a prompt may have, as some of these are names of fields.
+_PIECE_CHARS, _SLACK = 2**15, 8
 # Whose calls are predicted: each is a run of the chat template, which keeps others waiting.
 _MOST_TOOLS = 64
 _USUAL_NEW_TOKENS = 1024  # where neither request nor model names more
@@ -34,44 +31,59 @@ class Preparing:
 
     def __init__(self, loaded: LoadedModel, options: ServerOptions) -> None:
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
-        self._positions = num_positions(loaded.model)
+        self._options, self._positions = options, num_positions(loaded.model)
         limits = options.max_prompt_tokens, self._positions and self._positions - 1
         self._max_prompt_tokens = min((each for each in limits if each is not None), default=None)
-        self._max_new_tokens = options.max_new_tokens
         self._template = template_of(loaded)
         self._lock = threading.Lock()  # a tokenizer's settings are not made for threads
 
     def prepare(self, exchange: Exchange) -> None:
-        """Set prompt, prediction, parser and options of an exchange.
+        """Set config, prompt, prediction, parser and options of an exchange.
 
         Raises:
             ApiError: no prompt can be made of it, or one that is too long.
         """
         asked = exchange.asked
         chat = asked if isinstance(asked, Chat) else None
+        exchange.config = self._config(asked)
         if chat is not None and chat.prediction is not None:
             exchange.prediction = self._predicted(chat.prediction.text)
         texts = {"prompt", "messages", "tools", "chat_template_kwargs"}
-        self._check_texts(asked.model_dump(include=texts))
+        self._check_beginning(asked.model_dump_json(include=texts), "prompt")
         try:
             exchange.inputs = self._encoded(asked)
-        except UserError as error:  # a prompt of no token, or a refusal of the chat template
-            raise ApiError(400, str(error)) from error
         except Exception as error:  # whatever templates and tokenizers raise of a request
             message = f"expected a request that makes a prompt, got {in_one_line(error)}"
-            raise ApiError(400, message) from error
+            raise ApiError(400, str(error) if isinstance(error, UserError) else message) from error
         prompt_ids = exchange.inputs["input_ids"][0]
         exchange.num_prompt_tokens = len(prompt_ids)
-        exchange.options = self._options(asked, exchange.num_prompt_tokens)
+        exchange.options = self._generation(asked, exchange.num_prompt_tokens)
         if chat is None:
             return
-        if chat.tools and chat.prediction is None and chat.speculates:
+        if chat.tools and chat.prediction is None and chat.speculation is not False:
             with Attempt():  # templates may refuse what they are never asked to write
                 calls = tool_calls(self._tokenizer, chat.tools[:_MOST_TOOLS])
                 exchange.prediction = self._predicted(calls)
         if self._template is not None:
             prefix = self._tokenizer.decode(prompt_ids)
             exchange.parser = ResponseParser(self._template, prefix=prefix, tools=chat.tools)
+
+    def _config(self, asked: Asked) -> Config:
+        """Return the config of a call.
+
+        Raises:
+            ApiError: fields contradict each other, or what the server promises.
+        """
+        config = self._options.config
+        if asked.speculation is not False:
+            return config
+        if config.stable_text:  # near-ties depend on the width of steps, which this would change
+            message = "expected no speculation: the texts are kept stable"
+            raise ApiError(400, message, param="speculation")
+        for name in ("prediction", "pools"):
+            if getattr(asked, name, None) is not None:
+                raise ApiError(400, f"expected no {name}, as nothing is drafted", param=name)
+        return replace(config, lookahead=None, max_draft_tokens=0)
 
     def _encoded(self, asked: Asked) -> dict[str, Any]:
         with self._lock:
@@ -84,25 +96,20 @@ class Preparing:
             options = {"tools": asked.tools or None, **(asked.chat_template_kwargs or {})}
             return encode_messages(self._loaded, [*told_to_template(messages)], options=options)
 
-    def _options(self, asked: Asked, num_prompt: int) -> Any:
+    def _generation(self, asked: Asked, num_prompt: int) -> Any:
         """Return the GenerationConfig of a call.
 
         Raises:
             ApiError: the prompt leaves no room for its answer.
         """
         self._check_length(num_prompt, "prompt")
-        room = self._max_new_tokens
+        room = self._options.max_new_tokens
         if self._positions is not None:
             room = min(room, self._positions - num_prompt)
         wanted = getattr(asked, "max_completion_tokens", None) or asked.max_tokens
         if wanted is not None and wanted > room:
-            raise ApiError(
-                400,
-                f"expected an answer of at most {room} tokens after a prompt of {num_prompt}, "
-                f"got {wanted}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
+            message = f"expected an answer of at most {room} tokens after a prompt of {num_prompt}"
+            raise _too_long(f"{message}, got {wanted}", "max_tokens")
         options = copy.deepcopy(self._loaded.model.generation_config)
         if wanted is None:
             wanted = max(options.max_new_tokens or 0, _USUAL_NEW_TOKENS)
@@ -127,60 +134,34 @@ class Preparing:
         Raises:
             ApiError: it is too long.
         """
-        self._check_texts(text, "prediction")
-        ids: list[int] = self._tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
-        self._check_length(len(ids), "prediction")
-        return ids
+        self._check_beginning(text, "prediction")
+        token_ids = self._tokens(text)
+        self._check_length(len(token_ids), "prediction")
+        return token_ids
 
-    def _check_texts(self, message: Any, what: str = "prompt") -> None:
-        """Refuse texts of many more tokens than a prompt may have, without making them all."""
-        if self._max_prompt_tokens is None:
+    def _tokens(self, text: str) -> list[int]:
+        # A batch, for which the tokenizer lets other threads go on.
+        encode = self._tokenizer._tokenizer.encode_batch_fast
+        token_ids: list[int] = encode([text], add_special_tokens=False)[0].ids
+        return token_ids
+
+    def _check_beginning(self, text: str, what: str) -> None:
+        """Refuse text of far more tokens than it may have, without making them all."""
+        if (most := self._max_prompt_tokens) is None:
             return
-        num_tokens, text = 0, "".join(_texts(message))
+        num_tokens = 0
         for begin in range(0, len(text), _PIECE_CHARS):
-            piece = [text[begin : begin + _PIECE_CHARS]]
-            # A batch, for which the tokenizer lets other threads go on.
-            encode = self._tokenizer._tokenizer.encode_batch_fast
-            num_tokens += len(encode(piece, add_special_tokens=False)[0].ids)
-            if num_tokens > _SLACK * self._max_prompt_tokens:
+            num_tokens += len(self._tokens(text[begin : begin + _PIECE_CHARS]))
+            if num_tokens > _SLACK * most:
                 self._check_length(num_tokens, what)
 
     def _check_length(self, num_tokens: int, what: str) -> None:
         most = self._max_prompt_tokens
         if most is not None and num_tokens > most:
-            raise ApiError(
-                400,
-                f"expected a {what} of at most {most} tokens, got {num_tokens}",
-                param=None if what == "prompt" else what,
-                code="context_length_exceeded",
-            )
+            message = f"expected a {what} of at most {most} tokens, got {num_tokens}"
+            raise _too_long(message, what)
 
 
-def config_for(asked: Asked, config: Config) -> Config:
-    """Return the config of a request's call.
-
-    Raises:
-        ApiError: fields contradict each other, or what the server promises.
-    """
-    if asked.speculates:
-        return config
-    if config.stable_text:  # near-ties depend on the width of steps, which this would change
-        message = "expected no speculation: the texts are kept stable"
-        raise ApiError(400, message, param="speculation")
-    for name in ("prediction", "pools"):
-        if getattr(asked, name, None) is not None:
-            raise ApiError(400, f"expected no {name}, as nothing is drafted", param=name)
-    return replace(config, lookahead=None, max_draft_tokens=0)
-
-
-def _texts(message: Any) -> Iterator[str]:
-    """Yield all texts in lists and dicts, names of fields included."""
-    if isinstance(message, str):
-        yield message
-    elif isinstance(message, dict):
-        for name, part in message.items():
-            yield name
-            yield from _texts(part)
-    elif isinstance(message, list):
-        for part in message:
-            yield from _texts(part)
+def _too_long(message: str, what: str) -> ApiError:
+    param = None if what == "prompt" else what
+    return ApiError(400, message, param=param, code="context_length_exceeded")

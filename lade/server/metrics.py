@@ -1,21 +1,21 @@
 """Counters and times for Prometheus, by vLLM's names where it has them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     PlatformCollector,
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily
 
+from lade.engine import Engine
 from lade.server.exchange import Exchange
-from lade.server.line import Line
 from lade.targets.prefixes import PrefixStore
 from ngram_pool import PoolStore
 
@@ -24,60 +24,65 @@ _SEC = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
-_DRAFTS = "vllm:spec_decode_num_"
 _COUNTERS = {
-    f"{_DRAFTS}drafts": "Steps that verified a draft.",
-    f"{_DRAFTS}draft_tokens": "Draft tokens that were verified.",
-    f"{_DRAFTS}accepted_tokens": "Draft tokens that were accepted.",
-    "vllm:prompt_tokens": "Tokens of prompts.",
-    "vllm:generation_tokens": "Tokens of answers.",
-    "vllm:prefix_cache_queries": "Tokens of prompts that could have been kept.",
-    "vllm:prefix_cache_hits": "Tokens of prompts that were kept, and not run again.",
+    "spec_decode_num_drafts": "Steps that verified a draft.",
+    "spec_decode_num_draft_tokens": "Draft tokens that were verified.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
+    "prompt_tokens": "Tokens of prompts.",
+    "generation_tokens": "Tokens of answers.",
+    "prefix_cache_queries": "Tokens of prompts that could have been kept.",
+    "prefix_cache_hits": "Tokens of prompts that were kept, and not run again.",
 }
-_FIRST, _WHOLE = "vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds"
-_PER_TOKEN = "vllm:request_time_per_output_token_seconds"
-_WAITED = "vllm:request_queue_time_seconds"
 _TIMES = {
-    _FIRST: "Time from a request's arrival to its first token.",
-    _PER_TOKEN: "Mean time between the tokens of an answer, the first left out.",
-    _WAITED: "Time that a request waited for others.",
-    _WHOLE: "Time from a request's arrival to the end of its answer.",
+    "time_to_first_token": "Time from a request's arrival to its first token.",
+    "request_time_per_output_token": "Mean time between tokens of an answer but the first.",
+    "request_queue_time": "Time that a request waited for others.",
+    "e2e_request_latency": "Time from a request's arrival to the end of its answer.",
 }
-_LABELLED = (
-    (
-        f"{_DRAFTS}accepted_tokens_per_pos",
-        "position",
-        "Draft tokens that were accepted, by their depth in the draft.",
-    ),
-    ("lade:requests", "code", "Requests by the status of their answer; 499: the client left."),
-)
 
 
 class Metrics:
     """All metrics of a server, in a registry of its own."""
 
     def __init__(
-        self, model_name: str, line: Line, store: PoolStore, prefixes: PrefixStore
+        self, model_name: str, engine: Engine, store: PoolStore, prefixes: PrefixStore
     ) -> None:
-        self._registry = registry = CollectorRegistry()
-        self._name, self._line, self._store, self._prefixes = (model_name, line, store, prefixes)
-        of_model: Any = {"labelnames": ("model_name",), "registry": registry}
+        self._name, self._registry = model_name, CollectorRegistry()
+        of_model: Any = {"labelnames": ["model_name"], "registry": self._registry}
         # With their labels, they are shown from the start.
         self._counters = {
-            name: Counter(name, text, **of_model).labels(model_name)
+            name: Counter(f"vllm:{name}", text, **of_model).labels(model_name)
             for name, text in _COUNTERS.items()
         }
         self._times = {
-            name: Histogram(name, text, **of_model, buckets=_SEC).labels(model_name)
+            name: Histogram(f"vllm:{name}_seconds", text, **of_model, buckets=_SEC)
             for name, text in _TIMES.items()
         }
-        self._accepted_at, self._requests = (
-            Counter(name, text, ("model_name", label), registry=registry)
-            for name, label, text in _LABELLED
+        self._accepted_at = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that were accepted, by their depth in the draft.",
+            ["model_name", "position"],
+            registry=self._registry,
         )
-        ProcessCollector(registry=registry)
-        PlatformCollector(registry=registry)
-        registry.register(self)
+        self._requests = Counter(
+            "lade:requests",
+            "Requests by the status of their answer; 499: the client left.",
+            ["model_name", "code"],
+            registry=self._registry,
+        )
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "vllm:num_requests_running": ("Requests in decoding.", lambda: engine.num_running),
+            "vllm:num_requests_waiting": ("Requests that wait.", engine.num_waiting),
+            "lade:prefix_bytes": ("Keys and values that are kept.", lambda: prefixes.num_bytes),
+            "lade:pool_memory_bytes": ("Memory of pools.", lambda: store.stats.memory_bytes),
+            "lade:pool_disk_bytes": ("Size of their files.", lambda: store.stats.disk_bytes),
+            "lade:pool_in_memory": ("Pools in memory.", lambda: store.stats.num_in_memory),
+            "lade:pool_failed": ("Attempts to save that failed.", lambda: store.stats.num_failed),
+        }
+        for name, (text, read) in gauges.items():  # when somebody asks
+            Gauge(name, text, **of_model).labels(model_name).set_function(read)
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
@@ -91,39 +96,26 @@ class Metrics:
         """Count an exchange that is over."""
         num_tokens, stats = len(exchange.token_ids), exchange.stats
         if exchange.admitted is not None:
-            self._times[_WAITED].observe(exchange.admitted - exchange.arrived)
+            self._observe("request_queue_time", exchange.admitted - exchange.arrived)
         if exchange.first_token is None or exchange.last_token is None:
             return
-        self._times[_FIRST].observe(exchange.first_token - exchange.arrived)
-        self._times[_WHOLE].observe(perf_counter() - exchange.arrived)
+        self._observe("time_to_first_token", exchange.first_token - exchange.arrived)
+        self._observe("e2e_request_latency", perf_counter() - exchange.arrived)
         if num_tokens > 1:
             sec = exchange.last_token - exchange.first_token
-            self._times[_PER_TOKEN].observe(sec / (num_tokens - 1))
-        self._counters["vllm:prompt_tokens"].inc(exchange.num_prompt_tokens)
-        self._counters["vllm:generation_tokens"].inc(num_tokens)
-        if stats is None:  # it ended early
-            return
-        self._counters[f"{_DRAFTS}drafts"].inc(stats.num_drafted_row_steps)
-        self._counters[f"{_DRAFTS}draft_tokens"].inc(stats.num_draft_tokens)
-        self._counters[f"{_DRAFTS}accepted_tokens"].inc(stats.num_accepted_tokens)
-        for position, number in enumerate(stats.accepted_by_depth):
-            self._accepted_at.labels(self._name, str(position)).inc(number)
-        if not exchange.is_private:
-            self._counters["vllm:prefix_cache_queries"].inc(exchange.num_prompt_tokens)
-            self._counters["vllm:prefix_cache_hits"].inc(stats.num_reused_tokens)
+            self._observe("request_time_per_output_token", sec / (num_tokens - 1))
+        counts = {"prompt_tokens": exchange.num_prompt_tokens, "generation_tokens": num_tokens}
+        if stats is not None:  # it has not ended early
+            counts["spec_decode_num_drafts"] = stats.num_drafted_row_steps
+            counts["spec_decode_num_draft_tokens"] = stats.num_draft_tokens
+            counts["spec_decode_num_accepted_tokens"] = stats.num_accepted_tokens
+            for position, number in enumerate(stats.accepted_by_depth):
+                self._accepted_at.labels(self._name, str(position)).inc(number)
+            if not exchange.is_private:
+                counts["prefix_cache_queries"] = exchange.num_prompt_tokens
+                counts["prefix_cache_hits"] = stats.num_reused_tokens
+        for name, count in counts.items():
+            self._counters[name].inc(count)
 
-    def collect(self) -> Iterable[Any]:
-        """Yield the queue's and the pools' numbers, which are read when somebody asks."""
-        line, pools, prefixes = self._line, self._store.stats, self._prefixes
-        for name, text, value in (
-            ("vllm:num_requests_running", "Requests in decoding.", line.num_running),
-            ("vllm:num_requests_waiting", "Requests that wait.", line.num_waiting),
-            ("lade:prefix_bytes", "Memory of keys and values that are kept.", prefixes.num_bytes),
-            ("lade:pool_memory_bytes", "Memory of pools.", pools.memory_bytes),
-            ("lade:pool_disk_bytes", "Size of their files.", pools.disk_bytes),
-            ("lade:pool_in_memory", "Pools in memory.", pools.num_in_memory),
-            ("lade:pool_failed", "Attempts to save one that failed.", pools.num_failed),
-        ):
-            family = GaugeMetricFamily(name, text, labels=("model_name",))
-            family.add_metric((self._name,), value)
-            yield family
+    def _observe(self, name: str, sec: float) -> None:
+        self._times[name].labels(self._name).observe(sec)

@@ -1,6 +1,5 @@
 """`ServerOptions`: what an operator decides."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,6 @@ from lade.drafting.drafter import Drafter
 from lade.errors import UserError
 from lade.server.keys import ApiKeys
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LEAST = {
     **dict.fromkeys(("max_connections", "max_batch_size", "max_batch_tokens"), 1),
     **dict.fromkeys(("max_prompt_tokens", "max_new_tokens", "max_body_bytes"), 1),
@@ -49,7 +47,7 @@ class ServerOptions:
             of a `CallPool` and others does; None for the pools alone.
 
     Raises:
-        UserError: one is out of its range, or a corpus has no proper name.
+        UserError: one is out of its range.
     """
 
     model_name: str | None = None
@@ -81,10 +79,4 @@ class ServerOptions:
                 raise UserError(f"expected {name} of at least {least}, got {value!r}")
         if not self.timeout_sec > 0:
             raise UserError(f"expected timeout_sec above 0, got {self.timeout_sec!r}")
-        for name in self.corpora:
-            if not _NAME.fullmatch(name):
-                raise UserError(
-                    "expected the name of a corpus, up to 64 letters, digits, dots, dashes and "
-                    f"underscores, got {name[:80]!r}"
-                )
         ApiKeys(self.api_keys)

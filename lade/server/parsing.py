@@ -84,13 +84,10 @@ def told_to_template(messages: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
         ValueError: arguments are no JSON.
     """
     for message in messages:
-        calls = message.get("tool_calls")
         content = " ".join(part["text"] for part in message.get("content") or ())
-        told = {"role": message["role"], "content": "" if calls else content}
-        if calls:
+        told = {**message, "content": content}
+        if calls := message.get("tool_calls"):
             told["tool_calls"] = [_with_arguments(call) for call in calls]
-        if "tool_call_id" in message:
-            told["tool_call_id"] = message["tool_call_id"]
         yield told
 
 

@@ -2,9 +2,8 @@
 
 import json
 import re
-from collections.abc import Sequence
 from inspect import signature
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
 from pydantic import (
     AfterValidator,
@@ -29,6 +28,10 @@ _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _MAX_BIASES = 1024
 
 
+def _wrong(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param}: {message}", param=param, code="unsupported_or_invalid")
+
+
 def _only(supported: Any) -> AfterValidator:
     def check(value: Any) -> Any:
         if value != supported:
@@ -38,22 +41,13 @@ def _only(supported: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _finite_temperature(value: float) -> float:
-    if not (value == 0 or value >= _LOWEST_TEMPERATURE):
-        raise ValueError(f"expected 0 or at least {_LOWEST_TEMPERATURE}")
-    return value
-
-
 # Fields of OpenAI's that are accepted where they ask for what is done anyway.
 _Zero = Annotated[float, _only(0)] | None
 _One = Annotated[int, _only(1)] | None
 _False = Annotated[bool, _only(False)] | None
 _True = Annotated[bool, _only(True)] | None
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
-# Below these, scores divided by them may exceed what float32 holds.
-_LOWEST_TEMPERATURE, _LOWEST_PENALTY, _HIGHEST_PENALTY = 1e-4, 0.01, 100.0
-_Temperature = Annotated[float, Field(le=2), AfterValidator(_finite_temperature)]
-_Penalty = Annotated[float, Field(ge=_LOWEST_PENALTY, le=_HIGHEST_PENALTY)]
+_LOWEST_TEMPERATURE = 1e-4  # below it, scores may exceed what float32 holds
 _Name = Annotated[str, Field(max_length=256)]
 _Length = Annotated[int, Field(ge=1)]
 
@@ -76,7 +70,7 @@ def _as_parts(value: Any) -> Any:
 
 
 def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str) else [] if value is None else value
 
 
 # One form of each field, so that an error names the place in the request and nothing else.
@@ -124,16 +118,10 @@ class _Format(_Strict):
     json_schema: _Schema | None = None
 
     @model_validator(mode="after")
-    def _has_schema(self) -> "_Format":
+    def _has_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("expected json_schema with the type json_schema alone")
         return self
-
-
-def _only_with(name: str, value: Any, info: ValidationInfo) -> Any:
-    if value is not None and not info.data.get(name):
-        raise ValueError(f"expected it with {name} alone")
-    return value
 
 
 class Asked(_Strict):
@@ -144,10 +132,10 @@ class Asked(_Strict):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     max_tokens: _Length | None = None
-    temperature: _Temperature | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[_Stop], Field(max_length=4), BeforeValidator(_as_list)] | None = None
+    stop: Annotated[list[_Stop], Field(max_length=4), BeforeValidator(_as_list)] = []
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     user: _Name | None = None
     n: _One = None
@@ -157,35 +145,31 @@ class Asked(_Strict):
     cache_salt: _Name | None = None
     top_k: _Length | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     # Ours: whether anything is drafted, and from which corpora; every draft looks into all.
     speculation: bool | None = None
     pools: Annotated[list[_Name], Field(max_length=8)] | None = None
 
-    @field_validator("stream_options")
-    @classmethod
-    def _with_stream(cls, value: Any, info: ValidationInfo) -> Any:
-        return _only_with("stream", value, info)
-
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="before")
     @classmethod
     def _of_tokens(cls, value: Any, info: ValidationInfo) -> Any:
-        size = info.context["vocab_size"] if info.context else 0
-        for token in value or ():
+        size = (info.context or {}).get("vocab_size", 0)
+        for number, token in enumerate(value if isinstance(value, dict) else ()):
+            if number == _MAX_BIASES:  # before pydantic looks at each
+                raise _wrong("logit_bias", f"expected at most {_MAX_BIASES} of them")
             is_number = token.isdecimal() and token.isascii() and len(token) < 20
             if not (is_number and int(token) < size):
-                raise ValueError(f"expected ids of tokens below {size}, got {token[:20]!r}")
+                message = f"expected ids of tokens below {size}, got {token[:20]!r}"
+                raise _wrong("logit_bias", message)
         return value
 
-    @property
-    def speculates(self) -> bool:
-        """Whether anything is to be drafted."""
-        return self.speculation is not False
-
-    @property
-    def stops(self) -> Sequence[str]:
-        """Texts before which the answer ends."""
-        return self.stop or []
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise _wrong("stream_options", "expected it with stream alone")
+        if self.temperature and self.temperature < _LOWEST_TEMPERATURE:
+            raise _wrong("temperature", f"expected 0 or at least {_LOWEST_TEMPERATURE}")
+        return self
 
     @property
     def num_logprobs(self) -> int | None:
@@ -215,29 +199,19 @@ class Chat(Asked):
     store: _False = None
     service_tier: Literal["auto", "default"] | None = None
 
-    @field_validator("top_logprobs")
-    @classmethod
-    def _with_logprobs(cls, value: Any, info: ValidationInfo) -> Any:
-        return _only_with("logprobs", value, info)
-
-    @field_validator("tools")
-    @classmethod
-    def _that_are_chosen(cls, value: Any, info: ValidationInfo) -> Any:
-        return None if info.data.get("tool_choice") == "none" else value
-
-    @field_validator("response_format")
-    @classmethod
-    def _without_tools(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None and value.type != "text" and info.data.get("tools"):
-            raise ValueError("expected a schema or tools, got both: calls are not of the schema")
-        return value
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _of_the_template(cls, value: Any) -> Any:
-        for name in (value or {}).keys() & _NOT_OF_TEMPLATES:
-            raise ValueError(f"expected arguments of the chat template, got {name!r}")
-        return value
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.tool_choice == "none":
+            self.tools = None
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _wrong("top_logprobs", "expected it with logprobs alone")
+        if self.schema_asked is not None and self.tools:
+            message = "expected a schema or tools, got both: calls are not of the schema"
+            raise _wrong("response_format", message)
+        for name in (self.chat_template_kwargs or {}).keys() & _NOT_OF_TEMPLATES:
+            message = f"expected arguments of the chat template, got {name!r}"
+            raise _wrong("chat_template_kwargs", message)
+        return self
 
     @property
     def schema_asked(self) -> Json | None:
@@ -269,10 +243,6 @@ def read(kind: type[Asked], data: bytes | bytearray, model: str, vocab_size: int
         ApiError: it is not JSON, or a field is unknown, of a wrong type or not supported.
     """
     body = _json(data)
-    biases = body.get("logit_bias")
-    if isinstance(biases, dict) and len(biases) > _MAX_BIASES:
-        message = f"expected at most {_MAX_BIASES} biases, got {len(biases)}"
-        raise ApiError(400, message, param="logit_bias")
     try:
         asked = kind.model_validate(body, context={"vocab_size": vocab_size})
     except ValidationError as error:
@@ -284,11 +254,7 @@ def read(kind: type[Asked], data: bytes | bytearray, model: str, vocab_size: int
 
 
 def _json(data: bytes | bytearray) -> Json:
-    """Read a JSON object.
-
-    Raises:
-        ApiError: it is none, or takes long to look at.
-    """
+    """Read a JSON object, unless it takes long to look at."""
     # A parser lets nobody else go on until it is done, so values are counted before.
     if sum(map(_STRINGS.sub(b"", data).count, (b",", b"[", b"{"))) > _MAX_VALUES:
         raise ApiError(400, f"expected at most {_MAX_VALUES} values in a request, got more")
@@ -310,6 +276,5 @@ def _refuse(error: ValidationError) -> NoReturn:
     else:
         message = first["msg"].removeprefix("Value error, ")
         message = message if param is None else f"{param}: {message}"
-    if param == "tool_choice":
-        message += "; calls cannot be forced"
+    message += "; calls cannot be forced" if param == "tool_choice" else ""
     raise ApiError(400, message, param=param, code="unsupported_or_invalid")

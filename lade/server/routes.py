@@ -6,9 +6,8 @@ and is answered by `inference.py`; what is under way for a client that leaves is
 
 import asyncio
 import logging
-import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Mapping
-from contextlib import ExitStack, aclosing, closing, suppress
+from collections.abc import Container
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from time import perf_counter, time
 from typing import Any
@@ -21,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from lade.batcher import Batcher
+from lade.engine import Engine
 from lade.hosts import is_known
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
@@ -32,16 +31,15 @@ from lade.server.exchange import Exchange
 from lade.server.grammars import Grammars
 from lade.server.inference import Answering
 from lade.server.keys import ApiKeys, KeyOwner
-from lade.server.limits import Preparing, config_for
-from lade.server.line import Line, Shares
+from lade.server.limits import Preparing
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
 from lade.server.requests import Asked, Chat, Completion, read
+from lade.server.sharing import Shares, Workers
 from lade.server.users import UserPools
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_ID, _MAX_ID = "x-request-id", 256  # every event of an answer has it
 # To end an answer or to tell a client of it: it may not read, and a prompt is run in one piece.
 END_SEC = 5.0
 # Of a body: silence, and what all, and one key, may have sent for requests whose turn has not come,
@@ -54,7 +52,7 @@ class Routes:
     """Lets requests in, and answers them; an ASGI application.
 
     Args:
-        loaded, batcher: the model.
+        loaded, engine: the model.
         name: what clients call it.
         options: of the server.
         hosts: names that clients may call the server by; None for any.
@@ -65,7 +63,7 @@ class Routes:
         self,
         loaded: LoadedModel,
         name: str,
-        batcher: Batcher,
+        engine: Engine,
         options: ServerOptions,
         hosts: Container[str] | None,
         stack: ExitStack,
@@ -76,20 +74,15 @@ class Routes:
         self._pools = stack.enter_context(closing(UserPools(loaded, options)))
         self._grammars = Grammars(loaded)
         self._preparing = Preparing(loaded, options)
-        self.answering = Answering(loaded, batcher, options.drafter)
-        size = options.max_batch_size if batcher.is_joint else 1
-        logger.info("requests are answered %s", "together" if size > 1 else "one by one")
-        # Whoever waits for others in the batcher waits for whole answers, out of any order.
-        self._line = Line(options.max_queue, size, max(1, size - 1))
+        self._answering = Answering(loaded, engine, options.drafter)
+        is_one_by_one = engine.num_places == 1
+        logger.info("requests are answered %s", "one by one" if is_one_by_one else "together")
         prefixes = Profiles.of(loaded.model).prefixes
-        self._metrics = Metrics(name, self._line, self._pools.store, prefixes)
-        num_waiting = options.max_queue + options.max_batch_size
-        # For threads that prepare requests, of which one key leaves some to others, and schemas.
-        self._workers, self._lookers = Line(num_waiting, 4, 2), Line(num_waiting, 1, 1)
+        self._metrics = Metrics(name, engine, self._pools.store, prefixes)
+        self._workers, self._lookers = Workers(4, 2), Workers(1, 1)  # the latter for schemas
         most = options.max_body_bytes
         self._bytes = Shares(_MAX_BODIES * most, _MAX_BODIES_OF_KEY * most)
         self._open: set[Exchange] = set()
-        self._is_closing = False
         model = {"id": name, "object": "model", "created": int(time()), "owned_by": "lade"}
 
         async def models(request: Request) -> Response:
@@ -101,8 +94,6 @@ class Routes:
             return JSONResponse(model if is_one else {"object": "list", "data": [model]})
 
         async def health(_: Request) -> Response:
-            if self._is_closing:
-                raise shutting_down()
             return JSONResponse({"status": "ok"})
 
         async def metrics(request: Request) -> Response:
@@ -147,15 +138,16 @@ class Routes:
         logger.info("%s %s %d %.3f s", scope["method"], path, status, sec)
 
     async def close(self, grace_sec: float) -> None:
-        """Let nobody in any more, and end what is under way, after a while by force."""
-        self._is_closing = True
-        for each in (self._line, self._workers, self._lookers):
-            each.refuse(shutting_down())
-        for sec in (grace_sec, END_SEC):
+        """End what waits, and what is under way after a while; nobody is let in any more."""
+        for exchange in self._open:
+            if exchange.admitted is None:
+                exchange.end(shutting_down())
+        try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(sec):
+                async with asyncio.timeout(grace_sec):
                     while self._open:
                         await asyncio.sleep(0.05)
+        finally:  # also where nobody is to wait any more
             for exchange in self._open:
                 exchange.end(shutting_down())
 
@@ -163,34 +155,23 @@ class Routes:
 
     async def _complete(self, kind: type[Asked], request: Request) -> Response:
         exchange = self._let_in(request)
-        self._open.add(exchange)
-        is_streamed = False
         try:
-            answered = self._answered(kind, exchange, await self._body(request, exchange))
-            response: Response = await self._while_there(request, exchange, answered)
-            is_streamed = isinstance(response, _Events)
-            return response
+            data = await self._body(request, exchange)
+            exchange.arrived = perf_counter()
+            exchange.watch = asyncio.create_task(_watch(exchange, request))
+            await self._prepared(kind, exchange, data)
+            del data
+            await self._answering.begin(exchange, self._options.max_queue)
+            self._let_go(exchange)
+            answer = ToldAnswer(exchange, self._name)
+            headers = {"x-request-id": exchange.request_id}
+            if exchange.asked.stream:
+                events = answer.events()
+                return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+            return JSONResponse(await answer.whole(), headers=headers)
         finally:
-            if not is_streamed:
-                self._over(exchange)
-
-    async def _answered(self, kind: type[Asked], exchange: Exchange, data: bytearray) -> Response:
-        exchange.arrived = perf_counter()
-        await self._prepared(kind, exchange, data)
-        del data
-        exchange.leave = await self._line.enter(exchange.of_whom)
-        exchange.admitted = perf_counter()
-        self._let_go(exchange)
-        try:
-            self.answering.begin(exchange)
-        except BaseException:
-            exchange.leave()
-            raise
-        answer = ToldAnswer(exchange, self._name)
-        headers = {_REQUEST_ID: exchange.request_id}
-        if exchange.asked.stream:
-            return _Events(exchange, answer.events(), partial(self._over, exchange), headers)
-        return JSONResponse(await answer.whole(), headers=headers)
+            if exchange.answer is None:  # else it is over when the engine has ended it
+                exchange.finish()
 
     def _identified(self, request: Request) -> KeyOwner:
         """Return whose a request is.
@@ -209,27 +190,21 @@ class Routes:
         Raises:
             ApiError: they are not.
         """
-        headers, options, owner = (request.headers, self._options, self._identified(request))
-        if self._is_closing:
-            raise shutting_down()
+        headers, options, owner = request.headers, self._options, self._identified(request)
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy may read another end of the body, and what follows as another's request.
             raise ApiError(400, "expected one length of the body, got two", closes=True)
         # Pages of other sites may send any other type without asking first.
         if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise ApiError(415, "expected Content-Type: application/json")
-        request_id = headers.get(_REQUEST_ID) or str(uuid.uuid4())
-        if len(request_id) > _MAX_ID:
-            message = f"expected {_REQUEST_ID} of at most {_MAX_ID} characters"
-            raise ApiError(400, f"{message}, got {len(request_id)}")
         exchange = Exchange(
-            request_id,
             owner,
             of_whom=owner.key or origin_of(request.scope["client"]),
             knows_kept=bool(owner.key) or options.shares_pool,
             timeout_sec=options.timeout_sec,
-            config=options.config,
+            when_over=self._over,
         )
+        self._open.add(exchange)
         request.state.exchange = exchange
         return exchange
 
@@ -263,43 +238,19 @@ class Routes:
 
     async def _prepared(self, kind: type[Asked], exchange: Exchange, data: bytearray) -> None:
         """Do all that can be done before the turn."""
-        key, name, size = exchange.of_whom, self._name, self._vocab_size
-        asked: Asked = await self._workers.run(key, read, kind, data, name, size)
+        run = self._workers.run
+        asked: Asked = await run(exchange, read, kind, data, self._name, self._vocab_size)
         if exchange.owner.is_alone:
             asked.speculation = False
         exchange.asked = asked
-        exchange.config = config_for(asked, exchange.config)
         exchange.pools, tenant = self._pools.of(exchange.owner, asked)
         exchange.is_private = not tenant
         if isinstance(asked, Chat) and (schema := asked.schema_asked) is not None:
-            exchange.grammar = await self._lookers.run(key, self._grammars.made, schema, tenant)
-        await self._workers.run(key, self._preparing.prepare, exchange)
+            made = self._lookers.run(exchange, self._grammars.made, schema, tenant)
+            exchange.grammar = await made
+        await run(exchange, self._preparing.prepare, exchange)
         if asked.num_logprobs is not None:
-            exchange.tokens = await self._workers.run(key, self._grammars.tokens)
-
-    async def _while_there(
-        self, request: Request, exchange: Exchange, stage: Awaitable[Any]
-    ) -> Any:
-        """Work on a request while its client is there and its time is not over.
-
-        Raises:
-            ApiError: the client has left, or the time is over.
-        """
-        task = asyncio.ensure_future(stage)
-        gone = asyncio.create_task(_until_left(request))
-        try:
-            sec = max(exchange.deadline - perf_counter(), 0)
-            await asyncio.wait({task, gone}, timeout=sec, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                exchange.end(left() if gone.done() else timed_out(exchange.timeout_sec))
-                exchange.check()
-            return await task
-        finally:
-            gone.cancel()
-            if not task.done():
-                task.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await task
+            exchange.tokens = await run(exchange, lambda: self._grammars.tokens)
 
     def _let_go(self, exchange: Exchange) -> None:
         """Count what came of a request no more."""
@@ -312,36 +263,14 @@ class Routes:
         self._metrics.count(exchange)
 
 
-class _Events(StreamingResponse):
-    """A stream of events, however it ends."""
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        events: AsyncGenerator[str, None],
-        over: Callable[[], None],
-        headers: Mapping[str, str],
-    ) -> None:
-        super().__init__(events, headers=headers)
-        self._exchange, self._events, self._over = exchange, events, over
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events as they come, until the client leaves."""
-        try:
-            async with aclosing(self._events):
-                await super().__call__(scope, receive, send)
-        finally:
-            if self._exchange.stats is None:
-                self._exchange.end(left())
-            self._over()
-
-
-async def _until_left(request: Request) -> None:
-    """Return once the client has left; its body was read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def _watch(exchange: Exchange, request: Request) -> None:
+    """End an exchange whose client leaves, or whose time is over; its body was read."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(max(exchange.deadline - perf_counter(), 0)):
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            exchange.end(left())
+    exchange.end(timed_out(exchange.timeout_sec))
 
 
 async def _refused(_: Request, error: ApiError) -> Response:

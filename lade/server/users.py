@@ -1,15 +1,11 @@
 """Whose pool is drafted from: names of pools, the folder that keeps them, corpora by name."""
 
 import hashlib
-import hmac
 import json
-import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-from filelock import FileLock
 
 from lade.hf.pools import AnyPool, Pools
 from lade.models.loading import LoadedModel
@@ -20,9 +16,6 @@ from lade.server.keys import KeyOwner
 from lade.server.options import ServerOptions
 from lade.server.requests import Asked
 from ngram_pool import PoolStore
-from ngram_pool.writing import write_whole
-
-_SECRET_BYTES = 32
 
 
 class UserPools:
@@ -52,7 +45,6 @@ class UserPools:
             tokenizer=fingerprint,
             model=fingerprint_of(model) or "",
         )
-        self._secret = _secret_in(folder)
 
         def read(path: Path) -> AnyPool:
             return load_pool(path, tokenizer=tokenizer, model=model, read_only=True)
@@ -75,8 +67,7 @@ class UserPools:
         if is_nobody or owner.is_alone:
             return layers or None, ""
         who = json.dumps([key, user, salt]).encode()
-        hashed = hmac.new(self._secret, who, hashlib.sha256).hexdigest()  # tells not who it is
-        name = "shared" if self._shares else hashed
+        name = "shared" if self._shares else hashlib.sha256(who).hexdigest()  # tells not who it is
         return [self.store.named(name), *layers], name
 
     def close(self) -> None:
@@ -94,15 +85,3 @@ class UserPools:
                 raise ApiError(404, message, param="pools", code="pool_not_found")
             pools.append(pool)
         return pools
-
-
-def _secret_in(folder: Path) -> bytes:
-    """Return the secret that names of pools are hashed with; made once for a folder."""
-    path = folder / "secret"
-    with FileLock(folder / "secret.lock", mode=0o600):
-        if not path.exists():
-            write_whole(path, secrets.token_bytes(_SECRET_BYTES))
-        found = path.read_bytes()
-    if len(found) != _SECRET_BYTES:
-        raise OSError(f"expected {_SECRET_BYTES} bytes in {path}, got {len(found)}")
-    return found

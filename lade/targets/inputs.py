@@ -30,6 +30,11 @@ def is_text_alone(model_kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
+def sees_its_ends(mask: Tensor | None) -> bool:
+    """Return whether later tokens see the last one of each prompt."""
+    return mask is None or mask.dim() != 2 or bool(mask[:, -1].all())
+
+
 def chooses_logits(model: Model) -> bool:
     """Return whether a model can be told which tokens to compute logits of."""
     return LOGITS_KEPT in inspect.signature(model.forward).parameters

@@ -130,7 +130,7 @@ class ChainTarget(Target):
             cache = self._cache[1]
             if not can_grow(cache):
                 crop(cache, num_run)
-                return _after(num_run, self.forward(self._inputs(tree, 0)))
+                return without_first(num_run, self.forward(self._inputs(tree, 0)))
         inputs = self._inputs(tree, num_run)
         if num_run == 0 and self._restores and self._cache is not None:
             self._saved = saved(self._cache[1])
@@ -300,9 +300,9 @@ class ChainTarget(Target):
         return inputs
 
 
-def _after(num_nodes: int, output: Output) -> Output:
+def without_first(num_nodes: int, output: Forward) -> Output:
     """Return what there is of all but the first nodes."""
-    logits, states, weights = output
+    logits, states, weights = output.logits, output.hidden_states, output.attentions
     return Output(
         logits[:, num_nodes:],
         states and tuple(each[:, num_nodes:] for each in states),

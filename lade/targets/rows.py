@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from lade.batch import Text
 from lade.compat import CACHE, Model
 from lade.drafting.drafts import chain
+from lade.engine import EngineCall
 from lade.targets.base import Forward, Output, Target
 from lade.targets.inputs import CONTINUED
 from lade.targets.joint import JoinedCall, run_as_one
@@ -75,14 +76,14 @@ def _row(input_ids: Tensor, model_kwargs: Mapping[str, Any], row: int, start: in
 
 
 class RowsTarget(Target):
-    """Target of several rows, whose trees run as parts of one forward where they can.
+    """Target of several rows, whose trees run as parts of one forward.
 
     Args:
         rows: the prompts.
         targets: of each of them.
     """
 
-    def __init__(self, rows: Sequence[PromptRow], targets: Sequence[Target]) -> None:
+    def __init__(self, rows: Sequence[PromptRow], targets: Sequence[TreeTarget]) -> None:
         first = targets[0]
         self.device, self.vocab_size = first.device, first.vocab_size
         self.max_candidates = first.max_candidates
@@ -91,6 +92,7 @@ class RowsTarget(Target):
         self._originals = [keys.index(key) for key in keys]
         self._num_prompt = [row.input_ids.shape[1] for row in rows]
         self._starts = [max(self._num_prompt) - num for num in self._num_prompt]
+        self._company: EngineCall | None = None  # with whose parts these run
 
     @property
     def num_cached(self) -> list[int]:
@@ -101,11 +103,6 @@ class RowsTarget(Target):
     def must_catch_up(self) -> bool:
         """Whether the next forward should have no draft."""
         return any(target.must_catch_up for target in self._rows)
-
-    @property
-    def takes_parts(self) -> bool:
-        """Whether the forwards of rows are parts of one."""
-        return all(isinstance(each, TreeTarget) and each.takes_parts for each in self._all)
 
     def prefill(
         self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
@@ -119,13 +116,9 @@ class RowsTarget(Target):
                 last[row] = logits
         for row, original in enumerate(self._originals):
             mine, theirs = self._all[row], self._all[original]
-            if row == original:
-                continue
-            if isinstance(mine, TreeTarget) and isinstance(theirs, TreeTarget):
+            if row != original:
                 mine.follow(theirs)
                 last[row] = last[original]
-            else:
-                last[row] = mine.prefill(is_plain=is_plain).logits[:, -1:]
         return Output(torch.cat(last, dim=1))
 
     def _groups(self, rows: Sequence[int]) -> list[list[int]]:
@@ -133,7 +126,7 @@ class RowsTarget(Target):
         groups: list[list[int]] = [[]]
         for row in rows:
             num = sum(self._num_prompt[each] for each in groups[-1]) + self._num_prompt[row]
-            if groups[-1] and (num > _MOST_AT_ONCE or not self.takes_parts):
+            if groups[-1] and num > _MOST_AT_ONCE:
                 groups.append([])
             groups[-1].append(row)
         return groups
@@ -141,34 +134,47 @@ class RowsTarget(Target):
     def _run_prompts(self, rows: Sequence[int], is_plain: bool) -> list[Tensor]:
         """Return the logits of the prompts' last tokens, [1, 1, vocab_size] each."""
         targets, parts = [self._all[row] for row in rows], list[JoinedCall]()
-        if len(rows) > 1:
+        if len(rows) > 1 and self._company is None:  # else in pieces
             num_tokens = sum(self._num_prompt[row] for row in rows)
-            of_rows = [each.prompt(num_tokens) for each in targets if isinstance(each, TreeTarget)]
+            of_rows = (target.prompt(num_tokens) for target in targets)
             parts = [part for part in of_rows if part is not None]
         if len(parts) < len(rows) or len(rows) == 1:
             return [target.prefill(is_plain=is_plain).logits[:, -1:] for target in targets]
         logits = torch.split(run_as_one(parts), 1, dim=1)
         for target in targets:
-            assert isinstance(target, TreeTarget)
             target.begin()
         return [*logits]
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the inputs of each row."""
-        self._sizes = [*map(len, trees)]
         return [target.inputs([tree]) for target, tree in zip(self._rows, trees, strict=True)]
 
     def forward(self, inputs: Any) -> Forward:
-        """Run the rows, as one where they can."""
-        if not self.takes_parts or len(self._rows) == 1:
-            rows = zip(self._rows, inputs, strict=True)
-            return self._joined([target.forward(own) for target, own in rows])
-        parts = [
-            target.part(own)
-            for target, own in zip(self._rows, inputs, strict=True)
-            if isinstance(target, TreeTarget)
-        ]
-        return Output(run_as_one(parts))
+        """Run the rows as one."""
+        if len(self._rows) == 1:
+            return self._rows[0].forward(inputs[0])
+        parts = [target.part(own) for target, own in zip(self._rows, inputs, strict=True)]
+        if self._company is None:
+            return Output(run_as_one(parts))
+        outputs = self._company.run(parts)
+        return Output(torch.cat([output.logits for output in outputs], dim=1))
+
+    def join(self, company: EngineCall) -> None:
+        """Run forwards together with those of other calls, where all rows may."""
+        if all(target.may_join for target in self._all):
+            self._company = company
+            for target in self._all:
+                target.join(company)
+
+    @property
+    def is_timing_valid(self) -> bool:
+        """Whether the last forward ran the rows' own nodes alone."""
+        return self._company is None or not self._company.has_company
+
+    @property
+    def price(self) -> float | None:
+        """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
+        return None if self._company is None else self._company.price
 
     def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
         """Run the first row's root as `generate` runs single tokens, and the others' as ever."""
@@ -178,15 +184,9 @@ class RowsTarget(Target):
         parts = [
             target.part(target.inputs([root]))
             for target, root in zip(others, roots[1:], strict=True)
-            if isinstance(target, TreeTarget)
         ]
         logits = [first.forward_plainly(roots[:1]).logits[:, -1:]]
         return Output(torch.cat([*logits, run_as_one(parts)], dim=1) if parts else logits[0])
-
-    def _joined(self, outputs: Sequence[Forward]) -> Output:
-        """Return the outputs of rows one after the other, without their padding."""
-        rows = zip(outputs, self._sizes, strict=True)
-        return Output(torch.cat([output.logits[:, :size] for output, size in rows], dim=1))
 
     def discard(self) -> None:
         """Discard the last forward."""
@@ -195,10 +195,8 @@ class RowsTarget(Target):
 
     def go_back(self, num_tokens: int) -> bool:
         """Forget the last tokens of all rows, or of none."""
-        caches = [target.cache for target in self._rows if isinstance(target, TreeTarget)]
-        if not all(cache.can_go_back(num_tokens) for cache in caches):
-            return False
-        return all(target.go_back(num_tokens) for target in self._rows)
+        may_go = all(target.cache.can_go_back(num_tokens) for target in self._rows)
+        return may_go and all(target.go_back(num_tokens) for target in self._rows)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep each row's accepted path."""

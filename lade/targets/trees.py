@@ -21,6 +21,7 @@ from lade.compat import (
     prefill,
     prepares_as_usual,
 )
+from lade.engine import EngineCall
 from lade.errors import MisfitError
 from lade.products.choice import FastViews
 from lade.targets.base import Forward, Target
@@ -32,7 +33,6 @@ from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
 from lade.targets.rollback import cache_in
 from lade.transfer import integers_on
 from lade.tree import Tree, TreeTensors
-from lade.turns import Seat
 from lade.view import keep_attributes, with_attention, with_decoding_experts, with_own_hooks
 
 # Attention implementations that honour a dense 4D mask, and whether the mask is additive. (Flex
@@ -113,7 +113,9 @@ class TreeTarget(Target):
         self._products = products
         #: Whether its forwards may be parts of one.
         self.takes_parts = not self._outputs and takes_parts(model, layout, attention)
-        self._seat: Seat | None = None  # where forwards run together with those of other calls
+        self._company: EngineCall | None = (
+            None  # where forwards run together with those of other calls
+        )
         self._was_joint = False  # whether the last forward ran, or may have waited, with others
         self._num_committed = 1.0  # tokens in a step, of late
         # An attention of the user's own is taken for one like torch's, and held against that.
@@ -137,13 +139,13 @@ class TreeTarget(Target):
         """Run the prompt as `generate` does, or in the forwards of other calls."""
         model = self._model if view is None else view
         output = None
-        if self._seat is not None and not is_plain:
-            output = self._joint_prefill(self._seat, num_logits)
+        if self._company is not None and not is_plain:
+            output = self._joint_prefill(self._company, num_logits)
         if output is None:
             fast = model if is_plain else self._fast_view(model)
             options = self._generation_config
-            if self._seat is not None:
-                fast, options = self._in_pieces(fast, self._seat)
+            if self._company is not None:
+                fast, options = self._in_pieces(fast, self._company)
             output = prefill(fast, self._input_ids, options, self._model_kwargs)
             if fast is not model:
                 keep_attributes(fast, model)
@@ -173,21 +175,21 @@ class TreeTarget(Target):
         if self._products is None:
             return model
         num_rows = max(self._input_ids.numel() - self.cache.length, 1)
-        if self._seat is not None:
-            num_rows = min(num_rows, self._seat.piece)
+        if self._company is not None:
+            num_rows = min(num_rows, self._company.piece)
         return self._products.view(model) if self._products.pays(num_rows) else model
 
-    def _joint_prefill(self, seat: Seat, num_logits: int) -> Forward | None:
+    def _joint_prefill(self, company: EngineCall, num_logits: int) -> Forward | None:
         """Run a prompt in the forwards of other calls; None where there are none, or it cannot."""
         num_tokens, positions = self._input_ids.shape[1], self._prompt_positions()
-        if not seat.has_company or positions is None:
+        if not company.has_company or positions is None:
             return None
         start, output = self.cache.get_seq_length(), None
         while start < num_tokens:
-            num = seat.allot(num_tokens - start)
+            num = company.allot(num_tokens - start)
             is_last = start + num == num_tokens
             num_kept = min(num, num_logits) if is_last else 1
-            output = self._ask(seat, self._piece(positions, start, num, num_kept, self._view))
+            output = self._ask(company, self._piece(positions, start, num, num_kept, self._view))
             self.cache.keep([*range(num)])
             start += num
         return output
@@ -241,7 +243,7 @@ class TreeTarget(Target):
         self.cache.take_over(other.cache)
         self.begin()
 
-    def _in_pieces(self, model: Model, seat: Seat) -> tuple[Model, GenerationConfig]:
+    def _in_pieces(self, model: Model, company: EngineCall) -> tuple[Model, GenerationConfig]:
         """Return a view that lets other calls go on before each piece, and options with its size.
 
         A prompt that has more than tokens, such as images, or one that transformers would run
@@ -251,18 +253,18 @@ class TreeTarget(Target):
 
         def end_piece(_: Any, __: Any, inputs: dict[str, Any], ___: Any) -> None:
             if inputs.get("input_ids") is not None:
-                seat.end_piece(inputs["input_ids"].shape[1])
+                company.end_piece(inputs["input_ids"].shape[1])
 
-        view.register_forward_pre_hook(lambda *_: seat.pause())
+        view.register_forward_pre_hook(lambda *_: company.pause())
         view.register_forward_hook(end_piece, with_kwargs=True)
         options = self._generation_config
         num_left = self._input_ids.shape[1] - self.cache.get_seq_length()
         is_text = is_text_alone(self._model_kwargs)
         may_split = is_text and prepares_as_usual(self._model)
         may_split &= CHUNKS_GO_ON or not self.cache.get_seq_length()
-        if options.prefill_chunk_size is None and may_split and num_left > seat.piece:
+        if options.prefill_chunk_size is None and may_split and num_left > company.piece:
             options = copy(options)
-            options.prefill_chunk_size = seat.piece
+            options.prefill_chunk_size = company.piece
         return view, options
 
     @property
@@ -282,7 +284,7 @@ class TreeTarget(Target):
     @property
     def price(self) -> float | None:
         """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
-        return None if self._seat is None else self._seat.price
+        return None if self._company is None else self._company.price
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for a tree after the committed tokens."""
@@ -303,15 +305,15 @@ class TreeTarget(Target):
     def forward(self, inputs: Any) -> Forward:
         """Run the model on the inputs, together with other calls where there are some."""
         view = self._view_for(inputs["input_ids"].shape[1])
-        if self._seat is not None:
-            return self._ask(self._seat, self._as_part(view, inputs, self.discard))
+        if self._company is not None:
+            return self._ask(self._company, self._as_part(view, inputs, self.discard))
         output: Forward = view(**inputs)
         return output
 
-    def _ask(self, seat: Seat, part: JoinedCall) -> Forward:
+    def _ask(self, company: EngineCall, part: JoinedCall) -> Forward:
         """Run a forward together with those of other calls."""
-        output: Forward = seat.run(part)
-        self._was_joint = part.was_joint or seat.has_company
+        output: Forward = company.run([part])[0]
+        self._was_joint = part.was_joint or company.has_company
         return output
 
     def part(self, inputs: dict[str, Any]) -> JoinedCall:
@@ -330,12 +332,16 @@ class TreeTarget(Target):
         kind = (id(self._model), self.attention, self._products, is_inference, *shape)
         return JoinedCall(kind, view, inputs, undo, self._num_committed, num_logits, is_inference)
 
-    def take_seat(self, seat: Seat) -> None:
+    def join(self, company: EngineCall) -> None:
         """Run forwards together with those of other calls of the model, where that is exact."""
-        is_whole = self._padding is None or bool(self._padding.all())
-        if self.takes_parts and is_whole:
-            self._seat = seat
-            seat.join()
+        if self.may_join:
+            self._company = company
+            company.join()
+
+    @property
+    def may_join(self) -> bool:
+        """Whether its forwards may run together with those of other calls."""
+        return self.takes_parts and (self._padding is None or bool(self._padding.all()))
 
     def extend(self, tree: Tree, num_run: int) -> Forward:
         """Run a growing tree's nodes from `num_run` on; the others were run since the last commit.
@@ -398,7 +404,7 @@ class TreeTarget(Target):
         """Return what runs so many tokens."""
         if num_tokens > 1:
             return self._view
-        is_alone = self._seat is None  # else one view runs several calls
+        is_alone = self._company is None  # else one view runs several calls
         if self._products is not None and is_alone and not self._products.pays(1):
             return self._attending_view
         return self._roots_view

@@ -11,17 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 import lade
-from benchmarks import cpu_engines, forwards, memory, pool
+from benchmarks import cpu_engines, forwards, pool
 from benchmarks.__main__ import app, main
 from benchmarks.gguf_engines import Continuation, write_gguf
-from benchmarks.memory import Peak
-from benchmarks.pool_requests import time_requests
-from benchmarks.pool_threads import time_threads
 from benchmarks.predictions import EDITS, measured
 from benchmarks.prompts import Half, choose
 from benchmarks.publish import publish
 from benchmarks.rivals.catalogue import RIVALS
-from benchmarks.rollouts import Both, summary
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -180,9 +176,9 @@ def test_draft_models_are_compared(
     ("given", "message"),
     [
         (["--methods", "plain,magic"], "expected different ones of plain, .*, got 'plain,magic'"),
-        (["--methods", "plain,assistant"], "expected --assistant with a method"),
+        (["--methods", "plain,assistant"], "expected --assistant with assistant"),
         (["--methods", "lade_pool"], "expected --pool with lade_pool"),
-        (["--methods", "hf_early_exit"], "expected --first-layers N with hf_early_exit"),
+        (["--methods", "hf_early_exit"], "expected --first-layers with hf_early_exit"),
         (["--methods", "plain", "--first-layers", 2], r"expected one of pool\+first_layers"),
         (["--methods", "lade_fresh", "--save-pool", "x.pool"], "expected lade or lade_pool"),
     ],
@@ -255,7 +251,8 @@ def test_engines_that_are_not_installed_are_left_out(
 ) -> None:
     monkeypatch.setattr(cpu_engines, "find_spec", lambda name: None)
     found = results("cpu-engines", *options, "--limit", 2)
-    assert "is left out: it is not installed: pip install openvino-genai\n" in found["shown"]
+    told = " ".join(found["shown"].split())
+    assert "is left out: it is not installed: pip install openvino-genai " in told
     (rows,) = found["runs"].values()
     assert [*rows] == ["plain", "prompt_lookup", "no_drafts", "lade_fresh"]
     assert all(row[2] > 0 < row[3] and row[4] == 1.0 for row in rows.values())
@@ -285,28 +282,14 @@ def test_a_file_for_engines_has_the_weights_of_the_model(folder: str, tmp_path: 
         write_gguf(loaded.model, loaded.tokenizer, tmp_path / "half.gguf", "float16")
 
 
-def test_peaks_are_medians_held_against_plains(
-    options: list[Any], results: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    peaks = {"plain": iter([1000, 1200, 900]), "lade": iter([1500, 1400, 1700])}
-
-    def measured(work: memory.Work) -> Peak:
-        return Peak(work.method, next(peaks[work.method]), 10, 3000, False, 24, 1)
-
-    monkeypatch.setattr(memory, "measure_in_process", measured)
-    found = results("memory", *options, "--passes", 3)
-    assert found["summary"]["lade"]["peak_bytes"] == 1500
-    assert found["summary"]["lade"]["peak_ratio"] == 1.5  # of 1500 and 1000
-    assert len(found["runs"]) == 6
-
-
-@pytest.mark.exhaustive  # two processes that import torch
-def test_a_process_that_measures_plain_tells_its_peak_or_why_it_failed(
+@pytest.mark.exhaustive  # five processes that import torch
+def test_each_method_has_a_peak_of_its_own_or_says_why_it_failed(
     options: list[Any], results: Callable[..., Any]
 ) -> None:
-    (peak,) = results("memory", *options, "--methods", "plain")["runs"]
-    assert 10**8 < peak["peak_bytes"] <= peak["life_peak_bytes"]
-    assert (peak["growth_bytes"] < peak["peak_bytes"], peak["num_tokens"]) == (True, 24)
+    found = results("memory", *options, "--methods", "plain,lade", "--passes", 2)
+    plain, ours = (found["summary"][name] for name in ("plain", "lade"))
+    assert 0 < plain["growth_bytes"] < plain["peak_bytes"] > 10**8
+    assert ours["peak_ratio"] == pytest.approx(ours["peak_bytes"] / plain["peak_bytes"], abs=1e-3)
     options[options.index("--model") + 1] = "/does/not/exist"
     with pytest.raises((lade.LadeError, ValueError, OSError), match="no such folder"):
         run("memory", *options, "--methods", "plain")
@@ -347,21 +330,6 @@ def test_a_full_pool_is_timed_and_an_interruption_keeps_its_sizes(
     assert min(timing.values()) > 0
 
 
-def test_threads_lose_no_update_and_a_proposers_drafts_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("benchmarks.pool_threads._NUM_STEPS", 256)
-    timing = time_threads(64, max_draft_tokens=8)
-    assert timing.num_lost == 0
-    assert 0 < timing.draft_us <= timing.draft_p99_us <= timing.longest_us
-    monkeypatch.setattr("benchmarks.pool_requests._NUM_STEPS", 10)
-    monkeypatch.setattr("benchmarks.pool_requests._NUM_SHARED", 5_000)
-    of_step = time_requests(2, "all", 8)
-    assert 0 < of_step.step_ms <= of_step.step_p95_ms
-    assert 0 <= of_step.drafted <= 8
-
-
-@pytest.mark.exhaustive  # five answers of 160 tokens
 def test_an_edit_takes_fewest_steps_with_the_text_as_the_prediction() -> None:
     model = tiny_model(vocab_size=256, dtype=torch.float32)
     short = EDITS[1]._replace(answer=EDITS[1].answer[:160])
@@ -370,25 +338,6 @@ def test_an_edit_takes_fewest_steps_with_the_text_as_the_prediction() -> None:
     assert found["text"].keys() == {"lade", "prediction", "prompt_lookup"}
     for methods in (found["request"], found["text"]):
         assert methods["prediction"]["num_steps"] <= methods["lade"]["num_steps"] < 160
-
-
-def test_rollouts_draw_the_same_samples_while_weights_change() -> None:
-    model = tiny_model(dtype=torch.float32).train()
-    model.generate = both = Both(model, lade.NGramPool())
-    prompts = torch.tensor([[5, 6, 7, 5, 6, 7, 5]]).repeat(3, 1)
-    options = {"attention_mask": torch.ones_like(prompts), "do_sample": True, "pad_token_id": 0}
-    texts = []
-    for _ in range(3):
-        tokens = model.generate(input_ids=prompts, max_new_tokens=12, **options)
-        texts.append(tokens.tolist())
-        with torch.no_grad():
-            model.lm_head.weight.neg_()
-    assert [each.is_same for each in both.rollouts] == [True] * 3
-    assert texts[0] != texts[1]
-    found, calls = summary(both.rollouts), both.rollouts
-    assert found["num_new_tokens"] == sum(each.num_new_tokens for each in calls)
-    ratio = sum(each.plain_sec for each in calls) / sum(each.lade_sec for each in calls)
-    assert found["speedup"] == pytest.approx(ratio, abs=0.01)
 
 
 # --- what is published ----------------------------------------------------------------------

@@ -138,7 +138,7 @@ def test_only_those_that_are_kept_warm_know_earlier_prompts(name: str) -> None:
 
 
 def test_each_rival_has_its_published_budget_unless_one_is_asked_for() -> None:
-    from lade.bench.baselines import Given
+    from benchmarks.methods import Given
 
     published = {
         "rival_prompt_lookup": 10,

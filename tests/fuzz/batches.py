@@ -47,7 +47,7 @@ def run_session(seed: int, number: int) -> tuple[int, int, Counter[str]]:
             model, PER_SESSION, rng.randrange(2**31), size, max_batch_tokens=max_tokens
         )
     of_session = Counter({family: PER_SESSION, str(dtype): PER_SESSION, f"at once {size}": 1})
-    of_session["joint forwards"] += batcher._joint.num_run
+    of_session["joint forwards"] += batcher._forwards.num_run
     of_session["sessions with little room"] += max_tokens is not None
     of_session["sessions with heads of 32"] += options.get("head_dim") == 32
     return number, wrong, of_session

@@ -625,7 +625,8 @@ def _draw_more(case: Case, hand: _Hand) -> Case:
     elif kind == "fixed":
         more = "execution='fixed'"
     elif kind == "prewarmed":
-        profile["prewarmed"] = f"random_table({rng.randrange(99)}, {hand.vocab_size})"
+        table = f"random_table({rng.randrange(99)}, {hand.vocab_size})"
+        profile["found"] = f"{{'prewarmed': {table}}}"
         given.pop("drafter", None)
     elif kind == "nested" and not case.architecture:
         case = _draw_nested(case, rng)

@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import lade
 from ngram_pool import SuccessorTable
-from tests.fuzz.inside import CACHE, Known, proofs_after, settle, without_compiler
+from tests.fuzz.inside import CACHE, proofs_after, settle, without_compiler
 from tests.fuzz.parts import Log, pool_of
 
 __all__ = [
@@ -325,7 +325,7 @@ def failing(model: Any, after: int) -> Any:
 # --- what lade knows of a model -----------------------------------------------------------------
 
 
-def random_table(seed: int, vocab_size: int) -> Known[SuccessorTable | None]:
+def random_table(seed: int, vocab_size: int) -> SuccessorTable:
     """Return a table as `lade.prewarm` makes it, of random contents."""
     rng = np.random.default_rng(seed)
     table = SuccessorTable(256)
@@ -336,7 +336,7 @@ def random_table(seed: int, vocab_size: int) -> Known[SuccessorTable | None]:
     token_ids = np.stack([rng.permutation(vocab_size)[: shape[1]] for _ in contexts])
     probs = np.sort(rng.dirichlet(np.ones(shape[1] + 1), len(contexts))[:, 1:])[:, ::-1]
     table.put(contexts, token_ids, np.ascontiguousarray(probs))
-    return Known(table)
+    return table
 
 
 # --- calls inside of calls ----------------------------------------------------------------------

@@ -8,14 +8,13 @@ from unittest.mock import patch
 from lade.compat import CACHE, CACHE_NAMES, is_own_hook, without_compiler
 from lade.config import SPECULATING, VERIFICATIONS
 from lade.probing.plan import choose_verification
-from lade.probing.profile import Known, profile_of
+from lade.probing.profile import profile_of
 from lade.probing.proof import Distances
 
 __all__ = [
     "CACHE",
     "CACHE_NAMES",
     "VERIFICATIONS",
-    "Known",
     "is_own_hook",
     "noting_verification",
     "proofs_after",

@@ -40,6 +40,9 @@ def random_call(rng: random.Random) -> Asked:
     """Return a call with some of the options that a request may have."""
     motif = [rng.randrange(VOCAB_SIZE - 1) for _ in range(rng.randint(1, 6))]
     prompt = [*(motif * 9)[: rng.randint(1, 40)], rng.randrange(VOCAB_SIZE - 1)]
+    prompts = [prompt]
+    if rng.random() < 0.15:
+        prompts.append([rng.randrange(VOCAB_SIZE - 1) for _ in prompt])
     options: dict[str, Any] = {"max_new_tokens": rng.randint(1, 40), "do_sample": False}
     if rng.random() < 0.5:
         options |= {
@@ -58,7 +61,7 @@ def random_call(rng: random.Random) -> Asked:
     ):
         if rng.random() < 0.15:
             options[name] = value
-    return Asked(torch.tensor([prompt]), rng.randrange(2**31), options)
+    return Asked(torch.tensor(prompts), rng.randrange(2**31), options)
 
 
 def num_wrong(

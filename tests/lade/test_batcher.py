@@ -36,6 +36,7 @@ ALONE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")  # batches are plain
 @pytest.mark.parametrize(("family", "options"), ALONE)
 def test_models_that_go_alone_take_turns(family: str, options: dict[str, Any]) -> None:
     wrong, batcher = num_wrong(tiny_model(family, **options), 8, seed=3)
@@ -128,6 +129,17 @@ def test_a_closed_batcher_refuses_calls_and_still_runs_functions() -> None:
         batcher.submit(ONE)
     tokens = batcher.run(lambda: lade.generate(model, ONE, **GREEDY))
     assert torch.equal(tokens, model.generate(ONE, **GREEDY))
+
+
+def test_a_function_of_a_batcher_may_run_another_and_raise() -> None:
+    model = tiny_model()
+    with lade.Batcher(model) as batcher:
+        answer = batcher.submit(ONE, **GREEDY)
+        inner = partial(lade.generate, model, ONE, **GREEDY)
+        assert torch.equal(batcher.run(lambda: batcher.run(inner)), answer.result())
+        with pytest.raises(ZeroDivisionError):
+            batcher.run(lambda: 1 / 0)
+        assert torch.equal(batcher.submit(ONE, **GREEDY).result(), answer.result())
 
 
 def test_calls_with_other_inputs_or_of_another_model_run_apart() -> None:

@@ -266,7 +266,7 @@ def _compare(
         return
     row.compared.append(case.name)
     longest, is_padded = max(case.lengths), min(case.lengths) < case.width
-    lengths = Lengths(len(case.lengths), longest, case.width, case.num_new, is_padded)
+    lengths = Lengths(longest, case.width, case.num_new, is_padded)
     if (reason := why_not_speculate(model, lengths)) is not None:
         row.plain_by_rule[case.name] = reason
     row.plain_failures.pop(case.name, None)

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from rich.table import Table
 
-from benchmarks.run import median_of_passes, run_methods
-from benchmarks.settings import BenchSettings
-from lade.bench.baselines import Answer, Given
+from benchmarks.methods import METHODS, Given
+from benchmarks.run import BenchSettings, median_of_passes, run_methods
 from lade.bench.comparison import Side, compared
-from lade.bench.methods import METHODS
+from lade.bench.methods import Answer
 from lade.bench.prompts import Prompt, read_prompts
-from lade.bench.report import LOOPS, OVERALL, as_json, groups, table
+from lade.bench.report import LOOPS, OVERALL, as_json, groups, sheet, table
 from lade.bench.run import MIXED, Result, summarise
-from lade.bench.tables import Sheet
 from lade.config import Config
 from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats, SourceStats, Step, ends_in_loop
@@ -122,13 +121,9 @@ def test_rates_and_sources_are_shown_of_methods_that_count_them() -> None:
     answer = Answer([[1] * 8], 1.0, 4, 4, 8, stats, cpu_sec=1.5)
     results = [result(0, "a", False, plain=1.0)] * 2
     results = [each._replace(answers={**each.answers, "lade": answer}) for each in results]
-    sheet = table(results, ["plain", "lade"], "greedy")
-    shown = dict(zip(sheet.headings, sheet.sections[0][1], strict=True))
-    # 4 of 8 tokens; one of three steps with a draft.
-    assert [shown[name] for name in ("accepted", "corrected", "draft ms/step")] == [
-        *("50%", "33%", "125.000")
-    ]
-    assert sheet.sections[0][0][-3:] == ("", "", "")
+    shown = drawn(table(results, ["plain", "lade"], "greedy"), 80)
+    assert [line.split()[-1] for line in shown if "  lade " in line] == ["50%", "50%"]  # 4 of 8
+    assert all(line.endswith("100%") for line in shown if "  plain" in line)
     summary = as_json(results, ["plain", "lade"], {})["summary"][OVERALL]
     assert summary["lade"]["sources"]["pool"]["num_accepted_tokens"] == 6
     assert (summary["lade"]["busy_cores"], summary["plain"]["busy_cores"]) == (1.5, None)
@@ -161,29 +156,28 @@ def test_all_methods_make_the_texts_of_plain_in_batches_and_passes(settings: Any
 # --- what is shown ------------------------------------------------------------------------------
 
 
-def drawn(sheet: Sheet, width: int) -> list[str]:
-    """Return the lines of a sheet on a terminal."""
+def drawn(sheet: Table, width: int) -> list[str]:
+    """Return the lines of a table on a terminal."""
     console = Console(width=width)
     with console.capture() as capture:
         console.print(sheet, crop=False)
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def test_sheets_fold_headings_and_leave_out_what_is_empty_or_said() -> None:
-    rows = [[("a", "x|y", "10.5", "", "7"), ("a", "differs", "9", "", ""), ("b", "x", "1", "", "")]]
-    sheet = Sheet("Numbers", ("kind", "text", "draft tokens/step", "none", "n"), 2, rows, "one")
-    assert drawn(sheet, 12) == [  # narrower than the table, which stays whole
+def test_tables_leave_out_what_is_empty_or_said_above() -> None:
+    rows = [
+        [("a", "[x]|y", "10.5", "", "7"), ("a", "differs", "9", "", ""), ("b", "x", "1", "", "")]
+    ]
+    made = sheet("Numbers", ("kind", "text", "draft tokens", "none", "n"), rows, "one")
+    assert drawn(made, 40) == [
         "Numbers",
-        "           draft",
-        "          tokens",
-        "text       /step n",
-        "─" * 18,
+        "text       draft tokens  n",
+        "──────────────────────────",
         "a",
-        "  x|y       10.5 7",
-        "  differs      9",
+        "  [x]|y            10.5  7",
+        "  differs             9",
         "b",
-        "  x            1",
-        "─" * 18,
+        "  x                   1",
         "one",
     ]
 

@@ -80,18 +80,15 @@ def test_bench_prints_a_table_and_writes_everything(
         assert all(entry[name]["same_text"] for name in names[1:])
 
 
-@pytest.mark.exhaustive  # eight methods
-def test_bench_has_a_method_for_all_that_is_given(
-    folder: str, prompts: Path, tmp_path: Path
-) -> None:
-    mine, predicted = tmp_path / "mine.pool", tmp_path / "predicted.txt"
+@pytest.mark.exhaustive  # seven methods
+def test_bench_drafts_from_pools_that_are_given(folder: str, prompts: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.pool"
     NGramPool().save(mine)
-    predicted.write_text("abcabcabc\n")
-    options = ["--prompts", prompts, "--pool", mine, "--prediction", predicted]
-    options += ["--assistant", folder]
+    options = ["--prompts", prompts, "--pool", mine]
     _, content = measured("bench", folder, tmp_path / "x.json", *options)
-    added = ["lade_pool", "lade_pool_fresh", "lade_prediction", "pool+assistant"]
+    added = ["lade_pool", "lade_pool_fresh"]
     assert [*content["settings"]["methods"]][5:] == added
+    assert content["settings"]["pools"] == ["mine.pool"]
     for entry in content["prompts"]:
         assert all(entry[name]["same_text"] for name in added)
 

@@ -174,8 +174,9 @@ def _prompt(name: str, num_images: int) -> list[int]:
 def compare(model: Any, inputs: dict[str, Any], **options: Any) -> None:
     """Compare lade with plain `generate`, random state included, and see that drafts helped."""
     options = {"accept": 0.7, "config": EIGHT, "do_sample": True, **options}
-    _, got = same_as_generate(model, **inputs, **options)
-    assert len(inputs["input_ids"]) > 1 or got.stats.mean_accepted_tokens > 1.2
+    is_batch = len(inputs["input_ids"]) > 1  # which is plain
+    _, got = same_as_generate(model, **inputs, may_fail=is_batch, **options)
+    assert (got.stats.mean_accepted_tokens > 1.2) != is_batch
 
 
 @pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")  # batches

@@ -23,13 +23,13 @@ def model() -> Any:
 OWN = "; model.generate decodes so"
 BEAMS = {"num_beams": 2, "do_sample": True, "prompt_lookup_num_tokens": 3}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"num_beams": 4}, f"num_beams=4 (generation mode beam_search) yet{OWN}"),
-    (BEAMS, f"num_beams=2 (generation mode beam_sample) yet{OWN}"),
+    ({"num_beams": 4}, f"num_beams (generation mode beam_search) yet{OWN}"),
+    (BEAMS, f"num_beams (generation mode beam_sample) yet{OWN}"),
     (
         {"penalty_alpha": 0.6, "top_k": 4},
-        "penalty_alpha=0.6 (generation mode contrastive_search) yet",
+        "penalty_alpha (generation mode contrastive_search) yet",
     ),
-    ({"dola_layers": "high"}, "dola_layers='high' (generation mode dola_generation) yet"),
+    ({"dola_layers": "high"}, "dola_layers (generation mode dola_generation) yet"),
     ({"dola_layers": [0, 2]}, "dola_layers (generation mode dola_generation) yet"),
     ({"custom_generate": lade.decode}, f"custom_generate yet{OWN}"),
     ({"synced_gpus": True}, f"synced_gpus yet{OWN}"),
@@ -53,7 +53,7 @@ def test_unsupported_options_are_refused_by_name(options: dict[str, Any], messag
     assert len(pool) == 0
     if "num_beams" in options:
         model.generation_config.num_beams = options["num_beams"]
-        with pytest.raises(lade.UnsupportedOptionError, match="support num_beams="):
+        with pytest.raises(lade.UnsupportedOptionError, match="support num_beams "):
             lade.generate(model, ONE, max_new_tokens=4)
     if "custom_generate" not in options:
         lade.wrap(model)

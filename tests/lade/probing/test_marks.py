@@ -55,8 +55,22 @@ def images() -> Any:
     return tiny_vlm("qwen2_vl")[0]
 
 
+def packed() -> Any:
+    """Return a model whose weights a hook unpacks before the first forward, and then removes."""
+    model = tiny_model("llama", seed=1)
+    model.weights = [model.model.layers[1].mlp.down_proj._parameters.pop("weight")]
+
+    def unpack(module: Any, args: Any) -> None:
+        module.model.layers[1].mlp.down_proj.weight = module.weights[0]
+        module.unpacks.remove()
+        del module.unpacks
+
+    model.unpacks = model.register_forward_pre_hook(unpack)
+    return model
+
+
 MADE = [
-    *(pytest.param(make, id=make.__name__) for make in (tiny_model, images)),
+    *(pytest.param(make, id=make.__name__) for make in (tiny_model, images, packed)),
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in all_names()),
 ]
 

@@ -52,6 +52,19 @@ def test_calls_without_code_of_ones_own_are_proved_in_turn() -> None:
     assert [*later] == [first - 1] * 2
 
 
+def test_a_prompt_whose_end_is_masked_is_not_run_once_more() -> None:
+    """Its last token would see itself, and be seen by those after it."""
+    model, mask = model_of(), torch.ones_like(ONE)
+    mask[0, -1] = 0
+    options = {"attention_mask": mask, **LONG}
+    pool, plain = lade.NGramPool(), model.generate(ONE, do_sample=False, **options)
+    pool.observe(plain[0].tolist())
+    # What fails is a warning, and so an error.
+    answer, widths = widths_of(model, pool=pool, config=lade.Config(max_draft_tokens=4), **options)
+    assert torch.equal(answer.sequences, plain)
+    assert 2 + 1 + 4 in widths[3:]
+
+
 @pytest.mark.parametrize("alpha", [1.0, 3.0])
 def test_what_changes_in_a_call_holds_at_the_next_at_last(alpha: float) -> None:
     """As docs/exactness.md says: until the next proof, a change in mid-call can be missed."""

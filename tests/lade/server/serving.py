@@ -24,6 +24,7 @@ from lade.cli.app import app
 from lade.models import LoadedModel
 from lade.server.app import Server
 from lade.server.grammars import Grammars
+from lade.server.inference import _Relay
 from lade.server.options import ServerOptions
 from tests.lade.server.client import QUESTION, Client, Json
 from tests.lade.tiny import tiny_model
@@ -94,43 +95,56 @@ def serving(loaded: LoadedModel, **options: Any) -> Iterator[Client]:
 
 
 class Paced:
-    """Has a model wait before each token for as long as a test wants it to."""
+    """Has answers wait before each token for as long as a test wants it to."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self.num_calls = 0
+    def __init__(self) -> None:
         self.num_tokens = 0
+        self._relays: list[Any] = []
         self._tokens = threading.Semaphore(0)
         self._is_free = False
-        self._model = loaded.model
-        self._generate = loaded.model.generate
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._relays)
 
     def __enter__(self) -> "Paced":
-        self._model.generate = self._paced
+        self._put = _Relay.put
+        pace = self
+
+        def put(self: _Relay, value: torch.Tensor) -> None:
+            pace._paced(self, value)
+
+        _Relay.put = put  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.free()
-        del self._model.generate
+        _Relay.put = self._put  # type: ignore[method-assign]
 
     def let(self, num_tokens: int) -> None:
         for _ in range(num_tokens):
             self._tokens.release()
 
+    def let_until(self, is_so: Callable[[], bool]) -> None:
+        """Let tokens go one by one until something is so: all answers come from one thread."""
+
+        def is_so_or_let() -> bool:
+            self.let(1)
+            return is_so()
+
+        wait_until(is_so_or_let)
+
     def free(self) -> None:
         self._is_free = True
         self.let(99)  # as many as may wait
 
-    def _paced(self, **options: Any) -> Any:
-        self.num_calls += 1
-        options["stopping_criteria"].append(self)
-        return self._generate(**options)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Be a stopping criterion."""
+    def _paced(self, relay: Any, value: torch.Tensor) -> None:
+        if relay not in self._relays:
+            self._relays.append(relay)
         if not self._is_free:
             assert self._tokens.acquire(timeout=60)
         self.num_tokens += 1
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        self._put(relay, value)
 
 
 def takes(loaded: LoadedModel, schema: Json, instance: str) -> bool:

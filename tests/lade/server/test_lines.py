@@ -43,6 +43,12 @@ def connected(client: Client, source: str | None = None) -> socket.socket:
     return socket.create_connection((url.host, url.port or 0), 60, source_address=found)
 
 
+def is_listening(client: Client) -> bool:
+    with suppress(ConnectionRefusedError), connected(client):
+        return True
+    return False
+
+
 def sent(client: Client, body: Json, promised: int = 0, receive: int | None = None) -> Any:
     """Ask without reading the answer; `promised` bytes more never come."""
     url, connection = httpx.URL(client.url), socket.socket()
@@ -62,7 +68,7 @@ def sent(client: Client, body: Json, promised: int = 0, receive: int | None = No
 def test_nothing_more_is_computed_for_a_client_that_has_left(
     loaded: LoadedModel, stream: bool
 ) -> None:
-    with serving(loaded) as client, Paced(loaded) as pace:
+    with serving(loaded) as client, Paced() as pace:
         connection = sent(client, {"stream": stream, "max_tokens": 300})
         pace.let(3)
         wait_until(lambda: pace.num_tokens == 3)
@@ -79,7 +85,7 @@ def test_who_leaves_while_waiting_is_never_computed_for(
     loaded: LoadedModel, threads: ThreadPoolExecutor, options: Json
 ) -> None:
     """Whether it waits for its turn or for room in the memory."""
-    with serving(loaded, **options) as client, Paced(loaded) as pace:
+    with serving(loaded, **options) as client, Paced() as pace:
         first = threads.submit(client.post, json=SHORT)
         wait_until(lambda: pace.num_calls == 1)
         connection = sent(client, {"max_tokens": 300})
@@ -95,33 +101,27 @@ def test_who_leaves_while_waiting_is_never_computed_for(
 def test_answers_come_in_order_of_arrival_and_more_are_sent_away(
     loaded: LoadedModel, threads: ThreadPoolExecutor
 ) -> None:
-    with serving(loaded, max_queue=3, max_batch_size=1) as client, Paced(loaded) as pace:
-        order: list[int] = []
-
-        def ask(number: int) -> str:
-            text = client.text(max_tokens=3)
-            order.append(number)
-            return text
-
+    with serving(loaded, max_queue=3, max_batch_size=1) as client, Paced() as pace:
         answers = []
         for number in range(4):
-            answers.append(threads.submit(ask, number))
+            answers.append(threads.submit(client.text, max_tokens=3))
             wait_until(lambda: client.metric(RUNNING) == 1)
             wait_until(lambda n=number: client.metric(WAITING) == n)  # type: ignore[misc]
         refused = client.post(json=SHORT)
         assert error_of(refused, 429)["code"] == "queue_full"
         assert 1 <= int(refused.headers["retry-after"]) <= 60
-        pace.free()
         expected = plain_text(loaded, max_new_tokens=3)
-        assert [answer.result() for answer in answers] == [expected] * 4
-        assert order == [0, 1, 2, 3]
+        for number, answer in enumerate(answers):
+            pace.let(3)  # which is one answer
+            assert answer.result(60) == expected
+            assert not any(each.done() for each in answers[number + 1 :])
 
 
 def test_a_key_that_floods_turns_nobody_else_away(
     loaded: LoadedModel, threads: ThreadPoolExecutor
 ) -> None:
     options = {"api_keys": KEYS, "max_queue": 5, "max_batch_size": 1}
-    with serving(loaded, **options) as client, Paced(loaded) as pace:
+    with serving(loaded, **options) as client, Paced() as pace:
         flood = [threads.submit(client.post, key="one", json=SHORT) for _ in range(12)]
         wait_until(lambda: sum(each.done() for each in flood) == 6)
         assert {each.result().status_code for each in flood if each.done()} == {429}
@@ -138,11 +138,12 @@ def test_a_key_that_floods_turns_nobody_else_away(
 def test_many_run_at_once_and_one_key_leaves_a_place_to_others(
     loaded: LoadedModel, threads: ThreadPoolExecutor
 ) -> None:
-    with serving(loaded, api_keys=KEYS, max_batch_size=4) as client, Paced(loaded) as pace:
-        many = [threads.submit(client.post, key="one", json=SHORT) for _ in range(6)]
-        wait_until(lambda: (client.metric(RUNNING), client.metric(WAITING)) == (3, 3))
+    with serving(loaded, api_keys=KEYS, max_batch_size=4) as client, Paced() as pace:
+        body = {**SHORT, "max_tokens": 300}
+        many = [threads.submit(client.post, key="one", json=body) for _ in range(6)]
+        pace.let_until(lambda: (client.metric(RUNNING), client.metric(WAITING)) == (3, 3))
         other = threads.submit(client.post, key="two", json=SHORT)
-        wait_until(lambda: client.metric(RUNNING) == 4)
+        pace.let_until(lambda: client.metric(RUNNING) == 4)
         pace.free()
         assert {each.result().status_code for each in (*many, other)} == {200}
 
@@ -152,7 +153,7 @@ def test_bodies_of_those_who_wait_are_bounded(
     loaded: LoadedModel, threads: ThreadPoolExecutor
 ) -> None:
     options = {"api_keys": KEYS, "max_body_bytes": 1000, "max_batch_size": 1}
-    with serving(loaded, **options) as client, Paced(loaded) as pace:
+    with serving(loaded, **options) as client, Paced() as pace:
         long = {**SHORT, "stop": ["x" * 250] * 3}
         first = threads.submit(client.post, key="one", json=SHORT)
         wait_until(lambda: pace.num_calls == 1)  # what runs needs its body no more
@@ -221,7 +222,7 @@ def test_connections_are_bounded_and_each_address_has_a_share(loaded: LoadedMode
 def test_addresses_that_a_client_writes_get_no_turns_of_their_own(
     loaded: LoadedModel, threads: ThreadPoolExecutor
 ) -> None:
-    with serving(loaded, max_queue=1, max_batch_size=1) as client, Paced(loaded) as pace:
+    with serving(loaded, max_queue=1, max_batch_size=1) as client, Paced() as pace:
         forged = [{"x-forwarded-for": f"192.0.2.{number}"} for number in range(4)]
         asked = [threads.submit(client.post, json=SHORT, headers=each) for each in forged]
         wait_until(lambda: sum(each.done() for each in asked) == 2)
@@ -229,7 +230,7 @@ def test_addresses_that_a_client_writes_get_no_turns_of_their_own(
         assert sorted(each.result().status_code for each in asked) == [200, 200, 429, 429]
 
 
-def test_a_request_has_one_length_and_no_endless_name(loaded: LoadedModel) -> None:
+def test_a_request_has_one_length(loaded: LoadedModel) -> None:
     with serving(loaded) as client, connected(client) as connection:
         connection.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -238,8 +239,6 @@ def test_a_request_has_one_length_and_no_endless_name(loaded: LoadedModel) -> No
         )
         answer = b"".join(iter(lambda: connection.recv(4096), b""))  # to its close
         assert answer.startswith(b"HTTP/1.1 400")
-        answers = [client.post(json=SHORT, headers={"x-request-id": "a" * n}) for n in (256, 257)]
-    assert [each.status_code for each in answers] == [200, 400]
 
 
 def test_who_never_reads_is_hung_up(loaded: LoadedModel) -> None:
@@ -259,12 +258,12 @@ def test_who_never_reads_is_hung_up(loaded: LoadedModel) -> None:
 
 def test_what_takes_too_long_ends_with_an_error(loaded: LoadedModel) -> None:
     with serving(loaded, timeout_sec=0.4) as client:
-        with Paced(loaded) as pace:
+        with Paced() as pace:
             pace.let(2)
             whole = client.post(json={**SHORT, "max_tokens": 300})
             assert error_of(whole, 504)["code"] == "timeout"
             pace.free()
-        with Paced(loaded) as pace:
+        with Paced() as pace:
             threading.Timer(0.6, pace.free).start()
             text = client.post(json={**SHORT, "max_tokens": 300, "stream": True}).text
             assert json.loads(text.split("data: ")[-1])["error"]["code"] == "timeout"
@@ -294,29 +293,27 @@ def test_an_answer_that_fails_is_told_and_the_next_is_right(loaded: LoadedModel)
 def test_a_stop_finishes_what_runs_and_turns_away_the_rest(
     loaded: LoadedModel, threads: ThreadPoolExecutor
 ) -> None:
-    with serving(loaded, max_batch_size=1) as client, Paced(loaded) as pace:
+    with serving(loaded, max_batch_size=1) as client, Paced() as pace:
         running = threads.submit(client.stream, max_tokens=20)
         wait_until(lambda: pace.num_calls == 1)
         waiting = threads.submit(client.post, json=SHORT)
         wait_until(lambda: client.metric(WAITING) == 1)
         closing = threads.submit(client.server.close)
-        for refused in (waiting.result(), client.post(json=SHORT), client.get("/health")):
-            assert error_of(refused, 503)["code"] == "shutting_down"
+        assert error_of(waiting.result(), 503)["code"] == "shutting_down"
+        wait_until(lambda: not is_listening(client))
         pace.free()
         assert text_of(running.result()) == plain_text(loaded, max_new_tokens=20)
         closing.result()
-        with pytest.raises(httpx.ConnectError):
-            client.get("/health")
 
 
 def test_a_stop_ends_what_runs_for_too_long(
     loaded: LoadedModel, threads: ThreadPoolExecutor
 ) -> None:
-    with serving(loaded, grace_sec=0.1) as client, Paced(loaded) as pace:
+    with serving(loaded, grace_sec=0.1) as client, Paced() as pace:
         whole = threads.submit(client.post, json={**SHORT, "max_tokens": 300})
         body = {**SHORT, "max_tokens": 300, "stream": True}
         streamed = threads.submit(client.post, json=body)
-        wait_until(lambda: (pace.num_calls, client.metric(RUNNING)) == (1, 2))
+        pace.let_until(lambda: client.metric(RUNNING) == 2)
         closing = threads.submit(client.server.close)
         time.sleep(0.3)
         pace.free()

@@ -34,7 +34,8 @@ KEPT: list[tuple[dict[str, Any], str | None, str]] = [
     ({"oneOf": OF_KINDS}, '{"kind": "a"}', '{"kind": "b"}'),
     (
         {"$defs": {"x": OF_KINDS[0], "y": OF_KINDS[1]}}
-        | {"oneOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}]},
+        | {"oneOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}]}
+        | {"discriminator": {"propertyName": "kind"}},
         '{"kind": "a"}',
         '{"kind": "b"}',
     ),
