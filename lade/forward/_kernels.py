@@ -837,7 +837,7 @@ def run_forward(address: Any) -> None:
         step, phase = index % w.PHASES_OF_LAYER, g[w.PHASES] + 256 * index
         number = index // w.PHASES_OF_LAYER
         is_end = number == num_layers
-        layer = layers[number - 1 if is_end else number]
+        layer = layers[max(number - 1, 0) if is_end else number]  # of none, only the head runs
         of_parts = g[w.PARTS] + 32 * num_parts * layer[w.SEES]
         parts = numba.carray(pointer(of_parts), (num_parts, 4), np.int64)
         of_places = g[w.PLACES] + 40 * num_parts * number

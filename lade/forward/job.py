@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from operator import getitem, is_, itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,12 +25,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import module as torch_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.attempts import Attempt
 from lade.attention.joint import Calls
 from lade.closeness import distance, float32_precision, limit_of
-from lade.compat import CACHE, Model
+from lade.compat import CACHE, Model, has_hook
 from lade.forward import words
 from lade.forward.reading import (
     AdditionPlan,
@@ -47,7 +49,7 @@ from lade.products.linear import FORMATS, has_vectors
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache, TreeCacheLayer
-from lade.view import with_forward
+from lade.view import viewed, with_forward
 
 _LINE = 32  # numbers that a row must be multiples of to stay in bfloat16
 _MOST_TOKENS = 128  # of a piece; a longer prompt is run in several
@@ -83,11 +85,27 @@ class _JobRequest(NamedTuple):
     caches: list[tuple[TreeCache, int]]  # and the number of tokens of each, as in parts
     parts: list[_ForwardPart]
     kept: NDArray[np.int64]  # tokens whose logits are wanted
+    #: Runs the model, which calls its layers, with what runs each; None to run all at once.
+    by_layers: Callable[["_RunLayer"], Tensor] | None = None
+    hooked: tuple[bool, ...] = ()  # whether a layer is to be called by itself
 
     @property
     def layers(self) -> list[TreeCacheLayer]:
         """All layers of all caches."""
         return [layer for cache, _ in self.caches for layer in cache.held]
+
+
+_RunLayer = Callable[[int, Tensor], Tensor]  # by its number, on its states; the last is the head
+
+
+class _Piece(NamedTuple):
+    """Tokens of a forward that run at once."""
+
+    start: int
+    num: int
+    kept: NDArray[np.int64]  # of these tokens, those whose logits are wanted
+    job: NDArray[np.int64]  # what is the same for all layers
+    held: tuple[NDArray[np.int64], ...]  # to which the job refers
 
 
 _Parts = tuple[list[tuple[TreeCache, int]], list[_ForwardPart]]
@@ -125,6 +143,8 @@ class FusedForwards:
             raise UnreadableModelError("its heads are no whole number of vectors")
         self._dtype = next(weights_of(plan)).dtype
         self._limit = limit_of(model)
+        names = {module: name for name, module in model.named_modules()}
+        self._names = [names[each] for each in (plan.head, *plan.modules)]
         self._kinds = sorted({*plan.kinds})
         shape = (1, sizes.num_key_heads, 1, sizes.head_size)
         self._states = torch.empty(shape, dtype=self._dtype)
@@ -163,12 +183,24 @@ class FusedForwards:
                 return model
         children = [*model._modules.values()]
 
+        head, *layers = map(model.get_submodule, self._names)
+        by_layers: list[tuple[Model, list[_RunLayer]]] = []  # made once
+
         def forward(view: Any, *args: Any, **inputs: Any) -> Any:
             plainly = type(view).forward.__get__(view)
             is_whole = all(map(is_, view._modules.values(), children))  # else it is of a view
             request = self._request(inputs, view.config) if is_whole and not args else None
-            if request is None:
+            if request is None or any(each._forward_pre_hooks_with_kwargs for each in layers):
                 return plainly(*args, **inputs)
+            hooked = [
+                bool(each._forward_hooks or each._forward_pre_hooks) and has_hook(each)
+                for each in layers
+            ]
+            if any(hooked):
+                if not by_layers:
+                    by_layers.append(_by_layers(model, [*layers, head]))
+                run = partial(_run_by, *by_layers[0], inputs)
+                request = request._replace(by_layers=run, hooked=tuple(hooked))
             return self._choose(request, lambda: plainly(**inputs), inputs[CACHE])
 
         return with_forward(model, forward)
@@ -232,90 +264,131 @@ class FusedForwards:
             return None
         # Of all pieces at once: some angles depend on how long the text is.
         angles = self._angles(states, request.positions)
-        states = states.to(torch.float32, copy=True)
-        shape = (len(request.kept), sizes.vocab_size)
-        logits = states.new_empty(shape, dtype=self._dtype)
-        is_long = len(request.parts) == 1 and num > _MOST_TOKENS
-        if not is_long or request.parts[0].masks[0] is not None:
-            if not self._run_piece(request, states[0], angles, logits, has_dots):
-                return None
+        pieces = self._pieces(request, angles, has_dots)
+        if pieces is None:
+            return None
+        if request.by_layers is not None:
+            logits = request.by_layers(partial(self._run_layer, pieces, request.hooked))
         else:
-            (part,), ((cache, _),) = request.parts, request.caches
+            states = states[0].to(torch.float32, copy=True)
+            shape = (1, len(request.kept), sizes.vocab_size)
+            logits = states.new_empty(shape, dtype=self._dtype)
             done = 0
-            for start in range(0, num, _MOST_TOKENS):
-                some = slice(start, min(start + _MOST_TOKENS, num))
-                size = some.stop - start
-                inside = request.kept[(request.kept >= start) & (request.kept < some.stop)]
-                piece = request._replace(
-                    parts=[part._replace(num=size)], caches=[(cache, size)], kept=inside - start
-                )
-                of_piece = [(cos[:, some], sin[:, some]) for cos, sin in angles]
-                results = logits[done : done + len(inside)]
-                if not self._run_piece(piece, states[0, some], of_piece, results, has_dots):
-                    return None
-                done += len(inside)
-        return sizes.finish(logits.view(1, -1, sizes.vocab_size))
-
-    def _run_piece(
-        self,
-        request: _JobRequest,
-        states: Tensor,
-        angles: Sequence[tuple[Tensor, Tensor]],
-        logits: Tensor,
-        has_dots: bool,
-    ) -> bool:
-        """Write logits [num_kept, vocab_size] of tokens, and their keys and values.
-
-        Args:
-            request: whose parts, caches and kept tokens are those of the piece.
-            states: float32 [num_tokens, hidden_size], which are overwritten.
-            angles: cosines and sines, float32 [1, num_tokens, …], of each rotary module.
-            logits: where they go.
-            has_dots: whether by the instruction for pairs of bfloat16.
-
-        Returns:
-            Whether it was possible; else nothing was written.
-        """
-        sizes, num, num_threads = self._sizes, len(states), torch.get_num_threads()
-        places = self._places(request)
-        if places is None:
-            return False
-        layers = self._weights.layers()
-        for number, which in self._weights.turning:
-            cos, sin = angles[which]
-            layers[number, words.COS], layers[number, words.SIN] = cos.data_ptr(), sin.data_ptr()
-        job = np.zeros(words.JOB_SIZE, np.int64)
-        job[: words.FORMAT] = (
-            *(num, sizes.hidden, sizes.num_layers, sizes.num_heads, sizes.num_key_heads),
-            *(sizes.head_size, sizes.vocab_size, num_threads),
-        )
-        arranged = words.PAIRS if self._dtype is torch.bfloat16 else words.PLAIN
-        job[words.FORMAT] = FORMATS[self._dtype]
-        job[words.ARRANGED] = words.NARROW if has_dots else arranged
-        parts = np.array(
-            [
-                (part.first, part.num, *_of_mask(part.masks[kind]))
-                for kind in range(len(self._kinds))
-                for part in request.parts
-            ]
-        )
-        job[words.STATES], job[words.LAYERS] = states.data_ptr(), layers.ctypes.data
-        job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
-        job[words.PLACES] = places.ctypes.data
-        job[words.KEPT], job[words.NUM_KEPT] = request.kept.ctypes.data, len(request.kept)
-        job[words.LOGITS] = logits.data_ptr()
-        job[words.ADDITIONS] = layers[sizes.num_layers + 1 :].ctypes.data
-        job[words.BETWEEN_SIZE] = sizes.between
-        job[words.LAST_NORM : words.EVERY] = layers[
-            sizes.num_layers, : words.EVERY - words.LAST_NORM
-        ]
-        with self._workspace(num, num_threads) as workspace:
-            workspace.describe(job)
-            self._run(self._kernels.run_forward.address, job.ctypes.data, num_threads)
+            for piece in pieces:
+                self._run_piece(piece, states, (0, sizes.num_layers), logits[0, done:])
+                done += len(piece.kept)
+            logits = sizes.finish(logits)
         for cache, num_new in request.caches:
             for layer in cache.held:
                 layer.num_pending += num_new
-        return True
+        return logits
+
+    def _run_layer(
+        self, pieces: list[_Piece], hooked: Sequence[bool], number: int, states: Tensor
+    ) -> Tensor:
+        """Run a layer and those behind it up to one with hooks, or the head; return the states."""
+        last, hidden = self._sizes.num_layers, self._sizes.hidden
+        if states.dtype is not self._dtype or states.shape[0] != 1 or states.shape[2] != hidden:
+            raise ValueError(f"states of a layer have become {states.dtype} {[*states.shape]}")
+        wide = states[0].to(torch.float32, copy=True)
+        if number == last:
+            logits = wide.new_empty((len(wide), self._sizes.vocab_size), dtype=self._dtype)
+            for start in range(0, len(wide), _MOST_TOKENS):
+                num = min(_MOST_TOKENS, len(wide) - start)
+                job = pieces[0].job.copy()
+                job[words.NUM_TOKENS], job[words.LAST_NORM] = num, 0
+                piece = pieces[0]._replace(start=start, num=num, kept=np.arange(num), job=job)
+                self._run_piece(piece, wide, (last, last), logits[start:])
+            return logits[None]
+        if number > 0 and not hooked[number] and not hooked[number - 1]:
+            return states  # it has run with those before it
+        end = number + 1
+        while end < last and not hooked[number] and not hooked[end]:
+            end += 1
+        if len(wide) != sum(piece.num for piece in pieces):
+            raise ValueError(f"a layer has states of {len(wide)} tokens")
+        for piece in pieces:
+            self._run_piece(piece, wide, (number, end))
+        return wide.to(self._dtype)[None]
+
+    def _pieces(
+        self, request: _JobRequest, angles: Sequence[tuple[Tensor, Tensor]], has_dots: bool
+    ) -> list[_Piece] | None:
+        """Describe the tokens that run at once; None if it is impossible.
+
+        Args:
+            request: what is asked for.
+            angles: cosines and sines, float32 [1, num_tokens, …], of each rotary module.
+            has_dots: whether by the instruction for pairs of bfloat16.
+        """
+        sizes, num, all_places = self._sizes, request.input_ids.shape[1], self._places(request)
+        if all_places is None:
+            return None
+        is_long = len(request.parts) == 1 and request.parts[0].masks[0] is None
+        step, pieces = _MOST_TOKENS if is_long else num, []
+        for start in range(0, num, step):
+            size = min(step, num - start)
+            places, layers = all_places.copy(), self._weights.layers()
+            places[..., words.NUM_KEYS] -= num - start - size
+            for number, which in self._weights.turning:
+                at = [each[:, start:].data_ptr() for each in angles[which]]
+                layers[number, words.COS], layers[number, words.SIN] = at
+            parts = np.array(
+                [
+                    (part.first, min(part.num, size), *_of_mask(part.masks[kind]))
+                    for kind in range(len(self._kinds))
+                    for part in request.parts
+                ]
+            )
+            job = np.zeros(words.JOB_SIZE, np.int64)
+            job[: words.FORMAT] = (
+                *(size, sizes.hidden, sizes.num_layers, sizes.num_heads, sizes.num_key_heads),
+                *(sizes.head_size, sizes.vocab_size, torch.get_num_threads()),
+            )
+            arranged = words.PAIRS if self._dtype is torch.bfloat16 else words.PLAIN
+            job[words.FORMAT] = FORMATS[self._dtype]
+            job[words.ARRANGED] = words.NARROW if has_dots else arranged
+            job[words.LAYERS] = layers.ctypes.data
+            job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
+            job[words.PLACES] = places.ctypes.data
+            job[words.ADDITIONS] = layers[sizes.num_layers + 1 :].ctypes.data
+            job[words.BETWEEN_SIZE] = sizes.between
+            last = layers[sizes.num_layers]
+            job[words.LAST_NORM : words.EVERY] = last[: words.EVERY - words.LAST_NORM]
+            inside = request.kept[(request.kept >= start) & (request.kept < start + size)]
+            pieces.append(_Piece(start, size, inside - start, job, (layers, parts, places)))
+        return pieces
+
+    def _run_piece(
+        self,
+        piece: _Piece,
+        states: Tensor,
+        layers: tuple[int, int],
+        logits: Tensor | None = None,
+    ) -> None:
+        """Run some layers on tokens, and write their keys and values.
+
+        Args:
+            piece: which tokens.
+            states: float32 [num_tokens, hidden_size] of all pieces, which are overwritten.
+            layers: the first one, and the one behind the last.
+            logits: where those of the kept tokens go; None if more layers follow.
+        """
+        job, num, (first, end) = piece.job.copy(), piece.num, layers
+        job[words.STATES] = states.data_ptr() + 4 * self._sizes.hidden * piece.start
+        job[words.NUM_LAYERS] = end - first
+        job[words.LAYERS] += 8 * words.LAYER_SIZE * first
+        job[words.PLACES] += 40 * job[words.NUM_PARTS] * first
+        num_threads = int(job[words.NUM_THREADS])
+        with self._workspace(num, num_threads) as workspace:
+            workspace.describe(job, end - first)
+            if logits is None:
+                job[words.LAST_NORM : words.EVERY] = job[words.VOCAB_SIZE] = 0
+                job[words.KEPT], job[words.NUM_KEPT] = job[words.EVERY], num
+            else:
+                job[words.KEPT], job[words.NUM_KEPT] = piece.kept.ctypes.data, len(piece.kept)
+                job[words.LOGITS] = logits.data_ptr()
+            self._run(self._kernels.run_forward.address, job.ctypes.data, num_threads)
 
     def _places(self, request: _JobRequest) -> NDArray[np.int64] | None:
         """Return where keys and values are, int64 [num_layers, num_parts, 5]; None if unknown."""
@@ -376,6 +449,8 @@ class FusedForwards:
             or functional.linear is not _LINEAR
             or functional.scaled_dot_product_attention is not _SDPA
             or not inputs.get("return_dict", True)
+            or torch_module._global_forward_hooks
+            or torch_module._global_forward_pre_hooks
             or not self._adapters.hold()  # they may be switched at any time
         ):
             return None
@@ -465,6 +540,37 @@ class FusedForwards:
                 plain = mask if mask.dtype is torch.bool else mask == 0
                 found.append(plain if plain.stride(1) == 1 else plain.contiguous())
         return tuple(found)
+
+
+def _by_layers(model: Model, modules: Sequence[nn.Module]) -> tuple[Model, list[_RunLayer]]:
+    """Return a view in which some modules are run by what is put in a list, hooks around."""
+    numbers = {id(module): number for number, module in enumerate(modules)}
+    running: list[_RunLayer] = []
+
+    def change(module: nn.Module) -> dict[str, Any] | None:
+        number = numbers.get(id(module))
+        if number is None:
+            return None
+
+        def forward(*args: Tensor, **inputs: Any) -> Tensor:
+            (states,) = args or (inputs["hidden_states"],)
+            return running[-1](number, states)
+
+        return {"forward": forward}
+
+    return viewed(model, change), running
+
+
+def _run_by(
+    view: Model, running: list[_RunLayer], inputs: dict[str, Any], run: _RunLayer
+) -> Tensor:
+    """Return the logits of a view whose layers are run by a function."""
+    running.append(run)
+    try:
+        logits: Tensor = type(view).forward.__get__(view)(**inputs).logits
+    finally:
+        running.pop()
+    return logits
 
 
 def _of_row(mask: Any, size: int) -> Any:
@@ -734,9 +840,9 @@ class _Workspace:
         """Return whether it is large enough."""
         return num_tokens <= self._num_tokens and num_threads <= self._num_threads
 
-    def describe(self, job: NDArray[np.int64]) -> None:
-        """Tell a job where it is."""
-        self._phases[:] = 0
+    def describe(self, job: NDArray[np.int64], num_layers: int) -> None:
+        """Tell a job of so many layers where it is."""
+        self._phases[: 256 * (num_layers * words.PHASES_OF_LAYER + 2)] = 0
         for word, address in self._addresses.items():
             job[word] = address
         job[words.SCRATCH_SIZE] = self._scratch

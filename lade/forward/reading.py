@@ -127,6 +127,7 @@ class DecoderPlan(NamedTuple):
     layers: tuple[LayerPlan, ...]
     norm: NormPlan | None
     head: nn.Linear
+    modules: tuple[nn.Module, ...]  # of the layers
 
 
 class _Call(NamedTuple):
@@ -178,14 +179,15 @@ def read(model: Model) -> DecoderPlan:
     if any(module.training for module in model.modules()):
         raise UnreadableModelError("it is in training mode")
     view = apart(with_attention(model, _WATCHED))
-    # Those of the whole model are called around a job as around its forward.
-    view._forward_hooks.clear()
-    view._forward_pre_hooks.clear()
+    # Those of the whole model and of its layers are called around what a job runs.
+    hooked: set[nn.Module] = set()
     calls: dict[nn.Module, list[_Call]] = {}
     for module in view.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if not all(map(is_own_hook, hooks)):
-            raise UnreadableModelError("its modules have hooks")
+        if module is not view and not all(map(is_own_hook, hooks)):
+            hooked.add(module)
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
         if "forward" in vars(module):
             raise UnreadableModelError("a module has a forward of its own")
         module.register_forward_hook(
@@ -210,6 +212,10 @@ def read(model: Model) -> DecoderPlan:
         module._forward_hooks.clear()
     reader = _Reader(view, calls, input_ids, positions, attention_of(model))
     plan = reader.plan(attended, output.logits)
+    if hooked - {*plan.modules}:
+        raise UnreadableModelError("its modules have hooks")
+    if hooked and not all(isinstance(calls[each][0].out, Tensor) for each in plan.modules):
+        raise UnreadableModelError("its layers have hooks, and give more than states")
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)
     originals = dict(zip(view.modules(), model.modules(), strict=True))
     plan = plan._replace(kinds=tuple(kinds))
@@ -321,7 +327,8 @@ class _Reader:
         )
         of_heads = (len(layers), head.in_features, *sizes, head.out_features)
         decoder = DecoderSizes(*of_heads, inner, between, scale, has_windows, finish)
-        return DecoderPlan(decoder, (), embedding, tuple(layers), norm, head)
+        modules = tuple(self._parents[each.module] for each in attended)
+        return DecoderPlan(decoder, (), embedding, tuple(layers), norm, head, modules)
 
     def _embedded(self, first: _Attention) -> tuple[nn.Module, float, Tensor]:
         """Return the embedding, the factor of what it gives, and states of the first layer."""

@@ -41,11 +41,11 @@ _FUNCTIONS = ((functional, "linear"), (functional, "scaled_dot_product_attention
 AROUND = "a hook of the model"  # which is called around its forward, whatever that is
 
 
-def own_code_of(model: Model) -> str | None:
+def own_code_of(model: Model, *, besides_hooks: bool = False) -> str | None:
     """Return what of the user's own code runs in a model's forwards, or None."""
     for name, module in model.named_modules():
         where = name or "the model"
-        if name and any(map(is_own, hooks_of(module))):
+        if name and not besides_hooks and any(map(is_own, hooks_of(module))):
             return f"a hook of {where}"
         for attribute, value in [*vars(module).items()]:
             # No forward calls `generate`, which `lade.wrap` replaces, too.
@@ -59,7 +59,7 @@ def own_code_of(model: Model) -> str | None:
     attention = ALL_ATTENTION_FUNCTIONS.get(attention_of(model))
     if attention is not None and is_own(attention):
         return "its attention"
-    return AROUND if any(map(is_own, hooks_of(model))) else None
+    return AROUND if not besides_hooks and any(map(is_own, hooks_of(model))) else None
 
 
 def code_of(classes: set[type]) -> Iterator[FunctionType]:

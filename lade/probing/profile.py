@@ -26,7 +26,6 @@ from lade.config import Verification
 from lade.forward.job import forwards_for
 from lade.gpu.workspace import WorkspaceStore
 from lade.probing.own_code import (
-    AROUND,
     code_of,
     functions_at_present,
     hooks_of,
@@ -114,11 +113,13 @@ class Profile:
 
     def products_for(self, model: Model) -> FastViews | None:
         """Return what runs the model's forwards, or its products; None where lade's cannot run."""
-        calls_modules = self.own_code not in (None, AROUND)  # which a job does not
-        return self.once(
-            "products",
-            lambda: (None if calls_modules else forwards_for(model)) or products_for(model),
-        )
+
+        def find() -> FastViews | None:
+            # A job calls hooks of the model and of its layers, and no other code of the user's.
+            is_own = self.own_code is not None and own_code_of(model, besides_hooks=True)
+            return (None if is_own else forwards_for(model)) or products_for(model)
+
+        return self.once("products", find)
 
     def drop_verdict(self, verification: Verification, reason: str) -> None:
         """Drop the verdict on a method that was not exact, or failed, in the middle of a text.

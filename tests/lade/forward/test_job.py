@@ -172,9 +172,9 @@ def test_long_prompts_run_in_pieces(
     pieces: list[int] = []
     run_piece = file.FusedForwards._run_piece
 
-    def noting(self: Any, request: Any, states: Tensor, *args: Any) -> bool:
-        pieces.append(len(states))
-        return run_piece(self, request, states, *args)
+    def noting(self: Any, piece: Any, *args: Any) -> None:
+        pieces.append(piece.num)
+        run_piece(self, piece, *args)
 
     monkeypatch.setattr(file.FusedForwards, "_run_piece", noting)
     ids = torch.randint(5, 96, (1, num_tokens))
@@ -595,6 +595,83 @@ def test_what_is_no_sum_of_products_is_left_to_torch() -> None:
         assert forwards_for(model) is not None
         change(layers[3])
         assert forwards_for(model) is None
+
+
+# --- hooks of layers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("family", thinned(QUICK, "llama", "gemma2"))
+@pytest.mark.parametrize("which", [slice(None), slice(1, 2), slice(2, None, 2)])
+def test_hooks_of_layers_are_called_around_them(
+    family: str, which: slice, dtype: torch.dtype, compared: list[Apart]
+) -> None:
+    """They see the states of each layer, and what they give goes on."""
+    model = model_of(family, dtype)
+    layers = (model.model if hasattr(model.model, "layers") else model.model.language_model).layers
+    seen: list[Tensor] = []
+
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        seen.append(out)
+        return out * 1.5 + 0.1
+
+    for layer in layers[which]:
+        layer.register_forward_hook(hook)
+        layer.register_forward_pre_hook(lambda _, args: (args[0] * 0.75, *args[1:]))
+    target = Prefilled(model, TEXT)
+    for draft in ([], [-1, 0, -1, 2, 2, 4, 0, -1]):
+        seen.clear()
+        target.run(draft)
+        num, ways = len(layers[which]), len(seen) // len(layers[which])
+        assert ways * num == len(seen) >= 2 * num
+        for mine, theirs in zip(seen[num:], seen[:num] * (ways - 1), strict=True):
+            assert is_close(mine, theirs)[0]
+    assert {each.num_tokens for each in compared} >= {1, 9}
+    assert [each for each in compared if not each.is_close] == []
+
+
+def test_hooks_of_layers_may_come_and_go(ran: list[Ran]) -> None:
+    model = model_of("llama")
+    target = Prefilled(model, TEXT)
+    layer = model.model.layers[1]
+    for register in (
+        lambda: layer.register_forward_hook(lambda _, args, out: out * 2),
+        lambda: layer.register_forward_pre_hook(lambda _, args: args[0] * 2),
+        lambda: layer.register_forward_pre_hook(
+            lambda _, args, inputs: (args, inputs | {"attention_mask": None}), with_kwargs=True
+        ),
+        lambda: nn.modules.module.register_module_forward_hook(
+            lambda module, _, out: out * 2 if isinstance(module, type(layer.mlp)) else None
+        ),
+    ):
+        before = target.run([-1, 0, -1])
+        handle = register()
+        try:
+            ran.clear()
+            after = target.run([-1, 0, -1])
+            assert not is_close(after, before)[0]
+            assert is_close(after, target.run_plainly([-1, 0, -1]))[0]
+        finally:
+            handle.remove()
+        assert is_close(target.run([-1, 0, -1]), before)[0]
+
+
+@pytest.mark.parametrize("num_tokens", [33, 300])
+def test_a_hook_of_every_layer_sees_every_token(num_tokens: int, ran: list[Ran]) -> None:
+    model = model_of("llama")
+    ids = torch.randint(5, 96, (1, num_tokens))
+    seen: list[int] = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda _, args, out: seen.append(out.shape[1]))
+    expected = model.generate(ids, max_new_tokens=24, do_sample=False)
+    for _ in range(2):
+        seen.clear()
+        assert lade.generate(model, ids, max_new_tokens=24, do_sample=False).tolist() == (
+            expected.tolist()
+        )
+        assert seen.count(num_tokens) >= len(model.model.layers)
+        assert sum(seen) >= len(model.model.layers) * (expected.shape[1] - 1)
+    assert ran
 
 
 # --- jobs that are wrong, or slow -----------------------------------------------------------------
