@@ -184,7 +184,7 @@ class FusedForwards:
         children = [*model._modules.values()]
 
         head, *layers = map(model.get_submodule, self._names)
-        by_layers: list[tuple[Model, list[_RunLayer]]] = []  # made once
+        by_layers: list[tuple[Model, _Running]] = []  # made once
 
         def forward(view: Any, *args: Any, **inputs: Any) -> Any:
             plainly = type(view).forward.__get__(view)
@@ -542,10 +542,16 @@ class FusedForwards:
         return tuple(found)
 
 
-def _by_layers(model: Model, modules: Sequence[nn.Module]) -> tuple[Model, list[_RunLayer]]:
-    """Return a view in which some modules are run by what is put in a list, hooks around."""
+class _Running(threading.local):
+    """What runs the layers of a view for the present thread."""
+
+    layer: _RunLayer | None = None
+
+
+def _by_layers(model: Model, modules: Sequence[nn.Module]) -> tuple[Model, _Running]:
+    """Return a view in which some modules are run by what is put beside it, hooks around."""
     numbers = {id(module): number for number, module in enumerate(modules)}
-    running: list[_RunLayer] = []
+    running = _Running()
 
     def change(module: nn.Module) -> dict[str, Any] | None:
         number = numbers.get(id(module))
@@ -553,23 +559,22 @@ def _by_layers(model: Model, modules: Sequence[nn.Module]) -> tuple[Model, list[
             return None
 
         def forward(*args: Tensor, **inputs: Any) -> Tensor:
+            assert running.layer is not None
             (states,) = args or (inputs["hidden_states"],)
-            return running[-1](number, states)
+            return running.layer(number, states)
 
         return {"forward": forward}
 
     return viewed(model, change), running
 
 
-def _run_by(
-    view: Model, running: list[_RunLayer], inputs: dict[str, Any], run: _RunLayer
-) -> Tensor:
+def _run_by(view: Model, running: _Running, inputs: dict[str, Any], run: _RunLayer) -> Tensor:
     """Return the logits of a view whose layers are run by a function."""
-    running.append(run)
+    before, running.layer = running.layer, run  # a hook may run the model, too
     try:
         logits: Tensor = type(view).forward.__get__(view)(**inputs).logits
     finally:
-        running.pop()
+        running.layer = before
     return logits
 
 

@@ -3,6 +3,7 @@
 import math
 import random
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -671,6 +672,34 @@ def test_a_hook_of_every_layer_sees_every_token(num_tokens: int, ran: list[Ran])
         )
         assert seen.count(num_tokens) >= len(model.model.layers)
         assert sum(seen) >= len(model.model.layers) * (expected.shape[1] - 1)
+    assert ran
+
+
+def test_hooks_may_wait_for_other_threads_and_run_the_model(ran: list[Ran]) -> None:
+    model, texts = model_of("llama"), list[list[int]]()
+    prompts = [torch.randint(5, 96, (1, 20 + num)) for num in range(2)]
+    expected = [model.generate(ids, max_new_tokens=8, do_sample=False).tolist() for ids in prompts]
+    inside = threading.local()
+
+    def hook(*_: Any) -> None:
+        time.sleep(1e-4)  # others go on meanwhile
+        if not getattr(inside, "is_nested", False):
+            inside.is_nested = True
+            lade.generate(model, ONE, max_new_tokens=2)
+            inside.is_nested = False
+
+    model.model.layers[1].register_forward_hook(hook)
+
+    def answer(number: int) -> None:
+        given = lade.generate(model, prompts[number], max_new_tokens=8, do_sample=False)
+        texts.append([number, *given[0].tolist()])
+
+    threads = [threading.Thread(target=answer, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(texts) == [[number, *text[0]] for number, text in enumerate(expected)]
     assert ran
 
 
