@@ -49,7 +49,7 @@ PATHS = {
 }
 PATHS |= {
     "lookahead": Path(False, _GREEDY, {"lookahead": lade.Lookahead(4, 3)}, 4),
-    "chain": Path(True, _GREEDY, {"verification": "chain"}),
+    "chain": Path(False, _GREEDY, {"verification": "chain"}),
 }
 QUICK = ("greedy-graphs-3", "lookahead")
 # What a step may wait for: padding and positions of rows, in the first step and after rows have
