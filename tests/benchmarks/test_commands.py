@@ -288,7 +288,7 @@ def test_each_method_has_a_peak_of_its_own_or_says_why_it_failed(
 ) -> None:
     found = results("memory", *options, "--methods", "plain,lade", "--passes", 2)
     plain, ours = (found["summary"][name] for name in ("plain", "lade"))
-    assert 0 < plain["growth_bytes"] < plain["peak_bytes"] > 10**8
+    assert 0 <= plain["growth_bytes"] < plain["peak_bytes"] > 10**8  # a tiny model's fit in before
     assert ours["peak_ratio"] == pytest.approx(ours["peak_bytes"] / plain["peak_bytes"], abs=1e-3)
     options[options.index("--model") + 1] = "/does/not/exist"
     with pytest.raises((lade.LadeError, ValueError, OSError), match="no such folder"):

@@ -363,8 +363,9 @@ def test_a_key_that_was_revoked_opens_nothing(tmp_path: Path) -> None:
 
         ann, bob = (clients.Client(process, url[0], key) for key in ("ann", "bob"))
         first = ann.drafted()
-        assert ann.drafted() > first + 5
-        assert bob.drafted() == first
+        again = ann.drafted()
+        assert again > first + 10
+        assert bob.drafted() < again - 5  # how long drafts are follows time
         keys.write_text("bob\n")
         process.send_signal(signal.SIGHUP)
         serving.wait_until(lambda: "read again" in log.read_text())
