@@ -40,19 +40,17 @@ class Request(Future[Any]):
         super().__init__()
         self._tokens: SimpleQueue[int | None] = SimpleQueue()
         self._is_cancelled = False
-        self._has_ended_so = False
+        self.add_done_callback(lambda _: self._tokens.put(None))  # there are no more
 
     def cancelled(self) -> bool:
         """Return whether `cancel` has ended the call, also while it ran."""
-        return self._has_ended_so or super().cancelled()
+        has_ended = super().cancelled()
+        return has_ended or (self.done() and isinstance(self.exception(), CancelledError))
 
     def cancel(self) -> bool:
         """End the call before its next step, if it has not ended; return whether it had not."""
         self._is_cancelled = True
-        if super().cancel():  # it waits for its turn no more, and nobody for its tokens
-            self._tokens.put(None)
-            return True
-        return not self.done()
+        return super().cancel() or not self.done()
 
     def __iter__(self) -> Iterator[int]:
         """Yield tokens until the call ends.
@@ -64,15 +62,6 @@ class Request(Future[Any]):
             yield token_id
         self._tokens.put(None)  # for whoever iterates again
         self.result()
-
-    def _end(self, running: Future[Any]) -> None:
-        error = running.exception()
-        if error is not None:
-            self._has_ended_so = isinstance(error, CancelledError)
-            self.set_exception(error)
-        elif not self.cancelled():
-            self.set_result(running.result())
-        self._tokens.put(None)
 
     def _check(self) -> None:
         if self._is_cancelled:
@@ -174,11 +163,11 @@ class Batcher:
         mode = _mode_of_thread(device_of_inputs(without_compiler(self._model)).type)
         if self._is_closed:
             raise RuntimeError("expected a batcher that is open, got one that was closed")
-        running = self.engine.submit(
+        self.engine.submit(
             partial(self._answer, request, seed, call, mode),
             _most_tokens(self._model, call),
+            future=request,
         )
-        running.add_done_callback(request._end)
         return request
 
     def run(self, call: Callable[[], _Result], num_tokens: int = 0) -> _Result:
@@ -205,8 +194,6 @@ class Batcher:
     def _answer(
         self, request: Request, seed: int | None, call: dict[str, Any], mode: "_Mode"
     ) -> Any:
-        if not request.set_running_or_notify_cancel():
-            return None
         on_step = call.pop("on_step", None)
 
         def note(step: Step) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 CAPTURING = RLock()
 
+_DEVICES = ("cuda", "xpu")  # with a default generator for each
+
 
 def apart_from_captures(device: torch.device) -> AbstractContextManager[Any]:
     """Keep captures of other threads waiting while something is done that would spoil them."""
@@ -24,8 +26,10 @@ def apart_from_captures(device: torch.device) -> AbstractContextManager[Any]:
 def random_states(device: torch.device) -> list[Tensor]:
     """Return the states of torch's generators that forwards on a device may draw from."""
     with apart_from_captures(device):
-        of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-        return [torch.get_rng_state(), *of_device]
+        states = [torch.get_rng_state()]
+        if device.type in _DEVICES:
+            states.append(torch.get_device_module(device).get_rng_state(device))
+        return states
 
 
 def are_random_states(device: torch.device, states: Sequence[Tensor]) -> bool:
@@ -37,8 +41,8 @@ def put_back(device: torch.device, states: Sequence[Tensor]) -> None:
     """Set the generators to earlier states."""
     with apart_from_captures(device):
         torch.set_rng_state(states[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], device)
+        for of_device in states[1:]:
+            torch.get_device_module(device).set_rng_state(of_device, device)
 
 
 def free_unused(device: torch.device) -> None:

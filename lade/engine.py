@@ -107,16 +107,29 @@ class Engine:
         return self._max_calls if self.is_joint and self.forwards.why_not is None else 1
 
     def submit(
-        self, function: Callable[[], _Result], num_tokens: int = 0, owner: str = ""
-    ) -> "Future[_Result]":
+        self,
+        function: Callable[[], Any],
+        num_tokens: int = 0,
+        owner: str = "",
+        future: Future[Any] | None = None,
+    ) -> "EngineCall":
         """Call a function that generates as soon as there is room for it.
 
         Args:
             function: whatever it runs besides forwards of lade's, others wait for.
             num_tokens: that prompt and answer may come to have.
             owner: whose it is.
+            future: of what it returns; None for a new one.
         """
-        return self._submitted(EngineCall(self, function, num_tokens, owner)).future
+        most = self._max_tokens
+        num_tokens = num_tokens if most is None else min(num_tokens, most)
+        call = EngineCall(self, function, num_tokens, owner, future or Future())
+        with self._lock:
+            self._arrived.append(call)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="lade-engine", daemon=True)
+                self._thread.start()
+        return call
 
     def run(self, function: Callable[[], _Result], num_tokens: int = 0) -> _Result:
         """Call a function as `submit` does, and wait; within a call of the engine, call it there.
@@ -126,7 +139,7 @@ class Engine:
         here = current_call()
         if here is not None and here.engine is self:
             return function()
-        call = self._submitted(EngineCall(self, function, num_tokens))
+        call = self.submit(function, num_tokens)
         try:
             result: _Result = call.future.result()
         except BaseException as interrupt:
@@ -135,14 +148,6 @@ class Engine:
                 wait([call.future])
             raise
         return result
-
-    def _submitted(self, call: "EngineCall") -> "EngineCall":
-        with self._lock:
-            self._arrived.append(call)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="lade-engine", daemon=True)
-                self._thread.start()
-        return call
 
     def wait(self, sec: float | None = None) -> None:
         """Wait until all calls have ended, but not longer than so many seconds."""
@@ -199,10 +204,10 @@ class Engine:
         for call in sorted(self._waiting, key=lambda each: self._held[each.owner]):
             if call.owner and 1 < num_places <= of_owners[call.owner] + 1:
                 continue
-            num = call.num_tokens if most is None else min(call.num_tokens, most)
-            if call.future.cancelled() or most is None or max(num_taken, num_passed) + num <= most:
+            fits = most is None or max(num_taken, num_passed) + call.num_tokens <= most
+            if fits or call.future.cancelled():
                 for each in passed:
-                    each.num_passed += num
+                    each.num_passed += call.num_tokens
                 return call
             passed.append(call)
             num_passed = max(num_passed, call.num_passed)
@@ -296,10 +301,9 @@ class EngineCall:
     Args:
         engine: that runs it.
         function: what to call.
-        num_tokens, owner: as for `Engine.submit`.
+        num_tokens, owner, future: as for `Engine.submit`.
 
     Attributes:
-        future: of what the function returns.
         interrupt: what to raise in it where it waits.
         num_passed: tokens of later calls that began before it.
         num_left, num_before: tokens of its prompt that wait for room, and of others' prompts that
@@ -312,12 +316,12 @@ class EngineCall:
         self,
         engine: Engine,
         function: Callable[[], Any],
-        num_tokens: int = 0,
-        owner: str = "",
+        num_tokens: int,
+        owner: str,
+        future: Future[Any],
     ) -> None:
         self.engine = engine
-        self.num_tokens, self.owner = num_tokens, owner
-        self.future = Future[Any]()
+        self.num_tokens, self.owner, self.future = num_tokens, owner, future
         self.interrupt: BaseException | None = None
         self.num_passed = self.num_left = self.num_before = 0
         self.asked: Sequence[Any] = ()

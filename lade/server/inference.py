@@ -59,7 +59,7 @@ class Answering:
         exchange.check()
         num_tokens = exchange.num_prompt_tokens + exchange.options.max_new_tokens
         call = partial(_answer, exchange, self._loaded, self._drafter)
-        exchange.answer = self._engine.submit(call, num_tokens, owner)
+        exchange.answer = self._engine.submit(call, num_tokens, owner).future
         exchange.answer.add_done_callback(partial(_told, exchange))
         await exchange.begun.wait()
         if exchange.admitted is None:  # ended before its turn

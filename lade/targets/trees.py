@@ -113,9 +113,7 @@ class TreeTarget(Target):
         self._products = products
         #: Whether its forwards may be parts of one.
         self.takes_parts = not self._outputs and takes_parts(model, layout, attention)
-        self._company: EngineCall | None = (
-            None  # where forwards run together with those of other calls
-        )
+        self._company: EngineCall | None = None  # with whose forwards its own run
         self._was_joint = False  # whether the last forward ran, or may have waited, with others
         self._num_committed = 1.0  # tokens in a step, of late
         # An attention of the user's own is taken for one like torch's, and held against that.
