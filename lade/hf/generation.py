@@ -56,7 +56,6 @@ from lade.hf.resume import finish_plainly, replayed
 from lade.hf.stopping import StopRule
 from lade.hf.streams import PlainStream, Report, stopping
 from lade.outputs import Outputs
-from lade.prewarming.costs import first_costs_of
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, why_no_rows, with_products
 from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
@@ -340,12 +339,6 @@ class Generation:
                 verification.verification,
                 verification.execution,
                 verification.products,
-                # Measuring takes a second, of which a limit of time knows nothing.
-                lambda: (
-                    first_costs_of(self._model, self._profile, verification)
-                    if self._may_set_up
-                    else {}
-                ),
             )
             temperature = temperature if self._call.options.do_sample else 0.0
             return Budget(costs, temperature, asked)

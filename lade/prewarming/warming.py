@@ -1,7 +1,6 @@
 """`lade.warm_up`: what lade does once for a process and a model, before the first request."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from lade.config import Config
 from lade.drafting.successors import compile_kernels
 from lade.forward import job
 from lade.gpu.policy import DevicePolicy
-from lade.prewarming.costs import first_costs_of
 from lade.probing.factory import with_products
 from lade.probing.plan import choose_verification, execution_of
 from lade.probing.profile import profile_of
@@ -23,7 +21,7 @@ from ngram_pool.pool import compile_texts
 
 
 def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) -> None:
-    """Compile or load lade's kernels, check a model, and measure its first forwards.
+    """Compile or load lade's kernels, and check a model.
 
     The first call does so otherwise, for some seconds, or a minute where nothing is compiled yet; a
     call with `max_time` never does, and is decoded plainly until another call has.
@@ -50,10 +48,7 @@ def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) ->
                 model, config=config, is_padded=is_padded, execution=execution, profile=profile
             )
             if config.uses_products and not config.stable_text:
-                chosen = with_products(chosen, model, profile)
-            key = chosen.verification, chosen.execution, chosen.products
-            if chosen.verification != "plain":
-                profile.costs_of(*key, partial(first_costs_of, model, profile, chosen))
+                with_products(chosen, model, profile)
             profile.warm.add(("dynamic", is_padded))
 
 

@@ -1,6 +1,6 @@
 """What is known about a model, for each state it has been in."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -140,18 +140,16 @@ class Profile:
         verification: Verification,
         execution: Execution,
         has_products: bool,
-        first_costs: Callable[[], Mapping[int, float]],
     ) -> ForwardCosts:
         """Return the costs of such steps, new if there are none.
 
         Args:
             verification, execution: of the steps.
             has_products: whether their linear layers may run by lade's own products.
-            first_costs: asked for what new costs begin with.
         """
         key = (verification, execution, has_products)
         if key not in self.costs:
-            self.costs.setdefault(key, ForwardCosts(first_costs()))
+            self.costs.setdefault(key, ForwardCosts())
         return self.costs[key]
 
     def drop_verdict(self, verification: Verification, reason: str) -> None:
