@@ -16,6 +16,7 @@ from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS
 from lade.batch import Batch, Limits, Text
 from lade.budget.budget import Budget
+from lade.budget.costs import ForwardCosts
 from lade.compat import (
     CACHE,
     Model,
@@ -57,7 +58,6 @@ from lade.hf.resume import finish_plainly, replayed
 from lade.hf.stopping import StopRule
 from lade.hf.streams import PlainStream, Report, stopping
 from lade.outputs import Outputs
-from lade.prewarming.costs import costs_of
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
@@ -336,8 +336,8 @@ class Generation:
             1.0 if self._call.options.temperature is None else self._call.options.temperature
         )
         temperature = temperature if self._call.options.do_sample else 0.0
-        # Measuring takes a second, of which a limit of time knows nothing.
-        costs = costs_of(self._model, self._profile, verification, may_measure=self._may_set_up)
+        key = "costs", verification.verification, verification.execution, verification.products
+        costs = self._profile.once(key, ForwardCosts)
         return Budget(costs, temperature, asked)
 
     def _prompt_harvester(

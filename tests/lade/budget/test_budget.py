@@ -218,23 +218,10 @@ def test_all_is_verified_where_nodes_are_free_and_none_where_they_are_dear() -> 
 
 def where_nothing_pays() -> Budget:
     """Return a budget that knows it."""
-    costs = ForwardCosts({1: 1.0, 64: 640.0})
-    for _ in range(3):
-        Budget(costs).record(1, 0, 1.0, [], {})
+    costs = ForwardCosts()
+    for size in (0, 0, 0, 1, 1, 1):
+        Budget(costs).record(1, size, 1.0 + 10.0 * size, [], {})
     return Budget(costs)
-
-
-@pytest.mark.parametrize("costs", [BFLOAT16, FLOAT32])
-def test_costs_of_another_time_are_no_more_than_a_hint(costs: dict[int, float]) -> None:
-    """Measured where others used the machine, they cost a part of the first answer at most."""
-    for first in ({1: 0.080, 8: 0.088}, {1: 0.012, 8: 0.080}):
-        found, right = list[float](), list[float]()
-        for seed in range(8):
-            for told, rates_of in ((first, found), ({1: costs[1], 8: costs[8]}, right)):
-                known, machine = ForwardCosts(told), Machine(costs, seed)
-                drafter = Drafting(MIXED, seed)
-                rates_of += [answer(Budget(known), machine, [drafter], 96) for _ in range(4)]
-        assert harmonic_mean(found) >= 0.95 * harmonic_mean(right)
 
 
 def test_drafts_that_do_not_pay_are_asked_for_in_every_eighth_step_until_one_is_right() -> None:
