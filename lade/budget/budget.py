@@ -33,10 +33,9 @@ _LEAD = 4.0
 _SHARE_OF_ALL = 0.2
 
 # Where drafts do not pay, steps rest: they have no draft. After so many drafts that were not worth
-# verifying, only one in as many steps is asked for, but for a few more where the likeliest draft
-# token of such a one comes after all.
+# verifying, only one in as many steps is asked for, but for as many where the likeliest draft token
+# of such a one comes after all.
 _DRAFTS_BEFORE_REST = 8
-_DRAFTS_AFTER_HIT = 4
 
 
 class Budget:
@@ -202,7 +201,7 @@ class Budget:
         self._has_refused = False
         self._back_off.passed(1.0)
         if hits and 2 * sum(hits) >= len(hits):
-            self._back_off.granted(_DRAFTS_AFTER_HIT)
+            self._back_off.granted(_DRAFTS_BEFORE_REST)
         self._num_emitted = {**num_emitted} if num_rows > 1 else {}
         self._of_rows = {row: self._of_rows.get(row) or Calibration() for row in self._num_emitted}
         for outcome in outcomes:
