@@ -8,7 +8,6 @@ from torch import nn
 
 from lade.compat import Model, without_compiler
 from lade.config import Config
-from lade.drafting.successors import compile_kernels
 from lade.forward import job
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import with_products
@@ -57,7 +56,6 @@ def kernels() -> Mapping[str, Callable[[], Any]]:
     return {
         "the pool": lambda: NGramPool(1),
         "pools on disk": compile_texts,
-        "the ranks of tokens": compile_kernels,
         "whole forwards": job.kernels,
         "products for few rows": _load_products,
     }
