@@ -101,7 +101,6 @@ class Source(Guard):
     Args:
         drafter: what the user gave, or a pool.
         name: in statistics; its class if it is none of several.
-        costs: of its drafts in earlier calls, measured on.
         is_part: whether it is one of several.
         is_strict, device: see `Guard`.
     """
@@ -111,7 +110,6 @@ class Source(Guard):
         drafter: Drafter | NGramPool,
         name: str = "",
         *,
-        costs: SourceCosts | None = None,
         is_part: bool = False,
         is_strict: bool = False,
         device: torch.device | None = None,
@@ -124,7 +122,9 @@ class Source(Guard):
         self.is_part = is_part
         self.stats = SourceStats()
         self.calibration = Calibration()
-        self.costs = SourceCosts() if costs is None else costs
+        # Of its drafts, in earlier calls, too: they are kept with the drafter.
+        kept = getattr(drafter, "__dict__", {})  # runs no code of the user's
+        self.costs: SourceCosts = kept.setdefault("_lade_costs", SourceCosts())
         self.num_successors = 0
         self.learns_ngrams = self.is_free = False
         # Whether it draws when it is told how much, or at once, where drafts are drawn.
