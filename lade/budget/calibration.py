@@ -55,30 +55,23 @@ class Calibration:
         believed: Floats = np.minimum(1.0, worth * probs)
         return believed
 
-    def count(self, promised: Floats, came: Floats, num_rows: int = 1) -> None:
-        """Learn from what was promised of some nodes, and whether each came, 1 or 0.
-
-        All rows together weigh as one.
-        """
+    def count(self, promised: Floats, came: Floats) -> None:
+        """Learn from what was promised of some nodes, and whether each came, 1 or 0."""
         promises, outcomes = _MEMORY * self._promised, _MEMORY * self._came
         if len(promised):
             intervals = _PROMISES.searchsorted(promised, "right")
-            promises += np.bincount(intervals, promised, _NUM_INTERVALS) / num_rows
-            outcomes += np.bincount(intervals, came, _NUM_INTERVALS) / num_rows
+            promises += np.bincount(intervals, promised, _NUM_INTERVALS)
+            outcomes += np.bincount(intervals, came, _NUM_INTERVALS)
         prior = _PRIOR_WEIGHT
         of_all = (outcomes.sum() + prior) / (promises.sum() + prior)
         self._worth = (outcomes + prior * of_all) / (promises + prior)
         self._promised, self._came = promises, outcomes
 
-    def record(self, outcomes: Sequence[Outcome]) -> list[bool]:
-        """Compare promises with what was emitted; return whether the likeliest nodes came."""
-        came = [came_of(draft, token_ids) for _, draft, token_ids in outcomes]
-        if len(outcomes) == 1:
-            self.count(outcomes[0].draft.probs, came[0])
-        else:
-            promised = np.concatenate([draft.probs for _, draft, _ in outcomes])
-            self.count(promised, np.concatenate(came), len(outcomes))
-        return [len(of_row) > 0 and of_row.item(0) == 1.0 for of_row in came]
+    def learn(self, draft: Draft, token_ids: Sequence[int]) -> bool:
+        """Compare promises with what was emitted; return whether the likeliest node came."""
+        came = came_of(draft, token_ids)
+        self.count(draft.probs, came)
+        return len(came) > 0 and came.item(0) == 1.0
 
 
 def came_of(draft: Draft, token_ids: Sequence[int]) -> Floats:

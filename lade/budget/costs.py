@@ -36,29 +36,26 @@ _OUTLIER, _FIRST_OUTLIER = 1.3, 2.0
 _DOUBT_OF_ONE = 0.2
 _LEAST_COUNTED, _MOST_COUNTED = 2.0, 9.0
 _MEMORY = 0.997  # per step
-_PATIENCE_AT_FIRST = 4  # steps; the first one of a size does not count, and two must
 
-# Steps of a call until drafting, or not drafting, is tried though the other has won throughout, the
-# first time and later. A try every 128 steps costs 0.5 % where a second token makes a step 1.6
-# times as long, as in float32 on some CPUs. The first comes early where costs were not measured
-# yet, and in every so many calls, whatever their texts are.
-_EARLY_TRIAL, _FIRST_TRIAL, _LAST_TRIAL = 4, 16, 128
+# Steps of a call until drafting, or not drafting, is tried though the other has won throughout: a
+# try every 128 steps costs 0.5 % where a second token makes a step 1.6 times as long, as in float32
+# on some CPUs. The first comes early where costs were not measured yet (the first step of a size
+# does not count, and two must), and in every so many calls, whatever their texts are.
+FIRST_TRIAL, _STEPS_BETWEEN_TRIALS = 16, 128
 _CALLS_BETWEEN_TRIALS = 8
 
 
 class Trials:
     """When a call has drafted and has not, last, and when it is to try the other way for once."""
 
-    def __init__(self, first: int, patience: int) -> None:
+    def __init__(self, first: int) -> None:
         self._num_steps = 0
-        self._last = [first - patience] * 2  # steps, by whether they drafted
-        self._patience = patience
+        self._last = [first - _STEPS_BETWEEN_TRIALS] * 2  # steps, by whether they drafted
         self._trial = -1  # the step that was the last trial
 
     def decide(self, is_drafting: bool) -> bool:
         """Return whether to draft: as it seems best, or for once the other way."""
-        if self._num_steps - self._last[not is_drafting] >= self._patience:
-            self._patience = min(2 * self._patience, _LAST_TRIAL)
+        if self._num_steps - self._last[not is_drafting] >= _STEPS_BETWEEN_TRIALS:
             self._trial = self._num_steps
             is_drafting = not is_drafting
         self._last[is_drafting] = self._num_steps
@@ -100,12 +97,6 @@ class Costs:
         """Seconds of the sizes `KNOTS`."""
         return self._known.curve
 
-    def trials(self, patience: int) -> Trials:
-        """Return the trials of a call that is to try the other way after so many steps."""
-        if self.are_unknown:
-            return Trials(_FIRST_TRIAL, _FIRST_TRIAL)
-        return Trials(patience, _LAST_TRIAL)
-
     def choose(self, trials: Trials, sizes: Floats, gains: Floats) -> int:
         """Return the index of the size with the best ratio of tokens to time; 0 for no draft.
 
@@ -118,7 +109,7 @@ class Costs:
         # Steps without a draft are measured first. After a few calls without a measurement the
         # guess has to do: where finished rows stay in the forward, only the others are asked about,
         # and what is measured counts for a larger batch.
-        must_begin = self.are_unknown and self._num_asked <= _PATIENCE_AT_FIRST
+        must_begin = self.are_unknown and self._num_asked <= FIRST_TRIAL
         if must_begin or sizes[-1] == sizes[0]:
             return 0
         rates = gains / np.interp(sizes, KNOTS, self._known.lowest)
@@ -181,8 +172,9 @@ class ForwardCosts:
         self._calls = count(1)
 
     def begin_call(self) -> int:
-        """Return the patience of a call: how many steps it goes before it tries the other way."""
-        return _LAST_TRIAL if next(self._calls) % _CALLS_BETWEEN_TRIALS else _EARLY_TRIAL
+        """Return how many steps a call goes before it tries the other way."""
+        is_early = next(self._calls) % _CALLS_BETWEEN_TRIALS == 0
+        return FIRST_TRIAL if is_early else _STEPS_BETWEEN_TRIALS
 
     def of(self, num_rows: int) -> Costs:
         """Return the costs of batches of about this size."""

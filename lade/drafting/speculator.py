@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -296,13 +295,14 @@ class Speculator:
             }
             if drawn:  # how many of them are verified must not depend on what was drawn
                 return dict.fromkeys(drafts, max(drawn.values())) | drawn
-        probs = [*map(attrgetter("probs"), drafts.values())]
-        if len(probs) != 1:
-            return dict(zip(drafts, budget.nums_of_nodes(probs, runner.price), strict=True))
         num_beside = 0 if window is None else window.num_cells
-        num = budget.num_nodes(probs, runner.num_pending + num_beside, runner.price)
-        # The slots that pad a forward to its width may as well hold draft tokens.
-        return dict.fromkeys(drafts, runner.width_of(1 + num + num_beside) - 1 - num_beside)
+        probs = {row: draft.probs for row, draft in drafts.items()}
+        nums = budget.nums_of_nodes(probs, runner.num_pending + num_beside, runner.price)
+        if len(nums) == 1:
+            # The slots that pad a forward to its width may as well hold draft tokens.
+            (num,) = nums.values()
+            nums = dict.fromkeys(nums, runner.width_of(1 + num + num_beside) - 1 - num_beside)
+        return nums
 
     # --- a row's draft ----------------------------------------------------------------------
 
@@ -516,7 +516,7 @@ class Speculator:
         most = len(emitted) - (0 if draws else 1)
         for source, before, with_own, draft, sec in state.asked if emitted else ():
             if not draws:
-                source.calibration.record([Outcome(row, draft, emitted)])
+                source.calibration.learn(draft, emitted)
             source.stats.num_accepted_tokens += matched_depth(draft, emitted)
             num_added = min(most, matched_depth(with_own, emitted))
             num_added -= min(most, matched_depth(before, emitted))

@@ -63,7 +63,8 @@ def rank(logits: Tensor, num_ranked: int) -> Ranked:
         bits = rows.view(getattr(torch, f"int{8 * rows.itemsize}"))
         unsigned = bits.numpy().view(f"u{rows.itemsize}")
         least = rows.new_full((1,), -torch.inf).view(bits.dtype).numpy().view(unsigned.dtype)
-        best = bits[:, : _COLUMN * num_columns].unflatten(1, (_COLUMN, -1)).amax(1).topk(num_ranked)
+        columns = bits[:, : _COLUMN * num_columns].view(len(rows), _COLUMN, num_columns)
+        best = columns.amax(1).topk(num_ranked)
         # Above the bits of -inf, as unsigned, are those of NaN, which would be the highest.
         if best.values.amin() >= 0 and unsigned.max() <= least:
             starts = torch.arange(0, _COLUMN * num_columns, num_columns)
