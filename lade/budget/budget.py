@@ -95,9 +95,9 @@ class Budget:
         """
         if self._fixed is not None:
             return {row: len(each) for row, each in probs.items()}
-        worths = []
-        for weight, (row, each) in zip(self._weights(probs), probs.items(), strict=True):
-            worths.append(weight * self._calibration(row).believed(each))
+        worths = [self._calibration(row).believed(each) for row, each in probs.items()]
+        if len(worths) > 1:
+            worths = [w * each for w, each in zip(self._weights(probs), worths, strict=True)]
         # Of one row, nodes keep their order: the first ones are a tree.
         bounds = [*map(np.minimum.accumulate, worths)]
         is_known = True
@@ -109,8 +109,10 @@ class Budget:
             gains = np.concatenate([[1.0], np.concatenate(worths)[order]]).cumsum()[nums]
             costs, trials = self._costs_of(len(probs))
             best = costs.choose(trials, 1.0 + num_pending + nums / len(probs), gains)
-            rows = np.repeat(np.arange(len(probs)), [*map(len, worths)])[order[: nums[best]]]
-            chosen = np.bincount(rows, minlength=len(probs)).tolist()
+            chosen = [nums.item(best)]
+            if len(probs) > 1:
+                rows = np.repeat(range(len(probs)), [*map(len, worths)])[order[: chosen[0]]]
+                chosen = np.bincount(rows, minlength=len(probs)).tolist()
             is_known = not costs.are_unknown
         if any(chosen):
             self._back_off.granted(_DRAFTS_BEFORE_REST)
