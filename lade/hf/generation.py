@@ -30,7 +30,7 @@ from lade.config import SPECULATING
 from lade.decoder import Decoder, VerificationError
 from lade.drafters.merged import sources_of
 from lade.drafting.drafter import Drafter, DraftingCall
-from lade.drafting.grammar import forced_tokens_of
+from lade.drafting.grammar import ForcedTokens
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.sources import Guard, Source
 from lade.drafting.speculator import Speculator
@@ -298,8 +298,8 @@ class Generation:
             may_learn = any(source.learns_ngrams or source.has_failed for source in sources)
             if config.lookahead is not None and not may_learn:
                 refuse_lookahead(given)
-        grammar, foresight = forced_tokens_of(self._call.processors), None
-        if grammar is not None:
+        foresight, known = None, (p for p in self._call.processors if isinstance(p, ForcedTokens))
+        if (grammar := next(known, None)) is not None:
             what = f"forced tokens: {type(grammar).__name__}"
             foresight = Guard(grammar, what, config.strict_drafter, device)
         return call, sources, foresight
