@@ -171,13 +171,15 @@ def exploring(
 def checked(draft: object, max_draft_tokens: int) -> Draft:
     """Validate a drafter's draft and return it with its depths recomputed.
 
+    What it was drawn from, if it was, is left out: it is verified like any other.
+
     Args:
         max_draft_tokens: maximum number of nodes; later ones are dropped.
 
     Raises:
         TypeError: it is not a `Draft`, or an array has the wrong dtype.
         ValueError: the shapes of the arrays do not match, a parent does not come before its child,
-            a probability is not from 0 to 1, or a drawn token is not in its support.
+            or a probability is not from 0 to 1.
     """
     if not isinstance(draft, Draft):
         raise TypeError(f"expected a Draft, got {type(draft).__name__}")
@@ -195,20 +197,7 @@ def checked(draft: object, max_draft_tokens: int) -> Draft:
         raise ValueError("expected probs from 0 to 1")
     # Ids outside the vocabulary are cut off later; here they only have to fit into int32.
     ids = np.clip(token_ids[:num_nodes], -1, np.iinfo(np.int32).max).astype(np.int32)
-    whole = draft_of(ids, parents, probs)
-    if not isinstance(draft, SampledDraft):
-        return whole
-    support_ids = np.asarray(draft.support_token_ids)[:num_nodes]
-    support_probs = np.asarray(draft.support_probs)[:num_nodes]
-    if support_ids.ndim != 2 or support_ids.shape != support_probs.shape:
-        raise ValueError("expected support_token_ids and support_probs of one shape [num_nodes, n]")
-    if len(support_ids) != num_nodes:
-        raise ValueError(f"expected a support of each of {num_nodes} nodes, got {len(support_ids)}")
-    if not ((support_probs >= 0) & (support_probs <= 1)).all():
-        raise ValueError("expected support_probs from 0 to 1")
-    if not ((support_ids == ids[:, None]) & (support_probs > 0)).any(axis=1).all():
-        raise ValueError("expected every token to be in the support that it was drawn from")
-    return drawn_from(whole, support_ids, support_probs)
+    return draft_of(ids, parents, probs)
 
 
 def checked_ids(token_ids: object) -> list[int]:

@@ -19,7 +19,7 @@ from lade.drafting.drafts import checked
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.errors import DrafterWarning, LadeError, in_one_line
 from lade.stats import SourceStats
-from ngram_pool import Draft, NGramPool, SampledDraft
+from ngram_pool import Draft, NGramPool
 
 
 class Guard:
@@ -133,7 +133,6 @@ class Source(Guard):
         self.is_measured: bool | None = None
         self.handles: dict[int, Any] = {}  # by row
         self.num_run: dict[int, int] = {}  # tokens of the text at its last draft, by row
-        self._call: DraftingCall | None = None
 
     def make(self, call: DraftingCall) -> "Source":
         """Make what drafts for a call, and look at it.
@@ -141,7 +140,6 @@ class Source(Guard):
         Raises:
             LadeError: it cannot draft for this call.
         """
-        self._call = call
         self.ask(self._make, None, call, may_refuse=True)
         return self
 
@@ -184,25 +182,7 @@ class Source(Guard):
         else:
             draft = self.drafter.sample(handle, committed, most, rng)
         # What lade's own drafters return is not checked: that took as long as half of drafting.
-        if not self.is_own:
-            draft = checked(draft, most)
-        if isinstance(draft, SampledDraft):
-            self._check_drawn(draft)
-        return draft
-
-    def _check_drawn(self, draft: SampledDraft) -> None:
-        """Raise if a draft that is drawn cannot be verified as it is."""
-        assert self._call is not None
-        if self._call.rngs is None:
-            raise ValueError("expected a Draft where drafts are not drawn, got a SampledDraft")
-        most = self._call.max_candidates
-        if most is not None and len(draft):
-            # Of siblings, too: a later one is drawn only because an earlier one may be rejected.
-            num_leaves = len(draft) - len(np.unique(draft.parents[draft.parents >= 0]))
-            if num_leaves > most:
-                raise ValueError(
-                    f"expected a drawn draft of at most {most} paths, got {num_leaves}"
-                )
+        return draft if self.is_own else checked(draft, most)
 
     def close(self, row: int) -> None:
         """End a row."""
