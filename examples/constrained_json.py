@@ -1,5 +1,7 @@
 """Force an answer into a JSON schema (pip install xgrammar); forced tokens are drafted for free."""
 
+from typing import Any
+
 import xgrammar
 from xgrammar.contrib.hf import LogitsProcessor
 
@@ -11,25 +13,23 @@ FIELDS = {"capital_city": {"type": "string", "maxLength": 12}, "continent": CONT
 SCHEMA = {"type": "object", "properties": FIELDS, "required": [*FIELDS]}
 
 
-class Foreseeing(LogitsProcessor, lade.ForcedTokens):
+class Foreseeing(LogitsProcessor, lade.ForcedTokens):  # type: ignore[misc]
     """xgrammar's processor, which also tells lade the text that must come next."""
 
-    def forced_tokens(self, row: int, committed: list[int], max_tokens: int) -> list[int]:
+    def forced_tokens(self, row: int, committed: Any, max_tokens: int) -> Any:
         """Ask a copy of the matcher, which has not seen the last token yet."""
         matcher = self.matchers[row].fork() if self.matchers else None
         if matcher is None or matcher.is_terminated() or not matcher.accept_token(committed[-1]):
             return []
-        text = matcher.find_jump_forward_string()
-        return self.tokenizer.encode(text, add_special_tokens=False)[:max_tokens]
+        ids = self.tokenizer.encode(matcher.find_jump_forward_string(), add_special_tokens=False)
+        return ids[:max_tokens]
 
 
 def main() -> None:
     model, tokenizer, _ = load()
-    size = model.config.vocab_size
-    tokens = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
-    grammar = xgrammar.GrammarCompiler(tokens).compile_json_schema(SCHEMA, any_whitespace=False)
-    processor = Foreseeing(grammar)  # a new one for each call
-    processor.tokenizer = tokenizer
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
+    grammar = xgrammar.GrammarCompiler(info).compile_json_schema(SCHEMA, any_whitespace=False)
+    processor, Foreseeing.tokenizer = Foreseeing(grammar), tokenizer  # a new one for each call
     inputs = encode(tokenizer, "Describe France as JSON, with its capital.", model.device)
     output = lade.generate(model, **inputs, logits_processor=[processor], max_new_tokens=64)
     print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))

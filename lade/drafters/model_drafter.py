@@ -18,7 +18,7 @@ from lade.budget.asking import FEW_BEHIND, Mean
 from lade.budget.calibration import Calibration, Floats
 from lade.drafters.runner import ModelRunner
 from lade.drafting.drafter import Drafter, DraftingCall
-from lade.drafting.drafts import draft_of, drawn_from, matched_depth
+from lade.drafting.drafts import draft_of, matched_depth
 from lade.sampling.processors import HypotheticalProcessors
 from lade.transfer import HostCopy
 from ngram_pool import Draft, SampledDraft
@@ -221,7 +221,8 @@ class GrowingTree:
         if not supports:
             return SampledDraft.empty()
         ids, probs = (np.stack(each) for each in zip(*supports, strict=True))
-        return drawn_from(draft, ids, probs)
+        whole = draft.token_ids, draft.parents, draft.depths, draft.probs
+        return SampledDraft(*whole, ids.astype(np.int32), probs)
 
     def _order(self, node: int) -> float:
         return -self.nodes[node].prob

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ngram_pool import Draft, SampledDraft
+from ngram_pool import Draft
 
 Floats = NDArray[np.float64]
 
@@ -33,12 +33,6 @@ def draft_of(
 def chain(token_ids: Sequence[int], probs: Sequence[float] | float = 1.0) -> Draft:
     """Return a draft of one path."""
     return draft_of(token_ids, range(-1, len(token_ids) - 1), probs)
-
-
-def drawn_from(draft: Draft, token_ids: Any, probs: Any) -> SampledDraft:
-    """Return a draft with what each of its nodes was drawn from."""
-    whole = draft.token_ids, draft.parents, draft.depths, draft.probs
-    return SampledDraft(*whole, token_ids.astype(np.int32), probs.astype(np.float64))
 
 
 def path_along(token_ids: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> list[int]:
@@ -102,20 +96,11 @@ def joined(drafts: Sequence[Draft], max_nodes: int) -> Draft:
 def after(token_ids: Sequence[int], draft: Draft) -> Draft:
     """Prepend a chain of tokens, each of probability 1, to a draft."""
     first = chain(token_ids)
-    whole = draft_of(
+    return draft_of(
         np.concatenate([first.token_ids, draft.token_ids]),
         np.concatenate([first.parents, draft.parents + len(first)]),
         np.concatenate([first.probs, draft.probs]),
     )
-    if not isinstance(draft, SampledDraft):
-        return whole
-    # A token that was not drawn is its own support, with probability 1.
-    support_size = max(1, draft.support_token_ids.shape[1])
-    ids = np.zeros((len(whole), support_size), np.int32)
-    probs = np.zeros(ids.shape)
-    ids[: len(first), 0], probs[: len(first), 0] = first.token_ids, 1.0
-    ids[len(first) :], probs[len(first) :] = draft.support_token_ids, draft.support_probs
-    return drawn_from(whole, ids, probs)
 
 
 def narrowed(draft: Draft, max_candidates: int) -> Draft:

@@ -314,6 +314,8 @@ class Speculator:
         if most > 0 and self._grammar is not None:
             state.forced = self._forced(self._grammar, row, most)
         left = max_draft_tokens - len(state.forced)
+        if state.forced and self._call.rngs is not None:
+            left = 0  # nothing is drawn behind them
         if most > 0 and left > 0:
             ahead = [*context, *state.forced] if state.forced else context
             draft = self._asked(row, state, ahead, left)
@@ -423,12 +425,12 @@ class Speculator:
         if isinstance(state.draft, SampledDraft):
             return state.draft if num_nodes else state.draft.first(0)
         proposed, source = state.draft.first(num_nodes), state.source
-        num_drawn = len(proposed) - len(state.forced)
-        if rngs is None or num_drawn < 1 or source is None or not source.is_pool:
+        if source is None or not source.is_pool:
             return proposed
-        context = self._batch.contexts[row]
-        ahead = [*context, *state.forced] if state.forced else context
-        sampled = source.ask(source.draft, _NOTHING, row, ahead, num_drawn, rngs[row])
+        if rngs is None or state.forced or not proposed:
+            return proposed
+        args = row, self._batch.contexts[row], len(proposed), rngs[row]
+        sampled = source.ask(source.draft, _NOTHING, *args)
         if state.asked:
             state.asked[-1] = state.asked[-1]._replace(draft=sampled, after=sampled)
         return self._possible(state, sampled)
