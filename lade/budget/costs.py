@@ -180,24 +180,6 @@ class ForwardCosts:
         """Return the costs of batches of about this size."""
         num_bits = num_rows.bit_length()
         if num_bits not in self._costs:
-            # Start from the nearest batch size: costs depend mostly on the tokens of all rows.
-            known = [bits for bits, costs in dict(self._costs).items() if not costs.are_unknown]
-            nearest = min(known, key=lambda bits: abs(bits - num_bits), default=None)
-            if nearest is None:
-                guess = 1 + _PRIOR_SLOPE * num_rows * (KNOTS - 1)
-            else:
-                sizes = KNOTS * 2.0 ** (num_bits - nearest)
-                guess = interpolated(sizes, KNOTS, self._costs[nearest].curve)
+            guess = 1 + _PRIOR_SLOPE * num_rows * (KNOTS - 1)
             self._costs.setdefault(num_bits, Costs(guess))
         return self._costs[num_bits]
-
-
-def interpolated(sizes: Floats, known_sizes: Floats, costs: Floats) -> Floats:
-    """Interpolate the costs of sizes, extrapolating from the last two known sizes.
-
-    Where the larger of those two costs less, the cost beyond stays constant.
-    """
-    slope = max(0.0, (costs[-1] - costs[-2]) / (known_sizes[-1] - known_sizes[-2]))
-    beyond = np.maximum(0.0, sizes - known_sizes[-1])
-    result: Floats = np.interp(sizes, known_sizes, costs) + slope * beyond
-    return result
