@@ -10,8 +10,7 @@ from bisect import bisect_right
 
 # Tokens that cheaper sources are expected to yield, where one level ends and the next begins.
 _LEVELS = (0.3, 1.0, 2.5)
-_MEMORY = 32.0  # measurements that a mean goes back to
-_MEMORY_OF_STEPS = 1 - 1 / 64
+_MEMORY = 32.0  # measurements that a mean goes back to, or steps
 _WEIGHT_OF_ALL = 2.0  # as if a source had added at each level twice what it added at all of them
 # Of the time, what asking may take where it does not pay; and so many drafts, at most a step's time
 # at first, that it may take at once.
@@ -122,9 +121,10 @@ class Pace:
         """Learn what steps took, drafting included, and how many tokens all rows emitted."""
         if self.is_settled:
             sec = min(sec, _OUTLIER * num_steps * self.step_sec)
-        self._sec = _MEMORY_OF_STEPS * self._sec + sec
-        self._num_tokens = _MEMORY_OF_STEPS * self._num_tokens + num_tokens
-        self._num_steps = _MEMORY_OF_STEPS * self._num_steps + num_steps
+        kept = 1 - 1 / _MEMORY
+        self._sec = kept * self._sec + sec
+        self._num_tokens = kept * self._num_tokens + num_tokens
+        self._num_steps = kept * self._num_steps + num_steps
 
     @property
     def is_settled(self) -> bool:

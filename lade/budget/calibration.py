@@ -18,9 +18,9 @@ _NUM_INTERVALS = len(_PROMISES) + 1
 # Weight that the past keeps per step: a short memory, because the worst case is a text that stops
 # being predictable.
 _MEMORY = 0.9
-_PRIOR_WEIGHT = 2.0  # as if this many tokens had been promised, and had come true
-# Of promises that a call begins with, as if so much had been promised at each probability.
-_WEIGHT_AT_FIRST = 3.0
+# As if this many tokens had been promised, and had come true; and, where less is expected as a call
+# begins, at each probability.
+_PRIOR_WEIGHT = 2.0
 
 
 class Outcome(NamedTuple):
@@ -46,7 +46,7 @@ class Calibration:
         # Acceptance over promise, by interval of promises.
         self._worth = np.full(_NUM_INTERVALS, share)
         # Decayed sums of what was promised and of what came.
-        self._promised = np.full(_NUM_INTERVALS, _WEIGHT_AT_FIRST if share < 1.0 else 0.0)
+        self._promised = np.full(_NUM_INTERVALS, _PRIOR_WEIGHT if share < 1.0 else 0.0)
         self._came = share * self._promised
 
     def believed(self, probs: Sequence[float] | Floats) -> Floats:

@@ -25,8 +25,6 @@ KNOTS = np.array(SIZES, np.float64)
 # and abandoned. An accelerator's forward is nearly flat; with a tenth of this, first answers were
 # within 2 % of as fast on simulated ones, and up to 6 % slower on two cores.
 _PRIOR_SLOPE = 0.01
-# Weight of a new measurement on all sizes: a longer text or a busy machine slows all of them.
-_SHARED_WEIGHT = 0.1
 # A measurement is clipped to within a factor of the expected cost, another one until there are two.
 _OUTLIER, _FIRST_OUTLIER = 1.3, 2.0
 # A cost may be lower than measured: by this fraction after one measurement, and by this over the
@@ -139,7 +137,8 @@ class Costs:
             most = _FIRST_OUTLIER if least < _LEAST_COUNTED else _OUTLIER
             ratio = min(max(ratio, 1.0 / most), most)
             if least > 0:  # a wrong guess says nothing about the others
-                shared = 1.0 + _SHARED_WEIGHT * (ratio - 1.0)
+                # A longer text or a busy machine slows all of them.
+                shared = 1.0 + (ratio - 1.0) / (1.0 + _MOST_COUNTED)
         if is_guess:  # all sizes share it then, this one too
             ratio = 1.0
         measured, curve = shared * known.measured, shared * known.curve
