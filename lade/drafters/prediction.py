@@ -15,9 +15,9 @@ from lade.drafting.drafter import Drafter
 from lade.drafting.drafts import draft_of
 from ngram_pool import Draft
 
-# Expected acceptance of a next token where the place was lost; half as many are wrong where one token
-# before it was that of the place, and so on for 2, 3 to 4, 5 to 8, 9 to 16, and more. The call knows
-# better soon.
+# Expected acceptance of a next token where the place was lost; half as many are wrong where one
+# token before it was that of the place, and so on for 2, 3 to 4, 5 to 8, 9 to 16, and more. The
+# call knows better soon.
 _FIRST_PROB, _NUM_LEVELS = 0.2, 7
 # A path has at most so many tokens, and as many more for each matched token before it: at a place
 # that is wrong, a wide step is lost.
@@ -26,6 +26,7 @@ _SURE_RUN = 3  # matched tokens from which a place is believed, and what lies be
 _LONGEST_MATCH = 16
 # Tokens around the last sure place in which shorter matches count; places compared for one token.
 _NEAR = 64
+_LEAST_PROB = 0.05  # of a path, for it to be drafted further
 # Tokens replaced, and in their place; after more, it is not guessed that as many were replaced.
 _LONGEST_EDIT = 8
 
@@ -101,7 +102,7 @@ class Prediction(Drafter):
             prob = 1.0 / len(starts)
             for depth, (token_id, _) in enumerate(self._ahead(row, start)):
                 prob *= self._prob(row.run + len(forced) + depth).value
-                if depth == most:
+                if depth == most or prob < _LEAST_PROB:
                     break
                 nodes.append((-prob, path, depth, token_id))
         nodes = sorted(nodes)[:max_draft_tokens]
