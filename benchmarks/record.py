@@ -85,7 +85,7 @@ def successors_of(model: Any, token_ids: Sequence[int], num_successors: int) -> 
         with torch.inference_mode():
             output = model(input_ids=chunk, **options)
         logits = output.logits[0, :, :vocab_size]
-        parts.append(with_probs(rank(logits, num_successors), logits, sampled=1).get())
+        parts.append(Successors.sent(with_probs(rank(logits, num_successors), logits, sampled=1)))
         options[CACHE] = getattr(output, CACHE, None)
         if options[CACHE] is None and start + size < len(token_ids):
             raise UnsupportedModelError(
