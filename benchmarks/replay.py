@@ -9,7 +9,7 @@ those too learn less here than live, so their replayed numbers are too low. Next
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -21,9 +21,10 @@ from lade.batch import Batch, Limits, Text
 from lade.budget.budget import Budget
 from lade.cli.bench import fingerprint
 from lade.cli.results import Keeping, ResultFiles, progress_bar
-from lade.drafting.drafter import Drafter
+from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import chain
 from lade.drafting.pool_drafter import PoolDrafter
+from lade.drafting.sources import Source
 from lade.drafting.speculator import Speculator
 from lade.drafting.successors import Successors, num_prompt_tokens
 from lade.prewarming.tables import load_table
@@ -118,7 +119,9 @@ def replay_trace(
     limits = Limits(max_length, stop=lambda rows: None)
     batch = Batch(text, [token_ids[:num_prompt]], limits)
     (committed,) = text.token_ids
-    speculator = Speculator.alone(batch, drafter, Budget(fixed=max_draft_tokens), recorded)
+    call, runner = DraftingCall(None, recorded.vocab_size, max_length), cast(Any, recorded)
+    sources, budget = [Source(drafter).make(call)], Budget(fixed=max_draft_tokens)
+    speculator = Speculator(batch, sources, call, budget, runner)
     harvests = speculator.num_successors > 0
     try:
         speculator.open_all()
