@@ -275,11 +275,6 @@ class TreeCache(Cache):  # type: ignore[misc]
         return min((store.buffer.shape[3] for store in stores), default=sys.maxsize)
 
     @property
-    def is_clearing(self) -> bool:
-        """Whether windowed layers still hold NaN, which will leave their windows eventually."""
-        return any(group.clears for group in self._groups.values())
-
-    @property
     def num_bytes(self) -> int:
         """Size of the memory in bytes."""
         return sum(store.buffer.nbytes for store in self._storage)
@@ -364,24 +359,23 @@ class TreeCache(Cache):  # type: ignore[misc]
         for group in self._groups.values():
             group.fixed = None
 
+    @property
+    def has_nan_in_windows(self) -> bool:
+        """Whether layers with windows hold what is no number, as some models give for padding."""
+        windowed = [layer for layer in self.held if layer.is_sliding and layer.is_initialized]
+        return any(bool((layer.keys + layer.values).isnan().any()) for layer in windowed)
+
     def reset(self) -> None:
         """Reset, keeping the allocation, for another prompt."""
         self._storage.reset()
         for layer in self.held:
             layer.forget()
 
-    def keep_all(self, may_be_nan: bool = False) -> None:
-        """Commit all slots of the prompt, including padding; later tokens may be rejected.
-
-        Args:
-            may_be_nan: whether to look for slots with NaN, as some models give for padding.
-        """
+    def keep_all(self) -> None:
+        """Commit all slots of the prompt, including padding; later tokens may be rejected."""
         num_pending = max(layer.num_pending for layer in self.held)
         self._commit(self.length + num_pending)
         self._storage.end_prefill()
-        for group in self._groups.values():
-            group.clears = may_be_nan and group.window is not None
-            group.clear(self.length)
 
     def keep(self, path: Sequence[int]) -> None:
         """Keep the slots of a path, in order, of those written since the last commit.

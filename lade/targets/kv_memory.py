@@ -183,7 +183,6 @@ class Group:
         self._is_fixed = is_fixed
         self._num_layers = num_layers
         self._slack = min(_MAX_SLACK, window) if window is not None else 0
-        self.clears = False  # whether slots that leave a window may hold NaN
         if window is not None:
             max_slots = min(max_slots, window + self._slack + FIRST_NUM_SLOTS)
             num_slots = max_slots if is_fixed else min(num_slots, window + self._slack)
@@ -219,15 +218,6 @@ class Group:
         """Return the first slot visible to a token after `length` others."""
         return 0 if self.window is None else max(0, length - self.window + 1)
 
-    def clear(self, length: int) -> None:
-        """Zero slots that have left the window: NaN spreads even if masked."""
-        if not self.clears:
-            return
-        for store in self:
-            store.buffer[:, :, :, : max(0, self.first_slot(length) - self.offset)] = 0
-        stop = length - self.offset
-        self.clears = any(bool(store.buffer[:, :, :, :stop].isnan().any()) for store in self)
-
     def trim(self, length: int) -> None:
         """Drop slots that have left the window, once there are enough of them."""
         num_slots = self.first_slot(length) - self.offset
@@ -258,7 +248,7 @@ class Storage:
         """Reset, keeping the allocation."""
         self.is_prefilling, self.length, self.reported = True, 0, None
         for group in self._groups:
-            group.offset, group.fixed, group.clears = 0, None, False
+            group.offset, group.fixed = 0, None
         for store in self:
             store.buffer.zero_()
 
@@ -268,7 +258,6 @@ class Storage:
         if not self.is_prefilling:
             for group in self._groups:
                 group.trim(length)
-                group.clear(length)
 
     def end_prefill(self) -> None:
         """End the prefill: tokens run from now on may be rejected."""

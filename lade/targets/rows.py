@@ -99,11 +99,6 @@ class RowsTarget(Target):
         """Number of tokens before the root of each row in use."""
         return [num for target in self._rows for num in target.num_cached]
 
-    @property
-    def must_catch_up(self) -> bool:
-        """Whether the next forward should have no draft."""
-        return any(target.must_catch_up for target in self._rows)
-
     def prefill(
         self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
     ) -> Forward:
@@ -213,7 +208,7 @@ class RowsTarget(Target):
         for target, ids, start in zip(self._all, text.token_ids, self._starts, strict=True):
             whole = [*ids, *[text.pad_token_id or 0] * (text.longest - len(ids))]
             while left := whole[start + target.num_cached[0] : -1]:
-                root, *others = left[: 1 if target.must_catch_up else _MOST_AT_ONCE]
+                root, *others = left[:_MOST_AT_ONCE]
                 target.forward(target.inputs([Tree.build(root, chain(others))]))
                 target.commit([[*range(1 + len(others))]])
                 num_forwards += 1

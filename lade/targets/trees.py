@@ -22,7 +22,7 @@ from lade.compat import (
     prepares_as_usual,
 )
 from lade.engine import EngineCall
-from lade.errors import MisfitError
+from lade.errors import MisfitError, UnsupportedModelError
 from lade.products.choice import FastViews
 from lade.targets.base import Forward, Target
 from lade.targets.inputs import TOKEN_TYPES, chooses_logits, extended, is_text_alone, num_slots_of
@@ -157,7 +157,10 @@ class TreeTarget(Target):
 
     def begin(self) -> None:
         """Take what was run for the whole prompt."""
-        self.cache.keep_all(may_be_nan=self._padding is not None)
+        self.cache.keep_all()
+        if self._padding is not None and self.cache.has_nan_in_windows:
+            # Even masked, it spreads, and memory keeps more of it than a window shows.
+            raise UnsupportedModelError("the keys and values of padding are no numbers")
         self._num_prefilled = num_cached = self.cache.length
         positions = self._model_kwargs.get("position_ids")
         if positions is None:
@@ -264,15 +267,6 @@ class TreeTarget(Target):
             options = copy(options)
             options.prefill_chunk_size = company.piece
         return view, options
-
-    @property
-    def must_catch_up(self) -> bool:
-        """Whether the next forward should have no draft.
-
-        Padding may be NaN, and in windowed layers it also makes nodes NaN that do not see it, until
-        it has left the window. Until then, decoding is token by token, as plain decoding is.
-        """
-        return self.cache.is_clearing
 
     @property
     def is_timing_valid(self) -> bool:
