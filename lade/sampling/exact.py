@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lade.batch import Text
-from lade.captures import apart_from_captures
+from lade.captures import apart_from_captures, put_back, random_states
 from lade.sampling.choice import (
     Choice,
     OnChoice,
@@ -96,13 +96,13 @@ class NoiseRace(Pick):
         self._device = device
         self._ahead = ahead
         self._noise: dict[int, Tensor] = {}  # by time
-        self._states: dict[int, Tensor] = {}  # by time, of the default generator before that draw
+        self._states: dict[int, list[Tensor]] = {}  # by time, of generators before that draw
         self._num_drawn = 0
         self._vocab_size = 0  # of the scores, once known
         self._generator: torch.Generator | None = None
         if ahead:
             self._generator = torch.Generator(device)
-            self._generator.set_state(self._state())
+            self._generator.set_state(random_states(device)[-1])
         size = 4 * num_rows * vocab_size
         self.max_lead = max(_MIN_LEAD, _MAX_NOISE_BYTES // size) if num_rows > 1 else None
 
@@ -127,7 +127,7 @@ class NoiseRace(Pick):
             for _ in range(min(num_times, self._num_drawn)):
                 self._draw(None)
         elif num_times in self._states:
-            self._restore(self._states[num_times])
+            put_back(self._device, self._states[num_times])
         self._noise, self._states = {}, {}
 
     def _noise_of(self, rows: Sequence[int], times: Sequence[int], vocab_size: int) -> Tensor:
@@ -149,7 +149,7 @@ class NoiseRace(Pick):
         self._vocab_size = vocab_size
         while self._num_drawn <= time:
             if not self._ahead:
-                self._states[self._num_drawn] = self._state()
+                self._states[self._num_drawn] = random_states(self._device)
             self._noise[self._num_drawn] = self._draw(self._generator)
             self._num_drawn += 1
         return self._noise[time]
@@ -162,19 +162,6 @@ class NoiseRace(Pick):
             return noise.exponential_(generator=generator)
         with apart_from_captures(self._device):
             return noise.exponential_()
-
-    def _state(self) -> Tensor:
-        if self._device.type == "cpu":
-            return torch.get_rng_state()
-        with apart_from_captures(self._device):
-            return torch.get_device_module(self._device).get_rng_state(self._device)  # type: ignore[no-any-return]
-
-    def _restore(self, state: Tensor) -> None:
-        if self._device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            with apart_from_captures(self._device):
-                torch.get_device_module(self._device).set_rng_state(state, self._device)
 
 
 class ProcessedChoice(ScoredChoice):
