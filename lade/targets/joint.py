@@ -31,8 +31,8 @@ _MOST_WRONG = 3
 
 
 @dataclass(eq=False)
-class JoinedCall:
-    """A call's part of a forward.
+class Part:
+    """A part of a forward: tokens, cache and mask of a sequence.
 
     Attributes:
         kind: parts of equal kinds may run together.
@@ -98,17 +98,17 @@ class JointForwards:
             return False
         return self.num_run & (self.num_run + 1) == 0 or self._num_wrong > 0
 
-    def __call__(self, parts: Sequence[JoinedCall]) -> list[Any]:
+    def __call__(self, parts: Sequence[Part]) -> list[Any]:
         """Run parts; return for each its output, or the exception that it raised."""
-        by_kind: dict[Hashable, list[JoinedCall]] = {}
+        by_kind: dict[Hashable, list[Part]] = {}
         for part in parts:
             by_kind.setdefault(part.kind, []).append(part)
-        results: dict[JoinedCall, Any] = {}
+        results: dict[Part, Any] = {}
         for alike in by_kind.values():
             results |= zip(alike, self._run(alike), strict=True)
         return [results[part] for part in parts]
 
-    def _run(self, parts: Sequence[JoinedCall]) -> list[Any]:
+    def _run(self, parts: Sequence[Part]) -> list[Any]:
         if len(parts) == 1 or self.why_not is not None:
             return [_run_alone(part) for part in parts]
         is_due = self.is_check_due
@@ -133,7 +133,7 @@ class JointForwards:
             self.price = None
         return alone
 
-    def _learn(self, parts: Sequence[JoinedCall], sec: float) -> None:
+    def _learn(self, parts: Sequence[Part], sec: float) -> None:
         num_tokens = sum(part.num_tokens for part in parts)
         if any(part.num_logits is not None for part in parts):
             return  # it has many more tokens than a step, and fewer logits
@@ -141,7 +141,7 @@ class JointForwards:
             self._costs.record(num_tokens, sec)
         self.price = self._costs.price(num_tokens, sum(part.num_committed for part in parts))
 
-    def _is_right(self, parts: Sequence[JoinedCall], together: Sequence[Forward]) -> bool:
+    def _is_right(self, parts: Sequence[Part], together: Sequence[Forward]) -> bool:
         """Hold one part against the same part alone; note where the model disturbs its calls."""
         place = self.num_run % len(parts)
         part = parts[place]
@@ -163,7 +163,7 @@ class JointForwards:
         return False
 
 
-def _run_alone(part: JoinedCall) -> Any:
+def _run_alone(part: Part) -> Any:
     try:
         with part.mode():
             kept = {} if part.num_logits is None else {LOGITS_KEPT: part.num_logits}
@@ -172,7 +172,7 @@ def _run_alone(part: JoinedCall) -> Any:
         return failure
 
 
-def run_as_one(parts: Sequence[JoinedCall]) -> Tensor:
+def run_as_one(parts: Sequence[Part]) -> Tensor:
     """Return the logits of parts one after the other, [1, num_tokens, vocab_size]."""
     sizes = [part.num_tokens for part in parts]
     inputs = {**parts[0].inputs}

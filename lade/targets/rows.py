@@ -14,7 +14,7 @@ from lade.drafting.drafts import chain
 from lade.engine import EngineCall
 from lade.targets.base import Forward, Output, Target
 from lade.targets.inputs import CONTINUED
-from lade.targets.joint import JoinedCall, run_as_one
+from lade.targets.joint import Part, run_as_one
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree
 
@@ -128,7 +128,7 @@ class RowsTarget(Target):
 
     def _run_prompts(self, rows: Sequence[int], is_plain: bool) -> list[Tensor]:
         """Return the logits of the prompts' last tokens, [1, 1, vocab_size] each."""
-        targets, parts = [self._all[row] for row in rows], list[JoinedCall]()
+        targets, parts = [self._all[row] for row in rows], list[Part]()
         if len(rows) > 1 and self._company is None:  # else in pieces
             num_tokens = sum(self._num_prompt[row] for row in rows)
             of_rows = (target.prompt(num_tokens) for target in targets)

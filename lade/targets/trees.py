@@ -26,7 +26,7 @@ from lade.errors import MisfitError, UnsupportedModelError
 from lade.products.choice import FastViews
 from lade.targets.base import Forward, Target
 from lade.targets.inputs import TOKEN_TYPES, chooses_logits, extended, is_text_alone, num_slots_of
-from lade.targets.joint import JoinedCall
+from lade.targets.joint import Part
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import Kind, LayerKind, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
@@ -215,9 +215,7 @@ class TreeTarget(Target):
             return None
         return positions
 
-    def _piece(
-        self, positions: Tensor, start: int, num: int, num_logits: int, view: Model
-    ) -> JoinedCall:
+    def _piece(self, positions: Tensor, start: int, num: int, num_logits: int, view: Model) -> Part:
         """Return a piece of the prompt, of which the last tokens have logits."""
         nodes, mask = slice(start, start + num), None  # each sees those before it
         if start:
@@ -230,7 +228,7 @@ class TreeTarget(Target):
         }
         return self._as_part(view, inputs, self.cache.drop_pending, num_logits)
 
-    def prompt(self, num_tokens: int) -> JoinedCall | None:
+    def prompt(self, num_tokens: int) -> Part | None:
         """Return the whole prompt as a part of a forward of so many tokens; None if it is none."""
         positions, length = self._prompt_positions(), self._input_ids.shape[1]
         if positions is None or self._padding is not None or self.cache.get_seq_length():
@@ -302,13 +300,13 @@ class TreeTarget(Target):
         output: Forward = view(**inputs)
         return output
 
-    def _ask(self, company: EngineCall, part: JoinedCall) -> Forward:
+    def _ask(self, company: EngineCall, part: Part) -> Forward:
         """Run a forward together with those of other calls."""
         output: Forward = company.run([part])[0]
         self._was_joint = part.was_joint or company.has_company
         return output
 
-    def part(self, inputs: dict[str, Any]) -> JoinedCall:
+    def part(self, inputs: dict[str, Any]) -> Part:
         """Return a step as a part of a forward."""
         return self._as_part(self._view, inputs, self.discard)
 
@@ -318,11 +316,11 @@ class TreeTarget(Target):
         inputs: dict[str, Any],
         undo: Callable[[], None],
         num_logits: int | None = None,
-    ) -> JoinedCall:
+    ) -> Part:
         is_inference = torch.is_inference_mode_enabled()
         shape = inputs["position_ids"].dim(), *sorted(inputs)
         kind = (id(self._model), self.attention, self._products, is_inference, *shape)
-        return JoinedCall(kind, view, inputs, undo, self._num_committed, num_logits, is_inference)
+        return Part(kind, view, inputs, undo, self._num_committed, num_logits, is_inference)
 
     def join(self, company: EngineCall) -> None:
         """Run forwards together with those of other calls of the model, where that is exact."""
