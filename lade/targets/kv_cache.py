@@ -13,25 +13,26 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from lade.targets.kv_memory import (
     FIRST_NUM_SLOTS,
+    Extent,
     FixedSlots,
     Group,
     LayerKind,
     Spare,
-    Storage,
     Store,
 )
+from lade.transfer import integers_on
 
 
 class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """The part of a `TreeCache` that one attention layer writes to and reads from."""
 
-    def __init__(self, storage: Storage, group: Group, index: int) -> None:
+    def __init__(self, extent: Extent, group: Group, index: int) -> None:
         # Not the base class's __init__: it would assign `keys` and `values`, properties here.
         self.is_initialized = False
         self.is_indexer_initialized = False
         self._has_place = False
         self.is_sliding = group.window is not None
-        self._storage = storage
+        self._extent = extent
         self._group = group
         self._index = index  # in the group
         self.num_pending = 0  # slots written after the committed ones
@@ -41,7 +42,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def offset(self) -> int:
         """The first slot held."""
-        if self._storage.is_prefilling:
+        if self._extent.is_prefilling:
             return self._group.first_slot(self.get_seq_length())
         return self._group.offset
 
@@ -161,9 +162,9 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         if not self.is_initialized:  # a layer that no token has reached, such as one for images
             return 0
-        if self._storage.reported is not None:
-            return self._storage.reported
-        return self._storage.length + self.num_pending
+        if self._extent.reported is not None:
+            return self._extent.reported
+        return self._extent.length + self.num_pending
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that `update` will return, and the slot of the first."""
@@ -180,13 +181,13 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return store.buffer[index][:, :, : self.get_seq_length() - self.offset]
 
     def _put(self, store: Store, index: int, states: Tensor, num_pending: int) -> Tensor:
-        storage, group, num_new = self._storage, self._group, states.shape[2]
+        group, num_new = self._group, states.shape[2]
         if group.fixed is not None:
             return store.put(index, states, group.fixed)
-        if group.window is None or not storage.is_prefilling:
-            return store.write(index, states, storage.length + num_pending - group.offset)
+        length = self._extent.length + num_pending
+        if group.window is None or not self._extent.is_prefilling:
+            return store.write(index, states, length - group.offset)
         # Only the end of a long prompt is kept, so memory for all of it is not needed.
-        length = storage.length + num_pending
         num_held = length - group.first_slot(length)
         num_kept = length + num_new - group.first_slot(length + num_new)
         return store.roll(index, states, num_held, num_kept)
@@ -234,7 +235,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             for window in windows
         }
         self._groups = groups
-        self._storage = Storage([*groups.values()])
+        self._extent = Extent()
         self._places: tuple[tuple[int, ...], NDArray[np.int64]] | None = None  # of late
         #: The layers that keep anything.
         self.held: list[TreeCacheLayer] = []
@@ -244,14 +245,14 @@ class TreeCache(Cache):  # type: ignore[misc]
                 layers.append(cache_utils.DummyLayer())
                 continue
             index = sum(layer.window == kind.window for layer in held[: len(self.held)])
-            self.held.append(TreeCacheLayer(self._storage, groups[kind.window], index))
+            self.held.append(TreeCacheLayer(self._extent, groups[kind.window], index))
             layers.append(self.held[-1])
         super().__init__(layers=layers)
 
     @property
     def length(self) -> int:
         """Committed slots."""
-        return self._storage.length
+        return self._extent.length
 
     @property
     def windows(self) -> list[int | None]:
@@ -259,14 +260,18 @@ class TreeCache(Cache):  # type: ignore[misc]
         return [*self._groups]
 
     @property
+    def _stores(self) -> list[Store]:
+        return [store for group in self._groups.values() for store in group]
+
+    @property
     def addresses(self) -> tuple[int, ...]:
         """Memory addresses; a recording must not be replayed after they have changed."""
-        return tuple(store.buffer.data_ptr() for store in self._storage)
+        return tuple(store.buffer.data_ptr() for store in self._stores)
 
     @property
     def device(self) -> torch.device | None:
         """Device of the memory; None before the first forward."""
-        return next((store.buffer.device for store in self._storage), None)
+        return next((store.buffer.device for store in self._stores), None)
 
     @property
     def room(self) -> int:
@@ -277,7 +282,7 @@ class TreeCache(Cache):  # type: ignore[misc]
     @property
     def num_bytes(self) -> int:
         """Size of the memory in bytes."""
-        return sum(store.buffer.nbytes for store in self._storage)
+        return sum(store.buffer.nbytes for store in self._stores)
 
     def first_slot(self, window: int | None) -> int:
         """Return the first slot held by layers with this window."""
@@ -318,7 +323,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             int64 [num_layers, 5]: address of the keys, bytes from one head to the next, both of
             values, and the number of keys.
         """
-        storage, groups = self._storage, [*self._groups.values()]
+        groups = [*self._groups.values()]
         if not all(layer.is_initialized for layer in self.held):
             for layer in self.held:
                 layer.lazy_initialization(key_states, value_states)
@@ -326,7 +331,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         if any(layer.num_pending != num_pending for layer in self.held):
             return None
         stop = self.length + num_new + num_pending
-        if storage.is_prefilling and any(group.first_slot(stop) for group in groups):
+        if self._extent.is_prefilling and any(group.first_slot(stop) for group in groups):
             return None  # of a long prompt, layers with windows keep the end alone
         for group in groups:
             for store in group:
@@ -350,7 +355,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         """
         for window, group in self._groups.items():
             group.fixed = slots[window]
-        self._storage.reported = length
+        self._extent.reported = length
         for layer in self.held:
             layer.commit()  # uncommitted slots are overwritten
 
@@ -367,7 +372,11 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Reset, keeping the allocation, for another prompt."""
-        self._storage.reset()
+        self._extent.length, self._extent.is_prefilling, self._extent.reported = 0, True, None
+        for group in self._groups.values():
+            group.offset, group.fixed = 0, None
+        for store in self._stores:
+            store.buffer.zero_()
         for layer in self.held:
             layer.forget()
 
@@ -375,7 +384,9 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Commit all slots of the prompt, including padding; later tokens may be rejected."""
         num_pending = max(layer.num_pending for layer in self.held)
         self._commit(self.length + num_pending)
-        self._storage.end_prefill()
+        self._extent.is_prefilling = False
+        for group in self._groups.values():
+            group.offset = group.first_slot(self.length)
 
     def keep(self, path: Sequence[int]) -> None:
         """Keep the slots of a path, in order, of those written since the last commit.
@@ -388,7 +399,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             in_place += 1
         if in_place < len(path):
             source = [length + node for node in path[in_place:]]
-            self._storage.move(source, length + in_place)
+            self._move(source, length + in_place)
         self._commit(length + len(path))
 
     def can_go_back(self, num_tokens: int) -> bool:
@@ -428,6 +439,22 @@ class TreeCache(Cache):  # type: ignore[misc]
                 mine.hand_over(cache.layers[index], copies)
 
     def _commit(self, length: int) -> None:
-        self._storage.commit(length)
+        self._extent.length = length
+        for group in self._groups.values():
+            if group.window is not None and not self._extent.is_prefilling:
+                group.trim(length)
         for layer in self.held:
             layer.commit()
+
+    def _move(self, source: Sequence[int], start: int) -> None:
+        """Copy the slots `source` to those from `start` on, in every layer."""
+        indices: dict[tuple[torch.device, int], Tensor] = {}
+        for group in self._groups.values():
+            first = start - group.offset
+            for store in group:
+                place = store.buffer.device, group.offset
+                if place not in indices:
+                    indices[place] = integers_on(place[0], [slot - place[1] for slot in source])
+                mine = store.buffer[:, 0]
+                moved = mine.index_select(2, indices[place])
+                mine[:, :, first : first + len(source)] = moved

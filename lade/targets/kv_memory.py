@@ -1,14 +1,13 @@
 """Memory for keys and values, in slots that are written once and moved when a path is kept."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import cache_utils
-
-from lade.transfer import integers_on
 
 FIRST_NUM_SLOTS = 256  # slots after the prompt at the first allocation
 _GROWTH = 4  # each growth adds a quarter, up to the maximum length of the generation
@@ -221,59 +220,20 @@ class Group:
     def trim(self, length: int) -> None:
         """Drop slots that have left the window, once there are enough of them."""
         num_slots = self.first_slot(length) - self.offset
-        if self.window is None or num_slots < self._slack:
+        if num_slots < self._slack:
             return
         for store in self:
             store.drop(num_slots, length - self.offset)
         self.offset += num_slots
 
 
-class Storage:
-    """All stores of a cache.
+@dataclass
+class Extent:
+    """How far a cache is filled.
 
     Layers refer to this, not to the cache: a reference cycle would keep memory alive.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups = groups
-        self.is_prefilling = True  # while all tokens run are kept
-        self.length = 0  # committed slots
-        self.reported: Tensor | None = None  # the length, if reported as a tensor
-
-    def __iter__(self) -> Iterator[Store]:
-        for group in self._groups:
-            yield from group
-
-    def reset(self) -> None:
-        """Reset, keeping the allocation."""
-        self.is_prefilling, self.length, self.reported = True, 0, None
-        for group in self._groups:
-            group.offset, group.fixed = 0, None
-        for store in self:
-            store.buffer.zero_()
-
-    def commit(self, length: int) -> None:
-        """Set the number of committed slots."""
-        self.length = length
-        if not self.is_prefilling:
-            for group in self._groups:
-                group.trim(length)
-
-    def end_prefill(self) -> None:
-        """End the prefill: tokens run from now on may be rejected."""
-        self.is_prefilling = False
-        for group in self._groups:
-            group.offset = group.first_slot(self.length)
-
-    def move(self, source: list[int], start: int) -> None:
-        """Copy the slots `source` to those from `start` on, in every layer."""
-        indices: dict[tuple[torch.device, int], Tensor] = {}
-        for group in self._groups:
-            first = start - group.offset
-            for store in group:
-                place = store.buffer.device, group.offset
-                if place not in indices:
-                    indices[place] = integers_on(place[0], [slot - place[1] for slot in source])
-                mine = store.buffer[:, 0]
-                moved = mine.index_select(2, indices[place])
-                mine[:, :, first : first + len(source)] = moved
+    length: int = 0  # committed slots
+    is_prefilling: bool = True  # while all tokens run are kept
+    reported: Tensor | None = None  # the length, if reported as a tensor
