@@ -57,6 +57,11 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._held(*self._value_place) if self.is_initialized else None
 
     @property
+    def states(self) -> list[Tensor]:
+        """Keys and values, or nothing before the first forward."""
+        return [each for each in (self.keys, self.values) if each is not None]
+
+    @property
     def indexer_keys(self) -> Tensor | None:
         """[1, length, index_head_dim] in a layer that indexes its keys, else None."""
         if not self.is_indexer_initialized:
@@ -91,8 +96,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         None if the memory is not a CPU's, or has no such keys or values as these.
         """
         (of_keys, key_index), (of_values, value_index) = self._key_place, self._value_place
-        keys = of_keys.address(key_index, key_states, 0)
-        values = of_values.address(value_index, value_states, 0)
+        keys = of_keys.address(key_index, key_states)
+        values = of_values.address(value_index, value_states)
         if keys is None or values is None:
             return None
         return (*keys, *values)
@@ -367,8 +372,8 @@ class TreeCache(Cache):  # type: ignore[misc]
     @property
     def has_nan_in_windows(self) -> bool:
         """Whether layers with windows hold what is no number, as some models give for padding."""
-        windowed = [layer for layer in self.held if layer.is_sliding and layer.is_initialized]
-        return any(bool((layer.keys + layer.values).isnan().any()) for layer in windowed)
+        held = [each for layer in self.held if layer.is_sliding for each in layer.states]
+        return any(bool(each.isnan().any()) for each in held)
 
     def reset(self) -> None:
         """Reset, keeping the allocation, for another prompt."""

@@ -90,20 +90,19 @@ class Store:
     def write(self, layer: int, states: Tensor, start: int) -> Tensor:
         """Write new states from a slot on; return a view of all states of the layer."""
         stop = start + states.shape[2]
-        self.reserve(stop)
+        if stop > self.buffer.shape[3]:
+            self.reserve(stop)
         mine = self.buffer[layer]
         mine[:, :, start:stop] = states
         return mine[:, :, :stop]
 
-    def address(self, layer: int, states: Tensor, stop: int) -> tuple[int, int] | None:
-        """Reserve room for `stop` slots; return the address of a layer's.
+    def address(self, layer: int, states: Tensor) -> tuple[int, int] | None:
+        """Return the address of a layer's slots, and bytes from one head to the next.
 
-        Also bytes from one head to the next. None if the memory is not a CPU's, or has no such
-        states as these.
+        None if the memory is not a CPU's, or has no such states as these.
         """
         if self._kind != (states.shape[1], states.shape[3], states.dtype):
             return None
-        self.reserve(stop)
         layer_step, head_step = self._steps
         return self._address + layer * layer_step, head_step
 

@@ -138,9 +138,10 @@ class PrefixStore:
         # As the interpreter ends, modules lose what they hold before their objects are gone.
         def drop(gone: object, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
             store = known()
-            for kept in [] if store is None or is_ending() else [*store._kept]:
-                if kept.origin.owner == (place, gone):
-                    store._has_removed(kept)
+            if store is not None and not is_ending():
+                for kept in [*store._kept]:
+                    if kept.origin.owner == (place, gone):
+                        store._has_removed(kept)
 
         return place, weakref.ref(owner, drop)
 

@@ -450,14 +450,14 @@ class TreeTarget(Target):
         return types
 
     def _mask(self, tree: TreeTensors) -> Tensor | dict[str, Tensor] | None:
-        cached = self.cache.length
-        if tree.width == 1 and self._padding is None:
+        cached, width = self.cache.length, tree.token_ids.shape[1]
+        if width == 1 and self._padding is None:
             most = [reach.num_slots for reach in self._reaches.values()]
             if all(num_slots is None or cached < num_slots for num_slots in most):
                 return None  # as in `generate` for one token
-        num_slots = cached + tree.width
+        num_slots = cached + width
         if self._padding is None and self._sees_all:
-            shape = (1, 1, tree.width, num_slots)
+            shape = (1, 1, width, num_slots)
             mask = torch.ones(shape, dtype=torch.bool, device=self.device)
             mask[0, 0, :, cached:] = tree.ancestors[0]
             return mask
