@@ -19,15 +19,11 @@ from transformers.cache_utils import Cache
 from lade.attempts import Attempt
 from lade.attention.joint import Calls, with_calls, with_held
 from lade.budget.joint import JointCosts
-from lade.closeness import distance, is_exact_in, limit_of
 from lade.compat import CACHE, Model
-from lade.targets.base import Forward, Output
+from lade.targets.base import Output
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
 from lade.transfer import integers_on
-
-# In half precision a single check may fail by a near-tie, of experts for instance.
-_MOST_WRONG = 3
 
 
 @dataclass(eq=False)
@@ -75,8 +71,7 @@ class Part:
 class JointForwards:
     """Runs what calls ask for, together where the model allows it.
 
-    Whether it does is found out as they run: of the first forward of several calls, the second, the
-    fourth and so on, one call's part is held against what it gives alone.
+    That rows of different lengths may be parts of one forward, the check of the model has shown.
 
     Attributes:
         why_not: why forwards of the model do not run together any more; None if they do.
@@ -89,14 +84,6 @@ class JointForwards:
         self.num_run = 0
         self.price: float | None = None
         self._costs = JointCosts()
-        self._num_wrong = 0  # checks in a row that failed
-
-    @property
-    def is_check_due(self) -> bool:
-        """Whether a part of the next forward of several calls runs twice."""
-        if self.why_not is not None:
-            return False
-        return self.num_run & (self.num_run + 1) == 0 or self._num_wrong > 0
 
     def __call__(self, parts: Sequence[Part]) -> list[Any]:
         """Run parts; return for each its output, or the exception that it raised."""
@@ -111,7 +98,6 @@ class JointForwards:
     def _run(self, parts: Sequence[Part]) -> list[Any]:
         if len(parts) == 1 or self.why_not is not None:
             return [_run_alone(part) for part in parts]
-        is_due = self.is_check_due
         self.num_run += 1
         together: list[Any] = []
         # Without memory for all there may be enough for one after the other.
@@ -120,7 +106,7 @@ class JointForwards:
             kept = [part.num_kept for part in parts]
             together = [Output(logits) for logits in torch.split(run_as_one(parts), kept, dim=1)]
             self._learn(parts, perf_counter() - begin)
-        if together and (not is_due or self._is_right(parts, together)):
+        if together:
             return together
         for part in parts:
             part.undo()
@@ -140,27 +126,6 @@ class JointForwards:
         if self.num_run > 1:  # libraries prepare the first
             self._costs.record(num_tokens, sec)
         self.price = self._costs.price(num_tokens, sum(part.num_committed for part in parts))
-
-    def _is_right(self, parts: Sequence[Part], together: Sequence[Forward]) -> bool:
-        """Hold one part against the same part alone; note where the model disturbs its calls."""
-        place = self.num_run % len(parts)
-        part = parts[place]
-        part.undo()
-        alone = _run_alone(part)
-        if isinstance(alone, Exception):  # its cache may be written to in part
-            return False
-        error = distance(together[place].logits.double(), alone.logits.double())
-        limit = limit_of(part.view)
-        if error <= limit:
-            self._num_wrong = 0
-            return True
-        self._num_wrong += 1
-        if is_exact_in(part.view) or self._num_wrong == _MOST_WRONG:
-            self.why_not = (
-                f"logits of several calls differ from those of each alone by {error:.2g} of their "
-                f"standard deviation (expected at most {limit:.2g})"
-            )
-        return False
 
 
 def _run_alone(part: Part) -> Any:
