@@ -39,7 +39,6 @@ class Part:
         num_logits: how many of its last tokens have logits, in a piece of a prompt; None elsewhere,
             where all have.
         is_inference: whether the call is in torch's inference mode, which belongs to its thread.
-        was_joint: whether it ran together with others, afterwards.
     """
 
     kind: Hashable
@@ -49,7 +48,6 @@ class Part:
     num_committed: float
     num_logits: int | None = None
     is_inference: bool = False
-    was_joint: bool = False
 
     @contextmanager
     def mode(self) -> Iterator[None]:
@@ -110,7 +108,6 @@ class JointForwards:
             return together
         for part in parts:
             part.undo()
-            part.was_joint = False
         alone = [_run_alone(part) for part in parts]
         # What also fails alone, such as an unknown token, is that call's affair.
         if not any(isinstance(each, Exception) for each in alone):
@@ -154,8 +151,6 @@ def run_as_one(parts: Sequence[Part]) -> Tensor:
     largest = max(parts, key=lambda part: part.num_tokens)  # views may know that tokens are few
     with largest.mode():
         output = largest.view(**inputs)
-    for part in parts:
-        part.was_joint = True
     logits: Tensor = output.logits
     return logits
 

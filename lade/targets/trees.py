@@ -114,7 +114,7 @@ class TreeTarget(Target):
         #: Whether its forwards may be parts of one.
         self.takes_parts = not self._outputs and takes_parts(model, layout, attention)
         self._company: EngineCall | None = None  # with whose forwards its own run
-        self._was_joint = False  # whether the last forward ran, or may have waited, with others
+        self._had_company = False  # whether there were other calls when the last forward ran
         self._num_committed = 1.0  # tokens in a step, of late
         # An attention of the user's own is taken for one like torch's, and held against that.
         is_added = MASK_IS_ADDED.get(attention or attention_of(model) or "eager", False)
@@ -269,7 +269,7 @@ class TreeTarget(Target):
     @property
     def is_timing_valid(self) -> bool:
         """Whether the last forward ran its own nodes alone."""
-        return not self._was_joint
+        return not self._had_company
 
     @property
     def price(self) -> float | None:
@@ -302,8 +302,8 @@ class TreeTarget(Target):
 
     def _ask(self, company: EngineCall, part: Part) -> Forward:
         """Run a forward together with those of other calls."""
+        self._had_company = company.has_company
         output: Forward = company.run([part])[0]
-        self._was_joint = part.was_joint or company.has_company
         return output
 
     def part(self, inputs: dict[str, Any]) -> Part:
