@@ -30,14 +30,13 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         # Not the base class's __init__: it would assign `keys` and `values`, properties here.
         self.is_initialized = False
         self.is_indexer_initialized = False
-        self._has_place = False
         self.is_sliding = group.window is not None
         self._extent = extent
         self._group = group
         self._index = index  # in the group
         self.num_pending = 0  # slots written after the committed ones
         self._num_indexed = 0  # the same for indexer keys
-        self._indexer_place: tuple[Store, int] | None = None
+        self._places: dict[str, tuple[Store, int]] = {}  # of keys, values and indexer keys
 
     @property
     def offset(self) -> int:
@@ -49,12 +48,12 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def keys(self) -> Tensor | None:
         """[1, heads, length, head_dim], or None before the first forward."""
-        return self._held(*self._key_place) if self.is_initialized else None
+        return self._held("keys") if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:
         """[1, heads, length, head_dim], or None before the first forward."""
-        return self._held(*self._value_place) if self.is_initialized else None
+        return self._held("values") if self.is_initialized else None
 
     @property
     def states(self) -> list[Tensor]:
@@ -64,19 +63,13 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def indexer_keys(self) -> Tensor | None:
         """[1, length, index_head_dim] in a layer that indexes its keys, else None."""
-        if not self.is_indexer_initialized:
-            return None
-        assert self._indexer_place is not None
-        states: Tensor = self._held(*self._indexer_place)
-        return states[:, 0]
+        return self._held("indexer")[:, 0] if self.is_indexer_initialized else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Claim a place in the stores; called with the first keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        if not self._has_place:
-            self._key_place = self._group.place("keys", self._index, key_states)
-            self._value_place = self._group.place("values", self._index, value_states)
-            self._has_place = True
+        self._claim("keys", key_states)
+        self._claim("values", value_states)
         self.is_initialized = True
 
     def update(
@@ -85,8 +78,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write new keys and values after those held; return views of the whole layer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys = self._put(*self._key_place, key_states, self.num_pending)
-        values = self._put(*self._value_place, value_states, self.num_pending)
+        keys = self._put("keys", key_states, self.num_pending)
+        values = self._put("values", value_states, self.num_pending)
         self.num_pending += key_states.shape[2]
         return keys, values
 
@@ -95,22 +88,20 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
         None if the memory is not a CPU's, or has no such keys or values as these.
         """
-        (of_keys, key_index), (of_values, value_index) = self._key_place, self._value_place
+        (of_keys, key_index), (of_values, value_index) = (
+            self._places["keys"],
+            self._places["values"],
+        )
         keys = of_keys.address(key_index, key_states)
         values = of_values.address(value_index, value_states)
-        if keys is None or values is None:
-            return None
-        return (*keys, *values)
+        return None if keys is None or values is None else (*keys, *values)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write indexer keys [1, num_new, index_head_dim]; return all of the layer."""
         states = indexer_key_states[:, None]
-        if not self.is_indexer_initialized:
-            if self._indexer_place is None:
-                self._indexer_place = self._group.place("indexer", self._index, states)
-            self.is_indexer_initialized = True
-        assert self._indexer_place is not None
-        indexer_keys = self._put(*self._indexer_place, states, self._num_indexed)[:, 0]
+        self._claim("indexer", states)
+        self.is_indexer_initialized = True
+        indexer_keys = self._put("indexer", states, self._num_indexed)[:, 0]
         self._num_indexed += states.shape[2]
         return indexer_keys
 
@@ -121,10 +112,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.lazy_initialization(layer.keys, layer.values)
         length, num_held = layer.get_seq_length(), layer.keys.shape[2]
         num_kept = min(num_held, length - self._group.first_slot(length))
-        for (store, index), states in (
-            (self._key_place, layer.keys),
-            (self._value_place, layer.values),
-        ):
+        for name, states in (("keys", layer.keys), ("values", layer.values)):
+            store, index = self._places[name]
             store.roll(index, states, 0, num_kept)
         self.num_pending = length
         if getattr(layer, "is_indexer_initialized", False):
@@ -182,11 +171,16 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return -1: the cache has no fixed maximum."""
         return -1
 
-    def _held(self, store: Store, index: int) -> Tensor:
+    def _claim(self, name: str, states: Tensor) -> None:
+        if name not in self._places:
+            self._places[name] = self._group.place(name, self._index, states)
+
+    def _held(self, name: str) -> Tensor:
+        store, index = self._places[name]
         return store.buffer[index][:, :, : self.get_seq_length() - self.offset]
 
-    def _put(self, store: Store, index: int, states: Tensor, num_pending: int) -> Tensor:
-        group, num_new = self._group, states.shape[2]
+    def _put(self, name: str, states: Tensor, num_pending: int) -> Tensor:
+        (store, index), group, num_new = self._places[name], self._group, states.shape[2]
         if group.fixed is not None:
             return store.put(index, states, group.fixed)
         length = self._extent.length + num_pending
