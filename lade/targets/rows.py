@@ -92,7 +92,6 @@ class RowsTarget(Target):
         self._originals = [keys.index(key) for key in keys]
         self._num_prompt = [row.input_ids.shape[1] for row in rows]
         self._starts = [max(self._num_prompt) - num for num in self._num_prompt]
-        self._company: EngineCall | None = None  # with whose parts these run
 
     @property
     def num_cached(self) -> list[int]:
@@ -146,12 +145,12 @@ class RowsTarget(Target):
 
     def forward(self, inputs: Any) -> Forward:
         """Run the rows as one."""
-        if len(self._rows) == 1:
+        if len(self._rows) == 1 and self._company is None:
             return self._rows[0].forward(inputs[0])
         parts = [target.part(own) for target, own in zip(self._rows, inputs, strict=True)]
         if self._company is None:
             return Output(run_as_one(parts))
-        outputs = self._company.run(parts)
+        outputs = self.ask(self._company, parts)
         return Output(torch.cat([output.logits for output in outputs], dim=1))
 
     def join(self, company: EngineCall) -> None:
@@ -160,16 +159,6 @@ class RowsTarget(Target):
             self._company = company
             for target in self._all:
                 target.join(company)
-
-    @property
-    def is_timing_valid(self) -> bool:
-        """Whether the last forward ran the rows' own nodes alone."""
-        return self._company is None or not self._company.has_company
-
-    @property
-    def price(self) -> float | None:
-        """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
-        return None if self._company is None else self._company.price
 
     def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
         """Run the first row's root as `generate` runs single tokens, and the others' as ever."""

@@ -113,8 +113,6 @@ class TreeTarget(Target):
         self._products = products
         #: Whether its forwards may be parts of one.
         self.takes_parts = not self._outputs and takes_parts(model, layout, attention)
-        self._company: EngineCall | None = None  # with whose forwards its own run
-        self._had_company = False  # whether there were other calls when the last forward ran
         self._num_committed = 1.0  # tokens in a step, of late
         # An attention of the user's own is taken for one like torch's, and held against that.
         is_added = MASK_IS_ADDED.get(attention or attention_of(model) or "eager", False)
@@ -190,7 +188,9 @@ class TreeTarget(Target):
             num = company.allot(num_tokens - start)
             is_last = start + num == num_tokens
             num_kept = min(num, num_logits) if is_last else 1
-            output = self._ask(company, self._piece(positions, start, num, num_kept, self._view))
+            (output,) = self.ask(
+                company, [self._piece(positions, start, num, num_kept, self._view)]
+            )
             self.cache.keep([*range(num)])
             start += num
         return output
@@ -266,16 +266,6 @@ class TreeTarget(Target):
             options.prefill_chunk_size = company.piece
         return view, options
 
-    @property
-    def is_timing_valid(self) -> bool:
-        """Whether the last forward ran its own nodes alone."""
-        return not self._had_company
-
-    @property
-    def price(self) -> float | None:
-        """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
-        return None if self._company is None else self._company.price
-
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for a tree after the committed tokens."""
         tree = TreeTensors.of(trees[0], self.device)
@@ -295,15 +285,11 @@ class TreeTarget(Target):
     def forward(self, inputs: Any) -> Forward:
         """Run the model on the inputs, together with other calls where there are some."""
         view = self._view_for(inputs["input_ids"].shape[1])
-        if self._company is not None:
-            return self._ask(self._company, self._as_part(view, inputs, self.discard))
-        output: Forward = view(**inputs)
-        return output
-
-    def _ask(self, company: EngineCall, part: Part) -> Forward:
-        """Run a forward together with those of other calls."""
-        self._had_company = company.has_company
-        output: Forward = company.run([part])[0]
+        output: Forward
+        if self._company is None:
+            output = view(**inputs)
+        else:
+            (output,) = self.ask(self._company, [self._as_part(view, inputs, self.discard)])
         return output
 
     def part(self, inputs: dict[str, Any]) -> Part:
