@@ -149,18 +149,15 @@ def replay_trace(
 
 def _verified(draft: Draft, token_ids: Sequence[int], length: int) -> Step:
     """Verify a draft against the recorded text, of which `length` tokens are committed."""
-    parents = draft.parents.tolist()
-    children = {
-        place: node
-        for node, place in enumerate(zip(parents, draft.token_ids.tolist(), strict=True))
-    }
+    places = zip(draft.parents.tolist(), draft.token_ids.tolist(), strict=True)
+    children = {place: node for node, place in enumerate(places)}
     node, stop = -1, length
     while stop < len(token_ids):
         child = children.get((node, token_ids[stop]))
         stop += 1
         if child is None:  # the bonus token
             emitted = [*token_ids[length:stop]]
-            return Step(emitted, len(draft), len(emitted) - 1, is_corrected=node in parents)
+            return Step(emitted, len(draft), len(emitted) - 1)
         node = child
     emitted = [*token_ids[length:]]  # the answer ends on a draft token
     return Step(emitted, len(draft), len(emitted))
