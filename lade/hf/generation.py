@@ -53,7 +53,7 @@ from lade.hf.call import Call
 from lade.hf.pools import credit, opened
 from lade.hf.predictions import beside_prediction
 from lade.hf.prefixes import Reuse, reuse_of
-from lade.hf.resume import finish_plainly, replayed
+from lade.hf.resume import finish_plainly
 from lade.hf.stopping import StopRule
 from lade.hf.streams import PlainStream, Report, stopping
 from lade.outputs import Outputs
@@ -72,7 +72,7 @@ from lade.sampling.rejection_choice import rejection_choice
 from lade.stats import DecodeStats
 from lade.targets.base import Target
 from lade.targets.inputs import is_text_alone, sees_its_ends
-from lade.targets.rollback import cache_in, length_of
+from lade.targets.rollback import cache_in
 from lade.targets.rows import RowsTarget
 from lade.targets.trees import TreeTarget
 from ngram_pool import NGramPool
@@ -441,26 +441,25 @@ class Generation:
         stats.sources = speculator.sources()
         credit(self._call.arguments.pool, stats.num_accepted_tokens)
         if decoder.failure is not None:
-            report.add_missing(stats)
-            if not all(text.is_finished):
-                model_kwargs = self._inputs_after(decoder, target, text)
-                output, rest = finish_plainly(self._call, text, outputs, report, model_kwargs)
-                self._give_up(verification, decoder.failure)  # unless plain decoding fails, too
-                if not self._call.returns_dict:
-                    return output
-                stats.add(rest)
-                return self._plain_result(output, stats)
-            self._give_up(verification, decoder.failure)
+            target.undo()
+            if self._reuse is not None:
+                self._reuse.undo()
+                stats.num_reused_tokens = 0
+            output, rest = finish_plainly(self._call, text, outputs, report)
+            self._give_up(verification, decoder.failure)  # unless plain decoding fails, too
+            if not self._call.returns_dict:
+                return output
+            stats.add(rest)
+            return self._plain_result(output, stats)
         report.end()
         if self._reuse is not None:
-            self._keep(self._reuse, text.token_ids[0], decoder.failure is None, target)
+            self._keep(self._reuse, text.token_ids[0], target)
         elif limits.gives_cache:
             if isinstance(target, RowsTarget):
                 stats.num_steps += target.fill(text)
             self._cache = target.hand_over(self._cache)
-        if decoder.failure is None:
-            target.release()
-            self._profile.warm.add((needed.cache, needed.is_padded or self._company is not None))
+        target.release()
+        self._profile.warm.add((needed.cache, needed.is_padded or self._company is not None))
         self._say_why_eager(verification, target)
         return self._result(text, outputs, stats)
 
@@ -477,24 +476,10 @@ class Generation:
             **{CACHE: self._cache},
         )
 
-    def _inputs_after(self, decoder: Decoder, target: Target, text: Text) -> dict[str, Any]:
-        """Return the prompt's model inputs, with a cache that plain decoding can go on from."""
-        target.undo()
-        if self._reuse is not None:
-            self._reuse.undo()
-            decoder.stats.num_reused_tokens = 0
-        # A state without a length does not tell transformers which tokens it has seen.
-        cache, failure = cache_in(self._call.model_kwargs), decoder.failure
-        goes_on = cache is not None and length_of(cache) is not None and text.num_rows == 1
-        if goes_on and failure is not None and failure.flaw is not None:
-            return replayed(self._call, text)
-        return self._call.model_kwargs
-
     def _decode_plainly(self) -> Any:
         """Decode as `generate` itself does, if no method can verify drafts."""
-        stream = PlainStream(
-            self._call.streamer, self._call.arguments.on_step, [False] * self._call.num_rows
-        )
+        given = self._call.arguments
+        stream = PlainStream(self._call.streamer, given.on_step, self._call.num_rows)
         output = decode_plainly(
             self._model,
             self._call.input_ids,
@@ -515,27 +500,19 @@ class Generation:
         kept = {} if self._reuse is None else {CACHE: None}
         return GenerateOutput.of(stats, **{**output, **kept})
 
-    def _keep(
-        self,
-        reuse: Reuse,
-        token_ids: Sequence[int],
-        is_whole: bool = True,
-        target: Target | None = None,
-    ) -> None:
+    def _keep(self, reuse: Reuse, token_ids: Sequence[int], target: Target | None = None) -> None:
         """Keep the keys and values of a text for later calls; the caller gets none.
 
         What cannot be kept is dropped: the text is complete.
 
         Args:
-            is_whole: whether its keys and values are to be trusted.
             target: holds them; None if the call's cache does.
         """
         with Attempt(even_memory=True) as attempt:
-            if target is not None and is_whole:
+            if target is not None:
                 target.hand_over(self._cache)
-            if is_whole:
-                reuse.end(token_ids)
-        if not is_whole or attempt.failure is not None:
+            reuse.end(token_ids)
+        if attempt.failure is not None:
             reuse.undo()
         self._cache = None
 

@@ -417,11 +417,11 @@ class Plain:
         found = {}
         for batch in [ends] if together else [[end] for end in ends]:
             length = max(len(path) for _, path in batch)
-            forced = torch.tensor([[*path, *path[:1] * (length - len(path))] for _, path in batch])
+            wanted = [[*path, *path[:1] * (1 + length - len(path))] for _, path in batch]
             output = self.generate(
                 [row for row, _ in batch],
                 length + 1,
-                logits_processor=[partial(_force, forced, self._input_ids.shape[1])],
+                logits_processor=[partial(forced, torch.tensor(wanted), self._input_ids.shape[1])],
                 output_logits=True,
                 return_dict_in_generate=True,
             )
@@ -435,13 +435,15 @@ def _begins(path: _Path, other: _Path) -> bool:
     return len(path) < len(other) and other[: len(path)] == path
 
 
-def _force(token_ids: Tensor, num_prompt: int, input_ids: Tensor, scores: Tensor) -> Tensor:
-    """Return scores that force a path on every row, int64 [num_rows, length]."""
-    place = input_ids.shape[1] - num_prompt
-    made = torch.full_like(scores, -1.0)
-    if place < token_ids.shape[1]:
-        made.scatter_(1, token_ids[:, place, None].to(scores.device), 1.0)
-    return made
+def forced(token_ids: Tensor, num_before: int, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Return scores that force tokens on every row.
+
+    Args:
+        token_ids: int64 [num_rows, num_tokens], of which one is due.
+        num_before: tokens of each row before these.
+    """
+    due = token_ids[:, input_ids.shape[1] - num_before, None]
+    return torch.full_like(scores, -torch.inf).scatter_(1, due.to(scores.device), 0.0)
 
 
 def check_tokens(model: Model) -> list[int]:
