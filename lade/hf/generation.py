@@ -153,7 +153,6 @@ class Generation:
         with Attempt(LadeError, MisfitError, even_memory=True) as attempt:
             needed = requirements_of(
                 model,
-                self._profile,
                 self._call.input_ids,
                 self._call.options,
                 self._call.model_kwargs,
@@ -213,6 +212,8 @@ class Generation:
             return reason
         if has_adapters_by_row(self._model):
             return "PEFT has an adapter for each row of the call, and would have none for drafts"
+        if self._call.returns_states:
+            return "hidden states or attentions are returned"
         watching = (*self._call.processors, *self._call.criteria)
         is_users = self._cache is not None and self._may_be_users(self._cache)
         if is_users and any(map(is_own_callback, watching)):
@@ -229,7 +230,7 @@ class Generation:
             (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
             (not StopRule(call.criteria).takes_rows, "a stop criterion sees all rows"),
             (pad_token is not None and int(pad_token) < 0, "its padding is no token"),
-            (bool(call.wanted_outputs), "scores or states are returned, of rows that ended, too"),
+            (bool(call.wanted_scores), "scores are returned, of rows that ended, too"),
             (self._is_users_cache, "a cache was passed"),
             (not is_text_alone(call.model_kwargs), "its prompts have more than tokens"),
             (config.lookahead is not None, "windows are run beside drafts of one row"),
@@ -373,7 +374,7 @@ class Generation:
         stop = StopRule(self._call.criteria)
         pad_token = options._pad_token_tensor if stop.has_eos else None
         text = Text(self._call.input_ids, None if pad_token is None else int(pad_token))
-        outputs = Outputs(self._call.wanted_outputs)
+        outputs = Outputs(self._call.wanted_scores)
         stop.watch(text, outputs)
         processors = Processors(self._call.processors, self._call.num_rows)
         report = Report(self._call.streamer, self._call.arguments.on_step, text)
@@ -471,8 +472,6 @@ class Generation:
             sequences=text.sequences(),
             scores=outputs.get("scores"),
             logits=outputs.get("logits"),
-            attentions=outputs.get("attentions"),
-            hidden_states=outputs.get("hidden_states"),
             **{CACHE: self._cache},
         )
 

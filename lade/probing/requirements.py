@@ -1,13 +1,12 @@
 """Which verification methods a call rules out, by its inputs, its cache and its lengths."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import (
-    Cache,
     DynamicCache,
     DynamicLayer,
     StaticCache,
@@ -19,7 +18,7 @@ from lade.compat import CACHE, Model, device_of_inputs, may_be_users, mesh_of
 from lade.config import SPECULATING, Verification
 from lade.probing.own_code import has_own_inputs, is_code, is_own
 from lade.probing.plan import WITHOUT_CACHE
-from lade.probing.profile import CacheKind, Profile
+from lade.probing.profile import CacheKind
 from lade.probing.rules import (
     Lengths,
     longest_draft,
@@ -27,7 +26,6 @@ from lade.probing.rules import (
     why_no_tree,
     why_not_speculate,
 )
-from lade.probing.selfcheck import has_usual_outputs
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, num_slots_of
 from lade.targets.kv_memory import kind_of
 from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
@@ -70,7 +68,6 @@ class Requirements(NamedTuple):
 
 def requirements_of(
     model: Model,
-    profile: Profile,
     input_ids: Tensor,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -125,7 +122,6 @@ def requirements_of(
             exclude("its local layers mask by the size of a static cache", *SPECULATING)
     if cache is not None and not model_kwargs.get("use_cache", True):
         exclude("a cache was passed, and use_cache=False", *SPECULATING)
-    _exclude_by_outputs(model, profile, cache, kind, model_kwargs, exclude)
     longest = longest_of(config)
     limits = [longest_draft(model, longest, input_ids.shape[1], lengths.first_position)]
     if isinstance(cache, StaticCache):
@@ -134,7 +130,7 @@ def requirements_of(
         limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
     is_padded = lengths.is_padded or len(input_ids) > 1
     num_new = longest - input_ids.shape[1]
-    why_eager = _why_eager(model, model_kwargs)
+    why_eager = _why_eager(model)
     if own_code is not None:
         own = f"code of one's own runs in its forwards ({own_code})"
         why_eager = why_eager or own
@@ -149,42 +145,14 @@ def longest_of(config: GenerationConfig) -> int:
     return longest
 
 
-def _why_eager(model: Model, model_kwargs: dict[str, Any]) -> str | None:
+def _why_eager(model: Model) -> str | None:
     """Return why steps cannot be of fixed shape, or None."""
-    for name in ("hidden_states", "attentions"):
-        if model_kwargs.get(f"output_{name}"):
-            return f"{name.replace('_', ' ')} were asked for"
     if mesh_of(model) is not None:
         return "several processes run it together"
     places = (getattr(model, "hf_device_map", None) or {}).values()
     if len({str(place).removeprefix("cuda:") for place in places}) > 1:
         return "its layers are on several devices"
     return None
-
-
-def _exclude_by_outputs(
-    model: Model,
-    profile: Profile,
-    cache: Any,
-    kind: CacheKind,
-    model_kwargs: dict[str, Any],
-    exclude: Callable[..., None],
-) -> None:
-    """Exclude methods whose hidden states or attentions differ from those of plain decoding."""
-    names = ("hidden_states", "attentions")
-    wanted = [name for name in names if model_kwargs.get(f"output_{name}")]
-    if not wanted:
-        return
-    what = " and ".join(wanted).replace("_", " ")
-    if kind == "none":
-        exclude(f"{what} of whole texts were asked for", *SPECULATING)
-    elif not has_usual_outputs(model, profile, wanted):
-        exclude(f"{what} were asked for, of which it has others", *SPECULATING)
-    if "attentions" in wanted:
-        exclude("attentions were asked for, one path at a time has others", "snapshot")
-        is_windowed = isinstance(cache, Cache) and any(cache.is_sliding)
-        if is_windowed or kind == "static":
-            exclude("attentions were asked for, of layers with fixed numbers of keys", *SPECULATING)
 
 
 def lengths_of(

@@ -144,25 +144,6 @@ def _has_kernels(model: Model) -> bool:
     return runs_in_triton(device_of_inputs(model), model.dtype, max(dims))
 
 
-def has_usual_outputs(model: Model, profile: Profile, names: Sequence[str]) -> bool:
-    """Return whether hidden states and attentions of a forward have one row per new token.
-
-    Some models keep several streams of hidden states; models without a cache return the whole text.
-    """
-    with Attempt(), unchanged_random_state(model, profile):
-        return all(profile.once(("usual", name), partial(_is_usual, model, name)) for name in names)
-    return False  # plain decoding will show the caller what is wrong
-
-
-def _is_usual(model: Model, name: str) -> bool:
-    plain = Plain(model, check_tokens(model)[:2])
-    wanted: dict[str, Any] = {f"output_{name}": True, "return_dict_in_generate": True}
-    last = getattr(plain.generate(num_new=2, **wanted), name)[-1]
-    num_axes, axis = (3, 1) if name == "hidden_states" else (4, 2)
-    layers = [layer for layer in last if layer is not None]
-    return all(layer.dim() == num_axes and layer.shape[axis] == 1 for layer in layers)
-
-
 @contextmanager
 def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iterator[None]:
     """Restore the global random state afterwards if the model's forwards draw from it.
