@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 from lade.attempts import Attempt
 from lade.compat import CACHE, Model, device_of_inputs, may_be_users, mesh_of
 from lade.config import SPECULATING, Verification
-from lade.probing.own_code import has_own_inputs, is_code, is_own
+from lade.probing.own_code import has_own_inputs, is_code
 from lade.probing.plan import WITHOUT_CACHE
 from lade.probing.profile import CacheKind
 from lade.probing.rules import (
@@ -45,11 +45,6 @@ _CONTINUED = {
 }
 # Layers that keep every token, as any layer of a model may: its masks show what it sees of them.
 _FULL = (DynamicLayer, StaticLayer)
-# What models call of a cache and its layers.
-_METHODS = (
-    *("update", "update_conv_state", "update_recurrent_state"),
-    *("get_seq_length", "get_mask_sizes"),
-)
 _ENDLESS = 2**31  # tokens: more than any text has
 # Inputs that say how positions were counted in the prompt; every forward gets its positions.
 _OF_PROMPT = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
@@ -105,9 +100,8 @@ def requirements_of(
         exclude("its cache is offloaded", "tree")
     if cache is not None and type(cache) not in (DynamicCache, StaticCache):
         exclude(f"{CACHE} is a {type(cache).__name__}", *SPECULATING)
-    elif cache is not None and (unusual := _why_unusual(text_config, cache)) is not None:
-        exclude(unusual, *SPECULATING)
-    elif cache is not None and not _is_default(model, cache):
+    elif cache is not None and (may_be_users(cache) or cache.offloading):
+        exclude(_why_unusual(text_config, cache), *SPECULATING)
         exclude(why_not_croppable(cache), "chain")
         exclude(why_not_savable(cache), "snapshot")
     if kind == "static":
@@ -201,16 +195,6 @@ def _is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and not value)
 
 
-def _is_default(model: Model, cache: Any) -> bool:
-    """Return whether a cache is like those that `generate` makes, which the self-check covers."""
-    if type(cache) is not DynamicCache or cache.offloading:
-        return False
-    if not may_be_users(cache):
-        return True
-    made = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return [*map(type, cache.layers)] == [*map(type, made.layers)]
-
-
 def _why_unusual(config: Any, cache: Any) -> str | None:
     """Return why a cache may do something else than transformers' own, or None.
 
@@ -218,15 +202,8 @@ def _why_unusual(config: Any, cache: Any) -> str | None:
         config: of the model's text part.
         cache: a `DynamicCache` or a `StaticCache`, which may be the caller's.
     """
-    parts = (cache, *cache.layers)
-    kinds = [*map(type, parts), getattr(cache, "layer_class_to_replicate", None)]
-    methods = {kind: [getattr(kind, name, None) for name in _METHODS] for kind in kinds if kind}
-    found = [kind for kind, of_kind in methods.items() if any(map(is_own, of_kind))]
-    found += [type(part) for part in parts if any(map(is_code, vars(part).values()))]
-    if found:
-        return f"its cache runs code of one's own ({found[0].__name__})"
-    if not may_be_users(cache):
-        return None
+    if any(is_code(value) for part in (cache, *cache.layers) for value in vars(part).values()):
+        return "its cache runs code of one's own"
     is_static = type(cache) is StaticCache
     made = StaticCache(config, 1) if is_static else DynamicCache(config=config)
     for place, layer in enumerate(cache.layers):
