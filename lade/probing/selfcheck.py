@@ -15,7 +15,7 @@ from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
 from lade.captures import are_random_states, put_back, random_states
-from lade.closeness import distance, is_exact_in, limit_of
+from lade.closeness import distance, limit_of
 from lade.compat import Model, attention_of, device_of_inputs
 from lade.config import Execution
 from lade.drafting.drafts import draft_of, narrowed
@@ -71,38 +71,12 @@ def reason_of_layers(model: Model, profile: Profile) -> str | None:
 
     def find() -> str | None:
         plain = Plain(model, check_tokens(model)[:2])
-        # Asked after a forward: some formats unpack their weights at the first one.
-        why = _why_coarse(model, plain)
-        return why_not_exact(plain.model) or why
+        plain.generate(num_new=1)  # some formats unpack their weights at the first forward
+        return why_not_exact(plain.model)
 
     with Attempt(), unchanged_random_state(model, profile):
         return profile.once("why_not_exact", find)
     return None  # what fails is what the check will tell
-
-
-def _why_coarse(model: Model, plain: "Plain") -> str | None:
-    """Return why text is not exact although the weights promise it, or None; runs a forward.
-
-    That is so where autocast is on inside of it, which leaves float64 alone.
-    """
-    kind, dtypes = device_of_inputs(model).type, set[torch.dtype]()
-
-    def look(*_: Any) -> None:
-        if torch.is_autocast_enabled(kind):
-            dtypes.add(torch.get_autocast_dtype(kind))
-
-    for module in plain.model.modules():
-        module.register_forward_pre_hook(look)
-    plain.generate(num_new=1)
-    eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-    is_coarse = eps > torch.finfo(torch.float32).eps
-    if not is_coarse or model.dtype is torch.float64 or not is_exact_in(model):
-        return None
-    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-    return (
-        f"its forward computes in {names} by an autocast of its own, and rounding there may change "
-        "text that its weights promise to be exact"
-    )
 
 
 def _attentions_for(
