@@ -1378,49 +1378,6 @@ def put_successors(
         put_context(table, previous, last, ids, probs, averages, merged_ids, merged_probs)
 
 
-@kernel
-def put_tree(
-    table: Int64Array,
-    previous: int,
-    token_ids: Int64Array,
-    parents: Int64Array,
-    new_ids: Int32Array,
-    new_probs: NDArray[np.float32],
-    averages: bool,
-    merged_ids: Int32Array,
-    merged_probs: Float64Array,
-) -> bool:
-    """Put successors of a tree's nodes into a table, by pair and by single token.
-
-    The likeliest nodes come first in a tree; they are put last, because the newest of equal
-    contexts is kept, and pairs behind singles, because a full bucket drops what is oldest.
-
-    Args:
-        previous: token before the root, or NONE.
-        token_ids, parents: [num_nodes], the root first.
-
-    Returns:
-        Whether all values are in range; if not, nothing is put.
-    """
-    num_nodes, k = new_ids.shape
-    is_valid = NONE <= previous <= MAX_TOKEN_ID
-    for node in range(num_nodes):
-        is_valid &= 0 <= token_ids[node] <= MAX_TOKEN_ID
-        is_valid &= NONE <= parents[node] < node
-        for j in range(k):
-            is_valid &= new_ids[node, j] >= NONE and 0.0 <= new_probs[node, j] <= 1.0
-    if not is_valid:
-        return False
-    for is_pair in (False, True):
-        for node in range(num_nodes - 1, -1, -1):
-            last, parent, before = int(token_ids[node]), int(parents[node]), NONE
-            if is_pair:
-                before = int(token_ids[parent]) if parent != NONE else previous
-            ids, probs = new_ids[node], new_probs[node]
-            put_context(table, before, last, ids, probs, averages, merged_ids, merged_probs)
-    return True
-
-
 # --- unigrams: how often the target would use a token, by all that was harvested ---
 
 # A token whose successors no table knows is worth running this many times as much as its own chance
