@@ -1519,27 +1519,26 @@ def find_unsound(
 
 
 @kernel
-def follow(text: Int32Array, position: int, first: int, end: int, column: int) -> int:
-    """Return the neighbour of `position` in its sequence, by NEXT or PREVIOUS, or NONE.
+def follow(text: Int32Array, position: int, first: int, end: int) -> int:
+    """Return the position after `position` in its sequence, or NONE.
 
     A position is followed only to one that leads back, so that whoever follows them all from where
     sequences begin comes to none twice, whatever a file holds.
     """
     num_rows = text.shape[0]
-    other = int(text[position % num_rows, column])
-    is_there = position < other < end if column == NEXT else first <= other < position
-    if is_there and text[other % num_rows, PREVIOUS + NEXT - column] == position:
+    other = int(text[position % num_rows, NEXT])
+    if position < other < end and text[other % num_rows, PREVIOUS] == position:
         return other
     return NONE
 
 
 @kernel
-def write_texts(pool: Int64Array, since: int, token_ids: Int32Array, bounds: Int32Array) -> int:
-    """Write what is held from position `since` on, by sequence; return how many sequences it is.
+def find_texts(pool: Int64Array, since: int, rows: Int32Array, bounds: Int32Array) -> int:
+    """Find what is held from position `since` on, by sequence; return how many sequences it is.
 
     Args:
-        token_ids: int32 [at least as many as are held], filled.
-        bounds: int32 [one more], filled: sequence i is `token_ids[bounds[i] : bounds[i + 1]]`.
+        rows: int32 [at least as many as are held], filled with rows of the text.
+        bounds: int32 [one more], filled: sequence i is in `rows[bounds[i] : bounds[i + 1]]`.
     """
     (text, _), end = text_of(pool), int(counts_of(pool)[NEXT_POSITION])
     first = max(first_of(pool), since)
@@ -1551,190 +1550,26 @@ def write_texts(pool: Int64Array, since: int, token_ids: Int32Array, bounds: Int
             continue
         position = begin
         while position != NONE:
-            token_ids[num_tokens] = text[position % text.shape[0], TOKEN]
+            rows[num_tokens] = position % text.shape[0]
             num_tokens += 1
-            position = follow(text, position, first, end, NEXT)
+            position = follow(text, position, first, end)
         num_sequences += 1
         bounds[num_sequences] = num_tokens
     return num_sequences
 
 
 @kernel
-def find_borders(sought: Int64Array, borders: Int64Array) -> None:
-    """Find for each beginning of `sought` how much of it begins it again at its end.
-
-    Source: Knuth, Morris and Pratt, "Fast pattern matching in strings", SIAM J. Comput. 6 (1977).
-    """
-    borders[0] = length = 0
-    for i in range(1, sought.shape[0]):
-        while length > 0 and sought[length] != sought[i]:
-            length = int(borders[length - 1])
-        if sought[length] == sought[i]:
-            length += 1
-        borders[i] = length
-
-
-@kernel
-def mark_last(
-    text: Int32Array, position: int, num: int, first: int, end: int, column: int, left: Int32Array
-) -> None:
-    """Mark so many tokens up to `position`; whatever is behind one marked before is marked too."""
-    for _ in range(num):
-        if position == NONE or left[position % text.shape[0]] == 1:
-            break
-        left[position % text.shape[0]] = 1
-        position = follow(text, position, first, end, PREVIOUS + NEXT - column)
-
-
-@kernel
-def mark_along(
-    text: Int32Array,
-    position: int,
-    first: int,
-    end: int,
-    column: int,
-    sought: Int64Array,
-    borders: Int64Array,
-    left: Int32Array,
-) -> int:
-    """Mark all occurrences in a sequence, and what it ends with of one; return how many are whole.
-
-    Args:
-        position: where it begins, or ends; `column`: how it is followed.
-        sought: tokens in the order in which it is followed, with their `borders`.
-    """
-    length = num_found = 0
-    last = position
-    while position != NONE:
-        token_id = text[position % text.shape[0], TOKEN]
-        while length > 0 and (length == sought.shape[0] or sought[length] != token_id):
-            length = int(borders[length - 1])
-        if sought[length] == token_id:
-            length += 1
-        if length == sought.shape[0]:
-            num_found += 1
-            mark_last(text, position, length, first, end, column, left)
-        last, position = position, follow(text, position, first, end, column)
-    mark_last(text, last, length, first, end, column, left)
-    return num_found
-
-
-@kernel
-def find_occurrences(
-    pool: Int64Array, sought: Int64Array, borders: Int64Array, left: Int32Array
-) -> int:
-    """Mark every held token that is part of an occurrence; return how many occurrences there are.
-
-    What a sequence ends with, or begins with, is marked as well where it may be part of one whose
-    rest is not held with it. Such parts are not counted. Linear in the tokens held and sought.
-
-    Args:
-        sought: int64 [2, num_sought], at least one token; the other way round in the second row.
-        borders: int64 [2, num_sought], scratch.
-        left: int32 [num_rows], zeros; 1 afterwards where a token is part of an occurrence.
-    """
-    (text, _), end = text_of(pool), int(counts_of(pool)[NEXT_POSITION])
-    first, num_found = first_of(pool), 0
-    for way in range(2):
-        column = NEXT if way == 0 else PREVIOUS
-        find_borders(sought[way], borders[way])
-        for begin in range(first, end):
-            if text[begin % text.shape[0], TOKEN] == NONE:
-                continue
-            if follow(text, begin, first, end, PREVIOUS + NEXT - column) == NONE:
-                found = mark_along(text, begin, first, end, column, sought[way], borders[way], left)
-                num_found += found if way == 0 else 0
-    return num_found
-
-
-@kernel
-def contains(values: Int64Array, value: int) -> bool:
-    """Return whether a value is among sorted ones."""
-    begin, end = 0, values.shape[0]
-    while begin < end:  # compiled in a tenth of the time that numpy's search takes
-        middle = (begin + end) // 2
-        if values[middle] < value:
-            begin = middle + 1
-        else:
-            end = middle
-    return begin < values.shape[0] and int(values[begin]) == value
-
-
-@kernel
-def empty_rows(pool: Int64Array, left: Int32Array) -> None:
-    """Empty the rows whose `left` is above 0, end sequences there, and rebuild the links."""
+def empty_rows(pool: Int64Array, is_forgotten: NDArray[np.bool_]) -> None:
+    """Empty some rows of the text, end sequences there, and rebuild the links."""
     (text, links), heads = text_of(pool), heads_of(pool)
     first, num_rows = first_of(pool), text.shape[0]
     for row in range(num_rows):
         for column in (PREVIOUS, NEXT):
             other = int(text[row, column])
-            if left[row] > 0 or (other >= first and left[other % num_rows] > 0):
+            if is_forgotten[row] or (other >= first and is_forgotten[other % num_rows]):
                 text[row, column] = NONE
-        if left[row] > 0:
+        if is_forgotten[row]:
             text[row, TOKEN] = NONE
     heads[:, :] = NONE
     links[:, :] = NONE
     reindex(pool)
-
-
-@kernel
-def drop_contexts(
-    table: Int64Array,
-    dropped_keys: Int64Array,
-    dropped_ids: Int64Array,
-) -> None:
-    """Drop contexts of a table by their keys, and some tokens wherever they stand; all sorted."""
-    keys, successor_ids, costs, times = rows_of(table)
-    for begin in range(0, keys.shape[0], WAYS):
-        kept = begin
-        for row in range(begin, begin + WAYS):
-            key = int(keys[row])
-            if key == NONE:
-                continue
-            if (
-                contains(dropped_keys, key)
-                or contains(dropped_ids, key // (MAX_TOKEN_ID + 1) - 1)
-                or contains(dropped_ids, key % (MAX_TOKEN_ID + 1))
-            ):
-                size_of(table)[0] -= 1
-                continue
-            num_kept = 0
-            for j in range(successor_ids.shape[1]):
-                token_id, cost = successor_ids[row, j], costs[row, j]
-                if token_id == NONE:
-                    break
-                if not contains(dropped_ids, token_id):
-                    successor_ids[kept, num_kept] = token_id
-                    costs[kept, num_kept] = cost
-                    num_kept += 1
-            successor_ids[kept, num_kept:] = NONE
-            costs[kept, num_kept:] = MAX_COST
-            keys[kept] = key
-            times[kept] = times[row]
-            kept += 1
-        keys[kept : begin + WAYS] = NONE
-        times[kept : begin + WAYS] = 0
-        successor_ids[kept : begin + WAYS, :] = NONE
-        costs[kept : begin + WAYS, :] = MAX_COST
-
-
-@kernel
-def forget(
-    pool: Int64Array,
-    left: Int32Array,
-    dropped_keys: Int64Array,
-    dropped_ids: Int64Array,
-) -> None:
-    """Forget some rows of the text, and what was harvested of them.
-
-    Args:
-        left: as `find_occurrences` left it.
-        dropped_keys, dropped_ids: as for `drop_contexts`.
-    """
-    empty_rows(pool, left)
-    drop_contexts(harvested_of(pool), dropped_keys, dropped_ids)
-    unigram_ids, unigram_counts = unigrams_of(pool)
-    for row in range(unigram_ids.shape[0]):
-        if contains(dropped_ids, unigram_ids[row]):
-            unigram_ids[row] = NONE
-            unigram_counts[row] = 0.0

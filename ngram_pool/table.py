@@ -17,6 +17,7 @@ from ngram_pool._kernels import (
     COST_STEPS,
     MAX_TOKEN_ID,
     NONE,
+    WAYS,
     Int32Array,
     Int64Array,
 )
@@ -268,6 +269,26 @@ class SuccessorTable:
     ) -> None:
         """Hold these arrays, empty rows included, themselves, from now on."""
         self.held = _Rows.of(keys, token_ids, costs, counts)
+
+    def drop(self, keys: Int64Array, token_ids: Int64Array) -> None:
+        """Drop contexts by their keys, and some tokens wherever they stand."""
+        with self._lock:
+            held = self.held
+            before, last = np.divmod(held.keys, MAX_TOKEN_ID + 1)
+            is_gone = np.isin(held.keys, np.append(keys, NONE))
+            is_gone |= np.isin(before - 1, token_ids) | np.isin(last, token_ids)
+            # What is kept of a bucket comes first in it, and so do the successors of a context.
+            rows = np.argsort(is_gone.reshape(-1, WAYS), axis=1, kind="stable")
+            rows = (rows + np.arange(0, len(is_gone), WAYS)[:, None]).ravel()
+            is_gone, ids, costs = is_gone[rows], held.token_ids[rows], held.costs[rows]
+            is_dropped = np.isin(ids, token_ids) | is_gone[:, None]
+            places = np.argsort(is_dropped, axis=1, kind="stable")
+            ids, costs, is_dropped = (
+                np.take_along_axis(each, places, axis=1) for each in (ids, costs, is_dropped)
+            )
+            ids[is_dropped], costs[is_dropped] = NONE, _kernels.MAX_COST
+            left = np.where(is_gone, NONE, held.keys[rows])
+            self.take(left, ids, costs, np.where(is_gone, 0, held.counts[rows]))
 
     # --- inside -----------------------------------------------------------------------------
 
