@@ -50,7 +50,7 @@ from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
 from lade.hf.arguments import refuse_lookahead
 from lade.hf.call import Call
-from lade.hf.pools import credit, opened
+from lade.hf.pools import opened
 from lade.hf.predictions import beside_prediction
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.resume import finish_plainly, replayed
@@ -439,7 +439,6 @@ class Generation:
                 target.release()
             raise
         stats.sources = speculator.sources()
-        credit(self._call.arguments.pool, stats.num_accepted_tokens)
         if decoder.failure is not None:
             report.add_missing(stats)
             if not all(text.is_finished):
