@@ -283,9 +283,9 @@ class SuccessorTable:
             is_gone, ids, costs = is_gone[rows], held.token_ids[rows], held.costs[rows]
             is_dropped = np.isin(ids, token_ids) | is_gone[:, None]
             places = np.argsort(is_dropped, axis=1, kind="stable")
-            ids, costs, is_dropped = (
-                np.take_along_axis(each, places, axis=1) for each in (ids, costs, is_dropped)
-            )
+            ids = np.take_along_axis(ids, places, axis=1)
+            costs = np.take_along_axis(costs, places, axis=1)
+            is_dropped = np.take_along_axis(is_dropped, places, axis=1)
             ids[is_dropped], costs[is_dropped] = NONE, _kernels.MAX_COST
             left = np.where(is_gone, NONE, held.keys[rows])
             self.take(left, ids, costs, np.where(is_gone, 0, held.counts[rows]))
