@@ -944,7 +944,7 @@ def pop(queue: Int64Array, queue_length: int, candidate_probs: Float64Array) -> 
 
 @kernel
 def read_context(
-    nodes: Int64Array, node: int, root_context: Int64Array, context: Int64Array
+    nodes: Int64Array, node: int, root_context: Int32Array, context: Int64Array
 ) -> int:
     """Write the tokens up to `node`, newest first, to `context`; return their number."""
     length = 0
@@ -952,10 +952,10 @@ def read_context(
         context[length] = nodes[0, node]
         node = nodes[1, node]
         length += 1
-    i = 0
-    while i < root_context.shape[0] and length < context.shape[0]:
+    i = root_context.shape[0]
+    while i > 0 and length < context.shape[0]:
+        i -= 1
         context[length] = root_context[i]
-        i += 1
         length += 1
     return length
 
@@ -1036,10 +1036,11 @@ def grow_tree(
     pool: Int64Array,
     sequence: Int64Array,
     scratch: Int64Array,
-    root_context: Int64Array,
+    root_context: Int32Array,
     max_draft_tokens: int,
     max_candidates: int,
     uniforms: Float64Array,
+    min_probability: float,
 ) -> int:
     """Grow a prefix tree of what may follow a context, the likeliest or drawn; return its size.
 
@@ -1057,11 +1058,12 @@ def grow_tree(
     (arXiv 2402.14160); the order of the slots is our own.
 
     Args:
-        root_context: int64 [up to max_match], the tokens up to the root, newest first, where
+        root_context: int32 [up to max_match], the tokens up to the root, oldest first, where
             max_match is the larger of MAX_MATCH and N.
         max_draft_tokens, max_candidates: at least 1.
         uniforms: float64 [max_draft_tokens] in [0, 1), to draw node i with uniforms[i]; empty for
             the tree of the likeliest.
+        min_probability: growth ends where no path is as likely.
 
     Returns:
         The number of nodes in `nodes_of(scratch)`: with path probabilities, greatest first, or with
@@ -1098,6 +1100,8 @@ def grow_tree(
             extends_leaf = parent != NONE and nodes[3, parent] == 0
             if extends_leaf or num_leaves < max_candidates:
                 break
+        if candidate_probs[best] < min_probability:
+            return num_nodes
         node = num_nodes
         if is_drawn:
             drawn = draw_successor(left_probs[parent + 1], uniforms[node], support_probs[node])
@@ -1188,37 +1192,17 @@ def draft_rows(
             goes, with the probability that it is right up to there.
         chain_lengths: int64 [num_rows], filled.
     """
-    context, (found, found_probs) = context_of(scratch), found_of(scratch)
+    (nodes, node_probs), longest = nodes_of(scratch), context_of(scratch).shape[0]
     for i in range(token_ids.shape[0]):
-        chain_lengths[i] = 0
-        if lengths[i] == 0:
-            continue
-        pool, sequence = pools[i], sequences[i]
-        num_orders, path_prob = int(heads_of(pool).shape[0]), 1.0
-        max_order = num_orders
-        for depth in range(max_draft_tokens[i]):
-            length = min(lengths[i] + depth, context.shape[0])
-            for j in range(length):
-                after = depth - 1 - j
-                context[j] = chain_ids[i, after] if after >= 0 else token_ids[i, lengths[i] + after]
-            order = min(length, max_order)
-            num_found, longest = estimate(
-                pool, sequence, scratch, context[:length], order, path_prob
-            )
-            if num_found == 0:
-                break
-            likeliest = 0
-            for j in range(1, num_found):
-                if found_probs[j] > found_probs[likeliest]:
-                    likeliest = j
-            path_prob *= found_probs[likeliest]
-            if path_prob < min_probability:
-                break
-            chain_ids[i, depth] = found[1, likeliest]
-            chain_probs[i, depth] = path_prob
-            chain_lengths[i] = depth + 1
-            # A token's match is at most one token longer than that of the one before.
-            max_order = min(num_orders, 1 + longest)
+        num_nodes = 0
+        if lengths[i] > 0 and max_draft_tokens[i] > 0:
+            text = token_ids[i, max(0, lengths[i] - longest) : lengths[i]]
+            of_tree = pools[i], sequences[i], scratch, text, max_draft_tokens[i], 1, node_probs[:0]
+            num_nodes = grow_tree(*of_tree, min_probability)
+        for node in range(num_nodes):
+            chain_ids[i, node] = nodes[0, node]
+            chain_probs[i, node] = node_probs[node]
+        chain_lengths[i] = num_nodes
 
 
 # Contexts per bucket of a `SuccessorTable`; beyond that, the least recently put one is dropped.
@@ -1470,49 +1454,6 @@ def find_worthwhile(
         worths[place] = worth
         num = min(num + 1, token_ids.shape[0])
     return num
-
-
-# --- files: whether arrays that were not written here are those of a text ---
-
-
-@kernel
-def find_unsound(
-    text: Int32Array, links: Int32Array, heads: Int32Array, num_observed: int
-) -> tuple[int, int]:
-    """Find where a text is not as `append` leaves it.
-
-    Where it is sound, ids are ids or places empty, every position is one that was observed, those
-    before and after a token name each other, and every chain leads to ever older positions.
-
-    Returns:
-        0, 1 or 2 for text, links or heads, and the row; NONE for both where all is sound.
-    """
-    num_rows = text.shape[0]
-    first = max(0, num_observed - num_rows)
-    for position in range(first, num_observed):
-        row = position % num_rows
-        previous, after = int(text[row, PREVIOUS]), int(text[row, NEXT])
-        is_sound = text[row, TOKEN] >= NONE and NONE <= previous < position
-        if text[row, TOKEN] == NONE:  # forgotten
-            is_sound &= previous == NONE and after == NONE
-        is_sound &= after == NONE or position < after < num_observed
-        if previous >= first:
-            is_sound &= text[previous % num_rows, NEXT] == position
-        if after != NONE:
-            is_sound &= text[after % num_rows, PREVIOUS] == position
-        if not is_sound:
-            return 0, row
-        for order in range(links.shape[1]):
-            is_sound &= NONE <= links[row, order] < position
-        if not is_sound:
-            return 1, row
-    for order in range(heads.shape[0]):
-        is_sound = True
-        for bucket in range(heads.shape[1]):
-            is_sound &= NONE <= heads[order, bucket] < num_observed
-        if not is_sound:
-            return 2, order
-    return NONE, NONE
 
 
 # --- what is held, and forgetting some of it ---

@@ -936,7 +936,8 @@ class NGramPool:
             if not len(ids):
                 return Draft.empty() if rng is None else SampledDraft.empty()
             row = self._scratch.row_for(size, len(opened.layers))
-            tree = opened.row(), row, ids[::-1].copy(), size, most_leaves, uniforms
+            context = ids.astype(np.int32)
+            tree = opened.row(), row, context, size, most_leaves, uniforms, 0.0
             num, scratch = _kernels.grow_tree(self._header().row, *tree), self._scratch
             token_ids, parents, depths = scratch.nodes[:3, :num].astype(np.int32)
             nodes = token_ids, parents, depths, scratch.node_probs[:num].copy()
@@ -965,9 +966,9 @@ class NGramPool:
             np.empty(num_rows, np.int64),
         )
         headers = {pool: pool._header() for pool in num_more}
-        scratch = self._scratch.row_for(1, max((len(one.layers) for one in opened), default=0))
         if not num_rows:
             return chains
+        scratch = self._scratch.row_for(max(width, 1), max(len(one.layers) for one in opened))
         which = (
             np.array([headers[pool].row for pool in pools]),
             np.array([one.row() for one in opened]),
@@ -1027,7 +1028,6 @@ class NGramPool:
 
     def _run_texts(self) -> None:
         """Run the kernels that read and write whole texts once."""
-        _kernels.find_unsound(*self._held, 0)
         self._rows_since(0)
         _kernels.empty_rows(self._header().row, np.zeros(len(self._held.text), np.bool_))
 
