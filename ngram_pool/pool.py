@@ -936,8 +936,8 @@ class NGramPool:
             if not len(ids):
                 return Draft.empty() if rng is None else SampledDraft.empty()
             row = self._scratch.row_for(size, len(opened.layers))
-            context = ids.astype(np.int32)
-            tree = opened.row(), row, context, size, most_leaves, uniforms, 0.0
+            root = ids.astype(np.int32)
+            tree = opened.row(), row, root, size, most_leaves, uniforms, 0.0
             num, scratch = _kernels.grow_tree(self._header().row, *tree), self._scratch
             token_ids, parents, depths = scratch.nodes[:3, :num].astype(np.int32)
             nodes = token_ids, parents, depths, scratch.node_probs[:num].copy()
