@@ -9,9 +9,9 @@ import typer
 from benchmarks.prompts import Half, choose
 from lade.cli import line_of
 from lade.cli.options import (
+    DraftOptions,
     Dtype,
     DtypeOption,
-    LearningOptions,
     LimitOption,
     LoadOptions,
     MaxNewTokensOption,
@@ -92,7 +92,7 @@ def run_methods(
     model: ModelOption = None,
     loading: LoadOptions,
     sampling: SamplingOptions,
-    drafting: LearningOptions,
+    drafting: DraftOptions,
     first_layers: Annotated[
         int | None, of_drafting(min=1, help="Let the first N layers of the model draft, too.")
     ] = None,
@@ -102,13 +102,9 @@ def run_methods(
     ] = None,
     files: ResultFiles,
 ) -> None:
-    """Compare any methods, those of lade bench and many more, on a file of prompts.
-
-    --assistant takes self as well, for the model itself; ID:int8 and self:int8 take a copy with
-    8-bit weights.
-    """
+    """Compare any methods, those of lade bench and many more, on a file of prompts."""
     from benchmarks.methods import Given
-    from benchmarks.run import BenchSettings, load_assistant, run
+    from benchmarks.run import BenchSettings, run
     from benchmarks.run import choose as choose_methods
     from lade.config import Config
 
@@ -123,10 +119,7 @@ def run_methods(
     given = Given(Config(max_draft_tokens=max_draft_tokens), num_layers=first_layers)
     files.check()
     chosen = choose(prompts, limit, half, categories)
-    loaded = loading.load(model)
-    if drafting.assistant is not None:
-        given = load_assistant(given, loaded, drafting.assistant, loading.trust_remote_code)
-    run(loaded, chosen, chosen_methods, settings, given, files, drafting)
+    run(loading.load(model), chosen, chosen_methods, settings, given, files, drafting)
 
 
 @app.command("publish")
@@ -170,54 +163,6 @@ def run_arena(
     chosen = choose(prompts, limit, half)
     loaded = LoadOptions(dtype=dtype).load(model)
     run(loaded, chosen, names, sizes, Settings(max_new_tokens), files)
-
-
-@app.command("record")
-@grouped
-def run_record(
-    *,
-    prompts: PromptsOption,
-    out: Annotated[Path, typer.Option(help="The traces, as safetensors.", dir_okay=False)],
-    max_new_tokens: MaxNewTokensOption = 256,
-    limit: LimitOption = None,
-    model: ModelOption = None,
-    dtype: DtypeOption = None,
-) -> None:
-    """Answer prompts with lade, and record what replay needs.
-
-    That is the tokens of prompts and answers, and the tokens that the model finds likeliest after
-    each of them, from one more forward over the whole text.
-    """
-    from benchmarks.record import run
-
-    files_of(out)
-    chosen = choose(prompts, limit, None)
-    run(LoadOptions(dtype=dtype).load(model), chosen, out, Settings(max_new_tokens))
-
-
-@app.command("replay")
-@grouped
-def run_replay(
-    *,
-    traces: Annotated[Path, file_argument("TRACES", "What record wrote.")],
-    methods: MethodsOption = None,
-    max_draft_tokens: SizesOption = "8,16,32,64",
-    passes: PassesOption = 1,
-    table: TableOption = None,
-    files: ResultFiles,
-) -> None:
-    """Try drafters on recorded answers, without a model and much faster than with one.
-
-    Every step verifies as many draft tokens as it may, so steps and accepted tokens are those of
-    run with the same --max-draft-tokens and exact arithmetic. Not so for methods that learn from
-    the model's logits: what it finds likely after a rejected token was not recorded.
-    """
-    from benchmarks.methods import named, numbers
-    from benchmarks.replay import DRAFTERS, run
-
-    names, sizes = named(methods, [*DRAFTERS]), numbers(max_draft_tokens)
-    files.check()
-    run(traces, names, sizes, passes, table, files)
 
 
 @app.command("fit")

@@ -38,12 +38,6 @@ def load_with_progress(model: str | None, **options: Any) -> "LoadedModel":
     return loaded
 
 
-def load_beside(loaded: "LoadedModel", name: str, trust_remote_code: bool) -> "LoadedModel":
-    """Load another model where one is, in the same number format."""
-    dtype, device = str(loaded.model.dtype).removeprefix("torch."), str(loaded.model.device)
-    return load_with_progress(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-
-
 def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model alone, showing progress."""
     from lade.models import loading

@@ -20,7 +20,6 @@ from lade.errors import UserError
 from lade.models.settings import Settings
 
 if TYPE_CHECKING:
-    from lade.drafting.drafter import Drafter
     from lade.models.loading import LoadedModel
     from ngram_pool import NGramPool
 
@@ -197,48 +196,40 @@ PredictionOption = Annotated[
 ]
 
 
-PoolOption = Annotated[
-    list[Path] | None,
-    of_drafting(
-        "--pool",
-        help="Also draft from this pool of text, made by lade pool build or --save-pool; it is "
-        "only read. May be repeated.",
-        exists=True,
-        dir_okay=False,
-    ),
-]
-
-
 @dataclass(frozen=True)
 class DraftOptions:
-    """What drafts beside a pool that learns.
+    """The pools that drafts are taken from.
 
     Raises:
-        UserError, ngram_pool.PoolFileError: a file is no pool's.
+        UserError, OSError, ngram_pool.PoolFileError: a file is no pool's, or could not be saved.
     """
 
-    assistant: Annotated[
-        str | None,
+    pools: Annotated[
+        list[Path] | None,
         of_drafting(
-            metavar="ID", help="Let this model draft, too: an id or a folder, as for --model."
+            "--pool",
+            help="Also draft from this pool of text, made by lade pool build or --save-pool; it is "
+            "only read. May be repeated.",
+            exists=True,
+            dir_okay=False,
         ),
     ] = None
-    pools: PoolOption = None
+    save_pool: Annotated[
+        Path | None,
+        of_drafting(
+            help="Draft from this pool, or begin it: it learns prompts and answers, and is saved "
+            "at the end, also after Ctrl-C.",
+            dir_okay=False,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         for path in self.pools or []:
             check_pool(path)
-
-    def drafter(self, loaded: "LoadedModel", loading: LoadOptions) -> "Drafter | None":
-        """Return what drafts for a model together with its pool; None for the pool alone."""
-        from lade.cli.loading import load_beside
-        from lade.drafters import AssistantModel, CallPool, Merged
-
-        if self.assistant is None:
-            return None
-        other = load_beside(loaded, self.assistant, loading.trust_remote_code)
-        assistant = AssistantModel(other.model, other.tokenizer, target_tokenizer=loaded.tokenizer)
-        return Merged([CallPool(), assistant])
+        if self.save_pool is not None:
+            check_place(self.save_pool)
+            if self.save_pool.exists():
+                check_pool(self.save_pool)
 
     @contextmanager
     def open_pools(self, loaded: "LoadedModel") -> "Iterator[list[NGramPool]]":
@@ -251,7 +242,7 @@ class DraftOptions:
         from lade.cli.loading import console
 
         named: dict[str, Any] = {"tokenizer": loaded.tokenizer, "model": loaded.model}
-        path: Path | None = getattr(self, "save_pool", None)
+        path = self.save_pool
         own = (
             lade.NGramPool() if path is None or not path.exists() else lade.load_pool(path, **named)
         )
@@ -265,31 +256,6 @@ class DraftOptions:
             if path is not None:
                 lade.save_pool(own, path, **named)
                 console.print(f"[dim]{len(own):,} tokens kept in {path}[/dim]", soft_wrap=True)
-
-
-@dataclass(frozen=True)
-class LearningOptions(DraftOptions):
-    """As `DraftOptions`, and a pool that learns and is kept.
-
-    Raises:
-        UserError, OSError: as there; or that pool could not be saved.
-    """
-
-    save_pool: Annotated[
-        Path | None,
-        of_drafting(
-            help="Draft from this pool, or begin it: it learns prompts and answers, and is saved "
-            "at the end, also after Ctrl-C.",
-            dir_okay=False,
-        ),
-    ] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.save_pool is not None:
-            check_place(self.save_pool)
-            if self.save_pool.exists():
-                check_pool(self.save_pool)
 
 
 def check_place(path: Path) -> None:

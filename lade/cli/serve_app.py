@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lade.cli.options import DraftOptions, Dtype, LoadOptions, grouped
+from lade.cli.options import Dtype, LoadOptions, check_pool, grouped
 from lade.errors import UserError
 from lade.hosts import check_port
 
@@ -81,9 +81,6 @@ def serve(
         list[str] | None,
         _of_drafting(metavar="NAME=FILE", help='A pool for requests whose "pools" name it.'),
     ] = None,
-    assistant: Annotated[
-        str | None, _of_drafting(metavar="ID", help="Let this model draft, too.")
-    ] = None,
     max_draft_tokens: Annotated[
         int | None, _of_drafting(help="Of a step; 0 drafts nothing.")
     ] = None,
@@ -108,12 +105,11 @@ def serve(
 
     check_extra()
     read_keys = partial(keys_of, api_key or [], api_keys_file)
-    from dataclasses import replace
-
     from lade.config import Config
     from lade.server.options import ServerOptions
 
-    drafting = DraftOptions(assistant=assistant, pools=pool or None)
+    for path in pool or []:
+        check_pool(path)
     options = ServerOptions(
         model_name=model_name,
         api_keys=read_keys(),
@@ -130,7 +126,5 @@ def serve(
         timeout_sec=timeout,
         config=Config(max_draft_tokens=max_draft_tokens, max_prefix_bytes=max_prefix_bytes),
     )
-    loading = LoadOptions(device, dtype, threads, trust_remote_code)
-    loaded = loading.load(model)
-    options = replace(options, drafter=drafting.drafter(loaded, loading))
+    loaded = LoadOptions(device, dtype, threads, trust_remote_code).load(model)
     run(loaded, options, read_keys, host, port)

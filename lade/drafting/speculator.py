@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from lade.budget.budget import Budget
 from lade.budget.calibration import Outcome
 from lade.compat import placeholders_of
 from lade.config import Lookahead
-from lade.drafting.drafter import Drafter, DraftingCall
+from lade.drafting.drafter import DraftingCall
 from lade.drafting.drafts import (
     after,
     chain,
@@ -197,12 +197,6 @@ class Speculator:
         # and tokens emitted since.
         self._begun: float | None = None
         self._num_drafted = self._num_observed = self._num_emitted = 0
-
-    @classmethod
-    def alone(cls, batch: Batch, drafter: Drafter, budget: Budget, runner: Any) -> Self:
-        """Return what drafts by one drafter, outside of any call."""
-        call = DraftingCall(None, runner.vocab_size, batch.limits.max_length)
-        return cls(batch, [Source(drafter).make(call)], call, budget, runner)
 
     @property
     def num_successors(self) -> int:
