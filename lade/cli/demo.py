@@ -18,7 +18,6 @@ from lade.bench.report import as_json, table
 from lade.bench.run import Contest, Result, warm_up
 from lade.cli.bench import describe_model
 from lade.cli.loading import console
-from lade.cli.prewarm import prewarm_once
 from lade.cli.prompting import encode_prompts, read_typed
 from lade.cli.results import Keeping, ResultFiles
 from lade.models.loading import LoadedModel
@@ -38,9 +37,7 @@ _LABELS = {
 }
 
 
-def run(
-    loaded: LoadedModel, asked: list[str], max_new_tokens: int, prewarms: bool, files: ResultFiles
-) -> None:
+def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int, files: ResultFiles) -> None:
     """Tell how a model is verified, answer each prompt by every method, and print a table."""
     texts = [*map(read_typed, asked)]
     titles = [f"prompt {number}" for number in range(1, len(texts) + 1)]
@@ -50,8 +47,6 @@ def run(
     with console.status("checking how the model verifies drafts …"):
         found = probe(model)
     _tell_model(out, loaded, found)
-    if prewarms and found.verification != "plain":
-        prewarm_once(loaded)
     stream = TextStream(loaded.tokenizer)
 
     def show(step: Step) -> None:
