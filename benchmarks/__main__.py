@@ -10,7 +10,6 @@ from benchmarks.prompts import Half, choose
 from lade.cli import line_of
 from lade.cli.options import (
     DraftOptions,
-    Dtype,
     DtypeOption,
     LimitOption,
     LoadOptions,
@@ -256,13 +255,13 @@ def run_engines(
     from benchmarks.methods import numbers
 
     names = choose_methods(methods, prewarmed)
-    if check and (dtype not in (None, Dtype.float32) or not {PLAIN} < {*names}):
+    if check and (dtype not in (None, "float32") or not {PLAIN} < {*names}):
         raise ValueError("expected float32, and plain and another of the methods, with --check")
     files = files_of(json)
     chosen = [choose(path, limit, None) for path in prompts]
     job = EngineJob(
         model="",
-        dtype="float32" if check else (dtype or Dtype.bfloat16).value,
+        dtype="float32" if check else dtype or "bfloat16",
         prompts=[],
         concurrency=numbers(concurrency),
         max_new_tokens=max_new_tokens,
@@ -338,8 +337,8 @@ def run_cpu_engines(
     """
     from benchmarks.cpu_engines import run
 
-    if dtype not in (None, Dtype.float32, Dtype.bfloat16):
-        raise ValueError(f"expected --dtype float32 or bfloat16, got {dtype.value}")
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ValueError(f"expected --dtype float32 or bfloat16, got {dtype}")
     files.check()
     chosen = choose(prompts, limit, half)
     run(LoadOptions("cpu", dtype, threads).load(model), chosen, max_new_tokens, files)

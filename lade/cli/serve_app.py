@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lade.cli.options import Dtype, LoadOptions, check_pool, grouped
+from lade.cli.options import LoadOptions, check_pool, grouped
 from lade.errors import UserError
 from lade.hosts import check_port
 
@@ -89,7 +89,7 @@ def serve(
     ] = None,
     device: Annotated[str | None, _of_model(metavar="NAME", help="cpu, cuda, cuda:1, …")] = None,
     dtype: Annotated[
-        Dtype | None, _of_model(metavar="NAME", help="float32, bfloat16, float16, …")
+        str | None, _of_model(metavar="NAME", help="float32, bfloat16, float16, …")
     ] = None,
     threads: Annotated[int | None, _of_model(help="CPU threads.")] = None,
     trust_remote_code: Annotated[
