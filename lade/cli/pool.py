@@ -42,8 +42,8 @@ def pool_build(
 ) -> None:
     """Read files into a pool, tokenised as for a model, whose weights are not needed.
 
-    Read are text and code in UTF-8, and chats in JSON lines or JSON, as messages, turns,
-    conversations or prompt and response, in the model's chat template. In folders, hidden files,
+    Read are text and code in UTF-8, and chats in JSON lines with messages, in the model's chat
+    template. In folders, hidden files,
     virtual environments and what is no text are left out and counted.
 
     The pool is written at the end, whole.
