@@ -7,6 +7,7 @@ and what it learns from the logits of draft tokens, rejected ones too, is all it
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from lade.bench.prompts import Prompt
 from lade.bench.report import LOOPS, OVERALL, groups, msec_text, rounded, share_text, sheet
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.prompting import encode_prompts
-from lade.cli.results import Keeping, ResultFiles, progress_bar
+from lade.cli.results import Keeping, progress_bar, show
 from lade.config import Config
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
@@ -186,7 +187,7 @@ def run(
     methods: Sequence[str],
     draft_sizes: Sequence[int],
     settings: Settings,
-    files: ResultFiles,
+    file: Path | None,
 ) -> None:
     """Run the arena; print and write the results, even after an interruption."""
     num_answers = len(chosen.prompts) * len(methods) * len(draft_sizes)
@@ -212,5 +213,5 @@ def run(
     measured = points(entries)
     runs = [rounded(point._asdict()) for point in measured]
     content = {"environment": environment(), "settings": described, "runs": runs}
-    files.show({**content, "prompts": steps_by_prompt(entries)}, table(measured))
+    show(file, {**content, "prompts": steps_by_prompt(entries)}, table(measured))
     kept.end(f"stopped after {len(entries)} of {num_answers} answers")

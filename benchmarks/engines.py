@@ -26,7 +26,7 @@ from lade.bench.environment import environment
 from lade.bench.report import msec_text, rounded, share_text, sheet, speedup_text
 from lade.cli.bench import Chosen
 from lade.cli.loading import tell
-from lade.cli.results import Keeping, ResultFiles, progress_bar
+from lade.cli.results import Keeping, progress_bar, show
 from lade.engines.extension import PoolExtension
 from lade.errors import LadeError, MissingExtraError
 from lade.models.loading import find_model, load_tokenizer, source_of
@@ -305,7 +305,7 @@ def run(
     methods: Sequence[str],
     checks: bool,
     threads: int | None,
-    files: ResultFiles,
+    file: Path | None,
 ) -> None:
     """Run all methods; show and write what they did, also when interrupted.
 
@@ -351,7 +351,7 @@ def run(
     caption = "MAT is without answers that end in a loop; acceptance length is vLLM's own."
     version = {"vllm": metadata.version(metadata.packages_distributions()["vllm"][0])}
     content = {"environment": environment() | version, "settings": settings, "rows": rows}
-    files.show(content, table(rows, title, caption))
+    show(file, content, table(rows, title, caption))
     kept.end(f"stopped after {len(rows)} passes")
     wrong = [
         f"{row['method']}, pass {row['pass']}: {row['same_text']:.1%} of the answers have plain's "

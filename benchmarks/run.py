@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,7 +19,7 @@ from lade.bench.run import Contest, Result, Summary, summarise
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.options import DraftOptions
 from lade.cli.prompting import encode_prompts
-from lade.cli.results import Keeping, ResultFiles, progress_bar
+from lade.cli.results import Keeping, progress_bar, show
 from lade.errors import UnsupportedModelError, UserError
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode
@@ -104,7 +105,7 @@ def run(
     methods: Mapping[str, MethodInfo],
     settings: BenchSettings,
     given: Given,
-    files: ResultFiles,
+    file: Path | None,
     drafting: DraftOptions,
 ) -> None:
     """Run methods over prompts; print and write the results, even after an interruption.
@@ -164,7 +165,7 @@ def run(
             entry["speedup_of_each_pass"] = [*rounded(each).values()]
     notes = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
     caption = "\n".join([*notes, f"verification: {verification}"])
-    files.show(content, table(results, names, settings.describe(), caption, median_of_passes))
+    show(file, content, table(results, names, settings.describe(), caption, median_of_passes))
     kept.end(f"stopped after {num_done} of {num_batches * settings.passes} prompts or batches")
 
 

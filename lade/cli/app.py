@@ -23,7 +23,7 @@ from lade.cli.options import (
     grouped,
 )
 from lade.cli.pool import app as pool
-from lade.cli.results import JsonOption, ResultFiles
+from lade.cli.results import JsonOption
 from lade.cli.serve_app import serve
 from lade.errors import UserError
 from lade.models.settings import Settings
@@ -173,12 +173,10 @@ def demo(
     better methods are ruled out. Then six prompts are answered by plain generate, by transformers'
     prompt lookup and by lade, which is shown as it writes.
     """
-    files = ResultFiles(json)
-    files.check()
     loaded = loading.load(model)
     from lade.cli.demo import run  # imports torch, in silence
 
-    run(loaded, prompt or [], max_new_tokens, files)
+    run(loaded, prompt or [], max_new_tokens, json)
 
 
 @app.command(rich_help_panel=_MEASURE)
@@ -208,10 +206,8 @@ def bench(
     from lade.cli.bench import Chosen, compare
 
     settings = Settings(max_new_tokens, temperature)
-    files = ResultFiles(json)
-    files.check()
     chosen = Chosen.read(prompts, limit)
-    compare(loading.load(model), chosen, settings, files)
+    compare(loading.load(model), chosen, settings, json)
 
 
 @app.command(rich_help_panel=_PREPARE)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lade.bench.prompts import Prompt, read_prompts
 from lade.cli.prompting import encode_prompts
-from lade.cli.results import Keeping, ResultFiles, progress_bar
+from lade.cli.results import Keeping, progress_bar, show
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 
@@ -34,7 +34,7 @@ class Chosen(NamedTuple):
         return cls(prompts, {**fingerprint(path), "limit": limit, "num": len(prompts)})
 
 
-def compare(loaded: LoadedModel, chosen: Chosen, settings: Settings, files: ResultFiles) -> None:
+def compare(loaded: LoadedModel, chosen: Chosen, settings: Settings, file: Path | None) -> None:
     """Run every method of `lade bench`."""
     from lade.bench.methods import METHODS
     from lade.bench.report import as_json, table
@@ -61,7 +61,7 @@ def compare(loaded: LoadedModel, chosen: Chosen, settings: Settings, files: Resu
     }
     content = as_json(results, [*METHODS], described)
     caption = f"verification: {verification}"
-    files.show(content, table(results, [*METHODS], settings.describe(), caption))
+    show(file, content, table(results, [*METHODS], settings.describe(), caption))
     kept.end(f"stopped after {len(results)} of {len(inputs)} prompts")
 
 

@@ -172,6 +172,40 @@ class SamplingOptions:
         return Settings(max_new_tokens, **{**vars(self), "seed": seed})
 
 
+# --- what is told of files before any work is done -------------------------------------------
+
+
+def check_place(path: Path | None) -> Path | None:
+    """Raise if a file could not be written at a path later; make none, which would look like one.
+
+    Raises:
+        UserError: there is no such folder.
+        OSError: nothing can be written to it.
+    """
+    if path is not None:
+        if not path.parent.is_dir():
+            raise UserError(f"no such folder: {path.parent}")
+        with path.open("a") if path.exists() else TemporaryFile(dir=path.parent):
+            pass
+    return path
+
+
+def check_pools(paths: list[Path] | None) -> list[Path]:
+    """Raise a `ngram_pool.PoolFileError` for a file that is none of a pool."""
+    for path in paths or []:
+        from ngram_pool.files import check_begin  # imports Numba
+
+        check_begin(path)
+    return paths or []
+
+
+def check_place_of_pool(path: Path | None) -> Path | None:
+    """Raise as `check_place`, and for a file that is none of a pool."""
+    if check_place(path) is not None and path is not None and path.exists():
+        check_pools([path])
+    return path
+
+
 # --- drafts ---------------------------------------------------------------------------------
 
 
@@ -188,11 +222,7 @@ PredictionOption = Annotated[
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """The pools that drafts are taken from.
-
-    Raises:
-        UserError, OSError, ngram_pool.PoolFileError: a file is no pool's, or could not be saved.
-    """
+    """The pools that drafts are taken from."""
 
     pools: Annotated[
         list[Path] | None,
@@ -202,6 +232,7 @@ class DraftOptions:
             "only read. May be repeated.",
             exists=True,
             dir_okay=False,
+            callback=check_pools,
         ),
     ] = None
     save_pool: Annotated[
@@ -210,16 +241,9 @@ class DraftOptions:
             help="Draft from this pool, or begin it: it learns prompts and answers, and is saved "
             "at the end, also after Ctrl-C.",
             dir_okay=False,
+            callback=check_place_of_pool,
         ),
     ] = None
-
-    def __post_init__(self) -> None:
-        for path in self.pools or []:
-            check_pool(path)
-        if self.save_pool is not None:
-            check_place(self.save_pool)
-            if self.save_pool.exists():
-                check_pool(self.save_pool)
 
     @contextmanager
     def open_pools(self, loaded: "LoadedModel") -> "Iterator[list[NGramPool]]":
@@ -246,26 +270,6 @@ class DraftOptions:
             if path is not None:
                 lade.save_pool(own, path, **named)
                 console.print(f"[dim]{len(own):,} tokens kept in {path}[/dim]", soft_wrap=True)
-
-
-def check_place(path: Path) -> None:
-    """Raise if a file could not be written at a path later; make none, which would look like one.
-
-    Raises:
-        UserError: there is no such folder.
-        OSError: nothing can be written to it.
-    """
-    if not path.parent.is_dir():
-        raise UserError(f"no such folder: {path.parent}")
-    with path.open("a") if path.exists() else TemporaryFile(dir=path.parent):
-        pass
-
-
-def check_pool(path: Path) -> None:
-    """Raise a `ngram_pool.PoolFileError` for a file that is none of a pool."""
-    from ngram_pool.files import check_begin  # imports Numba
-
-    check_begin(path)
 
 
 # --- files ----------------------------------------------------------------------------------

@@ -30,7 +30,9 @@ def pool_build(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILES", help="Files and folders to read.", exists=True)
     ],
-    out: Annotated[Path, typer.Option(help="The pool to make.", dir_okay=False)],
+    out: Annotated[
+        Path, typer.Option(help="The pool to make.", dir_okay=False, callback=check_place)
+    ],
     capacity_tokens: Annotated[
         int | None,
         typer.Option(
@@ -48,7 +50,6 @@ def pool_build(
 
     The pool is written at the end, whole.
     """
-    check_place(out)
     if out.exists():
         raise UserError(f"expected the name of a new pool, got {out}, which exists")
     from lade.cli.build import build

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lade.cli.options import LoadOptions, check_pool, grouped
+from lade.cli.options import LoadOptions, check_pools, grouped
 from lade.errors import UserError
 from lade.hosts import check_port
 
@@ -75,7 +75,8 @@ def serve(
         int, _of_drafting(metavar="N", help="Memory for kept prompts, 1 GiB.")
     ] = 2**30,
     pool: Annotated[
-        list[Path] | None, _of_drafting(help="Draft from this pool too, for all.", **_FILE)
+        list[Path] | None,
+        _of_drafting(help="Draft from this pool too, for all.", callback=check_pools, **_FILE),
     ] = None,
     corpus: Annotated[
         list[str] | None,
@@ -108,8 +109,6 @@ def serve(
     from lade.config import Config
     from lade.server.options import ServerOptions
 
-    for path in pool or []:
-        check_pool(path)
     options = ServerOptions(
         model_name=model_name,
         api_keys=read_keys(),
