@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from lade.budget.budget import Budget
 from lade.budget.calibration import Outcome
 from lade.compat import placeholders_of
 from lade.config import Lookahead
-from lade.drafting.drafter import Drafter, DraftingCall
+from lade.drafting.drafter import DraftingCall
 from lade.drafting.drafts import (
     after,
     chain,
@@ -196,12 +196,6 @@ class Speculator:
         # and tokens emitted since.
         self._begun: float | None = None
         self._num_drafted = self._num_observed = self._num_emitted = 0
-
-    @classmethod
-    def alone(cls, batch: Batch, drafter: Drafter, budget: Budget, runner: Any) -> Self:
-        """Return what drafts by one drafter, outside of any call."""
-        call = DraftingCall(None, runner.vocab_size, batch.limits.max_length)
-        return cls(batch, [Source(drafter).make(call)], call, budget, runner)
 
     @property
     def num_successors(self) -> int:
