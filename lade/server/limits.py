@@ -123,9 +123,12 @@ class Preparing:
             options.temperature = asked.temperature or None
         elif asked.top_p is not None:
             options.do_sample = True
-        if asked.logit_bias:  # transformers takes no empty dict
-            biases = asked.logit_bias.items()
-            options.sequence_bias = {(int(token),): float(bias) for token, bias in biases}
+        if biases := asked.logit_bias:  # transformers takes no empty dict
+            size = self._loaded.model.config.get_text_config(decoder=True).vocab_size
+            if max(biases) >= size:
+                message = f"expected ids of tokens below {size}, got {max(biases)}"
+                raise ApiError(400, message, param="logit_bias")
+            options.sequence_bias = {(token,): float(bias) for token, bias in biases.items()}
         return options
 
     def _predicted(self, text: str) -> list[int]:
