@@ -359,8 +359,9 @@ def _completer() -> Completer:
     """Return what completes commands, and the files of those that take one."""
     told = {f"/{name}": told for name, (_, told) in _COMMANDS.items()}
     commands = WordCompleter([*told], meta_dict=told, sentence=True)
-    files = dict.fromkeys(("/save", "/load"), PathCompleter(expanduser=True))
-    return merge_completers([commands, NestedCompleter(files)], deduplicate=True)
+    path = PathCompleter(expanduser=True)
+    files = NestedCompleter({"/save": path, "/load": path})
+    return merge_completers([commands, files], deduplicate=True)
 
 
 def _key_bindings() -> KeyBindings:
