@@ -402,15 +402,14 @@ def _setting_at_interrupt(event: threading.Event) -> Iterator[None]:
 @contextmanager
 def _without_echo() -> Iterator[None]:
     """Keep keys from showing within the answer; they are read by the next prompt."""
-    try:
-        import termios
-        import tty
-
-        before = termios.tcgetattr(sys.stdin)
-        tty.setcbreak(sys.stdin, termios.TCSANOW)
-    except Exception:  # Windows, or no terminal
+    if sys.platform == "win32" or not sys.stdin.isatty():
         yield
         return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin, termios.TCSANOW)
     try:
         yield
     finally:
