@@ -37,21 +37,13 @@ def load_with_progress(model: str | None, **options: Any) -> "LoadedModel":
     return loaded
 
 
-def load_beside(loaded: "LoadedModel", name: str, trust_remote_code: bool) -> "LoadedModel":
-    """Load another model where one is, in the same number format."""
-    dtype, device = str(loaded.model.dtype).removeprefix("torch."), str(loaded.model.device)
-    return load_with_progress(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-
-
 def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model alone, showing progress."""
-    from lade.models import loading
+    from lade.models.loading import load_tokenizer as load
 
-    name = loading.find_model(model)
-    loading.source_of(name, tell)
-    tell(f"Loading the tokenizer of {name}")
+    tell("Loading the tokenizer")
     _tell_of_compiling()
-    return loading.load_tokenizer(name, trust_remote_code=trust_remote_code)
+    return load(model, trust_remote_code=trust_remote_code, progress=tell)
 
 
 def _tell_of_compiling() -> None:
