@@ -101,15 +101,10 @@ def first_of_highest(ranked: Ranked) -> Tensor | None:
 _SAMPLED = 16
 
 
-def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> HostCopy:
-    """Send ranked tokens with their approximate probabilities to the host.
-
-    Args:
-        logits: [..., vocab_size].
-        sampled: step between the logits summed, see `_SAMPLED`; with 1, probabilities are exact.
-    """
+def with_probs(ranked: Ranked, logits: Tensor) -> HostCopy:
+    """Send ranked tokens with their approximate probabilities to the host."""
     highest = ranked.logits.float()
-    step = sampled if logits.shape[-1] > 4 * sampled * highest.shape[-1] else 1
+    step = _SAMPLED if logits.shape[-1] > 4 * _SAMPLED * highest.shape[-1] else 1
     top, least = highest[..., :1], highest[..., -1:]
     powers = (highest - top).exp_()
     # The ranked ones may be among these: they are clamped to the least of them, and subtracted.
