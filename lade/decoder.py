@@ -103,9 +103,8 @@ class Decoder:
         """Run the prompts: a first step without drafts, whose roots are already cached."""
         plan = self._speculator.roots()
         with self.stats.timed("prefill"):
-            with self._verifying(), self._speculator.watching_prompts() as view:
+            with self._verifying():
                 output = self._target.prefill(
-                    view,
                     num_logits=1 + self._speculator.num_harvested,
                     is_plain=self._proof.settings.plain_prompts,
                 )

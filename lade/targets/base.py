@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lade.compat import Model
 from lade.engine import EngineCall
 from lade.tree import Tree
 
@@ -76,14 +75,11 @@ class Target(ABC):
         return False
 
     @abstractmethod
-    def prefill(
-        self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
-    ) -> Forward:
+    def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Forward:
         """Run the prompts.
 
         Args:
-            view: of the model, to run it by where that is possible.
-            num_logits: last tokens whose logits are wanted where `view` is not run.
+            num_logits: last tokens whose logits are wanted, besides which others may come.
             is_plain: whether to run them exactly as `generate` does.
         """
 

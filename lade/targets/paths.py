@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from lade.compat import Model, prefill
 from lade.errors import UnsupportedModelError
 from lade.targets.base import Forward, Output, Target
-from lade.targets.inputs import LOGITS_KEPT, extended
+from lade.targets.inputs import LOGITS_KEPT, extended, keeping_logits
 from lade.targets.rollback import (
     cache_in,
     can_grow,
@@ -99,12 +99,10 @@ class ChainTarget(Target):
         """Whether the next forward should have no draft."""
         return self.num_pending >= _MAX_PENDING
 
-    def prefill(
-        self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
-    ) -> Forward:
-        """Run the prompts exactly as `generate` does."""
-        model = self._model if view is None else view
-        output = prefill(model, self._ids, self._generation_config, self._model_kwargs)
+    def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Forward:
+        """Run the prompts as `generate` does."""
+        kwargs = keeping_logits(self._model_kwargs, 1 if is_plain else num_logits)
+        output = prefill(self._model, self._ids, self._generation_config, kwargs)
         if self._model_kwargs.get("use_cache", True):
             self._cache = find_cache(output)
         self._num_slots = self._count_slots()

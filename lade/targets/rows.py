@@ -98,9 +98,7 @@ class RowsTarget(Target):
         """Number of tokens before the root of each row in use."""
         return [num for target in self._rows for num in target.num_cached]
 
-    def prefill(
-        self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
-    ) -> Forward:
+    def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Forward:
         """Run different prompts, and copy what equal ones have; the logits are of their ends."""
         last: list[Tensor] = [torch.empty(0)] * len(self._all)
         different = sorted({*self._originals})
