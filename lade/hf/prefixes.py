@@ -84,7 +84,7 @@ def reuse_of(call: Call, profile: Profile) -> Reuse | None:
     cache = call.model_kwargs.get(CACHE)  # `generate` goes on from no other
     if not _is_plain_text(call, cache):
         return None
-    if {"hidden_states", "attentions"} & {*call.wanted_outputs}:
+    if call.returns_states:
         return None  # these are wanted of every token of the prompt
     if options.prefill_chunk_size is not None and not CHUNKS_GO_ON:
         return None

@@ -18,21 +18,11 @@ class Forward(Protocol):
     def logits(self) -> Tensor:
         """[1, num_nodes, vocab_size]; of a prefill, those of the last token or a few."""
 
-    @property
-    def hidden_states(self) -> tuple[Tensor, ...] | None:
-        """Of every layer, [1, num_nodes, hidden_size], if requested."""
-
-    @property
-    def attentions(self) -> tuple[Tensor | None, ...] | None:
-        """Of every layer, [1, heads, num_nodes, num_keys], if requested."""
-
 
 class Output(NamedTuple):
     """A `Forward` of parts of others' outputs."""
 
     logits: Tensor
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor | None, ...] | None = None
 
 
 class Target(ABC):

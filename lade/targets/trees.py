@@ -109,15 +109,10 @@ class TreeTarget(Target):
         self._num_padding = (
             None if self._padding is None else (self._padding.cumsum(dim=-1) == 0).sum(dim=-1)
         )
-        self._outputs = {
-            name: model_kwargs[name]
-            for name in ("output_attentions", "output_hidden_states")
-            if model_kwargs.get(name)
-        }
         self.attention = attention
         self._products = products
         #: Whether its forwards may be parts of one.
-        self.takes_parts = not self._outputs and takes_parts(model, layout, attention)
+        self.takes_parts = takes_parts(model, layout, attention)
         self._num_committed = 1.0  # tokens in a step, of late
         # An attention of the user's own is taken for one like torch's, and held against that.
         is_added = MASK_IS_ADDED.get(attention or attention_of(model) or "eager", False)
@@ -257,7 +252,6 @@ class TreeTarget(Target):
             "position_ids": tree.depths + self._root_positions,
             **self._token_types(tree),
             **self._of_forward(self._mask(tree)),
-            **self._outputs,
         }
 
     def _of_forward(self, mask: Any) -> dict[str, Any]:
