@@ -22,7 +22,7 @@ from lade.compat import (
 from lade.engine import EngineCall
 from lade.errors import MisfitError, UnsupportedModelError
 from lade.products.choice import FastViews
-from lade.targets.base import Forward, Target
+from lade.targets.base import Target
 from lade.targets.inputs import (
     TOKEN_TYPES,
     chooses_logits,
@@ -129,12 +129,12 @@ class TreeTarget(Target):
         """Number of cached tokens."""
         return [self.cache.length]
 
-    def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Forward:
+    def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Tensor:
         """Run the prompt as `generate` does, or in the forwards of other calls."""
-        output = None
+        logits = None
         if self._company is not None and not is_plain:
-            output = self._in_pieces(self._company, num_logits)
-        if output is None:
+            logits = self._in_pieces(self._company, num_logits)
+        if logits is None:
             model, kept = self._model, 1
             num_rows = max(self._input_ids.numel() - self.cache.length, 1)
             if not is_plain:
@@ -149,9 +149,9 @@ class TreeTarget(Target):
             # phi3 starts a cache of its own if the prompt is long.
             if cache is not None and cache is not self.cache:
                 self.cache.take_over(cache)
+            logits = output.logits
         self.begin()
-        forward: Forward = output
-        return forward
+        return logits
 
     def begin(self) -> None:
         """Take what was run for the whole prompt."""
@@ -169,13 +169,13 @@ class TreeTarget(Target):
         self._learn_habits(last)
         self._place_root()
 
-    def _in_pieces(self, company: EngineCall, num_logits: int) -> Forward | None:
+    def _in_pieces(self, company: EngineCall, num_logits: int) -> Tensor | None:
         """Run a prompt in the forwards of other calls, or let these go on between its pieces.
 
         None where it cannot be split, such as one with images, or is short and nobody waits.
         """
         num_tokens, positions = self._input_ids.shape[1], self._prompt_positions()
-        start, output = self.cache.get_seq_length(), None
+        start, logits = self.cache.get_seq_length(), None
         is_short = num_tokens - start <= company.piece and not company.has_company
         if positions is None or is_short:
             return None
@@ -184,10 +184,10 @@ class TreeTarget(Target):
             is_last = start + num == num_tokens
             num_kept = min(num, num_logits) if is_last else 1
             part = self._piece(positions, start, num, num_kept, self._prompt_view(num))
-            (output,) = self.ask(company, [part])
+            (logits,) = self.ask(company, [part])
             self.cache.keep([*range(num)])
             start += num
-        return output
+        return logits
 
     def _prompt_view(self, num_tokens: int) -> Model:
         """Return what runs prompts as parts of a forward of so many tokens."""
@@ -259,15 +259,15 @@ class TreeTarget(Target):
         others = {"use_cache": True, "return_dict": True}
         return {"attention_mask": mask, CACHE: self.cache, **others}
 
-    def forward(self, inputs: Any) -> Forward:
+    def forward(self, inputs: Any) -> Tensor:
         """Run the model on the inputs, together with other calls where there are some."""
         view = self._view_for(inputs["input_ids"].shape[1])
-        output: Forward
+        logits: Tensor
         if self._company is None:
-            output = view(**inputs)
+            logits = view(**inputs).logits
         else:
-            (output,) = self.ask(self._company, [self._as_part(view, inputs, self.discard)])
-        return output
+            (logits,) = self.ask(self._company, [self._as_part(view, inputs, self.discard)])
+        return logits
 
     def part(self, inputs: dict[str, Any]) -> Part:
         """Return a step as a part of a forward."""
@@ -296,14 +296,14 @@ class TreeTarget(Target):
         """Whether its forwards may run together with those of other calls."""
         return self.takes_parts and (self._padding is None or bool(self._padding.all()))
 
-    def extend(self, tree: Tree, num_run: int) -> Forward:
+    def extend(self, tree: Tree, num_run: int) -> Tensor:
         """Run a growing tree's nodes from `num_run` on; the others were run since the last commit.
 
         `commit` takes a path of the whole tree.
         """
         return self.forward(_without_run(self.inputs([tree]), num_run))
 
-    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
         """Run a root by the model as it is, prepared by itself where it knows its windows."""
         if by_view:
             return self.forward(self.inputs(roots))
@@ -316,12 +316,12 @@ class TreeTarget(Target):
                 next_sequence_length=1,
                 **extended(self._model_kwargs, num_new),
             )
-            output: Forward = self._plain_view(**inputs, return_dict=True)
-            return output
+            logits: Tensor = self._plain_view(**inputs, return_dict=True).logits
+            return logits
         inputs = TreeTarget.inputs(self, roots)
         if inputs["attention_mask"] is not None and not self._takes_mask:
             return self.forward(inputs)
-        of_masks: Forward = self._plain_view(**inputs)
+        of_masks: Tensor = self._plain_view(**inputs).logits
         return of_masks
 
     @property
