@@ -51,7 +51,7 @@ from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
 from lade.hf.arguments import refuse_lookahead
 from lade.hf.call import Call
-from lade.hf.pools import opened
+from lade.hf.pools import credit, opened
 from lade.hf.predictions import beside_prediction
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.resume import finish_plainly
@@ -427,6 +427,7 @@ class Generation:
                 target.release()
             raise
         stats.sources = speculator.sources()
+        credit(self._call.arguments.pool, stats.num_accepted_tokens)
         if decoder.failure is not None:
             target.undo()
             if self._reuse is not None:
