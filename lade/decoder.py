@@ -103,13 +103,12 @@ class Decoder:
         """Run the prompts: a first step without drafts, whose roots are already cached."""
         plan = self._speculator.roots()
         with self.stats.timed("prefill"):
-            with self._verifying(), self._speculator.watching_prompts() as view:
-                output = self._target.prefill(
-                    view,
+            with self._verifying():
+                of_prompts = self._target.prefill(
                     num_logits=1 + self._speculator.num_harvested,
                     is_plain=self._proof.settings.plain_prompts,
                 )
-            logits = output.logits[:, -len(plan.trees) :]
+            logits = of_prompts[:, -len(plan.trees) :]
             self._choice.look_at(logits, plan.trees)
         if self._overlaps:
             self._speculator.open_all()  # while the device is busy
@@ -120,7 +119,7 @@ class Decoder:
         steps, _ = self._emit(plan, (lambda: None) if self._overlaps else self._speculator.open_all)
         if self._batch.emitting:
             with self.stats.timed("prefill"):
-                self._speculator.harvest_prompts(plan, output.logits)
+                self._speculator.harvest_prompts(plan, of_prompts)
         with self.stats.timed("commit"):
             self._end_step(Done(plan, steps, successors))
         self._on_step(steps)
@@ -133,8 +132,8 @@ class Decoder:
             num_pending = self._target.num_pending
         with self.stats.timed("forward") as forward:
             with self._verifying():
-                plan, output = self._proof.forward(plan, inputs)
-            logits = of_trees(output.logits, plan.trees.values())  # a window and padding follow
+                plan, whole = self._proof.forward(plan, inputs)
+            logits = of_trees(whole, plan.trees.values())  # a window and padding follow
             num_run = logits.shape[1] / len(plan.trees) - 1
             if len(plan.trees) == 1:  # with its padding
                 num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
@@ -146,7 +145,7 @@ class Decoder:
         with self.stats.timed("commit"):
             if not self._overlaps:
                 successors = self._speculator.rank(logits, self._choice.ranked)
-            num_beside = self._speculator.advance_window(plan, output.logits)
+            num_beside = self._speculator.advance_window(plan, whole)
         steps, paths = self._emit(plan)
         with self.stats.timed("commit"):
             with self._verifying():

@@ -237,7 +237,7 @@ class Engine:
             call.finish()
 
     def _forward(self) -> None:
-        """Run what all ask for; theirs are the next turns."""
+        """Run what all ask for, theirs are the next turns; learn how long prompts take."""
         calls, self._asking = self._asking, []
         begin = perf_counter()
         try:
@@ -247,14 +247,11 @@ class Engine:
         for call in calls:
             call.results = [results.pop(0) for _ in call.asked]
         self._ready += calls
-        self.learn(self._num_allotted, perf_counter() - begin)
+        num, sec = self._num_allotted, perf_counter() - begin
+        if num >= max(_LEAST_PIECE, self.piece // 2):  # of fewer, the rest takes most of it
+            self.piece = max(_LEAST_PIECE, int(_SAFE * self._stall_sec * num / sec))
         self._room = self.piece
         self._num_allotted = 0
-
-    def learn(self, num_tokens: int, sec: float) -> None:
-        """Learn how many tokens of prompts run in the time that they may take."""
-        if num_tokens >= max(_LEAST_PIECE, self.piece // 2):  # of fewer, the rest takes most of it
-            self.piece = max(_LEAST_PIECE, int(_SAFE * self._stall_sec * num_tokens / sec))
 
     # --- what follows runs in a call's coroutine ----------------------------------------------
 
@@ -275,19 +272,14 @@ class Engine:
             assert parent is not None
             parent.switch()
 
-    def take_room(self, num_tokens: int) -> int:
-        """Take room for as many tokens of a prompt; return how many there was room for."""
+    def allot(self, num_tokens: int) -> int:
+        """Take room in the next forward for as many tokens; return how many there was room for."""
         num = min(num_tokens, self._room or self.piece)
         left = self._room - num
         self._room = 0 if left < _LEAST_PIECE else left
+        self._num_allotted += num
         for call in self._later:
             call.num_before += num
-        return num
-
-    def allot(self, num_tokens: int) -> int:
-        """Take room in the next forward for as many tokens; return how many there was room for."""
-        num = self.take_room(num_tokens)
-        self._num_allotted += num
         return num
 
 
@@ -327,7 +319,6 @@ class EngineCall:
         self._context = copy_context()  # of whoever submits it
         self._result: Any = None
         self._failure: BaseException | None = None
-        self._begin = 0.0
 
     def begin(self) -> None:
         """Make the coroutine, which belongs to the thread that does."""
@@ -382,17 +373,6 @@ class EngineCall:
         self.num_left = num_tokens
         self.engine.wait_for_room(self)
         return self.engine.allot(num_tokens)
-
-    def pause(self) -> None:
-        """Let others go on before a piece of a prompt is run alone."""
-        self.num_left = self.engine.piece
-        self.engine.wait_for_room(self)
-        self.engine.take_room(self.engine.piece)
-        self._begin = perf_counter()
-
-    def end_piece(self, num_tokens: int) -> None:
-        """Learn from a piece that was run alone."""
-        self.engine.learn(num_tokens, perf_counter() - self._begin)
 
     @property
     def has_company(self) -> bool:

@@ -139,7 +139,7 @@ class ModelRunner:
         num_new = max(1, self._max_length - len(token_ids))
         config, model_kwargs = prepared(self._model, input_ids, num_new)
         target = make_target(self._model, input_ids, model_kwargs, self._plan, num_new, config)
-        logits: Tensor = target.prefill().logits[0, -1]
+        logits = target.prefill()[0, -1]
         self._target = target
         return logits
 
@@ -166,7 +166,7 @@ class ModelRunner:
     def _run(self, num_run: int) -> Tensor:
         parents = [parent - 1 for parent in self._parents[1:]]
         tree = Tree.build(self._tokens[0], draft_of(self._tokens[1:], parents))
-        logits: Tensor = self._target.extend(tree, num_run).logits[0]
+        logits: Tensor = self._target.extend(tree, num_run)[0]
         return logits
 
 

@@ -5,11 +5,10 @@ A call's sources are one list (`sources.py`). Which of them are worth asking is 
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +33,6 @@ from lade.drafting.lookahead import Window, likeliest_tokens
 from lade.drafting.ranks import Ranks
 from lade.drafting.sources import Guard, Source
 from lade.drafting.successors import (
-    PromptHarvester,
     Ranked,
     Successors,
     rank,
@@ -152,7 +150,7 @@ class Speculator:
             for no window.
 
     Attributes:
-        prompt_harvester: harvests successors from the prefill of a single row; None for none.
+        num_harvested: how many of a prompt's last tokens but the very last are harvested.
     """
 
     def __init__(
@@ -165,7 +163,7 @@ class Speculator:
         grammar: Guard | None = None,
         lookahead: Lookahead | None = None,
     ) -> None:
-        self.prompt_harvester: PromptHarvester | None = None
+        self.num_harvested = 0
         self._batch = batch
         self._sources = sources
         self._call = call
@@ -225,16 +223,6 @@ class Speculator:
             self._rows[row] = _DraftedRow()
             for source in self._sources:
                 source.ask(source.open, None, row, self._batch.contexts[row])
-
-    def watching_prompts(self) -> AbstractContextManager[Any]:
-        """Return a context of the prefill: the view of the model to run; None for the model."""
-        harvester = self.prompt_harvester
-        return nullcontext() if harvester is None else harvester.watching()
-
-    @property
-    def num_harvested(self) -> int:
-        """How many of a prompt's last tokens but the very last are harvested."""
-        return 0 if self.prompt_harvester is None else self.prompt_harvester.max_tokens
 
     def roots(self) -> Plan:
         """Return the plan of the prefill, whose roots are the prompts' last tokens."""
@@ -536,11 +524,11 @@ class Speculator:
             plan: of the prompts.
             logits: of the very last token, [1, 1, vocab_size], or of more of them.
         """
-        harvester = self.prompt_harvester
-        successors = None if harvester is None else harvester.successors(logits)
-        if successors is None:
+        of_last = logits[:, -1 - self.num_harvested : -1]
+        found = self.rank(of_last, None) if self.num_harvested and of_last.shape[1] else None
+        if found is None:
             return
-        text = self._batch.text
+        text, successors = self._batch.text, found.get()
         for row, length in plan.context_lengths.items():
             context = self._batch.contexts[row][:length]
             prompt = text.token_ids[row][: text.num_prompt]

@@ -1,8 +1,6 @@
 """The target's likeliest tokens after every node that it ran, for drafters that harvest."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,7 +8,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.transfer import HostCopy
-from lade.view import counterpart, keep_attributes, with_own_hooks
 
 
 class Successors(NamedTuple):
@@ -129,75 +126,3 @@ def num_prompt_tokens(max_new_tokens: int) -> int:
     answer does not pay for.
     """
     return min(_MAX_PROMPT_TOKENS, max_new_tokens // 2)
-
-
-class PromptHarvester:
-    """Harvest of a prompt's last tokens, taken along with the prefill.
-
-    `generate` computes logits of the last token alone, and so does the prefill. Those of the tokens
-    before it are computed from the last hidden states, which are there anyway, with the model's
-    output embeddings. Where this does not give the last token's logits, because the model scales or
-    transforms them afterwards, nothing is harvested.
-
-    Args:
-        model: the target; if its hidden states cannot be seen, nothing is harvested.
-        num_successors: how many to harvest per token.
-        vocab_size: exclusive upper bound of the token ids, though the embeddings may have more.
-        max_tokens: maximum number of prompt tokens to harvest.
-    """
-
-    def __init__(self, model: Any, num_successors: int, vocab_size: int, max_tokens: int) -> None:
-        self._model = model
-        self.max_tokens = max_tokens
-        self._num_successors = num_successors
-        self._vocab_size = vocab_size
-        self._head = model.get_output_embeddings()
-        self._body = model.base_model if model.base_model is not model else None
-        self._states: Tensor | None = None  # [1, num_tokens, hidden_size]
-
-    @contextmanager
-    def watching(self) -> Iterator[Any]:
-        """Yield a view of the model whose hidden states are watched; None if they cannot be."""
-        if self._head is None or self._body is None:
-            yield None
-            return
-        view = with_own_hooks(self._model, [self._body])
-        counterpart(view, self._model, self._body).register_forward_hook(self._see)
-        yield view
-        keep_attributes(view, self._model)
-
-    @torch.no_grad()
-    def successors(self, logits: Tensor) -> Successors | None:
-        """Return the successors of the last tokens but the very last, and forget the states.
-
-        Args:
-            logits: of the prompt's last token, [1, 1, vocab_size], or of more of them, which are
-                then harvested.
-
-        Returns:
-            [1, num_tokens, num_successors], at most `max_tokens` tokens; None where they cannot be
-            computed.
-        """
-        (states, self._states), num_tokens = (self._states, None), self.max_tokens
-        if logits.shape[1] > 1:
-            return self._ranked(logits[:, -1 - num_tokens : -1])
-        if states is None or min(num_tokens, states.shape[1] - 1) < 1:
-            return None
-        try:
-            of_last = self._head(states[:, -1:]).to(logits.device)
-            if of_last.shape != logits.shape:
-                return None
-            tolerance = 0.05 * logits.float().std()
-            if not bool((of_last - logits).abs().max() <= tolerance):
-                return None
-            return self._ranked(self._head(states[:, -1 - num_tokens : -1]))
-        except RuntimeError:  # more layers in between, of other sizes or dtypes, or out of memory
-            return None
-
-    def _ranked(self, logits: Tensor) -> Successors | None:
-        known = logits[..., : self._vocab_size]
-        return Successors.sent(with_probs(rank(known, self._num_successors), known))
-
-    def _see(self, module: Any, args: Any, output: Any) -> None:
-        states = getattr(output, "last_hidden_state", None)
-        self._states = states if isinstance(states, Tensor) and states.dim() == 3 else None

@@ -29,7 +29,6 @@ from lade.gpu.workspace import (
     slots_for,
     spare_bytes,
 )
-from lade.targets.base import Forward, Output
 from lade.targets.inputs import TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots, LayerKind, Spare
@@ -199,7 +198,7 @@ class FixedTarget(TreeTarget):
         inputs.send()
         return _FixedStep(shape, inputs)
 
-    def forward(self, inputs: Any) -> Forward:
+    def forward(self, inputs: Any) -> Tensor:
         """Run the model on a step, or replay the recording of its shape.
 
         A replay overwrites the logits of the previous step.
@@ -207,11 +206,11 @@ class FixedTarget(TreeTarget):
         step: _FixedStep = inputs
         graphs = self._workspace.graphs
         if graphs is None:
-            return Output(self._run(step, is_recorded=False))
+            return self._run(step, is_recorded=False)
         self._workspace.notice_moves()
-        return Output(graphs.run(step.shape, partial(self._run, step)))
+        return graphs.run(step.shape, partial(self._run, step))
 
-    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
         """Run roots by the model as it is, prepared by itself."""
         self.cache.unfix()
         TreeTarget._place_root(self)

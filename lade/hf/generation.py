@@ -34,7 +34,7 @@ from lade.drafting.grammar import ForcedTokens
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.sources import Guard, Source
 from lade.drafting.speculator import Speculator
-from lade.drafting.successors import PromptHarvester, num_prompt_tokens
+from lade.drafting.successors import num_prompt_tokens
 from lade.engine import current_call
 from lade.errors import (
     DrafterWarning,
@@ -341,23 +341,11 @@ class Generation:
         costs = self._profile.once(key, ForwardCosts)
         return Budget(costs, temperature, asked)
 
-    def _prompt_harvester(
-        self, speculator: Speculator, target: Target, max_length: int
-    ) -> PromptHarvester | None:
-        """Return a harvester of the prompts if the drafter needs one, else None.
-
-        There is none for a model that several processes run together: all of them must harvest or
-        none, but whether it is possible is decided by numbers that differ between them.
-        """
-        wanted = speculator.num_successors
-        if wanted == 0 or speculator.has_table or mesh_of(self._model) is not None:
-            return None
-        if self._call.num_rows > 1:
-            return None
-        max_tokens = num_prompt_tokens(max_length - self._call.input_ids.shape[1])
-        if max_tokens < 1:
-            return None
-        return PromptHarvester(self._model, wanted, target.vocab_size, max_tokens)
+    def _num_harvested(self, speculator: Speculator, max_length: int) -> int:
+        """Return how many of a prompt's last tokens the drafter harvests."""
+        if speculator.num_successors == 0 or speculator.has_table or self._call.num_rows > 1:
+            return 0
+        return num_prompt_tokens(max_length - self._call.input_ids.shape[1])
 
     def _distances(self, verification: VerificationPlan) -> Distances:
         """Return when steps are proved: in this call alone where code of the user's takes part."""
@@ -406,8 +394,7 @@ class Generation:
         contexts = _contexts(self._call.input_ids, self._call.model_kwargs.get("attention_mask"))
         batch = Batch(text, contexts, limits, choice.max_lead)
         speculator = Speculator(batch, sources, call, budget, target, grammar, config.lookahead)
-        harvester = self._prompt_harvester(speculator, target, limits.max_length)
-        speculator.prompt_harvester = harvester
+        speculator.num_harvested = self._num_harvested(speculator, limits.max_length)
         is_around = self._own_code == AROUND
         decoder = Decoder(
             batch,

@@ -25,8 +25,7 @@ from lade.closeness import distance, is_exact_in, limit_of
 from lade.compat import Model
 from lade.drafting.drafts import chain, draft_of
 from lade.drafting.speculator import Plan
-from lade.targets.base import Forward, Output, Target
-from lade.targets.paths import without_first
+from lade.targets.base import Target
 from lade.tree import Tree, starts
 
 # Tokens that are run once more in front of a tree. The second is neither the first of the forward
@@ -132,7 +131,7 @@ class Proof:
         self._is_alone = not target.num_pending  # else these are run first
         return plan, None if self._is_alone else target.inputs(plan.nodes())
 
-    def forward(self, plan: Plan, inputs: Any) -> tuple[Plan, Forward]:
+    def forward(self, plan: Plan, inputs: Any) -> tuple[Plan, Tensor]:
         """Run a step and return it with what of its plan it is; one that fails has no draft.
 
         Raises:
@@ -140,18 +139,18 @@ class Proof:
         """
         if self._is_alone:
             return plan, self._run_alone(plan)
-        output = self._target.forward(inputs)
+        logits = self._target.forward(inputs)
         if self.num_before:
-            error = self._error(plan, output.logits)
+            error = self._error(plan, logits)
             if error > self._limit:
                 return self._fail(plan, error)
             assert self._distances is not None
             self._distances.proved()
             self._num_wrong, self._alone = 0, {}
-            output = _without(output, self._trees, self.num_before)
+            logits = _without(logits, self._trees, self.num_before)
         if plan.num_tokens > 1 and self._distances is not None:
             self._distances.num_left -= 1
-        return plan, output
+        return plan, logits
 
     def path(self, nodes: Sequence[int]) -> list[int]:
         """Return a path of a plan's tree as one of the tree that was run."""
@@ -181,18 +180,18 @@ class Proof:
         }
         return replace(plan, trees=trees)
 
-    def _run_alone(self, plan: Plan) -> Forward:
+    def _run_alone(self, plan: Plan) -> Tensor:
         """Run roots the model's own way, and remember what they give."""
         roots = [*plan.trees.values()]
-        output = self._target.forward_plainly(roots, by_view=self.settings.by_view)
+        logits = self._target.forward_plainly(roots, by_view=self.settings.by_view)
         for column, row in enumerate(plan.trees):
             place = len(self._text.token_ids[row]) - 1
             known = self._alone.get(row, {})
             # A copy: later forwards may write to the same memory.
             of_last = {at: known[at] for at in (place - 1,) if at in known}
-            self._alone[row] = {**of_last, place: output.logits[0, column].clone()}
+            self._alone[row] = {**of_last, place: logits[0, column].clone()}
         if not self.settings.has_one_width:
-            return output
+            return logits
         self.num_forwards += 1
         self._target.discard()
         return self._target.forward(self._target.inputs(roots))
@@ -208,7 +207,7 @@ class Proof:
                     alone.append(given)
         return distance(torch.stack(mine), torch.stack(alone).to(logits.device))
 
-    def _fail(self, plan: Plan, error: float) -> tuple[Plan, Forward]:
+    def _fail(self, plan: Plan, error: float) -> tuple[Plan, Tensor]:
         """Take a step back, run the roots alone, and return that; raise if it is no chance."""
         target, num_before = self._target, self.num_before
         target.discard()
@@ -240,13 +239,13 @@ def _behind(token_ids: Sequence[int], tree: Tree) -> Tree:
     return Tree([*token_ids, *tree.token_ids], depths, ancestors, {}, draft)
 
 
-def _without(output: Forward, trees: Sequence[Tree], num: int) -> Output:
-    """Return a forward's output without that of the first tokens of each tree."""
+def _without(logits: Tensor, trees: Sequence[Tree], num: int) -> Tensor:
+    """Return a forward's logits without those of the first tokens of each tree."""
     if len(trees) == 1:
-        return without_first(num, output)
+        return logits[:, num:]
     columns = [  # one after the other
         column
         for start, tree in zip(starts(trees), trees, strict=True)
         for column in range(start + num, start + len(tree))
     ]
-    return Output(output.logits[:, columns])
+    return logits[:, columns]

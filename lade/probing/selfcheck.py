@@ -268,7 +268,7 @@ class _Check(NamedTuple):
                     draft = step.draft.first(len(step.draft) // 2) if number == 0 else step.draft
                     trees.append(Tree.build(step.root, draft))
                     kept.append([0] if number == 0 else step.kept)
-                of_nodes = target.forward(target.inputs(trees)).logits[0].double()
+                of_nodes = target.forward(target.inputs(trees))[0].double()
                 for row, (tree, start) in enumerate(zip(trees, starts(trees), strict=True)):
                     token_ids = np.array(tree.token_ids)
                     for node, seen in enumerate(tree.ancestors):

@@ -2,28 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lade.compat import Model
 from lade.engine import EngineCall
 from lade.tree import Tree
-
-
-class Forward(Protocol):
-    """Output of a forward; transformers' own output classes conform."""
-
-    @property
-    def logits(self) -> Tensor:
-        """[1, num_nodes, vocab_size]; of a prefill, those of the last token or a few."""
-
-
-class Output(NamedTuple):
-    """A `Forward` of parts of others' outputs."""
-
-    logits: Tensor
 
 
 class Target(ABC):
@@ -66,14 +51,11 @@ class Target(ABC):
         return False
 
     @abstractmethod
-    def prefill(
-        self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
-    ) -> Forward:
-        """Run the prompts.
+    def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Tensor:
+        """Run the prompts; return logits of their ends, [1, num_tokens, vocab_size].
 
         Args:
-            view: of the model, to run it by where that is possible.
-            num_logits: last tokens whose logits are wanted where `view` is not run.
+            num_logits: last tokens whose logits are wanted, besides which others may come.
             is_plain: whether to run them exactly as `generate` does.
         """
 
@@ -86,11 +68,15 @@ class Target(ABC):
         """Return the inputs of `forward` for one tree per row, after its committed tokens."""
 
     @abstractmethod
-    def forward(self, inputs: Any) -> Forward:
-        """Run the model on the inputs; a device may still be computing when this returns."""
+    def forward(self, inputs: Any) -> Tensor:
+        """Run the model on the inputs; a device may still be computing when this returns.
+
+        Returns:
+            Logits [1, num_nodes, vocab_size], one tree after the other.
+        """
 
     @abstractmethod
-    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
         """Run one root per row as `generate` runs single tokens; may be discarded.
 
         Args:

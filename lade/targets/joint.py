@@ -20,7 +20,6 @@ from lade.attempts import Attempt
 from lade.attention.joint import Calls, with_calls, with_held
 from lade.budget.joint import JointCosts
 from lade.compat import CACHE, Model
-from lade.targets.base import Output
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
 from lade.transfer import integers_on
@@ -84,7 +83,7 @@ class JointForwards:
         self._costs = JointCosts()
 
     def __call__(self, parts: Sequence[Part]) -> list[Any]:
-        """Run parts; return for each its output, or the exception that it raised."""
+        """Run parts; return for each its logits, or the exception that it raised."""
         by_kind: dict[Hashable, list[Part]] = {}
         for part in parts:
             by_kind.setdefault(part.kind, []).append(part)
@@ -102,7 +101,7 @@ class JointForwards:
         with suppress(torch.OutOfMemoryError), Attempt() as attempt:
             begin = perf_counter()
             kept = [part.num_kept for part in parts]
-            together = [Output(logits) for logits in torch.split(run_as_one(parts), kept, dim=1)]
+            together = [*torch.split(run_as_one(parts), kept, dim=1)]
             self._learn(parts, perf_counter() - begin)
         if together:
             return together
@@ -129,7 +128,7 @@ def _run_alone(part: Part) -> Any:
     try:
         with part.mode():
             kept = {} if part.num_logits is None else {LOGITS_KEPT: part.num_logits}
-            return part.view(**part.inputs, **kept)
+            return part.view(**part.inputs, **kept).logits
     except Exception as failure:  # of this call alone
         return failure
 

@@ -16,8 +16,8 @@ from transformers.cache_utils import Cache
 
 from lade.compat import Model, prefill
 from lade.errors import UnsupportedModelError
-from lade.targets.base import Forward, Output, Target
-from lade.targets.inputs import LOGITS_KEPT, extended
+from lade.targets.base import Target
+from lade.targets.inputs import LOGITS_KEPT, extended, keeping_logits
 from lade.targets.rollback import (
     cache_in,
     can_grow,
@@ -99,12 +99,10 @@ class ChainTarget(Target):
         """Whether the next forward should have no draft."""
         return self.num_pending >= _MAX_PENDING
 
-    def prefill(
-        self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
-    ) -> Forward:
-        """Run the prompts exactly as `generate` does."""
-        model = self._model if view is None else view
-        output = prefill(model, self._ids, self._generation_config, self._model_kwargs)
+    def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Tensor:
+        """Run the prompts as `generate` does."""
+        kwargs = keeping_logits(self._model_kwargs, 1 if is_plain else num_logits)
+        output = prefill(self._model, self._ids, self._generation_config, kwargs)
         if self._model_kwargs.get("use_cache", True):
             self._cache = find_cache(output)
         self._num_slots = self._count_slots()
@@ -114,14 +112,14 @@ class ChainTarget(Target):
                 raise UnsupportedModelError(reason)
             record_past(self._cache[1], True)
             self._is_recording = True
-        forward: Forward = output
-        return forward
+        logits: Tensor = output.logits
+        return logits
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for the path after the committed tokens."""
         return self._inputs(trees[0], 0)
 
-    def extend(self, tree: Tree, num_run: int) -> Forward:
+    def extend(self, tree: Tree, num_run: int) -> Tensor:
         """Run a growing chain's nodes from `num_run` on; the others were run since the last commit.
 
         `commit` takes a path of the whole chain.
@@ -130,7 +128,7 @@ class ChainTarget(Target):
             cache = self._cache[1]
             if not can_grow(cache):
                 crop(cache, num_run)
-                return without_first(num_run, self.forward(self._inputs(tree, 0)))
+                return self.forward(self._inputs(tree, 0))[:, num_run:]
         inputs = self._inputs(tree, num_run)
         if num_run == 0 and self._restores and self._cache is not None:
             self._saved = saved(self._cache[1])
@@ -163,7 +161,7 @@ class ChainTarget(Target):
                     "than of each alone"
                 )
 
-    def forward(self, inputs: Any) -> Output:
+    def forward(self, inputs: Any) -> Tensor:
         """Run the model and return its outputs in node order."""
         layout = self._layout
         # A lone root is always accepted; a chain that grows was saved with its first nodes.
@@ -174,11 +172,11 @@ class ChainTarget(Target):
         if self._cache is not None:
             self._cache = find_cache(output) or self._cache
         num_new = layout.width - layout.num_run
-        assert output.logits.shape[1] >= num_new
 
-        return Output(output.logits[:, output.logits.shape[1] - num_new :])
+        logits: Tensor = output.logits
+        return logits[:, logits.shape[1] - num_new :]
 
-    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
         """Run roots, keeping the states that they and the one before them follow."""
         inputs = self.inputs(roots)
         before = None if self._cache is None else saved(self._cache[1])
@@ -287,11 +285,6 @@ class ChainTarget(Target):
         if LOGITS_KEPT in inputs:
             inputs[LOGITS_KEPT] = num_tokens
         return inputs
-
-
-def without_first(num_nodes: int, output: Forward) -> Output:
-    """Return what there is of all but the first nodes."""
-    return Output(output.logits[:, num_nodes:])
 
 
 def _is_part(alone: dict[str, Any], together: dict[str, Any], place: int, num_tokens: int) -> bool:

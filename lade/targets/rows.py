@@ -12,7 +12,7 @@ from lade.batch import Text
 from lade.compat import CACHE, Model
 from lade.drafting.drafts import chain
 from lade.engine import EngineCall
-from lade.targets.base import Forward, Output, Target
+from lade.targets.base import Target
 from lade.targets.inputs import CONTINUED
 from lade.targets.joint import Part, run_as_one
 from lade.targets.trees import TreeTarget
@@ -98,9 +98,7 @@ class RowsTarget(Target):
         """Number of tokens before the root of each row in use."""
         return [num for target in self._rows for num in target.num_cached]
 
-    def prefill(
-        self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
-    ) -> Forward:
+    def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Tensor:
         """Run different prompts, and copy what equal ones have; the logits are of their ends."""
         last: list[Tensor] = [torch.empty(0)] * len(self._all)
         different = sorted({*self._originals})
@@ -113,7 +111,7 @@ class RowsTarget(Target):
             if row != original:
                 mine.follow(theirs)
                 last[row] = last[original]
-        return Output(torch.cat(last, dim=1))
+        return torch.cat(last, dim=1)
 
     def _groups(self, rows: Sequence[int]) -> list[list[int]]:
         """Group prompts that run together."""
@@ -133,7 +131,7 @@ class RowsTarget(Target):
             of_rows = (target.prompt(num_tokens) for target in targets)
             parts = [part for part in of_rows if part is not None]
         if len(parts) < len(rows) or len(rows) == 1:
-            return [target.prefill(is_plain=is_plain).logits[:, -1:] for target in targets]
+            return [target.prefill(is_plain=is_plain)[:, -1:] for target in targets]
         logits = torch.split(run_as_one(parts), 1, dim=1)
         for target in targets:
             target.begin()
@@ -143,15 +141,14 @@ class RowsTarget(Target):
         """Return the inputs of each row."""
         return [target.inputs([tree]) for target, tree in zip(self._rows, trees, strict=True)]
 
-    def forward(self, inputs: Any) -> Forward:
+    def forward(self, inputs: Any) -> Tensor:
         """Run the rows as one."""
         if len(self._rows) == 1 and self._company is None:
             return self._rows[0].forward(inputs[0])
         parts = [target.part(own) for target, own in zip(self._rows, inputs, strict=True)]
         if self._company is None:
-            return Output(run_as_one(parts))
-        outputs = self.ask(self._company, parts)
-        return Output(torch.cat([output.logits for output in outputs], dim=1))
+            return run_as_one(parts)
+        return torch.cat(self.ask(self._company, parts), dim=1)
 
     def join(self, company: EngineCall) -> None:
         """Run forwards together with those of other calls, where all rows may."""
@@ -160,7 +157,7 @@ class RowsTarget(Target):
             for target in self._all:
                 target.join(company)
 
-    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
         """Run the first row's root as `generate` runs single tokens, and the others' as ever."""
         if by_view:
             return self.forward(self.inputs(roots))
@@ -169,8 +166,8 @@ class RowsTarget(Target):
             target.part(target.inputs([root]))
             for target, root in zip(others, roots[1:], strict=True)
         ]
-        logits = [first.forward_plainly(roots[:1]).logits[:, -1:]]
-        return Output(torch.cat([*logits, run_as_one(parts)], dim=1) if parts else logits[0])
+        logits = [first.forward_plainly(roots[:1])[:, -1:]]
+        return torch.cat([*logits, run_as_one(parts)], dim=1) if parts else logits[0]
 
     def discard(self) -> None:
         """Discard the last forward."""

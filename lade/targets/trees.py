@@ -1,7 +1,6 @@
 """Verification of whole trees in one forward."""
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +13,6 @@ from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
 from lade.compat import (
     CACHE,
-    CHUNKS_GO_ON,
     Model,
     attention_of,
     may_be_users,
@@ -24,8 +22,15 @@ from lade.compat import (
 from lade.engine import EngineCall
 from lade.errors import MisfitError, UnsupportedModelError
 from lade.products.choice import FastViews
-from lade.targets.base import Forward, Target
-from lade.targets.inputs import TOKEN_TYPES, chooses_logits, extended, is_text_alone, num_slots_of
+from lade.targets.base import Target
+from lade.targets.inputs import (
+    TOKEN_TYPES,
+    chooses_logits,
+    extended,
+    is_text_alone,
+    keeping_logits,
+    num_slots_of,
+)
 from lade.targets.joint import Part
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import Kind, LayerKind, kind_of
@@ -33,7 +38,7 @@ from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
 from lade.targets.rollback import cache_in
 from lade.transfer import integers_on
 from lade.tree import Tree, TreeTensors
-from lade.view import keep_attributes, with_attention, with_decoding_experts, with_own_hooks
+from lade.view import keep_attributes, with_attention, with_decoding_experts
 
 # Attention implementations that honour a dense 4D mask, and whether the mask is additive. (Flex
 # attention would do so, too, but recompiles for every tree size.)
@@ -124,29 +129,29 @@ class TreeTarget(Target):
         """Number of cached tokens."""
         return [self.cache.length]
 
-    def prefill(
-        self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
-    ) -> Forward:
+    def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Tensor:
         """Run the prompt as `generate` does, or in the forwards of other calls."""
-        model = self._model if view is None else view
-        output = None
+        logits = None
         if self._company is not None and not is_plain:
-            output = self._joint_prefill(self._company, num_logits)
-        if output is None:
-            fast = model if is_plain else self._fast_view(model)
-            options = self._generation_config
-            if self._company is not None:
-                fast, options = self._in_pieces(fast, self._company)
-            output = prefill(fast, self._input_ids, options, self._model_kwargs)
-            if fast is not model:
-                keep_attributes(fast, model)
+            logits = self._in_pieces(self._company, num_logits)
+        if logits is None:
+            model, kept = self._model, 1
+            num_rows = max(self._input_ids.numel() - self.cache.length, 1)
+            if not is_plain:
+                kept = num_logits
+                if self._products is not None and self._products.pays(num_rows):
+                    model = self._products.view(model)
+            kwargs = keeping_logits(self._model_kwargs, kept)
+            output = prefill(model, self._input_ids, self._generation_config, kwargs)
+            if model is not self._model:
+                keep_attributes(model, self._model)
             cache = cache_in(output)
             # phi3 starts a cache of its own if the prompt is long.
             if cache is not None and cache is not self.cache:
                 self.cache.take_over(cache)
+            logits = output.logits
         self.begin()
-        forward: Forward = output
-        return forward
+        return logits
 
     def begin(self) -> None:
         """Take what was run for the whole prompt."""
@@ -164,31 +169,30 @@ class TreeTarget(Target):
         self._learn_habits(last)
         self._place_root()
 
-    def _fast_view(self, model: Model) -> Model:
-        """Return what runs the prompts: with lade's products where they pay."""
-        if self._products is None:
-            return model
-        num_rows = max(self._input_ids.numel() - self.cache.length, 1)
-        if self._company is not None:
-            num_rows = min(num_rows, self._company.piece)
-        return self._products.view(model) if self._products.pays(num_rows) else model
+    def _in_pieces(self, company: EngineCall, num_logits: int) -> Tensor | None:
+        """Run a prompt in the forwards of other calls, or let these go on between its pieces.
 
-    def _joint_prefill(self, company: EngineCall, num_logits: int) -> Forward | None:
-        """Run a prompt in the forwards of other calls; None where there are none, or it cannot."""
+        None where it cannot be split, such as one with images, or is short and nobody waits.
+        """
         num_tokens, positions = self._input_ids.shape[1], self._prompt_positions()
-        if not company.has_company or positions is None:
+        start, logits = self.cache.get_seq_length(), None
+        is_short = num_tokens - start <= company.piece and not company.has_company
+        if positions is None or is_short:
             return None
-        start, output = self.cache.get_seq_length(), None
         while start < num_tokens:
             num = company.allot(num_tokens - start)
             is_last = start + num == num_tokens
             num_kept = min(num, num_logits) if is_last else 1
-            (output,) = self.ask(
-                company, [self._piece(positions, start, num, num_kept, self._view)]
-            )
+            part = self._piece(positions, start, num, num_kept, self._prompt_view(num))
+            (logits,) = self.ask(company, [part])
             self.cache.keep([*range(num)])
             start += num
-        return output
+        return logits
+
+    def _prompt_view(self, num_tokens: int) -> Model:
+        """Return what runs prompts as parts of a forward of so many tokens."""
+        pays = self._products is not None and self._products.pays(num_tokens)
+        return self._view if pays else self._attending_view
 
     def _prompt_positions(self) -> Tensor | None:
         """Return the positions of a prompt that forwards of several may run; None for others."""
@@ -201,7 +205,6 @@ class TreeTarget(Target):
         if (
             not prepares_as_usual(self._model)
             or num_slots != num_tokens
-            or not self._is_uniform
             or not is_text_alone(self._model_kwargs)
             or positions.shape != (1, num_tokens)
             or self._generation_config.prefill_chunk_size is not None
@@ -213,53 +216,33 @@ class TreeTarget(Target):
     def _piece(self, positions: Tensor, start: int, num: int, num_logits: int, view: Model) -> Part:
         """Return a piece of the prompt, of which the last tokens have logits."""
         nodes, mask = slice(start, start + num), None  # each sees those before it
-        if start:
-            shape = (1, 1, num, start + num)
-            mask = torch.ones(shape, dtype=torch.bool, device=self.device).tril(start)
+        token_ids = self._input_ids[:, nodes]
+        if start or not self._is_uniform:
+            self._num_cached = integers_on(self.device, [start])
+            seen = torch.ones((1, num, num), dtype=torch.bool, device=self.device).tril()
+            steps = torch.arange(num, device=self.device)[None]
+            mask = self._mask(TreeTensors(token_ids, steps, seen))
         inputs = {
-            "input_ids": self._input_ids[:, nodes],
+            "input_ids": token_ids,
             "position_ids": positions[:, nodes],
             **self._of_forward(mask),
         }
-        return self._as_part(view, inputs, self.cache.drop_pending, num_logits)
+        part = self._as_part(view, inputs, self.cache.drop_pending, num_logits)
+        if not self._is_uniform:
+            part.kind = self  # it runs alone: what has left a window cannot be put back
+        return part
 
     def prompt(self, num_tokens: int) -> Part | None:
         """Return the whole prompt as a part of a forward of so many tokens; None if it is none."""
         positions, length = self._prompt_positions(), self._input_ids.shape[1]
         if positions is None or self._padding is not None or self.cache.get_seq_length():
             return None
-        pays = self._products is not None and self._products.pays(num_tokens)
-        view = self._view if pays else self._attending_view
-        return self._piece(positions, 0, length, 1, view)
+        return self._piece(positions, 0, length, 1, self._prompt_view(num_tokens))
 
     def follow(self, other: "TreeTarget") -> None:
         """Copy what another target has run of an equal prompt."""
         self.cache.take_over(other.cache)
         self.begin()
-
-    def _in_pieces(self, model: Model, company: EngineCall) -> tuple[Model, GenerationConfig]:
-        """Return a view that lets other calls go on before each piece, and options with its size.
-
-        A prompt that has more than tokens, such as images, or one that transformers would run
-        again, stays whole.
-        """
-        view = with_own_hooks(model, [model])
-
-        def end_piece(_: Any, __: Any, inputs: dict[str, Any], ___: Any) -> None:
-            if inputs.get("input_ids") is not None:
-                company.end_piece(inputs["input_ids"].shape[1])
-
-        view.register_forward_pre_hook(lambda *_: company.pause())
-        view.register_forward_hook(end_piece, with_kwargs=True)
-        options = self._generation_config
-        num_left = self._input_ids.shape[1] - self.cache.get_seq_length()
-        is_text = is_text_alone(self._model_kwargs)
-        may_split = is_text and prepares_as_usual(self._model)
-        may_split &= CHUNKS_GO_ON or not self.cache.get_seq_length()
-        if options.prefill_chunk_size is None and may_split and num_left > company.piece:
-            options = copy(options)
-            options.prefill_chunk_size = company.piece
-        return view, options
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for a tree after the committed tokens."""
@@ -276,15 +259,15 @@ class TreeTarget(Target):
         others = {"use_cache": True, "return_dict": True}
         return {"attention_mask": mask, CACHE: self.cache, **others}
 
-    def forward(self, inputs: Any) -> Forward:
+    def forward(self, inputs: Any) -> Tensor:
         """Run the model on the inputs, together with other calls where there are some."""
         view = self._view_for(inputs["input_ids"].shape[1])
-        output: Forward
+        logits: Tensor
         if self._company is None:
-            output = view(**inputs)
+            logits = view(**inputs).logits
         else:
-            (output,) = self.ask(self._company, [self._as_part(view, inputs, self.discard)])
-        return output
+            (logits,) = self.ask(self._company, [self._as_part(view, inputs, self.discard)])
+        return logits
 
     def part(self, inputs: dict[str, Any]) -> Part:
         """Return a step as a part of a forward."""
@@ -313,14 +296,14 @@ class TreeTarget(Target):
         """Whether its forwards may run together with those of other calls."""
         return self.takes_parts and (self._padding is None or bool(self._padding.all()))
 
-    def extend(self, tree: Tree, num_run: int) -> Forward:
+    def extend(self, tree: Tree, num_run: int) -> Tensor:
         """Run a growing tree's nodes from `num_run` on; the others were run since the last commit.
 
         `commit` takes a path of the whole tree.
         """
         return self.forward(_without_run(self.inputs([tree]), num_run))
 
-    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
+    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
         """Run a root by the model as it is, prepared by itself where it knows its windows."""
         if by_view:
             return self.forward(self.inputs(roots))
@@ -333,12 +316,12 @@ class TreeTarget(Target):
                 next_sequence_length=1,
                 **extended(self._model_kwargs, num_new),
             )
-            output: Forward = self._plain_view(**inputs, return_dict=True)
-            return output
+            logits: Tensor = self._plain_view(**inputs, return_dict=True).logits
+            return logits
         inputs = TreeTarget.inputs(self, roots)
         if inputs["attention_mask"] is not None and not self._takes_mask:
             return self.forward(inputs)
-        of_masks: Forward = self._plain_view(**inputs)
+        of_masks: Tensor = self._plain_view(**inputs).logits
         return of_masks
 
     @property

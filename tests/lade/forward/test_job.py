@@ -236,7 +236,7 @@ def test_no_row_of_a_tree_sees_what_its_mask_hides(ran: list[Ran]) -> None:
     target = Prefilled(model, TEXT)
     draft = make_draft([-1, 0, -1, 2, 2, 4, 0, -1])
     ran.clear()
-    logits = target.forward(target.inputs([Tree.build(11, draft)])).logits[0]
+    logits = target.forward(target.inputs([Tree.build(11, draft)]))[0]
     assert ran == [Ran(9, 1, False)]
     target.discard()
     for node in range(len(draft.parents)):
@@ -260,11 +260,11 @@ class Prefilled(TreeTarget):
             products=forwards_for(model),
         )
         self.kinds = profile.layout_of(model).kinds
-        self.prefilled = self.prefill().logits
+        self.prefilled = self.prefill()
 
     def run(self, parents: list[int]) -> Tensor:
         """Return the logits of a tree, which is not kept."""
-        logits = self.forward(self.inputs([Tree.build(11, make_draft(parents))])).logits
+        logits = self.forward(self.inputs([Tree.build(11, make_draft(parents))]))
         self.discard()
         return logits
 

@@ -118,7 +118,7 @@ def check_one_step(model: Any, draft: Draft, leaf: int) -> None:
     target = TreeTarget(model, torch.tensor([prompt]), {"use_cache": True}, tree_layout(model), 40)
     target.prefill()
     tree = Tree.build(8, draft)
-    logits = target.forward(target.inputs([tree])).logits[0]
+    logits = target.forward(target.inputs([tree]))[0]
     for node in range(len(tree)):
         path = [tree.token_ids[i] for i in path_to(draft, node)]
         alone = model(torch.tensor([prompt + path]), use_cache=False).logits[0, -1]
@@ -175,7 +175,7 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str) -> None:
                 targets = [targets[row] for row in keep]
             drafts = [make_draft(parents, number) for parents, _ in step[: len(committed)]]
             trees = [Tree.build(8 + number, draft) for draft in drafts]
-            logits = target.forward(target.inputs(trees)).logits
+            logits = target.forward(target.inputs(trees))
             assert logits.shape[:2] == (1, sum(map(len, trees)))
             leaves = [step[row][1] % len(tree) for row, tree in enumerate(trees)]
             kept = []
