@@ -150,8 +150,8 @@ class Profiles:
         self._profiles: list[Profile] = []  # latest first; never changed in place, for threads
         #: Texts whose keys and values are kept, of the model's present state alone.
         self.prefixes = PrefixStore()
-        #: Drafters by this model as an assistant, by the model that they draft for and by options.
-        self.drafters: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+        #: By the model that is drafted for, options and drafter by this model as an assistant.
+        self.drafters: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle nothing."""
