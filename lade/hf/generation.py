@@ -16,6 +16,7 @@ from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS
 from lade.batch import Batch, Limits, Text
 from lade.budget.budget import Budget
+from lade.budget.costs import ForwardCosts
 from lade.compat import (
     CACHE,
     Model,
@@ -29,7 +30,7 @@ from lade.config import SPECULATING
 from lade.decoder import Decoder, VerificationError
 from lade.drafters.merged import sources_of
 from lade.drafting.drafter import Drafter, DraftingCall
-from lade.drafting.grammar import forced_tokens_of
+from lade.drafting.grammar import ForcedTokens
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.sources import Guard, Source
 from lade.drafting.speculator import Speculator
@@ -57,7 +58,6 @@ from lade.hf.resume import finish_plainly
 from lade.hf.stopping import StopRule
 from lade.hf.streams import PlainStream, Report, stopping
 from lade.outputs import Outputs
-from lade.prewarming.costs import costs_of
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
@@ -299,8 +299,8 @@ class Generation:
             may_learn = any(source.learns_ngrams or source.has_failed for source in sources)
             if config.lookahead is not None and not may_learn:
                 refuse_lookahead(given)
-        grammar, foresight = forced_tokens_of(self._call.processors), None
-        if grammar is not None:
+        foresight, known = None, (p for p in self._call.processors if isinstance(p, ForcedTokens))
+        if (grammar := next(known, None)) is not None:
             what = f"forced tokens: {type(grammar).__name__}"
             foresight = Guard(grammar, what, config.strict_drafter, device)
         return call, sources, foresight
@@ -337,8 +337,8 @@ class Generation:
             1.0 if self._call.options.temperature is None else self._call.options.temperature
         )
         temperature = temperature if self._call.options.do_sample else 0.0
-        # Measuring takes a second, of which a limit of time knows nothing.
-        costs = costs_of(self._model, self._profile, verification, may_measure=self._may_set_up)
+        key = "costs", verification.verification, verification.execution, verification.products
+        costs = self._profile.once(key, ForwardCosts)
         return Budget(costs, temperature, asked)
 
     def _prompt_harvester(

@@ -18,7 +18,6 @@ from lade.targets.inputs import is_text_alone
 from lade.targets.prefixes import (
     KeptText,
     Origin,
-    Owner,
     PrefixStore,
     is_cuttable,
     move_to_own_memory,
@@ -151,5 +150,5 @@ def _owner_of(arguments: Arguments, store: PrefixStore) -> object:
         if isinstance(pool, NamedPool):
             return str(pool.store.folder), pool.name
         if not pool.is_read_only:
-            return Owner(pool, store)
-    return None if arguments.drafter is None else Owner(arguments.drafter, store)
+            return store.owner_of(pool)
+    return None if arguments.drafter is None else store.owner_of(arguments.drafter)

@@ -36,7 +36,7 @@ _DRAFTS = {
     "an assistant": {"drafter": f"AssistantModel(fuzz_model('llama', 0, {VOCAB_SIZE}))"},
     "first layers": {"drafter": "FirstLayers(1)"},
     "all of these": {
-        "drafter": f"Merged([CallPool(), FirstLayers(1, expansion='chain'), "
+        "drafter": f"Merged([CallPool(), FirstLayers(1), "
         f"AssistantModel(fuzz_model('llama', 1, {VOCAB_SIZE}), length=3)])"
     },
     "a window": {},
