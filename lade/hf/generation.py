@@ -62,7 +62,7 @@ from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
-from lade.probing.profile import CacheKind, profile_of
+from lade.probing.profile import profile_of
 from lade.probing.proof import FIRST_DISTANCE, Distances, Proof, ProofSettings
 from lade.probing.requirements import Requirements, requirements_of
 from lade.sampling.choice import Choice
@@ -130,7 +130,7 @@ class Generation:
         """Fill the cache with what is kept of the prompt, where that was asked for."""
         if not self._config.reuses_prefix or why_not_run(self._profile) is not None:
             return None
-        if not self._may_set_up and "why_not_continued" not in self._profile.found:
+        if not self._has_time:
             return None
         if self._own_code is not None:
             what = f"{type(self._model).__name__}: {self._own_code} is code of one's own"
@@ -171,10 +171,8 @@ class Generation:
                 execution=self._execution if why_eager is None else "eager",
                 profile=self._profile,
             )
-            if not self._is_warm(needed.cache, needed.is_padded):
-                return self._plainly(_NO_TIME), None, None
             found: VerificationPlan | None = None
-            if self._company is not None and self._is_warm(needed.cache, is_padded=True):
+            if self._company is not None:
                 # Calls that share a forward are like rows of different lengths.
                 with suppress(UnsupportedModelError, UnsupportedOptionError):
                     found = choose(is_padded=True)
@@ -210,6 +208,8 @@ class Generation:
         """Why the call is decoded plainly, whatever its model can do; None if it need not be."""
         if (reason := why_not_run(self._profile)) is not None:
             return reason
+        if not self._has_time:
+            return _NO_TIME
         if has_adapters_by_row(self._model):
             return "PEFT has an adapter for each row of the call, and would have none for drafts"
         if self._call.returns_states:
@@ -241,15 +241,12 @@ class Generation:
         return found and f"batches: {found}"
 
     @property
-    def _may_set_up(self) -> bool:
-        """Whether the call has time for what lade does once, or its config cannot do without."""
+    def _has_time(self) -> bool:
+        """Whether there is time for what lade does once, or the config cannot do without."""
         config = self._config
         is_asked = config.verification is not None or config.lookahead is not None
-        return not self._call.is_timed or is_asked or config.stable_text
-
-    def _is_warm(self, cache: CacheKind, is_padded: bool) -> bool:
-        """Return whether the call has time for all that was not done yet for such calls."""
-        return self._may_set_up or (cache, is_padded) in self._profile.warm
+        is_known = self._profile.is_warm or not self._call.is_timed
+        return is_known or is_asked or config.stable_text
 
     def _plainly(self, reason: str) -> VerificationPlan:
         """Return plain decoding for a reason.
@@ -460,7 +457,7 @@ class Generation:
                 stats.num_steps += target.fill(text)
             self._cache = target.hand_over(self._cache)
         target.release()
-        self._profile.warm.add((needed.cache, needed.is_padded or self._company is not None))
+        self._profile.is_warm = True
         self._say_why_eager(verification, target)
         return self._result(text, outputs, stats)
 

@@ -86,9 +86,8 @@ class Profile:
     dropped: set[Verification] = field(default_factory=set)
     found_wrong: dict[Verification, str] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
-    #: Kinds of cache, and whether rows have padding, of calls that all was done for that is done
-    #: once: a limit of time counts decoding alone.
-    warm: set[tuple[CacheKind, bool]] = field(default_factory=set)
+    #: Whether what is done once was done for some call: a limit of time counts decoding alone.
+    is_warm: bool = False
     #: Whether forwards draw random numbers; None as long as the random state was left as it was.
     draws: bool | None = None
     #: What was found out once, by name; the value may be that there is nothing.
