@@ -428,25 +428,14 @@ def _by_name(
     Positional arguments that `own` takes as `*args`, as PEFT's `generate` does, get the names of
     transformers' own `generate`, except the first, which stays positional.
     """
-    try:
-        taken = [*inspect.signature(own).parameters.values()]
-    except (TypeError, ValueError):  # not a Python function
-        return args, generate_kwargs
-    by_place = [each for each in taken if each.kind <= each.POSITIONAL_OR_KEYWORD]
-    takes_more = any(each.kind is each.VAR_POSITIONAL for each in taken)
-    usual = [*inspect.signature(GenerationMixin.generate).parameters][1:]
-    in_place, named = [], {}
-    for place, value in enumerate(args):
-        if place < len(by_place):
-            if by_place[place].kind is inspect.Parameter.POSITIONAL_ONLY:
-                in_place.append(value)
-            else:
-                named[by_place[place].name] = value
-        elif takes_more and 0 < place < len(usual):
-            named |= {} if value is None else {usual[place]: value}
-        else:
-            in_place.append(value)
+    taken = [*inspect.signature(own).parameters.values()]
+    names = [each.name for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]
+    first = 0
+    if any(each.kind is each.VAR_POSITIONAL for each in taken):
+        first = 0 if names else 1
+        names += [*inspect.signature(GenerationMixin.generate).parameters][1:][len(names) :]
+    named = dict(zip(names[first:], args[first:], strict=False))
     twice = named.keys() & generate_kwargs.keys()
     if twice:
         raise TypeError(f"generate() got multiple values for argument {min(twice)!r}")
-    return tuple(in_place), generate_kwargs | named
+    return args[:first] + args[len(names) :], generate_kwargs | named

@@ -356,8 +356,10 @@ class Generation:
             return None
         return PromptHarvester(self._model, wanted, target.vocab_size, max_tokens)
 
-    def _distances(self, verification: VerificationPlan) -> Distances:
+    def _distances(self, verification: VerificationPlan) -> Distances | None:
         """Return when steps are proved: in this call alone where code of the user's takes part."""
+        if mesh_of(self._model) is not None or self._config.stable_text:
+            return None
         if self._own_code is not None:
             return Distances()
         first = Distances(FIRST_DISTANCE)  # after the check
@@ -417,11 +419,10 @@ class Generation:
                 self._model,
                 target,
                 text,
-                None if mesh_of(self._model) is not None else self._distances(verification),
+                self._distances(verification),
                 ProofSettings(
                     may_repeat_prompts=is_text_alone(self._call.model_kwargs)
                     and sees_its_ends(self._call.model_kwargs.get("attention_mask")),
-                    has_one_width=config.stable_text,
                     by_view=is_around,
                     plain_prompts=self._own_code is not None and not is_around,
                 ),

@@ -13,7 +13,7 @@ call instead of beginning anew, the first of them after the check of the model.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +60,6 @@ class ProofSettings(NamedTuple):
     Attributes:
         may_repeat_prompts: whether the last tokens of prompts can be run once more, as where these
             are tokens alone that later ones see.
-        has_one_width: whether all forwards have one width, as the text must not depend on drafts.
         by_view: whether lade's forwards of single tokens are as good as the model's own, as where
             all code of the user's is called around them.
         plain_prompts: whether prompts, and before the first proof steps without drafts, are to be
@@ -68,7 +67,6 @@ class ProofSettings(NamedTuple):
     """
 
     may_repeat_prompts: bool = True
-    has_one_width: bool = False
     by_view: bool = False
     plain_prompts: bool = False
 
@@ -79,7 +77,8 @@ class Proof:
     Args:
         text: the text of all rows; grows.
         distances: those of the call, or of all calls of the model; None where nothing is proved, as
-            where several processes run a model together: all of them must or none.
+            where several processes run a model together: all of them must or none. Nor is it where
+            the text must not depend on drafts, which runs no user's code and has one width.
         settings: what the call asks of them.
 
     Attributes:
@@ -124,7 +123,6 @@ class Proof:
         is_ready = plan.num_tokens > 1 and self._is_ready(plan)
         if is_ready and target.go_back(NUM_BEFORE):
             self.num_before = NUM_BEFORE
-            plan = self._fitting(plan)
             before = [self._text.token_ids[row][-1 - NUM_BEFORE : -1] for row in plan.trees]
             self._trees = [*map(_behind, before, plan.nodes())]
             return plan, target.inputs(self._trees)
@@ -169,18 +167,6 @@ class Proof:
                 return False
         return any(row in self._alone for row in plan.trees)
 
-    def _fitting(self, plan: Plan) -> Plan:
-        """Return a plan that is no wider with the tokens before it, where that matters."""
-        most = self._target.width_of(plan.num_tokens)
-        num_over = plan.num_tokens + NUM_BEFORE - most
-        if not self.settings.has_one_width or num_over <= 0:
-            return plan
-        trees = {
-            row: Tree.build(tree.token_ids[0], tree.draft.first(max(0, len(tree.draft) - num_over)))
-            for row, tree in plan.trees.items()
-        }
-        return replace(plan, trees=trees)
-
     def _run_alone(self, plan: Plan) -> Forward:
         """Run roots the model's own way, and remember what they give."""
         roots = [*plan.trees.values()]
@@ -191,11 +177,7 @@ class Proof:
             # A copy: later forwards may write to the same memory.
             of_last = {at: known[at] for at in (place - 1,) if at in known}
             self._alone[row] = {**of_last, place: output.logits[0, column].clone()}
-        if not self.settings.has_one_width:
-            return output
-        self.num_forwards += 1
-        self._target.discard()
-        return self._target.forward(self._target.inputs(roots))
+        return output
 
     def _error(self, plan: Plan, logits: Tensor) -> float:
         """Return how far off the tokens before the trees are from what they gave alone."""
