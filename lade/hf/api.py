@@ -53,7 +53,6 @@ from lade.probing.rules import refuse_encoder_decoder
 from ngram_pool import NGramPool
 
 _AnyModel = TypeVar("_AnyModel")
-_ANY_NAMED = inspect.Parameter.VAR_KEYWORD
 _TYPES_OF_IDS = (torch.int64, torch.int32)  # which torch's embeddings take, so plain decoding does
 
 
@@ -253,17 +252,6 @@ class _WrappedGenerate:
     @property
     def __self__(self) -> Model:
         return self.model
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """That of the model's own `generate`, and what `lade.generate` takes besides."""
-        own = inspect.signature(_generate_of(self.model))
-        added = inspect.signature(generate).parameters
-        names = ("pool", "drafter", "config", "on_step", "prediction")
-        parameters = [*own.parameters.values()]
-        at = len(parameters) - (bool(parameters) and parameters[-1].kind is _ANY_NAMED)
-        parameters[at:at] = [added[name] for name in names if name not in own.parameters]
-        return own.replace(parameters=parameters)
 
     def __call__(
         self,

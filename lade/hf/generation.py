@@ -60,7 +60,7 @@ from lade.hf.streams import PlainStream, Report, stopping
 from lade.outputs import Outputs
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
-from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
+from lade.probing.own_code import AROUND, has_own_inputs, is_own, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import profile_of
 from lade.probing.proof import FIRST_DISTANCE, Distances, Proof, ProofSettings
@@ -216,7 +216,7 @@ class Generation:
             return "hidden states or attentions are returned"
         watching = (*self._call.processors, *self._call.criteria)
         is_users = self._cache is not None and self._may_be_users(self._cache)
-        if is_users and any(map(is_own_callback, watching)):
+        if is_users and any(map(is_own, watching)):
             return "code of the caller's may look at the cache, which holds drafts during a step"
         return None if self._call.num_rows == 1 else self._why_plain_batch
 
