@@ -9,10 +9,10 @@ from lade.compat import CACHE, CHUNKS_GO_ON, MARKS_CACHES, Model, mesh_of
 from lade.hf.arguments import Arguments
 from lade.hf.call import Call
 from lade.hf.pools import pools_of
-from lade.probing.continuing import why_not_continued
 from lade.probing.profile import Profile, Profiles, fingerprint_of
 from lade.probing.requirements import lengths_of
 from lade.probing.rules import Lengths, why_not_reused
+from lade.probing.selfcheck import why_not_continued
 from lade.targets.inputs import is_text_alone
 from lade.targets.prefixes import (
     KeptText,
