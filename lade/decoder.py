@@ -107,7 +107,7 @@ class Decoder:
                 output = self._target.prefill(
                     view,
                     num_logits=1 + self._speculator.num_harvested,
-                    is_plain=self._proof.settings.plain_prompts,
+                    is_plain=self._proof.plain_prompts,
                 )
             logits = output.logits[:, -len(plan.trees) :]
             self._choice.look_at(logits, plan.trees)

@@ -60,10 +60,10 @@ from lade.hf.streams import PlainStream, Report, stopping
 from lade.outputs import Outputs
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
-from lade.probing.own_code import AROUND, has_own_inputs, is_own, own_code_around
+from lade.probing.own_code import has_own_inputs, is_own, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import profile_of
-from lade.probing.proof import FIRST_DISTANCE, Distances, Proof, ProofSettings
+from lade.probing.proof import FIRST_DISTANCE, Distances, Proof
 from lade.probing.requirements import Requirements, requirements_of
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
@@ -407,7 +407,6 @@ class Generation:
         speculator = Speculator(batch, sources, call, budget, target, grammar, config.lookahead)
         harvester = self._prompt_harvester(speculator, target, limits.max_length)
         speculator.prompt_harvester = harvester
-        is_around = self._own_code == AROUND
         decoder = Decoder(
             batch,
             target,
@@ -420,12 +419,9 @@ class Generation:
                 target,
                 text,
                 self._distances(verification),
-                ProofSettings(
-                    may_repeat_prompts=is_text_alone(self._call.model_kwargs)
-                    and sees_its_ends(self._call.model_kwargs.get("attention_mask")),
-                    by_view=is_around,
-                    plain_prompts=self._own_code is not None and not is_around,
-                ),
+                may_repeat_prompts=is_text_alone(self._call.model_kwargs)
+                and sees_its_ends(self._call.model_kwargs.get("attention_mask")),
+                own_code=self._own_code,
             ),
             overlaps,
         )
