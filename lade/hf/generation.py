@@ -37,7 +37,6 @@ from lade.drafting.speculator import Speculator
 from lade.drafting.successors import PromptHarvester, num_prompt_tokens
 from lade.engine import current_call
 from lade.errors import (
-    DrafterWarning,
     EagerExecutionWarning,
     LadeError,
     MisfitError,
@@ -307,13 +306,9 @@ class Generation:
         config = self._config
         prewarmed = prewarmed_table_of(self._model, self._profile) if config.uses_table else None
         max_candidates = self._max_candidates(target)
-        # There may be no memory, or no compiler; the first pool loads or compiles its kernels.
-        with Attempt(even_memory=True) as attempt, without_collection():
+        with without_collection():  # the first pool loads or compiles its kernels
             pool = NGramPool() if self._pool is None else self._pool
             return PoolDrafter(pool, max_candidates, prewarmed, self._layers)
-        text = f"lade drafts nothing, for no pool can be made ({attempt.failure})"
-        self._warn_once(text, DrafterWarning)
-        return Drafter()
 
     def _max_candidates(self, target: Target) -> int | None:
         limits = (target.max_candidates, self._config.max_candidates)
