@@ -48,7 +48,7 @@ def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) ->
             )
             if config.uses_products and not config.stable_text:
                 with_products(chosen, model, profile)
-            profile.warm.add(("dynamic", num > 1))
+    profile.is_warm = True
 
 
 def kernels() -> Mapping[str, Callable[[], Any]]:
