@@ -1,6 +1,6 @@
 """An online n-gram pool: learns token sequences as they are written, drafts how they go on.
 
-It needs numpy and numba, and filelock for stores, never torch, and is usable
+It needs numpy and numba, and sortedcontainers and filelock for stores, never torch, and is usable
 alone: an engine's draft proposer needs no more than `NGramPool.observe` and
 `NGramPool.draft_chains`. Reading order:
 `draft.py`, `chains.py`, `pool.py`, `arrays.py`, `table.py`, `_kernels.py`; `files.py`, `store.py`.

@@ -9,20 +9,24 @@ Next files: `pool.py`, what a store holds; `files.py`, how a pool is saved.
 
 import atexit
 import hashlib
+import math
 import os
 import secrets
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
+from sortedcontainers import SortedKeyList
 
 from ngram_pool._kernels import Int64Array
 from ngram_pool.checks import positive, token_ids_of
@@ -40,6 +44,8 @@ _HASHED = "="  # begins the stems of names that are hashed
 _NUM_LOCKS = 64
 # Saving the largest pool takes seconds.
 _LOCK_SEC = 60.0
+# Each doubling of the tokens that a pool saved counts like being used so much later.
+_STAY_SEC = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +77,14 @@ class _Entry:
     stamp: str | None = None  # of the file, as we last read or wrote it; None for none
     epoch: str = ""  # differs once something was forgotten elsewhere
     is_behind: bool = False  # the file has text of others that the pool, being in use, has not
-    nbytes: int = 0  # of the pool, when it was last closed
+    num_saved_tokens: float = 0.0
+    nbytes: int = 0  # when it was last closed
+    worth: float = 0.0  # seconds since the epoch: when it was last used, and later for its merits
 
     @property
     def has_learned(self) -> bool:
         """Whether the pool holds anything."""
         return self.pool is not None and any(self.pool._learned)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that the pool takes."""
-        return self.pool.nbytes if self.pool is not None and self.num_users else self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +98,18 @@ class NamedPool:
         """Return `PoolStore.open` of the name."""
         return self.store.open(self.name)
 
+    def credit(self, num_tokens: float) -> None:
+        """Count tokens that the pool saved, as `PoolStore.credit` does."""
+        self.store.credit(self.name, num_tokens)
+
 
 class PoolStore:
     """Many named pools in a folder, within budgets of memory and of disk.
 
     Whoever opens a name gets its pool, from memory, from its file, or a new one. All that have it
-    open in a process share one pool. Once nobody has, the pool that was used longest ago leaves
-    memory first, saved before it goes; on disk likewise.
+    open in a process share one pool. Once nobody has, the least valuable pool leaves memory first,
+    saved before it goes; on disk likewise. A pool is the more valuable the later it was used, and
+    the more tokens it saved (`credit`).
 
     Several processes may use a folder. Whoever saves a pool whose file another process changed
     takes that file and adds the text it observed itself since it last saved. A process that is
@@ -162,7 +170,10 @@ class PoolStore:
             sweep(folder)
         self._is_closed = False
         self._lock = threading.RLock()  # of all below; nobody waits for anything else holding it
-        self._entries: dict[str, _Entry] = {}  # by stem, those closed last at the end
+        self._entries: dict[str, _Entry] = {}  # by stem
+        # Those that nobody uses, the least valuable first.
+        self._idle: SortedKeyList[_Entry, float] = SortedKeyList(key=attrgetter("worth"))
+        self._idle_bytes = 0
         self._disk_bytes = self.disk_bytes + 1  # that are taken, or more; not known yet
         self._counted = dict.fromkeys(("loaded", "saved", "failed", "evicted", "dropped"), 0)
         self._done = threading.Event()
@@ -205,6 +216,18 @@ class PoolStore:
         """Return a handle to a name, to be opened where it is used."""
         stem_of(name)
         return NamedPool(self, name)
+
+    def credit(self, name: str, num_tokens: float) -> None:
+        """Count tokens that a pool saved, such as accepted draft tokens; they let it stay longer.
+
+        Without effect on a pool that has left memory.
+        """
+        if not num_tokens >= 0:
+            raise ValueError(f"expected num_tokens of at least 0, got {num_tokens!r}")
+        with self._lock:
+            entry = self._entries.get(stem_of(name))
+            if entry is not None:
+                entry.num_saved_tokens += num_tokens
 
     def forget(self, name: str, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
         """Remove tokens in a row from a pool and from its file, as `NGramPool.forget` does.
@@ -277,6 +300,8 @@ class PoolStore:
         with self._lock:
             used = {stem: entry for stem, entry in self._entries.items() if entry.num_users}
             self._entries = used
+            self._idle.clear()
+            self._idle_bytes = 0
 
     @property
     def stats(self) -> StoreStats:
@@ -302,6 +327,7 @@ class PoolStore:
             if self._is_closed:
                 raise ValueError("expected an open store, got one that was closed")
             entry = self._entries.setdefault(stem, _Entry(name, self.folder / f"{stem}.pool"))
+            self._wake(entry)
             entry.num_users += 1
             self._start_saver()
         return entry
@@ -311,12 +337,19 @@ class PoolStore:
             entry.num_users -= 1
             if entry.num_users:
                 return
+            stay = _STAY_SEC * math.log2(1.0 + entry.num_saved_tokens)
+            entry.worth = max(_time_of(entry.path), time.time() + stay)
             if entry.pool is None:  # could not be loaded, or is deleted
                 self._let_go(entry)
             else:
                 entry.nbytes = entry.pool.nbytes
-                if self._is_current(entry):
-                    self._entries[entry.path.stem] = self._entries.pop(entry.path.stem)
+                self._idle.add(entry)
+                self._idle_bytes += entry.nbytes
+
+    def _wake(self, entry: _Entry) -> None:
+        if entry in self._idle:
+            self._idle.remove(entry)
+            self._idle_bytes -= entry.nbytes
 
     def _enter(self, name: str) -> tuple[_Entry, NGramPool]:
         while True:
@@ -358,10 +391,10 @@ class PoolStore:
             self._release(entry)
             self._settle()
             with suppress(OSError):  # so that the files that were used last stay longest
-                os.utime(entry.path)
+                self._touch(entry.path, entry.worth)
 
     def _settle(self) -> None:
-        """Have the pools used longest ago leave memory while all take more than they may."""
+        """Have the least valuable pools leave memory while all take more than they may."""
         while (victim := self._next_victim()) is not None:
             try:
                 with victim.lock:
@@ -378,9 +411,9 @@ class PoolStore:
     def _next_victim(self) -> _Entry | None:
         """Return what is to leave memory, if anything."""
         with self._lock:
-            taken = sum(entry.memory_bytes for entry in self._entries.values())
-            idle = (e for e in self._entries.values() if not e.num_users and e.pool is not None)
-            return next(idle, None) if taken > self.memory_bytes else None
+            used = [e.pool for e in self._entries.values() if e.num_users and e.pool is not None]
+            taken = self._idle_bytes + sum(pool.nbytes for pool in used)
+            return self._idle[0] if self._idle and taken > self.memory_bytes else None
 
     def _evict(self, entry: _Entry) -> None:
         """Save a pool, and let go of it unless it was opened meanwhile."""
@@ -395,6 +428,7 @@ class PoolStore:
 
     def _let_go(self, entry: _Entry) -> None:
         with self._lock:
+            self._wake(entry)
             if self._is_current(entry):
                 del self._entries[entry.path.stem]
             if entry.pool is not None:
@@ -518,9 +552,16 @@ class PoolStore:
     def _write(self, entry: _Entry, pool: NGramPool) -> None:
         if entry.path.stem.startswith(_HASHED):
             write_whole(_name_path(entry.path), entry.name.encode("utf-8", "surrogatepass"))
-        before = _size_of(entry.path)
+        before, worth = _size_of(entry.path), max(entry.worth, _time_of(entry.path))
         pool.save(entry.path)
+        self._touch(entry.path, worth)
         self._count("saved", _size_of(entry.path) - before)
+
+    @staticmethod
+    def _touch(path: Path, worth: float) -> None:
+        """Have the time of a file say what it is worth, for all processes and later ones."""
+        if path.stat().st_mtime < worth:
+            os.utime(path, (worth, worth))
 
     def _beside(self, entry: _Entry) -> list[Path]:
         """Return the files, if they are there, that may hold text of a name beside its own."""
@@ -599,7 +640,7 @@ class PoolStore:
             entry.nbytes = entry.pool.nbytes
 
     def _files(self) -> list[tuple[float, int, Path]]:
-        """Return the files that count: when each was last used, its size, and its path."""
+        """Return the files that count: what each is worth, its size, and its path."""
         found = []
         with os.scandir(self.folder) as listed:
             for file in listed:
@@ -607,22 +648,22 @@ class PoolStore:
                 if path.suffix in (".pool", ".damaged"):
                     with suppress(FileNotFoundError):
                         at = file.stat(follow_symlinks=False)
-                        used = at.st_mtime if path.suffix == ".pool" else 0.0
-                        found.append((used, at.st_size, path))
+                        worth = at.st_mtime if path.suffix == ".pool" else 0.0
+                        found.append((worth, at.st_size, path))
         return found
 
     def _trim_disk(self) -> None:
-        """Remove the files used longest ago, while all take more than they may."""
+        """Remove the least valuable files, while all take more than they may."""
         if self._disk_bytes <= self.disk_bytes:
             return
         files = sorted(self._files())
         taken = sum(size for _, size, _ in files)
-        for used, size, path in files:
+        for worth, size, path in files:
             if taken <= self.disk_bytes:
                 break
             entry = _Entry("", path)
             with self._alone(entry), suppress(FileNotFoundError):
-                if path.suffix == ".pool" and path.stat().st_mtime > used:
+                if path.suffix == ".pool" and path.stat().st_mtime > worth:
                     continue  # used meanwhile
                 path.unlink()
                 if path.suffix == ".pool":
@@ -690,6 +731,13 @@ def _name_of(path: Path) -> str | None:
 
 def _name_path(path: Path) -> Path:
     return path.with_suffix(".name")
+
+
+def _time_of(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _size_of(path: Path) -> int:

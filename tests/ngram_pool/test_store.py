@@ -144,6 +144,22 @@ def test_the_pool_that_was_used_longest_ago_leaves_memory_first(tmp_path: Path) 
         assert (store.stats.num_loaded, store.stats.num_evicted) == (1, 2)
 
 
+def test_tokens_that_a_pool_saved_let_it_stay(tmp_path: Path) -> None:
+    with store_at(tmp_path, memory_bytes=2 * ONE_POOL) as store:
+        for name in ("a", "b", "c", "d"):
+            observe(store, name, [1])
+            with store.open(name):
+                store.named(name).credit(1000 if name == "a" else 0)
+        assert (store.stats.num_in_memory, texts_of(store, "a")) == (2, [[1]])
+        assert store.stats.num_loaded == 0
+        store.credit("nobody", 5)
+        with pytest.raises(ValueError, match="expected num_tokens of at least 0"):
+            store.credit("a", -1)
+    with store_at(tmp_path, disk_bytes=2 * (tmp_path / "a.pool").stat().st_size) as store:
+        observe(store, "e", [2])
+    assert store.names() == ["a", "e"]  # the file remembers it
+
+
 def test_pools_in_use_stay_in_memory(tmp_path: Path) -> None:
     with store_at(tmp_path, memory_bytes=1) as store:
         with store.open("a") as pool:
@@ -155,7 +171,7 @@ def test_pools_in_use_stay_in_memory(tmp_path: Path) -> None:
         assert store.stats.num_evicted == 2
 
 
-def test_the_files_that_were_used_longest_ago_go_first(tmp_path: Path) -> None:
+def test_the_least_valuable_files_go_first(tmp_path: Path) -> None:
     with store_at(tmp_path, memory_bytes=1) as store:
         for name in ("a", "b", "c", "X" * 200):
             observe(store, name, [1])
