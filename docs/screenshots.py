@@ -12,7 +12,7 @@ from rich.text import Text
 IMAGES = Path(__file__).parent / "images"
 _WIDTH = 92
 _LINES = (
-    "/plain Write a Python function that adds two numbers.",
+    "/plain Write a Python function that returns the largest of three numbers.",
     "/show",
 )
 # Without fonts from elsewhere, which a page of documentation has no need to fetch.

@@ -212,6 +212,8 @@ def test_prompts_of_some_categories_are_chosen_by_name(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, lines)))
     chosen = choose(path, None, None, "coding, writing")
     assert [prompt.text for prompt in chosen.prompts] == ["writing", "coding"]
+    path.write_text("\n".join(f"p{i}" for i in range(10)))
+    assert [p.text for p in choose(path, 4, None).prompts] == ["p0", "p2", "p5", "p7"]
     with pytest.raises(ValueError, match="got poems"):
         choose(path, None, None, "poems")
 
