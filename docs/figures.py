@@ -63,7 +63,6 @@ _NAMES = {
     "pool+first_layers": "**lade**, a pool and first layers",
     "hf_assistant": "transformers' `assistant_model`",
     "hf_early_exit": "transformers' `assistant_early_exit`",
-    "plain_twice": "`generate`, each prompt twice",
     "lade_stable": "**lade**, `stable_text=True`",
     "rival_prompt_lookup": "prompt lookup",
     "rival_recycling": "Token Recycling",
