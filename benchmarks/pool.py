@@ -106,7 +106,7 @@ def _time_steps(
         successors = successors_at_random(1 + _NUM_VERIFIED, rng)
         start_sec = perf_counter()
         draft = drafter.draft(sequence, committed, max_draft_tokens)
-        budget.num_nodes([draft.probs], 0)
+        budget.nums_of_nodes({0: draft.probs})
         verified = draft.first(_NUM_VERIFIED)
         token_ids = [committed[-1], *verified.token_ids.tolist()]
         parents = [-1, *(verified.parents + 1).tolist()]

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 
 from lade.chat.pieces import Piece, PieceStream
 from lade.config import Config
@@ -32,10 +31,6 @@ from lade.models.settings import Settings
 from lade.stats import DecodeStats, Step, ends_in_loop
 from ngram_pool import NGramPool
 from ngram_pool.writing import write_whole
-
-_FORMAT = "lade.chat"
-_VERSION = 1
-_MAX_FILE_BYTES = 2**28
 
 # What the thread of an answer passes on: steps, then the end: statistics, none, or an error.
 _Made = Step | DecodeStats | BaseException | None
@@ -72,11 +67,6 @@ class Turn:
         return [token_id for step in self.steps for token_id in step.token_ids]
 
     @property
-    def num_reused_tokens(self) -> int:
-        """Tokens of the prompt that were not run again; known once the answer has ended."""
-        return self.stats.num_reused_tokens if self.stats else 0
-
-    @property
     def tokens_per_sec(self) -> float:
         """Tokens per second of all its time, the prompt's included."""
         return len(self.token_ids) / self.sec if self.sec > 0 else 0.0
@@ -87,11 +77,6 @@ class Turn:
         steps = self.steps[1:]
         return sum(len(step.token_ids) for step in steps) / len(steps) if steps else 0.0
 
-    @property
-    def ends_in_loop(self) -> bool:
-        """Whether it ends in the same few tokens over and over, which flatters drafts."""
-        return ends_in_loop(self.token_ids)
-
     def figures(self) -> list[str]:
         """Return what is said of it, the most important first."""
         num_tokens = len(self.token_ids)
@@ -100,9 +85,9 @@ class Turn:
         parts += [f"{self.tokens_per_sec:.1f} a second", f"{self.mean_accepted_tokens:.2f} a step"]
         if self.first_token_sec is not None:
             parts.append(f"the first after {self.first_token_sec:.1f} s")
-        if self.num_reused_tokens:
-            parts.append(f"{self.num_reused_tokens:,} of {len(self.prompt_ids):,} not run again")
-        return parts + ["ends in a loop"] * self.ends_in_loop
+        if self.stats and (num_kept := self.stats.num_reused_tokens):
+            parts.append(f"{num_kept:,} of {len(self.prompt_ids):,} not run again")
+        return parts + ["ends in a loop"] * ends_in_loop(self.token_ids)
 
 
 class Conversation:
@@ -120,7 +105,7 @@ class Conversation:
 
     Attributes:
         messages: of user and assistant in turn, as chat templates take them; without the system's.
-        turns: the answers made here that still stand, the newest last.
+        turn: the last answer, also while it is generated; None without one that still stands.
         settings: of the next answer.
         system: the system prompt of all messages; None without one.
 
@@ -142,12 +127,11 @@ class Conversation:
         self.loaded = loaded
         self.settings = settings or Settings()
         self.messages: list[dict[str, str]] = []
-        self.turns: list[Turn] = []
+        self.turn: Turn | None = None
         self._config = Config(reuses_prefix=True) if config is None else config
         self._pools = pools_of(NGramPool() if pool is None else pool)
         self._drafter = drafter
         self._num_answers = 0
-        self._is_answering = False
         self._system: str | None = None
         self.system = system
 
@@ -177,9 +161,7 @@ class Conversation:
             ContextLengthError: the conversation is longer than what the model has positions for.
             UserError: there is no message to answer, it has no token, or the chat template refuses
                 the messages.
-            RuntimeError: another answer has not ended.
         """
-        self._check_is_idle()
         if text is not None:
             asked = [*self.messages, {"role": "user", "content": text}]
         else:
@@ -204,19 +186,14 @@ class Conversation:
         options: dict[str, Any],
         cancelled: threading.Event,
     ) -> Iterator[Piece]:
-        self._check_is_idle()
-        before = [*self.messages], [*self.turns]
-        if len(asked) <= len(self.messages) and self._ends_with("assistant"):
-            del self.turns[-1:]
-        self.messages[:] = asked
-        self.turns.append(turn)
-        self._is_answering = True
-        stop, stream = _Stop(cancelled), PieceStream(self.loaded.tokenizer, turn.prompt_ids)
+        stream = PieceStream(self.loaded.tokenizer, turn.prompt_ids)
         made: SimpleQueue[tuple[_Made, float]] = SimpleQueue()
         begin = perf_counter()
 
         def put(each: _Made) -> None:
             made.put((each, perf_counter() - begin))
+
+        stop = _Stop(cancelled, put if turn.is_plain else None)
 
         def pieces() -> Iterator[Piece]:
             """Take steps out until the end; may be called again to go on where it was closed."""
@@ -230,23 +207,25 @@ class Conversation:
 
         # A daemon, so that a second interrupt can leave in the middle of a long forward.
         given: Any = {"args": (turn, options, stop, put), "daemon": True, "name": "lade-chat"}
-        worker = threading.Thread(target=self._generate, **given)
+        threading.Thread(target=self._generate, **given).start()
+        before = [*self.messages], self.turn
+        self.messages[:], self.turn = asked, turn
         try:
-            worker.start()
             yield from pieces()
         finally:
             stop.is_closed = True
             try:
-                if worker.ident is not None and not turn.is_done:  # else it could not start
-                    with suppress(Exception):  # there is another one already
-                        for _ in pieces():  # what was said meanwhile
-                            pass
+                with suppress(Exception):  # there is another one already
+                    for _ in pieces():  # what was said meanwhile
+                        pass
             finally:
-                self._is_answering = False
                 if turn.pieces or (turn.is_done and not turn.is_interrupted):
-                    self._keep(turn)
+                    self._num_answers += 1
+                    # Without thinking, as models are to see earlier turns.
+                    content = turn.text.lstrip("\n") if turn.thinking else turn.text
+                    self.messages.append({"role": "assistant", "content": content})
                 else:
-                    self.messages[:], self.turns[:] = before
+                    self.messages[:], self.turn = before
 
     def _noted(
         self, turn: Turn, taken: _Made, stream: PieceStream, stop: "_Stop", limit: int
@@ -271,7 +250,7 @@ class Conversation:
         try:
             torch.manual_seed(turn.seed)
             if turn.is_plain:  # by the class's generate, in case the model is wrapped
-                type(model).generate(model, **options, streamer=_PutStreamer(put))
+                type(model).generate(model, **options)
                 put(None)
                 return
             output = generate(
@@ -287,18 +266,7 @@ class Conversation:
         except BaseException as error:  # raised where the pieces are taken
             put(error)
 
-    def _keep(self, turn: Turn) -> None:
-        self._num_answers += 1
-        # Without thinking, as models are to see earlier turns.
-        content = turn.text.lstrip("\n") if turn.thinking else turn.text
-        self.messages.append({"role": "assistant", "content": content})
-
     # --- messages -----------------------------------------------------------------------------
-
-    @property
-    def turn(self) -> Turn | None:
-        """The last answer, also while it is generated; None without one."""
-        return self.turns[-1] if self.turns else None
 
     @property
     def system(self) -> str | None:
@@ -313,24 +281,19 @@ class Conversation:
 
     def undo(self) -> str | None:
         """Take the last message and its answer back; return the message, None without one."""
-        self._check_is_idle()
+        self.turn = None
         if self._ends_with("assistant"):
             del self.messages[-1]
-            del self.turns[-1:]
         return self.messages.pop()["content"] if self.messages else None
 
     def clear(self) -> None:
         """Forget all messages; the pool keeps what it learned."""
-        self._check_is_idle()
         self.messages.clear()
-        self.turns.clear()
-        self._num_answers = 0
+        self.turn, self._num_answers = None, 0
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write messages, system prompt and settings as JSON that only its owner may read."""
         content = {
-            "format": _FORMAT,
-            "version": _VERSION,
             "model": self.loaded.name,
             "system": self.system,
             "settings": asdict(self.settings),
@@ -347,13 +310,22 @@ class Conversation:
             UserError: it is not one of ours, or the model has no place for its system prompt;
                 nothing was changed.
         """
-        self._check_is_idle()
-        system, settings, messages = _read(Path(path))
-        self.system = system
-        self.settings = settings
-        self.messages[:] = messages
-        self.turns.clear()
-        self._num_answers = len(messages) // 2
+        data = Path(path).read_bytes()
+        try:
+            content = json.loads(data)
+            system, settings = content["system"], Settings(**content["settings"])
+            roles, texts = ([m[name] for m in content["messages"]] for name in ("role", "content"))
+            if roles != ["user", "assistant"] * (len(roles) // 2):
+                raise ValueError("its messages are not a user's and an assistant's in turn")
+            if not all(
+                isinstance(text, str) for text in (*texts, "" if system is None else system)
+            ):
+                raise ValueError("not all of it is text")
+            messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UserError(f"expected a saved conversation in {path}: {error}") from None
+        self.system, self.settings, self.messages[:] = system, settings, messages
+        self.turn, self._num_answers = None, len(messages) // 2
 
     # --- figures ------------------------------------------------------------------------------
 
@@ -372,64 +344,21 @@ class Conversation:
     def _ends_with(self, role: str) -> bool:
         return bool(self.messages) and self.messages[-1]["role"] == role
 
-    def _check_is_idle(self) -> None:
-        if self._is_answering:
-            raise RuntimeError("expected the answer before to have ended, or its iterator closed")
-
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]
-    """Ends an answer once its event is set, or nobody waits for its pieces any more."""
+    """Ends an answer once its event is set, or nobody waits for its pieces any more.
 
-    def __init__(self, cancelled: threading.Event) -> None:
-        self._cancelled = cancelled
+    Each token of plain decoding is put as a step of its own.
+    """
+
+    def __init__(self, cancelled: threading.Event, put: Callable[[Step], None] | None) -> None:
+        self._cancelled, self._put = cancelled, put
         self.is_closed = False
         self.was_asked = False
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Return whether each row is to end, bool [rows]."""
+        if self._put is not None:
+            self._put(Step([int(input_ids[0, -1])], 0, 0))
         self.was_asked |= self.is_closed or self._cancelled.is_set()
         return torch.full((input_ids.shape[0],), self.was_asked, device=input_ids.device)
-
-
-class _PutStreamer(BaseStreamer):  # type: ignore[misc]
-    """Passes the tokens of plain decoding on, each as a step of its own."""
-
-    def __init__(self, put: Callable[[Step], None]) -> None:
-        self._put = put
-        self._is_prompt = True
-
-    def put(self, value: Tensor) -> None:
-        if not self._is_prompt:
-            for token_id in value.tolist():
-                self._put(Step([token_id], 0, 0))
-        self._is_prompt = False
-
-    def end(self) -> None:
-        """Do nothing: the call's return tells."""
-
-
-def _read(path: Path) -> tuple[str | None, Settings, list[dict[str, str]]]:
-    """Return system prompt, settings and messages of a file."""
-    with open(path, "rb") as file:
-        data = file.read(_MAX_FILE_BYTES)
-    try:
-        content = json.loads(data)
-        if (content["format"], content["version"]) != (_FORMAT, _VERSION):
-            raise ValueError(f"its format is {content['format']!r} {content['version']!r}")
-        system = content["system"]
-        if not isinstance(system, str | None):
-            raise ValueError("its system prompt is no text")
-        settings = Settings(**content["settings"])
-        messages = [_checked(message, i) for i, message in enumerate(content["messages"])]
-        if len(messages) % 2:
-            raise ValueError("its last question has no answer")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(f"expected a saved conversation in {path}: {error}") from None
-    return system, settings, messages
-
-
-def _checked(message: Any, place: int) -> dict[str, str]:
-    role = "assistant" if place % 2 else "user"
-    if not isinstance(message["content"], str) or message["role"] != role:
-        raise ValueError(f"message {place + 1} is not a text of the {role}")
-    return {"role": role, "content": message["content"]}

@@ -11,14 +11,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
-from prompt_toolkit.document import Document
+from prompt_toolkit.completion import (
+    Completer,
+    NestedCompleter,
+    PathCompleter,
+    WordCompleter,
+    merge_completers,
+)
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.styles import Style
@@ -38,9 +42,7 @@ PROMPT = "> "
 _CONTINUED = "  "
 _SEPARATOR = " · "
 _STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "prompt": "bold"})
-_TAKES_FILES = ("/save ", "/load ")
 _COMMAND = re.compile(r"/([A-Za-z]+|\?)(?:\s+(.*))?", re.DOTALL)
-
 
 # By name: what may follow it, and what it does.
 _COMMANDS = {
@@ -78,10 +80,8 @@ def _parsed(line: str) -> tuple[str, str] | None:
     name, argument = found[1].lower(), (found[2] or "").strip()
     name = _OTHER_NAMES.get(name, name)
     if name not in _COMMANDS:
-        near = get_close_matches(name, _COMMANDS, 1)
-        hint = f"/{near[0]}" if near else "/help for all of them"
         raise UserError(
-            f"expected a command, such as {hint}, got /{name}; "
+            f"expected a command, which /help lists, got /{name}; "
             "a space before it makes it a question"
         )
     metavar, _ = _COMMANDS[name]
@@ -133,6 +133,8 @@ class Terminal:
                 except EOFError:
                     return
                 except KeyboardInterrupt:
+                    if session.default_buffer.text:  # the next line begins without it
+                        continue
                     if is_warned:
                         return
                     is_warned = True
@@ -344,49 +346,31 @@ class Terminal:
         return PromptSession(
             [("class:prompt", PROMPT)],
             history=self._history,
-            multiline=True,
             prompt_continuation=_CONTINUED,
             key_bindings=_key_bindings(),
-            completer=_Completer(),
+            completer=_completer(),
             complete_while_typing=False,
             bottom_toolbar=toolbar,
             style=_STYLE,
         )
 
 
-class _Completer(Completer):
-    """Completes commands, and the files of those that take one."""
-
-    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
-        """Yield what may stand at the cursor."""
-        text = document.text_before_cursor
-        if text.startswith(_TAKES_FILES):
-            path = Document(text.split(" ", 1)[1])
-            yield from PathCompleter(expanduser=True).get_completions(path, event)
-        elif text.startswith("/") and not any(letter.isspace() for letter in text):
-            for name, (_, told) in _COMMANDS.items():
-                if f"/{name}".startswith(text):
-                    yield Completion(f"/{name}", -len(text), _usage(name), display_meta=told)
+def _completer() -> Completer:
+    """Return what completes commands, and the files of those that take one."""
+    told = {f"/{name}": told for name, (_, told) in _COMMANDS.items()}
+    commands = WordCompleter([*told], meta_dict=told, sentence=True)
+    path = PathCompleter(expanduser=True)
+    files = NestedCompleter({"/save": path, "/load": path})
+    return merge_completers([commands, files], deduplicate=True)
 
 
 def _key_bindings() -> KeyBindings:
-    """Return what keys do other than usual: Enter ends the question, also one of many lines."""
+    """Return what keys do other than usual."""
     bindings = KeyBindings()
-
-    @bindings.add("enter")
-    def submit(event: KeyPressEvent) -> None:
-        event.current_buffer.validate_and_handle()
 
     @bindings.add("escape", "enter")
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
-
-    @bindings.add("c-c")
-    def clear_or_leave(event: KeyPressEvent) -> None:
-        if event.current_buffer.text:
-            event.current_buffer.reset()
-        else:
-            event.app.exit(exception=KeyboardInterrupt, style="class:exiting")
 
     return bindings
 
@@ -408,9 +392,6 @@ def _setting_at_interrupt(event: threading.Event) -> Iterator[None]:
             raise KeyboardInterrupt
         event.set()
 
-    if threading.current_thread() is not threading.main_thread():  # which gets all signals
-        yield
-        return
     before = signal.signal(signal.SIGINT, stop)
     try:
         yield
@@ -421,21 +402,15 @@ def _setting_at_interrupt(event: threading.Event) -> Iterator[None]:
 @contextmanager
 def _without_echo() -> Iterator[None]:
     """Keep keys from showing within the answer; they are read by the next prompt."""
-    try:
-        import termios
-    except ImportError:  # Windows
+    if sys.platform == "win32" or not sys.stdin.isatty():
         yield
         return
-    try:
-        keyboard = sys.stdin.fileno()
-        before = termios.tcgetattr(keyboard)
-    except (ValueError, OSError, termios.error):  # no terminal
-        yield
-        return
-    without = [*before]
-    without[3] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(keyboard, termios.TCSANOW, without)
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin, termios.TCSANOW)
     try:
         yield
     finally:
-        termios.tcsetattr(keyboard, termios.TCSANOW, before)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)

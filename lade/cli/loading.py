@@ -1,6 +1,5 @@
 """Load models with progress, and what commands say beside their results."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -34,7 +33,7 @@ def load_with_progress(model: str | None, **options: Any) -> "LoadedModel":
     from lade.models.loading import load
 
     loaded = load(model, progress=tell, **options)
-    _tell_of_compiling("lade.drafting._kernels")  # the last that a first answer compiles
+    _tell_of_compiling()
     return loaded
 
 
@@ -43,14 +42,14 @@ def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
     from lade.models.loading import load_tokenizer as load
 
     tell("Loading the tokenizer")
-    _tell_of_compiling("ngram_pool._kernels")
+    _tell_of_compiling()
     return load(model, trust_remote_code=trust_remote_code, progress=tell)
 
 
-def _tell_of_compiling(module: str) -> None:
-    """Say that kernels are compiled, where none of a module are kept."""
+def _tell_of_compiling() -> None:
+    """Say that kernels are compiled, where none of the pool are kept."""
     from ngram_pool.compiling import cache_folder
 
-    folder = cache_folder(import_module(module))
+    folder = cache_folder()
     if folder is None or not any(folder.glob("*.nbi")):
         tell("The first run compiles kernels, for up to a minute")

@@ -55,16 +55,11 @@ def forget_prewarmed_table(model: Model) -> None:
         profile.found.pop("prewarmed", None)
 
 
-def cache_folder(name: str) -> Path:
-    """Return a folder in the user's cache; it need not exist."""
-    from platformdirs import user_cache_path  # here, as only files need it
-
-    return user_cache_path("lade", appauthor=False) / name
-
-
 def tables_folder() -> Path:
     """Return the folder of all tables in the user's cache; it need not exist."""
-    return cache_folder("tables")
+    from platformdirs import user_cache_path  # here, as only files need it
+
+    return user_cache_path("lade", appauthor=False) / "tables"
 
 
 def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None:

@@ -223,16 +223,16 @@ class StopCutter:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
-        self._is_cut = False
+        self.is_cut = False
 
     def feed(self, text: str) -> str:
         """Return what is sure to be in the answer."""
-        if self._is_cut:
+        if self.is_cut:
             return ""
         text = self._held + text
         ends = [end for end in map(text.find, self._stops) if end >= 0]
         if ends:
-            self._is_cut, self._held = True, ""
+            self.is_cut, self._held = True, ""
             return text[: min(ends)]
         num_held = max((_num_begun(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - num_held :]

@@ -29,8 +29,6 @@ from lade.server.routes import END_SEC, Routes
 
 logger = logging.getLogger(__name__)
 
-# Connections that the system accepts before the server does.
-_BACKLOG = 2048
 # Longer than clients keep idle connections, or these would now and then use one just closed.
 _KEEP_ALIVE_SEC = 75
 
@@ -70,8 +68,7 @@ class Server:
         self._thread: threading.Thread | None = None
         with ExitStack() as stack:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            made = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-            self._socket = stack.enter_context(made)
+            self._socket = stack.enter_context(socket.create_server((host, port), family=family))
             batcher = Batcher(
                 loaded.model,
                 max_batch_size=options.max_batch_size,

@@ -26,6 +26,7 @@ from lade.engine import Engine
 from lade.hf.api import decode
 from lade.models.loading import LoadedModel
 from lade.models.stream import TextStream
+from lade.server.answers import StopCutter
 from lade.server.errors import ApiError, failed, full
 from lade.server.exchange import AnswerPiece, Exchange, Logprob
 from lade.server.grammars import Kept
@@ -128,22 +129,17 @@ class _StopOnText(StoppingCriteria):  # type: ignore[misc]
     """
 
     def __init__(self, exchange: Exchange, tokenizer: Any) -> None:
-        self._stops = exchange.asked.stop
-        self._longest = max(map(len, self._stops))
+        self._text = StopCutter(exchange.asked.stop)
         self._stream = TextStream(tokenizer, skips_special=exchange.parser is None)
         self._num_seen = exchange.num_prompt_tokens
-        self._tail = ""  # too short to have a stop
-        self._is_met = False
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Look at the tokens that are new; `input_ids` is int64 [1, num_tokens]."""
         new = input_ids[0, self._num_seen :].tolist()
         self._num_seen += len(new)
         for token_id in new:
-            self._tail += self._stream.put(token_id)
-            self._is_met |= any(stop in self._tail for stop in self._stops)
-            self._tail = self._tail[max(len(self._tail) - self._longest + 1, 0) :]
-        return torch.full((1,), self._is_met, dtype=torch.bool, device=input_ids.device)
+            self._text.feed(self._stream.put(token_id))
+        return torch.full((1,), self._text.is_cut, device=input_ids.device)
 
 
 class _Recorder(LogitsProcessor):  # type: ignore[misc]

@@ -18,9 +18,8 @@ from lade.server.options import ServerOptions
 from lade.server.parsing import template_of, told_to_template
 from lade.server.requests import Asked, Chat, Completion
 
-# Texts are looked at in pieces, so that megabytes are refused for their beginning: JSON of so many
-# times the tokens that a prompt may have, as some of these are names of fields.
-_PIECE_CHARS, _SLACK = 2**15, 8
+# Of a token, in the mean of a text: megabytes of more are refused before they are made tokens.
+_MOST_CHARS = 64
 # Whose calls are predicted: each is a run of the chat template, which keeps others waiting.
 _MOST_TOOLS = 64
 _USUAL_NEW_TOKENS = 1024  # where neither request nor model names more
@@ -49,7 +48,7 @@ class Preparing:
         if chat is not None and chat.prediction is not None:
             exchange.prediction = self._predicted(chat.prediction.text)
         texts = {"prompt", "messages", "tools", "chat_template_kwargs"}
-        self._check_beginning(asked.model_dump_json(include=texts), "prompt")
+        self._check_chars(asked.model_dump_json(include=texts), "prompt")
         try:
             exchange.inputs = self._encoded(asked)
         except Exception as error:  # whatever templates and tokenizers raise of a request
@@ -123,9 +122,12 @@ class Preparing:
             options.temperature = asked.temperature or None
         elif asked.top_p is not None:
             options.do_sample = True
-        if asked.logit_bias:  # transformers takes no empty dict
-            biases = asked.logit_bias.items()
-            options.sequence_bias = {(int(token),): float(bias) for token, bias in biases}
+        if biases := asked.logit_bias:  # transformers takes no empty dict
+            size = self._loaded.model.config.get_text_config(decoder=True).vocab_size
+            if max(biases) >= size:
+                message = f"expected ids of tokens below {size}, got {max(biases)}"
+                raise ApiError(400, message, param="logit_bias")
+            options.sequence_bias = {(token,): float(bias) for token, bias in biases.items()}
         return options
 
     def _predicted(self, text: str) -> list[int]:
@@ -134,32 +136,21 @@ class Preparing:
         Raises:
             ApiError: it is too long.
         """
-        self._check_beginning(text, "prediction")
-        token_ids = self._tokens(text)
-        self._check_length(len(token_ids), "prediction")
-        return token_ids
-
-    def _tokens(self, text: str) -> list[int]:
+        self._check_chars(text, "prediction")
         # A batch, for which the tokenizer lets other threads go on.
         encode = self._tokenizer._tokenizer.encode_batch_fast
         token_ids: list[int] = encode([text], add_special_tokens=False)[0].ids
+        self._check_length(len(token_ids), "prediction")
         return token_ids
 
-    def _check_beginning(self, text: str, what: str) -> None:
-        """Refuse text of far more tokens than it may have, without making them all."""
-        if (most := self._max_prompt_tokens) is None:
-            return
-        num_tokens = 0
-        for begin in range(0, len(text), _PIECE_CHARS):
-            num_tokens += len(self._tokens(text[begin : begin + _PIECE_CHARS]))
-            if num_tokens > _SLACK * most:
-                self._check_length(num_tokens, what)
+    def _check_chars(self, text: str, what: str) -> None:
+        self._check_length(len(text) // _MOST_CHARS, what, "or more")
 
-    def _check_length(self, num_tokens: int, what: str) -> None:
+    def _check_length(self, num_tokens: int, what: str, more: str = "") -> None:
         most = self._max_prompt_tokens
         if most is not None and num_tokens > most:
-            message = f"expected a {what} of at most {most} tokens, got {num_tokens}"
-            raise _too_long(message, what)
+            message = f"expected a {what} of at most {most} tokens, got {num_tokens} {more}"
+            raise _too_long(message.rstrip(), what)
 
 
 def _too_long(message: str, what: str) -> ApiError:

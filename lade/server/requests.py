@@ -1,22 +1,17 @@
 """What may be asked: every field is understood or refused by name."""
 
-import json
 import re
 from inspect import signature
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
-from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from lade.server.errors import ApiError
@@ -32,20 +27,8 @@ def _wrong(param: str, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param, code="unsupported_or_invalid")
 
 
-def _only(supported: Any) -> AfterValidator:
-    def check(value: Any) -> Any:
-        if value != supported:
-            raise ValueError(f"nothing but {json.dumps(supported)} is supported")
-        return value
-
-    return AfterValidator(check)
-
-
 # Fields of OpenAI's that are accepted where they ask for what is done anyway.
-_Zero = Annotated[float, _only(0)] | None
-_One = Annotated[int, _only(1)] | None
-_False = Annotated[bool, _only(False)] | None
-_True = Annotated[bool, _only(True)] | None
+_Zero = Annotated[float, Field(ge=0, le=0)] | None
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _LOWEST_TEMPERATURE = 1e-4  # below it, scores may exceed what float32 holds
 _Name = Annotated[str, Field(max_length=256)]
@@ -53,11 +36,9 @@ _Length = Annotated[int, Field(ge=1)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class _Loose(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, cache_strings="none"
+    )
 
 
 class _TextPart(_Strict):
@@ -73,23 +54,24 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else [] if value is None else value
 
 
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > _MAX_BIASES:  # before pydantic looks at each
+        raise ValueError(f"expected at most {_MAX_BIASES} of them")
+    return value
+
+
 # One form of each field, so that an error names the place in the request and nothing else.
 _Content = Annotated[list[_TextPart], Field(fail_fast=True), BeforeValidator(_as_parts)]
 
 
-class _Function(_Loose):
-    name: str
-    arguments: str | Json | None = None
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+_Biases = dict[Annotated[int, Field(ge=0, strict=False)], _Bias]
 
 
-class _ToolCall(_Loose):
-    function: _Function
-
-
-class _Message(_Loose):
+class _Message(_Strict, extra="allow"):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: _Content | None = None
-    tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[Json], Field(fail_fast=True)] | None = None
 
 
 class _Prediction(_Strict):
@@ -136,9 +118,9 @@ class Asked(_Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[_Stop], Field(max_length=4), BeforeValidator(_as_list)] = []
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[_Biases, BeforeValidator(_few)] | None = None
     user: _Name | None = None
-    n: _One = None
+    n: Literal[1] | None = None
     frequency_penalty: _Zero = None
     presence_penalty: _Zero = None
     # Of vLLM and transformers.
@@ -149,19 +131,6 @@ class Asked(_Strict):
     # Ours: whether anything is drafted, and from which corpora; every draft looks into all.
     speculation: bool | None = None
     pools: Annotated[list[_Name], Field(max_length=8)] | None = None
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _of_tokens(cls, value: Any, info: ValidationInfo) -> Any:
-        size = (info.context or {}).get("vocab_size", 0)
-        for number, token in enumerate(value if isinstance(value, dict) else ()):
-            if number == _MAX_BIASES:  # before pydantic looks at each
-                raise _wrong("logit_bias", f"expected at most {_MAX_BIASES} of them")
-            is_number = token.isdecimal() and token.isascii() and len(token) < 20
-            if not (is_number and int(token) < size):
-                message = f"expected ids of tokens below {size}, got {token[:20]!r}"
-                raise _wrong("logit_bias", message)
-        return value
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -192,11 +161,11 @@ class Chat(Asked):
     tool_choice: Literal["none", "auto"] | None = None
     tools: Annotated[list[Json], Field(fail_fast=True)] | None = None
     response_format: _Format | None = None
-    parallel_tool_calls: _True = None
+    parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: Json | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     metadata: Annotated[Json, Field(max_length=0)] | None = None
-    store: _False = None
+    store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @model_validator(mode="after")
@@ -228,23 +197,25 @@ class Completion(Asked):
     is_chat = False
     prompt: str
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    best_of: _One = None
-    echo: _False = None
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
 
 
 # Arguments of `apply_chat_template` that are not the template's.
 _NOT_OF_TEMPLATES = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 
 
-def read(kind: type[Asked], data: bytes | bytearray, model: str, vocab_size: int) -> Asked:
+def read(kind: type[Asked], data: bytes | bytearray, model: str) -> Asked:
     """Read a request, as JSON, in time that is bounded by the number of its bytes.
 
     Raises:
         ApiError: it is not JSON, or a field is unknown, of a wrong type or not supported.
     """
-    body = _json(data)
+    # A parser lets nobody else go on until it is done, so values are counted before.
+    if sum(map(_STRINGS.sub(b"", data).count, (b",", b"[", b"{"))) > _MAX_VALUES:
+        raise ApiError(400, f"expected at most {_MAX_VALUES} values in a request, got more")
     try:
-        asked = kind.model_validate(body, context={"vocab_size": vocab_size})
+        asked = kind.model_validate_json(data)  # at most 200 deep
     except ValidationError as error:
         _refuse(error)
     if asked.model not in (None, model):
@@ -253,28 +224,14 @@ def read(kind: type[Asked], data: bytes | bytearray, model: str, vocab_size: int
     return asked
 
 
-def _json(data: bytes | bytearray) -> Json:
-    """Read a JSON object, unless it takes long to look at."""
-    # A parser lets nobody else go on until it is done, so values are counted before.
-    if sum(map(_STRINGS.sub(b"", data).count, (b",", b"[", b"{"))) > _MAX_VALUES:
-        raise ApiError(400, f"expected at most {_MAX_VALUES} values in a request, got more")
-    try:
-        body = from_json(data, allow_inf_nan=False, cache_strings="none")  # at most 200 deep
-    except ValueError as error:
-        raise ApiError(400, f"expected JSON, got an error: {error}"[:300]) from None
-    if not isinstance(body, dict):
-        raise ApiError(400, f"expected a JSON object, got {type(body).__name__}")
-    return body
-
-
 def _refuse(error: ValidationError) -> NoReturn:
     """Raise the first error of a request as OpenAI would put it; values are not repeated."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = ".".join(map(str, first["loc"])) or None
+    param = ".".join(map(str, first["loc"]))[:200] or None
     if first["type"] == "extra_forbidden":
         message = f"{param} is not supported"
     else:
-        message = first["msg"].removeprefix("Value error, ")
+        message = first["msg"].removeprefix("Value error, ")[:300]
         message = message if param is None else f"{param}: {message}"
     message += "; calls cannot be forced" if param == "tool_choice" else ""
     raise ApiError(400, message, param=param, code="unsupported_or_invalid")

@@ -70,7 +70,6 @@ class Routes:
     ) -> None:
         self._name, self._options, self._hosts = name, options, hosts
         self.keys = ApiKeys(options.api_keys)
-        self._vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
         self._pools = stack.enter_context(closing(UserPools(loaded, options)))
         self._grammars = Grammars(loaded)
         self._preparing = Preparing(loaded, options)
@@ -239,7 +238,7 @@ class Routes:
     async def _prepared(self, kind: type[Asked], exchange: Exchange, data: bytearray) -> None:
         """Do all that can be done before the turn."""
         run = self._workers.run
-        asked: Asked = await run(exchange, read, kind, data, self._name, self._vocab_size)
+        asked: Asked = await run(exchange, read, kind, data, self._name)
         if exchange.owner.is_alone:
             asked.speculation = False
         exchange.asked = asked

@@ -85,7 +85,7 @@ def test_commands_and_files_are_completed(chat: Begin, tmp_path: Path) -> None:
     keys = ("/tempe", "\t", " 0.5\r", f"/load {tmp_path}/mi", "\t", "\r", CTRL_D)
     got = chat(*keys, pause=0.5)
     assert "Temperature 0.5." in got.shown
-    assert "mine.json:'format'" in "".join(got.shown.split())
+    assert "mine.json:'system'" in "".join(got.shown.split())
 
 
 @pytest.mark.parametrize("num_times", [1, 2])
@@ -156,8 +156,7 @@ def test_models_without_a_template_and_templates_that_refuse_are_told(chat: Begi
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("/hlp", "such as /help, got /hlp; a space before it makes it a question"),
-        ("/xyzzy", "/help for all of them, got /xyzzy"),
+        ("/hlp", "which /help lists, got /hlp; a space before it makes it a question"),
         ("/load", "expected /load FILE"),
         ("/undo twice", "expected /undo alone, got 'twice' behind it"),
         ("/undo", "expected a question to take back"),
@@ -250,15 +249,16 @@ def test_a_conversation_is_saved_and_goes_on_elsewhere(chat: Begin, path: Path) 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"format": "other"}, "its format is 'other' 1"),
-        ({"version": 2}, "its format is 'lade.chat' 2"),
-        ({"system": 3}, "system prompt is no text"),
+        ({"system": 3}, "not all of it is text"),
         ({"settings": {"top_p": 7}}, "expected top_p"),
         ({"settings": {"top_k": 0.5}}, "expected top_k to be an integer"),
         ({"settings": {"beams": 7}}, "beams"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "message 1 is not"),
-        ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1 is not"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "last question has no answer"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "in turn"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "in turn"),
+        (
+            {"messages": [{"role": "user", "content": []}, {"role": "assistant", "content": ""}]},
+            "not all of it is text",
+        ),
         ({"messages": [3]}, "not subscriptable"),
     ],
 )
@@ -266,7 +266,7 @@ def test_a_file_of_something_else_is_refused_and_changes_nothing(
     chat: Begin, path: Path, change: dict[str, Any], told: str
 ) -> None:
     settings = {"max_new_tokens": 5}
-    content = {"format": "lade.chat", "version": 1, "system": None, "settings": settings}
+    content = {"system": None, "settings": settings}
     path.write_text(json.dumps({**content, "messages": []} | change))
     shown = chat(f"/load {path}\r", "abc\r", CTRL_D).shown
     flat = " ".join(shown.split())
@@ -280,7 +280,7 @@ def test_a_loaded_conversation_changes_nothing_in_the_terminal(chat: Begin, path
         {"role": "user", "content": "a\x1b]0;b"},
         {"role": "assistant", "content": "c\x9bd **bold**"},
     ]
-    content = {"format": "lade.chat", "version": 1, "system": "e\x07f", "settings": {}}
+    content = {"system": "e\x07f", "settings": {}}
     path.write_text(json.dumps(content | {"messages": messages}))
     shown = chat(f"/load {path}\r", "/system\r", CTRL_D).shown
     assert "> a]0;b\n\ncd bold\n" in shown

@@ -69,7 +69,7 @@ def test_openais_own_client_reads_all_of_it(loaded: LoadedModel, client: Client)
         assert "".join(each.choices[0].delta.content or "" for each in chunks) == plain_text(loaded)
         assert official.completions.create(prompt="What-is", **asked).choices[0].text
         assert [model.id for model in official.models.list()] == ["tiny"]
-        with pytest.raises(openai.BadRequestError, match="n: nothing but 1"):
+        with pytest.raises(openai.BadRequestError, match="n: Input should be 1"):
             official.chat.completions.create(messages=QUESTION, n=2, **asked)
 
 

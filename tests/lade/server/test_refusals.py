@@ -13,10 +13,10 @@ from tests.lade.server.hostile import BODIES, schema_of
 from tests.lade.server.serving import loaded_model, plain_text, serving
 
 CHATS: list[tuple[Json, str]] = [
-    ({"frequency_penalty": 0.5}, "frequency_penalty: nothing but 0 is supported"),
-    ({"n": 2}, "n: nothing but 1 is supported"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty: Input should be less than or equal to 0"),
+    ({"n": 2}, "n: Input should be 1"),
     ({"tool_choice": "required"}, "tool_choice: .*; calls cannot be forced"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls: nothing but true"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls: Input should be True"),
     ({"metadata": {"a": "b"}}, "metadata"),
     ({"generation_config": "{}"}, "generation_config is not supported"),
     ({"messages": []}, "messages"),
@@ -31,7 +31,7 @@ CHATS: list[tuple[Json, str]] = [
     ({"top_p": 0}, "top_p"),
     ({"seed": 2**64}, "seed"),
     ({"stop": ["a"] * 5}, "stop: .* at most 4 items"),
-    ({"stop": 3}, "stop: Input should be a valid list"),
+    ({"stop": 3}, "stop: Input should be a valid array"),
     ({"stop": ""}, "stop"),
     ({"top_logprobs": 3}, "top_logprobs: expected it with logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -50,7 +50,7 @@ CHATS: list[tuple[Json, str]] = [
 ]
 TEXTS: list[tuple[Json, str]] = [
     ({"best_of": 2}, "best_of"),
-    ({"echo": True}, "echo: nothing but false is supported"),
+    ({"echo": True}, "echo: Input should be False"),
     ({"suffix": "a"}, "suffix is not supported"),
     ({"prompt": ["a", "b"]}, "prompt"),
     ({"prompt": ""}, "expected a prompt of one token or more"),
