@@ -528,7 +528,7 @@ class Speculator:
         found = self.rank(of_last, None) if self.num_harvested and of_last.shape[1] else None
         if found is None:
             return
-        text, successors = self._batch.text, found.get()
+        text, successors = self._batch.text, Successors.sent(found)
         for row, length in plan.context_lengths.items():
             context = self._batch.contexts[row][:length]
             prompt = text.token_ids[row][: text.num_prompt]
