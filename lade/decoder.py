@@ -8,7 +8,7 @@ One step is plan, launch, choose, walk, observe, commit, finish:
 the target's own tokens, and `lade.hf.generation` turns a call of `generate` into a `Decoder`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from lade.batch import Batch
@@ -19,8 +19,7 @@ from lade.probing.proof import FlawError, Proof
 from lade.sampling.choice import Choice
 from lade.stats import DecodeStats, Step
 from lade.targets.base import Target
-from lade.tree import of_trees
-from lade.verify import accepted_paths, step_of
+from lade.tree import ROOT, Tree
 
 
 class VerificationError(Exception):
@@ -115,8 +114,12 @@ class Decoder:
         with self.stats.timed("prefill"):
             self._choice.wait()
             successors = self._speculator.rank(logits, self._choice.ranked)
-        # Nobody who reads along waits for what is learned of the prompts.
-        steps, _ = self._emit(plan, (lambda: None) if self._overlaps else self._speculator.open_all)
+        with self.stats.timed("verify"):
+            paths = accepted_paths(plan.trees, self._choice, self._batch)
+        with self.stats.timed("commit"):
+            if not self._overlaps:  # nobody who reads along waits for what is learned of prompts
+                self._speculator.open_all()
+            steps = self._observed(plan, paths)
         if self._batch.emitting:
             with self.stats.timed("prefill"):
                 self._speculator.harvest_prompts(plan, of_prompts)
@@ -133,7 +136,8 @@ class Decoder:
         with self.stats.timed("forward") as forward:
             with self._verifying():
                 plan, whole = self._proof.forward(plan, inputs)
-            logits = of_trees(whole, plan.trees.values())  # a window and padding follow
+            num_nodes = sum(len(tree.token_ids) for tree in plan.trees.values())
+            logits = whole[:, :num_nodes]  # a window and padding follow
             num_run = logits.shape[1] / len(plan.trees) - 1
             if len(plan.trees) == 1:  # with its padding
                 num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
@@ -142,12 +146,13 @@ class Decoder:
                 successors = self._speculator.rank(logits, self._choice.ranked)
                 self._finish()
             self._choice.wait()
+        with self.stats.timed("verify"):
+            paths = accepted_paths(plan.trees, self._choice, self._batch)
         with self.stats.timed("commit"):
             if not self._overlaps:
                 successors = self._speculator.rank(logits, self._choice.ranked)
             num_beside = self._speculator.advance_window(plan, whole)
-        steps, paths = self._emit(plan)
-        with self.stats.timed("commit"):
+            steps = self._observed(plan, paths)
             with self._verifying():
                 self._target.commit([self._proof.path(paths[row]) for row in self._batch.rows])
             self.stats.num_steps += 1
@@ -159,23 +164,16 @@ class Decoder:
             self._end_step(Done(plan, steps, successors, num_run, sec))
         self._on_step(steps)
 
-    def _emit(
-        self, plan: Plan, begin: Callable[[], None] = lambda: None
-    ) -> tuple[list[Step], dict[int, list[int]]]:
-        """Emit accepted paths and bonus tokens, and let the drafter observe them, once begun."""
-        text = self._batch.text
-        starts = {row: text.num_unpadded[row] for row in plan.trees}
-        with self.stats.timed("verify"):
-            paths = accepted_paths(plan.trees, self._choice, self._batch)
-        steps = []
-        with self.stats.timed("commit"):
-            begin()
-            for row, start in starts.items():
-                emitted = text.token_ids[row][start : text.num_unpadded[row]]
-                if emitted:
-                    self._speculator.observe(row, emitted)
-                    steps.append(step_of(row, plan.trees[row], paths[row], emitted))
-        return steps, paths
+    def _observed(self, plan: Plan, paths: Mapping[int, Sequence[int]]) -> list[Step]:
+        """Let the drafter observe what was emitted; return the steps of the rows."""
+        steps, text = [], self._batch.text
+        for row, path in paths.items():
+            stop = text.num_unpadded[row]
+            if path:
+                emitted = text.token_ids[row][stop - len(path) : stop]
+                self._speculator.observe(row, emitted)
+                steps.append(step_of(row, plan.trees[row], path, emitted))
+        return steps
 
     def _end_step(self, done: Done) -> None:
         """Drop finished rows, and learn from the step now or during the next forward."""
@@ -204,3 +202,44 @@ class Decoder:
             raise VerificationError(str(flaw), flaw) from flaw
         except Exception as failure:  # the target is the user's model
             raise VerificationError(in_one_line(failure)) from failure
+
+
+def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> dict[int, list[int]]:
+    """Emit the target's choices down each tree, as long as the draft contains them.
+
+    Each round emits one token in every row still walking, then asks which rows are finished. A
+    row's last token is the bonus token, which is not in the draft at that node, unless the row was
+    stopped before.
+
+    Args:
+        trees: trees by row, ascending.
+        choice: the choice, which has looked at the step's logits.
+        batch: the batch, whose text grows by the emitted tokens.
+
+    Returns:
+        For each row the nodes at which tokens were emitted, in order from the root.
+    """
+    paths: dict[int, list[int]] = {row: [] for row in trees}
+    walking = {row: ROOT for row in trees if batch.may_emit(row)}
+    while walking:
+        asked, next_nodes = [*walking.items()], {}
+        for (row, node), token_id in zip(asked, choice.tokens_at(asked), strict=True):
+            batch.text.append(row, token_id)
+            paths[row].append(node)
+            child = trees[row].children.get((node, token_id))
+            if child is not None:
+                next_nodes[row] = child
+        batch.limits.stop([*walking])
+        walking = {}
+        for row, node in next_nodes.items():
+            if batch.may_emit(row):
+                walking[row] = node
+    return paths
+
+
+def step_of(row: int, tree: Tree, path: Sequence[int], emitted: list[int]) -> Step:
+    """Return the `Step` of a row that emitted tokens along a path of its tree."""
+    # A stopped row may end on a draft token; otherwise its last token is the bonus token.
+    last = len(emitted) - 1
+    ends_on_draft = (path[last], emitted[last]) in tree.children
+    return Step(emitted, len(tree) - 1, last + ends_on_draft, row)

@@ -97,8 +97,3 @@ def starts(trees: Iterable[Tree]) -> list[int]:
     It has one tree after the other.
     """
     return [*accumulate(map(len, trees), initial=0)][:-1]
-
-
-def of_trees(output: Tensor, trees: Iterable[Tree]) -> Tensor:
-    """Return a forward's output [1, num_nodes, …] without what was run after the trees."""
-    return output[:, : sum(map(len, trees))]

@@ -1,6 +1,6 @@
 """Rejection sampling of drafts: emitted tokens have the target's distribution.
 
-Exact acceptance, `lade.verify`, compares a draft with what the target would emit anyway, seed for
+Exact acceptance, `lade.decoder`, compares a draft with what the target would emit anyway, seed for
 seed. Here a draft token is accepted with a probability such that emitted tokens have the target's
 distribution, although they differ from those that plain sampling would give. In exchange, a draft
 drawn from nearly the target's distribution is accepted nearly always.
