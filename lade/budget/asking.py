@@ -8,6 +8,8 @@ each call learns it anew. What a draft costs is kept. A model's draft goes on by
 
 from bisect import bisect_right
 
+from lade.budget.costs import BackOff
+
 # Tokens that cheaper sources are expected to yield, where one level ends and the next begins.
 _LEVELS = (0.3, 1.0, 2.5)
 _MEMORY = 32.0  # measurements that a mean goes back to, or steps
@@ -25,36 +27,6 @@ FEW_BEHIND = 16
 _DOUBT = 9.0
 _OUTLIER = 4.0  # a time may be this many times the mean: others use the machine, or the user pauses
 _NUM_FIRST = 3  # of the first few times, the shortest counts: libraries prepare kernels
-
-
-class BackOff:
-    """Lets what does not pay be tried for a small share of what passes without it.
-
-    Steps or seconds, as its user counts. Nothing is drawn at random.
-
-    Args:
-        share: of what passes that trials may take.
-        first: what they may take before any has passed.
-        most: what is saved up for them at most.
-    """
-
-    def __init__(self, share: float, first: float, most: float) -> None:
-        self.left = first
-        self._share = share
-        self._most = most
-
-    def passed(self, amount: float) -> None:
-        """Save up for trials."""
-        if self.left < self._most:
-            self.left = min(self._most, self.left + self._share * amount)
-
-    def spent(self, amount: float) -> None:
-        """Take a trial into account that did not pay."""
-        self.left -= amount
-
-    def granted(self, amount: float) -> None:
-        """Let trials take so much, at least: what is tried looks promising."""
-        self.left = max(self.left, amount)
 
 
 class Mean:

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from lade.budget.asking import FEW_BEHIND, Mean
-from lade.budget.calibration import Calibration, Floats
+from lade.budget.budget import Calibration
+from lade.budget.costs import Floats
 from lade.drafters.runner import ModelRunner
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import draft_of, matched_depth
