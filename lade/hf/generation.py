@@ -31,8 +31,7 @@ from lade.decoder import Decoder, VerificationError
 from lade.drafters.merged import sources_of
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.grammar import ForcedTokens
-from lade.drafting.pool_drafter import PoolDrafter
-from lade.drafting.sources import Guard, Source
+from lade.drafting.sources import Guard, PoolDrafter, Source
 from lade.drafting.speculator import Speculator
 from lade.drafting.successors import num_prompt_tokens
 from lade.engine import current_call
@@ -54,8 +53,7 @@ from lade.hf.pools import credit, opened
 from lade.hf.predictions import beside_prediction
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.resume import finish_plainly
-from lade.hf.stopping import StopRule
-from lade.hf.streams import PlainStream, Report, stopping
+from lade.hf.stopping import PlainStream, Report, StopRule, stopping
 from lade.outputs import Outputs
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
