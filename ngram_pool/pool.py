@@ -35,9 +35,17 @@ from ngram_pool._kernels import (
     Int32Array,
     Int64Array,
 )
-from ngram_pool.arrays import Header, Scratch, TextArrays, Unigrams, begin_state, lower_state
+from ngram_pool.arrays import (
+    Header,
+    Scratch,
+    TextArrays,
+    Unigrams,
+    begin_state,
+    lower_state,
+    positive,
+    token_ids_of,
+)
 from ngram_pool.chains import DraftChains, TextRows, checked_rows
-from ngram_pool.checks import positive, token_ids_of
 from ngram_pool.compiling import compile_by
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from sortedcontainers import SortedKeyList
 
 from ngram_pool._kernels import Int64Array
-from ngram_pool.checks import positive, token_ids_of
+from ngram_pool.arrays import positive, token_ids_of
 from ngram_pool.errors import NewerPoolFileError, PoolFileError
 from ngram_pool.files import stamp_of
 from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE, NGramPool

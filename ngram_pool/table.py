@@ -21,8 +21,7 @@ from ngram_pool._kernels import (
     Int32Array,
     Int64Array,
 )
-from ngram_pool.arrays import Header
-from ngram_pool.checks import positive
+from ngram_pool.arrays import Header, positive
 
 DEFAULT_NUM_SUCCESSORS = 8
 _LEAST_ROWS = 64
@@ -146,7 +145,18 @@ class SuccessorTable:
             ValueError: shapes do not match, or a value is out of range. The table is unchanged
                 after such an error. After an interrupt, it has learned a first part.
         """
-        self._put(*_checked(contexts, token_ids, probs))
+        pairs, ids, floats = _checked(contexts, token_ids, probs)
+        size = ids.shape[1] + self._num_successors
+        scratch = np.empty(size, np.int32), np.empty(size, np.float64)
+        with self._lock:
+            # Have room for more contexts, up to the capacity: buckets overflow beyond half load.
+            num_rows, num_held = len(self.held.keys), self.held.num_contexts.item()
+            while 2 * (num_held + len(pairs)) > num_rows < self._capacity:
+                num_rows *= 2
+            if num_rows > len(self.held.keys):
+                self._resize(self.held, num_rows)
+            row = self.held.header.row
+            _kernels.put_successors(row, pairs, ids, floats, self._averages, *scratch)
 
     def update(self, other: "SuccessorTable") -> None:
         """Learn what another table holds, as if it were put as often as it was put there.
@@ -300,23 +310,6 @@ class SuccessorTable:
             np.full(shape, _kernels.MAX_COST, np.uint16),
             np.zeros(num_rows, np.int32),
         )
-
-    def _put(self, pairs: Int64Array, ids: Int32Array, probs: NDArray[np.float32]) -> None:
-        scratch_size = ids.shape[1] + self._num_successors
-        scratch = np.empty(scratch_size, np.int32), np.empty(scratch_size, np.float64)
-        with self._lock:
-            self._grow_for(len(pairs))
-            _kernels.put_successors(
-                self.held.header.row, pairs, ids, probs, self._averages, *scratch
-            )
-
-    def _grow_for(self, num_more: int) -> None:
-        """Have room for more contexts, up to the capacity: buckets overflow beyond half load."""
-        num_rows = len(self.held.keys)
-        while 2 * (len(self) + num_more) > num_rows < self._capacity:
-            num_rows *= 2
-        if num_rows > len(self.held.keys):
-            self._resize(self.held, num_rows)
 
     def _resize(self, old: _Rows, num_rows: int) -> None:
         """Move what `old` holds to `num_rows` rows: all or nothing, even if interrupted."""

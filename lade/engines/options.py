@@ -5,7 +5,7 @@ from os import PathLike
 from typing import Literal, get_args
 
 from ngram_pool import NGramPool
-from ngram_pool.checks import positive
+from ngram_pool.arrays import positive
 from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE
 
 Sharing = Literal["none", "all"]
