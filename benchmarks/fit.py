@@ -21,7 +21,7 @@ from lade.cli.loading import console
 from lade.cli.prompting import encode_prompts
 from lade.cli.results import progress_bar, show
 from lade.config import Config
-from lade.drafting.pool_drafter import PoolDrafter
+from lade.drafting.sources import PoolDrafter
 from lade.drafting.successors import Successors
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings

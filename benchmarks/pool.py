@@ -14,7 +14,7 @@ from lade.bench.report import rounded, sheet
 from lade.budget.budget import Budget
 from lade.cli.loading import console
 from lade.cli.results import Keeping, show
-from lade.drafting.pool_drafter import PoolDrafter
+from lade.drafting.sources import PoolDrafter
 from lade.drafting.successors import Successors
 from ngram_pool import NGramPool, SuccessorTable
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lade.drafting.drafter import Drafter
-from lade.drafting.pool_drafter import PoolDrafter
+from lade.drafting.sources import PoolDrafter
 from lade.drafting.successors import Successors
 from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool
 

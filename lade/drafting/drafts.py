@@ -119,40 +119,6 @@ def narrowed(draft: Draft, max_candidates: int) -> Draft:
     return draft_of(draft.token_ids[nodes], parents, draft.probs[nodes])
 
 
-def exploring(
-    draft: Draft,
-    token_ids: NDArray[np.int32],
-    worths: Floats,
-    excluded: NDArray[np.int32],
-    vocab_size: int,
-    max_draft_tokens: int,
-) -> Draft:
-    """Return a draft with further tokens under the root, among its nodes by what they are worth.
-
-    Args:
-        draft: the draft, best first.
-        token_ids: tokens to run for what is harvested there, int32 [num_tokens].
-        worths: what they are worth, as the draft's nodes are worth their probabilities,
-            float64 [num_tokens], never increasing.
-        excluded: tokens not to take, int32 [num_excluded].
-        vocab_size: exclusive upper bound of the tokens to take.
-        max_draft_tokens: maximum number of nodes.
-    """
-    is_known = (token_ids[:, None] == excluded).any(axis=1)
-    new = ((token_ids >= 0) & (token_ids < vocab_size) & ~is_known).nonzero()[0]
-    # Where a probability rises, it counts as the one before, so that parents stay first.
-    probs = np.concatenate([np.minimum.accumulate(draft.probs), worths[new]])
-    order = (-probs).argsort(kind="stable")[:max_draft_tokens]
-    places = np.full(len(probs) + 1, -1, np.int32)  # of nodes among all; the last is the root's
-    places[order] = np.arange(len(order))
-    parents = np.concatenate([draft.parents, np.full(len(new), -1)])
-    return draft_of(
-        np.concatenate([draft.token_ids, token_ids[new]])[order],
-        places[parents[order]],
-        probs[order],
-    )
-
-
 def checked(draft: object, max_draft_tokens: int) -> Draft:
     """Validate a drafter's draft and return it with its depths recomputed.
 

@@ -24,7 +24,6 @@ from lade.drafting.drafts import (
     after,
     chain,
     checked_ids,
-    exploring,
     joined,
     matched_depth,
     narrowed,
@@ -394,10 +393,8 @@ class Speculator:
         if explorer is None or state.forced or min(state.room, max_draft_tokens) < 1:
             return state.draft
         excluded = np.concatenate([state.draft.token_ids, self._placeholders, *others])
-        found = explorer.ask("explore", None, explorer.handles.get(row), excluded, max_draft_tokens)
-        if found is not None and len(found[0]):
-            args = *found, excluded, self._call.vocab_size, max_draft_tokens
-            state.draft = exploring(state.draft, *args)
+        args = state.draft, excluded, self._call.vocab_size, max_draft_tokens
+        state.draft = explorer.ask("explore", state.draft, explorer.handles.get(row), *args)
         return state.draft
 
     def _drawn(self, row: int, num_nodes: int) -> Draft:

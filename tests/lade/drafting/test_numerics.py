@@ -2,6 +2,7 @@
 
 from itertools import accumulate
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lade.drafting.drafts import draft_of, exploring, joined, matched_depth
+from lade.drafting.drafts import draft_of, joined, matched_depth
+from lade.drafting.sources import PoolDrafter
 from lade.drafting.successors import Successors, first_of_highest, rank, with_probs
-from ngram_pool import Draft
+from ngram_pool import Draft, NGramPool
 from tests.lade.tiny import paths_of
 
 # --- ranks ----------------------------------------------------------------------------------
@@ -95,6 +97,7 @@ def drafts(draw: st.DrawFn) -> Draft:
 
 
 MOST = st.integers(1, 14)
+POOL = NGramPool(seed=0)
 
 
 @given(drafts(), st.lists(st.floats(0, 1), max_size=6), st.sets(st.integers(100, 105)), MOST)
@@ -104,7 +107,11 @@ def test_tokens_join_a_draft_by_what_they_are_worth(
     worths = sorted(worths, reverse=True)
     token_ids = np.arange(100, 100 + len(worths), dtype=np.int32)
     others = np.array([*excluded], np.int32)
-    whole = exploring(draft, token_ids, np.array(worths), others, 200, most)
+    new = ~np.isin(token_ids, others)
+    found = token_ids[new][:most], np.array(worths)[new][:most]
+    drafter = PoolDrafter(POOL)
+    drafter.pool = Mock(explore=lambda *_: found)
+    whole = drafter.explore(0, draft, others, 200, most)
     assert not excluded & {*whole.token_ids.tolist()}
     worths = [worth for i, worth in enumerate(worths) if 100 + i not in excluded]
     assert whole.probs.tolist() == sorted([*draft.probs.tolist(), *worths], reverse=True)[:most]
