@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lade.engine import EngineCall
+from lade.targets.inputs import CONTINUED
 from lade.tree import Tree
 
 
@@ -22,6 +23,7 @@ class Target(ABC):
     max_candidates: int | None = None  # paths of a draft that one forward can verify
     num_pending: int = 0  # committed tokens that the next forward runs again
 
+    _model_kwargs: dict[str, Any]  # what `generate` prepared for the prompts
     _company: EngineCall | None = None  # with whose forwards its own run
     _had_company = False  # whether there were other calls when the last forward ran
 
@@ -39,6 +41,25 @@ class Target(ABC):
         """Run parts of a forward together with those of other calls; return the output of each."""
         self._had_company = company.has_company
         return company.run(parts)
+
+    def extended(self, num_new: int) -> dict[str, Any]:
+        """Return the model's arguments for the prompts followed by `num_new` tokens of text."""
+        longer = dict(self._model_kwargs)
+        for name in CONTINUED:
+            known = longer.get(name)
+            if known is None:
+                continue
+            last = known[..., -1:].expand(*known.shape[:-1], num_new)
+            if name == "attention_mask":
+                new = torch.ones_like(last)
+            elif name == "mm_token_type_ids":
+                new = torch.zeros_like(last)
+            elif name == "token_type_ids":
+                new = last
+            else:
+                new = last + torch.arange(1, num_new + 1, device=known.device)
+            longer[name] = torch.cat([known, new], dim=-1)
+        return longer
 
     @property
     @abstractmethod

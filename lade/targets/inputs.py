@@ -1,10 +1,9 @@
-"""Model arguments that `generate` prepared for a prompt, extended by tokens."""
+"""Model arguments that `generate` prepared for a prompt."""
 
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -55,26 +54,3 @@ def num_slots_of(
     whole = getattr(config, "_mask_length", None) or input_ids.shape[1]
     num_slots: int = max(whole, input_ids.shape[1]) if mask is None else mask.shape[1]
     return num_slots if embeds is None else max(num_slots, embeds.shape[1])
-
-
-def extended(model_kwargs: Mapping[str, Any], num_new: int) -> dict[str, Any]:
-    """Return the arguments for a prompt followed by `num_new` tokens of text."""
-    longer = dict(model_kwargs)
-
-    def append(name: str, value: Tensor) -> None:
-        longer[name] = torch.cat([model_kwargs[name], value], dim=-1)
-
-    for name in CONTINUED:
-        known = model_kwargs.get(name)
-        if known is None:
-            continue
-        last = known[..., -1:].expand(*known.shape[:-1], num_new)
-        if name == "attention_mask":
-            append(name, torch.ones_like(last))
-        elif name == "mm_token_type_ids":
-            append(name, torch.zeros_like(last))
-        elif name == "token_type_ids":
-            append(name, last)
-        else:
-            append(name, last + torch.arange(1, num_new + 1, device=known.device))
-    return longer

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from lade.compat import Model, prefill
 from lade.errors import UnsupportedModelError
 from lade.targets.base import Target
-from lade.targets.inputs import LOGITS_KEPT, extended, keeping_logits
+from lade.targets.inputs import LOGITS_KEPT, keeping_logits
 from lade.targets.rollback import (
     cache_in,
     can_grow,
@@ -274,7 +274,7 @@ class ChainTarget(Target):
 
     def _prepared(self, input_ids: Tensor, num_tokens: int) -> dict[str, Any]:
         """Return the arguments for the last `num_tokens`, prepared by the model itself."""
-        model_kwargs = extended(self._model_kwargs, input_ids.shape[1] - self._num_prompt)
+        model_kwargs = self.extended(input_ids.shape[1] - self._num_prompt)
         if self._cache is not None:
             model_kwargs[self._cache[0]] = self._cache[1]
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(

@@ -26,7 +26,6 @@ from lade.targets.base import Target
 from lade.targets.inputs import (
     TOKEN_TYPES,
     chooses_logits,
-    extended,
     is_text_alone,
     keeping_logits,
     num_slots_of,
@@ -166,6 +165,7 @@ class TreeTarget(Target):
         else:  # some vision-language models count positions along several axes: [axes, 1, …]
             last = positions[..., -1].to(self.device)
         self._position_offsets = last - (num_cached - 1)  # position minus cache slot
+        self._plain_view = with_decoding_experts(self._model)
         self._learn_habits(last)
         self._place_root()
 
@@ -314,7 +314,7 @@ class TreeTarget(Target):
             inputs = self._model.prepare_inputs_for_generation(
                 torch.cat([self._input_ids, new], dim=1),
                 next_sequence_length=1,
-                **extended(self._model_kwargs, num_new),
+                **self.extended(num_new),
             )
             logits: Tensor = self._plain_view(**inputs, return_dict=True).logits
             return logits
@@ -379,17 +379,13 @@ class TreeTarget(Target):
         """What runs trees of one node each, whose keys lie where plain decoding has them."""
         return with_decoding_experts(self._view)
 
-    @cached_property
-    def _plain_view(self) -> Model:
-        return with_decoding_experts(self._model)
-
     def _learn_habits(self, last: Tensor) -> None:
         """Learn from the model how it prepares the inputs of tokens after the prompt."""
         ids = self._input_ids
         later = self._model.prepare_inputs_for_generation(
             torch.cat([ids, ids.new_zeros((ids.shape[0], 1))], dim=1),
             next_sequence_length=1,
-            **extended(self._model_kwargs, 1),
+            **self.extended(1),
         )
         for name in TOKEN_TYPES:
             if later.get(name) is None:  # only for the prompt
