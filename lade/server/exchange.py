@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -15,15 +16,6 @@ from lade.server.errors import ApiError, timed_out
 from lade.server.keys import KeyOwner
 from lade.server.requests import Asked
 from lade.stats import DecodeStats
-
-
-class Logprob(NamedTuple):
-    """A token of the answer with the model's own log-probabilities."""
-
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]  # likeliest first
-    end: int  # characters of the text up to and with this token
 
 
 class AnswerPiece(NamedTuple):
@@ -69,7 +61,8 @@ class Exchange:
     watch: "asyncio.Task[None] | None" = None  # on the client and the time
     pieces: "asyncio.Queue[list[AnswerPiece] | None]" = field(default_factory=asyncio.Queue)
     stats: DecodeStats | None = None
-    logprobs: list[Logprob] = field(default_factory=list)
+    # Of tokens of the answer, with the characters of its text up to and with each.
+    logprobs: deque[tuple[int, dict[str, Any]]] = field(default_factory=deque)
     tokens: Any = None  # knows the bytes of each, if log-probabilities are asked for
     error: ApiError | None = None  # why it ends early
 

@@ -15,7 +15,7 @@ from lade.models.prompts import encode_messages, num_positions, tool_calls
 from lade.server.errors import ApiError
 from lade.server.exchange import Exchange
 from lade.server.options import ServerOptions
-from lade.server.parsing import template_of, told_to_template
+from lade.server.parsing import template_of
 from lade.server.requests import Asked, Chat, Completion
 
 # Of a token, in the mean of a text: megabytes of more are refused before they are made tokens.
@@ -91,9 +91,9 @@ class Preparing:
             assert isinstance(asked, Chat)
             if not self._tokenizer.chat_template:
                 raise UserError("expected a completion, for the model has no chat template")
-            messages = [each.model_dump(exclude_unset=True) for each in asked.messages]
+            messages = [each.told() for each in asked.messages]
             options = {"tools": asked.tools or None, **(asked.chat_template_kwargs or {})}
-            return encode_messages(self._loaded, [*told_to_template(messages)], options=options)
+            return encode_messages(self._loaded, messages, options=options)
 
     def _generation(self, asked: Asked, num_prompt: int) -> Any:
         """Return the GenerationConfig of a call.
