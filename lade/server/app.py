@@ -11,6 +11,7 @@ import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 
 import uvicorn
@@ -132,6 +133,12 @@ class _Uvicorn(uvicorn.Server):
         )
         self._routes = routes
         self._grace_sec = options.grace_sec
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note a signal; Ctrl-C, once more, hangs up at once."""
+        super().handle_exit(sig, frame)
+        for each in [*self.server_state.connections] if self.force_exit else ():
+            each.loop.call_soon_threadsafe(each.transport.abort)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let nobody in, and wait until all is answered, or until Ctrl-C comes once more."""
