@@ -67,11 +67,7 @@ class ToldAnswer:
         yield _EVENT + "[DONE]\n\n"
 
     async def _steps(self) -> AsyncGenerator[list[Json], None]:
-        """Yield what is new, as choices of a stream, with each step of the model.
-
-        Raises:
-            ApiError: the answer has ended early.
-        """
+        """Yield what is new, as choices of a stream, with each step of the model."""
         exchange = self._exchange
         if self._is_chat:
             yield [{"delta": {"role": "assistant"}}]

@@ -22,12 +22,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.compat import mark_as_new
 from lade.drafting.drafter import Drafter
-from lade.engine import Engine
 from lade.hf.api import decode
 from lade.models.loading import LoadedModel
 from lade.models.stream import TextStream
 from lade.server.answers import StopCutter
-from lade.server.errors import ApiError, failed, full
+from lade.server.errors import ApiError, failed
 from lade.server.exchange import AnswerPiece, Exchange
 from lade.server.grammars import Kept
 from lade.server.parsing import pieces_of
@@ -38,36 +37,7 @@ logger = logging.getLogger(__name__)
 _LOWEST_LOGPROB = -9999.0
 
 
-class Answering:
-    """Runs exchanges together in an engine; a drafter drafts beside their pools."""
-
-    def __init__(self, loaded: LoadedModel, engine: Engine, drafter: Drafter | None) -> None:
-        self._loaded, self._engine, self._drafter = loaded, engine, drafter
-
-    async def begin(self, exchange: Exchange, max_waiting: int) -> None:
-        """Answer an exchange, whose last piece is None; return once its turn has come.
-
-        Args:
-            max_waiting: of its key, beyond which it may not wait.
-
-        Raises:
-            ApiError: too many of its key wait, or it was ended meanwhile.
-        """
-        engine, owner = self._engine, exchange.of_whom
-        num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
-        if num_waiting >= max_waiting and engine.num_running + num_before >= engine.num_places:
-            raise full(f"{num_waiting} requests are waiting already; try again later")
-        exchange.check()
-        num_tokens = exchange.num_prompt_tokens + exchange.options.max_new_tokens
-        call = partial(_answer, exchange, self._loaded, self._drafter)
-        exchange.answer = self._engine.submit(call, num_tokens, owner).future
-        exchange.answer.add_done_callback(partial(_told, exchange))
-        await exchange.begun.wait()
-        if exchange.admitted is None:  # ended before its turn
-            exchange.check()
-
-
-def _told(exchange: Exchange, answer: Future[None]) -> None:
+def told(exchange: Exchange, answer: Future[None]) -> None:
     """Tell the client's side that an answer has ended, and how."""
     failure = None if answer.cancelled() else answer.exception()
     if isinstance(failure, ApiError):
@@ -78,7 +48,7 @@ def _told(exchange: Exchange, answer: Future[None]) -> None:
     exchange.in_loop(exchange.finish)
 
 
-def _answer(exchange: Exchange, loaded: LoadedModel, drafter: Drafter | None) -> None:
+def answer(exchange: Exchange, loaded: LoadedModel, drafter: Drafter | None) -> None:
     """Generate as `model.generate` does with the request's seed."""
     exchange.check()
     exchange.admitted = perf_counter()

@@ -68,11 +68,7 @@ class Preparing:
             exchange.parser = ResponseParser(self._template, prefix=prefix, tools=chat.tools)
 
     def _config(self, asked: Asked) -> Config:
-        """Return the config of a call.
-
-        Raises:
-            ApiError: fields contradict each other, or what the server promises.
-        """
+        """Return the config of a call, unless fields contradict each other or the server's."""
         config = self._options.config
         if asked.speculation is not False:
             return config
@@ -96,11 +92,7 @@ class Preparing:
             return encode_messages(self._loaded, messages, options=options)
 
     def _generation(self, asked: Asked, num_prompt: int) -> Any:
-        """Return the GenerationConfig of a call.
-
-        Raises:
-            ApiError: the prompt leaves no room for its answer.
-        """
+        """Return the GenerationConfig of a call, if its prompt leaves room for the answer."""
         self._check_length(num_prompt, "prompt")
         room = self._options.max_new_tokens
         if self._positions is not None:
@@ -131,11 +123,7 @@ class Preparing:
         return options
 
     def _predicted(self, text: str) -> list[int]:
-        """Return the tokens of a prediction, which may have as many as a prompt.
-
-        Raises:
-            ApiError: it is too long.
-        """
+        """Return the tokens of a prediction, which may have as many as a prompt."""
         self._check_chars(text, "prediction")
         # A batch, for which the tokenizer lets other threads go on.
         encode = self._tokenizer._tokenizer.encode_batch_fast
