@@ -9,9 +9,8 @@ import typer
 from benchmarks.prompts import Half, choose
 from lade.cli import line_of
 from lade.cli.options import (
-    Dtype,
+    DraftOptions,
     DtypeOption,
-    LearningOptions,
     LimitOption,
     LoadOptions,
     MaxNewTokensOption,
@@ -21,7 +20,7 @@ from lade.cli.options import (
     grouped,
     of_drafting,
 )
-from lade.cli.results import JsonOption, ResultFiles
+from lade.cli.results import JsonOption
 from lade.models.settings import Settings
 
 app = typer.Typer(
@@ -67,13 +66,6 @@ def file_argument(metavar: str, help_text: str) -> Any:
     return typer.Argument(metavar=metavar, help=help_text, exists=True, dir_okay=False)
 
 
-def files_of(json: Path | None) -> ResultFiles:
-    """Return where results go, checked before any work is done."""
-    files = ResultFiles(json)
-    files.check()
-    return files
-
-
 @app.command("run")
 @grouped
 def run_methods(
@@ -92,7 +84,7 @@ def run_methods(
     model: ModelOption = None,
     loading: LoadOptions,
     sampling: SamplingOptions,
-    drafting: LearningOptions,
+    drafting: DraftOptions,
     first_layers: Annotated[
         int | None, of_drafting(min=1, help="Let the first N layers of the model draft, too.")
     ] = None,
@@ -100,15 +92,11 @@ def run_methods(
         int | None,
         of_drafting(min=0, help="Verify up to N in every step. Without it, measured time decides."),
     ] = None,
-    files: ResultFiles,
+    json: JsonOption = None,
 ) -> None:
-    """Compare any methods, those of lade bench and many more, on a file of prompts.
-
-    --assistant takes self as well, for the model itself; ID:int8 and self:int8 take a copy with
-    8-bit weights.
-    """
+    """Compare any methods, those of lade bench and many more, on a file of prompts."""
     from benchmarks.methods import Given
-    from benchmarks.run import BenchSettings, load_assistant, run
+    from benchmarks.run import BenchSettings, run
     from benchmarks.run import choose as choose_methods
     from lade.config import Config
 
@@ -121,12 +109,8 @@ def run_methods(
     )
     chosen_methods = choose_methods(methods, drafting, first_layers)
     given = Given(Config(max_draft_tokens=max_draft_tokens), num_layers=first_layers)
-    files.check()
     chosen = choose(prompts, limit, half, categories)
-    loaded = loading.load(model)
-    if drafting.assistant is not None:
-        given = load_assistant(given, loaded, drafting.assistant, loading.trust_remote_code)
-    run(loaded, chosen, chosen_methods, settings, given, files, drafting)
+    run(loading.load(model), chosen, chosen_methods, settings, given, json, drafting)
 
 
 @app.command("publish")
@@ -154,7 +138,7 @@ def run_arena(
     half: HalfOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
-    files: ResultFiles,
+    json: JsonOption = None,
 ) -> None:
     """Compare drafters live, on the same texts and with equal numbers of draft tokens.
 
@@ -166,58 +150,9 @@ def run_arena(
     from benchmarks.methods import named, numbers
 
     names, sizes = named(methods, METHODS), numbers(max_draft_tokens)
-    files.check()
     chosen = choose(prompts, limit, half)
     loaded = LoadOptions(dtype=dtype).load(model)
-    run(loaded, chosen, names, sizes, Settings(max_new_tokens), files)
-
-
-@app.command("record")
-@grouped
-def run_record(
-    *,
-    prompts: PromptsOption,
-    out: Annotated[Path, typer.Option(help="The traces, as safetensors.", dir_okay=False)],
-    max_new_tokens: MaxNewTokensOption = 256,
-    limit: LimitOption = None,
-    model: ModelOption = None,
-    dtype: DtypeOption = None,
-) -> None:
-    """Answer prompts with lade, and record what replay needs.
-
-    That is the tokens of prompts and answers, and the tokens that the model finds likeliest after
-    each of them, from one more forward over the whole text.
-    """
-    from benchmarks.record import run
-
-    files_of(out)
-    chosen = choose(prompts, limit, None)
-    run(LoadOptions(dtype=dtype).load(model), chosen, out, Settings(max_new_tokens))
-
-
-@app.command("replay")
-@grouped
-def run_replay(
-    *,
-    traces: Annotated[Path, file_argument("TRACES", "What record wrote.")],
-    methods: MethodsOption = None,
-    max_draft_tokens: SizesOption = "8,16,32,64",
-    passes: PassesOption = 1,
-    table: TableOption = None,
-    files: ResultFiles,
-) -> None:
-    """Try drafters on recorded answers, without a model and much faster than with one.
-
-    Every step verifies as many draft tokens as it may, so steps and accepted tokens are those of
-    run with the same --max-draft-tokens and exact arithmetic. Not so for methods that learn from
-    the model's logits: what it finds likely after a rejected token was not recorded.
-    """
-    from benchmarks.methods import named, numbers
-    from benchmarks.replay import DRAFTERS, run
-
-    names, sizes = named(methods, [*DRAFTERS]), numbers(max_draft_tokens)
-    files.check()
-    run(traces, names, sizes, passes, table, files)
+    run(loaded, chosen, names, sizes, Settings(max_new_tokens), json)
 
 
 @app.command("fit")
@@ -239,8 +174,8 @@ def run_fit(
     """
     from benchmarks.fit import run
 
-    files, chosen = files_of(json), choose(prompts, limit, half)
-    run(LoadOptions(dtype=dtype).load(model), chosen, Settings(max_new_tokens), files)
+    chosen = choose(prompts, limit, half)
+    run(LoadOptions(dtype=dtype).load(model), chosen, Settings(max_new_tokens), json)
 
 
 @app.command("serve")
@@ -270,8 +205,8 @@ def run_serve(
     from benchmarks.methods import numbers
     from benchmarks.serving import read_servers, run
 
-    addresses, files, num_clients = read_servers(servers), files_of(json), numbers(clients)
-    run(addresses, choose(prompts, limit, None), max_new_tokens, num_clients, files)
+    addresses, num_clients = read_servers(servers), numbers(clients)
+    run(addresses, choose(prompts, limit, None), max_new_tokens, num_clients, json)
 
 
 @app.command("engines")
@@ -311,19 +246,18 @@ def run_engines(
     from benchmarks.methods import numbers
 
     names = choose_methods(methods, prewarmed)
-    if check and (dtype not in (None, Dtype.float32) or not {PLAIN} < {*names}):
+    if check and (dtype not in (None, "float32") or not {PLAIN} < {*names}):
         raise ValueError("expected float32, and plain and another of the methods, with --check")
-    files = files_of(json)
     chosen = [choose(path, limit, None) for path in prompts]
     job = EngineJob(
         model="",
-        dtype="float32" if check else (dtype or Dtype.bfloat16).value,
+        dtype="float32" if check else dtype or "bfloat16",
         prompts=[],
         concurrency=numbers(concurrency),
         max_new_tokens=max_new_tokens,
         table=None if prewarmed is None else str(prewarmed.resolve()),
     )
-    run(model, job, chosen, names, check, threads, files)
+    run(model, job, chosen, names, check, threads, json)
 
 
 @app.command("memory")
@@ -348,9 +282,9 @@ def run_memory(
     from benchmarks.methods import METHODS, named
 
     known = [name for name, info in METHODS.items() if info.takes is None]
-    names, files = named(methods, known), files_of(json)
+    names = named(methods, known)
     chosen, settings = choose(prompts, limit, None), Settings(max_new_tokens)
-    run(model, vars(loading), chosen, names, settings, passes, files)
+    run(model, vars(loading), chosen, names, settings, passes, json)
 
 
 @app.command("forwards")
@@ -367,9 +301,9 @@ def run_forwards(
     """Time forwards by their number of tokens, by torch and by lade, beside reading all weights."""
     from benchmarks.forwards import run, shaped
 
-    files, options = files_of(json), LoadOptions("cpu", dtype, threads)
+    options = LoadOptions("cpu", dtype, threads)
     loaded = options.load(model) if shape is None else shaped(shape, options)
-    run(loaded, context, files)
+    run(loaded, context, json)
 
 
 @app.command("cpu-engines")
@@ -383,7 +317,7 @@ def run_cpu_engines(
     model: ModelOption = None,
     dtype: DtypeOption = None,
     threads: ThreadsOption = None,
-    files: ResultFiles,
+    json: JsonOption = None,
 ) -> None:
     """Compare lade with transformers, OpenVINO GenAI and llama.cpp on a CPU, on the same weights.
 
@@ -393,11 +327,10 @@ def run_cpu_engines(
     """
     from benchmarks.cpu_engines import run
 
-    if dtype not in (None, Dtype.float32, Dtype.bfloat16):
-        raise ValueError(f"expected --dtype float32 or bfloat16, got {dtype.value}")
-    files.check()
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ValueError(f"expected --dtype float32 or bfloat16, got {dtype}")
     chosen = choose(prompts, limit, half)
-    run(LoadOptions("cpu", dtype, threads).load(model), chosen, max_new_tokens, files)
+    run(LoadOptions("cpu", dtype, threads).load(model), chosen, max_new_tokens, json)
 
 
 @app.command("pool")
@@ -412,7 +345,7 @@ def run_pool(
     """Time the n-gram pool alone, observing tokens and drafting, as it fills."""
     from benchmarks.pool import run
 
-    run(max_tokens, files_of(json))
+    run(max_tokens, json)
 
 
 @app.command("predictions")
@@ -427,8 +360,7 @@ def run_predictions(
     """Time edits of a text with the text as the prediction, without, and by prompt lookup."""
     from benchmarks.predictions import run
 
-    files = files_of(json)
-    run(loading.load(model), rounds, files)
+    run(loading.load(model), rounds, json)
 
 
 @app.command("gpu")
@@ -460,7 +392,7 @@ def run_gpu(
     """
     from benchmarks.gpu.measure import run
 
-    run(shapes, stages, device, minutes, files_of(json))
+    run(shapes, stages, device, minutes, json)
 
 
 def main() -> None:

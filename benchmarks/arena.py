@@ -2,27 +2,29 @@
 
 In half precision the texts of two methods soon differ, and with them what can be drafted. So
 `generate` writes each answer first, and every method then has to write just that. What it drafts,
-and what it learns from the logits of draft tokens, rejected ones too, is all its own. Next file:
-`points.py`.
+and what it learns from the logits of draft tokens, rejected ones too, is all its own.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.table import Table
 from torch import Tensor
 from transformers import LogitsProcessorList
 
 from benchmarks.methods import METHODS as ALL_METHODS
 from benchmarks.methods import Given
-from benchmarks.points import as_json, points, table
 from benchmarks.rivals.catalogue import RIVALS
+from lade.bench.environment import environment
 from lade.bench.methods import Method, plain
 from lade.bench.prompts import Prompt
+from lade.bench.report import LOOPS, OVERALL, groups, msec_text, rounded, share_text, sheet
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.prompting import encode_prompts
-from lade.cli.results import Keeping, ResultFiles, progress_bar
+from lade.cli.results import Keeping, progress_bar, show
 from lade.config import Config
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
@@ -48,12 +50,25 @@ class Entry(NamedTuple):
     method: str
     max_draft_tokens: int
     stats: DecodeStats
-    num_pass: int = 0
 
     @property
     def category(self) -> str:
         """The category of the prompt."""
         return self.prompt.category
+
+
+class Point(NamedTuple):
+    """One method with one draft size, over the answers of one group."""
+
+    group: str  # a category, `OVERALL` (all answers without loops) or `LOOPS`
+    method: str
+    max_draft_tokens: int
+    num_answers: int
+    num_tokens: int
+    mean_accepted_tokens: float
+    draft_tokens_per_step: float
+    acceptance_rate: float
+    draft_sec_per_step: float
 
 
 class SameText:
@@ -130,13 +145,49 @@ def steps_by_prompt(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     return [*by_prompt.values()]
 
 
+def points(entries: Sequence[Entry]) -> list[Point]:
+    """Sum up answers by group, in the order of their methods."""
+    made = []
+    for group, part in groups(entries).items():
+        for method, size in dict.fromkeys((each.method, each.max_draft_tokens) for each in part):
+            of_run = [e for e in part if (e.method, e.max_draft_tokens) == (method, size)]
+            stats = DecodeStats()
+            for each in of_run:
+                stats.add(each.stats)
+            sums = {name: getattr(stats, name) for name in Point._fields[4:]}
+            made.append(Point(group, method, size, len(of_run), **sums))
+    return made
+
+
+def table(made: Sequence[Point]) -> Table:
+    """Return a table of all answers without loops and, in a section apart, of those with loops."""
+    sections = [
+        [
+            (
+                *(f"{point.group} ({point.num_answers})", point.method),
+                *(str(point.max_draft_tokens), f"{point.mean_accepted_tokens:.2f}"),
+                f"{point.draft_tokens_per_step:.1f}",
+                share_text(point.acceptance_rate),
+                msec_text(point.draft_sec_per_step),
+            )
+            for point in made
+            if point.group == group
+        ]
+        for group in (OVERALL, LOOPS)
+    ]
+    title = "Live, every step verifying as many draft tokens as it may, loops apart"
+    headings = ("answers", "method", "max draft tokens", "MAT", "draft tokens/step", "accepted")
+    caption = "All methods write the texts of generate."
+    return sheet(title, (*headings, "draft ms/step"), list(filter(None, sections)), caption)
+
+
 def run(
     loaded: LoadedModel,
     chosen: Chosen,
     methods: Sequence[str],
     draft_sizes: Sequence[int],
     settings: Settings,
-    files: ResultFiles,
+    file: Path | None,
 ) -> None:
     """Run the arena; print and write the results, even after an interruption."""
     num_answers = len(chosen.prompts) * len(methods) * len(draft_sizes)
@@ -160,6 +211,7 @@ def run(
         "interrupted": kept.by is not None,
     }
     measured = points(entries)
-    content = {**as_json(measured, described), "prompts": steps_by_prompt(entries)}
-    files.show(content, table(measured, "All methods write the texts of generate.", "Live"))
+    runs = [rounded(point._asdict()) for point in measured]
+    content = {"environment": environment(), "settings": described, "runs": runs}
+    show(file, {**content, "prompts": steps_by_prompt(entries)}, table(measured))
     kept.end(f"stopped after {len(entries)} of {num_answers} answers")

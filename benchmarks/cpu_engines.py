@@ -26,7 +26,7 @@ from lade.bench.methods import new_rows
 from lade.bench.report import share_text, sheet, speedup_text
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.prompting import encode_prompts
-from lade.cli.results import ResultFiles, progress_bar
+from lade.cli.results import progress_bar, show
 from lade.models import LoadedModel, encode
 from lade.models.settings import Settings
 
@@ -140,7 +140,7 @@ def cells_of(row: Sequence[float]) -> list[str]:
     return [*times, share_text(same_text)]
 
 
-def run(loaded: LoadedModel, chosen: Chosen, max_new_tokens: int, files: ResultFiles) -> None:
+def run(loaded: LoadedModel, chosen: Chosen, max_new_tokens: int, file: Path | None) -> None:
     """Compare what is installed; say what is missing; show and write the results.
 
     The file keeps results that differ from these in nothing but dtype and threads.
@@ -173,12 +173,12 @@ def run(loaded: LoadedModel, chosen: Chosen, max_new_tokens: int, files: ResultF
         | {"prompts": chosen.described},
         "columns": [*COLUMNS],
     }
-    content["runs"] = {**_kept(files.json, content), key: rows}
+    content["runs"] = {**_kept(file, content), key: rows}
     title = f"{described['model']} in {key}, {len(texts)} prompts, {max_new_tokens} new tokens"
     notes = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
     table = [("", name, *cells_of(row)) for name, row in rows.items()]
     headings = ("", "method", *HEADINGS)
-    files.show(content, sheet(title, headings, [table], "\n".join(notes) or None))
+    show(file, content, sheet(title, headings, [table], "\n".join(notes) or None))
 
 
 def _kept(path: Path | None, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from lade.bench.environment import environment
 from lade.bench.report import msec_text, rounded, share_text, sheet, speedup_text
 from lade.cli.bench import Chosen
 from lade.cli.loading import tell
-from lade.cli.results import Keeping, ResultFiles, progress_bar
+from lade.cli.results import Keeping, progress_bar, show
 from lade.engines.extension import PoolExtension
 from lade.errors import LadeError, MissingExtraError
 from lade.models.loading import find_model, load_tokenizer, source_of
@@ -305,18 +305,17 @@ def run(
     methods: Sequence[str],
     checks: bool,
     threads: int | None,
-    files: ResultFiles,
+    file: Path | None,
 ) -> None:
     """Run all methods; show and write what they did, also when interrupted.
 
     Raises:
         LadeError: vLLM failed; or a check was asked for, and a method does not say what plain says.
     """
-    name = find_model(model)
-    tokenizer = load_tokenizer(name, progress=tell)
+    tokenizer = load_tokenizer(model, progress=tell)
     texts = [prompt.text for each in chosen for prompt in each.prompts]
     prompts = [encode(tokenizer, text)["input_ids"][0].tolist() for text in texts]
-    job = replace(job, model=source_of(name), prompts=prompts)
+    job = replace(job, model=source_of(find_model(model)), prompts=prompts)
     threads = threads or os.cpu_count() or 1
     # We step the engine ourselves; results must not wait for a server that counts users.
     ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -352,7 +351,7 @@ def run(
     caption = "MAT is without answers that end in a loop; acceptance length is vLLM's own."
     version = {"vllm": metadata.version(metadata.packages_distributions()["vllm"][0])}
     content = {"environment": environment() | version, "settings": settings, "rows": rows}
-    files.show(content, table(rows, title, caption))
+    show(file, content, table(rows, title, caption))
     kept.end(f"stopped after {len(rows)} passes")
     wrong = [
         f"{row['method']}, pass {row['pass']}: {row['same_text']:.1%} of the answers have plain's "

@@ -7,6 +7,7 @@ each, with a table of prewarmed successors, if there is one, and without.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from lade.bench.prompts import Prompt
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.loading import console
 from lade.cli.prompting import encode_prompts
-from lade.cli.results import ResultFiles, progress_bar
+from lade.cli.results import progress_bar, show
 from lade.config import Config
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
@@ -159,7 +160,7 @@ def as_source(weights: NDArray[np.float64]) -> str:
     return "\n".join(f"    ({', '.join(map(str, row))})," for row in rows)
 
 
-def run(loaded: LoadedModel, chosen: Chosen, settings: Settings, files: ResultFiles) -> None:
+def run(loaded: LoadedModel, chosen: Chosen, settings: Settings, file: Path | None) -> None:
     """Answer the prompts, fit weights to what pools were told meanwhile, print and write them."""
     config = Config(max_draft_tokens=_MAX_DRAFT_TOKENS)
     prewarmed = table_for(loaded.model)
@@ -186,4 +187,4 @@ def run(loaded: LoadedModel, chosen: Chosen, settings: Settings, files: ResultFi
         "rates": [*RATES],
     }
     content = {"environment": environment(), "settings": described}
-    files.show({**content, "weights": weights.round(4).tolist()})
+    show(file, {**content, "weights": weights.round(4).tolist()})

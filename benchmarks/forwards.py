@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -13,7 +14,7 @@ from benchmarks.gpu.shapes import SHAPES, make_model
 from lade.bench.environment import environment
 from lade.bench.report import sheet
 from lade.cli.options import LoadOptions
-from lade.cli.results import ResultFiles, progress_bar
+from lade.cli.results import progress_bar, show
 from lade.compat import Model
 from lade.drafting.drafts import draft_of
 from lade.models.loading import LoadedModel
@@ -32,13 +33,13 @@ _SEED = 0
 Seconds = dict[str, dict[str, dict[str, float]]]
 
 
-def run(loaded: LoadedModel, contexts: Sequence[int], files: ResultFiles) -> None:
+def run(loaded: LoadedModel, contexts: Sequence[int], file: Path | None) -> None:
     """Time forwards of a model, and print and write the shortest times.
 
     Args:
         loaded: a model on a CPU.
         contexts: numbers of tokens before.
-        files: where results go.
+        file: where results go.
 
     Raises:
         ValueError: lade has no forwards or products for the model.
@@ -50,7 +51,7 @@ def run(loaded: LoadedModel, contexts: Sequence[int], files: ResultFiles) -> Non
     described = {"model": loaded.name, "dtype": str(model.dtype).removeprefix("torch.")}
     threads = {"num_threads": torch.get_num_threads(), "reading": round(reading, 5)}
     content = {"environment": environment(), **described, **threads, "seconds": seconds}
-    files.show(content, sheet_of(seconds, reading))
+    show(file, content, sheet_of(seconds, reading))
 
 
 def shaped(name: str, options: LoadOptions) -> LoadedModel:
@@ -59,7 +60,7 @@ def shaped(name: str, options: LoadOptions) -> LoadedModel:
         torch.set_num_threads(options.threads)
     model = make_model(SHAPES[name], torch.device("cpu")).model
     if options.dtype is not None:
-        model = model.to(getattr(torch, options.dtype.value))
+        model = model.to(getattr(torch, options.dtype))
     return LoadedModel(model, None, name)
 
 

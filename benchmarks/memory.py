@@ -21,7 +21,6 @@ from lade.models.settings import Settings
 
 if TYPE_CHECKING:
     from lade.cli.bench import Chosen
-    from lade.cli.results import ResultFiles
 
 _MIB = 2**20
 # For glibc; both fixed, so that neither grows with what was freed. Other systems ignore them.
@@ -88,12 +87,12 @@ def run(
     methods: Sequence[str],
     settings: Settings,
     num_repeats: int,
-    files: "ResultFiles",
+    file: Path | None,
 ) -> None:
     """Measure methods in turn; print and write the results, even after an interruption."""
     from lade.bench.environment import environment
     from lade.bench.report import sheet, speedup_text
-    from lade.cli.results import Keeping, progress_bar
+    from lade.cli.results import Keeping, progress_bar, show
 
     texts = [prompt.text for prompt in chosen.prompts]
     os.environ.update(_GIVE_BACK)  # for the processes
@@ -131,5 +130,5 @@ def run(
         },
         "summary": summaries,
     }
-    files.show(content, sheet(title, headings, [rows]))
+    show(file, content, sheet(title, headings, [rows]))
     kept.end(f"stopped after {len(peaks)} of {len(methods) * num_repeats} processes")

@@ -9,7 +9,6 @@ from lade.bench.methods import Answer, Lade, Method, TransformersAssisted, plain
 from lade.config import SPECULATING, Config, Lookahead, Verification
 from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 from lade.drafting.drafter import Drafter
-from lade.models.loading import LoadedModel
 from ngram_pool import NGramPool
 
 
@@ -19,8 +18,7 @@ class Given(NamedTuple):
     config: Config = Config()
     pools: Sequence[NGramPool] = ()  # that methods which take pools read
     own: NGramPool | None = None  # that the method which keeps a pool learns into; else a new one
-    assistant: LoadedModel | None = None
-    tokenizer: Any = None  # of the target, beside an assistant
+    assistant: Any = None  # a copy of the model in 8 bits
     num_layers: int | None = None  # first layers that draft
 
 
@@ -79,9 +77,7 @@ def _drafting_as(rival: Rival) -> MethodInfo:
 
 
 def _assistant(given: Given) -> Drafter:
-    assert given.assistant is not None
-    model, tokenizer, _ = given.assistant
-    return AssistantModel(model, tokenizer, target_tokenizer=given.tokenizer)
+    return AssistantModel(given.assistant)
 
 
 def _first_layers(given: Given) -> Drafter:
@@ -94,15 +90,6 @@ def _lookup(given: Given) -> Method:
     if asked == 0:  # transformers refuses it; no draft is plain decoding
         return plain
     return TransformersAssisted({"prompt_lookup_num_tokens": asked or 10})
-
-
-def _hf_assistant(given: Given) -> Method:
-    assert given.assistant is not None
-    model, tokenizer, _ = given.assistant
-    options = {"assistant_model": model}
-    if tokenizer.get_vocab() != given.tokenizer.get_vocab():
-        options |= {"tokenizer": given.tokenizer, "assistant_tokenizer": tokenizer}
-    return TransformersAssisted(options)
 
 
 def _plain_twice(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
@@ -149,7 +136,7 @@ METHODS: dict[str, MethodInfo] = {
         takes="pools",
     ),
     "pool+assistant": _beside_pool(
-        _assistant, "lade, a pool and the model of --assistant draft one tree", "assistant"
+        _assistant, "lade, a pool and a copy of the model in 8 bits draft one tree", "assistant"
     ),
     "pool+first_layers": _beside_pool(
         _first_layers,
@@ -162,7 +149,7 @@ METHODS: dict[str, MethodInfo] = {
         is_single_row=True,
     ),
     "hf_assistant": MethodInfo(
-        _hf_assistant,
+        lambda given: TransformersAssisted({"assistant_model": given.assistant}),
         "transformers' assistant_model, as its generation config says",
         is_single_row=True,
         takes="assistant",
@@ -181,7 +168,7 @@ METHODS: dict[str, MethodInfo] = {
         "with a lookahead window of W=7, N=5 in every forward", lookahead=Lookahead()
     ),
     "pool": _changed("by its name beside other drafters"),
-    "assistant": _alone(_assistant, "lade, the model of --assistant drafts", "assistant"),
+    "assistant": _alone(_assistant, "lade, a copy of the model in 8 bits drafts", "assistant"),
     "first_layers": _alone(_first_layers, "lade, the model's own first layers draft", "num_layers"),
     **{f"lade_{v}": _changed(f"drafts verified by {v}", verification=v) for v in SPECULATING},
     **{name: _drafting_as(rival) for name, rival in RIVALS.items()},

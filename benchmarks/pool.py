@@ -14,7 +14,7 @@ from lade.bench.report import rounded, sheet
 from lade.budget.budget import Budget
 from lade.budget.calibration import Outcome
 from lade.cli.loading import console
-from lade.cli.results import Keeping, ResultFiles
+from lade.cli.results import Keeping, show
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
 from ngram_pool import NGramPool, SuccessorTable
@@ -106,7 +106,7 @@ def _time_steps(
         successors = successors_at_random(1 + _NUM_VERIFIED, rng)
         start_sec = perf_counter()
         draft = drafter.draft(sequence, committed, max_draft_tokens)
-        budget.num_nodes([draft.probs], 0)
+        budget.nums_of_nodes({0: draft.probs})
         verified = draft.first(_NUM_VERIFIED)
         token_ids = [committed[-1], *verified.token_ids.tolist()]
         parents = [-1, *(verified.parents + 1).tolist()]
@@ -163,7 +163,7 @@ def _time_file(pool: NGramPool, context: list[int], max_draft_tokens: int) -> tu
     return save_ms, median(load_ms)
 
 
-def run(max_tokens: int, files: ResultFiles) -> None:
+def run(max_tokens: int, file: Path | None) -> None:
     """Time pools of 10^4, 10^5, … tokens, up to `max_tokens`."""
     time_pool(10_000, MAX_DRAFT_TOKENS)  # compiles
     sizes = [10**power for power in range(4, 10) if 10**power <= max_tokens]
@@ -184,5 +184,5 @@ def run(max_tokens: int, files: ResultFiles) -> None:
     settings = {"max_draft_tokens": MAX_DRAFT_TOKENS, "interrupted": kept.by is not None}
     content: dict[str, Any] = {"environment": environment(), "settings": settings}
     content["timings"] = [rounded(each._asdict()) for each in done]
-    files.show(content, sheet(title, headings, [rows], caption))
+    show(file, content, sheet(title, headings, [rows], caption))
     kept.end(f"stopped after {len(done)}")

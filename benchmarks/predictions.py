@@ -9,6 +9,7 @@ call. Prompt lookup may run more tokens than are given; these count as the last 
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import lade
 from lade.bench.environment import environment
 from lade.cli.bench import describe_model
 from lade.cli.loading import console
-from lade.cli.results import ResultFiles
+from lade.cli.results import show
 from lade.models import LoadedModel, encode
 
 CODE = '''\
@@ -133,14 +134,14 @@ class TimedCall(NamedTuple):
     sec: float
 
 
-def run(loaded: LoadedModel, num_rounds: int, files: ResultFiles) -> None:
+def run(loaded: LoadedModel, num_rounds: int, file: Path | None) -> None:
     """Measure all edits; print and write what was found."""
     settings = {**describe_model(loaded), "rounds": num_rounds}
     content: dict[str, Any] = {"environment": environment(), "settings": settings, "edits": {}}
     for edit in EDITS:
         content["edits"][edit.name] = found = measured(loaded, edit, num_rounds)
         console.print(edit.name, found)
-    files.show(content)
+    show(file, content)
 
 
 def measured(loaded: LoadedModel, edit: Edit, num_rounds: int) -> dict[str, Any]:

@@ -17,10 +17,9 @@ from lade.bench.prompts import Prompt
 from lade.bench.report import as_json, groups, rounded, table
 from lade.bench.run import Contest, Result, Summary, summarise
 from lade.cli.bench import Chosen, describe_model
-from lade.cli.loading import load_beside
-from lade.cli.options import LearningOptions
+from lade.cli.options import DraftOptions
 from lade.cli.prompting import encode_prompts
-from lade.cli.results import Keeping, ResultFiles, progress_bar
+from lade.cli.results import Keeping, progress_bar, show
 from lade.errors import UnsupportedModelError, UserError
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode
@@ -28,8 +27,6 @@ from lade.models.settings import Settings
 from lade.probing.report import probe
 
 _SINGLE_ROW = "transformers runs it on one prompt and for one sequence at a time"
-_INT8 = ":int8"
-_SELF = "self"
 _WARM_UP_TOKENS = 16
 
 
@@ -78,18 +75,18 @@ class BenchSettings(Settings):
 
 
 def choose(
-    text: str | None, drafting: LearningOptions, num_layers: int | None = None
+    text: str | None, drafting: DraftOptions, num_layers: int | None = None
 ) -> dict[str, MethodInfo]:
     """Return the methods to run.
 
     Raises:
         ValueError: a method is unknown or named twice, or lacks what it drafts by.
     """
-    given = {"pools": drafting.pools, "assistant": drafting.assistant, "num_layers": num_layers}
-    usual = [n for n, i in METHODS.items() if i.is_default and (i.takes is None or given[i.takes])]
+    given = {"pools": drafting.pools, "num_layers": num_layers}
+    usual = [n for n, i in METHODS.items() if i.is_default and given.get(i.takes or "", True)]
     names = usual if text is None else named(text, METHODS)
     methods = {name: METHODS[name] for name in names}
-    options = {"pools": "--pool", "assistant": "--assistant", "num_layers": "--first-layers"}
+    options = {"pools": "--pool", "num_layers": "--first-layers"}
     takes = {info.takes: name for name, info in methods.items()}
     for what, option in options.items():
         if what in takes and not given[what]:
@@ -102,25 +99,14 @@ def choose(
     return methods
 
 
-def load_assistant(
-    given: Given, loaded: LoadedModel, assistant: str, trust_remote_code: bool
-) -> Given:
-    """Load the assistant: another model, or the model itself, or a copy in 8 bits of either."""
-    name = assistant.removesuffix(_INT8)
-    other = loaded if name == _SELF else load_beside(loaded, name, trust_remote_code)
-    if assistant.endswith(_INT8):
-        other = other._replace(model=int8_copy(other.model))
-    return given._replace(assistant=other, tokenizer=loaded.tokenizer)
-
-
 def run(
     loaded: LoadedModel,
     chosen: Chosen,
     methods: Mapping[str, MethodInfo],
     settings: BenchSettings,
     given: Given,
-    files: ResultFiles,
-    drafting: LearningOptions,
+    file: Path | None,
+    drafting: DraftOptions,
 ) -> None:
     """Run methods over prompts; print and write the results, even after an interruption.
 
@@ -134,6 +120,9 @@ def run(
         if info.is_single_row and settings.num_rows > 1
     }
     methods = {name: info for name, info in methods.items() if name not in left_out}
+    assisted = any(info.takes == "assistant" for info in methods.values())
+    if assisted:
+        given = given._replace(assistant=int8_copy(loaded.model))
     results: list[Result] = []
     num_batches = -(-len(chosen.prompts) // settings.batch_size)
     with Keeping(results) as kept, drafting.open_pools(loaded) as (own, *read):
@@ -166,7 +155,7 @@ def run(
         "interrupted": kept.by is not None,
         "config": asdict(config),
         "verification": verification,
-        "assistant": None if drafting.assistant is None else Path(drafting.assistant).name,
+        "assistant": "self:int8" if assisted else None,
     }
     content = as_json(results, names, described, median_of_passes)
     for group, part in groups(results).items():
@@ -176,7 +165,7 @@ def run(
             entry["speedup_of_each_pass"] = [*rounded(each).values()]
     notes = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
     caption = "\n".join([*notes, f"verification: {verification}"])
-    files.show(content, table(results, names, settings.describe(), caption, median_of_passes))
+    show(file, content, table(results, names, settings.describe(), caption, median_of_passes))
     kept.end(f"stopped after {num_done} of {num_batches * settings.passes} prompts or batches")
 
 

@@ -7,6 +7,7 @@ meet the machine as it is at that moment; nothing else is asked of any meanwhile
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from lade.bench.environment import environment
 from lade.bench.prompts import Prompt
 from lade.bench.report import sheet, speedup_text
 from lade.cli.bench import Chosen
-from lade.cli.results import Keeping, ResultFiles, progress_bar
+from lade.cli.results import Keeping, progress_bar, show
 from lade.errors import LadeError
 
 _TIMEOUT_SEC = 600.0
@@ -255,7 +256,7 @@ def run(
     chosen: Chosen,
     max_new_tokens: int,
     num_clients: Sequence[int],
-    files: ResultFiles,
+    file: Path | None,
 ) -> None:
     """Ask all servers; show and write what they replied, also when interrupted."""
     rounds: list[Round] = []
@@ -276,5 +277,5 @@ def run(
         "interrupted": kept.by is not None,
     }
     content = {"environment": environment(), "settings": settings, **as_json(rounds)}
-    files.show(content, table(rounds, title))
+    show(file, content, table(rounds, title))
     kept.end(f"stopped after {num_asked} of {num_answers} answers")

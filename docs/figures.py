@@ -386,16 +386,16 @@ def drafters(file: str) -> str:
     rows, sources = [], []
     for method, entry in _read(file)["summary"][OVERALL].items():
         name = _NAMES.get(method, f"`{method}`")
-        shares = (share_text(entry.get(key)) for key in ("acceptance_rate", "correction_rate"))
+        share = share_text(entry.get("acceptance_rate"))
         times = (msec_text(entry.get(f"{key}_sec_per_step")) for key in ("draft", "target"))
         speed = (f"{entry['tokens_per_sec']:.1f}", speedup_text(entry["speedup"]))
         mat, cores = f"{entry['mean_accepted_tokens']:.2f}", f"{entry['busy_cores']:.2f}"
-        rows.append((name, *speed, mat, *shares, *times, cores, share_text(entry["same_text"])))
+        rows.append((name, *speed, mat, share, *times, cores, share_text(entry["same_text"])))
         for part, each in entry.get("sources", {}).items():
             counts = (each["num_asked"], each["num_draft_tokens"], each["num_accepted_tokens"])
             sources.append((name, part, *(f"{n:,}" for n in counts), f"{each['sec']:.1f}"))
     headings = (
-        *("decoding", "tokens/s", "speed-up", "MAT", "accepted", "corrected"),
+        *("decoding", "tokens/s", "speed-up", "MAT", "accepted"),
         *("draft ms/step", "target ms/step", "busy cores", "same text"),
     )
     tables = [_table(headings, 1, rows)]

@@ -24,7 +24,10 @@ def apart_from_captures(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def random_states(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's generators that forwards on a device may draw from."""
+    """Return the states of torch's generators that forwards on a device may draw from.
+
+    The device's own, if it has one, is the last.
+    """
     with apart_from_captures(device):
         states = [torch.get_rng_state()]
         if device.type in _DEVICES:

@@ -187,11 +187,6 @@ def compiled_part_of(model: Model) -> str | None:
     return None
 
 
-def is_compiled_by_generate(model: Model) -> bool:
-    """Return whether `generate` has compiled the model, as it does for static caches on CUDA."""
-    return "_compiled_call" in vars(model)
-
-
 def device_of_inputs(model: Model) -> torch.device:
     """Return the device for token ids; accelerate's hooks bring in what it has put elsewhere."""
     if model.device.type != "meta":

@@ -8,7 +8,7 @@ One step is plan, launch, choose, walk, observe, commit, finish:
 the target's own tokens, and `lade.hf.generation` turns a call of `generate` into a `Decoder`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from lade.batch import Batch
@@ -18,7 +18,7 @@ from lade.outputs import Outputs
 from lade.probing.proof import FlawError, Proof
 from lade.sampling.choice import Choice
 from lade.stats import DecodeStats, Step
-from lade.targets.base import Forward, Target
+from lade.targets.base import Target
 from lade.tree import of_trees
 from lade.verify import accepted_paths, step_of
 
@@ -115,7 +115,6 @@ class Decoder:
             self._speculator.open_all()  # while the device is busy
         with self.stats.timed("prefill"):
             self._choice.wait()
-            self._outputs.add_prefill(output)
             successors = self._speculator.rank(logits, self._choice.ranked)
         # Nobody who reads along waits for what is learned of the prompts.
         steps, _ = self._emit(plan, (lambda: None) if self._overlaps else self._speculator.open_all)
@@ -150,7 +149,8 @@ class Decoder:
             num_beside = self._speculator.advance_window(plan, output.logits)
         steps, paths = self._emit(plan)
         with self.stats.timed("commit"):
-            self._commit(output, paths)
+            with self._verifying():
+                self._target.commit([self._proof.path(paths[row]) for row in self._batch.rows])
             self.stats.num_steps += 1
             self.stats.num_lookahead_tokens += num_beside
             for step in steps:
@@ -177,14 +177,6 @@ class Decoder:
                     self._speculator.observe(row, emitted)
                     steps.append(step_of(row, plan.trees[row], paths[row], emitted))
         return steps, paths
-
-    def _commit(self, output: Forward, paths: Mapping[int, list[int]]) -> None:
-        """Keep the accepted paths in the cache and in the caller's outputs."""
-        of_rows = [paths[row] for row in self._batch.rows]
-        with self._verifying():
-            num_cached = self._target.num_cached[0] + self._proof.num_before
-            self._outputs.add_step(output, num_cached, of_rows[0])
-            self._target.commit([*map(self._proof.path, of_rows)])
 
     def _end_step(self, done: Done) -> None:
         """Drop finished rows, and learn from the step now or during the next forward."""

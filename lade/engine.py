@@ -36,10 +36,6 @@ class Together(Protocol):
     why_not: str | None  # parts of several calls do not run together any more
     price: float | None  # tokens that a draft token must add for all calls to gain by it, if known
 
-    @property
-    def is_check_due(self) -> bool:
-        """Whether a part of the next forward runs twice."""
-
     def __call__(self, parts: Sequence[Any], /) -> list[Any]:
         """Run parts; return for each its output, or the exception that it raised."""
 
@@ -252,7 +248,7 @@ class Engine:
             call.results = [results.pop(0) for _ in call.asked]
         self._ready += calls
         self.learn(self._num_allotted, perf_counter() - begin)
-        self._room = self.piece // 2 if self.forwards.is_check_due else self.piece
+        self._room = self.piece
         self._num_allotted = 0
 
     def learn(self, num_tokens: int, sec: float) -> None:

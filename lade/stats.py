@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 _DERIVED = (
-    *("num_tokens", "mean_accepted_tokens", "acceptance_rate", "correction_rate"),
+    *("num_tokens", "mean_accepted_tokens", "acceptance_rate"),
     *("draft_tokens_per_step", "draft_sec_per_step", "overhead", "sec", "tokens_per_sec"),
 )
 
@@ -24,15 +24,12 @@ class Step(NamedTuple):
         num_draft_tokens: Draft tokens that the step verified for this row.
         num_accepted: Number of `token_ids`, from the first on, that were drafted.
         row: Row in the batch.
-        is_corrected: Whether the last token is a bonus token that replaces rejected ones: the
-            accepted path ended at a node that had children in the draft, none of them this token.
     """
 
     token_ids: list[int]
     num_draft_tokens: int
     num_accepted: int
     row: int = 0
-    is_corrected: bool = False
 
 
 @dataclass(slots=True)
@@ -87,7 +84,6 @@ class DecodeStats:
         num_reused_tokens: Prompt tokens that were not run, since their keys and values were kept
             (`Config.reuses_prefix`).
         num_drafted_row_steps: Row steps that verified at least one draft token.
-        num_corrected_row_steps: Drafted row steps that ended on a rejection; see `Step`.
         accepted_by_depth: Accepted draft tokens by depth in the tree, from depth 1.
         sources: By name, what each source of drafts did, where a drafter has several or is a model.
         prefill_sec: Time of the prefills, until their choices are on the host.
@@ -107,7 +103,6 @@ class DecodeStats:
     num_prefills: int = 0
     num_reused_tokens: int = 0
     num_drafted_row_steps: int = 0
-    num_corrected_row_steps: int = 0
     accepted_by_depth: list[int] = field(default_factory=list)
     sources: dict[str, SourceStats] = field(default_factory=dict)
     prefill_sec: float = 0.0
@@ -136,14 +131,6 @@ class DecodeStats:
     def acceptance_rate(self) -> float:
         """Accepted draft tokens per draft token."""
         return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
-
-    @property
-    def correction_rate(self) -> float:
-        """Share of row steps with a draft whose bonus token replaced rejected draft tokens.
-
-        The others accepted a path of the tree up to its end, or were stopped within it.
-        """
-        return _ratio(self.num_corrected_row_steps, self.num_drafted_row_steps)
 
     @property
     def draft_tokens_per_step(self) -> float:
@@ -212,7 +199,6 @@ class DecodeStats:
         self.num_accepted_tokens += step.num_accepted
         self.num_committed_tokens += len(step.token_ids)
         self.num_drafted_row_steps += step.num_draft_tokens > 0
-        self.num_corrected_row_steps += step.is_corrected
         missing = step.num_accepted - len(self.accepted_by_depth)
         self.accepted_by_depth += [0] * missing
         for depth in range(step.num_accepted):

@@ -84,11 +84,6 @@ class TreeTensors(NamedTuple):
     depths: Tensor  # int64 [1, num_nodes]
     ancestors: Tensor  # bool [1, num_nodes, num_nodes]
 
-    @property
-    def width(self) -> int:
-        """Number of nodes."""
-        return self.token_ids.shape[1]
-
     @classmethod
     def of(cls, tree: Tree, device: torch.device) -> "TreeTensors":
         """Send a tree to the device."""

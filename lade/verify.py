@@ -46,5 +46,4 @@ def step_of(row: int, tree: Tree, path: Sequence[int], emitted: list[int]) -> St
     # A stopped row may end on a draft token; otherwise its last token is the bonus token.
     last = len(emitted) - 1
     ends_on_draft = (path[last], emitted[last]) in tree.children
-    is_corrected = not ends_on_draft and path[last] - 1 in tree.draft.parents
-    return Step(emitted, len(tree) - 1, last + ends_on_draft, row, is_corrected)
+    return Step(emitted, len(tree) - 1, last + ends_on_draft, row)

@@ -944,7 +944,7 @@ def pop(queue: Int64Array, queue_length: int, candidate_probs: Float64Array) -> 
 
 @kernel
 def read_context(
-    nodes: Int64Array, node: int, root_context: Int64Array, context: Int64Array
+    nodes: Int64Array, node: int, root_context: Int32Array, context: Int64Array
 ) -> int:
     """Write the tokens up to `node`, newest first, to `context`; return their number."""
     length = 0
@@ -952,10 +952,10 @@ def read_context(
         context[length] = nodes[0, node]
         node = nodes[1, node]
         length += 1
-    i = 0
-    while i < root_context.shape[0] and length < context.shape[0]:
+    i = root_context.shape[0]
+    while i > 0 and length < context.shape[0]:
+        i -= 1
         context[length] = root_context[i]
-        i += 1
         length += 1
     return length
 
@@ -1036,10 +1036,11 @@ def grow_tree(
     pool: Int64Array,
     sequence: Int64Array,
     scratch: Int64Array,
-    root_context: Int64Array,
+    root_context: Int32Array,
     max_draft_tokens: int,
     max_candidates: int,
     uniforms: Float64Array,
+    min_probability: float,
 ) -> int:
     """Grow a prefix tree of what may follow a context, the likeliest or drawn; return its size.
 
@@ -1057,11 +1058,12 @@ def grow_tree(
     (arXiv 2402.14160); the order of the slots is our own.
 
     Args:
-        root_context: int64 [up to max_match], the tokens up to the root, newest first, where
+        root_context: int32 [up to max_match], the tokens up to the root, oldest first, where
             max_match is the larger of MAX_MATCH and N.
         max_draft_tokens, max_candidates: at least 1.
         uniforms: float64 [max_draft_tokens] in [0, 1), to draw node i with uniforms[i]; empty for
             the tree of the likeliest.
+        min_probability: growth ends where no path is as likely.
 
     Returns:
         The number of nodes in `nodes_of(scratch)`: with path probabilities, greatest first, or with
@@ -1098,6 +1100,8 @@ def grow_tree(
             extends_leaf = parent != NONE and nodes[3, parent] == 0
             if extends_leaf or num_leaves < max_candidates:
                 break
+        if candidate_probs[best] < min_probability:
+            return num_nodes
         node = num_nodes
         if is_drawn:
             drawn = draw_successor(left_probs[parent + 1], uniforms[node], support_probs[node])
@@ -1188,37 +1192,17 @@ def draft_rows(
             goes, with the probability that it is right up to there.
         chain_lengths: int64 [num_rows], filled.
     """
-    context, (found, found_probs) = context_of(scratch), found_of(scratch)
+    (nodes, node_probs), longest = nodes_of(scratch), context_of(scratch).shape[0]
     for i in range(token_ids.shape[0]):
-        chain_lengths[i] = 0
-        if lengths[i] == 0:
-            continue
-        pool, sequence = pools[i], sequences[i]
-        num_orders, path_prob = int(heads_of(pool).shape[0]), 1.0
-        max_order = num_orders
-        for depth in range(max_draft_tokens[i]):
-            length = min(lengths[i] + depth, context.shape[0])
-            for j in range(length):
-                after = depth - 1 - j
-                context[j] = chain_ids[i, after] if after >= 0 else token_ids[i, lengths[i] + after]
-            order = min(length, max_order)
-            num_found, longest = estimate(
-                pool, sequence, scratch, context[:length], order, path_prob
-            )
-            if num_found == 0:
-                break
-            likeliest = 0
-            for j in range(1, num_found):
-                if found_probs[j] > found_probs[likeliest]:
-                    likeliest = j
-            path_prob *= found_probs[likeliest]
-            if path_prob < min_probability:
-                break
-            chain_ids[i, depth] = found[1, likeliest]
-            chain_probs[i, depth] = path_prob
-            chain_lengths[i] = depth + 1
-            # A token's match is at most one token longer than that of the one before.
-            max_order = min(num_orders, 1 + longest)
+        num_nodes = 0
+        if lengths[i] > 0 and max_draft_tokens[i] > 0:
+            text = token_ids[i, max(0, lengths[i] - longest) : lengths[i]]
+            of_tree = pools[i], sequences[i], scratch, text, max_draft_tokens[i], 1, node_probs[:0]
+            num_nodes = grow_tree(*of_tree, min_probability)
+        for node in range(num_nodes):
+            chain_ids[i, node] = nodes[0, node]
+            chain_probs[i, node] = node_probs[node]
+        chain_lengths[i] = num_nodes
 
 
 # Contexts per bucket of a `SuccessorTable`; beyond that, the least recently put one is dropped.
@@ -1378,49 +1362,6 @@ def put_successors(
         put_context(table, previous, last, ids, probs, averages, merged_ids, merged_probs)
 
 
-@kernel
-def put_tree(
-    table: Int64Array,
-    previous: int,
-    token_ids: Int64Array,
-    parents: Int64Array,
-    new_ids: Int32Array,
-    new_probs: NDArray[np.float32],
-    averages: bool,
-    merged_ids: Int32Array,
-    merged_probs: Float64Array,
-) -> bool:
-    """Put successors of a tree's nodes into a table, by pair and by single token.
-
-    The likeliest nodes come first in a tree; they are put last, because the newest of equal
-    contexts is kept, and pairs behind singles, because a full bucket drops what is oldest.
-
-    Args:
-        previous: token before the root, or NONE.
-        token_ids, parents: [num_nodes], the root first.
-
-    Returns:
-        Whether all values are in range; if not, nothing is put.
-    """
-    num_nodes, k = new_ids.shape
-    is_valid = NONE <= previous <= MAX_TOKEN_ID
-    for node in range(num_nodes):
-        is_valid &= 0 <= token_ids[node] <= MAX_TOKEN_ID
-        is_valid &= NONE <= parents[node] < node
-        for j in range(k):
-            is_valid &= new_ids[node, j] >= NONE and 0.0 <= new_probs[node, j] <= 1.0
-    if not is_valid:
-        return False
-    for is_pair in (False, True):
-        for node in range(num_nodes - 1, -1, -1):
-            last, parent, before = int(token_ids[node]), int(parents[node]), NONE
-            if is_pair:
-                before = int(token_ids[parent]) if parent != NONE else previous
-            ids, probs = new_ids[node], new_probs[node]
-            put_context(table, before, last, ids, probs, averages, merged_ids, merged_probs)
-    return True
-
-
 # --- unigrams: how often the target would use a token, by all that was harvested ---
 
 # A token whose successors no table knows is worth running this many times as much as its own chance
@@ -1515,74 +1456,30 @@ def find_worthwhile(
     return num
 
 
-# --- files: whether arrays that were not written here are those of a text ---
-
-
-@kernel
-def find_unsound(
-    text: Int32Array, links: Int32Array, heads: Int32Array, num_observed: int
-) -> tuple[int, int]:
-    """Find where a text is not as `append` leaves it.
-
-    Where it is sound, ids are ids or places empty, every position is one that was observed, those
-    before and after a token name each other, and every chain leads to ever older positions.
-
-    Returns:
-        0, 1 or 2 for text, links or heads, and the row; NONE for both where all is sound.
-    """
-    num_rows = text.shape[0]
-    first = max(0, num_observed - num_rows)
-    for position in range(first, num_observed):
-        row = position % num_rows
-        previous, after = int(text[row, PREVIOUS]), int(text[row, NEXT])
-        is_sound = text[row, TOKEN] >= NONE and NONE <= previous < position
-        if text[row, TOKEN] == NONE:  # forgotten
-            is_sound &= previous == NONE and after == NONE
-        is_sound &= after == NONE or position < after < num_observed
-        if previous >= first:
-            is_sound &= text[previous % num_rows, NEXT] == position
-        if after != NONE:
-            is_sound &= text[after % num_rows, PREVIOUS] == position
-        if not is_sound:
-            return 0, row
-        for order in range(links.shape[1]):
-            is_sound &= NONE <= links[row, order] < position
-        if not is_sound:
-            return 1, row
-    for order in range(heads.shape[0]):
-        is_sound = True
-        for bucket in range(heads.shape[1]):
-            is_sound &= NONE <= heads[order, bucket] < num_observed
-        if not is_sound:
-            return 2, order
-    return NONE, NONE
-
-
 # --- what is held, and forgetting some of it ---
 
 
 @kernel
-def follow(text: Int32Array, position: int, first: int, end: int, column: int) -> int:
-    """Return the neighbour of `position` in its sequence, by NEXT or PREVIOUS, or NONE.
+def follow(text: Int32Array, position: int, first: int, end: int) -> int:
+    """Return the position after `position` in its sequence, or NONE.
 
     A position is followed only to one that leads back, so that whoever follows them all from where
     sequences begin comes to none twice, whatever a file holds.
     """
     num_rows = text.shape[0]
-    other = int(text[position % num_rows, column])
-    is_there = position < other < end if column == NEXT else first <= other < position
-    if is_there and text[other % num_rows, PREVIOUS + NEXT - column] == position:
+    other = int(text[position % num_rows, NEXT])
+    if position < other < end and text[other % num_rows, PREVIOUS] == position:
         return other
     return NONE
 
 
 @kernel
-def write_texts(pool: Int64Array, since: int, token_ids: Int32Array, bounds: Int32Array) -> int:
-    """Write what is held from position `since` on, by sequence; return how many sequences it is.
+def find_texts(pool: Int64Array, since: int, rows: Int32Array, bounds: Int32Array) -> int:
+    """Find what is held from position `since` on, by sequence; return how many sequences it is.
 
     Args:
-        token_ids: int32 [at least as many as are held], filled.
-        bounds: int32 [one more], filled: sequence i is `token_ids[bounds[i] : bounds[i + 1]]`.
+        rows: int32 [at least as many as are held], filled with rows of the text.
+        bounds: int32 [one more], filled: sequence i is in `rows[bounds[i] : bounds[i + 1]]`.
     """
     (text, _), end = text_of(pool), int(counts_of(pool)[NEXT_POSITION])
     first = max(first_of(pool), since)
@@ -1594,190 +1491,26 @@ def write_texts(pool: Int64Array, since: int, token_ids: Int32Array, bounds: Int
             continue
         position = begin
         while position != NONE:
-            token_ids[num_tokens] = text[position % text.shape[0], TOKEN]
+            rows[num_tokens] = position % text.shape[0]
             num_tokens += 1
-            position = follow(text, position, first, end, NEXT)
+            position = follow(text, position, first, end)
         num_sequences += 1
         bounds[num_sequences] = num_tokens
     return num_sequences
 
 
 @kernel
-def find_borders(sought: Int64Array, borders: Int64Array) -> None:
-    """Find for each beginning of `sought` how much of it begins it again at its end.
-
-    Source: Knuth, Morris and Pratt, "Fast pattern matching in strings", SIAM J. Comput. 6 (1977).
-    """
-    borders[0] = length = 0
-    for i in range(1, sought.shape[0]):
-        while length > 0 and sought[length] != sought[i]:
-            length = int(borders[length - 1])
-        if sought[length] == sought[i]:
-            length += 1
-        borders[i] = length
-
-
-@kernel
-def mark_last(
-    text: Int32Array, position: int, num: int, first: int, end: int, column: int, left: Int32Array
-) -> None:
-    """Mark so many tokens up to `position`; whatever is behind one marked before is marked too."""
-    for _ in range(num):
-        if position == NONE or left[position % text.shape[0]] == 1:
-            break
-        left[position % text.shape[0]] = 1
-        position = follow(text, position, first, end, PREVIOUS + NEXT - column)
-
-
-@kernel
-def mark_along(
-    text: Int32Array,
-    position: int,
-    first: int,
-    end: int,
-    column: int,
-    sought: Int64Array,
-    borders: Int64Array,
-    left: Int32Array,
-) -> int:
-    """Mark all occurrences in a sequence, and what it ends with of one; return how many are whole.
-
-    Args:
-        position: where it begins, or ends; `column`: how it is followed.
-        sought: tokens in the order in which it is followed, with their `borders`.
-    """
-    length = num_found = 0
-    last = position
-    while position != NONE:
-        token_id = text[position % text.shape[0], TOKEN]
-        while length > 0 and (length == sought.shape[0] or sought[length] != token_id):
-            length = int(borders[length - 1])
-        if sought[length] == token_id:
-            length += 1
-        if length == sought.shape[0]:
-            num_found += 1
-            mark_last(text, position, length, first, end, column, left)
-        last, position = position, follow(text, position, first, end, column)
-    mark_last(text, last, length, first, end, column, left)
-    return num_found
-
-
-@kernel
-def find_occurrences(
-    pool: Int64Array, sought: Int64Array, borders: Int64Array, left: Int32Array
-) -> int:
-    """Mark every held token that is part of an occurrence; return how many occurrences there are.
-
-    What a sequence ends with, or begins with, is marked as well where it may be part of one whose
-    rest is not held with it. Such parts are not counted. Linear in the tokens held and sought.
-
-    Args:
-        sought: int64 [2, num_sought], at least one token; the other way round in the second row.
-        borders: int64 [2, num_sought], scratch.
-        left: int32 [num_rows], zeros; 1 afterwards where a token is part of an occurrence.
-    """
-    (text, _), end = text_of(pool), int(counts_of(pool)[NEXT_POSITION])
-    first, num_found = first_of(pool), 0
-    for way in range(2):
-        column = NEXT if way == 0 else PREVIOUS
-        find_borders(sought[way], borders[way])
-        for begin in range(first, end):
-            if text[begin % text.shape[0], TOKEN] == NONE:
-                continue
-            if follow(text, begin, first, end, PREVIOUS + NEXT - column) == NONE:
-                found = mark_along(text, begin, first, end, column, sought[way], borders[way], left)
-                num_found += found if way == 0 else 0
-    return num_found
-
-
-@kernel
-def contains(values: Int64Array, value: int) -> bool:
-    """Return whether a value is among sorted ones."""
-    begin, end = 0, values.shape[0]
-    while begin < end:  # compiled in a tenth of the time that numpy's search takes
-        middle = (begin + end) // 2
-        if values[middle] < value:
-            begin = middle + 1
-        else:
-            end = middle
-    return begin < values.shape[0] and int(values[begin]) == value
-
-
-@kernel
-def empty_rows(pool: Int64Array, left: Int32Array) -> None:
-    """Empty the rows whose `left` is above 0, end sequences there, and rebuild the links."""
+def empty_rows(pool: Int64Array, is_forgotten: NDArray[np.bool_]) -> None:
+    """Empty some rows of the text, end sequences there, and rebuild the links."""
     (text, links), heads = text_of(pool), heads_of(pool)
     first, num_rows = first_of(pool), text.shape[0]
     for row in range(num_rows):
         for column in (PREVIOUS, NEXT):
             other = int(text[row, column])
-            if left[row] > 0 or (other >= first and left[other % num_rows] > 0):
+            if is_forgotten[row] or (other >= first and is_forgotten[other % num_rows]):
                 text[row, column] = NONE
-        if left[row] > 0:
+        if is_forgotten[row]:
             text[row, TOKEN] = NONE
     heads[:, :] = NONE
     links[:, :] = NONE
     reindex(pool)
-
-
-@kernel
-def drop_contexts(
-    table: Int64Array,
-    dropped_keys: Int64Array,
-    dropped_ids: Int64Array,
-) -> None:
-    """Drop contexts of a table by their keys, and some tokens wherever they stand; all sorted."""
-    keys, successor_ids, costs, times = rows_of(table)
-    for begin in range(0, keys.shape[0], WAYS):
-        kept = begin
-        for row in range(begin, begin + WAYS):
-            key = int(keys[row])
-            if key == NONE:
-                continue
-            if (
-                contains(dropped_keys, key)
-                or contains(dropped_ids, key // (MAX_TOKEN_ID + 1) - 1)
-                or contains(dropped_ids, key % (MAX_TOKEN_ID + 1))
-            ):
-                size_of(table)[0] -= 1
-                continue
-            num_kept = 0
-            for j in range(successor_ids.shape[1]):
-                token_id, cost = successor_ids[row, j], costs[row, j]
-                if token_id == NONE:
-                    break
-                if not contains(dropped_ids, token_id):
-                    successor_ids[kept, num_kept] = token_id
-                    costs[kept, num_kept] = cost
-                    num_kept += 1
-            successor_ids[kept, num_kept:] = NONE
-            costs[kept, num_kept:] = MAX_COST
-            keys[kept] = key
-            times[kept] = times[row]
-            kept += 1
-        keys[kept : begin + WAYS] = NONE
-        times[kept : begin + WAYS] = 0
-        successor_ids[kept : begin + WAYS, :] = NONE
-        costs[kept : begin + WAYS, :] = MAX_COST
-
-
-@kernel
-def forget(
-    pool: Int64Array,
-    left: Int32Array,
-    dropped_keys: Int64Array,
-    dropped_ids: Int64Array,
-) -> None:
-    """Forget some rows of the text, and what was harvested of them.
-
-    Args:
-        left: as `find_occurrences` left it.
-        dropped_keys, dropped_ids: as for `drop_contexts`.
-    """
-    empty_rows(pool, left)
-    drop_contexts(harvested_of(pool), dropped_keys, dropped_ids)
-    unigram_ids, unigram_counts = unigrams_of(pool)
-    for row in range(unigram_ids.shape[0]):
-        if contains(dropped_ids, unigram_ids[row]):
-            unigram_ids[row] = NONE
-            unigram_counts[row] = 0.0

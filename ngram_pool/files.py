@@ -20,7 +20,6 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ngram_pool import _kernels
 from ngram_pool._kernels import (
     MAX_TOKEN_ID,
     NEVER,
@@ -28,6 +27,7 @@ from ngram_pool._kernels import (
     NONE,
     NUM_WEIGHT_ROWS,
     NUM_WEIGHTS,
+    PREVIOUS,
     WAYS,
 )
 from ngram_pool.errors import NewerPoolFileError, PoolFileError
@@ -369,12 +369,7 @@ def _checksums(array: NDArray[Any], file: BinaryIO | None = None) -> list[str]:
 def _check_content(stored: StoredPool) -> None:
     arrays = stored.arrays
     text, num_observed = arrays["text"], stored.num_observed
-    part, row = _kernels.find_unsound(text, arrays["links"], arrays["heads"], num_observed)
-    if part != NONE:
-        raise PoolFileError(
-            f"part {('text', 'links', 'heads')[part]!r}, row {row}: expected token ids and "
-            f"positions of a text of {num_observed} tokens"
-        )
+    check_text(text, arrays["links"], arrays["heads"], num_observed)
     tail, prompt, answer = arrays["sequence"].tolist()
     first = num_observed - len(text)
     if not (
@@ -389,6 +384,37 @@ def _check_content(stored: StoredPool) -> None:
     _check_range("harvested.keys", arrays, NONE, (MAX_TOKEN_ID + 1) ** 2 + MAX_TOKEN_ID)
     _check_range("harvested.counts", arrays, 0, MAX_TOKEN_ID)
     _check_range("harvested.token_ids", arrays, NONE, MAX_TOKEN_ID)
+
+
+def check_text(
+    text: NDArray[Any], links: NDArray[Any], heads: NDArray[Any], num_observed: int
+) -> None:
+    """Raise unless a text is as the pool leaves it.
+
+    Ids are ids or places empty, every position is one that was observed, those before and after a
+    token name each other, and every chain leads to ever older positions.
+    """
+    num_rows = len(text)
+    first = max(0, num_observed - num_rows)
+    positions = np.arange(first, num_observed)
+    rows = positions % num_rows
+    ids, before, after = text[rows].T
+    is_last = after == NONE
+    is_sound = (ids >= NONE) & (before >= NONE) & (before < positions)
+    is_sound &= (ids != NONE) | ((before == NONE) & is_last)  # forgotten
+    is_sound &= is_last | ((positions < after) & (after < num_observed))
+    is_sound &= is_last | (text[after % num_rows, PREVIOUS] == positions)
+    is_sound &= (before < first) | (text[before % num_rows, NEXT] == positions)
+    is_linked = ((links[rows] >= NONE) & (links[rows] < positions[:, None])).all(axis=1)
+    is_headed = ((heads >= NONE) & (heads < num_observed)).all(axis=1)
+    of_parts = ("text", is_sound, rows), ("links", is_linked, rows), ("heads", is_headed, None)
+    for name, is_whole, of in of_parts:
+        if not is_whole.all():
+            place = int(is_whole.argmin())
+            raise PoolFileError(
+                f"part {name!r}, row {place if of is None else of[place]}: expected token ids and "
+                f"positions of a text of {num_observed} tokens"
+            )
 
 
 def _check_range(name: str, arrays: Mapping[str, NDArray[Any]], least: float, most: float) -> None:

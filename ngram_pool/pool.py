@@ -42,6 +42,7 @@ from ngram_pool.compiling import compile_by
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
 from ngram_pool.files import DTYPES, StoredPool, read_pool, write_pool
+from ngram_pool.searching import find_all
 from ngram_pool.table import SuccessorTable, keys_of
 from ngram_pool.weights import first_weights
 
@@ -498,14 +499,17 @@ class NGramPool:
         compile_texts()
         with self._lock:
             self._check_learns("forget")
-            row, text = self._header().row, self._held.text
-            left = np.zeros(len(text), np.int32)
-            both_ways = np.stack([ids, ids[::-1]])
-            num_found = _kernels.find_occurrences(row, both_ways, np.empty_like(both_ways), left)
+            text, (rows, bounds) = self._held.text, self._rows_since(0)
+            num_found, is_part = find_all(ids, text[rows, TOKEN], bounds)
+            is_forgotten = np.zeros(len(text), np.bool_)
+            is_forgotten[rows] = is_part
             distinct = np.unique(ids)
-            is_elsewhere = np.isin(distinct, text[left == 0, TOKEN])
-            contexts = self._contexts_of(ids, np.flatnonzero(left))
-            _kernels.forget(row, left, contexts, distinct[~is_elsewhere])
+            dropped = distinct[~np.isin(distinct, text[~is_forgotten, TOKEN])]
+            contexts = self._contexts_of(ids, np.flatnonzero(is_forgotten))
+            self._harvested.drop(contexts, dropped)
+            is_dropped = np.isin(self._unigrams.token_ids, dropped)
+            self._unigrams.token_ids[is_dropped], self._unigrams.counts[is_dropped] = NONE, 0.0
+            _kernels.empty_rows(self._header().row, is_forgotten)
             self._scratch.wipe()  # which has the last drafts
         return num_found
 
@@ -901,11 +905,17 @@ class NGramPool:
         """Return what is held of the text observed after so many tokens."""
         compile_texts()
         with self._lock:
-            row, since = self._header().row, num_observed - self._counts.item(LOWERED)
-            num_tokens = min(len(self), max(0, self._counts.item(NEXT_POSITION) - since))
-            token_ids, bounds = np.empty(num_tokens, np.int32), np.empty(num_tokens + 1, np.int32)
-            num = _kernels.write_texts(row, since, token_ids, bounds)
-        return (token_ids[begin:end] for begin, end in pairwise(bounds[: num + 1].tolist()))
+            rows, bounds = self._rows_since(num_observed)
+            token_ids = self._held.text[rows, TOKEN]
+        return (token_ids[begin:end] for begin, end in pairwise(bounds.tolist()))
+
+    def _rows_since(self, num_observed: int) -> tuple[Int32Array, Int32Array]:
+        """Return rows of the text, sequence by sequence, and where each begins among them."""
+        since = num_observed - self._counts.item(LOWERED)
+        num_tokens = min(len(self), max(0, self._counts.item(NEXT_POSITION) - since))
+        rows, bounds = np.empty(num_tokens, np.int32), np.empty(num_tokens + 1, np.int32)
+        num = _kernels.find_texts(self._header().row, since, rows, bounds)
+        return rows[: bounds[num]], bounds[: num + 1]
 
     def _grow(
         self,
@@ -926,7 +936,8 @@ class NGramPool:
             if not len(ids):
                 return Draft.empty() if rng is None else SampledDraft.empty()
             row = self._scratch.row_for(size, len(opened.layers))
-            tree = opened.row(), row, ids[::-1].copy(), size, most_leaves, uniforms
+            root = ids.astype(np.int32)
+            tree = opened.row(), row, root, size, most_leaves, uniforms, 0.0
             num, scratch = _kernels.grow_tree(self._header().row, *tree), self._scratch
             token_ids, parents, depths = scratch.nodes[:3, :num].astype(np.int32)
             nodes = token_ids, parents, depths, scratch.node_probs[:num].copy()
@@ -955,9 +966,9 @@ class NGramPool:
             np.empty(num_rows, np.int64),
         )
         headers = {pool: pool._header() for pool in num_more}
-        scratch = self._scratch.row_for(1, max((len(one.layers) for one in opened), default=0))
         if not num_rows:
             return chains
+        scratch = self._scratch.row_for(max(width, 1), max(len(one.layers) for one in opened))
         which = (
             np.array([headers[pool].row for pool in pools]),
             np.array([one.row() for one in opened]),
@@ -1008,7 +1019,6 @@ class NGramPool:
         self.explore(1, nothing)
         table = SuccessorTable(1)
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
-        table.put_tree(NONE, [0], [NONE], [[0]], [[1.0]])
         SuccessorTable.from_arrays(table.arrays())
 
     def _run_chains(self) -> None:
@@ -1018,12 +1028,8 @@ class NGramPool:
 
     def _run_texts(self) -> None:
         """Run the kernels that read and write whole texts once."""
-        _kernels.find_unsound(*self._held, 0)
-        row, none = self._header().row, np.zeros((2, 1), np.int64)
-        left = np.zeros(len(self._held.text), np.int32)
-        _kernels.write_texts(row, 0, left[:0], left)
-        _kernels.find_occurrences(row, none, none, left)
-        _kernels.forget(row, left, none[0], none[0])
+        self._rows_since(0)
+        _kernels.empty_rows(self._header().row, np.zeros(len(self._held.text), np.bool_))
 
 
 @cache

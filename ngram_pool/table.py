@@ -17,6 +17,7 @@ from ngram_pool._kernels import (
     COST_STEPS,
     MAX_TOKEN_ID,
     NONE,
+    WAYS,
     Int32Array,
     Int64Array,
 )
@@ -147,14 +148,6 @@ class SuccessorTable:
         """
         self._put(*_checked(contexts, token_ids, probs))
 
-    def take_successors(
-        self, keys: Int64Array, token_ids: Int32Array, costs: NDArray[np.uint16]
-    ) -> None:
-        """Learn successors as `arrays` returns them, once each."""
-        probs = np.exp(costs / np.float32(-COST_STEPS))
-        probs[token_ids == NONE] = 0.0
-        self._put(*_checked(_pairs_of(keys), token_ids, probs))
-
     def update(self, other: "SuccessorTable") -> None:
         """Learn what another table holds, as if it were put as often as it was put there.
 
@@ -163,9 +156,11 @@ class SuccessorTable:
         """
         arrays = {name: array[::-1] for name, array in other.arrays().items()}  # newest last
         counts = arrays.pop("counts")
+        pairs, ids = _pairs_of(arrays["keys"]), arrays["token_ids"]
+        probs = np.where(ids == NONE, 0.0, np.exp(arrays["costs"] / -COST_STEPS))
         for times in range(counts.max(initial=0) if self._averages else min(1, len(counts))):
             is_put = counts > times
-            self.take_successors(**{name: array[is_put] for name, array in arrays.items()})
+            self.put(pairs[is_put], ids[is_put], probs[is_put])
 
     def put_tree(
         self,
@@ -188,35 +183,20 @@ class SuccessorTable:
         Raises:
             TypeError, ValueError: as for `put`. The table is unchanged after such an error.
         """
-        ids, floats = np.asarray(token_ids), np.asarray(probs)
         lasts, over = np.asarray(nodes), np.asarray(parents)
-        for array in (ids, lasts, over):
-            if array.size and not np.issubdtype(array.dtype, np.integer):
-                raise TypeError(f"expected tokens and parents to be integers, got {array.dtype}")
-        if ids.ndim != 2 or ids.shape != floats.shape or not len(ids) == len(lasts) == len(over):
-            raise ValueError(
-                f"expected token_ids and probs of shape [{len(lasts)}, k], got shapes "
-                f"{list(ids.shape)} and {list(floats.shape)}"
-            )
-        size = ids.shape[1] + self._num_successors
-        given = (
-            previous,
-            np.ascontiguousarray(lasts, np.int64),
-            np.ascontiguousarray(over, np.int64),
-            np.ascontiguousarray(ids, np.int32),
-            np.ascontiguousarray(floats, np.float32),
-            self._averages,
-            np.empty(size, np.int32),
-            np.empty(size, np.float64),
-        )
-        with self._lock:
-            self._grow_for(2 * len(ids))
-            is_valid = _kernels.put_tree(self.held.header.row, *given)
-        if not is_valid:
-            raise ValueError(
-                f"expected token ids up to {MAX_TOKEN_ID}, parents before their children, and "
-                "probs from 0 to 1"
-            )
+        if over.size and not np.issubdtype(over.dtype, np.integer):
+            raise TypeError(f"expected parents to be integers, got {over.dtype}")
+        shapes = {lasts.shape, over.shape, np.shape(token_ids)[:1], np.shape(probs)[:1]}
+        is_tree = lasts.ndim == len(shapes) == 1
+        if not is_tree or not ((over >= NONE) & (over < np.arange(len(over)))).all():
+            raise ValueError("expected a parent before each node, and a row of successors for each")
+        num_nodes = len(over)
+        twice = np.arange(-1, -2 * num_nodes - 1, -1) % max(num_nodes, 1)  # the last one first
+        # The newest of equal contexts is kept, and a full bucket drops what is oldest.
+        pairs = np.full((len(twice), 2), NONE, lasts.dtype)
+        pairs[num_nodes:, 0] = np.where(over == NONE, previous, lasts[over])[::-1]
+        pairs[:, 1] = lasts[twice]
+        self.put(pairs, np.asarray(token_ids)[twice], np.asarray(probs)[twice])
 
     def get(self, previous: int, last: int) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
         """Return the successors of a context and their probabilities, or None; O(1).
@@ -289,6 +269,26 @@ class SuccessorTable:
     ) -> None:
         """Hold these arrays, empty rows included, themselves, from now on."""
         self.held = _Rows.of(keys, token_ids, costs, counts)
+
+    def drop(self, keys: Int64Array, token_ids: Int64Array) -> None:
+        """Drop contexts by their keys, and some tokens wherever they stand."""
+        with self._lock:
+            held = self.held
+            before, last = np.divmod(held.keys, MAX_TOKEN_ID + 1)
+            is_gone = np.isin(held.keys, np.append(keys, NONE))
+            is_gone |= np.isin(before - 1, token_ids) | np.isin(last, token_ids)
+            # What is kept of a bucket comes first in it, and so do the successors of a context.
+            rows = np.argsort(is_gone.reshape(-1, WAYS), axis=1, kind="stable")
+            rows = (rows + np.arange(0, len(is_gone), WAYS)[:, None]).ravel()
+            is_gone, ids, costs = is_gone[rows], held.token_ids[rows], held.costs[rows]
+            is_dropped = np.isin(ids, token_ids) | is_gone[:, None]
+            places = np.argsort(is_dropped, axis=1, kind="stable")
+            ids = np.take_along_axis(ids, places, axis=1)
+            costs = np.take_along_axis(costs, places, axis=1)
+            is_dropped = np.take_along_axis(is_dropped, places, axis=1)
+            ids[is_dropped], costs[is_dropped] = NONE, _kernels.MAX_COST
+            left = np.where(is_gone, NONE, held.keys[rows])
+            self.take(left, ids, costs, np.where(is_gone, 0, held.counts[rows]))
 
     # --- inside -----------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ CATCHES_ANYTHING = {
     "lade/engine.py": 4,
     "lade/engines/vllm.py": 1,
     "lade/errors.py": 1,
-    "lade/gpu/graphs.py": 2,
+    "lade/gpu/graphs.py": 1,
     "lade/hf/api.py": 1,
     "lade/hf/generation.py": 1,
     "lade/models/embedded.py": 1,

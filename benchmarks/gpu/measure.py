@@ -7,6 +7,7 @@ unable to use it, and a static cache frees memory that recordings use.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any
@@ -22,7 +23,7 @@ from lade.bench.environment import environment
 from lade.bench.methods import Answer, Lade, Method, plain
 from lade.bench.report import rounded, sheet, speedup_text, write_json
 from lade.cli.loading import tell
-from lade.cli.results import Keeping, ResultFiles
+from lade.cli.results import Keeping, show
 from lade.errors import LadeError
 from lade.stats import DecodeStats
 
@@ -131,7 +132,7 @@ def _is_plain_for(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return (name, row["shape"], how) == ("plain", other["shape"], other_how)
 
 
-def run(shapes: str, stages: str | None, device: str, minutes: float, files: ResultFiles) -> None:
+def run(shapes: str, stages: str | None, device: str, minutes: float, file: Path | None) -> None:
     """Run stages until the time is up, and write each as soon as it is done.
 
     Raises:
@@ -161,8 +162,8 @@ def run(shapes: str, stages: str | None, device: str, minutes: float, files: Res
             base = next((each for each in rows if _is_plain_for(each, row)), row)
             row["speedup_over_plain"] = round(row["tokens_per_sec"] / base["tokens_per_sec"], 4)
             rows.append(row)
-            if files.json is not None:
-                write_json(files.json, {"environment": made, "rows": rows, "failures": failures})
+            if file is not None:
+                write_json(file, {"environment": made, "rows": rows, "failures": failures})
     shown = [
         (
             *(row["shape"], row["stage"], f"{row['tokens_per_sec']:.1f}"),
@@ -171,7 +172,8 @@ def run(shapes: str, stages: str | None, device: str, minutes: float, files: Res
         for row in rows
     ]
     headings = ("shape", "stage", "tokens/s", "of plain's", "known text")
-    files.show(
+    show(
+        file,
         {"environment": made, "rows": rows, "failures": failures},
         sheet(f"Whole answers on {device}", headings, [shown]),
     )

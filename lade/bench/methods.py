@@ -112,23 +112,14 @@ class Lade:
         return Answer(rows, sec, *counts, stats)
 
 
-def methods_of(pools: Sequence[NGramPool] = ()) -> dict[str, Callable[[], Method]]:
-    """Return what makes the methods of `lade bench` for one pass, by name, in the order of tables.
-
-    Args:
-        pools: of text, to draft from besides; without any, no method does.
-    """
-    made: dict[str, Callable[[], Method]] = {
-        "plain": lambda: plain,
-        "prompt_lookup": lambda: prompt_lookup,
-        "no_drafts": lambda: Lade(Config(max_draft_tokens=0)),
-        "lade": lambda: Lade(pool=NGramPool(seed=0)),
-        "lade_fresh": Lade,
-    }
-    if pools:
-        made["lade_pool"] = lambda: Lade(pool=[NGramPool(seed=0), *pools])
-        made["lade_pool_fresh"] = lambda: Lade(pool=pools)
-    return made
+#: What makes the methods of `lade bench` for one pass, by name, in the order of tables.
+METHODS: dict[str, Callable[[], Method]] = {
+    "plain": lambda: plain,
+    "prompt_lookup": lambda: prompt_lookup,
+    "no_drafts": lambda: Lade(Config(max_draft_tokens=0)),
+    "lade": lambda: Lade(pool=NGramPool(seed=0)),
+    "lade_fresh": Lade,
+}
 
 
 def new_rows(model: Any, sequences: Tensor, num_prompt_tokens: int) -> list[list[int]]:

@@ -10,24 +10,19 @@ from bisect import bisect_right
 
 # Tokens that cheaper sources are expected to yield, where one level ends and the next begins.
 _LEVELS = (0.3, 1.0, 2.5)
-_MEMORY = 32.0  # measurements that a mean goes back to
-_MEMORY_OF_STEPS = 1 - 1 / 64
-# As if a source had added so many tokens once, before it is measured; then, as if it had added at
-# each level twice what it added at all of them.
-_FIRST_GAIN = 1.0
-_WEIGHT_OF_ALL = 2.0
+_MEMORY = 32.0  # measurements that a mean goes back to, or steps
+_WEIGHT_OF_ALL = 2.0  # as if a source had added at each level twice what it added at all of them
 # Of the time, what asking may take where it does not pay; and so many drafts, at most a step's time
 # at first, that it may take at once.
 _SHARE_OF_TRIALS = 0.005
 _NUM_TRIALS = 4.0
 # Tokens of the text that a source has not seen are run in about the time of one, up to so many.
 # Where there are more, as at its first draft, what it promises must be worth the time that they
-# take; so many times, as long as it was not measured, and never before so many steps. Of simulated
+# take; so many times, as long as it was not measured, and never before a few steps. Of simulated
 # calls of 64 tokens, a source that does not pay took up to 10 % with factors of 1 and 0.5 steps,
 # and 4 % with these.
 FEW_BEHIND = 16
 _DOUBT = 9.0
-_LEAST_STEPS = 2.5
 _OUTLIER = 4.0  # a time may be this many times the mean: others use the machine, or the user pauses
 _NUM_FIRST = 3  # of the first few times, the shortest counts: libraries prepare kernels
 
@@ -95,27 +90,25 @@ class SourceCosts:
     """Seconds of a source: all that a call leaves to later ones, which may share it."""
 
     def __init__(self) -> None:
-        self._warm_sec = Mean()  # of a draft
-        self._cold_sec = Mean()  # of one that had to run much of the text before
-        self.behind_sec = Mean()  # of that, beyond a usual one, per token of the text
+        self._draft_sec = Mean()
+        self.behind_sec = Mean()  # of one that had to run much of the text before, per token of it
 
     @property
     def draft_sec(self) -> float:
         """Seconds of a draft, as far as they are known."""
-        return self._warm_sec.value if self._warm_sec.num else self._cold_sec.value
+        return self._draft_sec.value
 
     @property
     def are_known(self) -> bool:
         """Whether they were measured often enough, also where all answers are short."""
-        return self._warm_sec.num > 0 or self._cold_sec.num > 1
+        return self._draft_sec.num > 0 or self.behind_sec.num > 1
 
     def record(self, sec: float, num_behind: int) -> None:
         """Learn the seconds of a draft by a source that had to run so many tokens before."""
         if num_behind <= FEW_BEHIND:
-            self._warm_sec.add_sec(sec)
+            self._draft_sec.add_sec(sec)
         else:
-            self._cold_sec.add_sec(sec)
-            self.behind_sec.add_sec(max(0.0, sec - self._warm_sec.value) / num_behind)
+            self.behind_sec.add_sec(max(0.0, sec - self.draft_sec) / num_behind)
 
 
 class Pace:
@@ -126,21 +119,17 @@ class Pace:
 
     def record(self, sec: float, num_tokens: int, num_steps: float = 1.0) -> None:
         """Learn what steps took, drafting included, and how many tokens all rows emitted."""
-        if self._num_steps >= 2:
+        if self.is_settled:
             sec = min(sec, _OUTLIER * num_steps * self.step_sec)
-        self._sec = _MEMORY_OF_STEPS * self._sec + sec
-        self._num_tokens = _MEMORY_OF_STEPS * self._num_tokens + num_tokens
-        self._num_steps = _MEMORY_OF_STEPS * self._num_steps + num_steps
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a step was measured."""
-        return self._num_tokens > 0
+        kept = 1 - 1 / _MEMORY
+        self._sec = kept * self._sec + sec
+        self._num_tokens = kept * self._num_tokens + num_tokens
+        self._num_steps = kept * self._num_steps + num_steps
 
     @property
     def is_settled(self) -> bool:
         """Whether a few steps were measured."""
-        return self._num_steps >= _LEAST_STEPS
+        return self._num_steps >= 2
 
     @property
     def token_sec(self) -> float:
@@ -170,7 +159,7 @@ class Asking:
     def __init__(self, costs: SourceCosts, pace: Pace) -> None:
         self.costs = costs
         self._pace = pace
-        self._gain = Mean()  # tokens added
+        self._gain = Mean(1.0, 1.0)  # tokens added; as if it had been one, once
         self._gains = [Mean() for _ in range(len(_LEVELS) + 1)]  # the same by level
         self._back_off: BackOff | None = None  # once its cost is known
 
@@ -186,18 +175,18 @@ class Asking:
         is_behind = num_behind > FEW_BEHIND
         if is_behind and not pace.is_settled:
             return False
-        if not pace.is_known or not costs.are_known:
+        if not pace.token_sec or not costs.are_known:
             return True
         behind_sec = num_behind * costs.behind_sec.value if is_behind else 0.0
         asking_sec = costs.draft_sec + behind_sec
-        net, doubt = self._net_gain(num_expected), 1.0 if self._gain.num else _DOUBT
+        net, doubt = self._net_gain(num_expected), 1.0 if self._gain.num > 1 else _DOUBT
         if net > 0 and net * pace.steps_of(num_to_come) >= behind_sec * doubt:
             return True
         if self._back_off is None:
             first = min(_NUM_TRIALS * costs.draft_sec, pace.step_sec)
             self._back_off = BackOff(_SHARE_OF_TRIALS, first, _NUM_TRIALS * asking_sec)
         left = self._back_off.left
-        if self._gain.num < _NUM_TRIALS:  # these may take what all of the call would save up
+        if self._gain.num <= _NUM_TRIALS:  # these may take what all of the call would save up
             left += _SHARE_OF_TRIALS * num_to_come * pace.token_sec
         return left >= asking_sec
 
@@ -222,7 +211,7 @@ class Asking:
 
     def _net_gain(self, num_expected: float) -> float:
         """Return the seconds that asking is expected to save, below 0 for a loss."""
-        of_all, here = self._gain, self._gains[bisect_right(_LEVELS, num_expected)]
-        mean = (_FIRST_GAIN + of_all.num * of_all.value) / (1 + of_all.num)
-        gain = (here.num * here.value + _WEIGHT_OF_ALL * mean) / (here.num + _WEIGHT_OF_ALL)
+        here = self._gains[bisect_right(_LEVELS, num_expected)]
+        of_all = _WEIGHT_OF_ALL * self._gain.value
+        gain = (here.num * here.value + of_all) / (here.num + _WEIGHT_OF_ALL)
         return gain * self._pace.token_sec - self.costs.draft_sec

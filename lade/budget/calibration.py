@@ -18,9 +18,9 @@ _NUM_INTERVALS = len(_PROMISES) + 1
 # Weight that the past keeps per step: a short memory, because the worst case is a text that stops
 # being predictable.
 _MEMORY = 0.9
-_PRIOR_WEIGHT = 2.0  # as if this many tokens had been promised, and had come true
-# Of promises that a call begins with, as if so much had been promised at each probability.
-_WEIGHT_AT_FIRST = 3.0
+# As if this many tokens had been promised, and had come true; and, where less is expected as a call
+# begins, at each probability.
+_PRIOR_WEIGHT = 2.0
 
 
 class Outcome(NamedTuple):
@@ -46,7 +46,7 @@ class Calibration:
         # Acceptance over promise, by interval of promises.
         self._worth = np.full(_NUM_INTERVALS, share)
         # Decayed sums of what was promised and of what came.
-        self._promised = np.full(_NUM_INTERVALS, _WEIGHT_AT_FIRST if share < 1.0 else 0.0)
+        self._promised = np.full(_NUM_INTERVALS, _PRIOR_WEIGHT if share < 1.0 else 0.0)
         self._came = share * self._promised
 
     def believed(self, probs: Sequence[float] | Floats) -> Floats:
@@ -55,30 +55,23 @@ class Calibration:
         believed: Floats = np.minimum(1.0, worth * probs)
         return believed
 
-    def count(self, promised: Floats, came: Floats, num_rows: int = 1) -> None:
-        """Learn from what was promised of some nodes, and whether each came, 1 or 0.
-
-        All rows together weigh as one.
-        """
+    def count(self, promised: Floats, came: Floats) -> None:
+        """Learn from what was promised of some nodes, and whether each came, 1 or 0."""
         promises, outcomes = _MEMORY * self._promised, _MEMORY * self._came
         if len(promised):
             intervals = _PROMISES.searchsorted(promised, "right")
-            promises += np.bincount(intervals, promised, _NUM_INTERVALS) / num_rows
-            outcomes += np.bincount(intervals, came, _NUM_INTERVALS) / num_rows
+            promises += np.bincount(intervals, promised, _NUM_INTERVALS)
+            outcomes += np.bincount(intervals, came, _NUM_INTERVALS)
         prior = _PRIOR_WEIGHT
         of_all = (outcomes.sum() + prior) / (promises.sum() + prior)
         self._worth = (outcomes + prior * of_all) / (promises + prior)
         self._promised, self._came = promises, outcomes
 
-    def record(self, outcomes: Sequence[Outcome]) -> list[bool]:
-        """Compare promises with what was emitted; return whether the likeliest nodes came."""
-        came = [came_of(draft, token_ids) for _, draft, token_ids in outcomes]
-        if len(outcomes) == 1:
-            self.count(outcomes[0].draft.probs, came[0])
-        else:
-            promised = np.concatenate([draft.probs for _, draft, _ in outcomes])
-            self.count(promised, np.concatenate(came), len(outcomes))
-        return [len(of_row) > 0 and of_row.item(0) == 1.0 for of_row in came]
+    def learn(self, draft: Draft, token_ids: Sequence[int]) -> bool:
+        """Compare promises with what was emitted; return whether the likeliest node came."""
+        came = came_of(draft, token_ids)
+        self.count(draft.probs, came)
+        return len(came) > 0 and came.item(0) == 1.0
 
 
 def came_of(draft: Draft, token_ids: Sequence[int]) -> Floats:

@@ -4,7 +4,6 @@ They are all that a call leaves to later ones: what depends on texts is of `budg
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping
 from itertools import count
 from typing import NamedTuple
 
@@ -23,10 +22,9 @@ KNOTS = np.array(SIZES, np.float64)
 
 # Until a size is measured, each further token, of any row, is assumed to cost this fraction of a
 # one-token step. Optimistic on purpose: a size that looks better than it is gets tried, measured
-# and abandoned.
+# and abandoned. An accelerator's forward is nearly flat; with a tenth of this, first answers were
+# within 2 % of as fast on simulated ones, and up to 6 % slower on two cores.
 _PRIOR_SLOPE = 0.01
-# Weight of a new measurement on all sizes: a longer text or a busy machine slows all of them.
-_SHARED_WEIGHT = 0.1
 # A measurement is clipped to within a factor of the expected cost, another one until there are two.
 _OUTLIER, _FIRST_OUTLIER = 1.3, 2.0
 # A cost may be lower than measured: by this fraction after one measurement, and by this over the
@@ -36,29 +34,26 @@ _OUTLIER, _FIRST_OUTLIER = 1.3, 2.0
 _DOUBT_OF_ONE = 0.2
 _LEAST_COUNTED, _MOST_COUNTED = 2.0, 9.0
 _MEMORY = 0.997  # per step
-_PATIENCE_AT_FIRST = 4  # steps; the first one of a size does not count, and two must
 
-# Steps of a call until drafting, or not drafting, is tried though the other has won throughout, the
-# first time and later. A try every 128 steps costs 0.5 % where a second token makes a step 1.6
-# times as long, as in float32 on some CPUs. The first comes early where costs were not measured
-# yet, and in every so many calls, whatever their texts are.
-_EARLY_TRIAL, _FIRST_TRIAL, _LAST_TRIAL = 4, 16, 128
+# Steps of a call until drafting, or not drafting, is tried though the other has won throughout: a
+# try every 128 steps costs 0.5 % where a second token makes a step 1.6 times as long, as in float32
+# on some CPUs. The first comes early where costs were not measured yet (the first step of a size
+# does not count, and two must), and in every so many calls, whatever their texts are.
+FIRST_TRIAL, _STEPS_BETWEEN_TRIALS = 16, 128
 _CALLS_BETWEEN_TRIALS = 8
 
 
 class Trials:
     """When a call has drafted and has not, last, and when it is to try the other way for once."""
 
-    def __init__(self, first: int, patience: int) -> None:
+    def __init__(self, first: int) -> None:
         self._num_steps = 0
-        self._last = [first - patience] * 2  # steps, by whether they drafted
-        self._patience = patience
+        self._last = [first - _STEPS_BETWEEN_TRIALS] * 2  # steps, by whether they drafted
         self._trial = -1  # the step that was the last trial
 
     def decide(self, is_drafting: bool) -> bool:
         """Return whether to draft: as it seems best, or for once the other way."""
-        if self._num_steps - self._last[not is_drafting] >= self._patience:
-            self._patience = min(2 * self._patience, _LAST_TRIAL)
+        if self._num_steps - self._last[not is_drafting] >= _STEPS_BETWEEN_TRIALS:
             self._trial = self._num_steps
             is_drafting = not is_drafting
         self._last[is_drafting] = self._num_steps
@@ -100,12 +95,6 @@ class Costs:
         """Seconds of the sizes `KNOTS`."""
         return self._known.curve
 
-    def trials(self, patience: int) -> Trials:
-        """Return the trials of a call that is to try the other way after so many steps."""
-        if self.are_unknown:
-            return Trials(_FIRST_TRIAL, _FIRST_TRIAL)
-        return Trials(patience, _LAST_TRIAL)
-
     def choose(self, trials: Trials, sizes: Floats, gains: Floats) -> int:
         """Return the index of the size with the best ratio of tokens to time; 0 for no draft.
 
@@ -118,7 +107,7 @@ class Costs:
         # Steps without a draft are measured first. After a few calls without a measurement the
         # guess has to do: where finished rows stay in the forward, only the others are asked about,
         # and what is measured counts for a larger batch.
-        must_begin = self.are_unknown and self._num_asked <= _PATIENCE_AT_FIRST
+        must_begin = self.are_unknown and self._num_asked <= FIRST_TRIAL
         if must_begin or sizes[-1] == sizes[0]:
             return 0
         rates = gains / np.interp(sizes, KNOTS, self._known.lowest)
@@ -148,7 +137,8 @@ class Costs:
             most = _FIRST_OUTLIER if least < _LEAST_COUNTED else _OUTLIER
             ratio = min(max(ratio, 1.0 / most), most)
             if least > 0:  # a wrong guess says nothing about the others
-                shared = 1.0 + _SHARED_WEIGHT * (ratio - 1.0)
+                # A longer text or a busy machine slows all of them.
+                shared = 1.0 + (ratio - 1.0) / (1.0 + _MOST_COUNTED)
         if is_guess:  # all sizes share it then, this one too
             ratio = 1.0
         measured, curve = shared * known.measured, shared * known.curve
@@ -174,54 +164,21 @@ class Costs:
 
 
 class ForwardCosts:
-    """Seconds of a model's forwards; all that calls leave to later ones, and may share.
+    """Seconds of a model's forwards; all that calls leave to later ones, and may share."""
 
-    Args:
-        first: seconds of forwards of one row by their tokens, as measured in another process, of at
-            least two sizes, or empty. What they tell is how costs rise with the size, until steps
-            tell: the machine may have been busy.
-    """
-
-    def __init__(self, first: Mapping[int, float] | None = None) -> None:
+    def __init__(self) -> None:
         self._costs: dict[int, Costs] = {}  # by the bit length of the batch size
-        if first:
-            sizes = np.array(sorted(first), np.float64)
-            found = interpolated(KNOTS, sizes, np.array([first[int(size)] for size in sizes]))
-            self._costs[1] = Costs(np.sqrt(found / found[0] * _assumed(1)))
         self._calls = count(1)
 
     def begin_call(self) -> int:
-        """Return the patience of a call: how many steps it goes before it tries the other way."""
-        return _LAST_TRIAL if next(self._calls) % _CALLS_BETWEEN_TRIALS else _EARLY_TRIAL
+        """Return how many steps a call goes before it tries the other way."""
+        is_early = next(self._calls) % _CALLS_BETWEEN_TRIALS == 0
+        return FIRST_TRIAL if is_early else _STEPS_BETWEEN_TRIALS
 
     def of(self, num_rows: int) -> Costs:
         """Return the costs of batches of about this size."""
         num_bits = num_rows.bit_length()
         if num_bits not in self._costs:
-            # Start from the nearest batch size: costs depend mostly on the tokens of all rows.
-            known = [bits for bits, costs in dict(self._costs).items() if not costs.are_unknown]
-            nearest = min(known, key=lambda bits: abs(bits - num_bits), default=None)
-            if nearest is None:
-                guess = _assumed(num_rows)
-            else:
-                sizes = KNOTS * 2.0 ** (num_bits - nearest)
-                guess = interpolated(sizes, KNOTS, self._costs[nearest].curve)
+            guess = 1 + _PRIOR_SLOPE * num_rows * (KNOTS - 1)
             self._costs.setdefault(num_bits, Costs(guess))
         return self._costs[num_bits]
-
-
-def _assumed(num_rows: int) -> Floats:
-    """Return what forwards cost where nothing was measured, up to a factor."""
-    costs: Floats = 1 + _PRIOR_SLOPE * num_rows * (KNOTS - 1)
-    return costs
-
-
-def interpolated(sizes: Floats, known_sizes: Floats, costs: Floats) -> Floats:
-    """Interpolate the costs of sizes, extrapolating from the last two known sizes.
-
-    Where the larger of those two costs less, the cost beyond stays constant.
-    """
-    slope = max(0.0, (costs[-1] - costs[-2]) / (known_sizes[-1] - known_sizes[-2]))
-    beyond = np.maximum(0.0, sizes - known_sizes[-1])
-    result: Floats = np.interp(sizes, known_sizes, costs) + slope * beyond
-    return result

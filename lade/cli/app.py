@@ -11,12 +11,10 @@ from typer.core import TyperGroup
 
 from lade.cli.options import (
     DraftOptions,
-    LearningOptions,
     LimitOption,
     LoadOptions,
     MaxNewTokensOption,
     ModelOption,
-    PoolOption,
     PredictionOption,
     PromptsOption,
     SamplingOptions,
@@ -25,7 +23,7 @@ from lade.cli.options import (
     grouped,
 )
 from lade.cli.pool import app as pool
-from lade.cli.results import JsonOption, ResultFiles
+from lade.cli.results import JsonOption
 from lade.cli.serve_app import serve
 from lade.errors import UserError
 from lade.models.settings import Settings
@@ -97,7 +95,7 @@ def generate(
     model: ModelOption = None,
     loading: LoadOptions,
     sampling: SamplingOptions,
-    drafting: LearningOptions,
+    drafting: DraftOptions,
     prediction: PredictionOption = None,
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
@@ -122,7 +120,7 @@ def generate(
     from lade.cli.generate import run  # imports transformers; wrong names fail before that
 
     inputs = encode_prompt(loaded, text, system=system, is_raw=raw)
-    run(inputs, stops, loaded, settings, drafting, drafting.drafter(loaded, loading), predicted)
+    run(inputs, stops, loaded, settings, drafting, predicted)
 
 
 @app.command(rich_help_panel=_USE)
@@ -134,7 +132,7 @@ def chat(
     model: ModelOption = None,
     loading: LoadOptions,
     sampling: SamplingOptions,
-    drafting: LearningOptions,
+    drafting: DraftOptions,
 ) -> None:
     """Chat with a model in this terminal.
 
@@ -148,7 +146,7 @@ def chat(
     system = None if system is None else read_typed(system)
     settings = sampling.settings(max_new_tokens)
     loaded = loading.load(model)
-    run(loaded, settings, system, drafting, drafting.drafter(loaded, loading))
+    run(loaded, settings, system, drafting)
 
 
 app.command(rich_help_panel=_USE)(serve)
@@ -167,28 +165,18 @@ def demo(
     ] = None,
     model: ModelOption = None,
     loading: LoadOptions,
-    prewarms: Annotated[
-        bool,
-        typer.Option(
-            "--prewarm/--no-prewarm",
-            help="Whether to prewarm the model before, for a minute at most, if it has not been.",
-        ),
-    ] = True,
     json: JsonOption = None,
 ) -> None:
     """Tell what lade does with a model, and what that gains on this machine.
 
     A check of the model finds out how it can verify drafts without a change of its text, and why
     better methods are ruled out. Then six prompts are answered by plain generate, by transformers'
-    prompt lookup and by lade, which is shown as it writes. The first time with a model, it is
-    prewarmed before, for a minute at most.
+    prompt lookup and by lade, which is shown as it writes.
     """
-    files = ResultFiles(json)
-    files.check()
     loaded = loading.load(model)
     from lade.cli.demo import run  # imports torch, in silence
 
-    run(loaded, prompt or [], max_new_tokens, prewarms, files)
+    run(loaded, prompt or [], max_new_tokens, json)
 
 
 @app.command(rich_help_panel=_MEASURE)
@@ -201,14 +189,13 @@ def bench(
     model: ModelOption = None,
     loading: LoadOptions,
     temperature: TemperatureOption = 0.0,
-    pool: PoolOption = None,
     json: JsonOption = None,
 ) -> None:
     """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
 
     All answer each prompt in turn, with the same options and seeds. lade has one pool for all
     prompts, lade_fresh an empty one for each, and no_drafts decodes one token a step, on a CPU with
-    lade's own products; --pool adds both with pools of text. The columns of the table:
+    lade's own products. The columns of the table:
 
     - tokens/s: tokens up to the end of the answer, over the time of the whole call.
     - MAT: mean accepted tokens, those that a step adds; plain decoding is 1.00.
@@ -219,11 +206,8 @@ def bench(
     from lade.cli.bench import Chosen, compare
 
     settings = Settings(max_new_tokens, temperature)
-    files = ResultFiles(json)
-    files.check()
     chosen = Chosen.read(prompts, limit)
-    drafting = DraftOptions(pools=pool)
-    compare(loading.load(model), chosen, settings, drafting, files)
+    compare(loading.load(model), chosen, settings, json)
 
 
 @app.command(rich_help_panel=_PREPARE)

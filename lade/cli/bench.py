@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lade.bench.prompts import Prompt, read_prompts
-from lade.cli.options import DraftOptions
 from lade.cli.prompting import encode_prompts
-from lade.cli.results import Keeping, ResultFiles, progress_bar
+from lade.cli.results import Keeping, progress_bar, show
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 
@@ -35,43 +34,34 @@ class Chosen(NamedTuple):
         return cls(prompts, {**fingerprint(path), "limit": limit, "num": len(prompts)})
 
 
-def compare(
-    loaded: LoadedModel,
-    chosen: Chosen,
-    settings: Settings,
-    drafting: DraftOptions,
-    files: ResultFiles,
-) -> None:
-    """Run every method of `lade bench` for which there is what it takes."""
-    from lade.bench.methods import methods_of
+def compare(loaded: LoadedModel, chosen: Chosen, settings: Settings, file: Path | None) -> None:
+    """Run every method of `lade bench`."""
+    from lade.bench.methods import METHODS
     from lade.bench.report import as_json, table
     from lade.bench.run import Contest, warm_up
     from lade.probing.report import probe
 
     inputs = encode_prompts(loaded, [each.text for each in chosen.prompts], settings.max_new_tokens)
     results: list[Result] = []
-    with Keeping(results) as kept, drafting.open_pools(loaded) as (_, *read):
-        methods = methods_of(read)
-        with progress_bar() as bars:
-            task = bars.add_task("answering", total=len(inputs))
-            warm_up(loaded, methods, settings)
-            contest = Contest(loaded.model, methods, settings)
-            for prompt, given in zip(chosen.prompts, inputs, strict=True):
-                results.append(contest.answer([prompt], given))
-                bars.advance(task)
+    with Keeping(results) as kept, progress_bar() as bars:
+        task = bars.add_task("answering", total=len(inputs))
+        warm_up(loaded, METHODS, settings)
+        contest = Contest(loaded.model, METHODS, settings)
+        for prompt, given in zip(chosen.prompts, inputs, strict=True):
+            results.append(contest.answer([prompt], given))
+            bars.advance(task)
     verification = probe(loaded.model).verification
     described = {
         **describe_model(loaded),
         **asdict(settings),
         "prompts": chosen.described,
-        "methods": [*methods],
-        "pools": [path.name for path in drafting.pools or []],
+        "methods": [*METHODS],
         "interrupted": kept.by is not None,
         "verification": verification,
     }
-    content = as_json(results, [*methods], described)
+    content = as_json(results, [*METHODS], described)
     caption = f"verification: {verification}"
-    files.show(content, table(results, [*methods], settings.describe(), caption))
+    show(file, content, table(results, [*METHODS], settings.describe(), caption))
     kept.end(f"stopped after {len(results)} of {len(inputs)} prompts")
 
 

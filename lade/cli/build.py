@@ -32,12 +32,12 @@ class Built:
 def build(pool: NGramPool, paths: Sequence[Path], tokenizer: Any) -> Built:
     """Add the text of files, each or each chat as a sequence of its own."""
     start = perf_counter()
-    found = find_files(paths)
-    built = Built(left_out=found.left_out)
+    built = Built()
+    found = find_files(paths, built.left_out)
     render = _renderer_of(tokenizer, built)
     sequence = pool.open_sequence()
     with bar(MofNCompleteColumn()) as bars:
-        files = bars.track(found.files, description="reading files")
+        files = bars.track(found, description="reading files")
         pieces = _pieces(files, render, built)
         while batch := [*islice(pieces, _BATCH)]:
             texts = [piece.text for piece in batch]

@@ -7,8 +7,7 @@ from lade.errors import MissingExtraError, UserError
 from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
-    from lade.cli.options import LearningOptions
-    from lade.drafting.drafter import Drafter
+    from lade.cli.options import DraftOptions
     from lade.models.settings import Settings
 
 
@@ -21,11 +20,7 @@ def check_terminal() -> None:
 
 
 def run(
-    loaded: LoadedModel,
-    settings: "Settings",
-    system: str | None,
-    drafting: "LearningOptions",
-    drafter: "Drafter | None",
+    loaded: LoadedModel, settings: "Settings", system: str | None, drafting: "DraftOptions"
 ) -> None:
     """Chat until the user leaves."""
     try:
@@ -43,10 +38,10 @@ def run(
 
     config = Config(reuses_prefix=True)
     hello = encode(loaded.tokenizer, "Hi", loaded.model.device)
-    check_verification(loaded.model, hello, config, drafter)
+    check_verification(loaded.model, hello, config)
     with drafting.open_pools(loaded) as pools:
         conversation = Conversation(
-            loaded, settings=settings, config=config, pool=pools, system=system, drafter=drafter
+            loaded, settings=settings, config=config, pool=pools, system=system
         )
         history = history_in(user_data_path("lade", appauthor=False))
         Terminal(conversation, Console(highlight=False, theme=THEME), history).run()

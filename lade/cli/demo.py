@@ -18,9 +18,8 @@ from lade.bench.report import as_json, table
 from lade.bench.run import Contest, Result, warm_up
 from lade.cli.bench import describe_model
 from lade.cli.loading import console
-from lade.cli.prewarm import prewarm_once
 from lade.cli.prompting import encode_prompts, read_typed
-from lade.cli.results import Keeping, ResultFiles
+from lade.cli.results import Keeping, show
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 from lade.models.stream import TextStream, without_controls
@@ -38,9 +37,7 @@ _LABELS = {
 }
 
 
-def run(
-    loaded: LoadedModel, asked: list[str], max_new_tokens: int, prewarms: bool, files: ResultFiles
-) -> None:
+def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int, file: Path | None) -> None:
     """Tell how a model is verified, answer each prompt by every method, and print a table."""
     texts = [*map(read_typed, asked)]
     titles = [f"prompt {number}" for number in range(1, len(texts) + 1)]
@@ -50,11 +47,9 @@ def run(
     with console.status("checking how the model verifies drafts …"):
         found = probe(model)
     _tell_model(out, loaded, found)
-    if prewarms and found.verification != "plain":
-        prewarm_once(loaded)
     stream = TextStream(loaded.tokenizer)
 
-    def show(step: Step) -> None:
+    def on_step(step: Step) -> None:
         for i, token_id in enumerate(step.token_ids):
             text = Text(without_controls(stream.put(token_id)))
             out.print(text, style=_DRAFTED * (i < step.num_accepted), end="", soft_wrap=True)
@@ -68,7 +63,7 @@ def run(
     with Keeping(results) as kept:
         with console.status("warming up …"):
             warm_up(loaded, {**others, "lade": Lade}, settings)
-        others["lade"] = lambda: Lade(pool=NGramPool(), on_step=show)
+        others["lade"] = lambda: Lade(pool=NGramPool(), on_step=on_step)
         contest = Contest(model, others, settings)
         out.print("\nText is shown as lade commits it: ", end="")
         out.print(Text("drafted by the n-gram pool and accepted", style=_DRAFTED), end="")
@@ -95,7 +90,7 @@ def run(
         "reasons": dict(found.reasons),
     }
     names = [*results[0].answers]
-    files.show(as_json(results, names, described), table(results, names, settings.describe()))
+    show(file, as_json(results, names, described), table(results, names, settings.describe()))
     if any(each.answers["lade"].rows != each.answers["plain"].rows for each in results):
         out.print(f"[dim]{why_different(model)}[/dim]")
     kept.end(f"stopped after {len(results)} of {len(prompts)} prompts")

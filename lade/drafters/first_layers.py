@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lade.attempts import Attempt
-from lade.budget.asking import SourceCosts
 from lade.compat import Model, device_of_inputs, mesh_of
-from lade.drafters.model_drafter import ExpansionName, Growth, LengthName, ModelDrafter
+from lade.drafters.model_drafter import Growth, ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
@@ -39,7 +38,7 @@ class FirstLayers(Drafter):
 
     Args:
         num_layers: how many layers; a third of them is a first try.
-        length, expansion, max_draft_tokens, confidence: as for `AssistantModel`.
+        length: as for `AssistantModel`.
         name: of this source in `DecodeStats.sources`.
 
     Raises:
@@ -50,10 +49,7 @@ class FirstLayers(Drafter):
         self,
         num_layers: int,
         *,
-        length: LengthName | int = "measured",
-        expansion: ExpansionName = "tree",
-        max_draft_tokens: int | None = None,
-        confidence: float = 0.4,
+        length: int | None = None,
         name: str = "first_layers",
     ) -> None:
         if isinstance(num_layers, bool) or not isinstance(num_layers, int):
@@ -62,8 +58,7 @@ class FirstLayers(Drafter):
             raise ValueError(f"expected num_layers of at least 1, got {num_layers}")
         self.num_layers = num_layers
         self.name = name
-        self._growth = Growth(length, expansion, max_draft_tokens, confidence)
-        self._costs = SourceCosts()
+        self._growth = Growth(length)
 
     def for_call(self, call: DraftingCall) -> Drafter:
         """Return a drafter for one call.

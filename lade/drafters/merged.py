@@ -4,9 +4,9 @@ What a call does with them is in `lade/drafting/sources.py`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from lade.attempts import Attempt
-from lade.budget.asking import SourceCosts
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.sources import Source
 from ngram_pool import NGramPool
@@ -51,14 +51,10 @@ class Merged(Drafter):
         ValueError: there are none.
     """
 
-    _costs: list[SourceCosts]  # of the parts
-
     def __init__(self, drafters: Sequence[Drafter | NGramPool]) -> None:
         parts: list[Drafter | NGramPool] = []
-        costs: list[SourceCosts] = []
         for drafter in drafters:
             parts += drafter.parts if isinstance(drafter, Merged) else [drafter]
-            costs += drafter._costs if isinstance(drafter, Merged) else [_costs_of(drafter)]
         for part in parts:
             if not isinstance(part, Drafter | NGramPool):
                 raise TypeError(f"expected drafters or pools, got {part!r}")
@@ -66,7 +62,6 @@ class Merged(Drafter):
             raise ValueError("expected at least one drafter, got none")
         self.parts: tuple[Drafter | NGramPool, ...] = tuple(parts)
         self.names = _distinct([_name_of(part) for part in parts])
-        self._costs = costs
 
 
 def takes_pool(drafter: Drafter) -> bool:
@@ -81,20 +76,12 @@ def sources_of(drafter: Drafter, call: DraftingCall, is_strict: bool) -> list[So
     Raises:
         LadeError: one cannot draft for this call.
     """
-    guards = {"is_strict": is_strict, "device": call.device}
+    parts: Sequence[tuple[Any, str]] = [(drafter, _name_of(drafter))]
+    is_part = isinstance(drafter, Merged)
     if isinstance(drafter, Merged):
-        of_parts = zip(drafter.parts, drafter.names, drafter._costs, strict=True)
-        return [
-            Source(part, name, costs=costs, is_part=True, **guards).make(call)
-            for part, name, costs in of_parts
-        ]
-    return [Source(drafter, _name_of(drafter), costs=_costs_of(drafter), **guards).make(call)]
-
-
-def _costs_of(drafter: object) -> SourceCosts:
-    """Return what a drafter's drafts cost in earlier calls, if it knows."""
-    known = getattr(drafter, "__dict__", {}).get("_costs")  # runs no code of the user's
-    return known if isinstance(known, SourceCosts) else SourceCosts()
+        parts = [*zip(drafter.parts, drafter.names, strict=True)]
+    guards = {"is_part": is_part, "is_strict": is_strict, "device": call.device}
+    return [Source(part, name, **guards).make(call) for part, name in parts]
 
 
 def _name_of(part: object) -> str:

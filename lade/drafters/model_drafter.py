@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,15 +18,13 @@ from lade.budget.asking import FEW_BEHIND, Mean
 from lade.budget.calibration import Calibration, Floats
 from lade.drafters.runner import ModelRunner
 from lade.drafting.drafter import Drafter, DraftingCall
-from lade.drafting.drafts import draft_of, drawn_from, matched_depth
+from lade.drafting.drafts import draft_of, matched_depth
 from lade.sampling.processors import HypotheticalProcessors
 from lade.transfer import HostCopy
 from ngram_pool import Draft, SampledDraft
 
-LengthName = Literal["measured", "confidence"]
-ExpansionName = Literal["tree", "chain"]
-
 _MAX_LEVELS = 20  # of a draft whose K is no number: transformers has as many
+_SURE = 0.4  # a draft goes on after such a token where no times are known, as transformers' does
 TREE_WIDTH = 4  # nodes of a level that are run for the next, and children that each may have
 # Nodes less likely than this share of the best of their level are left out: hardly any text takes
 # them.
@@ -37,44 +35,20 @@ _MAX_SUPPORT = 256
 
 
 class Growth:
-    """How far drafts go and which tree they are; and what forwards cost, kept between calls.
+    """How far drafts go, and what forwards cost, kept between calls.
 
     Args:
-        max_draft_tokens: tokens of a draft at most, and so levels; None for no limit.
-        confidence: threshold of "confidence", and of "measured" at first.
+        length: K, levels of a draft; None for as many as make tokens come faster.
 
     Raises:
-        ValueError: there is no such rule or shape, or a number is out of range.
+        ValueError: it is no such number.
     """
 
-    def __init__(
-        self,
-        length: LengthName | int = "measured",
-        expansion: ExpansionName = "tree",
-        max_draft_tokens: int | None = None,
-        confidence: float = 0.4,
-    ) -> None:
-        is_number = isinstance(length, int) and not isinstance(length, bool)
-        if not is_number and length not in get_args(LengthName):
-            names = ", ".join(map(repr, get_args(LengthName)))
-            raise ValueError(f"expected length to be {names} or a number of tokens, got {length!r}")
-        if isinstance(length, int) and length < 1:
-            raise ValueError(f"expected length of at least 1, got {length}")
-        if expansion not in get_args(ExpansionName):
-            names = " or ".join(map(repr, get_args(ExpansionName)))
-            raise ValueError(f"expected expansion to be {names}, got {expansion!r}")
-        if max_draft_tokens is not None and max_draft_tokens < 1:
-            raise ValueError(f"expected max_draft_tokens of at least 1, got {max_draft_tokens}")
-        if not 0 <= confidence <= 1:
-            raise ValueError(f"expected confidence from 0 to 1, got {confidence!r}")
-        self.is_measured = length == "measured"
-        self.is_chain = expansion == "chain"
-        self.max_draft_tokens = max_draft_tokens
-        self.num_levels = max_draft_tokens or _MAX_LEVELS
-        #: Lowest probability of a token to go on after, where times are not known.
-        self.threshold = confidence
-        if isinstance(length, int):
-            self.num_levels, self.threshold = min(length, max_draft_tokens or length), 0.0
+    def __init__(self, length: int | None = None) -> None:
+        if length is not None and (type(length) is not int or length < 1):
+            raise ValueError(f"expected length to be a number from 1 or None, got {length!r}")
+        self.is_measured = length is None
+        self.num_levels = length or _MAX_LEVELS
         #: Seconds of a forward of the drafting model over a level.
         self.forward_sec = Mean()
 
@@ -104,17 +78,19 @@ class Rule:
 
     def __init__(self, growth: Growth, step_sec: Callable[[int], float] | None = None) -> None:
         self._growth = growth
-        self._step_sec = step_sec if growth.is_measured and step_sec else lambda num_nodes: 0.0
+        self._step_sec = step_sec or (lambda num_nodes: 0.0)
         #: How often a level was right, given the one before, of late; at first, a guess.
         self.right = Mean(0.7, 4.0)
         self._calibration = Calibration()
 
     def goes_on(self, levels: Sequence[Level]) -> bool:
         """Return whether another level is worth a forward, after these; at least one."""
+        if not self._growth.is_measured:
+            return True
         forward_sec, num_nodes = self._growth.forward_sec.value, sum(each[2] for each in levels)
         step_sec = self._step_sec(num_nodes)
         if not forward_sec or not step_sec:
-            return levels[-1].token_prob >= self._growth.threshold
+            return levels[-1].token_prob >= _SURE
         right = np.cumprod(self._calibration.believed(_given(levels)))
         more = float(right[-1]) * self.right.value
         more_sec = forward_sec + self._step_sec(num_nodes + levels[-1].num_nodes) - step_sec
@@ -214,12 +190,7 @@ class GrowingTree:
             mass = min(1.0, sum(nodes[node].prob for node in level))
             levels.append(Level(mass, nodes[level[0]].token_prob, len(level)))
             best = sorted(level, key=self._order)[:TREE_WIDTH]
-            least = _LEAST_SHARE * nodes[best[0]].prob
-            running = [
-                node
-                for node in best
-                if nodes[node].prob >= least and nodes[node].token_id not in ends
-            ]
+            running = [node for node in best if nodes[node].token_id not in ends]
             # A later node may be likelier, but is not drawn in the place of an earlier one.
             is_full = self._rng is not None and len(nodes) >= self._num_nodes
             if len(levels) >= num_levels or is_full or not running or not goes_on(levels):
@@ -250,7 +221,8 @@ class GrowingTree:
         if not supports:
             return SampledDraft.empty()
         ids, probs = (np.stack(each) for each in zip(*supports, strict=True))
-        return drawn_from(draft, ids, probs)
+        whole = draft.token_ids, draft.parents, draft.depths, draft.probs
+        return SampledDraft(*whole, ids.astype(np.int32), probs)
 
     def _order(self, node: int) -> float:
         return -self.nodes[node].prob
@@ -319,7 +291,7 @@ class ModelDrafter(Drafter):
 
     Args:
         open_runner: returns the model for a sequence; asked at its first draft.
-        growth: how far drafts go, and which tree they are.
+        growth: how far drafts go.
         max_length: tokens, text and draft together, that the model has positions for.
     """
 
@@ -351,8 +323,8 @@ class ModelDrafter(Drafter):
         """Grow a draft after the text."""
         state, growth, call = self._texts[sequence], self._growth, self._call
         state.levels = []
-        num_nodes = min(max_draft_tokens, growth.max_draft_tokens or max_draft_tokens)
-        num_levels = min(num_nodes, self._max_length - len(committed), growth.num_levels)
+        room = self._max_length - len(committed)
+        num_levels = min(max_draft_tokens, room, growth.num_levels)
         # The newest token of a text is no part of what a model has run.
         if num_levels < 1 or len(committed) < 2:
             return Draft.empty()
@@ -360,9 +332,9 @@ class ModelDrafter(Drafter):
             state.runner = self._open_runner()
         # Of a drawn tree, no path can be left out afterwards.
         few = call.max_candidates is not None and (call.rngs is not None or call.max_candidates < 2)
-        is_chain = state.runner.is_chain or growth.is_chain or few
+        is_chain = state.runner.is_chain or few
         rng = None if call.rngs is None else call.rngs[state.row]
-        tree = GrowingTree(num_nodes, is_chain, rng, state.rule.right.value)
+        tree = GrowingTree(max_draft_tokens, is_chain, rng, state.rule.right.value)
         say = partial(self._said, state, state.runner, tree, committed)
         state.levels = tree.grow(say, num_levels, state.rule.goes_on, self._ends)
         state.draft = tree.draft()

@@ -15,10 +15,10 @@ from lade.drafting.drafter import Drafter
 from lade.drafting.drafts import draft_of
 from ngram_pool import Draft
 
-# Expected acceptance of a next token, by how many tokens before it were those of the place: none,
-# 1, 2, 3 to 4, 5 to 8, 9 to 16, more. Where it was lost, a guess; the call knows better soon.
-_FIRST_PROBS = (0.2, 0.5, 0.75, 0.9, 0.95, 0.97, 0.98)
-_FIRST_RUN = 2  # matched tokens that the beginning counts as
+# Expected acceptance of a next token where the place was lost; half as many are wrong where one
+# token before it was that of the place, and so on for 2, 3 to 4, 5 to 8, 9 to 16, and more. The
+# call knows better soon.
+_FIRST_PROB, _NUM_LEVELS = 0.2, 7
 # A path has at most so many tokens, and as many more for each matched token before it: at a place
 # that is wrong, a wide step is lost.
 _PATH_PER_MATCH = 4
@@ -26,9 +26,9 @@ _SURE_RUN = 3  # matched tokens from which a place is believed, and what lies be
 _LONGEST_MATCH = 16
 # Tokens around the last sure place in which shorter matches count; places compared for one token.
 _NEAR = 64
+_LEAST_PROB = 0.05  # of a path, for it to be drafted further
 # Tokens replaced, and in their place; after more, it is not guessed that as many were replaced.
 _LONGEST_EDIT = 8
-_LEAST_PROB = 0.05  # of a path, for it to be drafted further
 
 
 class _Place(NamedTuple):
@@ -49,7 +49,7 @@ class _Row:
     text: list[int]  # its last tokens
     length: int  # of all of it
     place: _Place | None = _BEGINNING  # None where it is lost
-    run: int = _FIRST_RUN  # matched tokens before
+    run: int = _SURE_RUN  # matched tokens before
     #: Last sure place, and the tokens emitted since the text left it.
     anchor: int = 0
     since: list[int] = field(default_factory=list)
@@ -74,7 +74,8 @@ class Prediction(Drafter):
         for place, token_id in enumerate(self._ids, 1):
             self._places.setdefault(token_id, []).append(place)
         # How probable a token is, by the run before it; the first guess is as if seen twice.
-        self._probs = [Mean(prob, 2.0) for prob in _FIRST_PROBS]
+        wrong = [(1.0 - _FIRST_PROB) * 0.5**level for level in range(_NUM_LEVELS)]
+        self._probs = [Mean(1.0 - each, 2.0) for each in wrong]
         self._rows: dict[int, _Row] = {}
         self._num_opened = 0
 

@@ -39,10 +39,6 @@ class Drafter:
     def for_call(self, call: "DraftingCall") -> "Drafter":
         """Return what drafts for one call: itself, or a drafter whose state belongs to the call.
 
-        Where drafts are drawn (`DraftingCall.rngs`), `draft` of one that is made for the call may
-        return a `SampledDraft`. It is verified whole: how many nodes it has must not depend on the
-        tokens drawn for them, but whether node i exists may depend on the nodes before i.
-
         Raises:
             LadeError: it cannot draft for this call, which ends before anything is generated. Of
                 the subclasses, `lade.UnsupportedOptionError` is also a `ValueError`. Anything else
@@ -111,8 +107,8 @@ class DraftingCall:
         max_candidates: Paths of a draft that can be verified at once; None for no limit.
         processors: The call's logits processors; those that keep state must not be called.
         samples: Whether tokens are sampled; else decoding is greedy.
-        rngs: Where drafts are drawn (`Config(acceptance="rejection")` and sampling), one for each
-            row, to draw with; else None.
+        rngs: Where lade's own drafters draw (`Config(acceptance="rejection")` and sampling), one
+            for each row, to draw with; else None.
         make_pool_drafter: Returns a drafter by the call's own pools and table, as the call has
             without another drafter.
         step_sec: Returns the seconds of a step that verifies so many tokens in each row, as far as

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ngram_pool import Draft, SampledDraft
+from ngram_pool import Draft
 
 Floats = NDArray[np.float64]
 
@@ -33,12 +33,6 @@ def draft_of(
 def chain(token_ids: Sequence[int], probs: Sequence[float] | float = 1.0) -> Draft:
     """Return a draft of one path."""
     return draft_of(token_ids, range(-1, len(token_ids) - 1), probs)
-
-
-def drawn_from(draft: Draft, token_ids: Any, probs: Any) -> SampledDraft:
-    """Return a draft with what each of its nodes was drawn from."""
-    whole = draft.token_ids, draft.parents, draft.depths, draft.probs
-    return SampledDraft(*whole, token_ids.astype(np.int32), probs.astype(np.float64))
 
 
 def path_along(token_ids: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> list[int]:
@@ -102,20 +96,11 @@ def joined(drafts: Sequence[Draft], max_nodes: int) -> Draft:
 def after(token_ids: Sequence[int], draft: Draft) -> Draft:
     """Prepend a chain of tokens, each of probability 1, to a draft."""
     first = chain(token_ids)
-    whole = draft_of(
+    return draft_of(
         np.concatenate([first.token_ids, draft.token_ids]),
         np.concatenate([first.parents, draft.parents + len(first)]),
         np.concatenate([first.probs, draft.probs]),
     )
-    if not isinstance(draft, SampledDraft):
-        return whole
-    # A token that was not drawn is its own support, with probability 1.
-    support_size = max(1, draft.support_token_ids.shape[1])
-    ids = np.zeros((len(whole), support_size), np.int32)
-    probs = np.zeros(ids.shape)
-    ids[: len(first), 0], probs[: len(first), 0] = first.token_ids, 1.0
-    ids[len(first) :], probs[len(first) :] = draft.support_token_ids, draft.support_probs
-    return drawn_from(whole, ids, probs)
 
 
 def narrowed(draft: Draft, max_candidates: int) -> Draft:
@@ -171,13 +156,15 @@ def exploring(
 def checked(draft: object, max_draft_tokens: int) -> Draft:
     """Validate a drafter's draft and return it with its depths recomputed.
 
+    What it was drawn from, if it was, is left out: it is verified like any other.
+
     Args:
         max_draft_tokens: maximum number of nodes; later ones are dropped.
 
     Raises:
         TypeError: it is not a `Draft`, or an array has the wrong dtype.
         ValueError: the shapes of the arrays do not match, a parent does not come before its child,
-            a probability is not from 0 to 1, or a drawn token is not in its support.
+            or a probability is not from 0 to 1.
     """
     if not isinstance(draft, Draft):
         raise TypeError(f"expected a Draft, got {type(draft).__name__}")
@@ -195,20 +182,7 @@ def checked(draft: object, max_draft_tokens: int) -> Draft:
         raise ValueError("expected probs from 0 to 1")
     # Ids outside the vocabulary are cut off later; here they only have to fit into int32.
     ids = np.clip(token_ids[:num_nodes], -1, np.iinfo(np.int32).max).astype(np.int32)
-    whole = draft_of(ids, parents, probs)
-    if not isinstance(draft, SampledDraft):
-        return whole
-    support_ids = np.asarray(draft.support_token_ids)[:num_nodes]
-    support_probs = np.asarray(draft.support_probs)[:num_nodes]
-    if support_ids.ndim != 2 or support_ids.shape != support_probs.shape:
-        raise ValueError("expected support_token_ids and support_probs of one shape [num_nodes, n]")
-    if len(support_ids) != num_nodes:
-        raise ValueError(f"expected a support of each of {num_nodes} nodes, got {len(support_ids)}")
-    if not ((support_probs >= 0) & (support_probs <= 1)).all():
-        raise ValueError("expected support_probs from 0 to 1")
-    if not ((support_ids == ids[:, None]) & (support_probs > 0)).any(axis=1).all():
-        raise ValueError("expected every token to be in the support that it was drawn from")
-    return drawn_from(whole, support_ids, support_probs)
+    return draft_of(ids, parents, probs)
 
 
 def checked_ids(token_ids: object) -> list[int]:

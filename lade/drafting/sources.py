@@ -17,10 +17,9 @@ from lade.captures import put_back, random_states
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import checked
 from lade.drafting.pool_drafter import PoolDrafter
-from lade.drafting.successors import compile_kernels
 from lade.errors import DrafterWarning, LadeError, in_one_line
 from lade.stats import SourceStats
-from ngram_pool import Draft, NGramPool, SampledDraft
+from ngram_pool import Draft, NGramPool
 
 
 class Guard:
@@ -102,7 +101,6 @@ class Source(Guard):
     Args:
         drafter: what the user gave, or a pool.
         name: in statistics; its class if it is none of several.
-        costs: of its drafts in earlier calls, measured on.
         is_part: whether it is one of several.
         is_strict, device: see `Guard`.
     """
@@ -112,7 +110,6 @@ class Source(Guard):
         drafter: Drafter | NGramPool,
         name: str = "",
         *,
-        costs: SourceCosts | None = None,
         is_part: bool = False,
         is_strict: bool = False,
         device: torch.device | None = None,
@@ -125,7 +122,9 @@ class Source(Guard):
         self.is_part = is_part
         self.stats = SourceStats()
         self.calibration = Calibration()
-        self.costs = SourceCosts() if costs is None else costs
+        # Of its drafts, in earlier calls, too: they are kept with the drafter.
+        kept = getattr(drafter, "__dict__", {})  # runs no code of the user's
+        self.costs: SourceCosts = kept.setdefault("_lade_costs", SourceCosts())
         self.num_successors = 0
         self.learns_ngrams = self.is_free = False
         # Whether it draws when it is told how much, or at once, where drafts are drawn.
@@ -134,7 +133,6 @@ class Source(Guard):
         self.is_measured: bool | None = None
         self.handles: dict[int, Any] = {}  # by row
         self.num_run: dict[int, int] = {}  # tokens of the text at its last draft, by row
-        self._call: DraftingCall | None = None
 
     def make(self, call: DraftingCall) -> "Source":
         """Make what drafts for a call, and look at it.
@@ -142,7 +140,6 @@ class Source(Guard):
         Raises:
             LadeError: it cannot draft for this call.
         """
-        self._call = call
         self.ask(self._make, None, call, may_refuse=True)
         return self
 
@@ -163,8 +160,6 @@ class Source(Guard):
             raise TypeError(f"expected num_successors to be an int, got {wanted!r}")
         if wanted < 0:
             raise ValueError(f"expected num_successors of at least 0, got {wanted}")
-        if wanted:
-            compile_kernels()
         self.learns_ngrams, self.is_free = bool(made.learns_ngrams), bool(made.is_free)
         self.is_measured = getattr(made, "is_measured", None)
         self.num_successors = int(wanted)
@@ -187,25 +182,7 @@ class Source(Guard):
         else:
             draft = self.drafter.sample(handle, committed, most, rng)
         # What lade's own drafters return is not checked: that took as long as half of drafting.
-        if not self.is_own:
-            draft = checked(draft, most)
-        if isinstance(draft, SampledDraft):
-            self._check_drawn(draft)
-        return draft
-
-    def _check_drawn(self, draft: SampledDraft) -> None:
-        """Raise if a draft that is drawn cannot be verified as it is."""
-        assert self._call is not None
-        if self._call.rngs is None:
-            raise ValueError("expected a Draft where drafts are not drawn, got a SampledDraft")
-        most = self._call.max_candidates
-        if most is not None and len(draft):
-            # Of siblings, too: a later one is drawn only because an earlier one may be rejected.
-            num_leaves = len(draft) - len(np.unique(draft.parents[draft.parents >= 0]))
-            if num_leaves > most:
-                raise ValueError(
-                    f"expected a drawn draft of at most {most} paths, got {num_leaves}"
-                )
+        return draft if self.is_own else checked(draft, most)
 
     def close(self, row: int) -> None:
         """End a row."""

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ from lade.budget.budget import Budget
 from lade.budget.calibration import Outcome
 from lade.compat import placeholders_of
 from lade.config import Lookahead
-from lade.drafting.drafter import Drafter, DraftingCall
+from lade.drafting.drafter import DraftingCall
 from lade.drafting.drafts import (
     after,
     chain,
@@ -198,12 +197,6 @@ class Speculator:
         self._begun: float | None = None
         self._num_drafted = self._num_observed = self._num_emitted = 0
 
-    @classmethod
-    def alone(cls, batch: Batch, drafter: Drafter, budget: Budget, runner: Any) -> Self:
-        """Return what drafts by one drafter, outside of any call."""
-        call = DraftingCall(None, runner.vocab_size, batch.limits.max_length)
-        return cls(batch, [Source(drafter).make(call)], call, budget, runner)
-
     @property
     def num_successors(self) -> int:
         """Top-k target tokens to report per node; 0 for none."""
@@ -296,13 +289,14 @@ class Speculator:
             }
             if drawn:  # how many of them are verified must not depend on what was drawn
                 return dict.fromkeys(drafts, max(drawn.values())) | drawn
-        probs = [*map(attrgetter("probs"), drafts.values())]
-        if len(probs) != 1:
-            return dict(zip(drafts, budget.nums_of_nodes(probs, runner.price), strict=True))
         num_beside = 0 if window is None else window.num_cells
-        num = budget.num_nodes(probs, runner.num_pending + num_beside, runner.price)
-        # The slots that pad a forward to its width may as well hold draft tokens.
-        return dict.fromkeys(drafts, runner.width_of(1 + num + num_beside) - 1 - num_beside)
+        probs = {row: draft.probs for row, draft in drafts.items()}
+        nums = budget.nums_of_nodes(probs, runner.num_pending + num_beside, runner.price)
+        if len(nums) == 1:
+            # The slots that pad a forward to its width may as well hold draft tokens.
+            (num,) = nums.values()
+            nums = dict.fromkeys(nums, runner.width_of(1 + num + num_beside) - 1 - num_beside)
+        return nums
 
     # --- a row's draft ----------------------------------------------------------------------
 
@@ -314,6 +308,8 @@ class Speculator:
         if most > 0 and self._grammar is not None:
             state.forced = self._forced(self._grammar, row, most)
         left = max_draft_tokens - len(state.forced)
+        if state.forced and self._call.rngs is not None:
+            left = 0  # nothing is drawn behind them
         if most > 0 and left > 0:
             ahead = [*context, *state.forced] if state.forced else context
             draft = self._asked(row, state, ahead, left)
@@ -423,12 +419,12 @@ class Speculator:
         if isinstance(state.draft, SampledDraft):
             return state.draft if num_nodes else state.draft.first(0)
         proposed, source = state.draft.first(num_nodes), state.source
-        num_drawn = len(proposed) - len(state.forced)
-        if rngs is None or num_drawn < 1 or source is None or not source.is_pool:
+        if source is None or not source.is_pool:
             return proposed
-        context = self._batch.contexts[row]
-        ahead = [*context, *state.forced] if state.forced else context
-        sampled = source.ask(source.draft, _NOTHING, row, ahead, num_drawn, rngs[row])
+        if rngs is None or state.forced or not proposed:
+            return proposed
+        args = row, self._batch.contexts[row], len(proposed), rngs[row]
+        sampled = source.ask(source.draft, _NOTHING, *args)
         if state.asked:
             state.asked[-1] = state.asked[-1]._replace(draft=sampled, after=sampled)
         return self._possible(state, sampled)
@@ -516,7 +512,7 @@ class Speculator:
         most = len(emitted) - (0 if draws else 1)
         for source, before, with_own, draft, sec in state.asked if emitted else ():
             if not draws:
-                source.calibration.record([Outcome(row, draft, emitted)])
+                source.calibration.learn(draft, emitted)
             source.stats.num_accepted_tokens += matched_depth(draft, emitted)
             num_added = min(most, matched_depth(with_own, emitted))
             num_added -= min(most, matched_depth(before, emitted))

@@ -6,7 +6,7 @@ What other threads must not do meanwhile is in `lade.captures`.
 import gc
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -114,20 +114,3 @@ def without_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def end_failed_capture(device: torch.device, pool: Any) -> None:
-    """Tell the allocator and the random generator that a capture has failed.
-
-    torch up to 2.11 does not: the one asserts when it frees memory, the other refuses every draw.
-    """
-    with suppress(RuntimeError, StopIteration):  # it knows
-        names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
-        end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
-        end(device.index or 0, pool)  # the latter before torch 2.8
-    with suppress(RuntimeError):  # the device is beyond help
-        # The generator forgets one capture at the end of another.
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            torch.zeros(1, device=device)

@@ -19,7 +19,6 @@ from lade.attention.masks import FULL, Reach, TreeSlots
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, Seen, runs_in_triton, with_seen
 from lade.captures import free_unused
 from lade.compat import CACHE, Model
-from lade.errors import LadeError
 from lade.gpu.graphs import Graphs, dependencies_of
 from lade.gpu.workspace import (
     StaticInputs,
@@ -83,7 +82,7 @@ class FixedTarget(TreeTarget):
 
     Args:
         model, input_ids, model_kwargs, layout, max_new_tokens, generation_config, attention: as for
-            `TreeTarget`. Hidden states and attentions cannot be asked for.
+            `TreeTarget`.
         settings: how steps are run.
     """
 
@@ -106,8 +105,6 @@ class FixedTarget(TreeTarget):
         super().__init__(
             *(model, input_ids, model_kwargs, layout, max_new_tokens, generation_config, attention)
         )
-        if self._outputs:
-            raise LadeError(f"expected no {', '.join(self._outputs)} in steps of fixed shape")
         self._is_shown = False
         # Our Triton attention reads only the keys that exist, however many slots are shown. What is
         # compiled is compiled anew for another number of slots.

@@ -20,7 +20,6 @@ from lade.compat import Model, device_of_inputs, experts_of, has_adapters, has_h
 from lade.gpu.capture import (
     NoWaiting,
     clear_workspaces,
-    end_failed_capture,
     refused_waits,
     without_garbage_collection,
 )
@@ -104,9 +103,6 @@ class CudaRecorder:
                 torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode),
             ):
                 output = run(is_recorded=True)
-        except BaseException:  # cleaned up after interrupts, too
-            end_failed_capture(self._device, self._pool)
-            raise
         finally:
             clear_workspaces()
         return Recording(graph.replay, output)

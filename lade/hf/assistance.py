@@ -8,7 +8,7 @@ which is where transformers looks for all but `assistant_early_exit`.
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from transformers import GenerationConfig
@@ -18,9 +18,6 @@ from lade.drafting.drafter import Drafter
 from lade.errors import UnsupportedOptionError
 from lade.probing.profile import Profiles
 
-_SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-_STEERING = ("num_assistant_tokens", "num_assistant_tokens_schedule")
-_THRESHOLD = "assistant_confidence_threshold"
 # How transformers aligns texts of two tokenizers, and what would change the text.
 _REFUSED = ("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight")
 # What transformers fills in where nothing was asked for.
@@ -34,51 +31,22 @@ _DEFAULTS: dict[str, Any] = {
 _MAX_KEPT = 8  # drafters with different options that are kept for a target
 
 
-class Steering(NamedTuple):
-    """How far an assistant drafts, as transformers' options say; None where they do not."""
+def _length_by(*sources: Any) -> int | None:
+    """Return the constant K that dicts and generation configs ask for, None for lade's own.
 
-    num_tokens: int | None = None
-    schedule: str | None = None
-    threshold: float | None = None
+    The first that says anything of an option counts. Only without a threshold of confidence is K
+    constant in transformers; how it follows the text is left to lade, which measures what pays.
 
-    @classmethod
-    def of(cls, *sources: Any) -> "Steering":
-        """Return what dicts and generation configs say, the first that says anything of each.
-
-        Raises:
-            ValueError: a value is out of its range.
-            UnsupportedOptionError: an option cannot be honoured.
-        """
-        for name in _REFUSED:
-            if _first(name, sources) is not None:
-                raise UnsupportedOptionError(f"lade does not support {name} beside an assistant")
-        num_tokens, schedule = (_first(name, sources) for name in _STEERING)
-        threshold = _first(_THRESHOLD, sources)
-        if num_tokens is not None and not (num_tokens >= 1 and num_tokens == int(num_tokens)):
-            raise ValueError(f"expected num_assistant_tokens of at least 1, got {num_tokens!r}")
-        if schedule not in (None, *_SCHEDULES):
-            known = ", ".join(map(repr, _SCHEDULES))
-            raise ValueError(f"expected num_assistant_tokens_schedule of {known}, got {schedule!r}")
-        if threshold is not None and not 0 <= threshold <= 1:
-            raise ValueError(f"expected {_THRESHOLD} from 0 to 1, got {threshold!r}")
-        return cls(None if num_tokens is None else int(num_tokens), schedule, threshold)
-
-    def options(self) -> dict[str, Any]:
-        """Return arguments of drafters that are models, for chains as transformers drafts them.
-
-        Its defaults stand for options that are not given. Without any, lade's own decide; and a
-        number of tokens that follows what came of drafts is lade's own, which is measured.
-        """
-        if self == Steering():
-            return {}
-        num_tokens = self.num_tokens or _DEFAULTS["num_assistant_tokens"]
-        threshold = _DEFAULTS[_THRESHOLD] if self.threshold is None else self.threshold
-        made: dict[str, Any] = {"expansion": "chain", "confidence": threshold}
-        if self.schedule in ("heuristic", "heuristic_transient"):
-            return {**made, "length": "measured"}
-        if threshold == 0:
-            return {**made, "length": num_tokens}
-        return {**made, "length": "confidence", "max_draft_tokens": num_tokens}
+    Raises:
+        UnsupportedOptionError: an option cannot be honoured.
+    """
+    for name in _REFUSED:
+        if _first(name, sources) is not None:
+            raise UnsupportedOptionError(f"lade does not support {name} beside an assistant")
+    num_tokens, schedule, threshold = (_first(name, sources) for name in [*_DEFAULTS][:3])
+    if threshold != 0 or schedule not in (None, "constant"):
+        return None
+    return int(num_tokens or _DEFAULTS["num_assistant_tokens"])
 
 
 _LOCK = threading.Lock()  # held for a moment: two threads must not lose each other's drafter
@@ -120,9 +88,9 @@ def take_assistant(
         raise UnsupportedOptionError("lade does not support speculation_type")
     from lade.drafters import AssistantModel
 
-    steering = Steering.of(*of_call, assistant.generation_config)
-    make = partial(AssistantModel, assistant, **steering.options())
-    return _kept(assistant, model, (steering,), make)
+    length = _length_by(*of_call, assistant.generation_config)
+    make = partial(AssistantModel, assistant, length=length)
+    return _kept(assistant, model, (length,), make)
 
 
 def exiting_early(
@@ -143,12 +111,10 @@ def exiting_early(
         raise ValueError("expected drafter or assistant_early_exit, got both")
     from lade.drafters import FirstLayers
 
-    names = (*_STEERING, _THRESHOLD, *_REFUSED)
-    found = {name: getattr(config, name, None) for name in names}
-    asked = {name: value for name, value in found.items() if value != _DEFAULTS.get(name)}
-    steering = Steering.of(asked)
-    make = partial(FirstLayers, num_layers, **steering.options())
-    return _kept(model, model, (steering, num_layers), make)
+    found = {name: getattr(config, name, None) for name in (*_DEFAULTS, *_REFUSED)}
+    length = _length_by({name: of for name, of in found.items() if of != _DEFAULTS.get(name)})
+    make = partial(FirstLayers, num_layers, length=length)
+    return _kept(model, model, (length, num_layers), make)
 
 
 def _kept(

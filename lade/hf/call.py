@@ -53,8 +53,14 @@ class Call:
         return bool(self.options.return_dict_in_generate)
 
     @property
-    def wanted_outputs(self) -> list[str]:
-        """Names of the outputs that the result has for each token."""
-        names = ("scores", "logits", "hidden_states", "attentions")
-        wanted = [name for name in names if getattr(self.options, f"output_{name}")]
-        return wanted if self.returns_dict else []
+    def wanted_scores(self) -> list[str]:
+        """Names of the scores that the result has for each token."""
+        return [name for name in ("scores", "logits") if self._returns(name)]
+
+    @property
+    def returns_states(self) -> bool:
+        """Whether the result has what layers gave for each token."""
+        return self._returns("hidden_states") or self._returns("attentions")
+
+    def _returns(self, name: str) -> bool:
+        return self.returns_dict and bool(getattr(self.options, f"output_{name}"))

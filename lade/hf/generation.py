@@ -16,6 +16,7 @@ from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS
 from lade.batch import Batch, Limits, Text
 from lade.budget.budget import Budget
+from lade.budget.costs import ForwardCosts
 from lade.compat import (
     CACHE,
     Model,
@@ -29,7 +30,7 @@ from lade.config import SPECULATING
 from lade.decoder import Decoder, VerificationError
 from lade.drafters.merged import sources_of
 from lade.drafting.drafter import Drafter, DraftingCall
-from lade.drafting.grammar import forced_tokens_of
+from lade.drafting.grammar import ForcedTokens
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.sources import Guard, Source
 from lade.drafting.speculator import Speculator
@@ -53,11 +54,10 @@ from lade.hf.call import Call
 from lade.hf.pools import credit, opened
 from lade.hf.predictions import beside_prediction
 from lade.hf.prefixes import Reuse, reuse_of
-from lade.hf.resume import finish_plainly, replayed
+from lade.hf.resume import finish_plainly
 from lade.hf.stopping import StopRule
 from lade.hf.streams import PlainStream, Report, stopping
 from lade.outputs import Outputs
-from lade.prewarming.costs import costs_of
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
@@ -72,7 +72,7 @@ from lade.sampling.rejection_choice import rejection_choice
 from lade.stats import DecodeStats
 from lade.targets.base import Target
 from lade.targets.inputs import is_text_alone, sees_its_ends
-from lade.targets.rollback import cache_in, length_of
+from lade.targets.rollback import cache_in
 from lade.targets.rows import RowsTarget
 from lade.targets.trees import TreeTarget
 from ngram_pool import NGramPool
@@ -153,7 +153,6 @@ class Generation:
         with Attempt(LadeError, MisfitError, even_memory=True) as attempt:
             needed = requirements_of(
                 model,
-                self._profile,
                 self._call.input_ids,
                 self._call.options,
                 self._call.model_kwargs,
@@ -213,6 +212,8 @@ class Generation:
             return reason
         if has_adapters_by_row(self._model):
             return "PEFT has an adapter for each row of the call, and would have none for drafts"
+        if self._call.returns_states:
+            return "hidden states or attentions are returned"
         watching = (*self._call.processors, *self._call.criteria)
         is_users = self._cache is not None and self._may_be_users(self._cache)
         if is_users and any(map(is_own_callback, watching)):
@@ -229,7 +230,7 @@ class Generation:
             (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
             (not StopRule(call.criteria).takes_rows, "a stop criterion sees all rows"),
             (pad_token is not None and int(pad_token) < 0, "its padding is no token"),
-            (bool(call.wanted_outputs), "scores or states are returned, of rows that ended, too"),
+            (bool(call.wanted_scores), "scores are returned, of rows that ended, too"),
             (self._is_users_cache, "a cache was passed"),
             (not is_text_alone(call.model_kwargs), "its prompts have more than tokens"),
             (config.lookahead is not None, "windows are run beside drafts of one row"),
@@ -298,8 +299,8 @@ class Generation:
             may_learn = any(source.learns_ngrams or source.has_failed for source in sources)
             if config.lookahead is not None and not may_learn:
                 refuse_lookahead(given)
-        grammar, foresight = forced_tokens_of(self._call.processors), None
-        if grammar is not None:
+        foresight, known = None, (p for p in self._call.processors if isinstance(p, ForcedTokens))
+        if (grammar := next(known, None)) is not None:
             what = f"forced tokens: {type(grammar).__name__}"
             foresight = Guard(grammar, what, config.strict_drafter, device)
         return call, sources, foresight
@@ -336,8 +337,8 @@ class Generation:
             1.0 if self._call.options.temperature is None else self._call.options.temperature
         )
         temperature = temperature if self._call.options.do_sample else 0.0
-        # Measuring takes a second, of which a limit of time knows nothing.
-        costs = costs_of(self._model, self._profile, verification, may_measure=self._may_set_up)
+        key = "costs", verification.verification, verification.execution, verification.products
+        costs = self._profile.once(key, ForwardCosts)
         return Budget(costs, temperature, asked)
 
     def _prompt_harvester(
@@ -373,7 +374,7 @@ class Generation:
         stop = StopRule(self._call.criteria)
         pad_token = options._pad_token_tensor if stop.has_eos else None
         text = Text(self._call.input_ids, None if pad_token is None else int(pad_token))
-        outputs = Outputs(self._call.wanted_outputs)
+        outputs = Outputs(self._call.wanted_scores)
         stop.watch(text, outputs)
         processors = Processors(self._call.processors, self._call.num_rows)
         report = Report(self._call.streamer, self._call.arguments.on_step, text)
@@ -441,26 +442,25 @@ class Generation:
         stats.sources = speculator.sources()
         credit(self._call.arguments.pool, stats.num_accepted_tokens)
         if decoder.failure is not None:
-            report.add_missing(stats)
-            if not all(text.is_finished):
-                model_kwargs = self._inputs_after(decoder, target, text)
-                output, rest = finish_plainly(self._call, text, outputs, report, model_kwargs)
-                self._give_up(verification, decoder.failure)  # unless plain decoding fails, too
-                if not self._call.returns_dict:
-                    return output
-                stats.add(rest)
-                return self._plain_result(output, stats)
-            self._give_up(verification, decoder.failure)
+            target.undo()
+            if self._reuse is not None:
+                self._reuse.undo()
+                stats.num_reused_tokens = 0
+            output, rest = finish_plainly(self._call, text, outputs, report)
+            self._give_up(verification, decoder.failure)  # unless plain decoding fails, too
+            if not self._call.returns_dict:
+                return output
+            stats.add(rest)
+            return self._plain_result(output, stats)
         report.end()
         if self._reuse is not None:
-            self._keep(self._reuse, text.token_ids[0], decoder.failure is None, target)
+            self._keep(self._reuse, text.token_ids[0], target)
         elif limits.gives_cache:
             if isinstance(target, RowsTarget):
                 stats.num_steps += target.fill(text)
             self._cache = target.hand_over(self._cache)
-        if decoder.failure is None:
-            target.release()
-            self._profile.warm.add((needed.cache, needed.is_padded or self._company is not None))
+        target.release()
+        self._profile.warm.add((needed.cache, needed.is_padded or self._company is not None))
         self._say_why_eager(verification, target)
         return self._result(text, outputs, stats)
 
@@ -472,29 +472,13 @@ class Generation:
             sequences=text.sequences(),
             scores=outputs.get("scores"),
             logits=outputs.get("logits"),
-            attentions=outputs.get("attentions"),
-            hidden_states=outputs.get("hidden_states"),
             **{CACHE: self._cache},
         )
 
-    def _inputs_after(self, decoder: Decoder, target: Target, text: Text) -> dict[str, Any]:
-        """Return the prompt's model inputs, with a cache that plain decoding can go on from."""
-        target.undo()
-        if self._reuse is not None:
-            self._reuse.undo()
-            decoder.stats.num_reused_tokens = 0
-        # A state without a length does not tell transformers which tokens it has seen.
-        cache, failure = cache_in(self._call.model_kwargs), decoder.failure
-        goes_on = cache is not None and length_of(cache) is not None and text.num_rows == 1
-        if goes_on and failure is not None and failure.flaw is not None:
-            return replayed(self._call, text)
-        return self._call.model_kwargs
-
     def _decode_plainly(self) -> Any:
         """Decode as `generate` itself does, if no method can verify drafts."""
-        stream = PlainStream(
-            self._call.streamer, self._call.arguments.on_step, [False] * self._call.num_rows
-        )
+        given = self._call.arguments
+        stream = PlainStream(self._call.streamer, given.on_step, self._call.num_rows)
         output = decode_plainly(
             self._model,
             self._call.input_ids,
@@ -515,27 +499,19 @@ class Generation:
         kept = {} if self._reuse is None else {CACHE: None}
         return GenerateOutput.of(stats, **{**output, **kept})
 
-    def _keep(
-        self,
-        reuse: Reuse,
-        token_ids: Sequence[int],
-        is_whole: bool = True,
-        target: Target | None = None,
-    ) -> None:
+    def _keep(self, reuse: Reuse, token_ids: Sequence[int], target: Target | None = None) -> None:
         """Keep the keys and values of a text for later calls; the caller gets none.
 
         What cannot be kept is dropped: the text is complete.
 
         Args:
-            is_whole: whether its keys and values are to be trusted.
             target: holds them; None if the call's cache does.
         """
         with Attempt(even_memory=True) as attempt:
-            if target is not None and is_whole:
+            if target is not None:
                 target.hand_over(self._cache)
-            if is_whole:
-                reuse.end(token_ids)
-        if not is_whole or attempt.failure is not None:
+            reuse.end(token_ids)
+        if attempt.failure is not None:
             reuse.undo()
         self._cache = None
 

@@ -18,7 +18,6 @@ from lade.targets.inputs import is_text_alone
 from lade.targets.prefixes import (
     KeptText,
     Origin,
-    Owner,
     PrefixStore,
     is_cuttable,
     move_to_own_memory,
@@ -85,7 +84,7 @@ def reuse_of(call: Call, profile: Profile) -> Reuse | None:
     cache = call.model_kwargs.get(CACHE)  # `generate` goes on from no other
     if not _is_plain_text(call, cache):
         return None
-    if {"hidden_states", "attentions"} & {*call.wanted_outputs}:
+    if call.returns_states:
         return None  # these are wanted of every token of the prompt
     if options.prefill_chunk_size is not None and not CHUNKS_GO_ON:
         return None
@@ -151,5 +150,5 @@ def _owner_of(arguments: Arguments, store: PrefixStore) -> object:
         if isinstance(pool, NamedPool):
             return str(pool.store.folder), pool.name
         if not pool.is_read_only:
-            return Owner(pool, store)
-    return None if arguments.drafter is None else Owner(arguments.drafter, store)
+            return store.owner_of(pool)
+    return None if arguments.drafter is None else store.owner_of(arguments.drafter)

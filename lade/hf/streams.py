@@ -31,32 +31,17 @@ class Report:
             if self._on_step is not None:
                 self._on_step(step)
 
-    def add_missing(self, stats: DecodeStats) -> None:
-        """Tell of tokens that no step told of, as steps without a draft, and count these."""
-        steps = []
-        for row, token_ids in enumerate(self._text.token_ids):
-            left = token_ids[self._num_told[row] : self._text.num_unpadded[row]]
-            if left:
-                steps.append(Step(left, 0, 0, row))
-                stats.count_row_step(steps[-1])
-        self.add(steps)
-
     def end(self) -> None:
         """End the streamer."""
         if self.streamer is not None:
             self.streamer.end()
 
     def continued(self) -> "PlainStream":
-        """Return a stream for plain decoding of the rest, whose rows are of equal length now."""
-        text = self._text
-        length = text.longest
+        """Return a stream for plain decoding of the same prompts, which tells what is not told."""
+        num_prompt = self._text.num_prompt
+        num_told = [num - num_prompt for num in self._num_told]
         return PlainStream(
-            self.streamer,
-            self._on_step,
-            [*text.is_finished],
-            self._num_put - length,
-            [num_told - length for num_told in self._num_told],
-            is_resumed=length > text.num_prompt,
+            self.streamer, self._on_step, len(num_told), self._num_put - num_prompt, num_told
         )
 
     def put(self) -> None:
@@ -110,28 +95,24 @@ class PlainStream(BaseStreamer):  # type: ignore[misc]
     """A streamer for plain decoding that feeds streamer, `on_step` and statistics as lade does.
 
     Args:
-        is_finished: whether each row is finished before the first token.
         num_put: columns that the streamer has had already.
-        num_told: tokens of each row that `on_step` has had already; None for none.
-        is_resumed: whether decoding continues an earlier text.
+        num_told: tokens of each row that `on_step` and statistics have had already; None where
+            decoding continues no earlier text.
     """
 
     def __init__(
         self,
         streamer: BaseStreamer | None,
         on_step: OnStep | None,
-        is_finished: list[bool],
+        num_rows: int,
         num_put: int = 0,
         num_told: Sequence[int] | None = None,
-        is_resumed: bool = False,
     ) -> None:
-        self.stats = DecodeStats(num_prefills=0 if is_resumed else len(is_finished))
-        self._is_resumed = is_resumed
+        self.stats = DecodeStats(num_prefills=num_rows if num_told is None else 0)
         self._streamer = streamer
         self._on_step = on_step
-        self._is_finished = is_finished
         self._num_put = num_put
-        self._num_told = num_told or [0] * len(is_finished)
+        self._num_told = num_told or [0] * num_rows
         self._watched = _Watched(StoppingCriteriaList())
         self._num_columns = 0
         self._since = perf_counter()
@@ -151,14 +132,14 @@ class PlainStream(BaseStreamer):  # type: ignore[misc]
         self.stats.num_steps += self._num_columns > 0
         # Newer versions of transformers call the criteria before putting a token, older ones after.
         done = self._watched.is_finished
-        before = done[self._num_columns - 1] if self._num_columns else self._is_finished
         for row, token_id in enumerate(value.tolist()):
-            if before[row]:
+            has_ended = self._num_columns and done[self._num_columns - 1][row]
+            if has_ended or self._num_columns < self._num_told[row]:
                 continue
             step = Step([token_id], 0, 0, row)
-            if self._num_columns or self._is_resumed:
+            if self._num_columns:
                 self.stats.count_row_step(step)
-            if self._on_step is not None and self._num_columns >= self._num_told[row]:
+            if self._on_step is not None:
                 self._on_step(step)
         self._num_columns += 1
         self._since = perf_counter()

@@ -1,8 +1,6 @@
 """Load a model from a local folder, the hub or the package index, and say in a line why not."""
 
-import json
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,7 +15,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 _REACH_SEC = 4.0
 # A folder with a tokenizer has a file that matches one of these.
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")
-_JSON_FILES = ("*config.json", "*token*.json", "*vocab*.json", "*.index.json")
+_NEAR = 0.4  # in difflib's measure: bf16 is near bfloat16, and smolm2 near the default model
 
 
 class LoadedModel(NamedTuple):
@@ -65,6 +63,10 @@ def load(
         ModelFetchError: the embedded model could not be fetched or converted.
         UserError: the device or dtype does not exist, or the model could not be loaded.
     """
+    if dtype not in (None, *DTYPES):
+        raise UserError(
+            f"expected dtype {', '.join(DTYPES)}, got {dtype!r}{_hint(str(dtype), DTYPES)}"
+        )
     chosen = find_model(name)
     tell = progress or (lambda what: None)
     tell("Loading torch and transformers")  # which takes seconds
@@ -74,8 +76,6 @@ def load(
         from transformers.utils import logging
 
     chosen_device = device_of(device)
-    if dtype not in (None, *DTYPES):
-        raise UserError(f"expected dtype {', '.join(DTYPES)}, got {dtype!r}")
     chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(chosen_device)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -100,14 +100,15 @@ def load(
 
 
 def load_tokenizer(
-    name: str, *, trust_remote_code: bool = False, progress: Progress | None = None
+    name: str | None, *, trust_remote_code: bool = False, progress: Progress | None = None
 ) -> Any:
-    """Load the tokenizer of a model that `find_model` found; weights are not needed."""
+    """Load the tokenizer of a model alone, named as for `load`; weights are not needed."""
     from transformers import AutoTokenizer
 
-    with _telling_why(name):
+    chosen = find_model(name)
+    with _telling_why(chosen):
         return AutoTokenizer.from_pretrained(
-            source_of(name, progress), trust_remote_code=trust_remote_code
+            source_of(chosen, progress), trust_remote_code=trust_remote_code
         )
 
 
@@ -129,9 +130,11 @@ def find_model(model: str | None) -> str:
         return DEFAULT_MODEL
     folder = Path(model)
     if folder.is_dir() and model:
-        has_tokenizer = any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
-        if (folder / "config.json").is_file() and not has_tokenizer:
-            raise UserError(f"the folder {model} has a model, but no tokenizer (tokenizer.json)")
+        if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+            raise UserError(
+                f"expected a model and its tokenizer in the folder {model}, got no tokenizer "
+                "(tokenizer.json)"
+            )
         return model
     if model.lower() in EMBEDDED_MODELS:
         return model.lower()
@@ -159,12 +162,16 @@ def _check_reachable(name: str) -> None:
     except HfHubHTTPError:
         return  # it says why not, when it is asked in earnest
     except Exception as error:  # of whichever client the Hub's library has
-        near = get_close_matches(name.lower(), EMBEDDED_MODELS, 1)
-        hint = f"; {near[0]} is meant, perhaps" if near else ""
         raise UserError(
             f"the model {name!r} could not be loaded: there is no folder of that name, and the "
-            f"Hugging Face Hub cannot be reached ({error}){hint}"
+            f"Hugging Face Hub cannot be reached ({error}){_hint(name, EMBEDDED_MODELS)}"
         ) from error
+
+
+def _hint(got: str, known: Iterable[str]) -> str:
+    """Return which of the known words is meant, as the end of an error, if one is near."""
+    near = get_close_matches(got.lower(), known, 1, _NEAR)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 @contextmanager
@@ -175,46 +182,10 @@ def _telling_why(name: str) -> Iterator[None]:
     except LadeError:
         raise
     except Exception as error:  # readers of damaged files may raise anything
-        reason = _why_not_loaded(name, str(error))
-        told = reason or f"the model {name!r} could not be loaded: {in_one_line(error)}"
-        raise UserError(told) from error
-
-
-def _why_not_loaded(name: str, said: str) -> str | None:
-    """Return what is wrong with a model, or None where the original error says it best."""
-    from huggingface_hub import try_to_load_from_cache
-
-    # transformers' message for any other kind of model; it goes on to list all causal LMs.
-    other_kind = re.search(r"configuration class <class '[\w.]*\.(\w+)'> for this kind", said)
-    if other_kind is not None:
-        return f"{name} is no causal LM, it has a {other_kind[1]}; lade decodes causal LMs"
-    if "trust_remote_code" in said:
-        return f"{name} comes with code of its own; --trust-remote-code lets it run"
-    cached = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
-    folder = Path(cached).parent if isinstance(cached, str) else Path(name)
-    if not folder.is_dir():
-        return None
-    for path in sorted(folder.iterdir()):
-        if _is_damaged(path):
-            return f"the file {path.name} in {folder} is incomplete or damaged; fetch it again"
-    if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
-        return f"the folder {folder} has no model (config.json)"
-    return None
-
-
-def _is_damaged(path: Path) -> bool:
-    """Return whether a checkpoint file cannot be read in its format."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        if any(path.match(pattern) for pattern in _JSON_FILES):
-            json.loads(path.read_bytes())
-        elif path.suffix == ".safetensors":
-            with safe_open(path, framework="pt"):
-                pass
-    except (ValueError, SafetensorError):
-        return True
-    return False
+        asks = "trust_remote_code" in str(error)
+        told = "it comes with code of its own, which --trust-remote-code lets run"
+        told = told if asks else in_one_line(error)
+        raise UserError(f"the model {name!r} could not be loaded: {told}") from error
 
 
 def device_of(name: str | None) -> Any:
@@ -230,8 +201,11 @@ def device_of(name: str | None) -> Any:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"expected a torch device of this machine, got {name!r}: {error}") from None
+    except (RuntimeError, AssertionError):
+        here = "cpu or cuda" if torch.cuda.is_available() else "cpu, as torch finds no GPU to use"
+        raise UserError(
+            f"expected a torch device of this machine, such as {here}; got {name!r}"
+        ) from None
     return device
 
 

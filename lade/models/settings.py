@@ -25,13 +25,10 @@ class Settings:
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("seed", 0), ("top_k", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
+            if not isinstance(value, int):
                 raise TypeError(f"expected {name} to be an integer, got {value!r}")
             if value < least:
                 raise UserError(f"expected {name} of {least} or more, got {value}")
-        for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                raise TypeError(f"expected {name} to be a number, got {value!r}")
         if not 0 <= self.temperature < math.inf:
             raise UserError(
                 f"expected a finite temperature of 0 (greedy) or more, got {self.temperature}"

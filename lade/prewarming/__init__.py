@@ -1,4 +1,4 @@
 """`lade.prewarm`: a model's own likely successors, written down ahead of time and kept on disk.
 
-Beside them are the costs of its forwards. Drafting from tables is left to `lade.drafting`.
+Drafting from tables is left to `lade.drafting`.
 """

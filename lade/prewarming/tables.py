@@ -11,7 +11,7 @@ import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from lade.compat import Model, mesh_of, without_compiler
-from lade.errors import UnsupportedModelError
+from lade.errors import UnsupportedModelError, UserError
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.probing.profile import Profile
 from ngram_pool import SuccessorTable
@@ -55,16 +55,11 @@ def forget_prewarmed_table(model: Model) -> None:
         profile.found.pop("prewarmed", None)
 
 
-def cache_folder(name: str) -> Path:
-    """Return a folder in the user's cache; it need not exist."""
-    from platformdirs import user_cache_path  # here, as only files need it
-
-    return user_cache_path("lade", appauthor=False) / name
-
-
 def tables_folder() -> Path:
     """Return the folder of all tables in the user's cache; it need not exist."""
-    return cache_folder("tables")
+    from platformdirs import user_cache_path  # here, as only files need it
+
+    return user_cache_path("lade", appauthor=False) / "tables"
 
 
 def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None:
@@ -131,7 +126,7 @@ def _read(path: Path, vocab_size: int) -> StoredTable:
                 raise ValueError(f"expected format {_FORMAT}, got {described['format']!r}")
             return StoredTable(_table_in(file, vocab_size), _effort_in(described["effort"]))
     except _NOT_OURS as error:
-        raise ValueError(
+        raise UserError(
             f"expected a table that lade prewarm made for this model in {path}, remove it to begin "
             f"anew; got a file that cannot be used ({type(error).__name__}: {error})"
         ) from error

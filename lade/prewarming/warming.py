@@ -8,10 +8,8 @@ from torch import nn
 
 from lade.compat import Model, without_compiler
 from lade.config import Config
-from lade.drafting.successors import compile_kernels
 from lade.forward import job
 from lade.gpu.policy import DevicePolicy
-from lade.prewarming.costs import costs_of
 from lade.probing.factory import with_products
 from lade.probing.plan import choose_verification, execution_of
 from lade.probing.profile import profile_of
@@ -22,7 +20,7 @@ from ngram_pool.pool import compile_texts
 
 
 def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) -> None:
-    """Compile or load lade's kernels, check a model, and measure its first forwards.
+    """Compile or load lade's kernels, and check a model.
 
     The first call does so otherwise, for some seconds, or a minute where nothing is compiled yet; a
     call with `max_time` never does, and is decoded plainly until another call has.
@@ -49,9 +47,7 @@ def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) ->
                 model, config=config, num_rows=num, execution=execution, profile=profile
             )
             if config.uses_products and not config.stable_text:
-                chosen = with_products(chosen, model, profile)
-            if chosen.verification != "plain":
-                costs_of(model, profile, chosen)
+                with_products(chosen, model, profile)
             profile.warm.add(("dynamic", num > 1))
 
 
@@ -60,7 +56,6 @@ def kernels() -> Mapping[str, Callable[[], Any]]:
     return {
         "the pool": lambda: NGramPool(1),
         "pools on disk": compile_texts,
-        "the ranks of tokens": compile_kernels,
         "whole forwards": job.kernels,
         "products for few rows": _load_products,
     }

@@ -54,7 +54,7 @@ def own_code_of(model: Model, *, besides_hooks: bool = False) -> str | None:
         if any(is_own(type(each)) for each in module._parameters.values() if each is not None):
             return f"weights of {where}"
     for function in code_of({type(module) for module in model.modules()}):
-        if is_own(inspect.unwrap(function)) or is_own(function):
+        if is_own(function):
             return f"the function {function.__qualname__}"
     attention = ALL_ATTENTION_FUNCTIONS.get(attention_of(model))
     if attention is not None and is_own(attention):
@@ -145,16 +145,12 @@ def is_code(value: Any) -> bool:
 
 def is_own(code: Any, depth: int = 4) -> bool:
     """Return whether a callable is the user's: the function, or one that it is made of."""
-    inside: list[Any] = []
+    inside = [getattr(code, "__wrapped__", None)]
     if isinstance(code, partial):
         # accelerate puts a partial of its own function and the forward before in place of that.
         inside = [code.func, *code.args]
     elif isinstance(code, MethodType):
         inside = [code.__func__]
-        if isinstance(code.__self__, nn.Module):
-            inside.append(type(code.__self__))
-    elif isinstance(code, FunctionType):
-        inside = [_content_of(cell) for cell in code.__closure__ or ()]
     if depth and any(is_code(each) and is_own(each, depth - 1) for each in inside):
         return True
     if isinstance(code, partial | MethodType):
@@ -167,10 +163,3 @@ def is_own(code: Any, depth: int = 4) -> bool:
     # What is compiled and belongs to nobody is Python's or torch's.
     package = str(name or "builtins").partition(".")[0]
     return package not in _PACKAGES and package not in sys.stdlib_module_names
-
-
-def _content_of(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # still empty
-        return None

@@ -1,13 +1,12 @@
 """Which verification methods a call rules out, by its inputs, its cache and its lengths."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import (
-    Cache,
     DynamicCache,
     DynamicLayer,
     StaticCache,
@@ -17,9 +16,9 @@ from transformers.cache_utils import (
 from lade.attempts import Attempt
 from lade.compat import CACHE, Model, device_of_inputs, may_be_users, mesh_of
 from lade.config import SPECULATING, Verification
-from lade.probing.own_code import has_own_inputs, is_code, is_own
+from lade.probing.own_code import has_own_inputs, is_code
 from lade.probing.plan import WITHOUT_CACHE
-from lade.probing.profile import CacheKind, Profile
+from lade.probing.profile import CacheKind
 from lade.probing.rules import (
     Lengths,
     longest_draft,
@@ -27,7 +26,6 @@ from lade.probing.rules import (
     why_no_tree,
     why_not_speculate,
 )
-from lade.probing.selfcheck import has_usual_outputs
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, num_slots_of
 from lade.targets.kv_memory import kind_of
 from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
@@ -47,11 +45,6 @@ _CONTINUED = {
 }
 # Layers that keep every token, as any layer of a model may: its masks show what it sees of them.
 _FULL = (DynamicLayer, StaticLayer)
-# What models call of a cache and its layers.
-_METHODS = (
-    *("update", "update_conv_state", "update_recurrent_state"),
-    *("get_seq_length", "get_mask_sizes"),
-)
 _ENDLESS = 2**31  # tokens: more than any text has
 # Inputs that say how positions were counted in the prompt; every forward gets its positions.
 _OF_PROMPT = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
@@ -70,7 +63,6 @@ class Requirements(NamedTuple):
 
 def requirements_of(
     model: Model,
-    profile: Profile,
     input_ids: Tensor,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -108,9 +100,8 @@ def requirements_of(
         exclude("its cache is offloaded", "tree")
     if cache is not None and type(cache) not in (DynamicCache, StaticCache):
         exclude(f"{CACHE} is a {type(cache).__name__}", *SPECULATING)
-    elif cache is not None and (unusual := _why_unusual(text_config, cache)) is not None:
-        exclude(unusual, *SPECULATING)
-    elif cache is not None and not _is_default(model, cache):
+    elif cache is not None and (may_be_users(cache) or cache.offloading):
+        exclude(_why_unusual(text_config, cache), *SPECULATING)
         exclude(why_not_croppable(cache), "chain")
         exclude(why_not_savable(cache), "snapshot")
     if kind == "static":
@@ -125,7 +116,6 @@ def requirements_of(
             exclude("its local layers mask by the size of a static cache", *SPECULATING)
     if cache is not None and not model_kwargs.get("use_cache", True):
         exclude("a cache was passed, and use_cache=False", *SPECULATING)
-    _exclude_by_outputs(model, profile, cache, kind, model_kwargs, exclude)
     longest = longest_of(config)
     limits = [longest_draft(model, longest, input_ids.shape[1], lengths.first_position)]
     if isinstance(cache, StaticCache):
@@ -134,7 +124,7 @@ def requirements_of(
         limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
     is_padded = lengths.is_padded or len(input_ids) > 1
     num_new = longest - input_ids.shape[1]
-    why_eager = _why_eager(model, model_kwargs)
+    why_eager = _why_eager(model)
     if own_code is not None:
         own = f"code of one's own runs in its forwards ({own_code})"
         why_eager = why_eager or own
@@ -149,42 +139,14 @@ def longest_of(config: GenerationConfig) -> int:
     return longest
 
 
-def _why_eager(model: Model, model_kwargs: dict[str, Any]) -> str | None:
+def _why_eager(model: Model) -> str | None:
     """Return why steps cannot be of fixed shape, or None."""
-    for name in ("hidden_states", "attentions"):
-        if model_kwargs.get(f"output_{name}"):
-            return f"{name.replace('_', ' ')} were asked for"
     if mesh_of(model) is not None:
         return "several processes run it together"
     places = (getattr(model, "hf_device_map", None) or {}).values()
     if len({str(place).removeprefix("cuda:") for place in places}) > 1:
         return "its layers are on several devices"
     return None
-
-
-def _exclude_by_outputs(
-    model: Model,
-    profile: Profile,
-    cache: Any,
-    kind: CacheKind,
-    model_kwargs: dict[str, Any],
-    exclude: Callable[..., None],
-) -> None:
-    """Exclude methods whose hidden states or attentions differ from those of plain decoding."""
-    names = ("hidden_states", "attentions")
-    wanted = [name for name in names if model_kwargs.get(f"output_{name}")]
-    if not wanted:
-        return
-    what = " and ".join(wanted).replace("_", " ")
-    if kind == "none":
-        exclude(f"{what} of whole texts were asked for", *SPECULATING)
-    elif not has_usual_outputs(model, profile, wanted):
-        exclude(f"{what} were asked for, of which it has others", *SPECULATING)
-    if "attentions" in wanted:
-        exclude("attentions were asked for, one path at a time has others", "snapshot")
-        is_windowed = isinstance(cache, Cache) and any(cache.is_sliding)
-        if is_windowed or kind == "static":
-            exclude("attentions were asked for, of layers with fixed numbers of keys", *SPECULATING)
 
 
 def lengths_of(
@@ -233,16 +195,6 @@ def _is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and not value)
 
 
-def _is_default(model: Model, cache: Any) -> bool:
-    """Return whether a cache is like those that `generate` makes, which the self-check covers."""
-    if type(cache) is not DynamicCache or cache.offloading:
-        return False
-    if not may_be_users(cache):
-        return True
-    made = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return [*map(type, cache.layers)] == [*map(type, made.layers)]
-
-
 def _why_unusual(config: Any, cache: Any) -> str | None:
     """Return why a cache may do something else than transformers' own, or None.
 
@@ -250,15 +202,8 @@ def _why_unusual(config: Any, cache: Any) -> str | None:
         config: of the model's text part.
         cache: a `DynamicCache` or a `StaticCache`, which may be the caller's.
     """
-    parts = (cache, *cache.layers)
-    kinds = [*map(type, parts), getattr(cache, "layer_class_to_replicate", None)]
-    methods = {kind: [getattr(kind, name, None) for name in _METHODS] for kind in kinds if kind}
-    found = [kind for kind, of_kind in methods.items() if any(map(is_own, of_kind))]
-    found += [type(part) for part in parts if any(map(is_code, vars(part).values()))]
-    if found:
-        return f"its cache runs code of one's own ({found[0].__name__})"
-    if not may_be_users(cache):
-        return None
+    if any(is_code(value) for part in (cache, *cache.layers) for value in vars(part).values()):
+        return "its cache runs code of one's own"
     is_static = type(cache) is StaticCache
     made = StaticCache(config, 1) if is_static else DynamicCache(config=config)
     for place, layer in enumerate(cache.layers):

@@ -15,7 +15,7 @@ from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
 from lade.captures import are_random_states, put_back, random_states
-from lade.closeness import distance, is_exact_in, limit_of
+from lade.closeness import distance, limit_of
 from lade.compat import Model, attention_of, device_of_inputs
 from lade.config import Execution
 from lade.drafting.drafts import draft_of, narrowed
@@ -71,38 +71,12 @@ def reason_of_layers(model: Model, profile: Profile) -> str | None:
 
     def find() -> str | None:
         plain = Plain(model, check_tokens(model)[:2])
-        # Asked after a forward: some formats unpack their weights at the first one.
-        why = _why_coarse(model, plain)
-        return why_not_exact(plain.model) or why
+        plain.generate(num_new=1)  # some formats unpack their weights at the first forward
+        return why_not_exact(plain.model)
 
     with Attempt(), unchanged_random_state(model, profile):
         return profile.once("why_not_exact", find)
     return None  # what fails is what the check will tell
-
-
-def _why_coarse(model: Model, plain: "Plain") -> str | None:
-    """Return why text is not exact although the weights promise it, or None; runs a forward.
-
-    That is so where autocast is on inside of it, which leaves float64 alone.
-    """
-    kind, dtypes = device_of_inputs(model).type, set[torch.dtype]()
-
-    def look(*_: Any) -> None:
-        if torch.is_autocast_enabled(kind):
-            dtypes.add(torch.get_autocast_dtype(kind))
-
-    for module in plain.model.modules():
-        module.register_forward_pre_hook(look)
-    plain.generate(num_new=1)
-    eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-    is_coarse = eps > torch.finfo(torch.float32).eps
-    if not is_coarse or model.dtype is torch.float64 or not is_exact_in(model):
-        return None
-    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-    return (
-        f"its forward computes in {names} by an autocast of its own, and rounding there may change "
-        "text that its weights promise to be exact"
-    )
 
 
 def _attentions_for(
@@ -142,25 +116,6 @@ def _has_kernels(model: Model) -> bool:
     config = model.config.get_text_config(decoder=True).to_dict()
     dims = [config.get(name) or 0 for name in ("head_dim", "global_head_dim", "v_head_dim")]
     return runs_in_triton(device_of_inputs(model), model.dtype, max(dims))
-
-
-def has_usual_outputs(model: Model, profile: Profile, names: Sequence[str]) -> bool:
-    """Return whether hidden states and attentions of a forward have one row per new token.
-
-    Some models keep several streams of hidden states; models without a cache return the whole text.
-    """
-    with Attempt(), unchanged_random_state(model, profile):
-        return all(profile.once(("usual", name), partial(_is_usual, model, name)) for name in names)
-    return False  # plain decoding will show the caller what is wrong
-
-
-def _is_usual(model: Model, name: str) -> bool:
-    plain = Plain(model, check_tokens(model)[:2])
-    wanted: dict[str, Any] = {f"output_{name}": True, "return_dict_in_generate": True}
-    last = getattr(plain.generate(num_new=2, **wanted), name)[-1]
-    num_axes, axis = (3, 1) if name == "hidden_states" else (4, 2)
-    layers = [layer for layer in last if layer is not None]
-    return all(layer.dim() == num_axes and layer.shape[axis] == 1 for layer in layers)
 
 
 @contextmanager
@@ -417,11 +372,11 @@ class Plain:
         found = {}
         for batch in [ends] if together else [[end] for end in ends]:
             length = max(len(path) for _, path in batch)
-            forced = torch.tensor([[*path, *path[:1] * (length - len(path))] for _, path in batch])
+            wanted = [[*path, *path[:1] * (1 + length - len(path))] for _, path in batch]
             output = self.generate(
                 [row for row, _ in batch],
                 length + 1,
-                logits_processor=[partial(_force, forced, self._input_ids.shape[1])],
+                logits_processor=[partial(forced, torch.tensor(wanted), self._input_ids.shape[1])],
                 output_logits=True,
                 return_dict_in_generate=True,
             )
@@ -435,13 +390,15 @@ def _begins(path: _Path, other: _Path) -> bool:
     return len(path) < len(other) and other[: len(path)] == path
 
 
-def _force(token_ids: Tensor, num_prompt: int, input_ids: Tensor, scores: Tensor) -> Tensor:
-    """Return scores that force a path on every row, int64 [num_rows, length]."""
-    place = input_ids.shape[1] - num_prompt
-    made = torch.full_like(scores, -1.0)
-    if place < token_ids.shape[1]:
-        made.scatter_(1, token_ids[:, place, None].to(scores.device), 1.0)
-    return made
+def forced(token_ids: Tensor, num_before: int, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Return scores that force tokens on every row.
+
+    Args:
+        token_ids: int64 [num_rows, num_tokens], of which one is due.
+        num_before: tokens of each row before these.
+    """
+    due = token_ids[:, input_ids.shape[1] - num_before, None]
+    return torch.full_like(scores, -torch.inf).scatter_(1, due.to(scores.device), 0.0)
 
 
 def check_tokens(model: Model) -> list[int]:

@@ -1,14 +1,12 @@
 """Exact choice: the tokens that `generate` would choose, greedy or seed for seed."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lade.batch import Text
-from lade.captures import apart_from_captures
+from lade.captures import apart_from_captures, put_back, random_states
 from lade.sampling.choice import (
     Choice,
     OnChoice,
@@ -31,49 +29,7 @@ _MIN_LEAD = 8
 _MAX_SORTED = 16
 
 
-class Picked(NamedTuple):
-    """Picked tokens, int64 [n], and whether their scores were valid, bool [n]."""
-
-    token_ids: Tensor
-    is_valid: Tensor
-
-
-class Pick(ABC):
-    """Callable that picks tokens by processed scores.
-
-    Attributes:
-        max_lead: as in `Choice.max_lead`.
-    """
-
-    max_lead: int | None = None
-
-    @abstractmethod
-    def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
-        """Pick one token for each row of `scores`.
-
-        Args:
-            scores: processed scores, float32 [n, vocab_size].
-            rows: row of the batch of each, [n].
-            times: number of tokens its row has emitted before it, [n].
-        """
-
-    def begin_step(self, first_time: int) -> None:  # noqa: B027
-        """Begin a step; no token of a time before `first_time` will be picked any more."""
-
-    def close(self, num_times: int) -> None:  # noqa: B027
-        """Finish; `num_times` columns were emitted."""
-
-
-class Likeliest(Pick):
-    """Greedy picking from processed scores."""
-
-    def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
-        """Pick the first of the highest scores; like `generate`, accept invalid scores."""
-        token_ids = scores.argmax(dim=-1)
-        return Picked(token_ids, torch.ones_like(token_ids, dtype=torch.bool))
-
-
-class NoiseRace(Pick):
+class NoiseRace:
     """Sampling, seed for seed as in `generate(do_sample=True)`.
 
     `torch.multinomial(probs, 1)` is an exponential race: it draws one exponential variate for each
@@ -96,30 +52,34 @@ class NoiseRace(Pick):
         self._device = device
         self._ahead = ahead
         self._noise: dict[int, Tensor] = {}  # by time
-        self._states: dict[int, Tensor] = {}  # by time, of the default generator before that draw
+        self._states: dict[int, list[Tensor]] = {}  # by time, of generators before that draw
         self._num_drawn = 0
         self._vocab_size = 0  # of the scores, once known
         self._generator: torch.Generator | None = None
         if ahead:
             self._generator = torch.Generator(device)
-            self._generator.set_state(self._state())
+            self._generator.set_state(random_states(device)[-1])
         size = 4 * num_rows * vocab_size
         self.max_lead = max(_MIN_LEAD, _MAX_NOISE_BYTES // size) if num_rows > 1 else None
 
-    def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
-        """Pick at random, with the noise of each place's row and time."""
-        probs = scores.softmax(dim=-1)
-        noise = self._noise_of(rows, times, probs.shape[-1])
-        return Picked((probs / noise).argmax(dim=-1), is_distribution(probs))
+    def __call__(self, probs: Tensor, rows: Sequence[int], times: Sequence[int]) -> Tensor:
+        """Pick a token for each row of probabilities, int64 [n].
+
+        Args:
+            probs: float32 [n, vocab_size].
+            rows: row of the batch of each, [n].
+            times: number of tokens its row has emitted before it, [n].
+        """
+        return (probs / self._noise_of(rows, times, probs.shape[-1])).argmax(dim=-1)
 
     def begin_step(self, first_time: int) -> None:
-        """Forget the noise of earlier times."""
+        """Forget the noise of times before `first_time`, of which no token is picked any more."""
         for times in (self._noise, self._states):
             for time in [time for time in times if time < first_time]:
                 del times[time]
 
     def close(self, num_times: int) -> None:
-        """Leave the default generator where `generate` would.
+        """Leave the default generator where `generate` would after `num_times` columns.
 
         Without `ahead`, it has drawn more than that only if the call broke off in the middle.
         """
@@ -127,7 +87,7 @@ class NoiseRace(Pick):
             for _ in range(min(num_times, self._num_drawn)):
                 self._draw(None)
         elif num_times in self._states:
-            self._restore(self._states[num_times])
+            put_back(self._device, self._states[num_times])
         self._noise, self._states = {}, {}
 
     def _noise_of(self, rows: Sequence[int], times: Sequence[int], vocab_size: int) -> Tensor:
@@ -149,7 +109,7 @@ class NoiseRace(Pick):
         self._vocab_size = vocab_size
         while self._num_drawn <= time:
             if not self._ahead:
-                self._states[self._num_drawn] = self._state()
+                self._states[self._num_drawn] = random_states(self._device)
             self._noise[self._num_drawn] = self._draw(self._generator)
             self._num_drawn += 1
         return self._noise[time]
@@ -163,19 +123,6 @@ class NoiseRace(Pick):
         with apart_from_captures(self._device):
             return noise.exponential_()
 
-    def _state(self) -> Tensor:
-        if self._device.type == "cpu":
-            return torch.get_rng_state()
-        with apart_from_captures(self._device):
-            return torch.get_device_module(self._device).get_rng_state(self._device)  # type: ignore[no-any-return]
-
-    def _restore(self, state: Tensor) -> None:
-        if self._device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            with apart_from_captures(self._device):
-                torch.get_device_module(self._device).set_rng_state(state, self._device)
-
 
 class ProcessedChoice(ScoredChoice):
     """Tokens picked by processed scores, only at nodes where tokens are emitted.
@@ -187,29 +134,45 @@ class ProcessedChoice(ScoredChoice):
         self,
         text: Text,
         processors: Processors,
-        pick: Pick,
+        race: NoiseRace | None,
         device: torch.device,
         on_choice: OnChoice | None = None,
     ) -> None:
+        """`race`: picks at random; None for the likeliest."""
         super().__init__(text, processors, device, on_choice)
-        self.max_lead = pick.max_lead
-        self._pick = pick
+        self.max_lead = None if race is None else race.max_lead
+        self._race = race
 
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
         """Keep the logits until tokens are chosen."""
         super().look_at(logits, trees)
-        self._pick.begin_step(min(self._text.num_emitted(row) for row in trees))
+        if self._race is not None:
+            self._race.begin_step(min(self._text.num_emitted(row) for row in trees))
 
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
         """Process the scores and pick a token at each place."""
         scores = self._scores_at(places)
         rows = [row for row, _ in places]
-        picked = self._pick(scores, rows, [self._text.num_emitted(row) for row in rows])
-        return tokens_of(*picked)
+        times = [self._text.num_emitted(row) for row in rows]
+        return tokens_of(*self._picked(scores, rows, times))
 
     def close(self) -> None:
         """Leave the random state where `generate` would."""
-        self._pick.close(self._text.longest - self._text.num_prompt)
+        if self._race is not None:
+            self._race.close(self._text.longest - self._text.num_prompt)
+
+    def _picked(
+        self, scores: Tensor, rows: Sequence[int], times: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return tokens, int64 [n], and whether their scores were valid, bool [n].
+
+        Of greedy decoding they always are, as in `generate`.
+        """
+        if self._race is None:
+            token_ids = scores.argmax(dim=-1)
+            return token_ids, torch.ones_like(token_ids, dtype=torch.bool)
+        probs = scores.softmax(dim=-1)
+        return self._race(probs, rows, times), is_distribution(probs)
 
 
 class ChoiceAtOnce(ProcessedChoice):
@@ -234,8 +197,9 @@ class ChoiceAtOnce(ProcessedChoice):
         for row, tree in trees.items():
             of_nodes += [row] * len(tree)
             times += [self._text.num_emitted(row) + depth for depth in tree.depths]
-        self._pick.begin_step(min(times))
-        self._sent = HostCopy(*self._pick(self._scores, of_nodes, times))
+        if self._race is not None:
+            self._race.begin_step(min(times))
+        self._sent = HostCopy(*self._picked(self._scores, of_nodes, times))
 
     def wait(self) -> None:
         """Fetch the picked tokens."""
@@ -285,8 +249,6 @@ def exact_choice(
     if not do_sample and not processors and on_choice is None:
         return GreedyChoice(num_ranked)
     at_once = ahead and not processors.need_prefix
-    pick: Pick = Likeliest()
-    if do_sample:
-        pick = NoiseRace(text.num_rows, vocab_size, device, ahead=at_once)
+    race = NoiseRace(text.num_rows, vocab_size, device, at_once) if do_sample else None
     kind = ChoiceAtOnce if at_once else ProcessedChoice
-    return kind(text, processors, pick, device, on_choice)
+    return kind(text, processors, race, device, on_choice)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lade.compat import Model
+from lade.engine import EngineCall
 from lade.tree import Tree
 
 
@@ -18,21 +19,11 @@ class Forward(Protocol):
     def logits(self) -> Tensor:
         """[1, num_nodes, vocab_size]; of a prefill, those of the last token or a few."""
 
-    @property
-    def hidden_states(self) -> tuple[Tensor, ...] | None:
-        """Of every layer, [1, num_nodes, hidden_size], if requested."""
-
-    @property
-    def attentions(self) -> tuple[Tensor | None, ...] | None:
-        """Of every layer, [1, heads, num_nodes, num_keys], if requested."""
-
 
 class Output(NamedTuple):
     """A `Forward` of parts of others' outputs."""
 
     logits: Tensor
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor | None, ...] | None = None
 
 
 class Target(ABC):
@@ -46,15 +37,23 @@ class Target(ABC):
     max_candidates: int | None = None  # paths of a draft that one forward can verify
     num_pending: int = 0  # committed tokens that the next forward runs again
 
+    _company: EngineCall | None = None  # with whose forwards its own run
+    _had_company = False  # whether there were other calls when the last forward ran
+
     @property
     def is_timing_valid(self) -> bool:
         """Whether the last forward's time is representative of its size."""
-        return True
+        return not self._had_company
 
     @property
     def price(self) -> float | None:
         """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
-        return None
+        return None if self._company is None else self._company.price
+
+    def ask(self, company: EngineCall, parts: Sequence[Any]) -> list[Any]:
+        """Run parts of a forward together with those of other calls; return the output of each."""
+        self._had_company = company.has_company
+        return company.run(parts)
 
     @property
     @abstractmethod

@@ -19,20 +19,16 @@ from transformers.cache_utils import Cache
 from lade.attempts import Attempt
 from lade.attention.joint import Calls, with_calls, with_held
 from lade.budget.joint import JointCosts
-from lade.closeness import distance, is_exact_in, limit_of
 from lade.compat import CACHE, Model
-from lade.targets.base import Forward, Output
+from lade.targets.base import Output
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
 from lade.transfer import integers_on
 
-# In half precision a single check may fail by a near-tie, of experts for instance.
-_MOST_WRONG = 3
-
 
 @dataclass(eq=False)
-class JoinedCall:
-    """A call's part of a forward.
+class Part:
+    """A part of a forward: tokens, cache and mask of a sequence.
 
     Attributes:
         kind: parts of equal kinds may run together.
@@ -43,7 +39,6 @@ class JoinedCall:
         num_logits: how many of its last tokens have logits, in a piece of a prompt; None elsewhere,
             where all have.
         is_inference: whether the call is in torch's inference mode, which belongs to its thread.
-        was_joint: whether it ran together with others, afterwards.
     """
 
     kind: Hashable
@@ -53,7 +48,6 @@ class JoinedCall:
     num_committed: float
     num_logits: int | None = None
     is_inference: bool = False
-    was_joint: bool = False
 
     @contextmanager
     def mode(self) -> Iterator[None]:
@@ -75,8 +69,7 @@ class JoinedCall:
 class JointForwards:
     """Runs what calls ask for, together where the model allows it.
 
-    Whether it does is found out as they run: of the first forward of several calls, the second, the
-    fourth and so on, one call's part is held against what it gives alone.
+    That rows of different lengths may be parts of one forward, the check of the model has shown.
 
     Attributes:
         why_not: why forwards of the model do not run together any more; None if they do.
@@ -89,29 +82,20 @@ class JointForwards:
         self.num_run = 0
         self.price: float | None = None
         self._costs = JointCosts()
-        self._num_wrong = 0  # checks in a row that failed
 
-    @property
-    def is_check_due(self) -> bool:
-        """Whether a part of the next forward of several calls runs twice."""
-        if self.why_not is not None:
-            return False
-        return self.num_run & (self.num_run + 1) == 0 or self._num_wrong > 0
-
-    def __call__(self, parts: Sequence[JoinedCall]) -> list[Any]:
+    def __call__(self, parts: Sequence[Part]) -> list[Any]:
         """Run parts; return for each its output, or the exception that it raised."""
-        by_kind: dict[Hashable, list[JoinedCall]] = {}
+        by_kind: dict[Hashable, list[Part]] = {}
         for part in parts:
             by_kind.setdefault(part.kind, []).append(part)
-        results: dict[JoinedCall, Any] = {}
+        results: dict[Part, Any] = {}
         for alike in by_kind.values():
             results |= zip(alike, self._run(alike), strict=True)
         return [results[part] for part in parts]
 
-    def _run(self, parts: Sequence[JoinedCall]) -> list[Any]:
+    def _run(self, parts: Sequence[Part]) -> list[Any]:
         if len(parts) == 1 or self.why_not is not None:
             return [_run_alone(part) for part in parts]
-        is_due = self.is_check_due
         self.num_run += 1
         together: list[Any] = []
         # Without memory for all there may be enough for one after the other.
@@ -120,11 +104,10 @@ class JointForwards:
             kept = [part.num_kept for part in parts]
             together = [Output(logits) for logits in torch.split(run_as_one(parts), kept, dim=1)]
             self._learn(parts, perf_counter() - begin)
-        if together and (not is_due or self._is_right(parts, together)):
+        if together:
             return together
         for part in parts:
             part.undo()
-            part.was_joint = False
         alone = [_run_alone(part) for part in parts]
         # What also fails alone, such as an unknown token, is that call's affair.
         if not any(isinstance(each, Exception) for each in alone):
@@ -133,7 +116,7 @@ class JointForwards:
             self.price = None
         return alone
 
-    def _learn(self, parts: Sequence[JoinedCall], sec: float) -> None:
+    def _learn(self, parts: Sequence[Part], sec: float) -> None:
         num_tokens = sum(part.num_tokens for part in parts)
         if any(part.num_logits is not None for part in parts):
             return  # it has many more tokens than a step, and fewer logits
@@ -141,29 +124,8 @@ class JointForwards:
             self._costs.record(num_tokens, sec)
         self.price = self._costs.price(num_tokens, sum(part.num_committed for part in parts))
 
-    def _is_right(self, parts: Sequence[JoinedCall], together: Sequence[Forward]) -> bool:
-        """Hold one part against the same part alone; note where the model disturbs its calls."""
-        place = self.num_run % len(parts)
-        part = parts[place]
-        part.undo()
-        alone = _run_alone(part)
-        if isinstance(alone, Exception):  # its cache may be written to in part
-            return False
-        error = distance(together[place].logits.double(), alone.logits.double())
-        limit = limit_of(part.view)
-        if error <= limit:
-            self._num_wrong = 0
-            return True
-        self._num_wrong += 1
-        if is_exact_in(part.view) or self._num_wrong == _MOST_WRONG:
-            self.why_not = (
-                f"logits of several calls differ from those of each alone by {error:.2g} of their "
-                f"standard deviation (expected at most {limit:.2g})"
-            )
-        return False
 
-
-def _run_alone(part: JoinedCall) -> Any:
+def _run_alone(part: Part) -> Any:
     try:
         with part.mode():
             kept = {} if part.num_logits is None else {LOGITS_KEPT: part.num_logits}
@@ -172,7 +134,7 @@ def _run_alone(part: JoinedCall) -> Any:
         return failure
 
 
-def run_as_one(parts: Sequence[JoinedCall]) -> Tensor:
+def run_as_one(parts: Sequence[Part]) -> Tensor:
     """Return the logits of parts one after the other, [1, num_tokens, vocab_size]."""
     sizes = [part.num_tokens for part in parts]
     inputs = {**parts[0].inputs}
@@ -189,8 +151,6 @@ def run_as_one(parts: Sequence[JoinedCall]) -> Tensor:
     largest = max(parts, key=lambda part: part.num_tokens)  # views may know that tokens are few
     with largest.mode():
         output = largest.view(**inputs)
-    for part in parts:
-        part.was_joint = True
     logits: Tensor = output.logits
     return logits
 

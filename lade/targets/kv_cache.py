@@ -13,64 +13,63 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from lade.targets.kv_memory import (
     FIRST_NUM_SLOTS,
+    Extent,
     FixedSlots,
     Group,
     LayerKind,
     Spare,
-    Storage,
     Store,
 )
+from lade.transfer import integers_on
 
 
 class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """The part of a `TreeCache` that one attention layer writes to and reads from."""
 
-    def __init__(self, storage: Storage, group: Group, index: int) -> None:
+    def __init__(self, extent: Extent, group: Group, index: int) -> None:
         # Not the base class's __init__: it would assign `keys` and `values`, properties here.
         self.is_initialized = False
         self.is_indexer_initialized = False
-        self._has_place = False
         self.is_sliding = group.window is not None
-        self._storage = storage
+        self._extent = extent
         self._group = group
         self._index = index  # in the group
         self.num_pending = 0  # slots written after the committed ones
         self._num_indexed = 0  # the same for indexer keys
-        self._indexer_place: tuple[Store, int] | None = None
+        self._places: dict[str, tuple[Store, int]] = {}  # of keys, values and indexer keys
 
     @property
     def offset(self) -> int:
         """The first slot held."""
-        if self._storage.is_prefilling:
+        if self._extent.is_prefilling:
             return self._group.first_slot(self.get_seq_length())
         return self._group.offset
 
     @property
     def keys(self) -> Tensor | None:
         """[1, heads, length, head_dim], or None before the first forward."""
-        return self._held(*self._key_place) if self.is_initialized else None
+        return self._held("keys") if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:
         """[1, heads, length, head_dim], or None before the first forward."""
-        return self._held(*self._value_place) if self.is_initialized else None
+        return self._held("values") if self.is_initialized else None
+
+    @property
+    def states(self) -> list[Tensor]:
+        """Keys and values, or nothing before the first forward."""
+        return [each for each in (self.keys, self.values) if each is not None]
 
     @property
     def indexer_keys(self) -> Tensor | None:
         """[1, length, index_head_dim] in a layer that indexes its keys, else None."""
-        if not self.is_indexer_initialized:
-            return None
-        assert self._indexer_place is not None
-        states: Tensor = self._held(*self._indexer_place)
-        return states[:, 0]
+        return self._held("indexer")[:, 0] if self.is_indexer_initialized else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Claim a place in the stores; called with the first keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        if not self._has_place:
-            self._key_place = self._group.place("keys", self._index, key_states)
-            self._value_place = self._group.place("values", self._index, value_states)
-            self._has_place = True
+        self._claim("keys", key_states)
+        self._claim("values", value_states)
         self.is_initialized = True
 
     def update(
@@ -79,8 +78,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write new keys and values after those held; return views of the whole layer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys = self._put(*self._key_place, key_states, self.num_pending)
-        values = self._put(*self._value_place, value_states, self.num_pending)
+        keys = self._put("keys", key_states, self.num_pending)
+        values = self._put("values", value_states, self.num_pending)
         self.num_pending += key_states.shape[2]
         return keys, values
 
@@ -89,22 +88,20 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
         None if the memory is not a CPU's, or has no such keys or values as these.
         """
-        (of_keys, key_index), (of_values, value_index) = self._key_place, self._value_place
-        keys = of_keys.address(key_index, key_states, 0)
-        values = of_values.address(value_index, value_states, 0)
-        if keys is None or values is None:
-            return None
-        return (*keys, *values)
+        (of_keys, key_index), (of_values, value_index) = (
+            self._places["keys"],
+            self._places["values"],
+        )
+        keys = of_keys.address(key_index, key_states)
+        values = of_values.address(value_index, value_states)
+        return None if keys is None or values is None else (*keys, *values)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write indexer keys [1, num_new, index_head_dim]; return all of the layer."""
         states = indexer_key_states[:, None]
-        if not self.is_indexer_initialized:
-            if self._indexer_place is None:
-                self._indexer_place = self._group.place("indexer", self._index, states)
-            self.is_indexer_initialized = True
-        assert self._indexer_place is not None
-        indexer_keys = self._put(*self._indexer_place, states, self._num_indexed)[:, 0]
+        self._claim("indexer", states)
+        self.is_indexer_initialized = True
+        indexer_keys = self._put("indexer", states, self._num_indexed)[:, 0]
         self._num_indexed += states.shape[2]
         return indexer_keys
 
@@ -115,10 +112,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.lazy_initialization(layer.keys, layer.values)
         length, num_held = layer.get_seq_length(), layer.keys.shape[2]
         num_kept = min(num_held, length - self._group.first_slot(length))
-        for (store, index), states in (
-            (self._key_place, layer.keys),
-            (self._value_place, layer.values),
-        ):
+        for name, states in (("keys", layer.keys), ("values", layer.values)):
+            store, index = self._places[name]
             store.roll(index, states, 0, num_kept)
         self.num_pending = length
         if getattr(layer, "is_indexer_initialized", False):
@@ -161,9 +156,9 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         if not self.is_initialized:  # a layer that no token has reached, such as one for images
             return 0
-        if self._storage.reported is not None:
-            return self._storage.reported
-        return self._storage.length + self.num_pending
+        if self._extent.reported is not None:
+            return self._extent.reported
+        return self._extent.length + self.num_pending
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that `update` will return, and the slot of the first."""
@@ -176,17 +171,22 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return -1: the cache has no fixed maximum."""
         return -1
 
-    def _held(self, store: Store, index: int) -> Tensor:
+    def _claim(self, name: str, states: Tensor) -> None:
+        if name not in self._places:
+            self._places[name] = self._group.place(name, self._index, states)
+
+    def _held(self, name: str) -> Tensor:
+        store, index = self._places[name]
         return store.buffer[index][:, :, : self.get_seq_length() - self.offset]
 
-    def _put(self, store: Store, index: int, states: Tensor, num_pending: int) -> Tensor:
-        storage, group, num_new = self._storage, self._group, states.shape[2]
+    def _put(self, name: str, states: Tensor, num_pending: int) -> Tensor:
+        (store, index), group, num_new = self._places[name], self._group, states.shape[2]
         if group.fixed is not None:
             return store.put(index, states, group.fixed)
-        if group.window is None or not storage.is_prefilling:
-            return store.write(index, states, storage.length + num_pending - group.offset)
+        length = self._extent.length + num_pending
+        if group.window is None or not self._extent.is_prefilling:
+            return store.write(index, states, length - group.offset)
         # Only the end of a long prompt is kept, so memory for all of it is not needed.
-        length = storage.length + num_pending
         num_held = length - group.first_slot(length)
         num_kept = length + num_new - group.first_slot(length + num_new)
         return store.roll(index, states, num_held, num_kept)
@@ -234,7 +234,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             for window in windows
         }
         self._groups = groups
-        self._storage = Storage([*groups.values()])
+        self._extent = Extent()
         self._places: tuple[tuple[int, ...], NDArray[np.int64]] | None = None  # of late
         #: The layers that keep anything.
         self.held: list[TreeCacheLayer] = []
@@ -244,14 +244,14 @@ class TreeCache(Cache):  # type: ignore[misc]
                 layers.append(cache_utils.DummyLayer())
                 continue
             index = sum(layer.window == kind.window for layer in held[: len(self.held)])
-            self.held.append(TreeCacheLayer(self._storage, groups[kind.window], index))
+            self.held.append(TreeCacheLayer(self._extent, groups[kind.window], index))
             layers.append(self.held[-1])
         super().__init__(layers=layers)
 
     @property
     def length(self) -> int:
         """Committed slots."""
-        return self._storage.length
+        return self._extent.length
 
     @property
     def windows(self) -> list[int | None]:
@@ -259,14 +259,18 @@ class TreeCache(Cache):  # type: ignore[misc]
         return [*self._groups]
 
     @property
+    def _stores(self) -> list[Store]:
+        return [store for group in self._groups.values() for store in group]
+
+    @property
     def addresses(self) -> tuple[int, ...]:
         """Memory addresses; a recording must not be replayed after they have changed."""
-        return tuple(store.buffer.data_ptr() for store in self._storage)
+        return tuple(store.buffer.data_ptr() for store in self._stores)
 
     @property
     def device(self) -> torch.device | None:
         """Device of the memory; None before the first forward."""
-        return next((store.buffer.device for store in self._storage), None)
+        return next((store.buffer.device for store in self._stores), None)
 
     @property
     def room(self) -> int:
@@ -275,14 +279,9 @@ class TreeCache(Cache):  # type: ignore[misc]
         return min((store.buffer.shape[3] for store in stores), default=sys.maxsize)
 
     @property
-    def is_clearing(self) -> bool:
-        """Whether windowed layers still hold NaN, which will leave their windows eventually."""
-        return any(group.clears for group in self._groups.values())
-
-    @property
     def num_bytes(self) -> int:
         """Size of the memory in bytes."""
-        return sum(store.buffer.nbytes for store in self._storage)
+        return sum(store.buffer.nbytes for store in self._stores)
 
     def first_slot(self, window: int | None) -> int:
         """Return the first slot held by layers with this window."""
@@ -323,7 +322,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             int64 [num_layers, 5]: address of the keys, bytes from one head to the next, both of
             values, and the number of keys.
         """
-        storage, groups = self._storage, [*self._groups.values()]
+        groups = [*self._groups.values()]
         if not all(layer.is_initialized for layer in self.held):
             for layer in self.held:
                 layer.lazy_initialization(key_states, value_states)
@@ -331,7 +330,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         if any(layer.num_pending != num_pending for layer in self.held):
             return None
         stop = self.length + num_new + num_pending
-        if storage.is_prefilling and any(group.first_slot(stop) for group in groups):
+        if self._extent.is_prefilling and any(group.first_slot(stop) for group in groups):
             return None  # of a long prompt, layers with windows keep the end alone
         for group in groups:
             for store in group:
@@ -355,7 +354,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         """
         for window, group in self._groups.items():
             group.fixed = slots[window]
-        self._storage.reported = length
+        self._extent.reported = length
         for layer in self.held:
             layer.commit()  # uncommitted slots are overwritten
 
@@ -364,24 +363,29 @@ class TreeCache(Cache):  # type: ignore[misc]
         for group in self._groups.values():
             group.fixed = None
 
+    @property
+    def has_nan_in_windows(self) -> bool:
+        """Whether layers with windows hold what is no number, as some models give for padding."""
+        held = [each for layer in self.held if layer.is_sliding for each in layer.states]
+        return any(bool(each.isnan().any()) for each in held)
+
     def reset(self) -> None:
         """Reset, keeping the allocation, for another prompt."""
-        self._storage.reset()
+        self._extent.length, self._extent.is_prefilling, self._extent.reported = 0, True, None
+        for group in self._groups.values():
+            group.offset, group.fixed = 0, None
+        for store in self._stores:
+            store.buffer.zero_()
         for layer in self.held:
             layer.forget()
 
-    def keep_all(self, may_be_nan: bool = False) -> None:
-        """Commit all slots of the prompt, including padding; later tokens may be rejected.
-
-        Args:
-            may_be_nan: whether to look for slots with NaN, as some models give for padding.
-        """
+    def keep_all(self) -> None:
+        """Commit all slots of the prompt, including padding; later tokens may be rejected."""
         num_pending = max(layer.num_pending for layer in self.held)
         self._commit(self.length + num_pending)
-        self._storage.end_prefill()
+        self._extent.is_prefilling = False
         for group in self._groups.values():
-            group.clears = may_be_nan and group.window is not None
-            group.clear(self.length)
+            group.offset = group.first_slot(self.length)
 
     def keep(self, path: Sequence[int]) -> None:
         """Keep the slots of a path, in order, of those written since the last commit.
@@ -394,7 +398,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             in_place += 1
         if in_place < len(path):
             source = [length + node for node in path[in_place:]]
-            self._storage.move(source, length + in_place)
+            self._move(source, length + in_place)
         self._commit(length + len(path))
 
     def can_go_back(self, num_tokens: int) -> bool:
@@ -434,6 +438,22 @@ class TreeCache(Cache):  # type: ignore[misc]
                 mine.hand_over(cache.layers[index], copies)
 
     def _commit(self, length: int) -> None:
-        self._storage.commit(length)
+        self._extent.length = length
+        for group in self._groups.values():
+            if group.window is not None and not self._extent.is_prefilling:
+                group.trim(length)
         for layer in self.held:
             layer.commit()
+
+    def _move(self, source: Sequence[int], start: int) -> None:
+        """Copy the slots `source` to those from `start` on, in every layer."""
+        indices: dict[tuple[torch.device, int], Tensor] = {}
+        for group in self._groups.values():
+            first = start - group.offset
+            for store in group:
+                place = store.buffer.device, group.offset
+                if place not in indices:
+                    indices[place] = integers_on(place[0], [slot - place[1] for slot in source])
+                mine = store.buffer[:, 0]
+                moved = mine.index_select(2, indices[place])
+                mine[:, :, first : first + len(source)] = moved

@@ -1,14 +1,13 @@
 """Memory for keys and values, in slots that are written once and moved when a path is kept."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import cache_utils
-
-from lade.transfer import integers_on
 
 FIRST_NUM_SLOTS = 256  # slots after the prompt at the first allocation
 _GROWTH = 4  # each growth adds a quarter, up to the maximum length of the generation
@@ -91,20 +90,19 @@ class Store:
     def write(self, layer: int, states: Tensor, start: int) -> Tensor:
         """Write new states from a slot on; return a view of all states of the layer."""
         stop = start + states.shape[2]
-        self.reserve(stop)
+        if stop > self.buffer.shape[3]:
+            self.reserve(stop)
         mine = self.buffer[layer]
         mine[:, :, start:stop] = states
         return mine[:, :, :stop]
 
-    def address(self, layer: int, states: Tensor, stop: int) -> tuple[int, int] | None:
-        """Reserve room for `stop` slots; return the address of a layer's.
+    def address(self, layer: int, states: Tensor) -> tuple[int, int] | None:
+        """Return the address of a layer's slots, and bytes from one head to the next.
 
-        Also bytes from one head to the next. None if the memory is not a CPU's, or has no such
-        states as these.
+        None if the memory is not a CPU's, or has no such states as these.
         """
         if self._kind != (states.shape[1], states.shape[3], states.dtype):
             return None
-        self.reserve(stop)
         layer_step, head_step = self._steps
         return self._address + layer * layer_step, head_step
 
@@ -183,7 +181,6 @@ class Group:
         self._is_fixed = is_fixed
         self._num_layers = num_layers
         self._slack = min(_MAX_SLACK, window) if window is not None else 0
-        self.clears = False  # whether slots that leave a window may hold NaN
         if window is not None:
             max_slots = min(max_slots, window + self._slack + FIRST_NUM_SLOTS)
             num_slots = max_slots if is_fixed else min(num_slots, window + self._slack)
@@ -219,72 +216,23 @@ class Group:
         """Return the first slot visible to a token after `length` others."""
         return 0 if self.window is None else max(0, length - self.window + 1)
 
-    def clear(self, length: int) -> None:
-        """Zero slots that have left the window: NaN spreads even if masked."""
-        if not self.clears:
-            return
-        for store in self:
-            store.buffer[:, :, :, : max(0, self.first_slot(length) - self.offset)] = 0
-        stop = length - self.offset
-        self.clears = any(bool(store.buffer[:, :, :, :stop].isnan().any()) for store in self)
-
     def trim(self, length: int) -> None:
         """Drop slots that have left the window, once there are enough of them."""
         num_slots = self.first_slot(length) - self.offset
-        if self.window is None or num_slots < self._slack:
+        if num_slots < self._slack:
             return
         for store in self:
             store.drop(num_slots, length - self.offset)
         self.offset += num_slots
 
 
-class Storage:
-    """All stores of a cache.
+@dataclass
+class Extent:
+    """How far a cache is filled.
 
     Layers refer to this, not to the cache: a reference cycle would keep memory alive.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups = groups
-        self.is_prefilling = True  # while all tokens run are kept
-        self.length = 0  # committed slots
-        self.reported: Tensor | None = None  # the length, if reported as a tensor
-
-    def __iter__(self) -> Iterator[Store]:
-        for group in self._groups:
-            yield from group
-
-    def reset(self) -> None:
-        """Reset, keeping the allocation."""
-        self.is_prefilling, self.length, self.reported = True, 0, None
-        for group in self._groups:
-            group.offset, group.fixed, group.clears = 0, None, False
-        for store in self:
-            store.buffer.zero_()
-
-    def commit(self, length: int) -> None:
-        """Set the number of committed slots."""
-        self.length = length
-        if not self.is_prefilling:
-            for group in self._groups:
-                group.trim(length)
-                group.clear(length)
-
-    def end_prefill(self) -> None:
-        """End the prefill: tokens run from now on may be rejected."""
-        self.is_prefilling = False
-        for group in self._groups:
-            group.offset = group.first_slot(self.length)
-
-    def move(self, source: list[int], start: int) -> None:
-        """Copy the slots `source` to those from `start` on, in every layer."""
-        indices: dict[tuple[torch.device, int], Tensor] = {}
-        for group in self._groups:
-            first = start - group.offset
-            for store in group:
-                place = store.buffer.device, group.offset
-                if place not in indices:
-                    indices[place] = integers_on(place[0], [slot - place[1] for slot in source])
-                mine = store.buffer[:, 0]
-                moved = mine.index_select(2, indices[place])
-                mine[:, :, first : first + len(source)] = moved
+    length: int = 0  # committed slots
+    is_prefilling: bool = True  # while all tokens run are kept
+    reported: Tensor | None = None  # the length, if reported as a tensor

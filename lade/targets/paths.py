@@ -176,18 +176,7 @@ class ChainTarget(Target):
         num_new = layout.width - layout.num_run
         assert output.logits.shape[1] >= num_new
 
-        def of_nodes(states: Tensor) -> Tensor:
-            return states[:, states.shape[1] - num_new :]
-
-        def of_queries(weights: Tensor | None) -> Tensor | None:
-            return None if weights is None else weights[:, :, self.num_pending :]
-
-        hidden_states, attentions = output.get("hidden_states"), output.get("attentions")
-        return Output(
-            of_nodes(output.logits),
-            hidden_states and tuple(map(of_nodes, hidden_states)),
-            attentions and tuple(map(of_queries, attentions)),
-        )
+        return Output(output.logits[:, output.logits.shape[1] - num_new :])
 
     def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
         """Run roots, keeping the states that they and the one before them follow."""
@@ -302,12 +291,7 @@ class ChainTarget(Target):
 
 def without_first(num_nodes: int, output: Forward) -> Output:
     """Return what there is of all but the first nodes."""
-    logits, states, weights = output.logits, output.hidden_states, output.attentions
-    return Output(
-        logits[:, num_nodes:],
-        states and tuple(each[:, num_nodes:] for each in states),
-        weights and tuple(None if each is None else each[:, :, num_nodes:] for each in weights),
-    )
+    return Output(output.logits[:, num_nodes:])
 
 
 def _is_part(alone: dict[str, Any], together: dict[str, Any], place: int, num_tokens: int) -> bool:

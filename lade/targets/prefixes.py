@@ -26,41 +26,11 @@ _MOST_LOST = 1 / 8
 _MOST_ROOM = 1.5
 
 
-class Owner:
-    """An object whose texts nobody else may find; equal to others of the same object as it lives.
-
-    Args:
-        owner: a pool, for instance; not kept alive.
-        store: drops what it has of the owner with it.
-    """
-
-    def __init__(self, owner: object, store: "PrefixStore") -> None:
-        known = weakref.ref(store)  # which holds this, by what it keeps
-
-        # As the interpreter ends, modules lose what they hold before their objects are gone.
-        def drop(_: object, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-            kept = known()
-            if kept is not None and not is_ending():
-                kept.drop_ownerless()
-
-        self._owner = weakref.ref(owner, drop)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the object is no more."""
-        return self._owner() is None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Owner) and not self.is_gone and self._owner() is other._owner()
-
-    __hash__ = None  # type: ignore[assignment]  # it changes as the object goes
-
-
 class Origin(NamedTuple):
     """Of which model keys and values are, and who may find them."""
 
     model: Hashable  # in one state; what is kept of any other is of no more use
-    owner: object  # of those who may know of each other's text: an `Owner`, or a name
+    owner: object  # of those who may know of each other's text, as of `owner_of`, or a name
 
 
 class KeptText:
@@ -161,11 +131,19 @@ class PrefixStore:
         begun = [kept for kept in others if not kept.num_lost_to(text)]
         return sorted(begun, key=lambda kept: len(kept.token_ids))[:-1]
 
-    def drop_ownerless(self) -> None:
-        """Drop the texts whose owner is no more."""
-        for kept in [*self._kept]:
-            if isinstance(kept.origin.owner, Owner) and kept.origin.owner.is_gone:
-                self._has_removed(kept)
+    def owner_of(self, owner: object) -> object:
+        """Return what texts of an object are kept by, and with it: they are dropped as it goes."""
+        known, place = weakref.ref(self), id(owner)
+
+        # As the interpreter ends, modules lose what they hold before their objects are gone.
+        def drop(gone: object, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+            store = known()
+            if store is not None and not is_ending():
+                for kept in [*store._kept]:
+                    if kept.origin.owner == (place, gone):
+                        store._has_removed(kept)
+
+        return place, weakref.ref(owner, drop)
 
     def clear(self) -> None:
         """Drop all texts."""

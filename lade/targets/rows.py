@@ -14,7 +14,7 @@ from lade.drafting.drafts import chain
 from lade.engine import EngineCall
 from lade.targets.base import Forward, Output, Target
 from lade.targets.inputs import CONTINUED
-from lade.targets.joint import JoinedCall, run_as_one
+from lade.targets.joint import Part, run_as_one
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree
 
@@ -92,17 +92,11 @@ class RowsTarget(Target):
         self._originals = [keys.index(key) for key in keys]
         self._num_prompt = [row.input_ids.shape[1] for row in rows]
         self._starts = [max(self._num_prompt) - num for num in self._num_prompt]
-        self._company: EngineCall | None = None  # with whose parts these run
 
     @property
     def num_cached(self) -> list[int]:
         """Number of tokens before the root of each row in use."""
         return [num for target in self._rows for num in target.num_cached]
-
-    @property
-    def must_catch_up(self) -> bool:
-        """Whether the next forward should have no draft."""
-        return any(target.must_catch_up for target in self._rows)
 
     def prefill(
         self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
@@ -133,7 +127,7 @@ class RowsTarget(Target):
 
     def _run_prompts(self, rows: Sequence[int], is_plain: bool) -> list[Tensor]:
         """Return the logits of the prompts' last tokens, [1, 1, vocab_size] each."""
-        targets, parts = [self._all[row] for row in rows], list[JoinedCall]()
+        targets, parts = [self._all[row] for row in rows], list[Part]()
         if len(rows) > 1 and self._company is None:  # else in pieces
             num_tokens = sum(self._num_prompt[row] for row in rows)
             of_rows = (target.prompt(num_tokens) for target in targets)
@@ -151,12 +145,12 @@ class RowsTarget(Target):
 
     def forward(self, inputs: Any) -> Forward:
         """Run the rows as one."""
-        if len(self._rows) == 1:
+        if len(self._rows) == 1 and self._company is None:
             return self._rows[0].forward(inputs[0])
         parts = [target.part(own) for target, own in zip(self._rows, inputs, strict=True)]
         if self._company is None:
             return Output(run_as_one(parts))
-        outputs = self._company.run(parts)
+        outputs = self.ask(self._company, parts)
         return Output(torch.cat([output.logits for output in outputs], dim=1))
 
     def join(self, company: EngineCall) -> None:
@@ -165,16 +159,6 @@ class RowsTarget(Target):
             self._company = company
             for target in self._all:
                 target.join(company)
-
-    @property
-    def is_timing_valid(self) -> bool:
-        """Whether the last forward ran the rows' own nodes alone."""
-        return self._company is None or not self._company.has_company
-
-    @property
-    def price(self) -> float | None:
-        """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
-        return None if self._company is None else self._company.price
 
     def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Forward:
         """Run the first row's root as `generate` runs single tokens, and the others' as ever."""
@@ -213,7 +197,7 @@ class RowsTarget(Target):
         for target, ids, start in zip(self._all, text.token_ids, self._starts, strict=True):
             whole = [*ids, *[text.pad_token_id or 0] * (text.longest - len(ids))]
             while left := whole[start + target.num_cached[0] : -1]:
-                root, *others = left[: 1 if target.must_catch_up else _MOST_AT_ONCE]
+                root, *others = left[:_MOST_AT_ONCE]
                 target.forward(target.inputs([Tree.build(root, chain(others))]))
                 target.commit([[*range(1 + len(others))]])
                 num_forwards += 1

@@ -22,11 +22,11 @@ from lade.compat import (
     prepares_as_usual,
 )
 from lade.engine import EngineCall
-from lade.errors import MisfitError
+from lade.errors import MisfitError, UnsupportedModelError
 from lade.products.choice import FastViews
 from lade.targets.base import Forward, Target
 from lade.targets.inputs import TOKEN_TYPES, chooses_logits, extended, is_text_alone, num_slots_of
-from lade.targets.joint import JoinedCall
+from lade.targets.joint import Part
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import Kind, LayerKind, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
@@ -104,17 +104,10 @@ class TreeTarget(Target):
         self._num_padding = (
             None if self._padding is None else (self._padding.cumsum(dim=-1) == 0).sum(dim=-1)
         )
-        self._outputs = {
-            name: model_kwargs[name]
-            for name in ("output_attentions", "output_hidden_states")
-            if model_kwargs.get(name)
-        }
         self.attention = attention
         self._products = products
         #: Whether its forwards may be parts of one.
-        self.takes_parts = not self._outputs and takes_parts(model, layout, attention)
-        self._company: EngineCall | None = None  # with whose forwards its own run
-        self._was_joint = False  # whether the last forward ran, or may have waited, with others
+        self.takes_parts = takes_parts(model, layout, attention)
         self._num_committed = 1.0  # tokens in a step, of late
         # An attention of the user's own is taken for one like torch's, and held against that.
         is_added = MASK_IS_ADDED.get(attention or attention_of(model) or "eager", False)
@@ -157,7 +150,10 @@ class TreeTarget(Target):
 
     def begin(self) -> None:
         """Take what was run for the whole prompt."""
-        self.cache.keep_all(may_be_nan=self._padding is not None)
+        self.cache.keep_all()
+        if self._padding is not None and self.cache.has_nan_in_windows:
+            # Even masked, it spreads, and memory keeps more of it than a window shows.
+            raise UnsupportedModelError("the keys and values of padding are no numbers")
         self._num_prefilled = num_cached = self.cache.length
         positions = self._model_kwargs.get("position_ids")
         if positions is None:
@@ -187,7 +183,9 @@ class TreeTarget(Target):
             num = company.allot(num_tokens - start)
             is_last = start + num == num_tokens
             num_kept = min(num, num_logits) if is_last else 1
-            output = self._ask(company, self._piece(positions, start, num, num_kept, self._view))
+            (output,) = self.ask(
+                company, [self._piece(positions, start, num, num_kept, self._view)]
+            )
             self.cache.keep([*range(num)])
             start += num
         return output
@@ -212,9 +210,7 @@ class TreeTarget(Target):
             return None
         return positions
 
-    def _piece(
-        self, positions: Tensor, start: int, num: int, num_logits: int, view: Model
-    ) -> JoinedCall:
+    def _piece(self, positions: Tensor, start: int, num: int, num_logits: int, view: Model) -> Part:
         """Return a piece of the prompt, of which the last tokens have logits."""
         nodes, mask = slice(start, start + num), None  # each sees those before it
         if start:
@@ -227,7 +223,7 @@ class TreeTarget(Target):
         }
         return self._as_part(view, inputs, self.cache.drop_pending, num_logits)
 
-    def prompt(self, num_tokens: int) -> JoinedCall | None:
+    def prompt(self, num_tokens: int) -> Part | None:
         """Return the whole prompt as a part of a forward of so many tokens; None if it is none."""
         positions, length = self._prompt_positions(), self._input_ids.shape[1]
         if positions is None or self._padding is not None or self.cache.get_seq_length():
@@ -265,25 +261,6 @@ class TreeTarget(Target):
             options.prefill_chunk_size = company.piece
         return view, options
 
-    @property
-    def must_catch_up(self) -> bool:
-        """Whether the next forward should have no draft.
-
-        Padding may be NaN, and in windowed layers it also makes nodes NaN that do not see it, until
-        it has left the window. Until then, decoding is token by token, as plain decoding is.
-        """
-        return self.cache.is_clearing
-
-    @property
-    def is_timing_valid(self) -> bool:
-        """Whether the last forward ran its own nodes alone."""
-        return not self._was_joint
-
-    @property
-    def price(self) -> float | None:
-        """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
-        return None if self._company is None else self._company.price
-
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for a tree after the committed tokens."""
         tree = TreeTensors.of(trees[0], self.device)
@@ -292,7 +269,6 @@ class TreeTarget(Target):
             "position_ids": tree.depths + self._root_positions,
             **self._token_types(tree),
             **self._of_forward(self._mask(tree)),
-            **self._outputs,
         }
 
     def _of_forward(self, mask: Any) -> dict[str, Any]:
@@ -303,18 +279,14 @@ class TreeTarget(Target):
     def forward(self, inputs: Any) -> Forward:
         """Run the model on the inputs, together with other calls where there are some."""
         view = self._view_for(inputs["input_ids"].shape[1])
-        if self._company is not None:
-            return self._ask(self._company, self._as_part(view, inputs, self.discard))
-        output: Forward = view(**inputs)
+        output: Forward
+        if self._company is None:
+            output = view(**inputs)
+        else:
+            (output,) = self.ask(self._company, [self._as_part(view, inputs, self.discard)])
         return output
 
-    def _ask(self, company: EngineCall, part: JoinedCall) -> Forward:
-        """Run a forward together with those of other calls."""
-        output: Forward = company.run([part])[0]
-        self._was_joint = part.was_joint or company.has_company
-        return output
-
-    def part(self, inputs: dict[str, Any]) -> JoinedCall:
+    def part(self, inputs: dict[str, Any]) -> Part:
         """Return a step as a part of a forward."""
         return self._as_part(self._view, inputs, self.discard)
 
@@ -324,11 +296,11 @@ class TreeTarget(Target):
         inputs: dict[str, Any],
         undo: Callable[[], None],
         num_logits: int | None = None,
-    ) -> JoinedCall:
+    ) -> Part:
         is_inference = torch.is_inference_mode_enabled()
         shape = inputs["position_ids"].dim(), *sorted(inputs)
         kind = (id(self._model), self.attention, self._products, is_inference, *shape)
-        return JoinedCall(kind, view, inputs, undo, self._num_committed, num_logits, is_inference)
+        return Part(kind, view, inputs, undo, self._num_committed, num_logits, is_inference)
 
     def join(self, company: EngineCall) -> None:
         """Run forwards together with those of other calls of the model, where that is exact."""
@@ -458,14 +430,14 @@ class TreeTarget(Target):
         return types
 
     def _mask(self, tree: TreeTensors) -> Tensor | dict[str, Tensor] | None:
-        cached = self.cache.length
-        if tree.width == 1 and self._padding is None:
+        cached, width = self.cache.length, tree.token_ids.shape[1]
+        if width == 1 and self._padding is None:
             most = [reach.num_slots for reach in self._reaches.values()]
             if all(num_slots is None or cached < num_slots for num_slots in most):
                 return None  # as in `generate` for one token
-        num_slots = cached + tree.width
+        num_slots = cached + width
         if self._padding is None and self._sees_all:
-            shape = (1, 1, tree.width, num_slots)
+            shape = (1, 1, width, num_slots)
             mask = torch.ones(shape, dtype=torch.bool, device=self.device)
             mask[0, 0, :, cached:] = tree.ancestors[0]
             return mask

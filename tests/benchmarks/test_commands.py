@@ -51,32 +51,6 @@ def results(tmp_path: Path) -> Callable[..., Any]:
     return read
 
 
-@pytest.mark.exhaustive  # three commands that load a model
-def test_a_replay_takes_the_steps_of_a_run(
-    options: list[Any], results: Callable[..., Any], tmp_path: Path
-) -> None:
-    """Of a method that learns nothing from logits."""
-    traces = tmp_path / "traces.safetensors"
-    options[-1] = 60  # long enough for loops
-    assert run("record", *options, "--out", traces).exit_code == 0
-    method, size = "rival_prompt_lookup", ("--max-draft-tokens", 4)
-    replayed = results("replay", traces, "--methods", method, *size)
-    live = results("run", *options, "--methods", method, *size)
-    for point in replayed["runs"]:
-        if point["group"] == "all":  # the prompts' category, loops or not
-            continue
-        loops = point["group"] != "overall"
-        entries = [entry[method] for entry in live["prompts"] if entry["loops"] == loops]
-        steps, drafted, accepted = (
-            sum(entry[f"num_{name}"] for entry in entries)
-            for name in ("steps", "draft_tokens", "accepted_tokens")
-        )
-        assert point["num_answers"] == len(entries)
-        assert point["draft_tokens_per_step"] == pytest.approx(drafted / steps, abs=1e-3)
-        assert point["acceptance_rate"] == pytest.approx(accepted / max(drafted, 1), abs=1e-3)
-    assert any(entry[method]["num_accepted_tokens"] for entry in live["prompts"])
-
-
 def interrupt(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, nth: int) -> None:
     """Have a function interrupt when it is called for the nth time."""
     whole, calls = getattr(place, name), list[int]()
@@ -162,7 +136,7 @@ def test_draft_models_are_compared(
     options: list[Any], results: Callable[..., Any], tmp_path: Path
 ) -> None:
     options += ["--methods", DRAFTING, "--limit", 1]
-    found = results("run", *options, "--assistant", "self:int8", "--first-layers", 1)
+    found = results("run", *options, "--first-layers", 1)
     assert found["settings"]["assistant"] == "self:int8"
     (entry,) = found["prompts"]
     assert all(entry[name]["same_text"] for name in DRAFTING.split(",")[1:])
@@ -176,7 +150,6 @@ def test_draft_models_are_compared(
     ("given", "message"),
     [
         (["--methods", "plain,magic"], "expected different ones of plain, .*, got 'plain,magic'"),
-        (["--methods", "plain,assistant"], "expected --assistant with assistant"),
         (["--methods", "lade_pool"], "expected --pool with lade_pool"),
         (["--methods", "hf_early_exit"], "expected --first-layers with hf_early_exit"),
         (["--methods", "plain", "--first-layers", 2], r"expected one of pool\+first_layers"),

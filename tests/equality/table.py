@@ -36,7 +36,7 @@ _DRAFTS = {
     "an assistant": {"drafter": f"AssistantModel(fuzz_model('llama', 0, {VOCAB_SIZE}))"},
     "first layers": {"drafter": "FirstLayers(1)"},
     "all of these": {
-        "drafter": f"Merged([CallPool(), FirstLayers(1, expansion='chain'), "
+        "drafter": f"Merged([CallPool(), FirstLayers(1), "
         f"AssistantModel(fuzz_model('llama', 1, {VOCAB_SIZE}), length=3)])"
     },
     "a window": {},
@@ -153,9 +153,9 @@ def fits(row: Row) -> bool:
         # Batches have neither: their rows are parts of one forward.
         has("drafts", "a window") and has("prompt", *_OF_SEVERAL),
         has("method", "stable") and has("prompt", *_OF_SEVERAL),
-        # Refused by name: a cache that cannot go back, states of another number for one token.
+        # Refused by name: a cache that cannot go back.
         has("drafts", "first layers", "all of these") and has("model", "rwkv"),
-        has("method", "chain") and has("output", "states") and has("model", "openai-gpt"),
+        has("drafts", "a window") and has("output", "states"),  # which is decoded plainly
         # `generate` draws for samples alone, and takes no other input with these.
         has("prompt", "samples") and has("choice", "greedy"),
         has("prompt", "embeddings") and has("processors", "guidance", "watermark", "biases"),

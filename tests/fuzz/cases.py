@@ -595,9 +595,7 @@ def _draw_lade(case: Case, hand: _Hand) -> Case:
 def _draw_models(case: Case, hand: _Hand) -> str:
     """Return an expression for a drafter that is a model, or of several parts."""
     rng = hand.rng
-    length = rng.choice(["measured", "confidence", 1, 3, 6])
-    expansion = rng.choice(["tree", "chain"])
-    options = f"length={length!r}, expansion={expansion!r}"
+    options = f"length={rng.choice([None, None, 1, 3, 6])!r}"
     family, seed = rng.choice(FAMILIES), rng.randrange(NUM_MODELS)
     assistant = f"AssistantModel(fuzz_model({family!r}, {seed}, {hand.vocab_size}), {options})"
     layers = f"FirstLayers(1, {options})"

@@ -51,7 +51,7 @@ def are_close(mine: Any, theirs: Any) -> None:
 
 
 def test_outputs_are_those_of_generate() -> None:
-    names = ("scores", "logits", "hidden_states")
+    names = ("scores", "logits")
     options: dict[str, Any] = {f"output_{name}": True for name in names}
     options |= {"do_sample": True, "temperature": 1.5, "repetition_penalty": 1.3}
     for seed in range(3):
@@ -315,6 +315,14 @@ def test_prompts_of_several_pieces_are_answered_as_by_generate(num_tokens: int) 
     prompt = torch.randint(2, 90, (1, num_tokens), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         same_as_generate(model, prompt, accept=0.7, config=EIGHT, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_prompts_in_chunks_are_answered_so_behind_windows_too(family: str) -> None:
+    for num_tokens in (8, 9, 12, 23):
+        model = tiny_model(family, dtype=torch.float32, head_dim=16, sliding_window=8)
+        prompt = torch.randint(2, 90, (1, num_tokens), generator=torch.Generator().manual_seed(0))
+        same_as_generate(model, prompt, config=EIGHT, max_new_tokens=12, prefill_chunk_size=4)
 
 
 def test_a_server_answers_with_the_text_of_generate() -> None:

@@ -2,15 +2,16 @@
 
 import numpy as np
 
-from ngram_pool import NGramPool, _kernels
+from ngram_pool import NGramPool
 from ngram_pool._kernels import ANSWER, NEXT, NEXT_POSITION, NONE, PROMPT, TAIL
+from ngram_pool.files import check_text
 
 
 def check_pool(pool: NGramPool) -> None:
     """Verify the invariants of a pool's arrays.
 
     Raises:
-        AssertionError: an invariant is broken.
+        AssertionError, PoolFileError: an invariant is broken.
     """
     with pool._lock:
         (text, links, heads), end = pool._held, pool._counts.item(NEXT_POSITION)
@@ -18,7 +19,7 @@ def check_pool(pool: NGramPool) -> None:
         assert links.shape == (len(text), pool.max_ngram_size)
         assert end <= 2**31 - 1
         assert len(text) == pool.capacity_tokens or end <= len(text)
-        assert _kernels.find_unsound(text, links, heads, end) == (NONE, NONE)
+        check_text(text, links, heads, end)
         assert np.isfinite(pool._weights).all()
         assert len(pool._harvested.contexts()) == len(pool._harvested)
         assert np.isfinite(pool._unigrams.counts).all()

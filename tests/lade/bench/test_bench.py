@@ -112,8 +112,7 @@ def test_summaries_of_batches_count_rows() -> None:
 
 def test_rates_and_sources_are_shown_of_methods_that_count_them() -> None:
     stats = DecodeStats(num_steps=4, draft_sec=0.5)
-    # Three steps with a draft, of which one ends on a rejection and one at the end of a path.
-    stats.count_row_step(Step([1, 2], 4, 1, is_corrected=True))
+    stats.count_row_step(Step([1, 2], 4, 1))
     stats.count_row_step(Step([1, 2, 3], 2, 2))
     stats.count_row_step(Step([1], 2, 1))
     stats.count_row_step(Step([1], 0, 0))

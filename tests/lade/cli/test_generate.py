@@ -74,15 +74,6 @@ def test_a_prediction_is_drafted_from(folder: str, tmp_path: Path) -> None:
     (tmp_path / "predicted.txt").write_bytes(whole.encode() + b"\r\n")
     done = answered(folder, "--prediction", tmp_path / "predicted.txt")
     assert done.out == whole + "\n"
-    assert ", prediction " in done.err
-
-
-def test_assistants_draft_too_and_are_told(folder: str) -> None:
-    whole = plain_text(folder, "abcabc", do_sample=False)
-    done = answered(folder, "--assistant", folder)
-    assert done.out == whole + "\n"
-    for source in ("accepted of drafted: pool ", ", assistant "):
-        assert source in done.err
 
 
 def steps_of(done: Done) -> float:
@@ -119,9 +110,7 @@ def test_the_rate_shown_is_that_of_the_answer_alone(
 
 
 def test_all_of_standard_input_is_one_question(folder: str) -> None:
-    options = ("--model", folder, *SHORT, "--assistant", folder)
-    done = run("generate", "-", *options, given="abc\nabc")
+    done = run("generate", "-", "--model", folder, *SHORT, given="abc\nabc")
     assert done.code == 0
     assert done.out == answered(folder, prompt="abc\nabc").out
     assert "12 tokens, " in done.err
-    assert ", assistant " in done.err

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from ngram_pool import NGramPool
 from tests.lade.cli.command import SHORT, Done, run
 from tests.lade.cli.conftest import TEMPLATE
 
@@ -28,7 +27,7 @@ def measured(command: str, folder: str, path: Path, *options: object) -> tuple[D
 
 def test_demo_tells_what_lade_does_and_what_that_gains(folder: str, tmp_path: Path) -> None:
     prompt = ["--prompt", "naïve 日本 🙂 abcabc\x1b]0;title\x07", "--prompt", "xyxy"]
-    done, content = measured("demo", folder, tmp_path / "x.json", *prompt, "--no-prewarm")
+    done, content = measured("demo", folder, tmp_path / "x.json", *prompt)
     assert done.code == 0
     flat = " ".join(done.out.split())
     for told in (
@@ -48,19 +47,16 @@ def test_demo_tells_what_lade_does_and_what_that_gains(folder: str, tmp_path: Pa
     assert content["settings"]["verification"] == "tree"
     assert content["settings"]["interrupted"] is False
     assert folder not in json.dumps(content)
-    assert "prewarm" not in done.err
 
 
 @pytest.mark.exhaustive  # six prompts by three methods
-def test_demo_has_prompts_of_its_own_and_prewarms_once(templated: Callable[[str], str]) -> None:
+def test_demo_has_prompts_of_its_own(templated: Callable[[str], str]) -> None:
     folder = Path(templated(TEMPLATE))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
-    first, second = (run("demo", "--model", folder, *SHORT) for _ in range(2))
-    assert "prewarmed: " in first.err
-    assert "prewarmed" not in second.err
+    done = run("demo", "--model", folder, *SHORT)
     for title in ("chat", "write code", "edit code", "summarise", "extract", "maths"):
-        assert f"{title} ─" in first.out
+        assert f"{title} ─" in done.out
 
 
 def test_bench_prints_a_table_and_writes_everything(
@@ -78,19 +74,6 @@ def test_bench_prints_a_table_and_writes_everything(
     assert settings["interrupted"] is False
     for entry in content["prompts"]:
         assert all(entry[name]["same_text"] for name in names[1:])
-
-
-@pytest.mark.exhaustive  # seven methods
-def test_bench_drafts_from_pools_that_are_given(folder: str, prompts: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.pool"
-    NGramPool().save(mine)
-    options = ["--prompts", prompts, "--pool", mine]
-    _, content = measured("bench", folder, tmp_path / "x.json", *options)
-    added = ["lade_pool", "lade_pool_fresh"]
-    assert [*content["settings"]["methods"]][5:] == added
-    assert content["settings"]["pools"] == ["mine.pool"]
-    for entry in content["prompts"]:
-        assert all(entry[name]["same_text"] for name in added)
 
 
 @pytest.mark.parametrize(("command", "calls_before"), [("bench", 2), ("demo", 2)])
@@ -116,7 +99,6 @@ def test_what_was_measured_before_ctrl_c_is_kept(
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", interrupted)
     given = ["--prompts", prompts] if command == "bench" else ["--prompt", "a", "--prompt", "b"]
-    given += ["--no-prewarm"] * (command == "demo")
     done, content = measured(command, folder, tmp_path / "x.json", *given)
     assert done.code == 130
     assert "stopped after 1 of" in done.err

@@ -83,7 +83,7 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], told: s
     [
         (["generate", "x", "--model", "a b/c d"], "'a b/c d' could not be loaded: Repo id"),
         (["generate", "x", "--model", ""], "got an empty text"),
-        (["generate", "x", "--device", "no", "--model", str(HERE)], "expected a torch device"),
+        (["generate", "x", "--dtype", "bf16"], "got 'bf16'; did you mean bfloat16?"),
         *(
             (["generate", "x", "--model", name], f"no such folder: {name}")
             for name in ("./nofolder", "/no/folder", "no/such/folder", "~/nofolder")
@@ -136,27 +136,31 @@ def test_a_system_prompt_and_a_question_without_a_place_are_told(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_a_damaged_file_of_a_model_is_named(name: str, folder: str, tmp_path: Path) -> None:
+def test_a_damaged_file_of_a_model_is_an_error_of_one_line(
+    name: str, folder: str, tmp_path: Path
+) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     path = tmp_path / "copy" / name
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     done = run("generate", "x", "--model", tmp_path / "copy")
-    assert f"the file {name} in {tmp_path / 'copy'} is incomplete or damaged" in done.told
+    assert f"error: the model '{tmp_path / 'copy'}' could not be loaded: " in done.told
     assert done.told.endswith(" (--debug shows the whole error)")
 
 
-def test_what_is_missing_in_a_folder_is_named(folder: str, tmp_path: Path) -> None:
+def test_what_is_missing_in_a_folder_or_machine_is_named(folder: str, tmp_path: Path) -> None:
     copy, empty, other = tmp_path / "copy", tmp_path / "empty", tmp_path / "t5"
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("token*"))
     empty.mkdir()
     shutil.copytree(folder, other)
     T5Config(vocab_size=256, d_model=8, d_ff=8, num_layers=1).save_pretrained(other)
     for model, told in (
-        (copy, f"the folder {copy} has a model, but no tokenizer"),
-        (empty, f"the folder {empty} has no model"),
-        (other, "is no causal LM, it has a T5Config; lade decodes causal LMs"),
+        (copy, f"in the folder {copy}, got no tokenizer"),
+        (empty, f"in the folder {empty}, got no tokenizer"),
+        (other, "T5Config"),
     ):
         assert told in run("generate", "x", "--model", model).told
+    told = run("generate", "x", "--device", "gpu", "--model", folder).told
+    assert "expected a torch device of this machine, such as cpu" in told
     results = tmp_path / "x.json"
     assert run("bench", "--model", "./nofolder", "--json", results).code == 1
     assert not results.exists()

@@ -78,7 +78,7 @@ def test_folders_are_read_without_what_is_hidden_or_made(
     os.mkfifo(root / "pipe")  # to open it would wait for ever
     done = run("pool", "build", root, root / "b.py", "--out", out, "--model", folder)
     assert texts(out) == ["b.py", "a/c.txt"]
-    told = "left out: folders, hidden or made by tools: 6; links and devices: 2; hidden files: 1"
+    told = "left out: hidden, made by tools, or links: 9"
     assert told in done.err.replace("\n", " ")
     out.unlink()
     run("pool", "build", root / "a" / ".env", "--out", out, "--model", folder)
@@ -125,34 +125,19 @@ def test_text_is_whole_however_long(folder: str, tmp_path: Path) -> None:
     assert built(tmp_path, folder, "a.txt", marked) == ["with a mark\nand more"]
 
 
-def test_chats_have_many_shapes(templated: Any, tmp_path: Path) -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}, ANSWERED]
-    shared = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
-    entries: list[dict[str, Any]] = [
-        {"messages": [ASKED, ANSWERED]},
-        {"messages": parts},
-        {"conversations": shared},
-        {"turns": [ASKED, ANSWERED]},
-        {"prompt": "Why?", "response": "Because."},
-        {"prompt": [ASKED], "completion": [ANSWERED]},
-    ]
-    lines = "\n".join(map(json.dumps, entries))
-    assert built(tmp_path, templated(TEMPLATE), "chats.JSONL", lines) == [CHAT] * len(entries)
-
-
-def test_json_is_chats_texts_or_itself(templated: Any, tmp_path: Path) -> None:
+def test_lines_of_json_are_chats_texts_or_themselves(templated: Any, tmp_path: Path) -> None:
     model = templated(
         "{% if messages[0].role == 'assistant' %}{{ raise_exception('') }}{% endif %}" + TEMPLATE
     )
-    lines: list[Any] = [{"messages": [ASKED, ANSWERED]}, {"text": "a text"}, "another"]
-    lines += [{"messages": [ANSWERED, ASKED]}, {"level": "info"}, {"prompt": "Why?"}, [1, 2]]
-    content = "\n".join([*map(json.dumps, lines), '{"half": ', json.dumps(lines[0])])
-    rest = '{"level": "info"}\n{"prompt": "Why?"}\n[1, 2]\n{"half": \n'
-    expected = [CHAT, "a text", "another", "Because.\n\nWhy?", rest, CHAT]
-    assert built(tmp_path, model, "a.jsonl", content) == expected
-    assert built(tmp_path, model, "a.json", json.dumps([lines[0], {"a": 1}])) == [CHAT, '{"a": 1}']
-    for whole in ('{\n  "name": "package"\n}\n', "{ no json", "[" * 20_000):
-        assert built(tmp_path, model, "a.json", whole) == [whole]
+    chat = {"messages": [ASKED, ANSWERED]}
+    lines: list[Any] = [chat, {"text": "a text"}, {"messages": [ANSWERED, ASKED]}]
+    lines += [{"level": "info"}, {"messages": [{"role": "user"}]}, [1, 2]]
+    content = "\n".join([*map(json.dumps, lines), '{"half": ', "[" * 20_000, json.dumps(chat)])
+    rest = content[content.index('{"level') : content.rindex('{"messages')]
+    expected = [CHAT, "a text", "Because.\n\nWhy?", rest, CHAT]
+    for name in ("a.jsonl", "a.NDJSON"):
+        assert built(tmp_path, model, name, content) == expected
+    assert built(tmp_path, model, "a.json", json.dumps(chat)) == [json.dumps(chat)]
 
 
 # --- how far ------------------------------------------------------------------------------------

@@ -1,44 +1,21 @@
-"""`lade prewarm` and `lade compile`, and what `lade demo` prewarms by itself."""
+"""`lade prewarm` and `lade compile`."""
 
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import lade
-from tests.lade.cli.command import SHORT, Done, run
+from tests.lade.cli.command import SHORT, run
 
 PLAIN = lade.Probe("LlamaForCausalLM", "plain", None, {"tree": "trees do not grow here"})
 
 
-@pytest.fixture
-def demo(folder: str) -> Callable[[], Done]:
-    return lambda: run("demo", "--model", folder, *SHORT, "--prompt", "one")
-
-
-def stopping(error: BaseException) -> Callable[..., Any]:
-    """Prewarm, and end with an error at the first news."""
-    prewarm = lade.prewarm
-
-    def stopped(model: Any, seconds: float, *, progress: Any, **options: Any) -> Any:
-        def tell(news: Any) -> None:
-            progress(news)
-            raise error
-
-        return prewarm(model, seconds, progress=tell, **options)
-
-    return stopped
-
-
 @pytest.mark.filterwarnings("ignore:lade does not use its table")
-def test_prewarm_makes_a_table_that_demo_uses_unless_it_is_damaged(
-    folder: str, demo: Callable[[], Done]
-) -> None:
+def test_prewarm_makes_a_table_and_says_where_one_is_damaged(folder: str) -> None:
     options = ("--model", folder, "--dtype", "float32", "--seconds", 1)
     paths = set()
     for _ in range(2):  # the second run adds to it
@@ -49,40 +26,20 @@ def test_prewarm_makes_a_table_that_demo_uses_unless_it_is_damaged(
         paths.add(kept)
     (path,) = map(Path, paths)
     path.write_bytes(b"no table")
-    done = demo()
-    assert done.code == 0
-    assert "note: no table is made: " in done.err
-    assert "remove it to begin anew" in done.err
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (KeyboardInterrupt(), "skipped the rest of prewarming"),
-        (OSError(28, "No space left"), "note: no table is made: [Errno 28] No space left"),
-    ],
-)
-def test_what_stops_prewarming_does_not_stop_the_demo(
-    demo: Callable[[], Done], error: BaseException, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lade.prewarming.run.prewarm", stopping(error))
-    done = demo()
-    assert done.code == 0
-    assert told in done.err
-    assert "prewarmed: " in done.err  # what was made
+    assert run("generate", "one", "--model", folder, *SHORT).code == 0
+    assert "remove it to begin anew" in run("prewarm", *options).told
 
 
 def test_a_model_that_is_decoded_plainly_is_not_prewarmed(
-    demo: Callable[[], Done], folder: str, monkeypatch: pytest.MonkeyPatch
+    folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lade.prewarming.run.probe", lambda model: PLAIN)
     told = "lade decodes LlamaForCausalLM plainly, so it would not use a table. tree: trees do not"
     assert told in run("prewarm", "--model", folder).told
     monkeypatch.setattr("lade.cli.demo.probe", lambda model: PLAIN)
-    done = demo()
+    done = run("demo", "--model", folder, *SHORT, "--prompt", "one")
     assert "Verification by plain" in done.out
     assert "  not by tree: trees do not grow here" in done.out
-    assert "prewarm" not in done.err
 
 
 # --- compile ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 import lade
 from lade.drafters import AssistantModel, CallPool, Merged
-from ngram_pool import NGramPool, SampledDraft
+from ngram_pool import Draft, NGramPool
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.grids import thinned
 from tests.lade.both import answered, same_as_generate
@@ -178,12 +178,8 @@ class Drawing(lade.Drafter):
         self.rng = call.rngs[0]
         return self
 
-    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> SampledDraft:
-        one = chain_of([int(self.rng.choice(3, p=self.probs)) + 2], 0.5)
-        support = np.array([[2, 3, 4]], np.int32)
-        return SampledDraft(
-            *(one.token_ids, one.parents, one.depths, one.probs), support, self.probs[None]
-        )
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
+        return chain_of([int(self.rng.choice(3, p=self.probs)) + 2], 0.5)
 
 
 @pytest.mark.parametrize("with_pool", thinned([False, True], True))

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation import candidate_generator
-from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 import lade
 from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
@@ -27,7 +25,7 @@ from tests.lade.drafting.made import (
     pairs_of,
 )
 from tests.lade.shared import shared_model
-from tests.lade.tiny import FAMILIES, IS_NEWEST, tiny_model
+from tests.lade.tiny import FAMILIES, tiny_model
 from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types
 from tests.support.tiny import tiny_model as tiny_architecture
 
@@ -67,17 +65,16 @@ def nearly(model: Any, noise: float) -> Any:
 # --- the text -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("expansion", ["tree", "chain"])
+@pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize(
     "noise", thinned([0.0, 0.1, 3.0], 0.1), ids=["always", "sometimes", "never"]
 )
-def test_the_text_is_that_of_generate(expansion: Any, noise: float) -> None:
-    do_sample = (expansion == "tree") == (noise == 0.1)  # each of the three in both ways
+def test_the_text_is_that_of_generate(do_sample: bool, noise: float) -> None:
     model = shared_model("llama", seed=1)
     assistant = nearly(model, noise)
     total = lade.DecodeStats()
-    for length, prompt in (("measured", ONE), ("measured", THREE), ("confidence", ONE), (4, ONE)):
-        drafter = AssistantModel(assistant, length=length, expansion=expansion)  # type: ignore[arg-type]
+    for length, prompt in ((None, ONE), (None, THREE), (4, ONE)):
+        drafter = AssistantModel(assistant, length=length)
         stats = stats_of(model, prompt, drafter, do_sample=do_sample)
         if prompt is ONE:
             total.add(stats)
@@ -110,28 +107,25 @@ def test_any_architecture_drafts_for_any_other(pair: tuple[str, str]) -> None:
 def test_a_model_that_drafts_for_itself_is_always_right(name: str) -> None:
     """It has the logits of every path, whatever of a draft was accepted."""
     model = model_of(name)
-    for expansion, least in (("chain", 1.0), ("tree", 0.1)):
-        drafter = AssistantModel(model, length=4, expansion=expansion)  # type: ignore[arg-type]
+    for length, most_steps in ((1, 20), (4, 18)):  # of 39, as the prefill has the first token
+        drafter = AssistantModel(model, length=length)
         stats = stats_of(model, ONE, drafter, max_new_tokens=40, eos_token_id=None)
-        assert stats.acceptance_rate >= least
-        assert stats.num_accepted_tokens > 20
+        assert stats.num_steps <= most_steps
 
 
 def test_processors_apply_to_the_drafts_too() -> None:
     """A penalty, n-grams that may not come again, a temperature: the model alone would be wrong."""
     model = shared_model("llama", seed=1)
-    drafter = AssistantModel(model, length=4, expansion="chain")
+    drafter = AssistantModel(model, length=1)
     options: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
     options |= {"repetition_penalty": 1.6, "no_repeat_ngram_size": 2, "bad_words_ids": [[5, 6]]}
-    stats = stats_of(model, ONE, drafter, **options)
-    assert stats.num_accepted_tokens == stats.num_draft_tokens > 25
-    # Rows differ in what was said before.
-    assert stats_of(model, THREE, drafter, **options).acceptance_rate > 0.9
+    for prompt in (ONE, THREE):  # whose rows differ in what was said before
+        assert stats_of(model, prompt, drafter, **options).num_steps <= 22
 
 
 def test_grammars_and_ends_are_heeded() -> None:
     model = shared_model("llama", seed=1)
-    drafter = AssistantModel(model, length=4, expansion="chain")
+    drafter = AssistantModel(model, length=4)
     ends = model.generate(ONE, attention_mask=torch.ones_like(ONE), max_new_tokens=20)[0, -3].item()
     stats_of(model, ONE, drafter, eos_token_id=ends)
     for most in (1, 2):
@@ -157,9 +151,8 @@ def test_the_assistants_own_length_is_its_limit() -> None:
 def test_text_with_first_layers_is_that_of_generate(family: str) -> None:
     model, num_accepted = tiny_model(family), 0
     before, settings = state_of(model), copy.deepcopy(model.config.to_dict())
-    for number, expansion in enumerate(("tree", "chain", "tree", "chain")):
-        length: Any = "confidence" if number % 2 else 2
-        drafter = FirstLayers(1 + number % 2, length=length, expansion=expansion)  # type: ignore[arg-type]
+    for number in range(4):
+        drafter = FirstLayers(1 + number % 2, length=None if number % 2 else 2)
         options = {"do_sample": number > 1, "temperature": 0.8, "seed": number}
         config = lade.Config(max_draft_tokens=16, strict_drafter=True)
         rows = number % 2 and lade.probe(model, num_rows=3).verification != "plain"
@@ -305,12 +298,8 @@ def test_vocabularies_must_be_one_whatever_their_size() -> None:
         (lambda: AssistantModel(5), TypeError, "expected a causal LM of transformers, got int"),
         (lambda: FirstLayers("2"), TypeError, "expected num_layers to be an int, got '2'"),  # type: ignore[arg-type]
         (lambda: FirstLayers(0), ValueError, "expected num_layers of at least 1, got 0"),
-        (lambda: FirstLayers(1, length="long"), ValueError, "expected length to be 'measured', "),  # type: ignore[arg-type]
-        (lambda: FirstLayers(1, length=True), ValueError, "expected length to be"),
-        (lambda: FirstLayers(1, length=0), ValueError, "expected length of at least 1, got 0"),
-        (lambda: FirstLayers(1, confidence=1.5), ValueError, "expected confidence from 0 to 1"),
-        (lambda: FirstLayers(1, expansion="bush"), ValueError, "expected expansion to be 'tree'"),  # type: ignore[arg-type]
-        (lambda: FirstLayers(1, max_draft_tokens=0), ValueError, "expected max_draft_tokens of at"),
+        (lambda: FirstLayers(1, length=True), ValueError, "expected length to be a number from 1"),
+        (lambda: FirstLayers(1, length=0), ValueError, "expected length to be a number from 1 or"),
     ],
 )
 def test_wrong_arguments_are_refused(make: Any, error: type[Exception], message: str) -> None:
@@ -339,11 +328,10 @@ def small(seed: int) -> Any:
 
 
 @pytest.mark.exhaustive  # 600 samples
-@pytest.mark.parametrize("expansion", ["tree", "chain"])
-def test_drawn_text_has_the_distribution_of_the_target(expansion: Any) -> None:
+def test_drawn_text_has_the_distribution_of_the_target() -> None:
     """Pairs of first tokens of 600 samples, at a temperature that applies to both models."""
     model, prompt = small(3), [1, 2, 3, 1, 2]
-    drafter = AssistantModel(small(4), length=2, expansion=expansion)
+    drafter = AssistantModel(small(4), length=2)
     options: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 0.7, "config": DRAWN}
     options |= {"num_return_sequences": 600, "max_new_tokens": 3, "drafter": drafter}
     out = answered(model, torch.tensor([prompt]), **options)
@@ -355,68 +343,14 @@ def test_drawn_text_has_the_distribution_of_the_target(expansion: Any) -> None:
 def test_drawn_from_the_same_model_drafts_are_always_right() -> None:
     """p = q, whatever temperature, top-p and penalties make of both; and a seed repeats a call."""
     model = shared_model("llama", seed=1)
-    drafter = AssistantModel(model, length=4, expansion="chain")
+    drafter = AssistantModel(model, length=4)
     options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3}
     options |= {"do_sample": True, "max_new_tokens": 30, "eos_token_id": None, "config": DRAWN}
-    for prompt, least in ((ONE, 0.999), (THREE, 0.8)):  # penalties for padding are not seen
+    for prompt in (ONE, THREE):
         texts = []
         for seed in (0, 0, 1):
             torch.manual_seed(seed)
             out = answered(model, prompt, drafter=drafter, **options)
-            assert out.stats.acceptance_rate > least
+            assert out.stats.num_steps <= 15
             texts.append(out.sequences.tolist())
         assert texts[0] == texts[1] != texts[2]
-
-
-# --- transformers as oracle -----------------------------------------------------------------
-
-
-def drafts_of_transformers(
-    monkeypatch: pytest.MonkeyPatch, model: Any, assistant: Any, **options: Any
-) -> dict[tuple[int, ...], int]:
-    """Return by text how many tokens transformers drafts after it."""
-    found: dict[tuple[int, ...], int] = {}
-    ask = AssistedCandidateGenerator.get_candidates
-
-    def candidates(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = ask(self, input_ids, *args, **kwargs)
-        found[tuple(input_ids[0].tolist())] = result[0].shape[1] - input_ids.shape[1]
-        return result
-
-    with monkeypatch.context() as patch:
-        # It would tune the threshold where scikit-learn is installed.
-        patch.setattr(candidate_generator, "is_sklearn_available", lambda: False)
-        patch.setattr(AssistedCandidateGenerator, "get_candidates", candidates)
-        model.generate(ONE, assistant_model=assistant, **options)
-    return found
-
-
-@pytest.mark.skipif(not IS_NEWEST, reason="its assisted decoding fails once a draft was cut")
-@pytest.mark.parametrize("noise", thinned([0.0, 0.1, 3.0], 0.1))
-@pytest.mark.parametrize("length", [4, "confidence"])
-def test_drafts_are_as_long_as_those_of_transformers(
-    monkeypatch: pytest.MonkeyPatch, length: Any, noise: float
-) -> None:
-    """On the same models, after every text that transformers drafted from."""
-    model = tiny_model("llama", seed=1)
-    assistant = nearly(model, noise)
-    own = assistant.generation_config
-    own.num_assistant_tokens = 4
-    own.num_assistant_tokens_schedule = "constant"
-    own.assistant_confidence_threshold = 0.5 if length == "confidence" else 0.0
-    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    limits = {"confidence": 0.5, "max_draft_tokens": 4}
-    drafter = AssistantModel(assistant, length=length, expansion="chain", **limits)  # type: ignore[arg-type]
-    given = options | {"attention_mask": torch.ones_like(ONE), "max_new_tokens": 60}
-    theirs = drafts_of_transformers(monkeypatch, model, assistant, **given)
-    texts = [text for text in theirs if ONE.shape[1] < len(text) < ONE.shape[1] + 50]
-    assert len(texts) > 5
-    for text in texts:
-        steps: list[Any] = []
-        lade.recheck(model)  # else a proof of the drafts so far may come here
-        before = torch.tensor([text[:-1]])  # its last token is that of the prefill
-        given = {"drafter": drafter, "config": EIGHT, "on_step": steps.append}
-        answered(model, before, max_new_tokens=8, **options, **given)
-        assert steps[1].num_draft_tokens == theirs[text]
-    if noise == 0.1:
-        assert len({theirs[text] for text in texts}) > (length != 4)

@@ -87,7 +87,7 @@ def decode(
         (text,) = batch.text.token_ids
         while (now := place + len(text) - NUM_PROMPT) < end:
             draft = speculator.propose(0, budget.max_draft_tokens)
-            num = budget.num_nodes([draft.probs], 0)
+            num = budget.nums_of_nodes({0: draft.probs})[0]
             sec = STEP_SEC + SEC_PER_NODE * num
             clock.now += sec
             coming = ANSWER[now : now + num + 1]

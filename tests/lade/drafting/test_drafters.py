@@ -1,7 +1,6 @@
 """A drafter of one's own can change the speed alone, whatever it returns, raises, draws or is."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 import lade
-from ngram_pool import Draft, SampledDraft
+from ngram_pool import Draft
 from tests.grids import thinned
 from tests.lade.both import same_as_generate
 from tests.lade.drafting.made import (
@@ -22,7 +21,6 @@ from tests.lade.drafting.made import (
     Maker,
     Making,
     Random,
-    chain_of,
     compared,
     ints,
     one_warning,
@@ -237,75 +235,3 @@ def test_a_drafter_that_cannot_be_made_loses_no_text(kind: type[Exception]) -> N
         compared(Maker(fail), SAMPLED)
     with pytest.raises(kind):
         compared(Maker(fail), SAMPLED, config=STRICT)
-
-
-# --- drafts that are drawn --------------------------------------------------------------------
-
-
-def drawn(*token_ids: int) -> SampledDraft:
-    """A chain of tokens, each drawn from two."""
-    one = chain_of(token_ids)
-    support = np.array([[token_id, token_id + 1] for token_id in token_ids], np.int32)
-    probs = np.full((len(token_ids), 2), 0.5)
-    return SampledDraft(one.token_ids, one.parents, one.depths, one.probs, support, probs)
-
-
-class Drawing(Faulty):
-    """Draws five tokens in each step."""
-
-    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        return drawn(4, 5, 6, 7, 8).first(max_draft_tokens)
-
-
-def test_a_drawn_draft_is_verified_whole_whatever_it_costs() -> None:
-    steps: list[Any] = []
-    config = lade.Config(acceptance="rejection", strict_drafter=True)
-    maker = Maker(lambda call: Drawing())
-    options = {**OPTIONS, "do_sample": True, "eos_token_id": None, "max_new_tokens": 30}
-    model = shared_model("llama", seed=2)
-    lade.generate(model, PROMPT, drafter=maker, config=config, on_step=steps.append, **options)
-    (call,) = maker.calls
-    assert call.rngs is not None
-    assert len(call.rngs) == 1
-    verified = [step.num_draft_tokens for step in steps[1:]]
-    assert verified[:3] == [5, 5, 5]  # at the end of the text there is less room
-
-
-SIBLINGS = SampledDraft(
-    *(ints(4, 5), ints(-1, -1), ints(1, 1), np.ones(2)),
-    *(ints(4, 5).reshape(2, 1), np.ones((2, 1))),
-)
-UNSUPPORTED = SampledDraft(
-    *(ints(5), ints(-1), ints(1), np.array([0.5])), ints(6, 7)[None], np.array([[0.5, 0.5]])
-)
-
-
-@pytest.mark.parametrize(
-    ("config", "draft", "told"),
-    [
-        (lade.Config(), drawn(4), "expected a Draft where drafts are not drawn"),
-        (
-            lade.Config(acceptance="rejection", verification="chain"),
-            SIBLINGS,
-            "expected a drawn draft of at most 1 paths, got 2",
-        ),
-        (
-            lade.Config(acceptance="rejection"),
-            UNSUPPORTED,
-            "expected every token to be in the support that it was drawn from",
-        ),
-    ],
-    ids=["not drawn", "too many paths", "another support"],
-)
-def test_a_drawn_draft_that_cannot_be_verified_is_refused(
-    config: lade.Config, draft: SampledDraft, told: str
-) -> None:
-    make = partial(Faulty, "draft", 1, draft)
-    with pytest.warns(lade.DrafterWarning, match=told):
-        lade.generate(
-            shared_model("llama", seed=2),
-            PROMPT,
-            drafter=Maker(lambda call: make()),
-            config=config,
-            **{**OPTIONS, "do_sample": True},
-        )

@@ -1,11 +1,9 @@
 """What a grammar forces is drafted, and asking about it changes nothing."""
 
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor
@@ -14,7 +12,7 @@ import lade
 from tests.lade.both import same_as_generate
 from tests.lade.drafting.made import OPTIONS, PROMPT, chain_of
 from tests.lade.shared import shared_model
-from tests.lade.tiny import random_prompt, tiny_model
+from tests.lade.tiny import tiny_model
 
 # --- processors that know -----------------------------------------------------------------------
 
@@ -91,66 +89,3 @@ def test_an_author_sees_what_foresight_raises() -> None:
     given: dict[str, Any] = {"config": lade.Config(strict_drafter=True), "max_new_tokens": 4}
     with pytest.raises(ZeroDivisionError):
         lade.generate(tiny_model(), PROMPT, logits_processor=[Knowing(lambda num: 1 / 0)], **given)
-
-
-# --- xgrammar -----------------------------------------------------------------------------------
-
-# One token for each byte and some for words, so that one text has many splits.
-# "u" is there twice, as in vocabularies that have all bytes beside their characters.
-WORDS = [b"na", b"name", b'":', b'{"', b' "', b"ber", b"u"]
-PIECES = [*(bytes([i]) for i in range(256)), *WORDS, b"<end>"]
-END = len(PIECES) - 1
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"enum": ["bob", "ann"]},
-        "number": {"enum": [1, 2]},
-        "größe": {"enum": ["big", "small"]},
-    },
-    "required": ["name", "number", "größe"],
-    "additionalProperties": False,
-}
-
-
-class Grammars:
-    """Makes a processor, over and over: one serves a single call of `generate`."""
-
-    def __init__(self, xgrammar: Any) -> None:
-        raw = xgrammar.VocabType.RAW
-        info = xgrammar.TokenizerInfo(PIECES, raw, stop_token_ids=[END])
-        self.compiler = xgrammar.GrammarCompiler(info)
-        self.json = self.compiler.compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
-        self.processor = xgrammar.contrib.hf.LogitsProcessor
-
-
-@pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    pytest.importorskip("xgrammar.contrib.hf", reason="xgrammar has no wheel for this platform")
-    return Grammars(__import__("xgrammar"))
-
-
-def written(grammars: Grammars, grammar: Any, prompt: torch.Tensor, seed: int) -> Any:
-    """Let a model write by a grammar, with no drafts but what that forces; return the output."""
-    model = shared_model(vocab_size=END + 1, eos_token_id=END)
-    options: dict[str, Any] = {"do_sample": seed % 2 == 1, "max_new_tokens": 80, "seed": seed}
-    config = lade.Config(max_draft_tokens=6, strict_drafter=True)
-
-    def fresh() -> dict[str, Any]:
-        return {"logits_processor": [grammars.processor(grammar)]}
-
-    nothing = lade.Drafter()
-    return same_as_generate(model, prompt, drafter=nothing, config=config, fresh=fresh, **options)[
-        1
-    ]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_forced_text_is_drafted_and_asking_leaves_no_trace(grammars: Grammars, seed: int) -> None:
-    """The text is that of `generate`; a token is wrong only where the text is split another way."""
-    prompt = random_prompt(np.random.default_rng(seed)).clamp(min=1)
-    out = written(grammars, grammars.json, prompt, seed)
-    ids = out.sequences[0, prompt.shape[1] :].tolist()
-    text = b"".join(PIECES[each] for each in ids[: ids.index(END)])
-    assert {*json.loads(text)} == {"name", "number", "größe"}
-    assert out.stats.num_accepted_tokens > 10
-    assert out.stats.acceptance_rate > 0.3

@@ -201,9 +201,6 @@ def test_a_check_that_fails_leaves_trees_as_they_were() -> None:
 
 def test_what_has_no_fixed_shape_is_run_eagerly_and_said_once() -> None:
     model = tiny_model("llama", attention="eager")
-    with pytest.warns(lade.EagerExecutionWarning, match="attentions were asked for"):
-        same(model, output_attentions=True)
-    same(model, output_attentions=True)
     chain = lade.Config(execution="fixed", verification="chain")
     with pytest.warns(lade.EagerExecutionWarning, match="it verifies drafts by 'chain'"):
         same(model, chain)

@@ -99,7 +99,7 @@ def test_a_lookahead_window_makes_all_steps_wider() -> None:
 
 # --- where it cannot be had -----------------------------------------------------------------
 
-PARTS = {"output_hidden_states": True, "return_dict_in_generate": True}
+STATES = {"output_hidden_states": True, "return_dict_in_generate": True}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ PARTS = {"output_hidden_states": True, "return_dict_in_generate": True}
         ("qwen3_moe", {"head_dim": 8, "num_experts": 4}, {}, "experts"),
         ("bloom", {"attention": "eager", "n_head": 4, "n_layer": 2}, {}, "forward fails"),
         ("llama", {}, {"use_cache": False}, "use_cache=False"),
-        ("llama", {}, PARTS, "hidden states were asked for"),
+        ("llama", {}, STATES, "hidden states or attentions are returned"),
     ],
 )
 def test_what_cannot_be_had_is_refused(

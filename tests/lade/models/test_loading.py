@@ -64,8 +64,9 @@ def test_a_model_that_is_not_here_is_looked_for_once(monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match=r"'a/b' could not be loaded: .* be reached \(no route\)$"):
         load("a/b")
     assert asked == ["a/b"]
-    with pytest.raises(ValueError, match=r"\); smollm2-135m-instruct is meant, perhaps$"):
-        load("SmolLM2-135M-Instuct")
+    for name in ("SmolLM2-135M-Instuct", "smolm2"):
+        with pytest.raises(ValueError, match=r"\); did you mean smollm2-135m-instruct\?$"):
+            load(name)
 
 
 # --- prompts ------------------------------------------------------------------------------------

@@ -86,8 +86,8 @@ def windowed(window: int) -> Made:
 
 UNUSUAL: list[tuple[str, Callable[[], Made], str]] = [
     ("llama", patched, "code of one's own"),
-    ("mistral", partial(layered, *[Fading] * 3), "code of one's own"),
-    ("gpt2", partial(layered, DynamicLayer, DynamicLayer, Fading), "code of one's own"),
+    ("mistral", partial(layered, *[Fading] * 3), "layers of Fading"),
+    ("gpt2", partial(layered, DynamicLayer, DynamicLayer, Fading), "layers of Fading"),
     ("llama", partial(windowed, 8), "layers of DynamicSlidingWindowLayer"),
     ("mistral", partial(windowed, 5), "other windows than the model"),
     ("mistral", partial(windowed, 16), "other windows than the model"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from lade.targets.prefixes import KeptText, Origin, Owner, PrefixStore
+from lade.targets.prefixes import KeptText, Origin, PrefixStore
 from ngram_pool import NGramPool
 
 ORIGIN = Origin("model", None)
@@ -104,15 +104,13 @@ def test_whoever_goes_on_from_a_text_does_not_change_it() -> None:
 def test_an_owner_is_an_object_and_ends_with_it() -> None:
     store = PrefixStore()
     mine, other = NGramPool(), NGramPool()
-    assert Owner(mine, store) == Owner(mine, store)
-    assert Owner(mine, store) != Owner(other, store)
-    store.keep(text_of([1, 2, 3], ORIGIN._replace(owner=Owner(mine, store))), 2**20)
-    store.keep(text_of([1, 2, 3], ORIGIN._replace(owner=Owner(other, store))), 2**20)
-    gone = Owner(mine, store)
-    del mine
+    assert store.owner_of(mine) == store.owner_of(mine)
+    assert store.owner_of(mine) != store.owner_of(other)
+    for each in (mine, other):
+        store.keep(text_of([1, 2, 3], ORIGIN._replace(owner=store.owner_of(each))), 2**20)
+    del mine, each
     gc.collect()
     assert len(store) == 1
-    assert gone != gone
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -57,7 +57,7 @@ random_parents = st.lists(st.integers(0, 10**6), max_size=14).map(
 
 def tree_slots(visible: Tensor, num_cached: Tensor, trees: TreeTensors, *more: Any) -> TreeSlots:
     """With room for the nodes behind what is visible."""
-    visible = torch.nn.functional.pad(visible, (0, trees.width))
+    visible = torch.nn.functional.pad(visible, (0, trees.token_ids.shape[1]))
     return TreeSlots(visible, num_cached, trees.ancestors, trees.depths, *more)
 
 
