@@ -11,7 +11,6 @@ from lade.cli import line_of
 from lade.cli.options import (
     DraftOptions,
     DtypeOption,
-    LimitOption,
     LoadOptions,
     MaxNewTokensOption,
     ModelOption,
@@ -33,6 +32,9 @@ app = typer.Typer(
 
 PromptsOption = Annotated[
     Path, typer.Option(help="As for lade bench.", exists=True, dir_okay=False)
+]
+LimitOption = Annotated[
+    int | None, typer.Option(min=1, help="Use N prompts, spread over the file.")
 ]
 HalfOption = Annotated[
     Half | None, typer.Option(help="Use one half of the file, told by the ids of prompts.")

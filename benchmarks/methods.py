@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from benchmarks.rivals.catalogue import RIVALS, Rival
-from lade.bench.methods import Answer, Lade, Method, TransformersAssisted, plain
+from lade.bench.methods import Lade, Method, TransformersAssisted, plain
 from lade.config import SPECULATING, Config, Lookahead, Verification
 from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 from lade.drafting.drafter import Drafter
@@ -92,12 +92,6 @@ def _lookup(given: Given) -> Method:
     return TransformersAssisted({"prompt_lookup_num_tokens": asked or 10})
 
 
-def _plain_twice(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
-    doubled = {name: tensor.repeat_interleave(2, dim=0) for name, tensor in inputs.items()}
-    answer = plain(model, doubled, options)
-    return answer._replace(rows=answer.rows[:1], num_row_steps=answer.num_steps)
-
-
 #: By name, in the order of tables.
 METHODS: dict[str, MethodInfo] = {
     "plain": MethodInfo(lambda given: plain, "generate, one token a step", True),
@@ -142,11 +136,6 @@ METHODS: dict[str, MethodInfo] = {
         _first_layers,
         "lade, a pool and the model's own first layers draft one tree",
         "num_layers",
-    ),
-    "plain_twice": MethodInfo(
-        lambda given: _plain_twice,
-        "generate on each prompt twice, as a batch of two: how far it agrees with itself",
-        is_single_row=True,
     ),
     "hf_assistant": MethodInfo(
         lambda given: TransformersAssisted({"assistant_model": given.assistant}),

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from lade.bench.environment import environment
 from lade.bench.report import rounded, sheet
 from lade.budget.budget import Budget
-from lade.budget.calibration import Outcome
 from lade.cli.loading import console
 from lade.cli.results import Keeping, show
 from lade.drafting.pool_drafter import PoolDrafter
@@ -118,7 +117,7 @@ def _time_steps(
             num_rows=1,
             num_nodes=len(verified),
             forward_sec=0.03,
-            outcomes=[Outcome(0, draft, emitted)],
+            outcomes={0: (draft, emitted)},
             num_emitted={0: len(us)},
         )
         us.append((perf_counter() - start_sec) * 1e6)

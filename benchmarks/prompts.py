@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 from zlib import crc32
 
-from lade.bench.prompts import read_prompts, spread
+from lade.bench.prompts import read_prompts
 from lade.cli.bench import Chosen, fingerprint
 
 
@@ -36,5 +36,6 @@ def choose(
         prompts = [each for each in prompts if each.category in names]
     if not prompts:
         raise ValueError(f"expected prompts in the {half} half of {path.name}, found none")
-    kept = spread(prompts, limit)
+    num = min(limit or len(prompts), len(prompts))
+    kept = [prompts[i * len(prompts) // num] for i in range(num)]  # spread evenly over all
     return Chosen(kept, {**fingerprint(path), "limit": limit, "half": half, "num": len(kept)})

@@ -17,19 +17,15 @@ _OF_CATEGORIES = ("num_prompts", "speedup")
 def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a result without the answers that its summary is of.
 
-    Of answers to prompts, the median share of a step that was lade's own is kept and, where
-    assistants were compared, what each method spent in all, loops left out; of categories, the
-    speeds; of runs at several numbers of draft tokens, those of all prompts together; of
+    Of answers to prompts, the median share of a step that was lade's own is kept; of categories,
+    the speeds; of runs at several numbers of draft tokens, those of all prompts together; of
     `lade.Config`, what is not the default; of servers, what is of all turns; of stages and loads,
     what is not empty. Numbers are rounded to six digits.
     """
     made = {name: value for name, value in content.items() if name != "replies"}
     if "summary" in made and "prompts" in made:
         made["summary"] = shown(_with_overheads(made["summary"], made["prompts"]))
-        prompts = made.pop("prompts")
-        # The summary has rates: here is what each drafter spent.
-        if made["settings"].get("assistant"):
-            made["prompts"] = [_total(prompts)]
+        del made["prompts"]
     if "runs" in made:
         made["runs"] = [run for run in made["runs"] if run.get("group", _OVERALL) == _OVERALL]
         made.pop("prompts", None)
@@ -104,24 +100,6 @@ def _with_overheads(
 
     overall = {method: told(method, entry) for method, entry in summary[_OVERALL].items()}
     return {**summary, _OVERALL: overall}
-
-
-def _total(prompts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what each method spent on prompts whose answers end in no loop, if there are any."""
-    chosen = [prompt for prompt in prompts if not prompt.get("loops", False)] or [*prompts]
-    total: dict[str, Any] = {"loops": chosen[0].get("loops", False), "num_prompts": len(chosen)}
-    for method in (name for name, value in chosen[0].items() if isinstance(value, dict)):
-        entries = [prompt[method] for prompt in chosen]
-        names = [name for name, value in entries[0].items() if _is_sum(name, value)]
-        total[method] = {
-            name: round(sum(entry.get(name, 0) for entry in entries), 4) for name in names
-        }
-    return total
-
-
-def _is_sum(name: str, value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and (name.startswith("num_") or name.endswith("sec"))
 
 
 def _rounded(value: Any) -> Any:

@@ -63,7 +63,6 @@ _NAMES = {
     "pool+first_layers": "**lade**, a pool and first layers",
     "hf_assistant": "transformers' `assistant_model`",
     "hf_early_exit": "transformers' `assistant_early_exit`",
-    "plain_twice": "`generate`, each prompt twice",
     "lade_stable": "**lade**, `stable_text=True`",
     "rival_prompt_lookup": "prompt lookup",
     "rival_recycling": "Token Recycling",
@@ -389,14 +388,14 @@ def drafters(file: str) -> str:
         share = share_text(entry.get("acceptance_rate"))
         times = (msec_text(entry.get(f"{key}_sec_per_step")) for key in ("draft", "target"))
         speed = (f"{entry['tokens_per_sec']:.1f}", speedup_text(entry["speedup"]))
-        mat, cores = f"{entry['mean_accepted_tokens']:.2f}", f"{entry['busy_cores']:.2f}"
-        rows.append((name, *speed, mat, share, *times, cores, share_text(entry["same_text"])))
+        mat = f"{entry['mean_accepted_tokens']:.2f}"
+        rows.append((name, *speed, mat, share, *times, share_text(entry["same_text"])))
         for part, each in entry.get("sources", {}).items():
             counts = (each["num_asked"], each["num_draft_tokens"], each["num_accepted_tokens"])
             sources.append((name, part, *(f"{n:,}" for n in counts), f"{each['sec']:.1f}"))
     headings = (
         *("decoding", "tokens/s", "speed-up", "MAT", "accepted"),
-        *("draft ms/step", "target ms/step", "busy cores", "same text"),
+        *("draft ms/step", "target ms/step", "same text"),
     )
     tables = [_table(headings, 1, rows)]
     if sources:

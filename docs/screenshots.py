@@ -12,7 +12,7 @@ from rich.text import Text
 IMAGES = Path(__file__).parent / "images"
 _WIDTH = 92
 _LINES = (
-    "/plain Write a Python function that adds two numbers.",
+    "/plain Write a Python function that converts Celsius to Fahrenheit.",
     "/show",
 )
 # Without fonts from elsewhere, which a page of documentation has no need to fetch.
@@ -27,7 +27,7 @@ def terminal() -> None:
     from lade.chat.view import THEME
     from lade.models.settings import Settings
 
-    loaded = lade.models.load()
+    loaded = lade.models.load(dtype="float32")  # where both write the same
     for is_plain in (True, False):  # checks of the model and compiling are no part of an answer
         for _ in Conversation(loaded, settings=Settings(8)).answer("Hi", is_plain=is_plain):
             pass

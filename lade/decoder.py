@@ -106,7 +106,7 @@ class Decoder:
             with self._verifying():
                 of_prompts = self._target.prefill(
                     num_logits=1 + self._speculator.num_harvested,
-                    is_plain=self._proof.settings.plain_prompts,
+                    is_plain=self._proof.plain_prompts,
                 )
             logits = of_prompts[:, -len(plan.trees) :]
             self._choice.look_at(logits, plan.trees)

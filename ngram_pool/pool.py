@@ -496,7 +496,6 @@ class NGramPool:
 
     def _forget_here(self, ids: Int64Array) -> int:
         """Forget as `forget` does, but in no file."""
-        compile_texts()
         with self._lock:
             self._check_learns("forget")
             text, (rows, bounds) = self._held.text, self._rows_since(0)
@@ -760,7 +759,6 @@ class NGramPool:
         >>> loaded.draft([5, 6], max_draft_tokens=2).candidates()
         [[7, 8]]
         """
-        compile_texts()
         stored, name = read_pool(Path(path)), os.fspath(path)
         if tokenizer and stored.tokenizer and tokenizer != stored.tokenizer:
             raise PoolFileError(
@@ -903,7 +901,6 @@ class NGramPool:
 
     def _texts_since(self, num_observed: int) -> Iterator[Int32Array]:
         """Return what is held of the text observed after so many tokens."""
-        compile_texts()
         with self._lock:
             rows, bounds = self._rows_since(num_observed)
             token_ids = self._held.text[rows, TOKEN]
@@ -1017,6 +1014,8 @@ class NGramPool:
         self.draft(nothing, 1, 1)
         self._count_unigrams(np.empty((0, 1)), np.empty((0, 1)))
         self.explore(1, nothing)
+        self._rows_since(0)
+        _kernels.empty_rows(self._header().row, np.zeros(len(self._held.text), np.bool_))
         table = SuccessorTable(1)
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
         SuccessorTable.from_arrays(table.arrays())
@@ -1026,22 +1025,11 @@ class NGramPool:
         rows = checked_rows([[0]], [1], 1, [0], 1)
         self._draft_chains([self], [self._no_sequence], rows, 0.0, 1)
 
-    def _run_texts(self) -> None:
-        """Run the kernels that read and write whole texts once."""
-        self._rows_since(0)
-        _kernels.empty_rows(self._header().row, np.zeros(len(self._held.text), np.bool_))
-
 
 @cache
 def compile_chains() -> None:
     """Compile what engines need, and nobody else."""
     compile_by(NGramPool(1, 1, 0)._run_chains)
-
-
-@cache
-def compile_texts() -> None:
-    """Compile what is needed to forget, to merge texts, and to check those of files."""
-    compile_by(NGramPool(1, 1, 0)._run_texts)
 
 
 def _checked_layers(layers: Sequence[NGramPool]) -> tuple[NGramPool, ...]:

@@ -6,6 +6,7 @@ of keys, so that keys and values are read once, for all rows.
 Source: FlashAttention (arXiv 2205.14135), algorithm 1.
 """
 
+from functools import partial
 from typing import Any
 
 import numba
@@ -24,6 +25,7 @@ from lade.products._tiles import (
     ROWS,
     WIDTHS,
     at,
+    by_case,
     load_wide,
 )
 
@@ -58,18 +60,16 @@ def _sum_values(typing_context: Any, of: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         format_, num_rows, num_vectors, *given = cgutils.unpack_tuple(builder, arguments[0])
-        end = builder.append_basic_block("end")
         size = builder.add(builder.mul(num_rows, _INT64(8)), num_vectors)
-        switch = builder.switch(builder.add(builder.mul(format_, _INT64(64)), size), end)
-        for of_format in WIDTHS:
-            for rows in range(1, ROWS + 1):
-                for vectors in (1, _VECTORS):
-                    block = builder.append_basic_block("sums")
-                    switch.add_case(_INT64(64 * of_format + 8 * rows + vectors), block)
-                    builder.position_at_end(block)
-                    _write_sums(builder, of_format, range(rows), range(vectors), given)
-                    builder.branch(end)
-        builder.position_at_end(end)
+        cases = {
+            64 * of_format + 8 * rows + vectors: partial(
+                _write_sums, builder, of_format, range(rows), range(vectors), given
+            )
+            for of_format in WIDTHS
+            for rows in range(1, ROWS + 1)
+            for vectors in (1, _VECTORS)
+        }
+        by_case(builder, builder.add(builder.mul(format_, _INT64(64)), size), cases)
         return context.get_dummy_value()
 
     return types.void(of), generate

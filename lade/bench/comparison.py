@@ -4,11 +4,10 @@ For `lade demo` and for the chat's `/plain`; `lade bench` sums many prompts up (
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import torch
-
-from lade.closeness import is_exact_in, limit_of
+from lade.closeness import is_exact_in
 
 
 class Side(NamedTuple):
@@ -24,15 +23,7 @@ class Side(NamedTuple):
         return len(self.token_ids) / self.sec if self.sec else 0.0
 
 
-class Difference(NamedTuple):
-    """Where two answers diverge."""
-
-    place: int  # of the first different token, counted from 1
-    gap: float  # between the model's top two logits there, recomputed from the whole text
-    is_tie: bool  # whether rounding alone may close the gap
-
-
-def compared(model: Any, prompt_ids: Sequence[int], sides: Sequence[Side]) -> Iterator[str]:
+def compared(sides: Sequence[Side]) -> Iterator[str]:
     """Yield a line for each side, the first of which is plain `generate`."""
     plain = sides[0]
     width = max(len(side.name) for side in sides)
@@ -41,34 +32,11 @@ def compared(model: Any, prompt_ids: Sequence[int], sides: Sequence[Side]) -> It
         line += f", {side.tokens_per_sec:.1f} a second"
         if side is not plain:
             gain = side.tokens_per_sec / plain.tokens_per_sec if plain.tokens_per_sec else 0.0
-            found = find_difference(model, prompt_ids, plain.token_ids, side.token_ids)
-            line += f", {gain:.2f}x plain, {verdict(found)}"
+            pairs = zip_longest(plain.token_ids, side.token_ids)
+            place = next((n for n, (one, other) in enumerate(pairs, 1) if one != other), None)
+            line += f", {gain:.2f}x plain, "
+            line += "same text" if place is None else f"differs at token {place}"
         yield line
-
-
-def find_difference(
-    model: Any, prompt_ids: Sequence[int], expected: list[int], got: list[int]
-) -> Difference | None:
-    """Return where two answers diverge and whether it was a tie; None if they are the same."""
-    if expected == got:
-        return None
-    pairs = enumerate(zip(expected, got, strict=False))
-    num_same = min(len(expected), len(got))
-    num_same = next((i for i, (one, other) in pairs if one != other), num_same)
-    prefix = torch.tensor([[*prompt_ids, *expected[:num_same]]], device=model.device)
-    with torch.no_grad():
-        logits = model(input_ids=prefix, use_cache=False).logits[0, -1].float()
-    best, second = logits.topk(2).values.tolist()
-    gap = best - second
-    return Difference(num_same + 1, gap, gap <= limit_of(model) * float(logits.std()))
-
-
-def verdict(difference: Difference | None) -> str:
-    """Describe in a few words whether two answers are the same."""
-    if difference is None:
-        return "same text"
-    why = "tie" if difference.is_tie else f"gap {difference.gap:.3g}"
-    return f"differs at token {difference.place} ({why})"
 
 
 def why_different(model: Any) -> str:

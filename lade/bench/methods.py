@@ -28,7 +28,6 @@ class Answer(NamedTuple):
     num_row_steps: int  # rows still decoding, summed over those steps
     num_draft_tokens: int  # verified in those steps, over all rows
     stats: DecodeStats | None = None
-    cpu_sec: float | None = None  # of all threads of the process
 
     @property
     def num_tokens(self) -> int:

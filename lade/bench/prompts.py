@@ -1,14 +1,10 @@
 """Read prompt files: JSON lines as in Spec-Bench, or one prompt per line."""
 
 import json
-import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from lade.errors import UserError
-
-_T = TypeVar("_T")
 
 
 class Prompt(NamedTuple):
@@ -25,7 +21,7 @@ class Prompt(NamedTuple):
         return (self.text, *self.later)
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+def read_prompts(path: Path) -> list[Prompt]:
     """Read a prompt file.
 
     A line is a JSON object with `turns` or `prompt`, and optionally `question_id` and `category`;
@@ -35,28 +31,16 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     Raises:
         UserError: a line cannot be read, or the file has no prompt.
     """
+    try:
+        text = path.read_text("utf-8-sig")  # Windows editors may add a byte order mark
+    except UnicodeDecodeError as error:
+        raise UserError(f"expected {path.name} in UTF-8: {error}") from None
     # Not by splitlines: JSON strings may contain other line-ending characters unescaped.
-    lines = enumerate(re.split(r"\r\n?|\n", _read(path)), start=1)
+    lines = enumerate(text.split("\n"), start=1)
     prompts = [_parse(line.strip(), number, path.name) for number, line in lines if line.strip()]
     if not prompts:
         raise UserError(f"expected prompts in {path.name}, found none")
-    return spread(prompts, limit)
-
-
-def spread(prompts: Sequence[_T], limit: int | None) -> list[_T]:
-    """Return so many prompts, spread evenly over all; None for all of them."""
-    num = len(prompts) if limit is None else min(limit, len(prompts))
-    return [prompts[i * len(prompts) // num] for i in range(num)]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")  # Windows editors may add a byte order mark
-    except UnicodeDecodeError as error:
-        byte, number = error.object[error.start], error.object.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"expected {path.name} in UTF-8, got byte 0x{byte:02x} in line {number}"
-        ) from None
+    return prompts
 
 
 def _parse(line: str, number: int, name: str) -> Prompt:

@@ -15,7 +15,6 @@ from lade.bench.run import Result, Summary, stats_of, summarise
 
 _COLUMNS = ("tokens/s", "speed-up", "MAT", "draft tokens /step", "same text", "accepted")
 _DIGITS = 6  # decimal places, in files
-_LONG = 1000  # characters, of what is not on one line there
 
 Summarise = Callable[[Sequence[Result], str], Summary]
 
@@ -192,19 +191,5 @@ def rounded(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a result file: each value on a line, or a long one with a line for each entry."""
-    lines = (f" {json.dumps(name)}: {_as_text(value)}" for name, value in content.items())
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-
-
-def _as_text(value: Any) -> str:
-    text = json.dumps(value)
-    if len(text) <= _LONG or not isinstance(value, dict | list):
-        return text
-    entries = [
-        json.dumps(each, separators=(",", ":"))
-        for each in (value.values() if isinstance(value, dict) else value)
-    ]
-    if isinstance(value, dict):
-        entries = [f"{json.dumps(key)}: {entry}" for key, entry in zip(value, entries, strict=True)]
-    return f"{text[0]}\n" + ",\n".join(f"  {entry}" for entry in entries) + f"\n {text[-1]}"
+    """Write a result file."""
+    path.write_text(f"{json.dumps(content, indent=1)}\n", encoding="utf-8")

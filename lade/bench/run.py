@@ -4,7 +4,6 @@ Next file: `report.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from time import process_time
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +49,6 @@ class Summary(NamedTuple):
     # As `DecodeStats` counts them; None for methods without it.
     acceptance_rate: float | None = None
     draft_sec_per_step: float | None = None
-    busy_cores: float | None = None  # CPU time of the process over wall time
 
 
 class Contest:
@@ -85,9 +83,7 @@ class Contest:
         first, answers = number % len(names), dict[str, Answer]()
         for name in (*names[first:], *names[:first]):
             torch.manual_seed(self._seed + number)
-            start = process_time()
-            answer = self._methods[name](self._model, inputs, self._options)
-            answers[name] = answer._replace(cpu_sec=process_time() - start)
+            answers[name] = self._methods[name](self._model, inputs, self._options)
         answers = {name: answers[name] for name in names}
         loops = any(map(ends_in_loop, answers.get("plain", answers[names[0]]).rows))
         num_prompt_tokens = int(inputs["attention_mask"].sum())
@@ -109,7 +105,7 @@ def summarise(results: Sequence[Result], method: str) -> Summary:
     answers = [result.answers[method] for result in results]
     rows = [row for answer in answers for row in answer.rows]
     num_tokens = sum(answer.num_tokens for answer in answers)
-    sec, cpu_sec = sum(answer.sec for answer in answers), [each.cpu_sec for each in answers]
+    sec = sum(answer.sec for answer in answers)
     num_row_steps = sum(answer.num_row_steps for answer in answers)
     num_draft_tokens = sum(answer.num_draft_tokens for answer in answers)
     speedup = same = None
@@ -129,7 +125,6 @@ def summarise(results: Sequence[Result], method: str) -> Summary:
         same_text=same,
         acceptance_rate=None if stats is None else stats.acceptance_rate,
         draft_sec_per_step=stats.draft_sec_per_step if stats and stats.forward_sec else None,
-        busy_cores=None if None in cpu_sec else sum(filter(None, cpu_sec)) / sec,
     )
 
 

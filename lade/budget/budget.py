@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lade.budget.asking import BackOff
-from lade.budget.calibration import Calibration, Floats, Outcome
+from lade.budget.calibration import Calibration, Floats
 from lade.budget.costs import FIRST_TRIAL, KNOTS, Costs, ForwardCosts, Trials
+from ngram_pool import Draft
 
 _MAX_DRAFT_TOKENS = 63
 # A batch is done when its slowest row is done, so the weight goes to the rows that lag: e times
@@ -124,7 +125,7 @@ class Budget:
         num_rows: int,
         num_nodes: float,
         forward_sec: float | None,
-        outcomes: Sequence[Outcome],
+        outcomes: Mapping[int, tuple[Draft, Sequence[int]]],
         num_emitted: Mapping[int, int],
     ) -> None:
         """Learn the cost of a forward of this size and how far to believe drafted probabilities.
@@ -134,7 +135,8 @@ class Budget:
             num_nodes: tokens per row that the forward ran besides the root, pending ones included;
                 their mean where rows have no padding.
             forward_sec: seconds of the forward; None where not representative of others.
-            outcomes: one for each row that emitted.
+            outcomes: for each row that emitted, all that was proposed, verified or not, and the
+                tokens that the step emitted.
             num_emitted: by row, tokens emitted so far.
         """
         if self._fixed is not None:
@@ -142,9 +144,9 @@ class Budget:
         if forward_sec is not None:
             costs, trials = self._costs_of(num_rows)
             costs.record(num_nodes + 1, forward_sec, trials.end_step())
-        hits = [self._calibration(row).learn(draft, ids) for row, draft, ids in outcomes]
+        hits = [self._calibration(row).learn(draft, ids) for row, (draft, ids) in outcomes.items()]
         # A step that had nothing but tokens to explore has refused no draft.
-        if self._has_refused and any(len(outcome.draft) for outcome in outcomes):
+        if self._has_refused and any(len(draft) for draft, _ in outcomes.values()):
             self._back_off.spent(1.0)
         self._has_refused = False
         self._back_off.passed(1.0)

@@ -1,7 +1,6 @@
 """How far a drafter's probabilities are to be believed, by what became of its nodes."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +20,6 @@ _MEMORY = 0.9
 # As if this many tokens had been promised, and had come true; and, where less is expected as a call
 # begins, at each probability.
 _PRIOR_WEIGHT = 2.0
-
-
-class Outcome(NamedTuple):
-    """What a step showed about one row's draft."""
-
-    row: int
-    draft: Draft  # all that was proposed, verified or not
-    token_ids: Sequence[int]  # emitted by the step
 
 
 class Calibration:

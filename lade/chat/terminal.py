@@ -206,7 +206,7 @@ class Terminal:
         turns = {"plain": plain, "lade": with_drafts}
         sides = [Side(name, turn.token_ids, turn.sec) for name, turn in turns.items()]
         self.console.print()
-        for line in compared(model, plain.prompt_ids, sides):
+        for line in compared(sides):
             self.console.print(Text(line))
         if plain.token_ids != with_drafts.token_ids:
             self._say(why_different(model))

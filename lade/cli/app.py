@@ -11,7 +11,6 @@ from typer.core import TyperGroup
 
 from lade.cli.options import (
     DraftOptions,
-    LimitOption,
     LoadOptions,
     MaxNewTokensOption,
     ModelOption,
@@ -165,7 +164,6 @@ def demo(
     ] = None,
     model: ModelOption = None,
     loading: LoadOptions,
-    json: JsonOption = None,
 ) -> None:
     """Tell what lade does with a model, and what that gains on this machine.
 
@@ -176,7 +174,7 @@ def demo(
     loaded = loading.load(model)
     from lade.cli.demo import run  # imports torch, in silence
 
-    run(loaded, prompt or [], max_new_tokens, json)
+    run(loaded, prompt or [], max_new_tokens)
 
 
 @app.command(rich_help_panel=_MEASURE)
@@ -185,7 +183,6 @@ def bench(
     *,
     prompts: PromptsOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
-    limit: LimitOption = None,
     model: ModelOption = None,
     loading: LoadOptions,
     temperature: TemperatureOption = 0.0,
@@ -206,7 +203,7 @@ def bench(
     from lade.cli.bench import Chosen, compare
 
     settings = Settings(max_new_tokens, temperature)
-    chosen = Chosen.read(prompts, limit)
+    chosen = Chosen.read(prompts)
     compare(loading.load(model), chosen, settings, json)
 
 

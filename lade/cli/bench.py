@@ -23,15 +23,14 @@ class Chosen(NamedTuple):
     described: dict[str, Any]  # for result files, which do not hold their texts
 
     @classmethod
-    def read(cls, path: Path | None, limit: int | None) -> "Chosen":
+    def read(cls, path: Path | None) -> "Chosen":
         """Read a prompt file; without one, take the prompts of the demo."""
         if path is None:
             from lade.bench.demo_prompts import DEMO_PROMPTS
 
-            prompts = DEMO_PROMPTS[:limit]
-            return cls(prompts, {"name": "demo", "num": len(prompts)})
-        prompts = read_prompts(path, limit)
-        return cls(prompts, {**fingerprint(path), "limit": limit, "num": len(prompts)})
+            return cls(DEMO_PROMPTS, {"name": "demo", "num": len(DEMO_PROMPTS)})
+        prompts = read_prompts(path)
+        return cls(prompts, {**fingerprint(path), "num": len(prompts)})
 
 
 def compare(loaded: LoadedModel, chosen: Chosen, settings: Settings, file: Path | None) -> None:

@@ -14,12 +14,11 @@ from lade.bench.demo_prompts import DEMO_PROMPTS
 from lade.bench.environment import environment
 from lade.bench.methods import Lade, Method, plain, prompt_lookup
 from lade.bench.prompts import Prompt
-from lade.bench.report import as_json, table
+from lade.bench.report import table
 from lade.bench.run import Contest, Result, warm_up
 from lade.cli.bench import describe_model
 from lade.cli.loading import console
 from lade.cli.prompting import encode_prompts, read_typed
-from lade.cli.results import Keeping, show
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 from lade.models.stream import TextStream, without_controls
@@ -37,7 +36,7 @@ _LABELS = {
 }
 
 
-def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int, file: Path | None) -> None:
+def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int) -> None:
     """Tell how a model is verified, answer each prompt by every method, and print a table."""
     texts = [*map(read_typed, asked)]
     titles = [f"prompt {number}" for number in range(1, len(texts) + 1)]
@@ -60,40 +59,29 @@ def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int, file: Path |
         "prompt_lookup": lambda: prompt_lookup,
     }
     results: list[Result] = []
-    with Keeping(results) as kept:
-        with console.status("warming up …"):
-            warm_up(loaded, {**others, "lade": Lade}, settings)
-        others["lade"] = lambda: Lade(pool=NGramPool(), on_step=on_step)
-        contest = Contest(model, others, settings)
-        out.print("\nText is shown as lade commits it: ", end="")
-        out.print(Text("drafted by the n-gram pool and accepted", style=_DRAFTED), end="")
-        out.print(", or the model's own token.\n")
-        for prompt, given in zip(prompts, inputs, strict=True):
-            out.rule(f"[bold]{prompt.id}", align="left")
-            flat = without_controls(prompt.text.strip())
-            cut = flat if len(flat) <= _SHOWN else f"{flat[:_SHOWN].rstrip()} …"
-            out.print(Text(cut, style="dim"))
-            results.append(contest.answer([prompt], given))
-            out.print(Text(without_controls(stream.end()), _DRAFTED))
-            answers = results[-1].answers.items()
-            sides = [Side(name, each.rows[0], each.sec) for name, each in answers]
-            for line in compared(model, given["input_ids"][0].tolist(), sides):
-                out.print(Text(line, style="dim"))
-            out.print()
-    described = {
-        **describe_model(loaded),
-        "max_new_tokens": max_new_tokens,
-        "interrupted": kept.by is not None,
-        "verification": found.verification,
-        "attention": found.attention,
-        "execution": found.execution,
-        "reasons": dict(found.reasons),
-    }
+    with console.status("warming up …"):
+        warm_up(loaded, {**others, "lade": Lade}, settings)
+    others["lade"] = lambda: Lade(pool=NGramPool(), on_step=on_step)
+    contest = Contest(model, others, settings)
+    out.print("\nText is shown as lade commits it: ", end="")
+    out.print(Text("drafted by the n-gram pool and accepted", style=_DRAFTED), end="")
+    out.print(", or the model's own token.\n")
+    for prompt, given in zip(prompts, inputs, strict=True):
+        out.rule(f"[bold]{prompt.id}", align="left")
+        flat = without_controls(prompt.text.strip())
+        cut = flat if len(flat) <= _SHOWN else f"{flat[:_SHOWN].rstrip()} …"
+        out.print(Text(cut, style="dim"))
+        results.append(contest.answer([prompt], given))
+        out.print(Text(without_controls(stream.end()), _DRAFTED))
+        answers = results[-1].answers.items()
+        sides = [Side(name, each.rows[0], each.sec) for name, each in answers]
+        for line in compared(sides):
+            out.print(Text(line, style="dim"))
+        out.print()
     names = [*results[0].answers]
-    show(file, as_json(results, names, described), table(results, names, settings.describe()))
+    out.print(table(results, names, settings.describe()), crop=False)
     if any(each.answers["lade"].rows != each.answers["plain"].rows for each in results):
         out.print(f"[dim]{why_different(model)}[/dim]")
-    kept.end(f"stopped after {len(results)} of {len(prompts)} prompts")
 
 
 def _tell_model(out: Console, loaded: LoadedModel, found: Probe) -> None:

@@ -283,6 +283,3 @@ PromptsOption = Annotated[
         dir_okay=False,
     ),
 ]
-LimitOption = Annotated[
-    int | None, typer.Option(min=1, help="Use N prompts, spread over the file.")
-]

@@ -6,7 +6,6 @@ modules a model runs one after the other. Whatever a model does before its layer
 does in the view, too, and no config, mask or cache has to be changed.
 """
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lade.attempts import Attempt
-from lade.compat import Model, device_of_inputs, mesh_of
+from lade.compat import Model, mesh_of
 from lade.drafters.model_drafter import Growth, ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for
 from lade.drafting.drafter import Drafter, DraftingCall
@@ -25,7 +24,7 @@ from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profile, Profiles, profile_of
 from lade.probing.rules import refuse_encoder_decoder
-from lade.probing.selfcheck import check_tokens, unchanged_random_state
+from lade.probing.selfcheck import Plain, check_tokens, unchanged_random_state
 from lade.view import HOOKS, counterpart, viewed, with_own_hooks
 
 
@@ -127,7 +126,7 @@ def _layers_of(model: Model, profile: Profile) -> tuple[str, list[int | None]]:
     for which, module in modules.items():
         counterpart(view, model, module).register_forward_hook(partial(note, which))
     with Attempt() as attempt, unchanged_random_state(model, profile):
-        view(**_dozen(view))
+        Plain(view, check_tokens(model)[:12], cache="none").generate(num_new=1)
     if attempt.failure is not None:
         raise _refusal(model, attempt.failure)
     found: dict[str, list[int | None]] = {}
@@ -155,13 +154,3 @@ def _handing_on(num_values: int | None) -> Callable[..., Any]:
         return hidden if num_values is None else (hidden, *[None] * (num_values - 1))
 
     return forward
-
-
-def _dozen(model: Model) -> dict[str, Any]:
-    """Return the inputs of a forward over a dozen tokens, without a cache."""
-    input_ids = torch.tensor([check_tokens(model)[:12]], device=device_of_inputs(model))
-    inputs: dict[str, Any] = {"input_ids": input_ids}
-    parameters = inspect.signature(model.forward).parameters
-    if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        inputs["use_cache"] = False
-    return inputs

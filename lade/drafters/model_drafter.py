@@ -123,11 +123,8 @@ def _given(levels: Sequence[Level]) -> Floats:
 # --- which tree it is -------------------------------------------------------------------------
 
 
-class RankedTokens(NamedTuple):
-    """The likeliest tokens after nodes, best first, on the host."""
-
-    token_ids: NDArray[np.int64]  # [num_nodes, num_ranked]
-    probs: Floats  # [num_nodes, num_ranked]
+# The likeliest tokens after nodes, best first, and their probabilities: [num_nodes, num_ranked].
+RankedTokens = tuple[NDArray[np.int64], Floats]
 
 
 class _GrownNode(NamedTuple):
@@ -237,7 +234,7 @@ class GrowingTree:
         self.nodes += [
             _GrownNode(token_id, parent, self._prob_of(parent) * prob, prob)
             for parent, token_ids, probs in zip(
-                parents, ranked.token_ids.tolist(), ranked.probs.tolist(), strict=True
+                parents, *(part.tolist() for part in ranked), strict=True
             )
             for token_id, prob in zip(token_ids, probs, strict=True)
             if prob > 0  # else a processor rules it out
@@ -251,7 +248,7 @@ class GrowingTree:
         assert self._rng is not None
         first = len(self.nodes)
         least = _LEAST_SHARE * max(map(self._prob_of, parents)) * self._acceptance
-        for parent, token_ids, probs in zip(parents, ranked.token_ids, ranked.probs, strict=True):
+        for parent, token_ids, probs in zip(parents, *ranked, strict=True):
             left = np.where(probs > 0, probs, 0.0)  # NaN, too, is none
             prob = self._prob_of(parent) * self._acceptance
             for _ in range(self._num_children):
@@ -387,7 +384,7 @@ class ModelDrafter(Drafter):
         if len(committed) - state.num_followed <= FEW_BEHIND:
             self._growth.forward_sec.add_sec(perf_counter() - start)
         state.num_followed = len(committed)
-        return RankedTokens(ids.numpy(), on_host.numpy().astype(np.float64))
+        return ids.numpy(), on_host.numpy().astype(np.float64)
 
 
 def end_tokens_of(model: Any) -> frozenset[int]:

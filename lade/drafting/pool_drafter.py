@@ -124,11 +124,7 @@ class PoolDrafter(Drafter):
     def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
         """Feed each n-gram as a sequence of its own: none is part of a text."""
         for ngram in ngrams:
-            own = self.pool.open_sequence()
-            try:
-                self.pool.observe(ngram, own)
-            finally:
-                self.pool.close_sequence(own)
+            self.pool.observe(ngram, None)
 
     def close(self, sequence: int) -> None:
         """Close the sequence; its text stays in the pool."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from lade.batch import Batch, Prefix
 from lade.budget.asking import Asking, Pace
 from lade.budget.budget import Budget
-from lade.budget.calibration import Outcome
 from lade.compat import placeholders_of
 from lade.config import Lookahead
 from lade.drafting.drafter import DraftingCall
@@ -36,11 +35,11 @@ from lade.drafting.sources import Guard, Source
 from lade.drafting.successors import (
     Ranked,
     Successors,
-    SuccessorsCopy,
     rank,
     with_probs,
 )
 from lade.stats import SourceStats, Step
+from lade.transfer import HostCopy
 from lade.tree import ROOT, Tree, starts
 from ngram_pool import Draft, SampledDraft
 
@@ -100,7 +99,7 @@ class Done:
 
     plan: Plan
     steps: Sequence[Step]
-    successors: SuccessorsCopy | None
+    successors: HostCopy | None
     # Of its forward: tokens per row besides the root, their mean where rows have no padding, None
     # for the prefill; and seconds, None where not representative of other forwards.
     num_tokens: float | None = None
@@ -451,7 +450,7 @@ class Speculator:
 
     # --- after a forward --------------------------------------------------------------------
 
-    def rank(self, logits: Tensor, ranked: Ranked | None) -> SuccessorsCopy | None:
+    def rank(self, logits: Tensor, ranked: Ranked | None) -> HostCopy | None:
         """Find the likeliest tokens after each node on the device, for drafters that harvest.
 
         Args:
@@ -529,7 +528,7 @@ class Speculator:
         found = self.rank(of_last, None) if self.num_harvested and of_last.shape[1] else None
         if found is None:
             return
-        text, successors = self._batch.text, found.get()
+        text, successors = self._batch.text, Successors.sent(found)
         for row, length in plan.context_lengths.items():
             context = self._batch.contexts[row][:length]
             prompt = text.token_ids[row][: text.num_prompt]
@@ -546,7 +545,7 @@ class Speculator:
         """Tell the successors of all nodes, and the budget the step's cost."""
         batch, trees = self._batch, done.plan.trees
         if done.successors is not None:
-            of_rows = done.successors.get()
+            of_rows = Successors.sent(done.successors)
             for (row, tree), start in zip(trees.items(), starts(trees.values()), strict=True):
                 length = done.plan.context_lengths.get(row)
                 if length is not None and row in self._rows:
@@ -558,11 +557,11 @@ class Speculator:
                 num_rows=len(trees),
                 num_nodes=done.num_tokens,
                 forward_sec=done.sec,
-                outcomes=[
-                    Outcome(step.row, proposed[step.row], step.token_ids)
+                outcomes={
+                    step.row: (proposed[step.row], step.token_ids)
                     for step in done.steps
                     if step.row in proposed
-                ],
+                },
                 num_emitted=batch.working(),
             )
 

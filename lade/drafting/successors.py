@@ -16,6 +16,12 @@ class Successors(NamedTuple):
     token_ids: NDArray[np.int32]  # [..., num_successors]
     probs: NDArray[np.float32]  # [..., num_successors], of the softmax over the whole vocabulary
 
+    @classmethod
+    def sent(cls, copy: HostCopy) -> "Successors":
+        """Return those that were sent to the host (`with_probs`), once they are there."""
+        token_ids, probs = copy.get()
+        return cls(token_ids.to(torch.int32).numpy(), probs.numpy())
+
     def of_tree(self, start: int, num_nodes: int) -> "Successors":
         """Return those of the nodes of one tree, whose root is at `start` of the only row."""
         nodes = slice(start, start + num_nodes)
@@ -92,27 +98,10 @@ def first_of_highest(ranked: Ranked) -> Tensor | None:
 _SAMPLED = 16
 
 
-class SuccessorsCopy:
-    """Successors on their way to the host."""
-
-    def __init__(self, token_ids: Tensor, probs: Tensor) -> None:
-        self._sent = HostCopy(token_ids, probs)
-
-    def get(self) -> Successors:
-        """Wait for the successors and return them."""
-        token_ids, probs = self._sent.get()
-        return Successors(token_ids.to(torch.int32).numpy(), probs.numpy())
-
-
-def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> SuccessorsCopy:
-    """Return ranked tokens with their approximate probabilities.
-
-    Args:
-        logits: [..., vocab_size].
-        sampled: step between the logits summed, see `_SAMPLED`; with 1, probabilities are exact.
-    """
+def with_probs(ranked: Ranked, logits: Tensor) -> HostCopy:
+    """Send ranked tokens with their approximate probabilities to the host."""
     highest = ranked.logits.float()
-    step = sampled if logits.shape[-1] > 4 * sampled * highest.shape[-1] else 1
+    step = _SAMPLED if logits.shape[-1] > 4 * _SAMPLED * highest.shape[-1] else 1
     top, least = highest[..., :1], highest[..., -1:]
     powers = (highest - top).exp_()
     # The ranked ones may be among these: they are clamped to the least of them, and subtracted.
@@ -121,7 +110,7 @@ def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> Succe
     of_others = step * others - highest.shape[-1] * least_powers
     # NaN becomes 0: a drafter must neither learn from it nor fail because of it.
     probs = (powers / (powers.sum(-1, keepdim=True) + of_others.clamp_(min=0.0))).nan_to_num_(0.0)
-    return SuccessorsCopy(ranked.token_ids, probs)
+    return HostCopy(ranked.token_ids, probs)
 
 
 # Maximum number of last prompt tokens whose successors are harvested.

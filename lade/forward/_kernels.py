@@ -6,9 +6,9 @@ What a phase hands to the next one is rounded wherever torch would store it.
 """
 
 import math
+from functools import partial
 from typing import Any
 
-import llvmlite.binding
 import numba
 import numpy as np
 from llvmlite import ir
@@ -28,27 +28,24 @@ from lade.attention._blocks import (
 from lade.forward import words as w
 from lade.products._tiles import (
     BFLOAT16,
-    COLUMNS,
     DEPTH,
+    DOTS,
+    FEATURES,
     FLOAT16,
     FLOAT32,
-    FLOATS,
     PER_LINE,
-    ROWS,
-    Tile,
     add_products,
-    at,
+    by_case,
     job,
     pointer,
     take,
 )
 from lade.products._tiles import (
+    HAS_DOTS as HAS_DOTS,
+)
+from lade.products._tiles import (
     LANES as LANES,
 )
-
-llvmlite.binding.initialize_native_asmparser()
-_FEATURES = llvmlite.binding.get_host_cpu_features()
-HAS_DOTS = LANES == 16 and bool(_FEATURES.get("avx512bf16"))
 
 _MOST_ROWS = 64  # of a piece of attention
 _UNIT, _MOST_COLUMNS = (32, 192) if LANES == 16 else (48, 192)
@@ -80,20 +77,15 @@ def _rest(typing_context: Any, how: Any) -> Any:
     """Let the core do something else: 0 for some cycles, 1 for another thread, 2 for 20 µs."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        end = builder.append_basic_block("end")
-        switch = builder.switch(arguments[0], end)
-        for how, name in enumerate(("llvm.x86.sse2.pause", "sched_yield", "usleep")):
-            block = builder.append_basic_block("rest")
-            switch.add_case(_INT64(how), block)
-            builder.position_at_end(block)
-            if how or "sse2" in _FEATURES:
-                numbers = [_INT32(20)] if name == "usleep" else []
-                result = _INT32 if how else ir.VoidType()
-                kind = ir.FunctionType(result, [_INT32] * len(numbers))
-                called = cgutils.get_or_insert_function(builder.module, kind, name)
-                builder.call(called, numbers)
-            builder.branch(end)
-        builder.position_at_end(end)
+        def call(name: str, result: Any, *numbers: int) -> None:
+            kind = ir.FunctionType(result, [_INT32] * len(numbers))
+            called = cgutils.get_or_insert_function(builder.module, kind, name)
+            builder.call(called, [*map(_INT32, numbers)])
+
+        cases = {1: partial(call, "sched_yield", _INT32), 2: partial(call, "usleep", _INT32, 20)}
+        if "sse2" in FEATURES:
+            cases[0] = partial(call, "llvm.x86.sse2.pause", ir.VoidType())
+        by_case(builder, arguments[0], cases)
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -117,41 +109,6 @@ def _to_half(typing_context: Any, number: Any) -> Any:
         return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
 
     return types.uint16(types.float32), generate
-
-
-class _Dots(Tile):
-    """A tile of sums of products of pairs, both as they are in memory."""
-
-    def _add_pairs(self, sums: Any, inputs: Any, weights: Any, index: Any) -> None:
-        build, kind = self._builder, ir.VectorType(_INT32, LANES)
-        dot = ir.FunctionType(FLOATS, [kind, kind, FLOATS])
-        pairs = [build.load(at(build, place, index, 2, kind), align=2) for place in weights]
-        for row in self._rows:
-            given = build.load(at(build, inputs[row], index, 2, kind), align=2)
-            for column, place in enumerate(sums[row]):
-                code, of = "vdpbf16ps $2, $1, $0", [given, pairs[column], build.load(place)]
-                build.store(build.asm(dot, code, "=v,v,v,0", of, False), place)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _dots(typing_context: Any, of: Any) -> Any:
-    """Do what `_tile` of `lade.products._tiles` does, in bfloat16 by its own instruction."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        num_rows, num_columns, *given = cgutils.unpack_tuple(builder, arguments[0])
-        end = builder.append_basic_block("end")
-        switch = builder.switch(builder.add(builder.mul(num_rows, _INT64(8)), num_columns), end)
-        sizes = [(rows, columns) for rows in range(1, ROWS + 1) for columns in (COLUMNS, 1)]
-        for rows, columns in sizes if HAS_DOTS else []:
-            block = builder.append_basic_block("dots")
-            switch.add_case(_INT64(8 * rows + columns), block)
-            builder.position_at_end(block)
-            _Dots(builder, BFLOAT16, rows, columns).add(given)
-            builder.branch(end)
-        builder.position_at_end(end)
-        return context.get_dummy_value()
-
-    return types.void(of), generate
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -424,34 +381,14 @@ def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, o
                 _straighten(given, k, _row(straight, size), num_inputs, g[w.ARRANGED])
                 weights = weight + width * k, width * num_inputs, num
                 add_products(format_, (straight, 0, 1), weights, (out + out_step * row, 0), size)
-    elif g[w.ARRANGED] == w.NARROW:
-        column = 0
-        while column < num:
-            width = COLUMNS if column + COLUMNS <= num else 1
-            num_tiles, row = -(-num_rows // ROWS), 0
-            for tile in range(num_tiles):
-                stop = num_rows * (tile + 1) // num_tiles
-                of_tile = (
-                    stop - row,
-                    width,
-                    inputs + 2 * num_inputs * row,
-                    2 * num_inputs,
-                    weight + 2 * num_inputs * column,
-                    2 * num_inputs,
-                    out + out_step * row + 4 * column,
-                    out_step,
-                    num_inputs,
-                    tile,
-                    num_tiles,
-                )
-                _dots(of_tile)
-                row = stop
-            column += width
     else:
-        for k in range(0, num_inputs, DEPTH):
-            x = inputs + 4 * k, 4 * num_inputs, num_rows
+        kind, of_input, depth = format_, 4, DEPTH
+        if g[w.ARRANGED] == w.NARROW:
+            kind, of_input, depth = DOTS, 2, num_inputs
+        for k in range(0, num_inputs, depth):
+            x = inputs + of_input * k, of_input * num_inputs, num_rows
             weights = weight + width * k, width * num_inputs, num
-            add_products(format_, x, weights, (out, out_step), min(DEPTH, num_inputs - k))
+            add_products(kind, x, weights, (out, out_step), min(depth, num_inputs - k))
     for row in range(num_rows):
         numbers = _row(out + out_step * row, num)
         if of[w.BIAS] != 0:

@@ -108,9 +108,6 @@ class _Piece(NamedTuple):
     held: tuple[NDArray[np.int64], ...]  # to which the job refers
 
 
-_Parts = tuple[list[tuple[TreeCache, int]], list[_ForwardPart]]
-
-
 class FusedForwards:
     """Runs forwards of a model by jobs where that is faster.
 
@@ -456,19 +453,14 @@ class FusedForwards:
             or not self._adapters.hold()  # they may be switched at any time
         ):
             return None
-        ids, cache = inputs.get("input_ids"), inputs.get(CACHE)
+        ids, cache = inputs.get("input_ids"), inputs.get(CACHE)  # type: Any, Any
         if ids is None or ids.dim() != 2 or len(ids) != 1 or not ids.numel():
             return None
         num = ids.shape[1]
-        mask = inputs.get("attention_mask")
-        window = self._window(config)
-        if type(cache) is JointCache:
-            caches, parts = self._of_calls(mask, cache, window)
-        elif type(cache) is TreeCache:
-            caches, parts = self._of_one(mask, cache, num, window)
-        else:
+        if type(cache) not in (TreeCache, JointCache):
             return None
-        if len(parts) > 1 and ids.numel() > _MOST_OF_PARTS:
+        caches, parts = self._parts(inputs.get("attention_mask"), cache, num, self._window(config))
+        if len(parts) > 1 and num > _MOST_OF_PARTS:
             return None
         if not parts or any(len(each.held) != self._sizes.num_layers for each, _ in caches):
             return None
@@ -490,22 +482,22 @@ class FusedForwards:
             return math.inf
         return getattr(config.get_text_config(decoder=True), "sliding_window", None) or 0
 
-    def _of_one(self, mask: Any, cache: TreeCache, num: int, window: float) -> _Parts:
-        """Return a single call as a part; none if it is not for a job."""
-        masks, sees_all = self._by_kind(mask), cache.get_seq_length() + num <= window
-        found = self._seen([_of_row(each, num) for each in masks], num, sees_all) if masks else None
-        return ([], []) if found is None else ([(cache, num)], [_ForwardPart(0, num, found)])
-
-    def _of_calls(self, mask: Any, cache: JointCache, window: float) -> _Parts:
-        """Return calls that run together as parts; none if they are not for a job."""
-        carriers = self._by_kind(mask)
-        if not carriers or not all(hasattr(each, "_lade_calls") for each in carriers):
+    def _parts(
+        self, mask: Any, cache: TreeCache | JointCache, num: int, window: float
+    ) -> tuple[list[tuple[TreeCache, int]], list[_ForwardPart]]:
+        """Return the calls that run together, or one alone, as parts; none if none is for a job."""
+        kinds, caches, parts = self._by_kind(mask), list[tuple[TreeCache, int]](), []
+        is_alone, held = type(cache) is TreeCache, getattr(cache, "caches", [cache])
+        calls: list[Calls | None] = [
+            Calls([num], [each]) if is_alone else getattr(each, "_lade_calls", None)
+            for each in kinds
+        ]
+        known = [each for each in calls if each is not None]
+        if not known or len(known) < len(calls):
             return [], []
-        calls: list[Calls] = [each._lade_calls for each in carriers]
-        caches, parts = [], []
-        for number, (own, nodes) in enumerate(zip(cache.caches, calls[0].nodes, strict=True)):
+        for number, (own, nodes) in enumerate(zip(held, known[0].nodes, strict=True)):
             size = nodes.stop - nodes.start
-            of_kinds = [_of_row(each.masks[number], size) for each in calls]
+            of_kinds = [_of_row(each.masks[number], size) for each in known]
             found = self._seen(of_kinds, size, own.get_seq_length() + size <= window)
             if found is None:
                 return [], []

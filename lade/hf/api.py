@@ -53,7 +53,6 @@ from lade.probing.rules import refuse_encoder_decoder
 from ngram_pool import NGramPool
 
 _AnyModel = TypeVar("_AnyModel")
-_ANY_NAMED = inspect.Parameter.VAR_KEYWORD
 _TYPES_OF_IDS = (torch.int64, torch.int32)  # which torch's embeddings take, so plain decoding does
 
 
@@ -254,17 +253,6 @@ class _WrappedGenerate:
     def __self__(self) -> Model:
         return self.model
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """That of the model's own `generate`, and what `lade.generate` takes besides."""
-        own = inspect.signature(_generate_of(self.model))
-        added = inspect.signature(generate).parameters
-        names = ("pool", "drafter", "config", "on_step", "prediction")
-        parameters = [*own.parameters.values()]
-        at = len(parameters) - (bool(parameters) and parameters[-1].kind is _ANY_NAMED)
-        parameters[at:at] = [added[name] for name in names if name not in own.parameters]
-        return own.replace(parameters=parameters)
-
     def __call__(
         self,
         *args: Any,
@@ -428,25 +416,14 @@ def _by_name(
     Positional arguments that `own` takes as `*args`, as PEFT's `generate` does, get the names of
     transformers' own `generate`, except the first, which stays positional.
     """
-    try:
-        taken = [*inspect.signature(own).parameters.values()]
-    except (TypeError, ValueError):  # not a Python function
-        return args, generate_kwargs
-    by_place = [each for each in taken if each.kind <= each.POSITIONAL_OR_KEYWORD]
-    takes_more = any(each.kind is each.VAR_POSITIONAL for each in taken)
-    usual = [*inspect.signature(GenerationMixin.generate).parameters][1:]
-    in_place, named = [], {}
-    for place, value in enumerate(args):
-        if place < len(by_place):
-            if by_place[place].kind is inspect.Parameter.POSITIONAL_ONLY:
-                in_place.append(value)
-            else:
-                named[by_place[place].name] = value
-        elif takes_more and 0 < place < len(usual):
-            named |= {} if value is None else {usual[place]: value}
-        else:
-            in_place.append(value)
+    taken = [*inspect.signature(own).parameters.values()]
+    names = [each.name for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]
+    first = 0
+    if any(each.kind is each.VAR_POSITIONAL for each in taken):
+        first = 0 if names else 1
+        names += [*inspect.signature(GenerationMixin.generate).parameters][1:][len(names) :]
+    named = dict(zip(names[first:], args[first:], strict=False))
     twice = named.keys() & generate_kwargs.keys()
     if twice:
         raise TypeError(f"generate() got multiple values for argument {min(twice)!r}")
-    return tuple(in_place), generate_kwargs | named
+    return args[:first] + args[len(names) :], generate_kwargs | named

@@ -5,7 +5,6 @@ is steered by options of transformers' own: of the call, else of the assistant's
 which is where transformers looks for all but `assistant_early_exit`.
 """
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,7 +27,6 @@ _DEFAULTS: dict[str, Any] = {
     "assistant_lookbehind": 10,
     "target_lookbehind": 10,
 }
-_MAX_KEPT = 8  # drafters with different options that are kept for a target
 
 
 def _length_by(*sources: Any) -> int | None:
@@ -47,9 +45,6 @@ def _length_by(*sources: Any) -> int | None:
     if threshold != 0 or schedule not in (None, "constant"):
         return None
     return int(num_tokens or _DEFAULTS["num_assistant_tokens"])
-
-
-_LOCK = threading.Lock()  # held for a moment: two threads must not lose each other's drafter
 
 
 def take_assistant(
@@ -120,24 +115,18 @@ def exiting_early(
 def _kept(
     model: Model, target: Model, key: tuple[object, ...], make: Callable[[], Drafter]
 ) -> Drafter:
-    """Return the drafter that calls of a target with the same options share, made for the first.
+    """Return the drafter that calls of a target share as long as their options stay the same.
 
-    Drafters are kept with what they measured in the profiles of the model that drafts, and so no
-    longer than it.
+    It is kept with what it measured in the profiles of the model that drafts, and so no longer than
+    that.
     """
     from lade.drafters import CallPool, Merged
 
     of_model = Profiles.of(model).drafters
-    found: Drafter | None = of_model.get(target, {}).get(key)
-    if found is not None:
-        return found
-    made = Merged([CallPool(), make()])
-    with _LOCK:
-        of_target: dict[Any, Drafter] = of_model.setdefault(target, {})
-        kept = of_target.setdefault(key, made)
-        while len(of_target) > _MAX_KEPT:
-            del of_target[next(iter(of_target))]
-    return kept
+    known = of_model.get(target)
+    if known is None or known[0] != key:
+        known = of_model[target] = key, Merged([CallPool(), make()])
+    return known[1]
 
 
 def _first(name: str, sources: Any) -> Any:

@@ -37,7 +37,6 @@ from lade.drafting.speculator import Speculator
 from lade.drafting.successors import num_prompt_tokens
 from lade.engine import current_call
 from lade.errors import (
-    DrafterWarning,
     EagerExecutionWarning,
     LadeError,
     MisfitError,
@@ -60,10 +59,10 @@ from lade.hf.streams import PlainStream, Report, stopping
 from lade.outputs import Outputs
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
-from lade.probing.own_code import AROUND, has_own_inputs, is_own_callback, own_code_around
+from lade.probing.own_code import has_own_inputs, is_own, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
-from lade.probing.profile import CacheKind, profile_of
-from lade.probing.proof import FIRST_DISTANCE, Distances, Proof, ProofSettings
+from lade.probing.profile import profile_of
+from lade.probing.proof import FIRST_DISTANCE, Distances, Proof
 from lade.probing.requirements import Requirements, requirements_of
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
@@ -130,7 +129,7 @@ class Generation:
         """Fill the cache with what is kept of the prompt, where that was asked for."""
         if not self._config.reuses_prefix or why_not_run(self._profile) is not None:
             return None
-        if not self._may_set_up and "why_not_continued" not in self._profile.found:
+        if not self._has_time:
             return None
         if self._own_code is not None:
             what = f"{type(self._model).__name__}: {self._own_code} is code of one's own"
@@ -171,10 +170,8 @@ class Generation:
                 execution=self._execution if why_eager is None else "eager",
                 profile=self._profile,
             )
-            if not self._is_warm(needed.cache, needed.is_padded):
-                return self._plainly(_NO_TIME), None, None
             found: VerificationPlan | None = None
-            if self._company is not None and self._is_warm(needed.cache, is_padded=True):
+            if self._company is not None:
                 # Calls that share a forward are like rows of different lengths.
                 with suppress(UnsupportedModelError, UnsupportedOptionError):
                     found = choose(is_padded=True)
@@ -210,13 +207,15 @@ class Generation:
         """Why the call is decoded plainly, whatever its model can do; None if it need not be."""
         if (reason := why_not_run(self._profile)) is not None:
             return reason
+        if not self._has_time:
+            return _NO_TIME
         if has_adapters_by_row(self._model):
             return "PEFT has an adapter for each row of the call, and would have none for drafts"
         if self._call.returns_states:
             return "hidden states or attentions are returned"
         watching = (*self._call.processors, *self._call.criteria)
         is_users = self._cache is not None and self._may_be_users(self._cache)
-        if is_users and any(map(is_own_callback, watching)):
+        if is_users and any(map(is_own, watching)):
             return "code of the caller's may look at the cache, which holds drafts during a step"
         return None if self._call.num_rows == 1 else self._why_plain_batch
 
@@ -241,15 +240,12 @@ class Generation:
         return found and f"batches: {found}"
 
     @property
-    def _may_set_up(self) -> bool:
-        """Whether the call has time for what lade does once, or its config cannot do without."""
+    def _has_time(self) -> bool:
+        """Whether there is time for what lade does once, or the config cannot do without."""
         config = self._config
         is_asked = config.verification is not None or config.lookahead is not None
-        return not self._call.is_timed or is_asked or config.stable_text
-
-    def _is_warm(self, cache: CacheKind, is_padded: bool) -> bool:
-        """Return whether the call has time for all that was not done yet for such calls."""
-        return self._may_set_up or (cache, is_padded) in self._profile.warm
+        is_known = self._profile.is_warm or not self._call.is_timed
+        return is_known or is_asked or config.stable_text
 
     def _plainly(self, reason: str) -> VerificationPlan:
         """Return plain decoding for a reason.
@@ -310,13 +306,9 @@ class Generation:
         config = self._config
         prewarmed = prewarmed_table_of(self._model, self._profile) if config.uses_table else None
         max_candidates = self._max_candidates(target)
-        # There may be no memory, or no compiler; the first pool loads or compiles its kernels.
-        with Attempt(even_memory=True) as attempt, without_collection():
+        with without_collection():  # the first pool loads or compiles its kernels
             pool = NGramPool() if self._pool is None else self._pool
             return PoolDrafter(pool, max_candidates, prewarmed, self._layers)
-        text = f"lade drafts nothing, for no pool can be made ({attempt.failure})"
-        self._warn_once(text, DrafterWarning)
-        return Drafter()
 
     def _max_candidates(self, target: Target) -> int | None:
         limits = (target.max_candidates, self._config.max_candidates)
@@ -347,8 +339,10 @@ class Generation:
             return 0
         return num_prompt_tokens(max_length - self._call.input_ids.shape[1])
 
-    def _distances(self, verification: VerificationPlan) -> Distances:
+    def _distances(self, verification: VerificationPlan) -> Distances | None:
         """Return when steps are proved: in this call alone where code of the user's takes part."""
+        if mesh_of(self._model) is not None or self._config.stable_text:
+            return None
         if self._own_code is not None:
             return Distances()
         first = Distances(FIRST_DISTANCE)  # after the check
@@ -395,7 +389,6 @@ class Generation:
         batch = Batch(text, contexts, limits, choice.max_lead)
         speculator = Speculator(batch, sources, call, budget, target, grammar, config.lookahead)
         speculator.num_harvested = self._num_harvested(speculator, limits.max_length)
-        is_around = self._own_code == AROUND
         decoder = Decoder(
             batch,
             target,
@@ -407,14 +400,10 @@ class Generation:
                 self._model,
                 target,
                 text,
-                None if mesh_of(self._model) is not None else self._distances(verification),
-                ProofSettings(
-                    may_repeat_prompts=is_text_alone(self._call.model_kwargs)
-                    and sees_its_ends(self._call.model_kwargs.get("attention_mask")),
-                    has_one_width=config.stable_text,
-                    by_view=is_around,
-                    plain_prompts=self._own_code is not None and not is_around,
-                ),
+                self._distances(verification),
+                may_repeat_prompts=is_text_alone(self._call.model_kwargs)
+                and sees_its_ends(self._call.model_kwargs.get("attention_mask")),
+                own_code=self._own_code,
             ),
             overlaps,
         )
@@ -447,7 +436,7 @@ class Generation:
                 stats.num_steps += target.fill(text)
             self._cache = target.hand_over(self._cache)
         target.release()
-        self._profile.warm.add((needed.cache, needed.is_padded or self._company is not None))
+        self._profile.is_warm = True
         self._say_why_eager(verification, target)
         return self._result(text, outputs, stats)
 

@@ -9,26 +9,12 @@ from lade.compat import Model
 from lade.errors import UnsupportedOptionError
 from lade.probing.rules import refuse_sharded
 
-# transformers drops these before it calls a custom function, or takes another path.
-_DROPPED = ("custom_generate",)
-
-# The option by which a user selects a mode that is neither greedy nor sampling.
-_OPTION_OF_MODE = {
-    "beam_search": "num_beams",
-    "beam_sample": "num_beams",
-    "group_beam_search": "num_beam_groups",
-    "constrained_beam_search": "constraints",
-    "contrastive_search": "penalty_alpha",
-    "assisted_generation": "use_mtp",
-    "dola_generation": "dola_layers",
-}
-# Those that transformers has itself; for others it wants code from the hub.
-_MODES_OF_GENERATE = ("beam_search", "beam_sample", "assisted_generation")
-
 
 def refuse_unsupported_arguments(model: Model, generate_kwargs: dict[str, Any]) -> None:
     """Raise for arguments of `generate` that are unsupported but would never reach `decode`."""
-    refused = [name for name in _DROPPED if generate_kwargs.pop(name, None) is not None]
+    refused = []
+    if generate_kwargs.pop("custom_generate", None) is not None:
+        refused.append("custom_generate")
     if generate_kwargs.get("cache_implementation") == "paged":
         refused.append("cache_implementation='paged'")
     if generate_kwargs.get("synced_gpus"):
@@ -86,16 +72,13 @@ def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
     drafts = config.assistant_early_exit is not None or num_lookup is not None
     drafts = drafts and mode == "assisted_generation" and not getattr(config, "use_mtp", False)
     if mode not in ("greedy_search", "sample") and not drafts:
-        option = _OPTION_OF_MODE.get(mode, "this")
-        way_out = _way_out(model, mode in _MODES_OF_GENERATE)
         raise UnsupportedOptionError(
-            f"lade does not support {option} (generation mode {mode}) yet{way_out}"
+            f"lade does not support the generation mode {mode} yet{_way_out(model)}"
         )
 
 
-def _way_out(model: Model, is_known: bool = True) -> str:
-    """Return a hint at the model's own `generate`, if it is known to do it, for an error's end."""
-    is_wrapped = getattr(vars(model).get("generate"), "is_lades", False)
-    if is_wrapped:
+def _way_out(model: Model) -> str:
+    """Return a hint at the model's own `generate`, for an error's end."""
+    if getattr(vars(model).get("generate"), "is_lades", False):
         return "; lade.unwrap(model) gives the model its own generate back"
-    return "; model.generate decodes so" if is_known else ""
+    return "; call model.generate for it"

@@ -3,17 +3,16 @@
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import torch
 from transformers.cache_utils import DynamicCache
 
 from lade.compat import CACHE, CHUNKS_GO_ON, MARKS_CACHES, Model, mesh_of
 from lade.hf.arguments import Arguments
 from lade.hf.call import Call
 from lade.hf.pools import pools_of
-from lade.probing.continuing import why_not_continued
 from lade.probing.profile import Profile, Profiles, fingerprint_of
 from lade.probing.requirements import lengths_of
-from lade.probing.rules import why_not_reused
+from lade.probing.rules import Lengths, why_not_reused
+from lade.probing.selfcheck import why_not_continued
 from lade.targets.inputs import is_text_alone
 from lade.targets.prefixes import (
     KeptText,
@@ -82,15 +81,14 @@ def reuse_of(call: Call, profile: Profile) -> Reuse | None:
     """Return what a call reuses and keeps; None if it does neither."""
     model, options = call.model, call.options
     cache = call.model_kwargs.get(CACHE)  # `generate` goes on from no other
-    if not _is_plain_text(call, cache):
+    lengths = lengths_of(call.input_ids, options, call.model_kwargs)
+    if not _is_plain_text(call, cache, lengths):
         return None
     if call.returns_states:
         return None  # these are wanted of every token of the prompt
     if options.prefill_chunk_size is not None and not CHUNKS_GO_ON:
         return None
-    if why_not_reused(model, lengths_of(call.input_ids, options, call.model_kwargs)) is not None:
-        return None
-    if why_not_continued(model, profile) is not None:
+    if why_not_reused(model, lengths) is not None or why_not_continued(model, profile) is not None:
         return None
     store = Profiles.of(model).prefixes
     owner = _owner_of(call.arguments, store)
@@ -117,25 +115,18 @@ def state_of(model: Model) -> Hashable:
     return fingerprint_of(model), tuple(adapters), tuple(writes)
 
 
-def _is_plain_text(call: Call, cache: Any) -> bool:
+def _is_plain_text(call: Call, cache: Any, lengths: Lengths) -> bool:
     """Return whether a call's keys and values follow from its tokens alone."""
-    input_ids, model_kwargs = call.input_ids, call.model_kwargs
-    num_rows, num_tokens = input_ids.shape
+    num_rows, num_tokens = call.input_ids.shape
     if num_rows != 1 or num_tokens < 1 or mesh_of(call.model) is not None:
         return False
     if type(cache) is not DynamicCache or cache.offloading or length_of(cache):
         return False
-    if getattr(cache, "_is_user_defined", False):
+    if getattr(cache, "_is_user_defined", False) or not is_text_alone(call.model_kwargs):
         return False
-    if not is_text_alone(model_kwargs):
-        return False
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if mask is not None and not (mask.shape == input_ids.shape and bool(mask.all())):
-        return False
-    usual = torch.arange(num_tokens, device=input_ids.device)
-    return positions is None or (
-        positions.shape[-1] == num_tokens and bool((positions == usual).all())
-    )
+    mask = call.model_kwargs.get("attention_mask")
+    is_usual = lengths.num_slots == lengths.first_position == num_tokens and not lengths.is_padded
+    return is_usual and (mask is None or mask.dim() == 2)
 
 
 def _owner_of(arguments: Arguments, store: PrefixStore) -> object:

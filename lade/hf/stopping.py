@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -67,25 +66,8 @@ class StopRule:
                 self._reminder = None
             for criterion in self._others:
                 scores = self._outputs.get("scores")
-                finished = _asked(criterion, text.prefix(row), scores) or finished
+                prefix = text.prefix(row)
+                answer = torch.zeros((), dtype=torch.bool, device=prefix.device)
+                # As in `generate`, it may be an integer, of which the lowest bit counts.
+                finished = bool((answer | criterion(prefix, scores)) & 1) or finished
             text.is_finished[row] = text.is_finished[row] or finished
-
-
-def _asked(criterion: Any, prefix: Tensor, scores: Any) -> bool:
-    """Return what a criterion answers for one row.
-
-    As in `generate`, it is a bool or an integer, of which the lowest bit counts.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: there are several.
-    """
-    name, answer = type(criterion).__name__, criterion(prefix, scores)
-    try:
-        values: Tensor = torch.zeros((), dtype=torch.bool, device=prefix.device) | answer
-    except (TypeError, RuntimeError) as error:
-        got = f"{answer!r:.100}: {error}"
-        raise TypeError(f"expected a bool a row from {name}, got {got}") from error
-    if values.numel() != 1:
-        raise ValueError(f"expected one value a row from {name}, got {values.numel()} for 1 row")
-    return bool(values.flatten()[0] & 1)

@@ -113,7 +113,6 @@ class PlainStream(BaseStreamer):  # type: ignore[misc]
         self._on_step = on_step
         self._num_put = num_put
         self._num_told = num_told or [0] * num_rows
-        self._watched = _Watched(StoppingCriteriaList())
         self._num_columns = 0
         self._since = perf_counter()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from lade.compat import Model, device_of_inputs, without_compiler
-from lade.drafting.successors import rank, with_probs
+from lade.drafting.successors import Successors, rank, with_probs
 from lade.errors import UnsupportedModelError
 from lade.prewarming.tables import (
     Effort,
@@ -193,7 +193,8 @@ class _Prewarming:
     def _go_on(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Learn what may follow the last tokens of texts, and return scores that choose of it."""
         logits = scores[:, : len(self._mentions)]  # some models have more of them
-        successors = with_probs(rank(logits, self.table.num_successors), logits).get()
+        sent = with_probs(rank(logits, self.table.num_successors), logits)
+        successors = Successors.sent(sent)
         if input_ids.shape[1] > 2:  # what comes first in a text has nothing before it
             tokens = input_ids[:, -2:].cpu().numpy()
             single = np.stack([np.full_like(tokens[:, 1], -1), tokens[:, 1]], axis=1)

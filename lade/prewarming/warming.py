@@ -16,7 +16,6 @@ from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
 from lade.products.linear import products_for
 from ngram_pool import NGramPool
-from ngram_pool.pool import compile_texts
 
 
 def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) -> None:
@@ -48,14 +47,13 @@ def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) ->
             )
             if config.uses_products and not config.stable_text:
                 with_products(chosen, model, profile)
-            profile.warm.add(("dynamic", num > 1))
+    profile.is_warm = True
 
 
 def kernels() -> Mapping[str, Callable[[], Any]]:
     """Return functions that compile the kernels of all models, or load them, by what these are."""
     return {
         "the pool": lambda: NGramPool(1),
-        "pools on disk": compile_texts,
         "whole forwards": job.kernels,
         "products for few rows": _load_products,
     }

@@ -128,14 +128,6 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
-def is_own_callback(callback: Any) -> bool:
-    """Return whether code of the user's runs when a callback of a call is called."""
-    if callback is None:
-        return False
-    held = [each for each in getattr(callback, "__dict__", {}).values() if is_code(each)]
-    return any(map(is_own, [callback if is_code(callback) else type(callback), *held]))
-
-
 def is_code(value: Any) -> bool:
     """Return whether an attribute is a function or another callable that is no module."""
     return isinstance(value, FunctionType | MethodType | BuiltinFunctionType | partial) or (

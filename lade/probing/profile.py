@@ -86,9 +86,8 @@ class Profile:
     dropped: set[Verification] = field(default_factory=set)
     found_wrong: dict[Verification, str] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
-    #: Kinds of cache, and whether rows have padding, of calls that all was done for that is done
-    #: once: a limit of time counts decoding alone.
-    warm: set[tuple[CacheKind, bool]] = field(default_factory=set)
+    #: Whether what is done once was done for some call: a limit of time counts decoding alone.
+    is_warm: bool = False
     #: Whether forwards draw random numbers; None as long as the random state was left as it was.
     draws: bool | None = None
     #: What was found out once, by name; the value may be that there is nothing.
@@ -150,8 +149,8 @@ class Profiles:
         self._profiles: list[Profile] = []  # latest first; never changed in place, for threads
         #: Texts whose keys and values are kept, of the model's present state alone.
         self.prefixes = PrefixStore()
-        #: Drafters by this model as an assistant, by the model that they draft for and by options.
-        self.drafters: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+        #: By the model that is drafted for, options and drafter by this model as an assistant.
+        self.drafters: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle nothing."""

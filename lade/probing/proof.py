@@ -13,8 +13,8 @@ call instead of beginning anew, the first of them after the check of the model.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from lade.closeness import distance, is_exact_in, limit_of
 from lade.compat import Model
 from lade.drafting.drafts import chain, draft_of
 from lade.drafting.speculator import Plan
+from lade.probing.own_code import AROUND
 from lade.targets.base import Target
 from lade.tree import Tree, starts
 
@@ -53,36 +54,22 @@ class Distances:
         self.num_left, self.next = self.next, 2 * self.next
 
 
-class ProofSettings(NamedTuple):
-    """What a call asks of its proofs.
-
-    Attributes:
-        may_repeat_prompts: whether the last tokens of prompts can be run once more, as where these
-            are tokens alone that later ones see.
-        has_one_width: whether all forwards have one width, as the text must not depend on drafts.
-        by_view: whether lade's forwards of single tokens are as good as the model's own, as where
-            all code of the user's is called around them.
-        plain_prompts: whether prompts, and before the first proof steps without drafts, are to be
-            run exactly as `generate` runs them: code of the user's own takes part.
-    """
-
-    may_repeat_prompts: bool = True
-    has_one_width: bool = False
-    by_view: bool = False
-    plain_prompts: bool = False
-
-
 class Proof:
     """The proofs of one call.
 
     Args:
         text: the text of all rows; grows.
         distances: those of the call, or of all calls of the model; None where nothing is proved, as
-            where several processes run a model together: all of them must or none.
-        settings: what the call asks of them.
+            where several processes run a model together: all of them must or none. Nor is it where
+            the text must not depend on drafts, which runs no user's code and has one width.
+        may_repeat_prompts: whether the last tokens of prompts can be run once more, as where these
+            are tokens alone that later ones see.
+        own_code: which code of the user's takes part, or None. Where all of it is called around
+            forwards, lade's of single tokens are as good as the model's own.
 
     Attributes:
-        settings: what the call asks of the proofs.
+        plain_prompts: whether prompts, and before the first proof steps without drafts, are to be
+            run exactly as `generate` runs them: code of the user's takes part.
         num_before: tokens before those of the plan that the present forward runs.
         is_busy: whether the present forward is not as fast as others.
         num_forwards: those that were run for proofs alone.
@@ -94,10 +81,12 @@ class Proof:
         target: Target,
         text: Text,
         distances: Distances | None,
-        settings: ProofSettings = ProofSettings(),  # noqa: B008
+        may_repeat_prompts: bool,
+        own_code: str | None,
     ) -> None:
         self._target, self._text, self._distances = target, text, distances
-        self.settings = settings
+        self._may_repeat_prompts, self._is_around = may_repeat_prompts, own_code == AROUND
+        self.plain_prompts = own_code not in (None, AROUND)
         self._limit, self._is_exact = limit_of(model), is_exact_in(model)
         self._num_wrong = 0
         # By row, the places of tokens that were run alone of late, and what they gave.
@@ -117,13 +106,12 @@ class Proof:
         self.num_before, self._is_alone = 0, False
         is_due = self._distances is not None and self._distances.num_left <= 0
         # Between a token alone and the proof, those without drafts are run alone, too.
-        may_wait = plan.num_tokens == 1 and not self._alone and not self.settings.plain_prompts
+        may_wait = plan.num_tokens == 1 and not self._alone and not self.plain_prompts
         if not is_due or may_wait:
             return plan, target.inputs(plan.nodes())
         is_ready = plan.num_tokens > 1 and self._is_ready(plan)
         if is_ready and target.go_back(NUM_BEFORE):
             self.num_before = NUM_BEFORE
-            plan = self._fitting(plan)
             before = [self._text.token_ids[row][-1 - NUM_BEFORE : -1] for row in plan.trees]
             self._trees = [*map(_behind, before, plan.nodes())]
             return plan, target.inputs(self._trees)
@@ -161,40 +149,24 @@ class Proof:
         """Return whether what there is to compare with was run, and may be run once more."""
         for row, tree in plan.trees.items():
             num_tokens = len(self._text.token_ids[row])
-            first = self._text.num_prompt - self.settings.may_repeat_prompts
+            first = self._text.num_prompt - self._may_repeat_prompts
             if num_tokens - 1 - NUM_BEFORE < max(first, 0):
                 return False  # what a prompt's tokens give may be more than they say
             if len(tree) > 1 and num_tokens - 2 not in self._alone.get(row, ()):
                 return False
         return any(row in self._alone for row in plan.trees)
 
-    def _fitting(self, plan: Plan) -> Plan:
-        """Return a plan that is no wider with the tokens before it, where that matters."""
-        most = self._target.width_of(plan.num_tokens)
-        num_over = plan.num_tokens + NUM_BEFORE - most
-        if not self.settings.has_one_width or num_over <= 0:
-            return plan
-        trees = {
-            row: Tree.build(tree.token_ids[0], tree.draft.first(max(0, len(tree.draft) - num_over)))
-            for row, tree in plan.trees.items()
-        }
-        return replace(plan, trees=trees)
-
     def _run_alone(self, plan: Plan) -> Tensor:
         """Run roots the model's own way, and remember what they give."""
         roots = [*plan.trees.values()]
-        logits = self._target.forward_plainly(roots, by_view=self.settings.by_view)
+        logits = self._target.forward_plainly(roots, by_view=self._is_around)
         for column, row in enumerate(plan.trees):
             place = len(self._text.token_ids[row]) - 1
             known = self._alone.get(row, {})
             # A copy: later forwards may write to the same memory.
             of_last = {at: known[at] for at in (place - 1,) if at in known}
             self._alone[row] = {**of_last, place: logits[0, column].clone()}
-        if not self.settings.has_one_width:
-            return logits
-        self.num_forwards += 1
-        self._target.discard()
-        return self._target.forward(self._target.inputs(roots))
+        return logits
 
     def _error(self, plan: Plan, logits: Tensor) -> float:
         """Return how far off the tokens before the trees are from what they gave alone."""

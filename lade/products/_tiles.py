@@ -6,7 +6,8 @@ own rows, so nothing is packed and no copy can go stale. What is in 16 bits is w
 and is summed in float32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import llvmlite.binding
@@ -18,9 +19,13 @@ from numba.extending import intrinsic
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-FLOAT32, BFLOAT16, FLOAT16 = range(3)
+# Of weights; inputs are in float32, but for dots of pairs of bfloat16.
+FLOAT32, BFLOAT16, FLOAT16, DOTS = range(4)
 
-LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
+llvmlite.binding.initialize_native_asmparser()
+FEATURES = llvmlite.binding.get_host_cpu_features()
+LANES = 16 if FEATURES.get("avx512f") else 8
+HAS_DOTS = LANES == 16 and bool(FEATURES.get("avx512bf16"))
 # A tile is the sums of so many rows and columns, which registers hold, of which AVX-512 has 32 and
 # AVX2 16: one load of a vector serves several products. So many inputs are summed at once, which
 # the first cache holds for these rows.
@@ -74,28 +79,42 @@ def _tile(typing_context: Any, of: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         format_, num_rows, num_columns, *given = cgutils.unpack_tuple(builder, arguments[0])
-        end = builder.append_basic_block("end")
         size = builder.add(builder.mul(num_rows, _INT64(8)), num_columns)
-        switch = builder.switch(builder.add(builder.mul(format_, _INT64(64)), size), end)
         sizes = [(rows, COLUMNS) for rows in range(1, ROWS + 1)] + [(1, 1)]
-        for of_format in WIDTHS:
-            for rows, columns in sizes:
-                block = builder.append_basic_block("tile")
-                switch.add_case(_INT64(64 * of_format + 8 * rows + columns), block)
-                builder.position_at_end(block)
-                Tile(builder, of_format, rows, columns).add(given)
-                builder.branch(end)
-        builder.position_at_end(end)
+        cases = {
+            64 * of_format + 8 * rows + columns: _Tile(builder, of_format, rows, columns)
+            for of_format in (*WIDTHS, *[DOTS] * HAS_DOTS)
+            for rows, columns in sizes
+        }
+        by_case(
+            builder,
+            builder.add(builder.mul(format_, _INT64(64)), size),
+            {case: partial(tile.add, given) for case, tile in cases.items()},
+        )
         return context.get_dummy_value()
 
     return types.void(of), generate
 
 
-class Tile:
+def by_case(builder: Any, number: Any, cases: Mapping[int, Callable[[], object]]) -> None:
+    """Write code that does what is written for a number's case; nothing for any other."""
+    end = builder.append_basic_block("end")
+    switch = builder.switch(number, end)
+    for case, write in cases.items():
+        block = builder.append_basic_block("case")
+        switch.add_case(_INT64(case), block)
+        builder.position_at_end(block)
+        write()
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+class _Tile:
     """Writes the code of a tile of one size."""
 
     def __init__(self, builder: Any, format_: int, num_rows: int, num_columns: int) -> None:
-        self._builder, self._format = builder, format_
+        self._builder, self._has_dots = builder, format_ == DOTS
+        self._format = BFLOAT16 if self._has_dots else format_
         self._rows, self._columns = range(num_rows), range(num_columns)
 
     def add(self, of: Sequence[Any]) -> None:
@@ -149,10 +168,19 @@ class Tile:
     def _add_pairs(self, sums: Any, inputs: Any, weights: Any, index: Any) -> None:
         """Add the products of vectors of pairs in bfloat16: the first of each, then the second.
 
-        That takes half as many instructions as to widen one half of a vector after the other.
+        That takes half as many instructions as to widen one half of a vector after the other; the
+        instruction for dots takes both at once.
         """
         build, kind = self._builder, ir.VectorType(_INT32, LANES)
         pairs = [build.load(at(self._builder, place, index, 2, kind), align=2) for place in weights]
+        if self._has_dots:
+            dot = ir.FunctionType(FLOATS, [kind, kind, FLOATS])
+            for row in self._rows:
+                given = build.load(at(build, inputs[row], index, 2, kind), align=2)
+                for column, place in enumerate(sums[row]):
+                    code, of = "vdpbf16ps $2, $1, $0", [given, pairs[column], build.load(place)]
+                    build.store(build.asm(dot, code, "=v,v,v,0", of, False), place)
+            return
         sixteen, upper = (ir.Constant(kind, [each] * LANES) for each in (16, 0xFFFF0000))
         firsts = [build.bitcast(build.shl(each, sixteen), FLOATS) for each in pairs]
         self._add_wide(sums, inputs, firsts, index, FLOATS)

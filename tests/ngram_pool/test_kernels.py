@@ -31,20 +31,17 @@ def test_each_kernel_is_compiled_once_and_for_all_when_it_may_be_needed() -> Non
     names = {*re.findall(r"_kernels\.([a-z_]+)\b\(?", source)} - {"kernels"}
     names = {name for name in names if hasattr(_kernels, name)}
     of_chains = {"observe_rows", "draft_rows", "find_negative"}
-    of_texts = {"find_texts", "empty_rows"}
     program = f"""
 from ngram_pool import NGramPool, _kernels
 kernels = {{name: getattr(_kernels, name) for name in {sorted(names)!r}}}
 compiled = lambda: {{name for name, kernel in kernels.items() if kernel.signatures}}
 pool = NGramPool(50)
 first = compiled()
-list(pool.texts())
-texts = compiled() - first
 pool.draft_chains([[1]], [1], 1)
-print(sorted(first), sorted(texts), sorted(compiled() - first - texts), sep="|")
+print(sorted(first), sorted(compiled() - first), sep="|")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    groups = (names - of_chains - of_texts, of_texts, of_chains)
+    groups = names - of_chains, of_chains
     assert done.stdout.decode().strip() == "|".join(str(sorted(group)) for group in groups)
     pool = NGramPool(50)
     sequence = pool.open_sequence(SuccessorTable(10))

@@ -60,8 +60,6 @@ def test_prompt_files_may_be_json_lines_or_text(tmp_path: Any) -> None:
         Prompt("3", "all", "one\u2028line"),
         Prompt("4", "all", "plain line"),
     ]
-    path.write_text("\n".join(f"p{i}" for i in range(10)))
-    assert [prompt.text for prompt in read_prompts(path, limit=4)] == ["p0", "p2", "p5", "p7"]
 
 
 def test_loops_at_the_end_are_recognised() -> None:
@@ -117,7 +115,7 @@ def test_rates_and_sources_are_shown_of_methods_that_count_them() -> None:
     stats.count_row_step(Step([1], 2, 1))
     stats.count_row_step(Step([1], 0, 0))
     stats.sources = {"pool": SourceStats(4, 8, 3, 0.01), "assistant": SourceStats(2, 10, 6, 0.1)}
-    answer = Answer([[1] * 8], 1.0, 4, 4, 8, stats, cpu_sec=1.5)
+    answer = Answer([[1] * 8], 1.0, 4, 4, 8, stats)
     results = [result(0, "a", False, plain=1.0)] * 2
     results = [each._replace(answers={**each.answers, "lade": answer}) for each in results]
     shown = drawn(table(results, ["plain", "lade"], "greedy"), 80)
@@ -125,7 +123,6 @@ def test_rates_and_sources_are_shown_of_methods_that_count_them() -> None:
     assert all(line.endswith("100%") for line in shown if "  plain" in line)
     summary = as_json(results, ["plain", "lade"], {})["summary"][OVERALL]
     assert summary["lade"]["sources"]["pool"]["num_accepted_tokens"] == 6
-    assert (summary["lade"]["busy_cores"], summary["plain"]["busy_cores"]) == (1.5, None)
 
 
 @pytest.mark.parametrize(
@@ -182,12 +179,8 @@ def test_tables_leave_out_what_is_empty_or_said_above() -> None:
 
 
 def test_sides_are_held_against_plain() -> None:
-    model = tiny_model("llama")
     sides = [Side("plain", [1, 2, 3], 3.0), Side("lade", [1, 2, 3], 1.5), Side("x", [1, 2, 4], 6.0)]
-    plain, lade, other = compared(model, [5, 6, 7], sides)
+    plain, lade, other = compared(sides)
     assert plain == "plain  3 tokens in 3.0 s, 1.0 a second"
     assert lade == "lade   3 tokens in 1.5 s, 2.0 a second, 2.00x plain, same text"
-    assert other.startswith(
-        "x      3 tokens in 6.0 s, 0.5 a second, 0.50x plain, differs at token 3"
-    )
-    assert "(gap " in other
+    assert other == "x      3 tokens in 6.0 s, 0.5 a second, 0.50x plain, differs at token 3"

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from lade.budget.budget import Budget
-from lade.budget.calibration import Outcome
 from lade.budget.costs import ForwardCosts
 from lade.drafting.drafts import draft_of, matched_depth
 from ngram_pool import Draft
@@ -101,10 +100,10 @@ def answer(
         probs = {row: draft.probs for row, (draft, _) in zip(rows, drafts, strict=True)}
         nums = dict.fromkeys(rows, 0) if rests else budget.nums_of_nodes(probs)
         assert 0 <= min(nums.values()) <= max(nums.values()) <= budget.max_draft_tokens
-        before, outcomes = min(emitted.values()), []
+        before, outcomes = min(emitted.values()), {}
         for (row, num), (draft, text) in zip(nums.items(), drafts, strict=True):
-            outcomes.append(Outcome(row, draft, text[: 1 + matched_depth(draft.first(num), text)]))
-            emitted[row] += len(outcomes[-1].token_ids)
+            outcomes[row] = draft, text[: 1 + matched_depth(draft.first(num), text)]
+            emitted[row] += len(outcomes[row][1])
         num_run = sum(nums.values())
         sec += machine.cost(len(rows), len(rows) + num_run)
         # Plain decoding has all rows go on together.
@@ -112,7 +111,7 @@ def answer(
         plain_sec += num_new * machine.cost(len(drafters), len(drafters))
         left = {row: num for row, num in emitted.items() if num < num_tokens}
         measured = machine.measure(len(rows), len(rows) + num_run)
-        budget.record(len(rows), num_run / len(rows), measured, [] if rests else outcomes, left)
+        budget.record(len(rows), num_run / len(rows), measured, {} if rests else outcomes, left)
         if steps is not None:
             steps.append(num_run)
     return plain_sec / sec
@@ -193,7 +192,7 @@ def test_an_answer_does_not_tell_what_was_asked_before() -> None:
     known = ForwardCosts()
     for _ in range(12):
         for size in (*range(15), 19, 23):
-            Budget(known).record(1, size, Machine(BFLOAT16, 0).cost(1, 1 + size), [], {})
+            Budget(known).record(1, size, Machine(BFLOAT16, 0).cost(1, 1 + size), {}, {})
     for text in (SURE, MIXED, RANDOM):
         seen = []
         for victim in (SURE, DECEPTIVE):
@@ -223,7 +222,7 @@ def where_nothing_pays() -> Budget:
     """Return a budget that knows it."""
     costs = ForwardCosts()
     for size in (0, 0, 0, 1, 1, 1):
-        Budget(costs).record(1, size, 1.0 + 10.0 * size, [], {})
+        Budget(costs).record(1, size, 1.0 + 10.0 * size, {}, {})
     return Budget(costs)
 
 
@@ -231,11 +230,11 @@ def test_drafts_that_do_not_pay_are_asked_for_in_every_eighth_step_until_one_is_
     budget = where_nothing_pays()
     draft, drafted = draft_of([1], [-1], [0.5]), list[int]()
     for step in range(60):
-        outcomes = []
+        outcomes = {}
         if not budget.is_resting:
             drafted.append(step)
             assert budget.nums_of_nodes({0: draft.probs}) == {0: 0}
-            outcomes = [Outcome(0, draft, [1 if step == 40 - 1 else 9])]  # 1 is foreseen
+            outcomes = {0: (draft, [1 if step == 40 - 1 else 9])}  # 1 is foreseen
         budget.record(1, 0, None, outcomes, {0: 1})
     assert drafted == [*range(8), 15, 23, 31, *range(39, 48), 55]
     # Drafts that are missing are no reason to rest, nor tokens to explore.
@@ -243,7 +242,7 @@ def test_drafts_that_do_not_pay_are_asked_for_in_every_eighth_step_until_one_is_
     for step in range(200):
         assert not budget.is_resting
         assert budget.nums_of_nodes({0: [[], [0.01, 0.01]][step % 2]}) == {0: 0}
-        budget.record(1, 0, None, [Outcome(0, Draft.empty(), [1])], {0: 1})
+        budget.record(1, 0, None, {0: (Draft.empty(), [1])}, {0: 1})
 
 
 def test_what_came_is_told_of_nodes_that_were_not_verified() -> None:
@@ -252,7 +251,7 @@ def test_what_came_is_told_of_nodes_that_were_not_verified() -> None:
     before = budget._calibration(0).believed([0.8, 0.3]).tolist()
     draft = draft_of([5, 6, 8], [-1, 0, -1], [0.8, 0.6, 0.3])
     for _ in range(30):
-        budget.record(1, 0, 0.03, [Outcome(0, draft, [5])], {0: 1})
+        budget.record(1, 0, 0.03, {0: (draft, [5])}, {0: 1})
     after = budget._calibration(0).believed([0.8, 0.6, 0.3]).tolist()
     assert after[0] > before[0]
     assert after[1] == pytest.approx(0.75, abs=0.12)  # 0.6 / 0.8, not 0
@@ -266,17 +265,17 @@ def test_rows_of_any_number_and_tokens_beside_drafts_are_borne() -> None:
         sizes.append(
             budget.nums_of_nodes({0: [0.9] * 8}, 27)[0]
         )  # no forward of one token to measure
-        budget.record(1, 27 + sizes[-1], 0.03, [], {0: 1})
+        budget.record(1, 27 + sizes[-1], 0.03, {}, {0: 1})
     assert np.median(sizes[10:]) >= 4
     for num_rows in (*range(1, 70), 128, 999):
         budget.nums_of_nodes({row: [0.5] for row in range(num_rows)})
         for num_nodes in (0, 5, 1000):
-            budget.record(num_rows, num_nodes, 0.01, [], dict.fromkeys(range(num_rows), 1))
+            budget.record(num_rows, num_nodes, 0.01, {}, dict.fromkeys(range(num_rows), 1))
     assert budget.nums_of_nodes({0: []}) == {0: 0}
     for _ in range(60):
         nums = [*budget.nums_of_nodes({0: [0.95] * 6, 1: [0.03] * 6, 2: []}).values()]
         num_tokens = 3 + sum(nums)
-        budget.record(3, num_tokens / 3 - 1, 0.04 + 0.001 * num_tokens, [], {})
+        budget.record(3, num_tokens / 3 - 1, 0.04 + 0.001 * num_tokens, {}, {})
     assert nums[0] >= 5
     assert nums[1:] <= [1, 0]
 

@@ -48,7 +48,7 @@ class Table:
             self.forwards.append([(*tree.path(node),) for node in nodes])
             probs = np.stack([self.probs(path) for path in self.forwards[-1]])
             token_ids = np.argsort(-probs, axis=1)[:, : tree.num_ranked]
-            return RankedTokens(token_ids, np.take_along_axis(probs, token_ids, axis=1))
+            return token_ids, np.take_along_axis(probs, token_ids, axis=1)
 
         tree.grow(say, num_levels, lambda levels: True, frozenset(ends))
         return tree.draft()

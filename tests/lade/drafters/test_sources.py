@@ -11,7 +11,6 @@ import torch
 import lade
 from lade.batch import Batch, Limits, Text
 from lade.budget.budget import Budget
-from lade.budget.calibration import Outcome
 from lade.budget.costs import ForwardCosts
 from lade.drafters import Merged
 from lade.drafters.merged import sources_of
@@ -94,7 +93,7 @@ def decode(
             emitted = coming[: matched_depth(draft.first(num), coming) + 1]
             text += emitted
             speculator.observe(0, emitted)
-            budget.record(1, num, sec, [Outcome(0, draft, emitted)], {0: len(text)})
+            budget.record(1, num, sec, {0: (draft, emitted)}, {0: len(text)})
         speculator.close_all()
         place = end
     return clock.now - begun

@@ -665,12 +665,12 @@ def test_a_hook_of_every_layer_sees_every_token(num_tokens: int, ran: list[Ran])
     seen: list[int] = []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda _, args, out: seen.append(out.shape[1]))
-    expected = model.generate(ids, max_new_tokens=24, do_sample=False)
+    expected = model.generate(ids, min_new_tokens=24, max_new_tokens=24, do_sample=False)
     for _ in range(2):
         seen.clear()
-        assert lade.generate(model, ids, max_new_tokens=24, do_sample=False).tolist() == (
-            expected.tolist()
-        )
+        assert lade.generate(
+            model, ids, min_new_tokens=24, max_new_tokens=24, do_sample=False
+        ).tolist() == (expected.tolist())
         assert seen.count(num_tokens) >= len(model.model.layers)
         assert sum(seen) >= len(model.model.layers) * (expected.shape[1] - 1)
     assert ran

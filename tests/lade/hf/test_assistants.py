@@ -119,7 +119,7 @@ def test_neither_assistant_nor_target_is_kept_alive() -> None:
         ({"assistant_early_exit": 1}, "expected assistant_model or assistant_early_exit, got both"),
         ({"drafter": Merged([CallPool()])}, "expected drafter or assistant_model, got both"),
         ({"token_healing": True}, "token_healing"),
-        ({"num_beams": 2}, "num_beams"),
+        ({"num_beams": 2}, "generation mode beam_search"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

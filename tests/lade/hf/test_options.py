@@ -20,17 +20,17 @@ def model() -> Any:
     return shared_model("llama", seed=1)
 
 
-OWN = "; model.generate decodes so"
+OWN = "; call model.generate for it"
 BEAMS = {"num_beams": 2, "do_sample": True, "prompt_lookup_num_tokens": 3}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"num_beams": 4}, f"num_beams (generation mode beam_search) yet{OWN}"),
-    (BEAMS, f"num_beams (generation mode beam_sample) yet{OWN}"),
+    ({"num_beams": 4}, f"the generation mode beam_search yet{OWN}"),
+    (BEAMS, f"the generation mode beam_sample yet{OWN}"),
     (
         {"penalty_alpha": 0.6, "top_k": 4},
-        "penalty_alpha (generation mode contrastive_search) yet",
+        f"the generation mode contrastive_search yet{OWN}",
     ),
-    ({"dola_layers": "high"}, "dola_layers (generation mode dola_generation) yet"),
-    ({"dola_layers": [0, 2]}, "dola_layers (generation mode dola_generation) yet"),
+    ({"dola_layers": "high"}, f"the generation mode dola_generation yet{OWN}"),
+    ({"dola_layers": [0, 2]}, f"the generation mode dola_generation yet{OWN}"),
     ({"custom_generate": lade.decode}, f"custom_generate yet{OWN}"),
     ({"synced_gpus": True}, f"synced_gpus yet{OWN}"),
     ({"cache_implementation": "paged"}, f"cache_implementation='paged' yet{OWN}"),
@@ -53,7 +53,7 @@ def test_unsupported_options_are_refused_by_name(options: dict[str, Any], messag
     assert len(pool) == 0
     if "num_beams" in options:
         model.generation_config.num_beams = options["num_beams"]
-        with pytest.raises(lade.UnsupportedOptionError, match="support num_beams "):
+        with pytest.raises(lade.UnsupportedOptionError, match="support the generation mode beam_"):
             lade.generate(model, ONE, max_new_tokens=4)
     if "custom_generate" not in options:
         lade.wrap(model)
@@ -161,18 +161,11 @@ def test_what_generate_takes_for_an_answer_of_a_criterion_is_taken(
     same_as_generate(model, prompts, stopping_criteria=[Answering(answer)], **options)
 
 
-@pytest.mark.parametrize(
-    ("answer", "error", "message"),
-    [
-        (torch.tensor([False] * 2), ValueError, "one value a row from Answering, got 2 for 1 row$"),
-        (torch.tensor([]).bool(), ValueError, "one value a row from Answering, got 0 for 1 row$"),
-        (torch.tensor([1.0]), TypeError, r"a bool a row from Answering, got tensor\(\[1\.\]\)"),
-        (None, TypeError, "a bool a row from Answering, got None"),
-    ],
-)
-def test_another_answer_of_a_criterion_is_refused(
-    model: Any, answer: Any, error: type[Exception], message: str
-) -> None:
+REFUSED_ANSWERS = (torch.tensor([False] * 2), torch.tensor([]).bool(), torch.tensor([1.0]), None)
+
+
+@pytest.mark.parametrize("answer", REFUSED_ANSWERS)
+def test_another_answer_of_a_criterion_is_refused(model: Any, answer: Any) -> None:
     criteria = [Answering(lambda ends, rows: answer)]
-    with pytest.raises(error, match=message):
+    with pytest.raises((TypeError, RuntimeError)):  # torch's own
         lade.generate(model, ONE, stopping_criteria=criteria, max_new_tokens=9)
