@@ -172,10 +172,6 @@ class Batch:
             room = min(room, self._max_lead - self._lead(row) - 1)
         return room
 
-    def working(self) -> dict[int, int]:
-        """Map each row that may emit a token next to the number it has emitted."""
-        return {row: self.text.num_emitted(row) for row in self.emitting}
-
     def drop_finished(self) -> tuple[list[int], list[int]]:
         """Drop finished rows, so that no work is done for them.
 

@@ -172,7 +172,10 @@ class Decoder:
             if path:
                 emitted = text.token_ids[row][stop - len(path) : stop]
                 self._speculator.observe(row, emitted)
-                steps.append(step_of(row, plan.trees[row], path, emitted))
+                # A stopped row may end on a draft token; otherwise its last is the bonus token.
+                tree, last = plan.trees[row], len(path) - 1
+                ends_on_draft = (path[last], emitted[last]) in tree.children
+                steps.append(Step(emitted, len(tree) - 1, last + ends_on_draft, row))
         return steps
 
     def _end_step(self, done: Done) -> None:
@@ -235,11 +238,3 @@ def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> d
             if batch.may_emit(row):
                 walking[row] = node
     return paths
-
-
-def step_of(row: int, tree: Tree, path: Sequence[int], emitted: list[int]) -> Step:
-    """Return the `Step` of a row that emitted tokens along a path of its tree."""
-    # A stopped row may end on a draft token; otherwise its last token is the bonus token.
-    last = len(emitted) - 1
-    ends_on_draft = (path[last], emitted[last]) in tree.children
-    return Step(emitted, len(tree) - 1, last + ends_on_draft, row)

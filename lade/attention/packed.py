@@ -116,8 +116,8 @@ def _attended(
         dropout, scaling: as transformers passes them.
     """
     dims = query.shape[-1], value.shape[-1]
-    is_aligned = not any(dim * query.element_size() % _ALIGNMENT for dim in dims)
-    if not query.is_cuda or not is_aligned or query.dtype == torch.float64 or dropout:
+    is_for_others = not query.is_cuda or query.dtype == torch.float64 or bool(dropout)
+    if is_for_others or any(dim * query.element_size() % _ALIGNMENT for dim in dims):
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=added, dropout_p=dropout, scale=scaling
         )

@@ -43,6 +43,7 @@ from lade.tree import ROOT, Tree, starts
 from ngram_pool import Draft, SampledDraft
 
 _NOTHING = Draft.empty()
+_MAX_PENDING = 16  # tokens to run again; from then on, a step without a draft runs them for good
 
 
 class Runner(Protocol):
@@ -53,10 +54,6 @@ class Runner(Protocol):
     @property
     def num_pending(self) -> int:
         """Committed tokens that the next forward runs again."""
-
-    @property
-    def must_catch_up(self) -> bool:
-        """Whether the next forward should have no draft."""
 
     @property
     def price(self) -> float | None:
@@ -267,7 +264,7 @@ class Speculator:
     def _nums_of_nodes(self, drafts: Mapping[int, Draft], window: Window | None) -> dict[int, int]:
         """Return how many draft tokens of each row to verify."""
         runner, budget = self._runner, self._budget
-        if not drafts or runner.must_catch_up:
+        if not drafts or runner.num_pending >= _MAX_PENDING:
             return dict.fromkeys(drafts, 0)
         if self._call.rngs is not None:
             drawn = {
@@ -559,7 +556,7 @@ class Speculator:
                     for step in done.steps
                     if step.row in proposed
                 },
-                num_emitted=batch.working(),
+                num_emitted={row: batch.text.num_emitted(row) for row in batch.rows},
             )
 
     def close(self, rows: Sequence[int]) -> None:

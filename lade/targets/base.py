@@ -66,11 +66,6 @@ class Target(ABC):
     def num_cached(self) -> list[int]:
         """Number of tokens before the root, for each row in use."""
 
-    @property
-    def must_catch_up(self) -> bool:
-        """Whether the next forward should have no draft, as when `num_pending` is too large."""
-        return False
-
     @abstractmethod
     def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Tensor:
         """Run the prompts; return logits of their ends, [1, num_tokens, vocab_size].

@@ -32,8 +32,6 @@ from lade.transfer import arrays_on
 from lade.tree import Tree
 from lade.view import with_decoding_experts
 
-_MAX_PENDING = 16  # tokens to run again; from then on, a step without a draft updates the state
-
 
 class _Layout(NamedTuple):
     """The columns in which the nodes of one step's chain are run."""
@@ -93,11 +91,6 @@ class ChainTarget(Target):
         """Number of tokens before the root."""
         num_new = self._ids.shape[1] - self._num_prompt
         return [self._num_slots + num_new]
-
-    @property
-    def must_catch_up(self) -> bool:
-        """Whether the next forward should have no draft."""
-        return self.num_pending >= _MAX_PENDING
 
     def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Tensor:
         """Run the prompts as `generate` does."""

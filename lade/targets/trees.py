@@ -391,7 +391,7 @@ class TreeTarget(Target):
             self._position_offsets += positions[..., -1].to(self.device) - (last + 1)
 
     def _place_root(self) -> None:
-        self._num_cached = integers_on(self.device, self.num_cached)
+        self._num_cached = integers_on(self.device, [self.cache.length])
         self._root_positions = (self._num_cached + self._position_offsets)[..., None]
 
     def _token_types(self, tree: TreeTensors) -> dict[str, Tensor]:
