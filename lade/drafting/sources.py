@@ -199,7 +199,7 @@ class PoolDrafter(Drafter):
         new = token_ids < vocab_size
         token_ids, worths = token_ids[new], worths[new]
         if not len(token_ids):
-            return draft
+            return draft.first(max_draft_tokens)
         # Where a probability rises, it counts as the one before, so that parents stay first.
         probs = np.concatenate([np.minimum.accumulate(draft.probs), worths])
         order = (-probs).argsort(kind="stable")[:max_draft_tokens]
