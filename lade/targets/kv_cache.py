@@ -185,7 +185,13 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             return store.put(index, states, group.fixed)
         length = self._extent.length + num_pending
         if group.window is None or not self._extent.is_prefilling:
-            return store.write(index, states, length - group.offset)
+            start = length - group.offset
+            stop = start + num_new
+            if stop > store.buffer.shape[3]:
+                store.reserve(stop)
+            held = store.buffer[index][:, :, :stop]
+            held[:, :, start:] = states
+            return held
         # Only the end of a long prompt is kept, so memory for all of it is not needed.
         num_held = length - group.first_slot(length)
         num_kept = length + num_new - group.first_slot(length + num_new)

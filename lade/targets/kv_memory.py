@@ -87,15 +87,6 @@ class Store:
             mine.shape[3],
         ) == (other.shape[0], other.shape[1], other.shape[3])
 
-    def write(self, layer: int, states: Tensor, start: int) -> Tensor:
-        """Write new states from a slot on; return a view of all states of the layer."""
-        stop = start + states.shape[2]
-        if stop > self.buffer.shape[3]:
-            self.reserve(stop)
-        mine = self.buffer[layer]
-        mine[:, :, start:stop] = states
-        return mine[:, :, :stop]
-
     def address(self, layer: int, states: Tensor) -> tuple[int, int] | None:
         """Return the address of a layer's slots, and bytes from one head to the next.
 
