@@ -104,11 +104,7 @@ class Decoder:
         plan = self._speculator.roots()
         with self.stats.timed("prefill"):
             with self._verifying():
-                of_prompts = self._target.prefill(
-                    num_logits=1 + self._speculator.num_harvested,
-                    is_plain=self._proof.plain_prompts,
-                )
-            logits = of_prompts[:, -len(plan.trees) :]
+                logits = self._target.prefill(is_plain=self._proof.plain_prompts)
             self._choice.look_at(logits, plan.trees)
         if self._overlaps:
             self._speculator.open_all()  # while the device is busy
@@ -117,9 +113,6 @@ class Decoder:
             successors = self._speculator.rank(logits, self._choice.ranked)
         # Nobody who reads along waits for what is learned of the prompts.
         steps, _ = self._emit(plan, (lambda: None) if self._overlaps else self._speculator.open_all)
-        if self._batch.emitting:
-            with self.stats.timed("prefill"):
-                self._speculator.harvest_prompts(plan, of_prompts)
         with self.stats.timed("commit"):
             self._end_step(Done(plan, steps, successors))
         self._on_step(steps)
