@@ -103,11 +103,7 @@ class Decoder:
         plan = self._speculator.roots()
         with self.stats.timed("prefill"):
             with self._verifying():
-                of_prompts = self._target.prefill(
-                    num_logits=1 + self._speculator.num_harvested,
-                    is_plain=self._proof.plain_prompts,
-                )
-            logits = of_prompts[:, -len(plan.trees) :]
+                logits = self._target.prefill(is_plain=self._proof.plain_prompts)
             self._choice.look_at(logits, plan.trees)
         if self._overlaps:
             self._speculator.open_all()  # while the device is busy
@@ -120,10 +116,6 @@ class Decoder:
             if not self._overlaps:  # nobody who reads along waits for what is learned of prompts
                 self._speculator.open_all()
             steps = self._observed(plan, paths)
-        if self._batch.emitting:
-            with self.stats.timed("prefill"):
-                self._speculator.harvest_prompts(plan, of_prompts)
-        with self.stats.timed("commit"):
             self._end_step(Done(plan, steps, successors))
         self._on_step(steps)
 

@@ -131,7 +131,6 @@ class PoolDrafter(Drafter):
         self._max_candidates = max_candidates
         self._max_match = pool.max_match  # of a context's last tokens
         self._prewarmed = prewarmed
-        self.has_table = prewarmed is not None
         self._layers = tuple(layers)
         self._open_prompts: dict[int, tuple[int, ...]] = {}
 

@@ -22,7 +22,6 @@ from lade.config import Lookahead
 from lade.drafting.drafter import DraftingCall
 from lade.drafting.drafts import (
     after,
-    chain,
     checked_ids,
     joined,
     matched_depth,
@@ -144,9 +143,6 @@ class Speculator:
         grammar: asks for the tokens that a grammar forces on the text, if there is one.
         lookahead: size of the window to run beside drafts, which takes verification by tree; None
             for no window.
-
-    Attributes:
-        num_harvested: how many of a prompt's last tokens but the very last are harvested.
     """
 
     def __init__(
@@ -159,7 +155,6 @@ class Speculator:
         grammar: Guard | None = None,
         lookahead: Lookahead | None = None,
     ) -> None:
-        self.num_harvested = 0
         self._batch = batch
         self._sources = sources
         self._call = call
@@ -198,14 +193,6 @@ class Speculator:
             if not source.has_failed:
                 most = max(most, source.num_successors)
         return most
-
-    @property
-    def has_table(self) -> bool:
-        """Whether a pool has a prewarmed table; then the ends of prompts are not harvested.
-
-        That took more time (0.7 % of an answer) than it saved.
-        """
-        return any(s.is_pool and s.drafter.has_table for s in self._sources)
 
     def sources(self) -> dict[str, SourceStats]:
         """Return what each source did, where there are several or models."""
@@ -510,30 +497,6 @@ class Speculator:
                     mine = Successors(found.token_ids[:, :num], found.probs[:, :num])
                 args = source.handles[row], context, tree.token_ids, parents, mine
                 source.ask("harvest", None, *args)
-
-    def harvest_prompts(self, plan: Plan, logits: Tensor) -> None:
-        """Tell the likeliest tokens after the prompts' last tokens but the very last, if known.
-
-        Args:
-            plan: of the prompts.
-            logits: of the very last token, [1, 1, vocab_size], or of more of them.
-        """
-        of_last = logits[:, -1 - self.num_harvested : -1]
-        found = self.rank(of_last, None) if self.num_harvested and of_last.shape[1] else None
-        if found is None:
-            return
-        text, successors = self._batch.text, Successors.sent(found)
-        for row, length in plan.context_lengths.items():
-            context = self._batch.contexts[row][:length]
-            prompt = text.token_ids[row][: text.num_prompt]
-            num = -1  # tokens that both end with, up to anything that is masked, but the last
-            for token_id, seen in zip(reversed(prompt), reversed(context), strict=False):
-                if token_id != seen or num == successors.num_nodes:
-                    break
-                num += 1
-            if num > 0:
-                tree = Tree.build(context[-1 - num], chain(context[-num:-1]))
-                self.harvest(row, context[:-num], tree, successors.last(num))
 
     def learn(self, done: Done) -> None:
         """Tell the successors of all nodes, and the budget the step's cost."""

@@ -27,15 +27,6 @@ class Successors(NamedTuple):
         nodes = slice(start, start + num_nodes)
         return Successors(self.token_ids[0, nodes], self.probs[0, nodes])
 
-    def last(self, num_nodes: int) -> "Successors":
-        """Return those of the last nodes of the only row; all of them if there are fewer."""
-        return Successors(self.token_ids[0, -num_nodes:], self.probs[0, -num_nodes:])
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes, or of nodes per row."""
-        return int(self.token_ids.shape[-2])
-
 
 class Ranked(NamedTuple):
     """The highest logits of each of several nodes, highest first."""
@@ -111,18 +102,3 @@ def with_probs(ranked: Ranked, logits: Tensor) -> HostCopy:
     # NaN becomes 0: a drafter must neither learn from it nor fail because of it.
     probs = (powers / (powers.sum(-1, keepdim=True) + of_others.clamp_(min=0.0))).nan_to_num_(0.0)
     return HostCopy(ranked.token_ids, probs)
-
-
-# Maximum number of last prompt tokens whose successors are harvested.
-# Harvesting all accepted 1 % more tokens in answers of 128 tokens (2 % without a prewarmed table),
-# and took 4 % of the time.
-_MAX_PROMPT_TOKENS = 64
-
-
-def num_prompt_tokens(max_new_tokens: int) -> int:
-    """Return how many last prompt tokens to harvest: half as many as the answer may have, or 64.
-
-    They are run through the output embeddings alone, a large part of a small model, which a short
-    answer does not pay for.
-    """
-    return min(_MAX_PROMPT_TOKENS, max_new_tokens // 2)

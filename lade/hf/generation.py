@@ -33,7 +33,6 @@ from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.grammar import ForcedTokens
 from lade.drafting.sources import Guard, PoolDrafter, Source
 from lade.drafting.speculator import Speculator
-from lade.drafting.successors import num_prompt_tokens
 from lade.engine import current_call
 from lade.errors import (
     EagerExecutionWarning,
@@ -331,12 +330,6 @@ class Generation:
         costs = self._profile.once(key, ForwardCosts)
         return Budget(costs, temperature, asked)
 
-    def _num_harvested(self, speculator: Speculator, max_length: int) -> int:
-        """Return how many of a prompt's last tokens the drafter harvests."""
-        if speculator.num_successors == 0 or speculator.has_table or self._call.num_rows > 1:
-            return 0
-        return num_prompt_tokens(max_length - self._call.input_ids.shape[1])
-
     def _distances(self, verification: VerificationPlan) -> Distances | None:
         """Return when steps are proved: in this call alone where code of the user's takes part."""
         if mesh_of(self._model) is not None or self._config.stable_text:
@@ -386,7 +379,6 @@ class Generation:
         contexts = _contexts(self._call.input_ids, self._call.model_kwargs.get("attention_mask"))
         batch = Batch(text, contexts, limits, choice.max_lead)
         speculator = Speculator(batch, sources, call, budget, target, grammar, config.lookahead)
-        speculator.num_harvested = self._num_harvested(speculator, limits.max_length)
         decoder = Decoder(
             batch,
             target,

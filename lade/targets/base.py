@@ -67,11 +67,10 @@ class Target(ABC):
         """Number of tokens before the root, for each row in use."""
 
     @abstractmethod
-    def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Tensor:
-        """Run the prompts; return logits of their ends, [1, num_tokens, vocab_size].
+    def prefill(self, *, is_plain: bool = False) -> Tensor:
+        """Run the prompts; return logits of their last tokens, [1, num_rows, vocab_size].
 
         Args:
-            num_logits: last tokens whose logits are wanted, besides which others may come.
             is_plain: whether to run them exactly as `generate` does.
         """
 

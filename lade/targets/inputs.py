@@ -39,12 +39,6 @@ def chooses_logits(model: Model) -> bool:
     return LOGITS_KEPT in inspect.signature(model.forward).parameters
 
 
-def keeping_logits(model_kwargs: Mapping[str, Any], num_logits: int) -> dict[str, Any]:
-    """Return the arguments of a prefill that computes logits of so many last tokens, or of all."""
-    kept = {LOGITS_KEPT: num_logits} if LOGITS_KEPT in model_kwargs else {}
-    return {**model_kwargs, **kept}
-
-
 def num_slots_of(
     input_ids: Tensor, config: GenerationConfig, model_kwargs: Mapping[str, Any]
 ) -> int:

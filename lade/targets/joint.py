@@ -35,8 +35,7 @@ class Part:
         inputs: of its forward, one row.
         undo: makes the cache forget what the forward has written.
         num_committed: tokens that the call usually commits in a step.
-        num_logits: how many of its last tokens have logits, in a piece of a prompt; None elsewhere,
-            where all have.
+        is_prompt: whether it is a piece of a prompt, of which the last token alone has logits.
         is_inference: whether the call is in torch's inference mode, which belongs to its thread.
     """
 
@@ -45,7 +44,7 @@ class Part:
     inputs: dict[str, Any]
     undo: Callable[[], None]
     num_committed: float
-    num_logits: int | None = None
+    is_prompt: bool = False
     is_inference: bool = False
 
     @contextmanager
@@ -62,7 +61,7 @@ class Part:
     @property
     def num_kept(self) -> int:
         """Last tokens that have logits."""
-        return self.num_tokens if self.num_logits is None else self.num_logits
+        return 1 if self.is_prompt else self.num_tokens
 
 
 class JointForwards:
@@ -117,7 +116,7 @@ class JointForwards:
 
     def _learn(self, parts: Sequence[Part], sec: float) -> None:
         num_tokens = sum(part.num_tokens for part in parts)
-        if any(part.num_logits is not None for part in parts):
+        if any(part.is_prompt for part in parts):
             return  # it has many more tokens than a step, and fewer logits
         if self.num_run > 1:  # libraries prepare the first
             self._costs.record(num_tokens, sec)
@@ -127,7 +126,7 @@ class JointForwards:
 def _run_alone(part: Part) -> Any:
     try:
         with part.mode():
-            kept = {} if part.num_logits is None else {LOGITS_KEPT: part.num_logits}
+            kept = {LOGITS_KEPT: 1} if part.is_prompt else {}
             return part.view(**part.inputs, **kept).logits
     except Exception as failure:  # of this call alone
         return failure

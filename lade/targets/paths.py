@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from lade.compat import Model, prefill
 from lade.errors import UnsupportedModelError
 from lade.targets.base import Target
-from lade.targets.inputs import LOGITS_KEPT, keeping_logits
+from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.rollback import (
     cache_in,
     can_grow,
@@ -92,10 +92,9 @@ class ChainTarget(Target):
         num_new = self._ids.shape[1] - self._num_prompt
         return [self._num_slots + num_new]
 
-    def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Tensor:
+    def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the prompts as `generate` does."""
-        kwargs = keeping_logits(self._model_kwargs, 1 if is_plain else num_logits)
-        output = prefill(self._model, self._ids, self._generation_config, kwargs)
+        output = prefill(self._model, self._ids, self._generation_config, self._model_kwargs)
         if self._model_kwargs.get("use_cache", True):
             self._cache = find_cache(output)
         self._num_slots = self._count_slots()
@@ -106,7 +105,7 @@ class ChainTarget(Target):
             record_past(self._cache[1], True)
             self._is_recording = True
         logits: Tensor = output.logits
-        return logits
+        return logits[:, -1:]
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for the path after the committed tokens."""

@@ -98,7 +98,7 @@ class RowsTarget(Target):
         """Number of tokens before the root of each row in use."""
         return [num for target in self._rows for num in target.num_cached]
 
-    def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Tensor:
+    def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run different prompts, and copy what equal ones have; the logits are of their ends."""
         last: list[Tensor] = [torch.empty(0)] * len(self._all)
         different = sorted({*self._originals})
@@ -131,7 +131,7 @@ class RowsTarget(Target):
             of_rows = (target.prompt(num_tokens) for target in targets)
             parts = [part for part in of_rows if part is not None]
         if len(parts) < len(rows) or len(rows) == 1:
-            return [target.prefill(is_plain=is_plain)[:, -1:] for target in targets]
+            return [target.prefill(is_plain=is_plain) for target in targets]
         logits = torch.split(run_as_one(parts), 1, dim=1)
         for target in targets:
             target.begin()

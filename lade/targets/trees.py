@@ -27,7 +27,6 @@ from lade.targets.inputs import (
     TOKEN_TYPES,
     chooses_logits,
     is_text_alone,
-    keeping_logits,
     num_slots_of,
 )
 from lade.targets.joint import Part
@@ -130,19 +129,17 @@ class TreeTarget(Target):
         """Number of cached tokens."""
         return [self.cache.length]
 
-    def prefill(self, *, num_logits: int = 1, is_plain: bool = False) -> Tensor:
+    def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the prompt as `generate` does, or in the forwards of other calls."""
         logits = None
         if self._company is not None and not is_plain:
-            logits = self._in_pieces(self._company, num_logits)
+            logits = self._in_pieces(self._company)
         if logits is None:
-            model, kept = self._model, 1
+            model, products = self._model, self._products
             num_rows = max(self._input_ids.numel() - self.cache.length, 1)
-            if not is_plain:
-                kept = num_logits
-                if self._products is not None and self._products.pays(num_rows):
-                    model = self._products.view(model)
-            kwargs = keeping_logits(self._model_kwargs, kept)
+            if products is not None and not is_plain and products.pays(num_rows):
+                model = products.view(model)
+            kwargs = self._model_kwargs
             output = prefill(model, self._input_ids, self._generation_config, kwargs)
             if model is not self._model:
                 keep_attributes(model, self._model)
@@ -150,7 +147,7 @@ class TreeTarget(Target):
             # phi3 starts a cache of its own if the prompt is long.
             if cache is not None and cache is not self.cache:
                 self.cache.take_over(cache)
-            logits = output.logits
+            logits = output.logits[:, -1:]
         self.begin()
         return logits
 
@@ -171,7 +168,7 @@ class TreeTarget(Target):
         self._learn_habits(last)
         self._place_root()
 
-    def _in_pieces(self, company: EngineCall, num_logits: int) -> Tensor | None:
+    def _in_pieces(self, company: EngineCall) -> Tensor | None:
         """Run a prompt in the forwards of other calls, or let these go on between its pieces.
 
         None where it cannot be split, such as one with images, or is short and nobody waits.
@@ -183,9 +180,7 @@ class TreeTarget(Target):
             return None
         while start < num_tokens:
             num = company.allot(num_tokens - start)
-            is_last = start + num == num_tokens
-            num_kept = min(num, num_logits) if is_last else 1
-            part = self._piece(positions, start, num, num_kept, self._prompt_view(num))
+            part = self._piece(positions, start, num, self._prompt_view(num))
             (logits,) = self.ask(company, [part])
             self.cache.keep([*range(num)])
             start += num
@@ -215,8 +210,8 @@ class TreeTarget(Target):
             return None
         return positions
 
-    def _piece(self, positions: Tensor, start: int, num: int, num_logits: int, view: Model) -> Part:
-        """Return a piece of the prompt, of which the last tokens have logits."""
+    def _piece(self, positions: Tensor, start: int, num: int, view: Model) -> Part:
+        """Return a piece of the prompt, whose last token has logits."""
         nodes, mask = slice(start, start + num), None  # each sees those before it
         token_ids = self._input_ids[:, nodes]
         if start or not self._is_uniform:
@@ -229,7 +224,7 @@ class TreeTarget(Target):
             "position_ids": positions[:, nodes],
             **self._of_forward(mask),
         }
-        part = self._as_part(view, inputs, self.cache.drop_pending, num_logits)
+        part = self._as_part(view, inputs, self.cache.drop_pending, is_prompt=True)
         if not self._is_uniform:
             part.kind = self  # it runs alone: what has left a window cannot be put back
         return part
@@ -239,7 +234,7 @@ class TreeTarget(Target):
         positions, length = self._prompt_positions(), self._input_ids.shape[1]
         if positions is None or self._padding is not None or self.cache.get_seq_length():
             return None
-        return self._piece(positions, 0, length, 1, self._prompt_view(num_tokens))
+        return self._piece(positions, 0, length, self._prompt_view(num_tokens))
 
     def follow(self, other: "TreeTarget") -> None:
         """Copy what another target has run of an equal prompt."""
@@ -280,12 +275,12 @@ class TreeTarget(Target):
         view: Model,
         inputs: dict[str, Any],
         undo: Callable[[], None],
-        num_logits: int | None = None,
+        is_prompt: bool = False,
     ) -> Part:
         is_inference = torch.is_inference_mode_enabled()
         shape = inputs["position_ids"].dim(), *sorted(inputs)
         kind = (id(self._model), self.attention, self._products, is_inference, *shape)
-        return Part(kind, view, inputs, undo, self._num_committed, num_logits, is_inference)
+        return Part(kind, view, inputs, undo, self._num_committed, is_prompt, is_inference)
 
     def join(self, company: EngineCall) -> None:
         """Run forwards together with those of other calls of the model, where that is exact."""

@@ -88,7 +88,7 @@ def rejecting() -> Use:
 
 
 def strings() -> Use:
-    """A wrapped model whose own config has stop strings, and all the outputs there are."""
+    """A wrapped model whose own config has stop strings, with scores and logits."""
     model, pool = _llama(vocab_size=256), NGramPool(60, 3)
     options = _options(tokenizer=byte_tokenizer(), return_dict_in_generate=True)
     options |= {"output_scores": True, "output_logits": True}
@@ -97,8 +97,7 @@ def strings() -> Use:
     def call() -> Any:
         output = model.generate(PROMPT, **options)
         scores = [round(float(each.sum()), 6) for each in (*output.scores, *output.logits)]
-        states = [round(float(layer.sum()), 6) for layer in output.hidden_states[0]]
-        return output.sequences.tolist(), scores, states, output.past_key_values.get_seq_length()
+        return output.sequences.tolist(), scores, output.past_key_values.get_seq_length()
 
     plain = call()
     lade.wrap(model, pool=pool, config=lade.Config(max_draft_tokens=4))
