@@ -353,7 +353,7 @@ class FusedForwards:
             job[words.ADDITIONS] = layers[sizes.num_layers + 1 :].ctypes.data
             job[words.BETWEEN_SIZE] = sizes.between
             last = layers[sizes.num_layers]
-            job[words.LAST_NORM : words.EVERY] = last[: words.EVERY - words.LAST_NORM]
+            job[words.LAST_NORM :] = last[: words.NORM_SIZE + words.PRODUCT_SIZE]
             inside = request.kept[(request.kept >= start) & (request.kept < start + size)]
             pieces.append(_Piece(start, size, inside - start, job, (layers, parts, places)))
         return pieces
@@ -382,7 +382,7 @@ class FusedForwards:
         with self._workspace(num, num_threads) as workspace:
             workspace.describe(job, end - first)
             if logits is None:
-                job[words.LAST_NORM : words.EVERY] = job[words.VOCAB_SIZE] = 0
+                job[words.LAST_NORM :] = job[words.VOCAB_SIZE] = 0
                 job[words.KEPT], job[words.NUM_KEPT] = job[words.EVERY], num
             else:
                 job[words.KEPT], job[words.NUM_KEPT] = piece.kept.ctypes.data, len(piece.kept)
@@ -683,7 +683,7 @@ class _Weights:
         num_added, ends = 0, range(words.INNER_SIZE)
         for number, layer in enumerate(plan.layers):
             row, between = self._table[number], 0
-            for place, norm in zip(ends[: words.QUERY : 4], layer.norms, strict=True):
+            for place, norm in zip(ends[: words.QUERY : words.NORM_SIZE], layer.norms, strict=True):
                 self._add_norm(number, place, norm)
             places_of = ends[words.QUERY :: words.PRODUCT_SIZE]
             for place, product in zip(places_of, layer.products, strict=True):
@@ -707,8 +707,8 @@ class _Weights:
                 self._add(number, words.SINKS, layer.sinks, "sinks")
         end = len(plan.layers)
         self._add_norm(end, 0, plan.norm)
-        self._table[end, 4 + words.NUM_COLUMNS] = plan.head.out_features
-        self._add_matrix(end, 4, plan.head, 0, dtype)
+        self._table[end, words.NORM_SIZE + words.NUM_COLUMNS] = plan.head.out_features
+        self._add_matrix(end, words.NORM_SIZE, plan.head, 0, dtype)
         self._index = np.array(self._places)
         self._starts = np.array(self._offsets)
         self._addresses: list[int] = []
