@@ -49,11 +49,11 @@ from lade.products.linear import FORMATS, has_vectors
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache, TreeCacheLayer
+from lade.targets.rows import MOST_AT_ONCE
 from lade.view import viewed, with_forward
 
 _LINE = 32  # numbers that a row must be multiples of to stay in bfloat16
 _MOST_TOKENS = 128  # of a piece; a longer prompt is run in several
-_MOST_OF_PARTS = 1024  # tokens of several parts, which run in one piece
 _PLAINLY, _BY_JOB, _BY_DOTS = range(3)
 _LINEAR, _SDPA = functional.linear, functional.scaled_dot_product_attention
 _WITHOUT_SETTINGS = (nn.Linear, nn.ModuleList, nn.Dropout)  # that change what they give
@@ -460,7 +460,7 @@ class FusedForwards:
         if type(cache) not in (TreeCache, JointCache):
             return None
         caches, parts = self._parts(inputs.get("attention_mask"), cache, num, self._window(config))
-        if len(parts) > 1 and num > _MOST_OF_PARTS:
+        if len(parts) > 1 and num > MOST_AT_ONCE:  # several parts run in one piece
             return None
         if not parts or any(len(each.held) != self._sizes.num_layers for each, _ in caches):
             return None
