@@ -52,7 +52,6 @@ from lade.targets.kv_cache import TreeCache, TreeCacheLayer
 from lade.targets.rows import MOST_AT_ONCE
 from lade.view import viewed, with_forward
 
-_LINE = 32  # numbers that a row must be multiples of to stay in bfloat16
 _MOST_TOKENS = 128  # of a piece; a longer prompt is run in several
 _PLAINLY, _BY_JOB, _BY_DOTS = range(3)
 _LINEAR, _SDPA = functional.linear, functional.scaled_dot_product_attention
@@ -153,7 +152,7 @@ class FusedForwards:
         widths = {sizes.hidden, sizes.num_heads * sizes.head_size}
         widths |= {layer.inner for layer in plan.layers}
         may_dot = self._dtype is torch.bfloat16 and self._kernels.HAS_DOTS
-        self._has_dots = may_dot and not any(width % _LINE for width in widths)
+        self._has_dots = may_dot and not any(width % self._kernels.PER_LINE for width in widths)
 
     def view(self, model: Model) -> Model:
         """Return a view whose forwards run by a job where one is faster; the model if none can.
