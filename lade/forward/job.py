@@ -151,6 +151,7 @@ class FusedForwards:
         self._adapters = _Settings(adapters_of(plan))
         widths = {sizes.hidden, sizes.num_heads * sizes.head_size}
         widths |= {layer.inner for layer in plan.layers}
+        # Rows of whole lines stay in bfloat16.
         may_dot = self._dtype is torch.bfloat16 and self._kernels.HAS_DOTS
         self._has_dots = may_dot and not any(width % self._kernels.PER_LINE for width in widths)
 
