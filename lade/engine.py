@@ -347,10 +347,6 @@ class EngineCall:
         else:
             self.future.set_exception(self._failure)
 
-    def join(self) -> None:
-        """Note that forwards of this call may run together with those of others."""
-        self.engine.is_joint = True
-
     def run(self, parts: Sequence[Any]) -> list[Any]:
         """Run parts of a forward, together with those of the other calls.
 
@@ -360,6 +356,7 @@ class EngineCall:
         Raises:
             BaseException: what one of them raised.
         """
+        self.engine.is_joint = True
         self.asked = parts
         self.engine.ask(self)
         results, self.asked, self.results = self.results, (), ()

@@ -402,15 +402,19 @@ def _setting_at_interrupt(event: threading.Event) -> Iterator[None]:
 @contextmanager
 def _without_echo() -> Iterator[None]:
     """Keep keys from showing within the answer; they are read by the next prompt."""
-    if sys.platform == "win32" or not sys.stdin.isatty():
+    try:
+        keyboard = sys.stdin.fileno()
+    except (ValueError, OSError):  # it was replaced
+        keyboard = -1
+    if sys.platform == "win32" or not os.isatty(keyboard):
         yield
         return
     import termios
     import tty
 
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin, termios.TCSANOW)
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard, termios.TCSANOW)
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+        termios.tcsetattr(keyboard, termios.TCSANOW, before)

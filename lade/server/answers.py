@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from lade.server.errors import ApiError
-from lade.server.exchange import AnswerPiece, Exchange, Logprob
+from lade.server.exchange import AnswerPiece, Exchange
 from lade.stats import DecodeStats
 
 _EVENT = "data: "
@@ -27,7 +27,7 @@ class ToldAnswer:
         self._is_chat = exchange.asked.is_chat
         self._cutter = StopCutter(exchange.asked.stop)
         self._num_sent = 0  # characters
-        self._num_logprobs = self._end = 0  # told, and characters up to the last of them
+        self._end = 0  # characters up to the last one whose log-probability was told
         self._num_calls = 0
         kind = "chat.completion" if self._is_chat else "text_completion"
         kind += ".chunk" if self._is_chat and exchange.asked.stream else ""
@@ -67,11 +67,7 @@ class ToldAnswer:
         yield _EVENT + "[DONE]\n\n"
 
     async def _steps(self) -> AsyncGenerator[list[Json], None]:
-        """Yield what is new, as choices of a stream, with each step of the model.
-
-        Raises:
-            ApiError: the answer has ended early.
-        """
+        """Yield what is new, as choices of a stream, with each step of the model."""
         exchange = self._exchange
         if self._is_chat:
             yield [{"delta": {"role": "assistant"}}]
@@ -127,29 +123,17 @@ class ToldAnswer:
 
     def _new_logprobs(self, is_last: bool) -> Json:
         """Return those of tokens whose text has been sent by now, and have not been told."""
-        tokens, new, starts = self._exchange.tokens, list[Logprob](), list[int]()
-        for each in self._exchange.logprobs[self._num_logprobs :]:
-            is_within = each.end <= self._num_sent or (is_last and self._end < self._num_sent)
+        told, starts, logprobs = list[Json](), list[int](), self._exchange.logprobs
+        while logprobs:
+            end, logprob = logprobs[0]
+            is_within = end <= self._num_sent or (is_last and self._end < self._num_sent)
             # Where answers have parts, who knows which token is in which?
             if not is_within and self._exchange.parser is None:
                 break
-            new.append(each)
+            told.append(logprob)
             starts.append(self._end)
-            self._end = each.end
-        self._num_logprobs += len(new)
-
-        def entry(token_id: int, logprob: float) -> Json:
-            text: bytes = tokens.decode_bytes([token_id])
-            said = text.decode(errors="replace")
-            return {"token": said, "logprob": logprob, "bytes": [*text]}
-
-        told = [
-            {
-                **entry(each.token_id, each.logprob),
-                "top_logprobs": [entry(*other) for other in each.top],
-            }
-            for each in new
-        ]
+            self._end = end
+            logprobs.popleft()
         if self._is_chat:
             return {"content": told}
         tops = ({top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told)

@@ -14,12 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-import torch
 import uvicorn
 
 from lade.batcher import Batcher
 from lade.errors import UserError
-from lade.hf.api import generate
 from lade.hosts import names_of
 from lade.models.loading import LoadedModel
 from lade.prewarming.warming import warm_up
@@ -74,7 +72,7 @@ class Server:
                 max_batch_size=options.max_batch_size,
                 max_batch_tokens=options.max_batch_tokens,
             )
-            batcher.run(partial(_warm_up, loaded, options))
+            batcher.run(partial(warm_up, loaded.model, num_rows=2, config=options.config))
             hosts = names_of(host, options.allowed_hosts)
             routes = Routes(loaded, name, batcher.engine, options, hosts, stack)
             self.keys, self._engine = routes.keys, batcher.engine
@@ -149,18 +147,3 @@ class _Uvicorn(uvicorn.Server):
         await super().shutdown(sockets)
         closing.cancel()
         await asyncio.wait({closing})
-
-
-def _warm_up(loaded: LoadedModel, options: ServerOptions) -> None:
-    """Do now what is done once for a model, and for what drafts beside it."""
-    warm_up(loaded.model, num_rows=2, config=options.config)
-    ids = torch.zeros(1, 1, dtype=torch.long, device=loaded.model.device)
-    generate(
-        loaded.model,
-        ids,
-        attention_mask=torch.ones_like(ids),
-        drafter=options.drafter,
-        config=options.config,
-        do_sample=False,
-        max_new_tokens=2,
-    )

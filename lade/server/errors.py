@@ -54,12 +54,6 @@ def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
-def timed_out(sec: float) -> ApiError:
-    """Return what a client is told whose request took too long."""
-    message = f"the answer took longer than {sec:g} seconds"
-    return ApiError(504, message, code="timeout", closes=True)
-
-
 def left() -> ApiError:
     """Return what nobody is told: the client has left; 499 is what logs call it."""
     return ApiError(499, "the client has left", code="client_left")

@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -11,19 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 from lade.config import Config
 from lade.hf.pools import Pools
-from lade.server.errors import ApiError, timed_out
+from lade.server.errors import ApiError
 from lade.server.keys import KeyOwner
 from lade.server.requests import Asked
 from lade.stats import DecodeStats
-
-
-class Logprob(NamedTuple):
-    """A token of the answer with the model's own log-probabilities."""
-
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]  # likeliest first
-    end: int  # characters of the text up to and with this token
 
 
 class AnswerPiece(NamedTuple):
@@ -66,15 +58,18 @@ class Exchange:
     token_ids: list[int] = field(default_factory=list)  # of the answer
     begun: asyncio.Event = field(default_factory=asyncio.Event)  # or ended before that
     answer: "Future[None] | None" = None  # of the engine
-    watch: "asyncio.Task[None] | None" = None  # on the client and the time
+    watch: "asyncio.Task[None] | None" = None  # on the client
     pieces: "asyncio.Queue[list[AnswerPiece] | None]" = field(default_factory=asyncio.Queue)
     stats: DecodeStats | None = None
-    logprobs: list[Logprob] = field(default_factory=list)
+    # Of tokens of the answer, with the characters of its text up to and with each.
+    logprobs: deque[tuple[int, dict[str, Any]]] = field(default_factory=deque)
     tokens: Any = None  # knows the bytes of each, if log-probabilities are asked for
     error: ApiError | None = None  # why it ends early
 
     def __post_init__(self) -> None:
-        self.deadline = perf_counter() + self.timeout_sec
+        message = f"the answer took longer than {self.timeout_sec:g} seconds"
+        late = ApiError(504, message, code="timeout", closes=True)
+        self._timer = self.loop.call_later(self.timeout_sec, self.end, late)
 
     def end(self, error: ApiError) -> None:
         """End it before its next token, or its turn; the first reason stays."""
@@ -86,6 +81,7 @@ class Exchange:
 
     def finish(self) -> None:
         """Be over: nothing more is computed. Called in the event loop."""
+        self._timer.cancel()
         if self.watch is not None:
             self.watch.cancel()
         self._wake()
@@ -98,8 +94,6 @@ class Exchange:
 
     def check(self) -> None:
         """Raise why it is to end, if it is."""
-        if perf_counter() > self.deadline:
-            self.end(timed_out(self.timeout_sec))
         if self.error is not None:
             raise self.error
 

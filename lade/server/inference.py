@@ -22,15 +22,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.compat import mark_as_new
 from lade.drafting.drafter import Drafter
-from lade.engine import Engine
 from lade.hf.api import decode
 from lade.models.loading import LoadedModel
 from lade.models.stream import TextStream
 from lade.server.answers import StopCutter
-from lade.server.errors import ApiError, failed, full
-from lade.server.exchange import AnswerPiece, Exchange, Logprob
+from lade.server.errors import ApiError, failed
+from lade.server.exchange import AnswerPiece, Exchange
 from lade.server.grammars import Kept
-from lade.server.parsing import TextReader
+from lade.server.parsing import pieces_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,36 +37,7 @@ logger = logging.getLogger(__name__)
 _LOWEST_LOGPROB = -9999.0
 
 
-class Answering:
-    """Runs exchanges together in an engine; a drafter drafts beside their pools."""
-
-    def __init__(self, loaded: LoadedModel, engine: Engine, drafter: Drafter | None) -> None:
-        self._loaded, self._engine, self._drafter = loaded, engine, drafter
-
-    async def begin(self, exchange: Exchange, max_waiting: int) -> None:
-        """Answer an exchange, whose last piece is None; return once its turn has come.
-
-        Args:
-            max_waiting: of its key, beyond which it may not wait.
-
-        Raises:
-            ApiError: too many of its key wait, or it was ended meanwhile.
-        """
-        engine, owner = self._engine, exchange.of_whom
-        num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
-        if num_waiting >= max_waiting and engine.num_running + num_before >= engine.num_places:
-            raise full(f"{num_waiting} requests are waiting already; try again later")
-        exchange.check()
-        num_tokens = exchange.num_prompt_tokens + exchange.options.max_new_tokens
-        call = partial(_answer, exchange, self._loaded, self._drafter)
-        exchange.answer = self._engine.submit(call, num_tokens, owner).future
-        exchange.answer.add_done_callback(partial(_told, exchange))
-        await exchange.begun.wait()
-        if exchange.admitted is None:  # ended before its turn
-            exchange.check()
-
-
-def _told(exchange: Exchange, answer: Future[None]) -> None:
+def told(exchange: Exchange, answer: Future[None]) -> None:
     """Tell the client's side that an answer has ended, and how."""
     failure = None if answer.cancelled() else answer.exception()
     if isinstance(failure, ApiError):
@@ -78,13 +48,15 @@ def _told(exchange: Exchange, answer: Future[None]) -> None:
     exchange.in_loop(exchange.finish)
 
 
-def _answer(exchange: Exchange, loaded: LoadedModel, drafter: Drafter | None) -> None:
+def answer(exchange: Exchange, loaded: LoadedModel, drafter: Drafter | None) -> None:
     """Generate as `model.generate` does with the request's seed."""
     exchange.check()
     exchange.admitted = perf_counter()
     exchange.in_loop(exchange.begun.set)
     asked, inputs = exchange.asked, exchange.inputs
-    recorder = None if asked.num_logprobs is None else _Recorder(asked.num_logprobs)
+    recorder = (
+        None if asked.num_logprobs is None else _Recorder(asked.num_logprobs, exchange.tokens)
+    )
     relay = _Relay(exchange, loaded.tokenizer, recorder)
     criteria = StoppingCriteriaList()
     if asked.stop:
@@ -148,32 +120,42 @@ class _Recorder(LogitsProcessor):  # type: ignore[misc]
     It is called once for each emitted token, in order, with the target's logits.
     """
 
-    def __init__(self, num_top: int) -> None:
-        self._num_top = num_top
+    def __init__(self, num_top: int, tokens: Any) -> None:
+        self._num_top, self._tokens = num_top, tokens
         self._rows: deque[Tensor] = deque()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._rows.append(scores[0].float().log_softmax(-1))
         return scores
 
-    def take(self, token_id: int, end: int) -> Logprob:
-        """Return what there is to say of the next emitted token."""
+    def take(self, token_id: int) -> dict[str, Any]:
+        """Return what there is to say of the next emitted token, as OpenAI does."""
         row = self._rows.popleft().clamp_min(_LOWEST_LOGPROB)
         best = row.topk(self._num_top)
         top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return Logprob(token_id, float(row[token_id]), [*top], end)
+        told = self._told(token_id, float(row[token_id]))
+        return {**told, "top_logprobs": [self._told(*other) for other in top]}  # likeliest first
+
+    def _told(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text: bytes = self._tokens.decode_bytes([token_id])
+        return {"token": text.decode(errors="replace"), "logprob": logprob, "bytes": [*text]}
 
 
 class _Relay(BaseStreamer):  # type: ignore[misc]
     """Notes every emitted token, tells what is new of a step, and ends a call that is to end."""
 
     def __init__(self, exchange: Exchange, tokenizer: Any, recorder: _Recorder | None) -> None:
-        self._exchange, self._recorder = exchange, recorder
-        ends = exchange.options.eos_token_id
-        ends = [ends] if isinstance(ends, int) else ends or ()
-        self._text = TextReader(tokenizer, exchange.parser, ends)
+        self._exchange, self._recorder, self._parser = exchange, recorder, exchange.parser
+        self._stream = TextStream(tokenizer, skips_special=self._parser is None)
         self._special = frozenset(tokenizer.all_special_ids if recorder is not None else ())
-        self._new: list[AnswerPiece] = self._text.begin()
+        self._num_chars = 0  # of the text up to now
+        self._pending = ""  # text that no piece has told of
+        self._new: list[AnswerPiece] = []
+        self._ends: frozenset[int] = frozenset()
+        if self._parser is not None:  # which sees special tokens, but the answer's end
+            self._new += pieces_of(self._parser.initial_events)  # what the prompt has of it already
+            ends = exchange.options.eos_token_id
+            self._ends = frozenset([ends] if isinstance(ends, int) else ends or ())
 
     def put(self, value: Tensor) -> None:
         """Take the next token, int64 [1]."""
@@ -181,13 +163,34 @@ class _Relay(BaseStreamer):  # type: ignore[misc]
         exchange.check()
         exchange.last_token = perf_counter()
         exchange.first_token = exchange.first_token or exchange.last_token
-        for token_id in value.tolist():
-            exchange.token_ids.append(token_id)
-            self._new += self._text.feed(token_id)
-            if self._recorder is not None:
-                logprob = self._recorder.take(token_id, self._text.num_chars)
-                if token_id not in self._special:  # its text is not in the answer
-                    exchange.logprobs.append(logprob)
+        token_id = int(value)
+        exchange.token_ids.append(token_id)
+        if token_id not in self._ends:
+            text = self._stream.put(token_id)
+            self._num_chars += len(text)
+            self._read(text)
+        if self._recorder is not None:
+            logprob = self._recorder.take(token_id)
+            if token_id not in self._special:  # its text is not in the answer
+                exchange.logprobs.append((self._num_chars, logprob))
+
+    def _read(self, text: str, *, is_last: bool = False) -> None:
+        """Make pieces of new text; without a parser all is said."""
+        parser = self._parser
+        if parser is None:
+            self._new += [AnswerPiece("content", text)] if text else []
+            return
+        self._pending += text
+        try:
+            pieces = [*pieces_of(parser.finalize()[1] if is_last else parser.feed(text))]
+        except (ValueError, RuntimeError, LookupError, TypeError):
+            self._parser = None  # what looks like a call is none: it and the rest are text
+            self._read(self._pending)
+            return
+        for piece in pieces:
+            is_call = piece.kind == "tool_call"
+            self._pending = "" if is_call else self._pending.partition(piece.text)[2]
+        self._new += pieces
 
     def tell(self, *_: Any) -> None:
         """Send what is new: token by token, their number would show in how they are sent."""
@@ -197,7 +200,8 @@ class _Relay(BaseStreamer):  # type: ignore[misc]
 
     def finish(self) -> None:
         """Send what is known at the end only, once statistics are."""
-        self._new += self._text.end()
+        self._read(self._stream.end())
+        self._read("", is_last=True)
         self.tell()
 
     def end(self) -> None:

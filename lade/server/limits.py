@@ -15,7 +15,7 @@ from lade.models.prompts import encode_messages, num_positions, tool_calls
 from lade.server.errors import ApiError
 from lade.server.exchange import Exchange
 from lade.server.options import ServerOptions
-from lade.server.parsing import template_of, told_to_template
+from lade.server.parsing import template_of
 from lade.server.requests import Asked, Chat, Completion
 
 # Of a token, in the mean of a text: megabytes of more are refused before they are made tokens.
@@ -68,11 +68,7 @@ class Preparing:
             exchange.parser = ResponseParser(self._template, prefix=prefix, tools=chat.tools)
 
     def _config(self, asked: Asked) -> Config:
-        """Return the config of a call.
-
-        Raises:
-            ApiError: fields contradict each other, or what the server promises.
-        """
+        """Return the config of a call, unless fields contradict each other or the server's."""
         config = self._options.config
         if asked.speculation is not False:
             return config
@@ -91,16 +87,12 @@ class Preparing:
             assert isinstance(asked, Chat)
             if not self._tokenizer.chat_template:
                 raise UserError("expected a completion, for the model has no chat template")
-            messages = [each.model_dump(exclude_unset=True) for each in asked.messages]
+            messages = [each.told() for each in asked.messages]
             options = {"tools": asked.tools or None, **(asked.chat_template_kwargs or {})}
-            return encode_messages(self._loaded, [*told_to_template(messages)], options=options)
+            return encode_messages(self._loaded, messages, options=options)
 
     def _generation(self, asked: Asked, num_prompt: int) -> Any:
-        """Return the GenerationConfig of a call.
-
-        Raises:
-            ApiError: the prompt leaves no room for its answer.
-        """
+        """Return the GenerationConfig of a call, if its prompt leaves room for the answer."""
         self._check_length(num_prompt, "prompt")
         room = self._options.max_new_tokens
         if self._positions is not None:
@@ -131,11 +123,7 @@ class Preparing:
         return options
 
     def _predicted(self, text: str) -> list[int]:
-        """Return the tokens of a prediction, which may have as many as a prompt.
-
-        Raises:
-            ApiError: it is too long.
-        """
+        """Return the tokens of a prediction, which may have as many as a prompt."""
         self._check_chars(text, "prediction")
         # A batch, for which the tokenizer lets other threads go on.
         encode = self._tokenizer._tokenizer.encode_batch_fast

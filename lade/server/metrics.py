@@ -48,28 +48,24 @@ class Metrics:
         self, model_name: str, engine: Engine, store: PoolStore, prefixes: PrefixStore
     ) -> None:
         self._name, self._registry = model_name, CollectorRegistry()
-        of_model: Any = {"labelnames": ["model_name"], "registry": self._registry}
+
+        def made(kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
+            return kind(name, text, ["model_name", *labels], registry=self._registry, **more)
+
         # With their labels, they are shown from the start.
         self._counters = {
-            name: Counter(f"vllm:{name}", text, **of_model).labels(model_name)
+            name: made(Counter, f"vllm:{name}", text).labels(model_name)
             for name, text in _COUNTERS.items()
         }
         self._times = {
-            name: Histogram(f"vllm:{name}_seconds", text, **of_model, buckets=_SEC)
+            name: made(Histogram, f"vllm:{name}_seconds", text, buckets=_SEC)
             for name, text in _TIMES.items()
         }
-        self._accepted_at = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens that were accepted, by their depth in the draft.",
-            ["model_name", "position"],
-            registry=self._registry,
-        )
-        self._requests = Counter(
-            "lade:requests",
-            "Requests by the status of their answer; 499: the client left.",
-            ["model_name", "code"],
-            registry=self._registry,
-        )
+        text = "Draft tokens that were accepted, by their depth in the draft."
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        self._accepted_at = made(Counter, name, text, "position")
+        text = "Requests by the status of their answer; 499: the client left."
+        self._requests = made(Counter, "lade:requests", text, "code")
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "vllm:num_requests_running": ("Requests in decoding.", lambda: engine.num_running),
             "vllm:num_requests_waiting": ("Requests that wait.", engine.num_waiting),
@@ -80,7 +76,7 @@ class Metrics:
             "lade:pool_failed": ("Attempts to save that failed.", lambda: store.stats.num_failed),
         }
         for name, (text, read) in gauges.items():  # when somebody asks
-            Gauge(name, text, **of_model).labels(model_name).set_function(read)
+            made(Gauge, name, text).labels(model_name).set_function(read)
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
 

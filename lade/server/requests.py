@@ -1,5 +1,6 @@
 """What may be asked: every field is understood or refused by name."""
 
+import json
 import re
 from inspect import signature
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
@@ -72,6 +73,15 @@ class _Message(_Strict, extra="allow"):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: _Content | None = None
     tool_calls: Annotated[list[Json], Field(fail_fast=True)] | None = None
+
+    def told(self) -> Json:
+        """Return it as chat templates take it: its text whole, arguments of calls parsed."""
+        text = " ".join(part.text for part in self.content or ())
+        told = self.model_dump(exclude_unset=True) | {"content": text}
+        for call in told.get("tool_calls") or ():
+            if isinstance(arguments := call["function"]["arguments"], str):
+                call["function"]["arguments"] = json.loads(arguments)
+        return told
 
 
 class _Prediction(_Strict):

@@ -26,10 +26,10 @@ from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
 from lade.server.answers import ToldAnswer
 from lade.server.connections import origin_of
-from lade.server.errors import ApiError, failed, full, left, shutting_down, timed_out
+from lade.server.errors import ApiError, failed, full, left, shutting_down
 from lade.server.exchange import Exchange
 from lade.server.grammars import Grammars
-from lade.server.inference import Answering
+from lade.server.inference import answer, told
 from lade.server.keys import ApiKeys, KeyOwner
 from lade.server.limits import Preparing
 from lade.server.metrics import Metrics
@@ -73,7 +73,7 @@ class Routes:
         self._pools = stack.enter_context(closing(UserPools(loaded, options)))
         self._grammars = Grammars(loaded)
         self._preparing = Preparing(loaded, options)
-        self._answering = Answering(loaded, engine, options.drafter)
+        self._loaded, self._engine = loaded, engine
         is_one_by_one = engine.num_places == 1
         logger.info("requests are answered %s", "one by one" if is_one_by_one else "together")
         prefixes = Profiles.of(loaded.model).prefixes
@@ -160,35 +160,27 @@ class Routes:
             exchange.watch = asyncio.create_task(_watch(exchange, request))
             await self._prepared(kind, exchange, data)
             del data
-            await self._answering.begin(exchange, self._options.max_queue)
+            await self._begin(exchange)
             self._let_go(exchange)
-            answer = ToldAnswer(exchange, self._name)
+            answered = ToldAnswer(exchange, self._name)
             headers = {"x-request-id": exchange.request_id}
             if exchange.asked.stream:
-                events = answer.events()
+                events = answered.events()
                 return StreamingResponse(events, headers=headers, media_type="text/event-stream")
-            return JSONResponse(await answer.whole(), headers=headers)
+            return JSONResponse(await answered.whole(), headers=headers)
         finally:
             if exchange.answer is None:  # else it is over when the engine has ended it
                 exchange.finish()
 
     def _identified(self, request: Request) -> KeyOwner:
-        """Return whose a request is.
-
-        Raises:
-            ApiError: it is nobody's, or to a server of another name.
-        """
+        """Return whose a request is, if it is somebody's and to a server of this name."""
         # By names of others, a page in a browser may reach what is not for it.
         if not is_known(request.headers.get("host", ""), self._hosts):
             raise ApiError(421, "expected a Host header that this server is known by")
         return self.keys.identify(request.headers)
 
     def _let_in(self, request: Request) -> Exchange:
-        """Return a new exchange, if keys and headers are right.
-
-        Raises:
-            ApiError: they are not.
-        """
+        """Return a new exchange, if keys and headers are right."""
         headers, options, owner = request.headers, self._options, self._identified(request)
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy may read another end of the body, and what follows as another's request.
@@ -212,24 +204,23 @@ class Routes:
         most, loop = self._options.max_body_bytes, asyncio.get_running_loop()
         size = request.headers.get("content-length", "0")
         is_short, data = size.isdecimal() and int(size) <= most, bytearray()
-        end = loop.time() + exchange.timeout_sec
+        idle_sec = min(_IDLE_SEC, exchange.timeout_sec)
         try:
-            async with asyncio.timeout_at(min(end, loop.time() + _IDLE_SEC)) as timer:
+            async with asyncio.timeout(idle_sec) as timer:
                 async for piece in request.stream():
+                    exchange.check()
                     if is_short and piece:
                         if not self._bytes.take(exchange.of_whom, len(piece)):
                             raise full("too much of other requests has come already")
                         exchange.num_held += len(piece)
                         data += piece
                         is_short = len(data) <= most
-                        timer.reschedule(min(end, loop.time() + _IDLE_SEC))
+                        timer.reschedule(loop.time() + idle_sec)
         except ClientDisconnect:
             exchange.end(left())
         except TimeoutError:
-            silent = ApiError(408, f"nothing of the body came for {_IDLE_SEC:g} s", closes=True)
-            is_late = loop.time() >= end
-            if is_late or is_short:
-                exchange.end(timed_out(exchange.timeout_sec) if is_late else silent)
+            message = f"nothing of the body came for {idle_sec:g} s"
+            exchange.end(ApiError(408, message, closes=True))
         if not is_short:
             raise ApiError(413, f"expected a body of at most {most} bytes", code="too_large")
         exchange.check()
@@ -251,6 +242,22 @@ class Routes:
         if asked.num_logprobs is not None:
             exchange.tokens = await run(exchange, lambda: self._grammars.tokens)
 
+    async def _begin(self, exchange: Exchange) -> None:
+        """Have it answered, unless too many of its key wait; return once its turn has come."""
+        engine, owner = self._engine, exchange.of_whom
+        num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
+        has_place = engine.num_running + num_before < engine.num_places
+        if num_waiting >= self._options.max_queue and not has_place:
+            raise full(f"{num_waiting} requests are waiting already; try again later")
+        exchange.check()
+        call = partial(answer, exchange, self._loaded, self._options.drafter)
+        num_tokens = exchange.num_prompt_tokens + exchange.options.max_new_tokens
+        exchange.answer = engine.submit(call, num_tokens, owner).future
+        exchange.answer.add_done_callback(partial(told, exchange))
+        await exchange.begun.wait()
+        if exchange.admitted is None:  # ended before its turn
+            exchange.check()
+
     def _let_go(self, exchange: Exchange) -> None:
         """Count what came of a request no more."""
         self._bytes.give(exchange.of_whom, exchange.num_held)
@@ -263,13 +270,10 @@ class Routes:
 
 
 async def _watch(exchange: Exchange, request: Request) -> None:
-    """End an exchange whose client leaves, or whose time is over; its body was read."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(max(exchange.deadline - perf_counter(), 0)):
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-            exchange.end(left())
-    exchange.end(timed_out(exchange.timeout_sec))
+    """End an exchange whose client leaves; its body was read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    exchange.end(left())
 
 
 async def _refused(_: Request, error: ApiError) -> Response:

@@ -111,8 +111,10 @@ class TreeTarget(Target):
         )
         self.attention = attention
         self._products = products
-        #: Whether its forwards may be parts of one.
-        self.takes_parts = takes_parts(model, layout, attention)
+        #: Whether its forwards may run together with those of other calls.
+        self.may_join = takes_parts(model, layout, attention) and (
+            self._padding is None or bool(self._padding.all())
+        )
         self._num_committed = 1.0  # tokens in a step, of late
         # An attention of the user's own is taken for one like torch's, and held against that.
         is_added = MASK_IS_ADDED.get(attention or attention_of(model) or "eager", False)
@@ -289,12 +291,6 @@ class TreeTarget(Target):
         """Run forwards together with those of other calls of the model, where that is exact."""
         if self.may_join:
             self._company = company
-            company.join()
-
-    @property
-    def may_join(self) -> bool:
-        """Whether its forwards may run together with those of other calls."""
-        return self.takes_parts and (self._padding is None or bool(self._padding.all()))
 
     def extend(self, tree: Tree, num_run: int) -> Tensor:
         """Run a growing tree's nodes from `num_run` on; the others were run since the last commit.
@@ -430,15 +426,12 @@ class TreeTarget(Target):
             visible[:, :shared] &= self._padding[:, :shared]
         seen = TreeSlots(visible, self._num_cached, tree.ancestors, tree.depths, self._num_padding)
         masks = {
-            reach: seen.mask(reach, self._first_slot(reach.num_slots), self._additive_dtype)
+            reach: seen.mask(reach, self.cache.first_slot(reach.num_slots), self._additive_dtype)
             for reach in {*self._reaches.values()}
         }
         if len(masks) == 1:
             return next(iter(masks.values()))
         return {name: masks[reach] for name, reach in self._reaches.items()}
-
-    def _first_slot(self, window: int | None) -> int:
-        return 0 if window is None else self.cache.first_slot(window)
 
 
 def _without_run(inputs: dict[str, Any], num_run: int) -> dict[str, Any]:

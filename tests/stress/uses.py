@@ -91,7 +91,7 @@ def strings() -> Use:
     """A wrapped model whose own config has stop strings, and all the outputs there are."""
     model, pool = _llama(vocab_size=256), NGramPool(60, 3)
     options = _options(tokenizer=byte_tokenizer(), return_dict_in_generate=True)
-    options |= {"output_scores": True, "output_hidden_states": True, "output_logits": True}
+    options |= {"output_scores": True, "output_logits": True}
     model.generation_config.stop_strings = ["no such text", "neither"]
 
     def call() -> Any:

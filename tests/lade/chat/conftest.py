@@ -37,8 +37,11 @@ def saved_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def make(template: str | None = TEMPLATE) -> Path:
         if template not in made:
             path = made[template] = tmp_path_factory.mktemp("chat") / "tiny"
-            tokenizer_with(template).save_pretrained(path)
-            model = tiny_model("llama", dtype=torch.float32, vocab_size=256)
+            tokenizer = tokenizer_with(template)
+            if "<think>" in (template or ""):
+                tokenizer.add_tokens(["<think>", "</think>"])
+            tokenizer.save_pretrained(path)
+            model = tiny_model("llama", dtype=torch.float32, vocab_size=max(256, len(tokenizer)))
             model.generation_config.eos_token_id = None
             model.save_pretrained(path)
         return made[template]

@@ -120,26 +120,22 @@ def test_thinking_is_dim_and_no_control_character_reaches_the_terminal() -> None
     ("prompt", "text", "thinking", "answer"),
     [
         ("", "no thinking", "", "no thinking"),
-        ("", "<think>\nhm, é</think>\n\nyes", "\nhm, é", "\n\nyes"),
-        ("", " \n<think>a</think>b", " \na", "b"),
+        ("", "<think>\nhm, é</think>\n\nyes<|im_end|>", "\nhm, é", "\n\nyes"),
         ("", "[THINK]a[/THINK]b", "a", "b"),
-        ("", "<think>a </thin b </think>c</think>", "a </thin b ", "c</think>"),
         ("", "<think>never ends </thi", "never ends </thi", ""),
-        ("", "say <think>a</think>", "", "say <think>a</think>"),
-        ("", "<thin", "", "<thin"),
-        ("assistant\n<think>\n", "a</think>b", "a", "b"),
-        ("assistant\n<think>\n\n</think>\n\n", "b", "", "b"),
-        ("special", "<think>hm</think>yes<|im_end|>", "hm", "yes"),
-        ("special", "<|channel>thought\nhm<channel|>yes<|im_end|>", "hm", "yes"),
+        ("<think>?\nbot\n", "a", "", "a"),  # of the question
+        ("bot\n<think>\n", "a</think>b", "a", "b"),
+        ("bot\n<think>\n\n</think>\n", "b", "", "b"),
+        ("", "<|channel>hm<channel|>yes<|im_end|>", "hm", "yes"),
     ],
 )
 def test_thinking_is_told_from_the_answer(
     prompt: str, text: str, thinking: str, answer: str
 ) -> None:
     tokenizer = byte_tokenizer()
-    if prompt == "special":  # tokens that decoding leaves out
-        marks = ["<think>", "</think>", "<|im_end|>", "<|channel>", "<channel|>"]
-        tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    marks = ["[THINK]", "[/THINK]", "<|im_end|>", "<|channel>", "<channel|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.add_tokens(["<think>", "</think>"])
     stream = PieceStream(tokenizer, tokenizer(prompt)["input_ids"])
     token_ids = tokenizer(text)["input_ids"]
     pieces = [piece for each in token_ids for piece in stream.put(each, False)] + stream.end()
