@@ -11,9 +11,6 @@ Execution = Literal["eager", "fixed", "graphs", "compiled"]
 VERIFICATIONS: tuple[Verification, ...] = get_args(Verification)  # best first
 SPECULATING = VERIFICATIONS[:-1]
 
-# Largest window; step costs are distinguished up to about this many tokens (`lade.budget`).
-_MAX_CELLS = 192
-
 
 @dataclass(frozen=True, slots=True)
 class Lookahead:
@@ -40,11 +37,6 @@ class Lookahead:
     def __post_init__(self) -> None:
         for name, least in (("window_size", 1), ("ngram_size", 3)):
             _check_integer(f"Lookahead({name}=…)", getattr(self, name), least)
-        if self.num_cells > _MAX_CELLS:
-            raise ValueError(
-                f"expected a Lookahead of at most {_MAX_CELLS} tokens more in a step, "
-                f"got {self.num_cells}"
-            )
 
     @property
     def num_cells(self) -> int:

@@ -96,7 +96,7 @@ def _plain(of: Any) -> Any:
     return types.int64 if isinstance(of, types.Integer) else of
 
 
-MAX_TOKEN_ID = 2**31 - 1  # and the largest hash
+MAX_TOKEN_ID = np.iinfo(np.int32).max  # and the largest hash
 NONE = -1  # "no position" and "no node" inside arrays
 TOKEN, PREVIOUS, NEXT = range(3)  # columns of `text`
 NEXT_POSITION, LOWERED, SEED, MULTIPLIER = range(4)  # of `counts`

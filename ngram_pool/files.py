@@ -39,8 +39,8 @@ _VERSION = 1
 _BLOCK = 2**22  # bytes of an array that share a checksum
 _MAX_HEADER = 2**20  # bytes; enough for the checksums of half a terabyte
 _ALIGNMENT = 64
-# Far above weights and counts, and so low that sums of products of them are finite.
-_MAX_FLOAT = 1e15
+# Far above weights and counts, and so low that sums of products of them are finite in float64.
+_MAX_FLOAT = float(np.finfo(np.float32).max)
 # By the numbers that describe a pool: their bounds.
 _NUMBERS = {
     "max_ngram_size": (1, 2**31 - 1),

@@ -33,7 +33,7 @@ from ngram_pool.arrays import positive, token_ids_of
 from ngram_pool.errors import NewerPoolFileError, PoolFileError
 from ngram_pool.files import stamp_of
 from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE, NGramPool
-from ngram_pool.writing import MAX_STEM_LENGTH, sweep, write_whole
+from ngram_pool.writing import LOCK_SEC, MAX_STEM_LENGTH, sweep, write_whole
 
 MAX_NAME_LENGTH = 200
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
@@ -42,8 +42,6 @@ _RESERVED = {"con", "prn", "aux", "nul", *(f"{d}{i}" for d in ("com", "lpt") for
 _HASHED = "="  # begins the stems of names that are hashed
 # Names share so many locks: their number is bounded, and no file tells that there was a name.
 _NUM_LOCKS = 64
-# Saving the largest pool takes seconds.
-_LOCK_SEC = 60.0
 # Each doubling of the tokens that a pool saved counts like being used so much later.
 _STAY_SEC = 600.0
 
@@ -576,7 +574,7 @@ class PoolStore:
         """Keep other processes from a name; a killed one keeps nobody off."""
         path = self._shared(entry, ".lock")
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with FileLock(path, timeout=_LOCK_SEC, mode=0o600):
+        with FileLock(path, timeout=LOCK_SEC, mode=0o600):
             yield
 
     def _shared(self, entry: _Entry, suffix: str) -> Path:

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from ngram_pool import _kernels
 from ngram_pool._kernels import (
     COST_STEPS,
+    MAX_OCCURRENCES,
     MAX_TOKEN_ID,
     NONE,
     WAYS,
@@ -23,7 +24,7 @@ from ngram_pool._kernels import (
 )
 from ngram_pool.arrays import Header, positive
 
-DEFAULT_NUM_SUCCESSORS = 8
+DEFAULT_NUM_SUCCESSORS = MAX_OCCURRENCES  # a draft has room for as many of each source
 _LEAST_ROWS = 64
 # What is kept of a table, by name.
 _SAVED = {"keys": np.int64, "counts": np.int32, "token_ids": np.int32, "costs": np.uint16}

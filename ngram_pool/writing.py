@@ -12,8 +12,9 @@ from pathlib import Path
 
 # Of a file's name, as many characters as the unfinished one begins with.
 MAX_STEM_LENGTH = 64
-# Writing a file takes seconds; a day allows for a writer whose machine was suspended, and for the
-# clock of a network folder.
+# Writing a file takes seconds, which others wait for. A day allows for a writer whose machine was
+# suspended, and for the clock of a network folder.
+LOCK_SEC = 60.0
 _STALE_SEC = 24 * 60 * 60
 
 

@@ -12,7 +12,7 @@ from lade.budget.costs import BackOff
 
 # Tokens that cheaper sources are expected to yield, where one level ends and the next begins.
 _LEVELS = (0.3, 1.0, 2.5)
-_MEMORY = 32.0  # measurements that a mean goes back to, or steps
+MEMORY = 32.0  # measurements that a mean goes back to, or steps
 _WEIGHT_OF_ALL = 2.0  # as if a source had added at each level twice what it added at all of them
 # Of the time, what asking may take where it does not pay; and so many drafts, at most a step's time
 # at first, that it may take at once.
@@ -43,7 +43,7 @@ class Mean:
 
     def add(self, value: float) -> None:
         """Take a measurement into account."""
-        num = min(self.num + 1, _MEMORY)
+        num = min(self.num + 1, MEMORY)
         self.value += (value - self.value) / num
         self.num = num  # last, for calls of other threads
 
@@ -93,7 +93,7 @@ class Pace:
         """Learn what steps took, drafting included, and how many tokens all rows emitted."""
         if self.is_settled:
             sec = min(sec, _OUTLIER * num_steps * self.step_sec)
-        kept = 1 - 1 / _MEMORY
+        kept = 1 - 1 / MEMORY
         self._sec = kept * self._sec + sec
         self._num_tokens = kept * self._num_tokens + num_tokens
         self._num_steps = kept * self._num_steps + num_steps

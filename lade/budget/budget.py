@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lade.budget.costs import FIRST_TRIAL, KNOTS, BackOff, Costs, Floats, ForwardCosts, Trials
 from ngram_pool import Draft
 
-_MAX_DRAFT_TOKENS = 63
+MAX_DRAFT_TOKENS = 63
 # A batch is done when its slowest row is done, so the weight goes to the rows that lag: e times
 # less for each `_LEAD` tokens that a row is ahead of the last one. Leads of 2 to 8 differ little.
 _LEAD = 4.0
@@ -133,7 +133,7 @@ class Budget:
         self._trials: dict[Costs, Trials] = {}
         self._share = 1 / (1 + temperature**3)
         self._fixed = fixed
-        usual = _MAX_DRAFT_TOKENS if most is None else min(most, _MAX_DRAFT_TOKENS)
+        usual = MAX_DRAFT_TOKENS if most is None else min(most, MAX_DRAFT_TOKENS)
         self.max_draft_tokens = usual if fixed is None else fixed
         # By row: they differ in how predictable they are.
         self._calibrations: dict[int, Calibration] = {}

@@ -26,7 +26,7 @@ KNOTS = np.array(SIZES, np.float64)
 # within 2 % of as fast on simulated ones, and up to 6 % slower on two cores.
 _PRIOR_SLOPE = 0.01
 # A measurement is clipped to within a factor of the expected cost, another one until there are two.
-_OUTLIER, _FIRST_OUTLIER = 1.3, 2.0
+_OUTLIER, FIRST_OUTLIER = 1.3, 2.0
 # A cost may be lower than measured: by this fraction after one measurement, and by this over the
 # square of their number after more. Measurements are gradually forgotten, down to two. The size
 # that looks best at its lowest cost is measured again, so a bad start or a load that has ended is
@@ -164,7 +164,7 @@ class Costs:
         is_news = ratio < 1.0 and (is_trial or least <= _LEAST_COUNTED)
         shared = ratio if is_guess else 1.0
         if not is_news and not is_guess:
-            most = _FIRST_OUTLIER if least < _LEAST_COUNTED else _OUTLIER
+            most = FIRST_OUTLIER if least < _LEAST_COUNTED else _OUTLIER
             ratio = min(max(ratio, 1.0 / most), most)
             if least > 0:  # a wrong guess says nothing about the others
                 # A longer text or a busy machine slows all of them.

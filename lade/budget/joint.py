@@ -1,10 +1,12 @@
 """What a token of a forward costs that several calls have a part in."""
 
+from lade.budget.asking import MEMORY
+from lade.budget.costs import FIRST_OUTLIER
+
 # Assumed before anything is measured: what one more token adds, as a share of one token's forward.
 _SLOPE = 0.04
-_MEMORY = 0.97  # weight that the past keeps per forward
+_KEPT = 1 - 1 / MEMORY  # weight of the past, per forward
 _DOUBT = 200.0  # squared tokens by which sizes must have differed before the slope is believed
-_OUTLIER = 2.0  # a measurement is clipped to this factor of what was expected
 
 
 class JointCosts:
@@ -18,13 +20,13 @@ class JointCosts:
     def record(self, num_tokens: int, sec: float) -> None:
         """Learn from a forward."""
         if self._weight:
-            sec = min(sec, _OUTLIER * self._expected(num_tokens))
-        before = _MEMORY * self._weight
+            sec = min(sec, FIRST_OUTLIER * self._expected(num_tokens))
+        before = _KEPT * self._weight
         self._weight = before + 1.0
         size_off, sec_off = num_tokens - self._size, sec - self._sec
         share = before / self._weight
-        self._of_sizes = _MEMORY * self._of_sizes + share * size_off**2
-        self._of_both = _MEMORY * self._of_both + share * size_off * sec_off
+        self._of_sizes = _KEPT * self._of_sizes + share * size_off**2
+        self._of_both = _KEPT * self._of_both + share * size_off * sec_off
         self._size += size_off / self._weight
         self._sec += sec_off / self._weight
 

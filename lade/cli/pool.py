@@ -13,9 +13,6 @@ from lade.errors import UserError
 if TYPE_CHECKING:
     from lade.cli.build import Built
 
-# A gigabyte of memory when full; arrays grow as text comes.
-_BUILD_TOKENS = 2**24
-
 # A pool needs a model's tokenizer alone.
 app = typer.Typer(
     help="Build pools of text, to draft from by --pool.",
@@ -34,11 +31,9 @@ def pool_build(
         Path, typer.Option(help="The pool to make.", dir_okay=False, callback=check_place)
     ],
     capacity_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Hold N tokens, the newest; without it, 16,777,216. Each takes 60 bytes."
-        ),
-    ] = None,
+        int,
+        typer.Option(min=1, help="Hold N tokens, the newest. Each takes 60 bytes."),
+    ] = 2**24,  # a gigabyte of memory when full; arrays grow as text comes
     model: ModelOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
@@ -56,7 +51,7 @@ def pool_build(
     from ngram_pool import NGramPool
 
     tokenizer = load_tokenizer(model, trust_remote_code)
-    pool = NGramPool(capacity_tokens or _BUILD_TOKENS)
+    pool = NGramPool(capacity_tokens)
     built = build(pool, files, tokenizer)
     if built.num_tokens:
         lade.save_pool(pool, out, tokenizer=tokenizer)

@@ -13,7 +13,6 @@ from typing import NamedTuple, TextIO
 
 #: Characters of a piece, about; its last line is completed. Tokens may be others where pieces meet.
 PIECE = 2**14
-_HEAD = 2**13  # bytes that tell binary files, as git tells them
 _JSON_LINES = (".jsonl", ".ndjson")
 _MADE = ("__pycache__", "node_modules")  # folders of what tools make or fetch
 
@@ -65,7 +64,7 @@ def pieces_of(path: Path, render: Render) -> Iterator[TextPiece]:
         UnreadableError: it is no text, from here on; the message says why.
     """
     with path.open("rb") as content:
-        if b"\0" in content.peek(_HEAD)[:_HEAD]:
+        if b"\0" in content.peek():  # the first bytes tell, as for git
             raise UnreadableError("binary")
         text = io.TextIOWrapper(content, "utf-8-sig")
         is_lines = path.suffix.lower() in _JSON_LINES

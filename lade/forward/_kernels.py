@@ -526,7 +526,9 @@ def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-d
     states, added = _row(g[w.STATES] + 4 * size * token, size), _row(scratch, size)
     given = _row(g[w.ADDED] + 4 * size * token, size)
     if layer[norm] & w.IS_NORM:
-        _normalize(given, layer[norm : norm + 4], added, _row(scratch + 4 * size, size), format_)
+        _normalize(
+            given, layer[norm : norm + w.NORM_SIZE], added, _row(scratch + 4 * size, size), format_
+        )
     else:
         _copy(given, added)
     factor = _number(layer, w.FACTOR)
@@ -611,7 +613,8 @@ def _write_head(g, head, layer, places, part, token, scratch):  # type: ignore[n
         _store(given, target + (4 if format_ == FLOAT32 else 2) * slot * size, format_)
         return
     is_query = head < num_heads
-    of = layer[w.QUERY_NORM : w.QUERY_NORM + 4] if is_query else layer[w.KEY_NORM : w.KEY_NORM + 4]
+    norm = w.QUERY_NORM if is_query else w.KEY_NORM
+    of = layer[norm : norm + w.NORM_SIZE]
     out = _row(scratch, size)
     if of[w.FLAGS] & w.IS_WHOLE:
         first, num = (0, num_heads) if is_query else (num_heads, num_key_heads)
@@ -781,12 +784,12 @@ def run_forward(address: Any) -> None:
         places = numba.carray(pointer(of_places), (num_parts, 5), np.int64)
         if step in (0, 5):
             before, norm = layer, w.POST_ATTENTION
-            of = layer[w.PRE_MLP : w.PRE_MLP + 4]
+            of = layer[w.PRE_MLP : w.PRE_MLP + w.NORM_SIZE]
             if step == 0:
                 before, norm = layers[max(number - 1, 0)], w.POST_MLP if number > 0 else -1
-                of = layer[w.PRE_ATTENTION : w.PRE_ATTENTION + 4]
+                of = layer[w.PRE_ATTENTION : w.PRE_ATTENTION + w.NORM_SIZE]
                 if is_end:
-                    of = g[w.LAST_NORM : w.LAST_NORM + 4]
+                    of = g[w.LAST_NORM : w.LAST_NORM + w.NORM_SIZE]
             is_parallel = step == 5 and layer[w.IS_PARALLEL] != 0
             tokens = kept if is_end else every
             _run_states(g, phase, tokens, before, norm, of, is_parallel, scratch)

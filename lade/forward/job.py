@@ -49,11 +49,10 @@ from lade.products.linear import FORMATS, has_vectors
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache, TreeCacheLayer
+from lade.targets.rows import MOST_AT_ONCE
 from lade.view import viewed, with_forward
 
-_LINE = 32  # numbers that a row must be multiples of to stay in bfloat16
 _MOST_TOKENS = 128  # of a piece; a longer prompt is run in several
-_MOST_OF_PARTS = 1024  # tokens of several parts, which run in one piece
 _PLAINLY, _BY_JOB, _BY_DOTS = range(3)
 _LINEAR, _SDPA = functional.linear, functional.scaled_dot_product_attention
 _WITHOUT_SETTINGS = (nn.Linear, nn.ModuleList, nn.Dropout)  # that change what they give
@@ -152,8 +151,9 @@ class FusedForwards:
         self._adapters = _Settings(adapters_of(plan))
         widths = {sizes.hidden, sizes.num_heads * sizes.head_size}
         widths |= {layer.inner for layer in plan.layers}
+        # Rows of whole lines stay in bfloat16.
         may_dot = self._dtype is torch.bfloat16 and self._kernels.HAS_DOTS
-        self._has_dots = may_dot and not any(width % _LINE for width in widths)
+        self._has_dots = may_dot and not any(width % self._kernels.PER_LINE for width in widths)
 
     def view(self, model: Model) -> Model:
         """Return a view whose forwards run by a job where one is faster; the model if none can.
@@ -353,7 +353,7 @@ class FusedForwards:
             job[words.ADDITIONS] = layers[sizes.num_layers + 1 :].ctypes.data
             job[words.BETWEEN_SIZE] = sizes.between
             last = layers[sizes.num_layers]
-            job[words.LAST_NORM : words.EVERY] = last[: words.EVERY - words.LAST_NORM]
+            job[words.LAST_NORM :] = last[: words.NORM_SIZE + words.PRODUCT_SIZE]
             inside = request.kept[(request.kept >= start) & (request.kept < start + size)]
             pieces.append(_Piece(start, size, inside - start, job, (layers, parts, places)))
         return pieces
@@ -382,7 +382,7 @@ class FusedForwards:
         with self._workspace(num, num_threads) as workspace:
             workspace.describe(job, end - first)
             if logits is None:
-                job[words.LAST_NORM : words.EVERY] = job[words.VOCAB_SIZE] = 0
+                job[words.LAST_NORM :] = job[words.VOCAB_SIZE] = 0
                 job[words.KEPT], job[words.NUM_KEPT] = job[words.EVERY], num
             else:
                 job[words.KEPT], job[words.NUM_KEPT] = piece.kept.ctypes.data, len(piece.kept)
@@ -460,7 +460,7 @@ class FusedForwards:
         if type(cache) not in (TreeCache, JointCache):
             return None
         caches, parts = self._parts(inputs.get("attention_mask"), cache, num, self._window(config))
-        if len(parts) > 1 and num > _MOST_OF_PARTS:
+        if len(parts) > 1 and num > MOST_AT_ONCE:  # several parts run in one piece
             return None
         if not parts or any(len(each.held) != self._sizes.num_layers for each, _ in caches):
             return None
@@ -683,7 +683,7 @@ class _Weights:
         num_added, ends = 0, range(words.INNER_SIZE)
         for number, layer in enumerate(plan.layers):
             row, between = self._table[number], 0
-            for place, norm in zip(ends[: words.QUERY : 4], layer.norms, strict=True):
+            for place, norm in zip(ends[: words.QUERY : words.NORM_SIZE], layer.norms, strict=True):
                 self._add_norm(number, place, norm)
             places_of = ends[words.QUERY :: words.PRODUCT_SIZE]
             for place, product in zip(places_of, layer.products, strict=True):
@@ -707,8 +707,8 @@ class _Weights:
                 self._add(number, words.SINKS, layer.sinks, "sinks")
         end = len(plan.layers)
         self._add_norm(end, 0, plan.norm)
-        self._table[end, 4 + words.NUM_COLUMNS] = plan.head.out_features
-        self._add_matrix(end, 4, plan.head, 0, dtype)
+        self._table[end, words.NORM_SIZE + words.NUM_COLUMNS] = plan.head.out_features
+        self._add_matrix(end, words.NORM_SIZE, plan.head, 0, dtype)
         self._index = np.array(self._places)
         self._starts = np.array(self._offsets)
         self._addresses: list[int] = []

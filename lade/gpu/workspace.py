@@ -12,9 +12,8 @@ from torch import Tensor
 
 from lade.gpu.graphs import Graphs
 from lade.targets.kv_cache import TreeCache
-from lade.targets.kv_memory import LayerKind
+from lade.targets.kv_memory import FIRST_NUM_SLOTS, LayerKind
 
-_LEAST_SLOTS = 256
 # Largest total of workspaces kept between calls: a share of a CUDA device's memory, or bytes
 # elsewhere.
 _MOST_KEPT_SHARE = 1 / 8
@@ -27,7 +26,7 @@ _SPARE_SHARE = 1 / 10
 def slots_for(num_slots: int) -> int:
     """Round up to a size that attention runs over: by a quarter at most, to 256 at least."""
     step = 1 << max(0, num_slots.bit_length() - 3)
-    return max(_LEAST_SLOTS, -(-num_slots // step) * step)
+    return max(FIRST_NUM_SLOTS, -(-num_slots // step) * step)
 
 
 def spare_bytes(device: torch.device) -> int:

@@ -10,8 +10,6 @@ from lade.drafting.drafter import Drafter
 
 Predicted = str | Sequence[int] | Tensor
 
-_MAX_TOKEN_ID = 2**31 - 1
-
 
 def predicted_ids(prediction: Predicted, tokenizer: Any = None) -> tuple[int, ...]:
     """Return the ids of an argument `prediction`.
@@ -44,7 +42,7 @@ def predicted_ids(prediction: Predicted, tokenizer: Any = None) -> tuple[int, ..
         )
     if len(ids) and ids.dtype.kind not in "iu":
         raise TypeError(f"expected token ids as the prediction, got values of {ids.dtype}")
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= _MAX_TOKEN_ID:
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= np.iinfo(np.int32).max:
         raise ValueError("expected a prediction of token ids from 0 to 2**31 - 1")
     return tuple(ids.tolist())
 

@@ -15,7 +15,7 @@ from lade.errors import UnsupportedModelError, UserError
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.probing.profile import Profile
 from ngram_pool import SuccessorTable
-from ngram_pool.writing import sweep, write_whole
+from ngram_pool.writing import LOCK_SEC, sweep, write_whole
 
 # Beyond these contexts, those not met for longest are forgotten: 64 MB on disk, twice in memory.
 _MAX_CONTEXTS = 2**20
@@ -23,8 +23,6 @@ _FORMAT = 2
 _KEY = "lade_table"  # of the metadata
 # Far above what `prewarm` writes, yet so low that no file of a few bytes makes us allocate much.
 _MAX_SUCCESSORS, _MAX_COUNT = 64, 2**53
-# Adding to the largest table takes two seconds.
-_LOCK_SEC = 60.0
 # What reading a file raises that is none of ours.
 _NOT_OURS = SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError
 
@@ -145,7 +143,7 @@ def merge_table(path: Path, model: Model, added: StoredTable) -> StoredTable:
     from filelock import FileLock  # here, as only writers need it
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock"), timeout=_LOCK_SEC):
+    with FileLock(path.with_suffix(".lock"), timeout=LOCK_SEC):
         stored = read_table(path, model)
         stored.table.update(added.table)
         stored.effort.num_tokens += added.effort.num_tokens

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import (
@@ -45,7 +46,6 @@ _CONTINUED = {
 }
 # Layers that keep every token, as any layer of a model may: its masks show what it sees of them.
 _FULL = (DynamicLayer, StaticLayer)
-_ENDLESS = 2**31  # tokens: more than any text has
 # Inputs that say how positions were counted in the prompt; every forward gets its positions.
 _OF_PROMPT = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 
@@ -135,7 +135,8 @@ def requirements_of(
 
 def longest_of(config: GenerationConfig) -> int:
     """Return the longest text; `generate` also takes a float, and infinity."""
-    longest: int = math.ceil(min(config.max_length, _ENDLESS))
+    endless = torch.iinfo(torch.int32).max  # more tokens than any text has
+    longest: int = math.ceil(min(config.max_length, endless))
     return longest
 
 

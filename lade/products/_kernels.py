@@ -16,8 +16,7 @@ from lade.products._tiles import DEPTH, FLOAT32, LANES, PER_LINE, add_products, 
 # format of the weights, columns that are taken at once, and the next column; for bfloat16, the
 # address of float32 [threads, rows but at most `MOST_ROWS`, K], and the next thread.
 INPUTS, WEIGHTS, BIAS, RESULTS, NUM_ROWS, NUM_INPUTS, NUM_COLUMNS, FORMAT, CHUNK, NEXT = range(10)
-SCRATCH, NEXT_THREAD = 10, 11
-JOB_SIZE = 12
+SCRATCH, NEXT_THREAD, JOB_SIZE = range(10, 13)
 MOST_ROWS = 64  # that are taken at once
 
 

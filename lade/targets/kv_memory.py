@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
-FIRST_NUM_SLOTS = 256  # slots after the prompt at the first allocation
+# Slots after the prompt at the first allocation, and those that a windowed layer keeps beyond its
+# window before the rest moves up.
+FIRST_NUM_SLOTS = 256
 _GROWTH = 4  # each growth adds a quarter, up to the maximum length of the generation
-_MAX_SLACK = 256  # slots that a windowed layer keeps beyond its window before the rest moves up
 
 Kind = Literal["full", "windowed", "indexed", "empty"]
 
@@ -171,7 +172,7 @@ class Group:
         self.fixed: FixedSlots | None = None  # for the next forwards
         self._is_fixed = is_fixed
         self._num_layers = num_layers
-        self._slack = min(_MAX_SLACK, window) if window is not None else 0
+        self._slack = min(FIRST_NUM_SLOTS, window) if window is not None else 0
         if window is not None:
             max_slots = min(max_slots, window + self._slack + FIRST_NUM_SLOTS)
             num_slots = max_slots if is_fixed else min(num_slots, window + self._slack)

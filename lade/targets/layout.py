@@ -8,6 +8,7 @@ from transformers.cache_utils import DynamicCache
 
 from lade.attention.masks import FULL, Reach
 from lade.attention.packed import PACKED_ROWS
+from lade.budget.budget import MAX_DRAFT_TOKENS
 from lade.compat import Model
 from lade.errors import UnsupportedModelError
 from lade.targets.kv_memory import LayerKind, kind_of
@@ -117,4 +118,4 @@ def rope_of(config: Any) -> tuple[str, int] | None:
 
 
 # Slots after the longest text, for the rejected part of a last tree.
-MAX_OVERHANG = 64
+MAX_OVERHANG = 1 + MAX_DRAFT_TOKENS

@@ -18,7 +18,7 @@ from lade.targets.joint import Part, run_as_one
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree
 
-_MOST_AT_ONCE = 1024  # tokens of several prompts in one forward
+MOST_AT_ONCE = 1024  # tokens of several prompts in one forward
 
 
 class PromptRow(NamedTuple):
@@ -118,7 +118,7 @@ class RowsTarget(Target):
         groups: list[list[int]] = [[]]
         for row in rows:
             num = sum(self._num_prompt[each] for each in groups[-1]) + self._num_prompt[row]
-            if groups[-1] and num > _MOST_AT_ONCE:
+            if groups[-1] and num > MOST_AT_ONCE:
                 groups.append([])
             groups[-1].append(row)
         return groups
@@ -194,7 +194,7 @@ class RowsTarget(Target):
         for target, ids, start in zip(self._all, text.token_ids, self._starts, strict=True):
             whole = [*ids, *[text.pad_token_id or 0] * (text.longest - len(ids))]
             while left := whole[start + target.num_cached[0] : -1]:
-                root, *others = left[:_MOST_AT_ONCE]
+                root, *others = left[:MOST_AT_ONCE]
                 target.forward(target.inputs([Tree.build(root, chain(others))]))
                 target.commit([[*range(1 + len(others))]])
                 num_forwards += 1

@@ -127,6 +127,13 @@ def test_text_with_a_window_is_that_of_generate(family: str) -> None:
     assert total.acceptance_rate < 0.98
 
 
+def test_a_window_may_be_larger_than_any_forward_whose_cost_is_known() -> None:
+    model, prompt = tiny_model("llama", seed=3), torch.tensor([[7] * 4])
+    config = lade.Config(lookahead=lade.Lookahead(80, 5))
+    _, got = same_as_generate(model, prompt, config=config, max_new_tokens=100, eos_token_id=None)
+    assert got.stats.num_lookahead_tokens >= 319
+
+
 # --- what is refused ------------------------------------------------------------------------
 
 
