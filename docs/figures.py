@@ -251,27 +251,6 @@ def edits(what: str) -> str:
     return _table(("edit", "tokens", *_EDITED.values()), 1, rows)
 
 
-_FUZZED = {
-    "fuzz": "random models and options",
-    "fuzz_architectures": "all architectures and variants",
-    "fuzz_predictions": "a prediction in every call",
-}
-
-
-@_figure
-def fuzzed() -> str:
-    """Return what random calls came to."""
-    names = ("num_cases", "num_same", "num_refused", "num_not_built", "num_mismatches")
-    rows = []
-    for name, label in _FUZZED.items():
-        found = _read(f"results/{name}")
-        origin = _made(found)
-        made = f"{origin['date'].split()[0]}, transformers {origin['transformers']}"
-        rows.append((label, *(f"{found.get(each, 0):,}" for each in names), made))
-    headings = ("calls", "in all", "the same", "refused by name", "not built", "differed", "made")
-    return _table(headings, 1, rows)
-
-
 @_figure
 def overhead(file: str, method: str = "lade") -> str:
     """Return the median over prompts of the share of a step that is not the model's forward."""
