@@ -18,7 +18,7 @@ from lade.budget.budget import Calibration
 from lade.captures import put_back, random_states
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import checked
-from lade.drafting.successors import Successors
+from lade.drafting.successors import Successors, compile_kernels
 from lade.errors import DrafterWarning, LadeError, in_one_line
 from lade.stats import SourceStats
 from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool, SampledDraft, SuccessorTable
@@ -301,6 +301,8 @@ class Source(Guard):
             raise TypeError(f"expected num_successors to be an int, got {wanted!r}")
         if wanted < 0:
             raise ValueError(f"expected num_successors of at least 0, got {wanted}")
+        if wanted:
+            compile_kernels()
         self.learns_ngrams, self.is_free = bool(made.learns_ngrams), bool(made.is_free)
         self.is_measured = getattr(made, "is_measured", None)
         self.num_successors = int(wanted)

@@ -7,7 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lade.drafting import _kernels
 from lade.transfer import HostCopy
+from ngram_pool.compiling import compile_by
 
 
 class Successors(NamedTuple):
@@ -33,42 +35,42 @@ class Ranked(NamedTuple):
 
     logits: Tensor  # [..., num_ranked]
     token_ids: Tensor  # int64 [..., num_ranked]
+    is_ordered: bool = False  # whether of equal logits the lowest token id comes first
 
 
-# Logits of a column. Of 29 rows of 49 152 in bfloat16, columns of 32 to 128 took 0.15 ms, `topk` of
-# all logits 0.9.
-_COLUMN = 64
+_INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 def rank(logits: Tensor, num_ranked: int) -> Ranked:
     """Return the highest logits and their token ids, on the device.
 
-    On a CPU, the highest are looked for in the columns that have the highest maxima, as integers,
-    whose maxima vector instructions find: bits of positive numbers are in the order of the numbers,
-    and those of negative ones are below.
-
     Args:
         logits: [..., vocab_size].
         num_ranked: how many; at most the size of the vocabulary is returned.
     """
-    vocab_size, rows = logits.shape[-1], logits.detach().flatten(0, -2)
-    num_ranked, num_columns = min(num_ranked, vocab_size), vocab_size // _COLUMN
-    if logits.device.type == "cpu" and logits.is_contiguous() and num_columns >= num_ranked:
-        bits = rows.view(getattr(torch, f"int{8 * rows.itemsize}"))
-        unsigned = bits.numpy().view(f"u{rows.itemsize}")
-        least = rows.new_full((1,), -torch.inf).view(bits.dtype).numpy().view(unsigned.dtype)
-        columns = bits[:, : _COLUMN * num_columns].view(len(rows), _COLUMN, num_columns)
-        best = columns.amax(1).topk(num_ranked)
-        # Above the bits of -inf, as unsigned, are those of NaN, which would be the highest.
-        if best.values.amin() >= 0 and unsigned.max() <= least:
-            starts = torch.arange(0, _COLUMN * num_columns, num_columns)
-            ids = (best.indices[:, None] + starts[:, None]).flatten(1)
-            rest = torch.arange(_COLUMN * num_columns, vocab_size).expand(len(rows), -1)
-            ids = torch.cat([ids, rest], dim=1)
-            highest = rows.gather(1, ids).topk(num_ranked)
-            shape = (*logits.shape[:-1], num_ranked)
-            return Ranked(highest.values.view(shape), ids.gather(1, highest.indices).view(shape))
+    num_ranked = min(num_ranked, logits.shape[-1])
+    dtype = _INTEGERS.get(logits.dtype)
+    if dtype is not None and logits.device.type == "cpu" and logits.is_contiguous():
+        bits = logits.detach().view(-1, logits.shape[-1]).view(dtype).numpy()
+        shift = 32 - 8 * bits.itemsize
+        least, infinity = -(1 << (31 - shift)), 0x7F800000 >> shift  # bits of -0, and of infinity
+        found = np.empty((2, len(bits), num_ranked), np.int64)
+        unsigned = bits.view(f"u{bits.itemsize}")
+        if _kernels.rank_rows(bits, unsigned, least, infinity, found[0], found[1]):
+            ids = torch.from_numpy(found[1]).view(*logits.shape[:-1], num_ranked)
+            return Ranked(logits.gather(-1, ids), ids, is_ordered=True)
     return Ranked(*logits.topk(num_ranked, dim=-1))
+
+
+def compile_kernels() -> None:
+    """Compile the kernels of drafting, so that no step waits for them or fails by them."""
+    compile_by(_run_kernels, _kernels)
+
+
+def _run_kernels() -> None:
+    for dtype in _INTEGERS:
+        logits = torch.zeros((1, 2), dtype=dtype)
+        with_probs(rank(logits, 1), logits)
 
 
 def first_of_highest(ranked: Ranked) -> Tensor | None:
@@ -78,6 +80,8 @@ def first_of_highest(ranked: Ranked) -> Tensor | None:
         int64 [...]; None where the ranks do not tell, because more tokens than were ranked may
         share it, or it is NaN.
     """
+    if ranked.is_ordered:
+        return ranked.token_ids[..., 0]
     is_highest = ranked.logits == ranked.logits[..., :1]
     if bool((is_highest[..., -1] | ~is_highest[..., 0]).any()):
         return None

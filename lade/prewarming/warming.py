@@ -8,6 +8,7 @@ from torch import nn
 
 from lade.compat import Model, without_compiler
 from lade.config import Config
+from lade.drafting.successors import compile_kernels
 from lade.forward import job
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import with_products
@@ -54,6 +55,7 @@ def kernels() -> Mapping[str, Callable[[], Any]]:
     """Return functions that compile the kernels of all models, or load them, by what these are."""
     return {
         "the pool": lambda: NGramPool(1),
+        "the ranks of tokens": compile_kernels,
         "whole forwards": job.kernels,
         "products for few rows": _load_products,
     }
