@@ -365,16 +365,16 @@ def drafters(file: str) -> str:
     for method, entry in _read(file)["summary"][OVERALL].items():
         name = _NAMES.get(method, f"`{method}`")
         share = share_text(entry.get("acceptance_rate"))
-        times = (msec_text(entry.get(f"{key}_sec_per_step")) for key in ("draft", "target"))
+        drafting = msec_text(entry.get("draft_sec_per_step"))
         speed = (f"{entry['tokens_per_sec']:.1f}", speedup_text(entry["speedup"]))
         mat = f"{entry['mean_accepted_tokens']:.2f}"
-        rows.append((name, *speed, mat, share, *times, share_text(entry["same_text"])))
+        rows.append((name, *speed, mat, share, drafting, share_text(entry["same_text"])))
         for part, each in entry.get("sources", {}).items():
             counts = (each["num_asked"], each["num_draft_tokens"], each["num_accepted_tokens"])
             sources.append((name, part, *(f"{n:,}" for n in counts), f"{each['sec']:.1f}"))
     headings = (
         *("decoding", "tokens/s", "speed-up", "MAT", "accepted"),
-        *("draft ms/step", "target ms/step", "same text"),
+        *("draft ms/step", "same text"),
     )
     tables = [_table(headings, 1, rows)]
     if sources:
