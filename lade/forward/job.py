@@ -116,7 +116,6 @@ class FusedForwards:
 
     Attributes:
         why_not: why jobs are not used any more; None if they may be.
-        num_compared: forwards that ran in more than one way.
     """
 
     def __init__(self, model: Model, run: Run) -> None:
@@ -124,7 +123,6 @@ class FusedForwards:
         assert _kernels is not None
         self._kernels, self._run = _kernels, run
         self.why_not: str | None = None
-        self.num_compared = 0
         self._lock = threading.Lock()
         # No module is held: what is replaced in the model is to be freed.
         self._leaves = [weakref.ref(each) for each in model.modules() if not each._modules]
@@ -237,7 +235,6 @@ class FusedForwards:
         if choice.best is None or choice.is_due():
             if self._places(request) is None:
                 return plainly()  # once: windows may forget what the same tokens see again
-            self.num_compared += 1
             return choice.compare(run, self._is_close, 2**size / num_tokens)
         return run(choice.best)
 

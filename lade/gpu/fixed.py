@@ -152,12 +152,6 @@ class FixedTarget(TreeTarget):
         return graphs is None or graphs.is_timing_valid
 
     @property
-    def num_recordings(self) -> int:
-        """Number of recorded shapes that are kept."""
-        graphs = self._workspace.graphs
-        return 0 if graphs is None else len(graphs)
-
-    @property
     def why_not_recorded(self) -> str | None:
         """Why steps, or further steps, are not recorded although that was asked for, or None."""
         graphs = self._workspace.graphs

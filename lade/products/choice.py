@@ -13,13 +13,7 @@ TORCHS = 0  # the way that is right by definition
 
 
 class FastViews(Protocol):
-    """Makes views of a model whose forwards are faster than its own.
-
-    Attributes:
-        num_compared: forwards, or parts of them, that ran in more than one way.
-    """
-
-    num_compared: int
+    """Makes views of a model whose forwards are faster than its own."""
 
     def view(self, model: Model) -> Model:
         """Return a view of a model, or of a view of it; itself where nothing is faster."""

@@ -54,14 +54,10 @@ class Products:
         run: calls a function on several threads.
         job: address of the function.
         most_rows: that it widens at once.
-
-    Attributes:
-        num_compared: calls that ran more than one product.
     """
 
     def __init__(self, run: Run, job: int, most_rows: int) -> None:
         self._run, self._job, self._most_rows = run, job, most_rows
-        self.num_compared = 0
         # By dtype and size of the weights, and about the number of rows.
         self._choices: dict[tuple[torch.dtype, int, int, int], Fastest] = {}
         self._num_layers: Counter[tuple[torch.dtype, int, int]] = Counter()  # of the last view
@@ -129,7 +125,6 @@ class Products:
             may_widen = num_rows >= _MANY_ROWS and weight.dtype is not torch.float32
             choice = self._choices[key] = Fastest(3 if may_widen else 2)
         if choice.best is None or choice.is_due():
-            self.num_compared += 1
             # What many rows take grows with them: torch's product gains on lade's, so that the few
             # of a class must not speak for the many.
             scale = 2**size / num_rows if num_rows >= _MANY_ROWS else 1.0
