@@ -20,7 +20,6 @@ from lade.budget.costs import ForwardCosts
 from lade.compat import (
     CACHE,
     Model,
-    decode_plainly,
     has_adapters_by_row,
     has_own_generate,
     may_be_users,
@@ -48,11 +47,11 @@ from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
 from lade.hf.arguments import refuse_lookahead
 from lade.hf.call import Call
+from lade.hf.plain import finish_plainly
 from lade.hf.pools import credit, opened
 from lade.hf.predictions import beside_prediction
 from lade.hf.prefixes import Reuse, reuse_of
-from lade.hf.resume import finish_plainly
-from lade.hf.stopping import PlainStream, Report, StopRule, stopping
+from lade.hf.stopping import Report, StopRule, stopping
 from lade.outputs import Outputs
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
@@ -102,6 +101,11 @@ class Generation:
         self._own_code = self._profile.own_code or self._around
         self._execution = execution_of(call.model, call.config, self.policy)
         self._cache = cache_in(call.model_kwargs)
+        self._stop = StopRule(call.criteria)
+        pad_token = call.options._pad_token_tensor if self._stop.has_eos else None
+        self._text = Text(call.input_ids, None if pad_token is None else int(pad_token))
+        self._outputs = Outputs(call.wanted_scores)
+        self._report = Report(call.streamer, call.arguments.on_step, self._text)
         # Code of the user's own in forwards is to see this call's alone; autocast is of a thread.
         # What a `generate` of a class's own sets in the model holds until the end of its call.
         is_apart = (
@@ -224,7 +228,7 @@ class Generation:
         reasons = (
             (self._own_code is not None, "code of one's own runs in its forwards"),
             (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
-            (not StopRule(call.criteria).takes_rows, "a stop criterion sees all rows"),
+            (not self._stop.takes_rows, "a stop criterion sees all rows"),
             (pad_token is not None and int(pad_token) < 0, "its padding is no token"),
             (bool(call.wanted_scores), "scores are returned, of rows that ended, too"),
             (self._is_users_cache, "a cache was passed"),
@@ -344,13 +348,9 @@ class Generation:
     def _decode(self, verification: VerificationPlan, needed: Requirements, target: Target) -> Any:
         """Decode with drafts, and plainly once they can no longer be verified."""
         config, options, device = self._config, self._call.options, self._call.input_ids.device
-        stop = StopRule(self._call.criteria)
-        pad_token = options._pad_token_tensor if stop.has_eos else None
-        text = Text(self._call.input_ids, None if pad_token is None else int(pad_token))
-        outputs = Outputs(self._call.wanted_scores)
-        stop.watch(text, outputs)
+        text, outputs, report = self._text, self._outputs, self._report
+        self._stop.watch(text, outputs)
         processors = Processors(self._call.processors, self._call.num_rows)
-        report = Report(self._call.streamer, self._call.arguments.on_step, text)
         overlaps = self.policy.overlaps(device)
         rngs = None
         if options.do_sample and config.acceptance == "rejection":
@@ -373,7 +373,7 @@ class Generation:
             )
         limits = Limits(
             max_length=needed.max_length,
-            stop=stopping(stop, report),
+            stop=stopping(self._stop, report),
             gives_cache=self._call.returns_dict or self._is_users_cache,
         )
         contexts = _contexts(self._call.input_ids, self._call.model_kwargs.get("attention_mask"))
@@ -443,22 +443,13 @@ class Generation:
 
     def _decode_plainly(self) -> Any:
         """Decode as `generate` itself does, if no method can verify drafts."""
-        given = self._call.arguments
-        stream = PlainStream(self._call.streamer, given.on_step, self._call.num_rows)
-        output = decode_plainly(
-            self._model,
-            self._call.input_ids,
-            self._call.processors,
-            stream.watch(self._call.criteria),
-            self._call.options,
-            stream,
-            self._call.model_kwargs,
-        )
+        output, stats = finish_plainly(self._call, self._text, self._outputs, self._report)
+        stats.num_prefills = self._call.num_rows
         if self._reuse is not None:
             sequences = output.sequences if self._call.returns_dict else output
             self._keep(self._reuse, sequences[0].tolist())
-            stream.stats.num_reused_tokens = self._reuse.num_tokens
-        return self._plain_result(output, stream.stats) if self._call.returns_dict else output
+            stats.num_reused_tokens = self._reuse.num_tokens
+        return self._plain_result(output, stats) if self._call.returns_dict else output
 
     def _plain_result(self, output: Any, stats: DecodeStats) -> GenerateOutput:
         """Return what plain decoding gave, with `stats`, and without a cache that is kept."""
