@@ -27,7 +27,8 @@ from lade.compat import (
 )
 from lade.config import SPECULATING
 from lade.decoder import Decoder, VerificationError
-from lade.drafters.merged import sources_of
+from lade.drafters.merged import CallPool, Merged, sources_of
+from lade.drafters.prediction import Prediction
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.grammar import ForcedTokens
 from lade.drafting.sources import Guard, PoolDrafter, Source
@@ -45,11 +46,9 @@ from lade.errors import (
 from lade.garbage import without_collection
 from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
-from lade.hf.arguments import refuse_lookahead
 from lade.hf.call import Call
 from lade.hf.plain import finish_plainly
 from lade.hf.pools import credit, opened
-from lade.hf.predictions import beside_prediction
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.stopping import Report, StopRule, stopping
 from lade.outputs import Outputs
@@ -275,7 +274,7 @@ class Generation:
         config, device = self._config, target.device
         given, prediction = self._call.arguments.drafter, self._call.arguments.prediction
         if prediction is not None:
-            given = beside_prediction(given, prediction)
+            given = Merged([CallPool() if given is None else given, Prediction(prediction)])
         call = DraftingCall(
             model=self._model,
             vocab_size=target.vocab_size,
@@ -295,7 +294,10 @@ class Generation:
             sources = sources_of(given, call, config.strict_drafter)
             may_learn = any(source.learns_ngrams or source.has_failed for source in sources)
             if config.lookahead is not None and not may_learn:
-                refuse_lookahead(given)
+                raise UnsupportedOptionError(
+                    "lade does not support Config(lookahead=…) beside a drafter that learns no "
+                    f"n-grams: {type(given).__name__} has learns_ngrams = False"
+                )
         foresight, known = None, (p for p in self._call.processors if isinstance(p, ForcedTokens))
         if (grammar := next(known, None)) is not None:
             what = f"forced tokens: {type(grammar).__name__}"

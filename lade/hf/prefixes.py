@@ -6,8 +6,7 @@ from typing import Any
 from transformers.cache_utils import DynamicCache
 
 from lade.compat import CACHE, CHUNKS_GO_ON, MARKS_CACHES, Model, mesh_of
-from lade.hf.arguments import Arguments
-from lade.hf.call import Call
+from lade.hf.call import Arguments, Call
 from lade.hf.pools import pools_of
 from lade.probing.profile import Profile, Profiles, fingerprint_of
 from lade.probing.requirements import lengths_of

@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.batch import Text
 from lade.compat import STOPS_FIRST
-from lade.hf.arguments import OnStep
+from lade.hf.call import OnStep
 from lade.outputs import Outputs
 from lade.stats import Step
 
