@@ -8,7 +8,7 @@ must differ.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from operator import is_not
 from types import MethodType
@@ -76,11 +76,6 @@ def with_decoding_experts(model: Model) -> Model:
     return _with_configs(model, copies)
 
 
-def in_evaluation(model: Model) -> Model:
-    """Return a view with no module in training mode."""
-    return viewed(model, lambda module: {"training": False} if module.training else None)
-
-
 # Elements of a buffer that a forward may write to, such as a count; more are a table or weights.
 _MOST_WRITTEN = 2**12
 
@@ -122,26 +117,6 @@ def _handle_in(copied: dict[str, Any], handle: RemovableHandle, module: nn.Modul
 
 def _may_be_written(buffer: Tensor) -> bool:
     return type(buffer) is Tensor and not buffer.is_meta and buffer.numel() <= _MOST_WRITTEN
-
-
-def with_own_hooks(model: Model, modules: Sequence[nn.Module]) -> Model:
-    """Return a view in which some modules have their own hooks besides those of the model.
-
-    Hooks registered on these modules of the view are called only by the view.
-    """
-    changed = set(map(id, modules))
-
-    def change(module: nn.Module) -> dict[str, Any] | None:
-        if id(module) not in changed:
-            return None
-        return {name: copy.copy(vars(module)[name]) for name in HOOKS}
-
-    return viewed(model, change)
-
-
-def counterpart(view: Model, model: Model, module: nn.Module) -> nn.Module:
-    """Return the module of a view that replaces a module of the model."""
-    return next(mine for mine, theirs in _pairs(view, model) if theirs is module)
 
 
 def keep_attributes(view: Model, model: Model) -> None:

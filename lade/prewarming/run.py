@@ -30,7 +30,7 @@ from lade.prewarming.tables import (
 from lade.probing.report import probe
 from lade.probing.rules import refuse_encoder_decoder, refuse_sharded
 from lade.probing.selfcheck import unchanged_random_state
-from lade.view import in_evaluation
+from lade.view import apart
 from ngram_pool import SuccessorTable
 
 # SmolLM2, bfloat16, one core: texts of 16 / 32 / 64 tokens ran at 502 / 450 / 371 tokens a second,
@@ -91,7 +91,7 @@ def prewarm(
     refuse_sharded(model)
     path = path_of_table(model, folder)
     stored = read_table(path, model)
-    view = in_evaluation(model) if any(module.training for module in model.modules()) else model
+    view = apart(model).eval() if any(module.training for module in model.modules()) else model
     found = probe(view)
     if found.verification == "plain":
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
