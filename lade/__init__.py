@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from lade.prewarming.run import Prewarmed as Prewarmed
     from lade.prewarming.run import prewarm as prewarm
     from lade.prewarming.warming import warm_up as warm_up
+    from lade.probing.plan import Probe as Probe
+    from lade.probing.plan import probe as probe
+    from lade.probing.plan import recheck as recheck
     from lade.probing.profile import release as release
-    from lade.probing.report import Probe as Probe
-    from lade.probing.report import probe as probe
-    from lade.probing.report import recheck as recheck
     from lade.stats import DecodeStats as DecodeStats
     from lade.stats import Step as Step
     from ngram_pool import Draft as Draft
@@ -68,7 +68,7 @@ _HOMES = {
     "lade.prewarming.run": ("Prewarmed", "prewarm"),
     "lade.prewarming.warming": ("warm_up",),
     "lade.probing.profile": ("release",),
-    "lade.probing.report": ("Probe", "probe", "recheck"),
+    "lade.probing.plan": ("Probe", "probe", "recheck"),
     "lade.stats": ("DecodeStats", "Step"),
     "ngram_pool": ("Draft", "NGramPool"),
 }

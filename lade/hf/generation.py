@@ -58,7 +58,7 @@ from lade.probing.own_code import has_own_inputs, is_own, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import profile_of
 from lade.probing.proof import FIRST_DISTANCE, Distances, Proof
-from lade.probing.requirements import Requirements, requirements_of
+from lade.probing.rules import Requirements, requirements_of
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
 from lade.sampling.processors import Processors

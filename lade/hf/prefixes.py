@@ -9,8 +9,7 @@ from lade.compat import CACHE, CHUNKS_GO_ON, MARKS_CACHES, Model, mesh_of
 from lade.hf.call import Arguments, Call
 from lade.hf.pools import pools_of
 from lade.probing.profile import Profile, Profiles, fingerprint_of
-from lade.probing.requirements import lengths_of
-from lade.probing.rules import Lengths, why_not_reused
+from lade.probing.rules import Lengths, lengths_of, why_not_reused
 from lade.probing.selfcheck import why_not_continued
 from lade.targets.inputs import is_text_alone
 from lade.targets.prefixes import (

@@ -27,7 +27,7 @@ from lade.prewarming.tables import (
     path_of_table,
     read_table,
 )
-from lade.probing.report import probe
+from lade.probing.plan import probe
 from lade.probing.rules import refuse_encoder_decoder, refuse_sharded
 from lade.probing.selfcheck import unchanged_random_state
 from lade.view import apart

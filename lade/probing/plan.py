@@ -1,11 +1,12 @@
 """How a call is decoded: the best verification method that is exact for the model."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from lade.compat import Model, device_of_inputs
+from lade.compat import Model, attention_of, device_of_inputs, without_compiler
 from lade.config import SPECULATING, Config, Execution, Verification
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.gpu.fixed import widths_on
@@ -17,15 +18,14 @@ from lade.probing.profile import (
     CheckKey,
     CheckResult,
     Profile,
+    Profiles,
     Widths,
     profile_of,
 )
-from lade.probing.rules import why_not_stable
+from lade.probing.rules import WITHOUT_CACHE, refuse_encoder_decoder, why_not_stable
 from lade.probing.selfcheck import check
 from lade.targets.layout import takes_parts
 
-# Methods that a call without a cache cannot use.
-WITHOUT_CACHE: dict[Verification, str] = {"tree": "use_cache=False", "snapshot": "use_cache=False"}
 _NO_ROWS = "rows of a batch are verified as trees"
 
 
@@ -196,3 +196,80 @@ def execution_of(model: Model, config: Config, policy: DevicePolicy) -> Executio
             "need a CUDA device; 'fixed' runs the same steps eagerly"
         )
     return config.execution or usual
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What `lade.probe` found.
+
+    Attributes:
+        model: Name of the model's class.
+        verification: Method by which drafts are verified.
+        attention: Attention implementation that verifies drafts.
+        reasons: Why each better method was ruled out.
+        execution: How forwards that verify drafts are executed.
+    """
+
+    model: str
+    verification: Verification
+    attention: str | None
+    reasons: Mapping[Verification, str]
+    execution: Execution = "eager"
+
+    def __str__(self) -> str:
+        how = f"attention: {self.attention}, execution: {self.execution}"
+        lines = [f"{self.model} verifies drafts by: {self.verification} ({how})"]
+        lines += [f"  not {verification}: {why}" for verification, why in self.reasons.items()]
+        return "\n".join(lines)
+
+
+def probe(model: Model, *, num_rows: int = 1) -> Probe:
+    """Report how lade verifies drafts of a model, and why better methods are ruled out.
+
+    Runs the self-check of the first generation, unless that has already been run.
+
+    Args:
+        model: a transformers causal LM.
+        num_rows: of the batch to decode. Several rows are assumed to have padding and different
+            lengths.
+
+    Raises:
+        UnsupportedModelError: the model is an encoder-decoder.
+    """
+    model = without_compiler(model)
+    refuse_encoder_decoder(model)
+    config = model.generation_config
+    cache: CacheKind = "static" if config.cache_implementation == "static" else "dynamic"
+    excluded: dict[Verification, str] = {}
+    if config.use_cache is False:
+        cache, excluded = "none", dict(WITHOUT_CACHE)
+    with torch.no_grad():
+        chosen = choose_verification(
+            model,
+            num_rows=num_rows,
+            cache=cache,
+            excluded=excluded,
+            execution=DevicePolicy().execution(device_of_inputs(model)),
+        )
+    attention = chosen.attention or attention_of(model)
+    return Probe(
+        type(model).__name__, chosen.verification, attention, chosen.reasons, chosen.execution
+    )
+
+
+def recheck(model: Model, *, num_rows: int = 1) -> Probe:
+    """Forget what lade knows about a model, check it again, and report the result.
+
+    A model that was quantized, moved, hooked, patched or given adapters is checked again
+    automatically, and calls prove what cannot be seen. Call this to have a method back that was
+    ruled out for a state that the model is no longer in.
+
+    Args:
+        model: a transformers causal LM.
+        num_rows: as for `probe`.
+
+    Raises:
+        UnsupportedModelError: the model is an encoder-decoder.
+    """
+    Profiles.of(without_compiler(model)).forget()
+    return probe(model, num_rows=num_rows)
