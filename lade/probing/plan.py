@@ -55,54 +55,49 @@ def choose_verification(
         UnsupportedModelError: the method asked for is not exact, with the reason.
         UnsupportedOptionError: the text cannot be kept from depending on drafts, with the reason.
     """
-    profile = profile or profile_of(model)
+    profile, config = profile or profile_of(model), config or Config()
     excluded = {**profile.found_wrong, **why_never(model, profile), **(excluded or {})}
-    is_batch = num_rows > 1
+    is_batch, name = num_rows > 1, type(model).__name__
     if is_batch:
         execution = "eager"
         excluded = {**dict.fromkeys(("chain", "snapshot"), _NO_ROWS), **excluded}
-    asked = None if config is None else config.verification
-    stable_width = None if config is None else stable_width_of(model, config)
-    if asked == "plain" and stable_width is None:
+    asked, width = config.verification, stable_width_of(model, config)
+    methods: tuple[Verification, ...] = SPECULATING if asked is None else (asked,)
+    widths: Widths = None if execution == "eager" else widths_on(device_of_inputs(model))
+    if width is not None:
+        methods, widths = ("tree",), (width,)
+        if (why := why_not_stable(model)) is not None:
+            excluded.setdefault("tree", why)
+    elif asked == "plain":
         return VerificationPlan("plain", None, {})
 
     result_of = partial(_result_of, model, profile, cache, is_padded or is_batch)
-    if stable_width is not None:
-        reason = excluded.get("tree") or why_not_stable(model)
-        if reason is None:
-            reason, attention = result_of("tree", (stable_width,))
-        if reason is None:
-            return VerificationPlan("tree", attention, {}, execution, (stable_width,))
-        raise UnsupportedOptionError(
-            f"lade does not support Config(stable_text=True) for {type(model).__name__} here: "
-            f"{reason}"
-        )
     reasons: dict[Verification, str] = {}
     why_eager: str | None = None
-    for verification in SPECULATING if asked is None else (asked,):
+    for verification in methods:
         reason = excluded.get(verification)
-        if reason is None and verification == "tree" and execution != "eager":
-            widths = widths_on(device_of_inputs(model))
-            why_eager, attention = result_of(verification, widths)
-            if why_eager is None:
+        if reason is None and verification == "tree" and widths is not None:
+            reason, attention = result_of(verification, widths)
+            if reason is None:
                 return VerificationPlan(verification, attention, reasons, execution, widths)
+            if width is None:  # steps of other shapes may be exact
+                reason, why_eager = None, reason
         if reason is None:
             reason, attention = result_of(verification)
             if reason is None and is_batch:
-                reason = _why_no_parts(model, profile, attention)
+                layout = profile.layout_of(model)
+                if not takes_parts(model, layout, attention):
+                    reason = "its attention takes no parts"
         if reason is None:
             return VerificationPlan(verification, attention, reasons, why_eager=why_eager)
         reasons[verification] = reason
-    if asked is not None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot verify drafts by {asked!r}: {reasons[asked]}"
+    if width is not None:
+        raise UnsupportedOptionError(
+            f"lade does not support Config(stable_text=True) for {name} here: {reasons['tree']}"
         )
+    if asked is not None:
+        raise UnsupportedModelError(f"{name} cannot verify drafts by {asked!r}: {reasons[asked]}")
     return VerificationPlan("plain", None, reasons)
-
-
-def _why_no_parts(model: Model, profile: Profile, attention: str | None) -> str | None:
-    is_able = takes_parts(model, profile.layout_of(model), attention)
-    return None if is_able else "its attention takes no parts"
 
 
 def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
@@ -126,20 +121,18 @@ def why_not_run(profile: Profile) -> str | None:
     )
 
 
-def choose_for_drafting(model: Model, profile: Profile | None = None) -> VerificationPlan:
+def choose_for_drafting(model: Model, profile: Profile) -> VerificationPlan:
     """Return the best method to run a model that only drafts, "plain" if there is none.
 
     Where none is exact, as with layers that quantize activations, one that is roughly right will
     do: the model's drafts are verified by another one.
     """
-    profile = profile or profile_of(model)
     plan = choose_verification(model, profile=profile)
-    if plan.verification != "plain" or why_not_run(profile) is not None:
-        return plan
-    for verification in SPECULATING:
-        reason, attention = _result_of(model, profile, "dynamic", False, verification, None, True)
-        if reason is None:
-            return VerificationPlan(verification, attention, plan.reasons)
+    if plan.verification == "plain" and why_not_run(profile) is None:
+        for method in SPECULATING:
+            reason, attention = _result_of(model, profile, "dynamic", False, method, None, True)
+            if reason is None:
+                return VerificationPlan(method, attention, plan.reasons)
     return plan
 
 
