@@ -76,8 +76,6 @@ class Profile:
     fingerprint: Hashable  # of the state that it holds for
     #: What of the user's own code runs in forwards, or None.
     own_code: str | None = None
-    #: The least precise format that weights of layers have.
-    coarsest: torch.dtype = torch.float32
     #: Which part of the model is compiled by torch, or None.
     compiled: str | None = None
     #: When steps are proved next, by method.
@@ -179,7 +177,7 @@ class Profiles:
             with Attempt():
                 own_code = own_code_of(model)
             compiled = compiled_part_of(model)
-            profile = Profile(fingerprint, own_code, _coarsest_of(model), compiled)
+            profile = Profile(fingerprint, own_code, compiled)
         if not known or profile is not known[0]:
             others = [other for other in known if other is not profile]
             self._profiles = [profile, *others][:_MAX_PROFILES]
@@ -194,7 +192,6 @@ class Profiles:
 #: Attributes of a model that say nothing of its forwards.
 _UNRELATED = {"generate", "_lade_profiles", "_compiled_call"}
 _SETTINGS = {bool, int, float, str, list, tuple, dict, type(None)}
-_PLAIN_FORMATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
 def fingerprint_of(model: Model) -> Hashable:
@@ -244,13 +241,6 @@ def _code_of(hook: Any) -> Hashable:
     code: Any = getattr(hook, "__code__", None) or type(hook)
     known: Hashable = code
     return known
-
-
-def _coarsest_of(model: Model) -> torch.dtype:
-    """Return the least precise format of weights; of quantized ones, the format says nothing."""
-    dtypes = {weight.dtype for weight in model.parameters()} & _PLAIN_FORMATS
-    coarsest: torch.dtype = max(dtypes or {model.dtype}, key=lambda each: torch.finfo(each).eps)
-    return coarsest
 
 
 def profile_of(model: Model) -> Profile:
