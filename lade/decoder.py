@@ -125,7 +125,8 @@ class Decoder:
             with self._verifying():
                 plan, inputs = self._proof.begin(plan)
             num_pending = self._target.num_pending
-        with self.stats.timed("forward") as forward:
+        before = self.stats.forward_sec
+        with self.stats.timed("forward"):
             with self._verifying():
                 plan, whole = self._proof.forward(plan, inputs)
             num_nodes = sum(len(tree.token_ids) for tree in plan.trees.values())
@@ -152,7 +153,7 @@ class Decoder:
             for step in steps:
                 self.stats.count_row_step(step)
             is_usual = self._target.is_timing_valid and not self._proof.is_busy
-            sec = forward.sec if is_usual else None
+            sec = self.stats.forward_sec - before if is_usual else None
             self._end_step(Done(plan, steps, successors, num_run, sec))
         self._on_step(steps)
 
