@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from lade.attempts import Attempt
@@ -214,8 +213,7 @@ class Generation:
         if self._call.returns_states:
             return "hidden states or attentions are returned"
         watching = (*self._call.processors, *self._call.criteria)
-        is_users = self._cache is not None and self._may_be_users(self._cache)
-        if is_users and any(map(is_own, watching)):
+        if self._is_users_cache and any(map(is_own, watching)):
             return "code of the caller's may look at the cache, which holds drafts during a step"
         return None if self._call.num_rows == 1 else self._why_plain_batch
 
@@ -416,8 +414,6 @@ class Generation:
                 stats.num_reused_tokens = 0
             output, rest = finish_plainly(self._call, text, outputs, report)
             self._give_up(verification, decoder.failure)  # unless plain decoding fails, too
-            if not self._call.returns_dict:
-                return output
             stats.add(rest)
             return self._plain_result(output, stats)
         report.end()
@@ -430,9 +426,6 @@ class Generation:
         target.release()
         self._profile.is_warm = True
         self._say_why_eager(verification, target)
-        return self._result(text, outputs, stats)
-
-    def _result(self, text: Text, outputs: Outputs, stats: DecodeStats) -> Any:
         if not self._call.returns_dict:
             return text.sequences()
         return GenerateOutput.of(
@@ -451,10 +444,12 @@ class Generation:
             sequences = output.sequences if self._call.returns_dict else output
             self._keep(self._reuse, sequences[0].tolist())
             stats.num_reused_tokens = self._reuse.num_tokens
-        return self._plain_result(output, stats) if self._call.returns_dict else output
+        return self._plain_result(output, stats)
 
-    def _plain_result(self, output: Any, stats: DecodeStats) -> GenerateOutput:
+    def _plain_result(self, output: Any, stats: DecodeStats) -> Any:
         """Return what plain decoding gave, with `stats`, and without a cache that is kept."""
+        if not self._call.returns_dict:
+            return output
         kept = {} if self._reuse is None else {CACHE: None}
         return GenerateOutput.of(stats, **{**output, **kept})
 
@@ -474,15 +469,11 @@ class Generation:
             reuse.undo()
         self._cache = None
 
-    # --- options ------------------------------------------------------------------------------
-
     @property
     def _is_users_cache(self) -> bool:
         """Whether the caller may have passed the cache, and so may continue from it."""
-        return isinstance(self._cache, DynamicCache) and self._may_be_users(self._cache)
-
-    def _may_be_users(self, cache: Any) -> bool:
-        return self._call.may_bring_cache and may_be_users(cache)
+        has_one = self._call.may_bring_cache and self._cache is not None
+        return has_one and may_be_users(self._cache)
 
     # --- warnings -----------------------------------------------------------------------------
 
