@@ -3,9 +3,9 @@
 import json
 import os
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
@@ -28,18 +28,12 @@ _NOT_OURS = SafetensorError, ValueError, KeyError, TypeError, AttributeError, Re
 
 
 @dataclass(slots=True)
-class Effort:
-    """What went into a table so far."""
-
-    num_tokens: int = 0  # run through the model
-    seconds: float = 0.0
-
-
-class StoredTable(NamedTuple):
-    """A table, and what went into it."""
+class StoredTable:
+    """A table, and what went into it so far."""
 
     table: SuccessorTable
-    effort: Effort
+    num_tokens: int = 0  # run through the model
+    seconds: float = 0.0
 
 
 def prewarmed_table_of(model: Model, profile: Profile) -> SuccessorTable | None:
@@ -102,7 +96,7 @@ def path_of_table(model: Model, folder: Path | None = None) -> Path:
 def read_table(path: Path, model: Model) -> StoredTable:
     """Read the table of a model; an empty one if there is no file. Raises as `load_table`."""
     if not path.exists():
-        return StoredTable(SuccessorTable(_MAX_CONTEXTS), Effort())
+        return StoredTable(SuccessorTable(_MAX_CONTEXTS))
     return _read(path, _vocab_size(model))
 
 
@@ -122,7 +116,7 @@ def _read(path: Path, vocab_size: int) -> StoredTable:
             described = json.loads((file.metadata() or {})[_KEY])
             if described["format"] != _FORMAT:
                 raise ValueError(f"expected format {_FORMAT}, got {described['format']!r}")
-            return StoredTable(_table_in(file, vocab_size), _effort_in(described["effort"]))
+            return StoredTable(_table_in(file, vocab_size), *_effort_in(described["effort"]))
     except _NOT_OURS as error:
         raise UserError(
             f"expected a table that lade prewarm made for this model in {path}, remove it to begin "
@@ -146,9 +140,10 @@ def merge_table(path: Path, model: Model, added: StoredTable) -> StoredTable:
     with FileLock(path.with_suffix(".lock"), timeout=LOCK_SEC):
         stored = read_table(path, model)
         stored.table.update(added.table)
-        stored.effort.num_tokens += added.effort.num_tokens
-        stored.effort.seconds += added.effort.seconds
-        described = {"format": _FORMAT, "effort": asdict(stored.effort)}
+        stored.num_tokens += added.num_tokens
+        stored.seconds += added.seconds
+        effort = {"num_tokens": stored.num_tokens, "seconds": stored.seconds}
+        described = {"format": _FORMAT, "effort": effort}
         content = safetensors.numpy.save(stored.table.arrays(), {_KEY: json.dumps(described)})
         sweep(path.parent, "[0-9a-f]" * 64)  # of any model, left by processes that were killed
         write_whole(path, content)
@@ -160,14 +155,14 @@ def _vocab_size(model: Model) -> int:
     return vocab_size
 
 
-def _effort_in(described: Any) -> Effort:
-    """Return what went into a table, or raise: other runs add to these numbers."""
+def _effort_in(described: Any) -> tuple[int, float]:
+    """Return the tokens and seconds of a table, or raise: other runs add to these numbers."""
     num_tokens, seconds = described["num_tokens"], described["seconds"]
     # The type itself, since True is an instance of int. NaN fails every comparison.
     are_numbers = type(num_tokens) is int and type(seconds) in (int, float)
     if not (are_numbers and 0 <= num_tokens <= _MAX_COUNT and 0 <= seconds <= _MAX_COUNT):
         raise ValueError(f"expected numbers from 0 to {_MAX_COUNT} as its effort")
-    return Effort(num_tokens, seconds)
+    return num_tokens, seconds
 
 
 def _table_in(file: Any, vocab_size: int) -> SuccessorTable:
