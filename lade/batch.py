@@ -1,8 +1,7 @@
 """The rows of a batch: committed tokens, which rows are finished, and how far each may go."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import overload
 
 from torch import Tensor
 
@@ -89,29 +88,6 @@ class Text:
         for row, num_known in enumerate(self._num_known):
             ids[row, :num_known] = self._ids[row, :num_known]  # processors may have changed it
         return ids
-
-
-class Prefix(Sequence[int]):
-    """The first tokens of a growing list, without a copy."""
-
-    def __init__(self, token_ids: list[int], length: int) -> None:
-        self._token_ids = token_ids
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, place: int) -> int: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[int]: ...
-
-    def __getitem__(self, place: int | slice) -> int | list[int]:
-        which = range(self._length)[place]
-        if isinstance(which, int):
-            return self._token_ids[which]
-        return [self._token_ids[index] for index in which]
 
 
 @dataclass(frozen=True, slots=True)
