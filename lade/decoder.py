@@ -88,7 +88,7 @@ class Decoder:
             self._finish()
         except VerificationError as failure:
             self.failure = failure
-            if batch.limits.gives_cache or batch.emitting:
+            if batch.gives_cache or batch.emitting:
                 batch.text.cut()
         finally:
             with ExitStack() as stack:  # closes the others even if one raises
@@ -225,7 +225,7 @@ def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> d
             child = trees[row].children.get((node, token_id))
             if child is not None:
                 next_nodes[row] = child
-        batch.limits.stop([*walking])
+        batch.stop([*walking])
         walking = {}
         for row, node in next_nodes.items():
             if batch.may_emit(row):

@@ -13,7 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS
-from lade.batch import Batch, Limits, Text
+from lade.batch import Batch, Text
 from lade.budget.budget import Budget
 from lade.budget.costs import ForwardCosts
 from lade.compat import (
@@ -371,13 +371,14 @@ class Generation:
                 num_ranked=max(source.num_successors for source in sources),
                 ahead=overlaps,
             )
-        limits = Limits(
-            max_length=needed.max_length,
-            stop=stopping(self._stop, report),
+        batch = Batch(
+            text,
+            _contexts(self._call.input_ids, self._call.model_kwargs.get("attention_mask")),
+            needed.max_length,
+            stopping(self._stop, report),
             gives_cache=self._call.returns_dict or self._is_users_cache,
+            max_lead=choice.max_lead,
         )
-        contexts = _contexts(self._call.input_ids, self._call.model_kwargs.get("attention_mask"))
-        batch = Batch(text, contexts, limits, choice.max_lead)
         speculator = Speculator(batch, sources, call, budget, target, grammar, config.lookahead)
         decoder = Decoder(
             batch,
@@ -419,7 +420,7 @@ class Generation:
         report.end()
         if self._reuse is not None:
             self._keep(self._reuse, text.token_ids[0], target)
-        elif limits.gives_cache:
+        elif batch.gives_cache:
             if isinstance(target, RowsTarget):
                 stats.num_steps += target.fill(text)
             self._cache = target.hand_over(self._cache)
