@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from lade.batch import Batch
 from lade.drafting.speculator import Done, Plan, Speculator
 from lade.errors import in_one_line
-from lade.outputs import Outputs
 from lade.probing.proof import FlawError, Proof
 from lade.sampling.choice import Choice
 from lade.stats import DecodeStats, Step
@@ -43,7 +42,6 @@ class Decoder:
         speculator: decides what a step runs, and learns from it.
         choice: chooses the target's own tokens.
         on_step: called after each commit, the prefill included, with the steps of the rows.
-        outputs: collects what the caller wants besides the text.
         proof: holds some steps against the model's own forwards of one token.
         overlaps: whether learning from a step is deferred until the next forward is on its way. If
             not, as when the host itself computes, it is done at once.
@@ -56,7 +54,6 @@ class Decoder:
         speculator: Speculator,
         choice: Choice,
         on_step: Callable[[Sequence[Step]], None],
-        outputs: Outputs,
         proof: Proof,
         overlaps: bool = False,
     ) -> None:
@@ -68,7 +65,6 @@ class Decoder:
         self._speculator = speculator
         self._choice = choice
         self._on_step = on_step
-        self._outputs = outputs
         self._proof = proof
         self._overlaps = overlaps
         self._last: Done | None = None  # the last step, until it is learned from

@@ -49,8 +49,7 @@ from lade.hf.call import Call
 from lade.hf.plain import finish_plainly
 from lade.hf.pools import credit, opened
 from lade.hf.prefixes import Reuse, reuse_of
-from lade.hf.stopping import Report, StopRule, stopping
-from lade.outputs import Outputs
+from lade.hf.stopping import Outputs, Report, StopRule, stopping
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import has_own_inputs, is_own, own_code_around
@@ -386,7 +385,6 @@ class Generation:
             speculator,
             choice,
             report.add,
-            outputs,
             Proof(
                 self._model,
                 target,

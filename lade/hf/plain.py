@@ -17,8 +17,7 @@ from lade.batch import Text
 from lade.captures import put_back, random_states
 from lade.compat import decode_plainly
 from lade.hf.call import Call
-from lade.hf.stopping import Report
-from lade.outputs import Outputs
+from lade.hf.stopping import Outputs, Report
 from lade.probing.selfcheck import forced
 from lade.stats import DecodeStats, Step
 

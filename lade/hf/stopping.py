@@ -1,10 +1,11 @@
-"""What follows a token: stop conditions, exactly as in `generate`, then streamers and `on_step`."""
+"""What follows a token: its scores, stop conditions as in `generate`, streamers and `on_step`."""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -16,8 +17,32 @@ from transformers.generation.streamers import BaseStreamer
 from lade.batch import Text
 from lade.compat import STOPS_FIRST
 from lade.hf.call import OnStep
-from lade.outputs import Outputs
+from lade.sampling.choice import OnChoice
 from lade.stats import Step
+
+
+class Outputs:
+    """Scores and logits of a single row, as `generate` returns them."""
+
+    def __init__(self, wanted: Sequence[str]) -> None:
+        """`wanted`: any of "scores" and "logits"."""
+        # By kind, an entry for each emitted token.
+        self._entries: dict[str, list[Any]] = {name: [] for name in wanted}
+
+    @property
+    def on_choice(self) -> OnChoice | None:
+        """Callback for every emitted token; None if neither scores nor logits are wanted."""
+        return self.add_choice if self._entries else None
+
+    def add_choice(self, logits: Tensor, scores: Tensor) -> None:
+        """Keep the logits and scores of one emitted token, float32 [vocab_size] each."""
+        for name, values in (("logits", logits), ("scores", scores)):
+            if name in self._entries:
+                self._entries[name].append(values[None].clone())
+
+    def get(self, name: str, num_tokens: int | None = None) -> tuple[Any, ...] | None:
+        """Return one entry for each of the first emitted tokens; None if `name` is not wanted."""
+        return tuple(self._entries[name][:num_tokens]) if name in self._entries else None
 
 
 class StopRule:
