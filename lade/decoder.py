@@ -22,15 +22,10 @@ from lade.tree import ROOT, Tree
 
 
 class VerificationError(Exception):
-    """Drafts cannot be verified any more; the text so far is valid.
+    """Drafts cannot be verified any more, because of a `FlawError` or as a forward failed.
 
-    Attributes:
-        flaw: how forwards no longer behaved as in the check of the model; None if a forward failed.
+    The text so far is valid.
     """
-
-    def __init__(self, reason: str, flaw: FlawError | None = None) -> None:
-        super().__init__(reason)
-        self.flaw = flaw
 
 
 class Decoder:
@@ -190,10 +185,9 @@ class Decoder:
         """Convert errors of the target to `VerificationError`, which does not fail the call."""
         try:
             yield
-        except FlawError as flaw:
-            raise VerificationError(str(flaw), flaw) from flaw
         except Exception as failure:  # the target is the user's model
-            raise VerificationError(in_one_line(failure)) from failure
+            is_flaw = isinstance(failure, FlawError)
+            raise VerificationError(str(failure) if is_flaw else in_one_line(failure)) from failure
 
 
 def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> dict[int, list[int]]:

@@ -55,7 +55,7 @@ from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import has_own_inputs, is_own, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import profile_of
-from lade.probing.proof import FIRST_DISTANCE, Distances, Proof
+from lade.probing.proof import FIRST_DISTANCE, Distances, FlawError, Proof
 from lade.probing.rules import Requirements, requirements_of
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
@@ -523,7 +523,7 @@ class Generation:
             f"lade decodes the rest of a call of {type(self._model).__name__} plainly, one token a "
             f"forward: {failure}"
         )
-        if failure.flaw is not None:
+        if isinstance(failure.__cause__, FlawError):
             text += "; the model is checked anew at the next call"
         self._warn_once(text, VerificationWarning)
 
