@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from lade.prewarming.warming import warm_up as warm_up
     from lade.probing.plan import Probe as Probe
     from lade.probing.plan import probe as probe
-    from lade.probing.plan import recheck as recheck
     from lade.probing.profile import release as release
     from lade.stats import DecodeStats as DecodeStats
     from lade.stats import Step as Step
@@ -68,7 +67,7 @@ _HOMES = {
     "lade.prewarming.run": ("Prewarmed", "prewarm"),
     "lade.prewarming.warming": ("warm_up",),
     "lade.probing.profile": ("release",),
-    "lade.probing.plan": ("Probe", "probe", "recheck"),
+    "lade.probing.plan": ("Probe", "probe"),
     "lade.stats": ("DecodeStats", "Step"),
     "ngram_pool": ("Draft", "NGramPool"),
 }

@@ -216,7 +216,7 @@ class Probe:
         return "\n".join(lines)
 
 
-def probe(model: Model, *, num_rows: int = 1) -> Probe:
+def probe(model: Model, *, num_rows: int = 1, anew: bool = False) -> Probe:
     """Report how lade verifies drafts of a model, and why better methods are ruled out.
 
     Runs the self-check of the first generation, unless that has already been run.
@@ -225,12 +225,18 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
         model: a transformers causal LM.
         num_rows: of the batch to decode. Several rows are assumed to have padding and different
             lengths.
+        anew: whether to forget first what lade knows of the model. One that was quantized, moved,
+            hooked, patched or given adapters is checked again anyway, and calls prove what cannot
+            be seen; this brings a method back that was ruled out for a state that the model is no
+            longer in.
 
     Raises:
         UnsupportedModelError: the model is an encoder-decoder.
     """
     model = without_compiler(model)
     refuse_encoder_decoder(model)
+    if anew:
+        Profiles.of(model).forget()
     config = model.generation_config
     cache: CacheKind = "static" if config.cache_implementation == "static" else "dynamic"
     excluded: dict[Verification, str] = {}
@@ -248,21 +254,3 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
     return Probe(
         type(model).__name__, chosen.verification, attention, chosen.reasons, chosen.execution
     )
-
-
-def recheck(model: Model, *, num_rows: int = 1) -> Probe:
-    """Forget what lade knows about a model, check it again, and report the result.
-
-    A model that was quantized, moved, hooked, patched or given adapters is checked again
-    automatically, and calls prove what cannot be seen. Call this to have a method back that was
-    ruled out for a state that the model is no longer in.
-
-    Args:
-        model: a transformers causal LM.
-        num_rows: as for `probe`.
-
-    Raises:
-        UnsupportedModelError: the model is an encoder-decoder.
-    """
-    Profiles.of(without_compiler(model)).forget()
-    return probe(model, num_rows=num_rows)
