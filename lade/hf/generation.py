@@ -18,7 +18,6 @@ from lade.budget.budget import Budget
 from lade.budget.costs import ForwardCosts
 from lade.compat import (
     CACHE,
-    Model,
     has_adapters_by_row,
     has_own_generate,
     may_be_users,
@@ -125,9 +124,8 @@ class Generation:
 
     def _reused(self) -> Reuse | None:
         """Fill the cache with what is kept of the prompt, where that was asked for."""
-        if not self._config.reuses_prefix or why_not_run(self._profile) is not None:
-            return None
-        if not self._has_time:
+        is_plain = why_not_run(self._profile) is not None or not self._has_time
+        if is_plain or not self._config.reuses_prefix:
             return None
         if self._own_code is not None:
             what = f"{type(self._model).__name__}: {self._own_code} is code of one's own"
@@ -144,16 +142,18 @@ class Generation:
     @without_collection()  # the first call checks the model, and loads or compiles products
     def _plan(self) -> tuple[VerificationPlan, Requirements | None, Target | None]:
         """Choose how to decode, and set up the target; no target means plain decoding."""
-        model, config = self._model, self._config
+        model, config, call = self._model, self._config, self._call
         if (reason := self._why_plain) is not None:
-            return self._plainly(reason), None, None
+            is_asked = config.stable_text or config.lookahead is not None
+            if is_asked or why_not_run(self._profile) is not None:  # the config may not allow it
+                all_of_them = dict.fromkeys(SPECULATING, reason)
+                choose_verification(
+                    model, config=config, excluded=all_of_them, profile=self._profile
+                )
+            return VerificationPlan("plain", None, {"tree": reason}), None, None
         with Attempt(LadeError, MisfitError, even_memory=True) as attempt:
             needed = requirements_of(
-                model,
-                self._call.input_ids,
-                self._call.options,
-                self._call.model_kwargs,
-                self._own_code,
+                model, call.input_ids, call.options, call.model_kwargs, self._own_code
             )
             excluded, why_eager = needed.excluded, needed.why_eager
             if config.stable_text and why_eager is not None:
@@ -162,7 +162,7 @@ class Generation:
                 choose_verification,
                 model,
                 config=config,
-                num_rows=self._call.num_rows,
+                num_rows=call.num_rows,
                 cache=needed.cache,
                 excluded=excluded,
                 execution=self._execution if why_eager is None else "eager",
@@ -180,19 +180,12 @@ class Generation:
             may_differ = config.stable_text or self._around is not None
             if config.uses_products and not may_differ:
                 verification = with_products(verification, model, self._profile)
-            if config.lookahead is not None and verification.verification != "tree":
-                _refuse_lookahead(model, verification)
             if verification.verification == "plain":
                 return verification, needed, None
+            num_beside = 0 if config.lookahead is None else config.lookahead.num_cells
             target: Target = make_target(
-                model,
-                self._call.input_ids,
-                self._call.model_kwargs,
-                verification,
-                needed.num_new + (0 if config.lookahead is None else config.lookahead.num_cells),
-                self._call.options,
-                self._profile,
-                self.policy,
+                *(model, call.input_ids, call.model_kwargs, verification),
+                *(needed.num_new + num_beside, call.options, self._profile, self.policy),
             )
             if self._company is not None and isinstance(target, TreeTarget | RowsTarget):
                 target.join(self._company)
@@ -244,22 +237,6 @@ class Generation:
         is_known = self._profile.is_warm or not self._call.is_timed
         return is_known or is_asked or config.stable_text
 
-    def _plainly(self, reason: str) -> VerificationPlan:
-        """Return plain decoding for a reason.
-
-        Raises:
-            LadeError: the config asks for what it cannot be.
-        """
-        config, excluded = self._config, dict.fromkeys(SPECULATING, reason)
-        found = VerificationPlan("plain", None, {"tree": reason})
-        if config.lookahead is not None:
-            _refuse_lookahead(self._model, found)
-        if config.stable_text or why_not_run(self._profile) is not None:
-            choose_verification(
-                self._model, config=config, excluded=excluded, profile=self._profile
-            )
-        return found
-
     def _drafting(
         self,
         target: Target,
@@ -269,6 +246,8 @@ class Generation:
     ) -> tuple[DraftingCall, list[Source], Guard | None]:
         """Return what drafts for the call, and what tells the tokens that a grammar forces."""
         config, device = self._config, target.device
+        limits = (target.max_candidates, config.max_candidates)
+        max_candidates = min((limit for limit in limits if limit is not None), default=None)
         given, prediction = self._call.arguments.drafter, self._call.arguments.prediction
         if prediction is not None:
             given = Merged([CallPool() if given is None else given, Prediction(prediction)])
@@ -278,15 +257,15 @@ class Generation:
             max_length=max_length,
             device=device,
             num_rows=self._call.num_rows,
-            max_candidates=self._max_candidates(target),
+            max_candidates=max_candidates,
             processors=self._call.processors,
             samples=bool(self._call.options.do_sample),
             rngs=rngs,
-            make_pool_drafter=lambda: self._pool_drafter(target),
+            make_pool_drafter=partial(self._pool_drafter, max_candidates),
             step_sec=partial(budget.step_sec, self._call.num_rows),
         )
         if given is None:
-            sources = [Source(self._pool_drafter(target)).make(call)]
+            sources = [Source(call.make_pool_drafter()).make(call)]
         else:
             sources = sources_of(given, call, config.strict_drafter)
             may_learn = any(source.learns_ngrams or source.has_failed for source in sources)
@@ -295,24 +274,20 @@ class Generation:
                     "lade does not support Config(lookahead=…) beside a drafter that learns no "
                     f"n-grams: {type(given).__name__} has learns_ngrams = False"
                 )
-        foresight, known = None, (p for p in self._call.processors if isinstance(p, ForcedTokens))
-        if (grammar := next(known, None)) is not None:
-            what = f"forced tokens: {type(grammar).__name__}"
-            foresight = Guard(grammar, what, config.strict_drafter, device)
+        foresight = None
+        for grammar in self._call.processors:
+            if isinstance(grammar, ForcedTokens) and foresight is None:
+                what = f"forced tokens: {type(grammar).__name__}"
+                foresight = Guard(grammar, what, config.strict_drafter, device)
         return call, sources, foresight
 
-    def _pool_drafter(self, target: Target) -> Drafter:
+    def _pool_drafter(self, max_candidates: int | None) -> Drafter:
         """Return a drafter by the pools of the call and the table of its model."""
         config = self._config
         prewarmed = prewarmed_table_of(self._model, self._profile) if config.uses_table else None
-        max_candidates = self._max_candidates(target)
         with without_collection():  # the first pool loads or compiles its kernels
             pool = NGramPool() if self._pool is None else self._pool
             return PoolDrafter(pool, max_candidates, prewarmed, self._layers)
-
-    def _max_candidates(self, target: Target) -> int | None:
-        limits = (target.max_candidates, self._config.max_candidates)
-        return min((limit for limit in limits if limit is not None), default=None)
 
     def _budget(self, verification: VerificationPlan) -> Budget:
         config, most_asked = self._config, self._call.options.prompt_lookup_num_tokens
@@ -325,10 +300,9 @@ class Generation:
             return Budget(fixed=most if asked is None else min(asked, most))
         if config.max_draft_tokens is not None and asked is not None:
             return Budget(fixed=asked)
-        temperature = (
-            1.0 if self._call.options.temperature is None else self._call.options.temperature
-        )
-        temperature = temperature if self._call.options.do_sample else 0.0
+        options = self._call.options
+        temperature = 1.0 if options.temperature is None else options.temperature
+        temperature = temperature if options.do_sample else 0.0
         key = "costs", verification.verification, verification.execution, verification.products
         costs = self._profile.once(key, ForwardCosts)
         return Budget(costs, temperature, asked)
@@ -538,14 +512,3 @@ def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int
     elif bool(seen.all()):
         return input_ids.tolist()
     return [ids[mask].tolist() for ids, mask in zip(input_ids, seen, strict=True)]
-
-
-def _refuse_lookahead(model: Model, verification: VerificationPlan) -> None:
-    """Raise because a lookahead window was asked for, but drafts are not verified as trees."""
-    why = verification.reasons.get(
-        "tree", f"Config(verification={verification.verification!r}) asks for it"
-    )
-    raise UnsupportedOptionError(
-        f"lade does not support Config(lookahead=…) where drafts are not verified by 'tree'; "
-        f"{type(model).__name__} verifies them by {verification.verification!r} here: {why}"
-    )

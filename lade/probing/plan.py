@@ -53,7 +53,8 @@ def choose_verification(
 
     Raises:
         UnsupportedModelError: the method asked for is not exact, with the reason.
-        UnsupportedOptionError: the text cannot be kept from depending on drafts, with the reason.
+        UnsupportedOptionError: what needs trees was asked for, and they are not exact, with the
+            reason.
     """
     profile, config = profile or profile_of(model), config or Config()
     excluded = {**profile.found_wrong, **why_never(model, profile), **(excluded or {})}
@@ -64,10 +65,15 @@ def choose_verification(
     asked, width = config.verification, stable_width_of(model, config)
     methods: tuple[Verification, ...] = SPECULATING if asked is None else (asked,)
     widths: Widths = None if execution == "eager" else widths_on(device_of_inputs(model))
+    only_tree = None if config.lookahead is None else "lookahead=…"
     if width is not None:
-        methods, widths = ("tree",), (width,)
+        only_tree, widths = "stable_text=True", (width,)
         if (why := why_not_stable(model)) is not None:
             excluded.setdefault("tree", why)
+    if only_tree is not None:
+        methods = ("tree",)
+        if asked not in (None, "tree"):
+            excluded["tree"] = f"Config(verification={asked!r}) asks for another method"
     elif asked == "plain":
         return VerificationPlan("plain", None, {})
 
@@ -91,9 +97,9 @@ def choose_verification(
         if reason is None:
             return VerificationPlan(verification, attention, reasons, why_eager=why_eager)
         reasons[verification] = reason
-    if width is not None:
+    if only_tree is not None:
         raise UnsupportedOptionError(
-            f"lade does not support Config(stable_text=True) for {name} here: {reasons['tree']}"
+            f"lade does not support Config({only_tree}) for {name} here: {reasons['tree']}"
         )
     if asked is not None:
         raise UnsupportedModelError(f"{name} cannot verify drafts by {asked!r}: {reasons[asked]}")
