@@ -125,11 +125,17 @@ def keep_attributes(view: Model, model: Model) -> None:
     Some models store how positions were counted in a prompt; transformers stores that it collects
     outputs.
     """
-    for mine, theirs in _pairs(view, model):
+    left = [(view, model)]
+    while left:
+        mine, theirs = left.pop()
+        if mine is theirs:
+            continue
         before = vars(mine)[_BEFORE]
         for name, value in vars(mine).items():
             if name != _BEFORE and before.get(name) is not value:
                 vars(theirs)[name] = value
+        pairs = ((child, theirs._modules.get(name)) for name, child in mine._modules.items())
+        left += [(child, other) for child, other in pairs if None not in (child, other)]
 
 
 _BEFORE = "_lade_before"  # all attributes of a view's module as of its creation
@@ -174,21 +180,6 @@ def _twin_of(module: nn.Module, changed: dict[str, Any]) -> nn.Module:
     attributes[_BEFORE] = dict(attributes)
     object.__setattr__(twin, "__dict__", attributes)
     return twin
-
-
-def _pairs(view: nn.Module, model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the modules of a view that differ from the model's, each with its original."""
-    pairs, left = [], [(view, model)]
-    while left:
-        mine, theirs = left.pop()
-        if mine is theirs:
-            continue
-        pairs.append((mine, theirs))
-        for name, child in mine._modules.items():
-            other = theirs._modules.get(name)
-            if child is not None and other is not None:
-                left.append((child, other))
-    return pairs
 
 
 def _copied_configs(model: Model) -> dict[int, Any]:
