@@ -54,8 +54,9 @@ def with_attention(model: Model, attention: str) -> Model:
     without submodules, such as one that only makes rotary angles, is left as it is: it does not
     attend.
     """
-    text = model.config.get_text_config(decoder=True)
-    copies = _copied_configs(model)
+    text = model.config.get_text_config(decoder=True)  # which may make a new one
+    copies: dict[int, Any] = {}
+    copy.deepcopy((model.config, text), copies)
     copies[id(text)]._attn_implementation = attention
     return _with_configs(model, copies, lambda module: bool(module._modules))
 
@@ -69,9 +70,10 @@ def with_decoding_experts(model: Model) -> Model:
     """
     if device_of_inputs(model).type == "cpu" or "grouped_mm" not in experts_of(model):
         return model
-    copies = _copied_configs(model)
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
     for copied in copies.values():
-        if copied._experts_implementation == "grouped_mm":
+        if getattr(copied, "_experts_implementation", None) == "grouped_mm":
             copied._experts_implementation = "batched_mm"
     return _with_configs(model, copies)
 
@@ -182,20 +184,14 @@ def _twin_of(module: nn.Module, changed: dict[str, Any]) -> nn.Module:
     return twin
 
 
-def _copied_configs(model: Model) -> dict[int, Any]:
-    """Return copies of a model's config and its parts, by the id of what they are copies of."""
-    copies: dict[int, Any] = {}
-    _copy_config(model.config, copies)
-    text = model.config.get_text_config(decoder=True)
-    if id(text) not in copies:  # get_text_config may make a new one
-        _copy_config(text, copies)
-    return copies
-
-
 def _with_configs(
     model: Model, copies: dict[int, Any], applies: Callable[[nn.Module], bool] = lambda module: True
 ) -> Model:
-    """Return a view in which modules that `applies` tells of refer to copies of their configs."""
+    """Return a view in which modules that `applies` tells of refer to copies of their configs.
+
+    Args:
+        copies: by the id of what they are copies of, as `deepcopy` notes them.
+    """
 
     def change(module: nn.Module) -> dict[str, Any] | None:
         if not applies(module):
@@ -206,13 +202,3 @@ def _with_configs(
         return changed or None
 
     return viewed(model, change)
-
-
-def _copy_config(config: Any, copies: dict[int, Any]) -> Any:
-    """Copy a config and its sub-configs."""
-    copied = copies[id(config)] = copy.copy(config)
-    for name in getattr(config, "sub_configs", {}):
-        part = getattr(config, name, None)
-        if part is not None and not isinstance(part, dict):
-            setattr(copied, name, copies.get(id(part)) or _copy_config(part, copies))
-    return copied
