@@ -127,7 +127,7 @@ def keep_attributes(view: Model, model: Model) -> None:
     Some models store how positions were counted in a prompt; transformers stores that it collects
     outputs.
     """
-    left = [(view, model)]
+    left: list[tuple[Any, Any]] = [(view, model)]
     while left:
         mine, theirs = left.pop()
         if mine is theirs:

@@ -249,7 +249,7 @@ class Generation:
         limits = (target.max_candidates, config.max_candidates)
         max_candidates = min((limit for limit in limits if limit is not None), default=None)
         given, prediction = self._call.arguments.drafter, self._call.arguments.prediction
-        if prediction is not None:
+        if isinstance(prediction, tuple):  # of ids, as `Arguments.checked` leaves it
             given = Merged([CallPool() if given is None else given, Prediction(prediction)])
         call = DraftingCall(
             model=self._model,
