@@ -16,13 +16,7 @@ from lade.attention.packed import PACKED_ROWS
 from lade.batch import Batch, Text
 from lade.budget.budget import Budget
 from lade.budget.costs import ForwardCosts
-from lade.compat import (
-    CACHE,
-    has_adapters_by_row,
-    has_own_generate,
-    may_be_users,
-    mesh_of,
-)
+from lade.compat import CACHE, has_adapters_by_row, has_own_generate, may_be_users, mesh_of
 from lade.config import SPECULATING
 from lade.decoder import Decoder, VerificationError
 from lade.drafters.merged import CallPool, Merged, sources_of

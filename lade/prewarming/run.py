@@ -19,14 +19,9 @@ from transformers import GenerationConfig
 from lade.compat import Model, device_of_inputs, without_compiler
 from lade.drafting.successors import Successors, rank, with_probs
 from lade.errors import UnsupportedModelError
-from lade.prewarming.tables import (
-    StoredTable,
-    forget_prewarmed_table,
-    merge_table,
-    path_of_table,
-    read_table,
-)
+from lade.prewarming.tables import StoredTable, merge_table, path_of_table, read_table
 from lade.probing.plan import probe
+from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder, refuse_sharded
 from lade.probing.selfcheck import unchanged_random_state
 from lade.view import apart
@@ -114,7 +109,8 @@ def prewarm(
     finally:
         if run.made.num_tokens:
             stored = merge_table(path, model, run.made)
-            forget_prewarmed_table(model)
+            for profile in Profiles.of(model):  # which look for their table anew
+                profile.found.pop("prewarmed", None)
     return told(stored)
 
 

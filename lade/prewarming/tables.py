@@ -41,12 +41,6 @@ def prewarmed_table_of(model: Model, profile: Profile) -> SuccessorTable | None:
     return profile.once("prewarmed", lambda: table_for(model))
 
 
-def forget_prewarmed_table(model: Model) -> None:
-    """Have the model's table looked up again at its next use."""
-    for profile in vars(without_compiler(model)).get("_lade_profiles", ()):
-        profile.found.pop("prewarmed", None)
-
-
 def tables_folder() -> Path:
     """Return the folder of all tables in the user's cache; it need not exist."""
     from platformdirs import user_cache_path  # here, as only files need it
@@ -54,18 +48,17 @@ def tables_folder() -> Path:
     return user_cache_path("lade", appauthor=False) / "tables"
 
 
-def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None:
+def table_for(model: Model) -> SuccessorTable | None:
     """Return the prewarmed table of a model, or None.
 
     One that cannot be used, for whatever reason, is ignored with a warning: decoding works without
     it. Tensor-parallel models use none, because each process has only a part of the weights.
     """
     try:
-        folder = tables_folder() if folder is None else folder
         # os.path never raises: a folder that we may not look into has no tables for us.
-        if mesh_of(model) is not None or not os.path.isdir(folder):
+        if not os.path.isdir(tables_folder()):
             return None
-        path = path_of_table(model, folder)
+        path = path_of_table(model)
         return load_table(path, _vocab_size(model)) if os.path.isfile(path) else None
     except UnsupportedModelError:  # nothing tells it from others
         return None

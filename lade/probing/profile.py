@@ -22,13 +22,7 @@ from lade.compat import (
 from lade.config import Verification
 from lade.forward.job import forwards_for
 from lade.gpu.workspace import WorkspaceStore
-from lade.probing.own_code import (
-    code_of,
-    functions_at_present,
-    hooks_of,
-    hooks_of_all,
-    own_code_of,
-)
+from lade.probing.own_code import code_of, functions_at_present, hooks_of, hooks_of_all, own_code_of
 from lade.probing.proof import Distances
 from lade.products.choice import FastViews
 from lade.products.linear import products_for

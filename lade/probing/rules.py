@@ -13,14 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from lade.attempts import Attempt
 from lade.closeness import is_exact_in
-from lade.compat import (
-    CACHE,
-    INDEXERS_TAKE_MASKS,
-    Model,
-    device_of_inputs,
-    may_be_users,
-    mesh_of,
-)
+from lade.compat import CACHE, INDEXERS_TAKE_MASKS, Model, device_of_inputs, may_be_users, mesh_of
 from lade.config import SPECULATING, Verification
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.probing.own_code import has_own_inputs, is_code
