@@ -77,23 +77,23 @@ def choose_verification(
     elif asked == "plain":
         return VerificationPlan("plain", None, {})
 
-    result_of = partial(_result_of, model, profile, cache, is_padded or is_batch)
+    result_of = partial(_result_of, model, profile)
     reasons: dict[Verification, str] = {}
     why_eager: str | None = None
     for verification in methods:
         reason = excluded.get(verification)
+        key = CheckKey(verification, cache, is_padded or is_batch)
         if reason is None and verification == "tree" and widths is not None:
-            reason, attention = result_of(verification, widths)
+            reason, attention = result_of(key._replace(widths=widths))
             if reason is None:
                 return VerificationPlan(verification, attention, reasons, execution, widths)
             if width is None:  # steps of other shapes may be exact
                 reason, why_eager = None, reason
         if reason is None:
-            reason, attention = result_of(verification)
+            reason, attention = result_of(key)
             if reason is None and is_batch:
-                layout = profile.layout_of(model)
-                if not takes_parts(model, layout, attention):
-                    reason = "its attention takes no parts"
+                is_able = takes_parts(model, profile.layout_of(model), attention)
+                reason = None if is_able else "its attention takes no parts"
         if reason is None:
             return VerificationPlan(verification, attention, reasons, why_eager=why_eager)
         reasons[verification] = reason
@@ -111,10 +111,8 @@ def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
     reason = why_not_run(profile) or own_loop_of(model)
     if reason is not None:
         return dict.fromkeys(SPECULATING, reason)
-    if has_own_inputs(model):
-        why = "its prepare_inputs_for_generation is code of one's own"
-        return {"tree": why}
-    return {}
+    why = "its prepare_inputs_for_generation is code of one's own"
+    return {"tree": why} if has_own_inputs(model) else {}
 
 
 def why_not_run(profile: Profile) -> str | None:
@@ -136,23 +134,15 @@ def choose_for_drafting(model: Model, profile: Profile) -> VerificationPlan:
     plan = choose_verification(model, profile=profile)
     if plan.verification == "plain" and why_not_run(profile) is None:
         for method in SPECULATING:
-            reason, attention = _result_of(model, profile, "dynamic", False, method, None, True)
+            key = CheckKey(method, is_drafting=True)
+            reason, attention = _result_of(model, profile, key)
             if reason is None:
                 return VerificationPlan(method, attention, plan.reasons)
     return plan
 
 
-def _result_of(
-    model: Model,
-    profile: Profile,
-    cache: CacheKind,
-    is_padded: bool,
-    verification: Verification,
-    widths: Widths = None,
-    is_drafting: bool = False,
-) -> CheckResult:
+def _result_of(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
     """Return the result of checking a method, from an earlier check if there was one."""
-    key = CheckKey(verification, cache, is_padded, widths, is_drafting)
     try:
         return profile.once(key, lambda: check(model, profile, key))
     except torch.OutOfMemoryError:  # another check may find something else
