@@ -135,9 +135,7 @@ def hooks_of_all() -> list[Any]:
 
 def is_code(value: Any) -> bool:
     """Return whether an attribute is a function or another callable that is no module."""
-    return isinstance(value, FunctionType | MethodType | BuiltinFunctionType | partial) or (
-        callable(value) and not isinstance(value, nn.Module | Tensor | type)
-    )
+    return callable(value) and not isinstance(value, nn.Module | Tensor | type)
 
 
 def is_own(code: Any, depth: int = 4) -> bool:
