@@ -80,8 +80,7 @@ class Lengths(NamedTuple):
 def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
     """Return why a call of these lengths must be decoded plainly, or None."""
     config = model.config.get_text_config(decoder=True)
-    rope = _rope_passed(config, lengths)
-    if rope is not None:
+    if (rope := _rope_passed(model, lengths)) is not None:
         kind, limit = rope
         # Drafts end where a dynamic one begins; batches of such models are plain anyway.
         if kind == "longrope" and lengths.first_position <= limit:
@@ -119,16 +118,14 @@ def why_not_reused(model: Model, lengths: Lengths) -> str | None:
 
 def why_no_snapshot(model: Model, lengths: Lengths) -> str | None:
     """Return why a call of these lengths cannot go back to copies of a state, or None."""
-    rope = _rope_passed(model.config.get_text_config(decoder=True), lengths)
-    if rope is None:
-        return None
+    rope = _rope_passed(model, lengths)
     # After going back, more than one token would be run again.
-    return f"its rotary embedding is {rope[0]}"
+    return None if rope is None else f"its rotary embedding is {rope[0]}"
 
 
-def _rope_passed(config: Any, lengths: Lengths) -> tuple[str, int] | None:
+def _rope_passed(model: Model, lengths: Lengths) -> tuple[str, int] | None:
     """Return the result of `rope_of` if the call may end past its limit, else None."""
-    rope = rope_of(config)
+    rope = rope_of(model.config.get_text_config(decoder=True))
     last = lengths.first_position + lengths.num_new
     return rope if rope is not None and last > rope[1] else None
 
@@ -238,28 +235,20 @@ def requirements_of(
             exclude("its local layers mask by the size of a static cache", *SPECULATING)
     if cache is not None and not model_kwargs.get("use_cache", True):
         exclude("a cache was passed, and use_cache=False", *SPECULATING)
-    longest = longest_of(config)
+    longest = input_ids.shape[1] + lengths.num_new
     limits = [longest_draft(model, longest, input_ids.shape[1], lengths.first_position)]
     if isinstance(cache, StaticCache):
         whole = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
         sizes = [layer.max_cache_len for layer in whole if hasattr(layer, "max_cache_len")]
         limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
     is_padded = lengths.is_padded or len(input_ids) > 1
-    num_new = longest - input_ids.shape[1]
     why_eager = _why_eager(model)
     if own_code is not None:
         own = f"code of one's own runs in its forwards ({own_code})"
         why_eager = why_eager or own
         if mesh_of(model) is not None:
             exclude(f"{own}, and several processes run it together", *SPECULATING)
-    return Requirements(excluded, kind, is_padded, num_new, min(limits), why_eager)
-
-
-def longest_of(config: GenerationConfig) -> int:
-    """Return the longest text; `generate` also takes a float, and infinity."""
-    endless = torch.iinfo(torch.int32).max  # more tokens than any text has
-    longest: int = math.ceil(min(config.max_length, endless))
-    return longest
+    return Requirements(excluded, kind, is_padded, lengths.num_new, min(limits), why_eager)
 
 
 def _why_eager(model: Model) -> str | None:
@@ -279,7 +268,8 @@ def lengths_of(
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     num_slots = num_slots_of(input_ids, config, model_kwargs)
     first = num_slots if positions is None else int(positions[..., -1].max()) + 1
-    num_new = longest_of(config) - input_ids.shape[1]
+    # `generate` also takes a float, and infinity; no text has as many tokens as this.
+    longest = math.ceil(min(config.max_length, torch.iinfo(torch.int32).max))
     is_padded = mask is not None and not bool(mask.all())
     if positions is not None and not is_padded:  # positions other than slots count as padding
         cache = cache_in(model_kwargs)
@@ -287,7 +277,7 @@ def lengths_of(
         lasts = {num_slots, num_cached + positions.shape[-1]}  # of whole texts, or of the new part
         in_order = bool((positions.diff(dim=-1) == 1).all())
         is_padded = not in_order or not {*(positions[..., -1] + 1).flatten().tolist()} <= lasts
-    return Lengths(first, num_slots, num_new, is_padded)
+    return Lengths(first, num_slots, longest - input_ids.shape[1], is_padded)
 
 
 def _needs_more(model: Model, input_ids: Tensor, model_kwargs: dict[str, Any]) -> str | None:
