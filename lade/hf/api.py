@@ -313,8 +313,6 @@ def _generate(
     drafter = take_assistant(model, arguments.drafter, generate_kwargs)
     arguments = arguments._replace(drafter=drafter)
     twin = take_stop_strings(model, generate_kwargs)
-    if twin is not model:
-        own = _generate_of(twin)
     streamer = generate_kwargs.get("streamer")
     passed = [name for name in CACHE_NAMES if generate_kwargs.get(name) is not None]
     may_bring_cache = MARKS_CACHES or bool(passed)  # an empty cache is false
@@ -334,7 +332,7 @@ def _generate(
         return _run(Call(model, input_ids, *prepared, given, streamer, may_bring_cache))
 
     strategy.is_lades = True  # type: ignore[attr-defined]
-    speculate = partial(own, *args, **generate_kwargs)
+    speculate = partial(_generate_of(twin), *args, **generate_kwargs)
     if not has_own_generate(model):
         return speculate(custom_generate=strategy)
     return _by_own_generate(model, speculate, strategy, plainly)
