@@ -69,7 +69,6 @@ class Plan:
     trees: dict[int, Tree]  # by row, the root and the draft to verify
     proposed: Mapping[int, Draft]  # by row, the whole proposal, verified or not
     window: Window | None  # run beside the draft of a single row
-    context_lengths: Mapping[int, int]  # by unfinished row, before the step
 
     @cached_property
     def num_tokens(self) -> int:
@@ -86,19 +85,6 @@ class Plan:
         """Return the plan with the roots alone."""
         roots = {row: tree.without_draft() for row, tree in self.trees.items()}
         return replace(self, trees=roots, window=None)
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A committed step, and what is still to be learned from it."""
-
-    plan: Plan
-    steps: Sequence[Step]
-    successors: HostCopy | None
-    # Of its forward: tokens per row besides the root, their mean where rows have no padding, None
-    # for the prefill; and seconds, None where not representative of other forwards.
-    num_tokens: float | None = None
-    sec: float | None = None
 
 
 class _Asked(NamedTuple):
@@ -215,7 +201,7 @@ class Speculator:
             row: Tree.build([0, *contexts[row]][-1], Draft.empty())
             for row in self._batch.rows
         }
-        return Plan(trees, {}, None, self._context_lengths())
+        return Plan(trees, {}, None)
 
     def plan(self, emitting: Sequence[int]) -> Plan:
         """Return what the next step runs: drafts of the rows that emit, roots of the others."""
@@ -239,14 +225,7 @@ class Speculator:
         trees = dict[int, Tree]()
         for row in batch.rows:
             trees[row] = Tree.build(text.token_ids[row][-1], drafts.get(row, _NOTHING))
-        return Plan(trees, proposed, window, self._context_lengths())
-
-    def _context_lengths(self) -> dict[int, int]:
-        lengths, is_finished = dict[int, int](), self._batch.text.is_finished
-        for row in self._batch.rows:
-            if (length := len(self._batch.contexts[row])) and not is_finished[row]:
-                lengths[row] = length
-        return lengths
+        return Plan(trees, proposed, window)
 
     def _nums_of_nodes(self, drafts: Mapping[int, Draft], window: Window | None) -> dict[int, int]:
         """Return how many draft tokens of each row to verify."""
@@ -498,27 +477,43 @@ class Speculator:
                 args = source.handles[row], context, tree.token_ids, parents, mine
                 source.ask("harvest", None, *args)
 
-    def learn(self, done: Done) -> None:
-        """Tell the successors of all nodes, and the budget the step's cost."""
-        batch, trees = self._batch, done.plan.trees
-        if done.successors is not None:
-            of_rows = Successors.sent(done.successors)
+    def learn(
+        self,
+        plan: Plan,
+        steps: Sequence[Step],
+        successors: HostCopy | None,
+        num_tokens: float | None = None,
+        sec: float | None = None,
+    ) -> None:
+        """Learn from the last committed step: what followed all of its nodes, and what it cost.
+
+        Args:
+            plan: what it ran.
+            steps: of the rows that emitted.
+            successors: of the nodes, on their way to the host; None where nobody asks for them.
+            num_tokens: of its forward per row, besides the root; their mean where rows have no
+                padding, None for the prefill.
+            sec: seconds of its forward; None where not representative of other forwards.
+        """
+        batch, trees, emitted = self._batch, plan.trees, dict[int, Sequence[int]]()
+        for step in steps:
+            emitted[step.row] = step.token_ids
+        if successors is not None:
+            of_rows = Successors.sent(successors)
             for (row, tree), start in zip(trees.items(), starts(trees.values()), strict=True):
-                length = done.plan.context_lengths.get(row)
-                if length is not None and row in self._rows:
+                length = len(batch.contexts[row]) - len(emitted.get(row, ()))  # before the step
+                if length and row in self._rows:
                     context = Prefix(batch.contexts[row], length)
                     self.harvest(row, context, tree, of_rows.of_tree(start, len(tree)))
-        if done.num_tokens is not None:
-            proposed = done.plan.proposed
+        if num_tokens is not None:
+            outcomes = {
+                row: (plan.proposed[row], emitted[row]) for row in emitted if row in plan.proposed
+            }
             self._budget.record(
                 num_rows=len(trees),
-                num_nodes=done.num_tokens,
-                forward_sec=done.sec,
-                outcomes={
-                    step.row: (proposed[step.row], step.token_ids)
-                    for step in done.steps
-                    if step.row in proposed
-                },
+                num_nodes=num_tokens,
+                forward_sec=sec,
+                outcomes=outcomes,
                 num_emitted={row: batch.text.num_emitted(row) for row in batch.rows},
             )
 
