@@ -151,21 +151,6 @@ def checked(draft: object, max_draft_tokens: int) -> Draft:
     return draft_of(ids, parents, probs)
 
 
-def checked_ids(token_ids: object) -> list[int]:
-    """Validate the tokens that a grammar forces, and return them; ids stay to be cut off later.
-
-    Raises:
-        TypeError: they are no integers.
-        ValueError: they are no list.
-    """
-    ids: NDArray[Any] = np.asarray(token_ids)
-    if ids.ndim != 1:
-        raise ValueError(f"expected a list of forced token ids, got {token_ids!r:.100}")
-    _check_kind("forced token ids", ids, np.integer, len(ids))
-    found: list[int] = np.clip(ids, -1, np.iinfo(np.int32).max).tolist()
-    return found
-
-
 def _check_kind(name: str, array: NDArray[Any], kind: type, length: int) -> None:
     if array.ndim != 1 or len(array) != length:
         raise ValueError(f"expected {name} of shape [{length}], got {list(array.shape)}")

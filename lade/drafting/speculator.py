@@ -20,22 +20,11 @@ from lade.budget.budget import Budget
 from lade.compat import placeholders_of
 from lade.config import Lookahead
 from lade.drafting.drafter import DraftingCall
-from lade.drafting.drafts import (
-    after,
-    checked_ids,
-    joined,
-    matched_depth,
-    narrowed,
-)
+from lade.drafting.drafts import after, joined, matched_depth, narrowed
 from lade.drafting.lookahead import Window, likeliest_tokens
 from lade.drafting.ranks import Ranks
-from lade.drafting.sources import Guard, Source
-from lade.drafting.successors import (
-    Ranked,
-    Successors,
-    rank,
-    with_probs,
-)
+from lade.drafting.sources import Source
+from lade.drafting.successors import Ranked, Successors, rank, with_probs
 from lade.stats import SourceStats, Step
 from lade.transfer import HostCopy
 from lade.tree import ROOT, Tree, starts
@@ -122,7 +111,7 @@ class Speculator:
     what each was drawn from.
 
     No source can fail the call: whatever one raises and an invalid draft become a warning, and it
-    is not asked again (`Guard`).
+    is not asked again (`Source.ask`).
 
     Args:
         sources: of the call.
@@ -138,7 +127,7 @@ class Speculator:
         call: DraftingCall,
         budget: Budget,
         runner: Runner,
-        grammar: Guard | None = None,
+        grammar: Source | None = None,
         lookahead: Lookahead | None = None,
     ) -> None:
         self._batch = batch
@@ -254,8 +243,9 @@ class Speculator:
         state, context, room = self._rows[row], self._batch.contexts[row], self._batch.room(row)
         state.room, state.forced, draft = room, [], _NOTHING
         most = min(room, max_draft_tokens)
-        if most > 0 and self._grammar is not None:
-            state.forced = self._forced(self._grammar, row, most)
+        if most > 0 and (grammar := self._grammar) is not None:
+            committed = self._batch.text.token_ids[row]
+            state.forced = grammar.ask(grammar.forced, [], row, committed, most)
         left = max_draft_tokens - len(state.forced)
         if state.forced and self._call.rngs is not None:
             left = 0  # nothing is drawn behind them
@@ -375,17 +365,6 @@ class Speculator:
         if state.asked:
             state.asked[-1] = state.asked[-1]._replace(draft=sampled, after=sampled)
         return self._possible(state, sampled)
-
-    def _forced(self, grammar: Guard, row: int, most: int) -> list[int]:
-        """Return the tokens that a grammar forces, none where it fails to say."""
-        committed = self._batch.text.token_ids[row]
-
-        def ask() -> list[int]:
-            forced = grammar.drafter.forced_tokens(row, committed, most)
-            return forced if grammar.is_own else checked_ids(forced)[:most]
-
-        forced: list[int] = grammar.ask(ask, [])
-        return forced
 
     def _possible(self, state: _DraftedRow, draft: Draft) -> Draft:
         """Put forced tokens before a draft, and cut it before what the target cannot run.

@@ -31,7 +31,7 @@ from lade.decoder import Decoder, VerificationError
 from lade.drafters.merged import sources_of
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.grammar import ForcedTokens
-from lade.drafting.sources import Guard, PoolDrafter, Source
+from lade.drafting.sources import PoolDrafter, Source
 from lade.drafting.speculator import Speculator
 from lade.engine import current_call
 from lade.errors import (
@@ -266,7 +266,7 @@ class Generation:
         max_length: int,
         rngs: Sequence[np.random.Generator] | None,
         budget: Budget,
-    ) -> tuple[DraftingCall, list[Source], Guard | None]:
+    ) -> tuple[DraftingCall, list[Source], Source | None]:
         """Return what drafts for the call, and what tells the tokens that a grammar forces."""
         config, device = self._config, target.device
         given, prediction = self._call.arguments.drafter, self._call.arguments.prediction
@@ -294,8 +294,8 @@ class Generation:
                 refuse_lookahead(given)
         foresight, known = None, (p for p in self._call.processors if isinstance(p, ForcedTokens))
         if (grammar := next(known, None)) is not None:
-            what = f"forced tokens: {type(grammar).__name__}"
-            foresight = Guard(grammar, what, config.strict_drafter, device)
+            guards: Any = {"is_strict": config.strict_drafter, "device": device}
+            foresight = Source(grammar, what="forced tokens", **guards)
         return call, sources, foresight
 
     def _pool_drafter(self, target: Target) -> Drafter:
