@@ -8,25 +8,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch.distributed
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.batch import Batch, Prefix
 from lade.budget.asking import Asking, Pace
 from lade.budget.budget import Budget
-from lade.compat import placeholders_of
+from lade.compat import mesh_of, placeholders_of
 from lade.config import Lookahead
 from lade.drafting.drafter import DraftingCall
 from lade.drafting.drafts import after, joined, matched_depth, narrowed
-from lade.drafting.lookahead import Window, likeliest_tokens
-from lade.drafting.ranks import Ranks
+from lade.drafting.lookahead import Window
 from lade.drafting.sources import Source
 from lade.drafting.successors import Ranked, Successors, rank, with_probs
 from lade.stats import SourceStats, Step
-from lade.transfer import HostCopy
+from lade.transfer import HostCopy, integers_on
 from lade.tree import ROOT, Tree, starts
 from ngram_pool import Draft, SampledDraft
 
@@ -36,8 +36,6 @@ _MAX_PENDING = 16  # tokens to run again; from then on, a step without a draft r
 
 class Runner(Protocol):
     """What a target reports about its next forward."""
-
-    vocab_size: int  # exclusive upper bound of the token ids in a draft
 
     @property
     def num_pending(self) -> int:
@@ -137,14 +135,13 @@ class Speculator:
         self._runner = runner
         self._grammar = grammar
         # Processes that share a target measure different times, and must draft in the same steps.
-        self._ranks = None if call.model is None else Ranks.of(call.model)
-        self._may_rest = self._ranks is None and lookahead is None and grammar is None
-        self._asks_all = self._ranks is not None or [source.is_measured for source in sources] == [
-            False
-        ]
+        self._mesh = None if call.model is None else mesh_of(call.model)
+        self._may_rest = self._mesh is None and lookahead is None and grammar is None
+        is_fixed = [source.is_measured for source in sources] == [False]
+        self._asks_all = self._mesh is not None or is_fixed
         self._window: Window | None = None
         if lookahead is not None:
-            self._window = Window(lookahead, batch.contexts[0], runner.vocab_size, seed=0)
+            self._window = Window(lookahead, batch.contexts[0], call.vocab_size, seed=0)
         model = call.model
         self._placeholders = np.array(() if model is None else placeholders_of(model), np.int32)
         self._pace = Pace()
@@ -209,8 +206,8 @@ class Speculator:
         drafts = dict[int, Draft]()
         for row, num in nums.items():
             drafts[row] = self._drawn(row, num)
-        if self._ranks is not None:
-            drafts = self._ranks.agree(drafts)
+        if self._mesh is not None:
+            drafts = agreed(drafts, self._mesh)
         trees = dict[int, Tree]()
         for row in batch.rows:
             trees[row] = Tree.build(text.token_ids[row][-1], drafts.get(row, _NOTHING))
@@ -399,7 +396,7 @@ class Speculator:
         num_successors = self.num_successors
         if num_successors == 0:
             return None
-        known = logits[..., : self._runner.vocab_size]
+        known = logits[..., : self._call.vocab_size]
         # Ranks of wider logits may contain tokens that the model has no embeddings for.
         is_whole = known.shape == logits.shape
         ranked = (ranked if is_whole else None) or rank(known, num_successors)
@@ -415,9 +412,9 @@ class Speculator:
         if window is None:
             return 0
         num_tokens, tree = window.num_cells, plan.trees[0]
-        nodes = [len(tree) + cell for cell in window.newest]
-        newest = likeliest_tokens(logits, nodes, self._runner.vocab_size)
-        ngrams = window.advance(tree.token_ids[ROOT], newest)
+        cells = integers_on(logits.device, [len(tree) + cell for cell in window.newest])
+        newest = logits[0, cells, : self._call.vocab_size].float().argmax(dim=-1)
+        ngrams = window.advance(tree.token_ids[ROOT], HostCopy(newest).get()[0].tolist())
         for source in self._sources:
             if source.learns_ngrams and 0 in source.handles:
                 source.ask("observe_ngrams", None, source.handles[0], ngrams)
@@ -506,3 +503,15 @@ class Speculator:
     def close_all(self) -> None:
         """End all open rows."""
         self.close([*self._rows])
+
+
+def agreed(drafts: Mapping[int, Draft], mesh: Any) -> dict[int, Draft]:
+    """Return the drafts, by row, of the first of the processes that run one model together.
+
+    Pools may differ between processes, and measured costs always do. Every process must call this
+    at every step.
+    """
+    group = (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).get_group()
+    found = [dict(drafts)]
+    torch.distributed.broadcast_object_list(found, group=group, group_src=0)
+    return found[0]
