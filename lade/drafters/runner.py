@@ -51,12 +51,7 @@ class ModelRunner:
         max_length: maximum length of the text, to plan memory for.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        plan: VerificationPlan,
-        max_length: int,
-    ) -> None:
+    def __init__(self, model: Model, plan: VerificationPlan, max_length: int) -> None:
         self.is_chain = plan.verification != "tree"
         self._model = model
         self._plan = plan
