@@ -18,9 +18,8 @@ from lade.budget.asking import SourceCosts
 from lade.budget.budget import Calibration
 from lade.captures import put_back, random_states
 from lade.config import check_integer
-from lade.drafting.drafter import Drafter, DraftingCall
+from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
 from lade.drafting.drafts import checked
-from lade.drafting.grammar import ForcedTokens
 from lade.drafting.successors import Successors, compile_kernels
 from lade.errors import DrafterWarning, LadeError, in_one_line
 from lade.stats import SourceStats

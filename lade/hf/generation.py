@@ -29,8 +29,7 @@ from lade.compat import (
 from lade.config import SPECULATING
 from lade.decoder import Decoder, VerificationError
 from lade.drafters.merged import sources_of
-from lade.drafting.drafter import Drafter, DraftingCall
-from lade.drafting.grammar import ForcedTokens
+from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
 from lade.drafting.sources import PoolDrafter, Source
 from lade.drafting.speculator import Speculator
 from lade.engine import current_call
