@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,15 +55,11 @@ class Rule:
 
     Args:
         forward_sec: of the drafting model, over a level; None where K is a number.
-        step_sec: returns the seconds of a step that verifies so many nodes, 0 where unknown; None
-            for not at all.
+        step_sec: returns the seconds of a step that verifies so many nodes, 0 where unknown.
     """
 
-    def __init__(
-        self, forward_sec: Mean | None, step_sec: Callable[[int], float] | None = None
-    ) -> None:
-        self._forward_sec = forward_sec
-        self._step_sec = step_sec or (lambda num_nodes: 0.0)
+    def __init__(self, forward_sec: Mean | None, step_sec: Callable[[int], float]) -> None:
+        self._forward_sec, self._step_sec = forward_sec, step_sec
         #: How often a level was right, given the one before, of late; at first, a guess.
         self.right = Mean(0.7, 4.0)
         self._calibration = Calibration()
@@ -295,7 +291,8 @@ class ModelDrafter(Drafter):
         self._texts: dict[int, _DraftedText] = {}
         self._num_opened = 0
         self._processors = HypotheticalProcessors(call.processors, call.num_rows)
-        self._ends = end_tokens_of(call.model)
+        ids = getattr(getattr(call.model, "generation_config", None), "eos_token_id", None)
+        self._ends = frozenset([ids] if isinstance(ids, int) else ids or [])
 
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Begin a sequence."""
@@ -374,10 +371,3 @@ class ModelDrafter(Drafter):
             self._forward_sec.add_sec(perf_counter() - start)
         state.num_followed = len(committed)
         return ids.numpy(), on_host.numpy().astype(np.float64)
-
-
-def end_tokens_of(model: Any) -> frozenset[int]:
-    """Return the tokens that end a text."""
-    config = getattr(model, "generation_config", None)
-    ids = getattr(config, "eos_token_id", None)
-    return frozenset([ids] if isinstance(ids, int) else ids or [])

@@ -113,7 +113,7 @@ class DraftingCall:
         make_pool_drafter: Returns a drafter by the call's own pools and table, as the call has
             without another drafter.
         step_sec: Returns the seconds of a step that verifies so many tokens in each row, as far as
-            measured, else 0; None for not at all.
+            measured, else 0.
     """
 
     model: Any
@@ -126,7 +126,7 @@ class DraftingCall:
     samples: bool = False
     rngs: Sequence[np.random.Generator] | None = None
     make_pool_drafter: Callable[[], Drafter] = Drafter
-    step_sec: Callable[[int], float] | None = None
+    step_sec: Callable[[int], float] = lambda num_tokens: 0.0
 
 
 class ForcedTokens(ABC):

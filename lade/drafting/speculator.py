@@ -89,7 +89,6 @@ class _DraftedRow:
     """What became of the last proposal for a row."""
 
     asked: list[_Asked] = field(default_factory=list)  # until the outcome is known
-    source: Source | None = None  # the last that drafted
     forced: list[int] = field(default_factory=list)  # first tokens, where a grammar forces them
     draft: Draft = field(default_factory=Draft.empty)  # tokens to explore included
     room: int = 0  # maximum depth that the target can run
@@ -135,15 +134,14 @@ class Speculator:
         self._runner = runner
         self._grammar = grammar
         # Processes that share a target measure different times, and must draft in the same steps.
-        self._mesh = None if call.model is None else mesh_of(call.model)
+        self._mesh = mesh_of(call.model)
         self._may_rest = self._mesh is None and lookahead is None and grammar is None
         is_fixed = [source.is_measured for source in sources] == [False]
         self._asks_all = self._mesh is not None or is_fixed
         self._window: Window | None = None
         if lookahead is not None:
             self._window = Window(lookahead, batch.contexts[0], call.vocab_size, seed=0)
-        model = call.model
-        self._placeholders = np.array(() if model is None else placeholders_of(model), np.int32)
+        self._placeholders = np.array(placeholders_of(call.model), np.int32)
         self._pace = Pace()
         self._asking = {source: Asking(source.costs, self._pace) for source in sources}
         # Alone, a pool or a drafter of the user's is asked at every step; nothing is learned of it.
@@ -156,15 +154,6 @@ class Speculator:
         # and tokens emitted since.
         self._begun: float | None = None
         self._num_drafted = self._num_observed = self._num_emitted = 0
-
-    @property
-    def num_successors(self) -> int:
-        """Top-k target tokens to report per node; 0 for none."""
-        most = 0
-        for source in self._sources:
-            if not source.has_failed:
-                most = max(most, source.num_successors)
-        return most
 
     def sources(self) -> dict[str, SourceStats]:
         """Return what each source did, where there are several or models."""
@@ -260,10 +249,10 @@ class Speculator:
         Where drafts are drawn, a pool draws only when it is told how much, so what it proposes
         before may decide whether another source is worth asking instead.
         """
-        state.asked, state.source, draft = [], None, _NOTHING
+        state.asked, draft = [], _NOTHING
         if not self._learns:
-            state.source = self._sources[0]
-            alone: Draft = state.source.ask(state.source.draft, draft, row, context, most)
+            source = self._sources[0]
+            alone: Draft = source.ask(source.draft, draft, row, context, most)
             return alone
         self._begin_step(perf_counter())
         draws, drafts, length = self._call.rngs is not None, list[Draft](), len(context)
@@ -287,7 +276,7 @@ class Speculator:
                 believed = source.calibration.believed(found.probs)
                 drafts.append(replace(found, probs=np.minimum.accumulate(believed)))
                 draft = joined(drafts, most)
-            sec, state.source = perf_counter() - start, source
+            sec = perf_counter() - start
             state.asked.append(_Asked(source, before, draft, found, sec))
             source.costs.record(sec, num_behind)
             source.num_run[row] = length
@@ -303,7 +292,7 @@ class Speculator:
         """Return the sources in the order in which they are asked, the cheapest first."""
         working = [source for source in self._sources if not source.has_failed]
         if not self._asks_all:
-            working.sort(key=lambda source: source.costs.draft_sec or float("inf"))
+            working.sort(key=lambda source: source.costs.draft_sec.value or float("inf"))
         if self._call.rngs is not None:
             # First a prediction, then those that are not drawn from yet.
             working.sort(key=lambda s: (not s.is_free or s.is_pool, s.is_made))
@@ -352,10 +341,9 @@ class Speculator:
         state, rngs = self._rows[row], self._call.rngs
         if isinstance(state.draft, SampledDraft):
             return state.draft if num_nodes else state.draft.first(0)
-        proposed, source = state.draft.first(num_nodes), state.source
-        if source is None or not source.is_pool:
-            return proposed
-        if rngs is None or state.forced or not proposed:
+        proposed = state.draft.first(num_nodes)
+        source = state.asked[-1].source if state.asked else self._sources[0]
+        if rngs is None or not source.is_pool or state.forced or not proposed:
             return proposed
         args = row, self._batch.contexts[row], len(proposed), rngs[row]
         sampled = source.ask(source.draft, _NOTHING, *args)
@@ -393,7 +381,10 @@ class Speculator:
             logits: [1, num_nodes, vocab_size or more].
             ranked: ranks of these logits that are known already, or None.
         """
-        num_successors = self.num_successors
+        num_successors = 0
+        for source in self._sources:
+            if not source.has_failed:
+                num_successors = max(num_successors, source.num_successors)
         if num_successors == 0:
             return None
         known = logits[..., : self._call.vocab_size]
