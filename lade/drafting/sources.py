@@ -36,10 +36,6 @@ class PoolDrafter(Drafter):
         prewarmed: the successors that the target finds likely after single tokens and pairs, as
             `lade.prewarm` found them.
         layers: pools that are only read, whose text drafts come from as well.
-
-    Raises:
-        TypeError: a layer is not an `NGramPool`.
-        ValueError: a layer is not read-only.
     """
 
     name = "pool"
@@ -54,9 +50,6 @@ class PoolDrafter(Drafter):
         prewarmed: SuccessorTable | None = None,
         layers: Sequence[NGramPool] = (),
     ) -> None:
-        if layers:
-            # Raises now rather than in a call.
-            pool.close_sequence(pool.open_sequence(layers=layers))
         self.pool = pool
         self._max_candidates = max_candidates
         self._max_match = pool.max_match  # of a context's last tokens

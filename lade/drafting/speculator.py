@@ -255,13 +255,16 @@ class Speculator:
             alone: Draft = source.ask(source.draft, draft, row, context, most)
             return alone
         self._begin_step(perf_counter())
-        draws, drafts, length = self._call.rngs is not None, list[Draft](), len(context)
-        length -= len(state.forced)
+        draws, drafts = self._call.rngs is not None, list[Draft]()
+        length = len(context) - len(state.forced)
+        num_to_come = max(0, self._call.max_length - length)
         for source in self._order():
             num_behind = length - source.num_run.get(row, 0) if source.is_made else 0
-            if draws and drafts and (self._asks_all or source.is_free):
+            asking, num_expected = self._asking[source], float(draft.probs.sum())
+            is_always = self._asks_all or source.is_free
+            if is_always and draws and drafts:
                 continue
-            if not self._pays(source, float(draft.probs.sum()), num_behind, length):
+            if not (is_always or asking.is_worth(num_expected, num_behind, num_to_come)):
                 continue
             start, before = perf_counter(), draft
             found = source.ask(source.draft, None, row, context, most)
@@ -297,12 +300,6 @@ class Speculator:
             # First a prediction, then those that are not drawn from yet.
             working.sort(key=lambda s: (not s.is_free or s.is_pool, s.is_made))
         return working
-
-    def _pays(self, source: Source, num_expected: float, num_behind: int, length: int) -> bool:
-        if self._asks_all or source.is_free:
-            return True
-        num_to_come = max(0, self._call.max_length - length)
-        return self._asking[source].is_worth(num_expected, num_behind, num_to_come)
 
     def _begin_step(self, now: float) -> None:
         """Learn how long the last step took, and begin another."""
