@@ -237,10 +237,7 @@ class GrowingTree:
                 if not total > 0 or prob < least:
                     break
                 left = left / total
-                sums = left.cumsum()
-                # Never a token of probability 0: of equal sums, the first is found.
-                place = int(sums.searchsorted(self._rng.random() * sums[-1], side="right"))
-                place = min(place, int(left.nonzero()[0][-1]))
+                place = int(self._rng.choice(len(left), p=left))
                 token_id, token_prob = int(token_ids[place]), float(left[place])
                 self.nodes.append(_GrownNode(token_id, parent, prob, token_prob, (token_ids, left)))
                 left = np.where(token_ids == token_id, 0.0, left)
