@@ -160,7 +160,7 @@ class Config:
 
 def check_integer(name: str, value: object, least: int) -> None:
     """Raise unless a value is an integer, Python's or numpy's, of at least so much."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"expected {name} to be an integer, got {value!r}")
     if value < least:
         raise ValueError(f"expected {name} of at least {least}, got {value}")
