@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from lade.drafting.grammar import ForcedTokens
+from lade.drafting.drafter import ForcedTokens
 from lade.models.loading import LoadedModel
 from lade.server.checking import LIMITS, check
 from lade.server.errors import ApiError
