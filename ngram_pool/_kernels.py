@@ -97,6 +97,7 @@ def _plain(of: Any) -> Any:
 
 
 MAX_TOKEN_ID = np.iinfo(np.int32).max  # and the largest hash
+MAX_CAPACITY_TOKENS = 2**29  # of a pool, so that positions can count three times as many
 NONE = -1  # "no position" and "no node" inside arrays
 TOKEN, PREVIOUS, NEXT = range(3)  # columns of `text`
 NEXT_POSITION, LOWERED, SEED, MULTIPLIER = range(4)  # of `counts`

@@ -23,6 +23,7 @@ from ngram_pool import _kernels
 from ngram_pool._kernels import (
     HASH_MULTIPLIER,
     LOWERED,
+    MAX_CAPACITY_TOKENS,
     MAX_TOKEN_ID,
     MULTIPLIER,
     NEXT,
@@ -49,12 +50,11 @@ from ngram_pool.chains import DraftChains, TextRows, checked_rows
 from ngram_pool.compiling import compile_by
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
-from ngram_pool.files import DTYPES, StoredPool, read_pool, write_pool
+from ngram_pool.files import ARRAYS, StoredPool, read_pool, write_pool
 from ngram_pool.searching import find_all
 from ngram_pool.table import SuccessorTable, keys_of
 from ngram_pool.weights import first_weights
 
-MAX_CAPACITY_TOKENS = 2**29  # so that positions can count three times as many
 DEFAULT_CAPACITY_TOKENS = 2**20
 # On the answers of docs/notes/drafting.md, 6 accepted no more tokens than 5, and 4 up to 1 % fewer.
 DEFAULT_MAX_NGRAM_SIZE = 5
@@ -776,7 +776,7 @@ class NGramPool:
         is_of_model = not (model and stored.model and model != stored.model)
         cls(1, seed=0)  # compiles
         pool = cls.__new__(cls)
-        pool._begin_stored(stored, name, is_of_model)
+        pool._begin_stored(stored, is_of_model)
         pool._own()
         pool.tokenizer, pool.model = stored.tokenizer or tokenizer, model or stored.model
         pool._is_read_only = bool(read_only)
@@ -788,20 +788,10 @@ class NGramPool:
             )
         return pool
 
-    def _begin_stored(self, stored: StoredPool, path: str, is_of_model: bool) -> None:
+    def _begin_stored(self, stored: StoredPool, is_of_model: bool) -> None:
         """Make what a file holds, with or without what is of its model."""
         arrays = stored.arrays
-        if stored.capacity_tokens > MAX_CAPACITY_TOKENS:
-            raise PoolFileError(
-                f"{path}: expected a capacity of at most {MAX_CAPACITY_TOKENS} tokens, "
-                f"got {stored.capacity_tokens}"
-            )
         self._begin(stored.capacity_tokens, stored.max_ngram_size, stored.hash_seed)
-        if len(arrays["harvested.keys"]) > self._harvested.capacity:
-            raise PoolFileError(
-                f"{path}: part 'harvested.keys': expected at most {self._harvested.capacity} rows, "
-                f"got {len(arrays['harvested.keys'])}"
-            )
         self._held = TextArrays(arrays["text"], arrays["links"], arrays["heads"])
         self._counts[NEXT_POSITION] = stored.num_observed
         self._state_0[:] = arrays["sequence"]
@@ -821,7 +811,7 @@ class NGramPool:
                 "weights": self._weights,
                 "sequence": self._state_0,
             }
-            copies = {name: arrays[name].copy() for name in DTYPES}
+            copies = {name: arrays[name].copy() for name in ARRAYS}
             num_observed = self._counts.item(NEXT_POSITION)
         return StoredPool(
             self.max_ngram_size,
