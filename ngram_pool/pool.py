@@ -51,7 +51,6 @@ from ngram_pool.compiling import compile_by
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
 from ngram_pool.files import ARRAYS, StoredPool, read_pool, write_pool
-from ngram_pool.searching import find_all
 from ngram_pool.table import SuccessorTable, keys_of
 from ngram_pool.weights import first_weights
 
@@ -507,9 +506,10 @@ class NGramPool:
         with self._lock:
             self._check_learns("forget")
             text, (rows, bounds) = self._held.text, self._rows_since(0)
-            num_found, is_part = find_all(ids, text[rows, TOKEN], bounds)
             is_forgotten = np.zeros(len(text), np.bool_)
-            is_forgotten[rows] = is_part
+            num_found: int = _kernels.find_parts(
+                self._header().row, ids, rows, bounds, is_forgotten
+            )
             distinct = np.unique(ids)
             dropped = distinct[~np.isin(distinct, text[~is_forgotten, TOKEN])]
             contexts = self._contexts_of(ids, np.flatnonzero(is_forgotten))
@@ -1012,8 +1012,9 @@ class NGramPool:
         self.draft(nothing, 1, 1)
         self._count_unigrams(np.empty((0, 1)), np.empty((0, 1)))
         self.explore(1, nothing)
-        self._rows_since(0)
-        _kernels.empty_rows(self._header().row, np.zeros(len(self._held.text), np.bool_))
+        is_forgotten = np.zeros(len(self._held.text), np.bool_)
+        _kernels.find_parts(self._header().row, nothing, *self._rows_since(0), is_forgotten)
+        _kernels.empty_rows(self._header().row, is_forgotten)
         table = SuccessorTable(1)
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
         SuccessorTable.from_arrays(table.arrays())
