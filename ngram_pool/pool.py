@@ -51,7 +51,7 @@ from ngram_pool.compiling import compile_by
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
 from ngram_pool.files import ARRAYS, StoredPool, read_pool, write_pool
-from ngram_pool.table import SuccessorTable, keys_of
+from ngram_pool.table import Rows, SuccessorTable, keys_of
 from ngram_pool.weights import first_weights
 
 DEFAULT_CAPACITY_TOKENS = 2**20
@@ -206,9 +206,6 @@ class NGramPool:
         vars(copied).update(self.__getstate__())
         copied._own()
         return copied
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "NGramPool":
-        return copy.copy(self)
 
     def beside(self) -> "NGramPool":
         """Return a new, empty pool of the same sizes and seed, written together with this one.
@@ -797,7 +794,7 @@ class NGramPool:
         self._state_0[:] = arrays["sequence"]
         if is_of_model:
             names = ("keys", "token_ids", "costs", "counts")
-            self._harvested.take(*(arrays[f"harvested.{name}"] for name in names))
+            self._harvested.held = Rows.of(*(arrays[f"harvested.{name}"] for name in names))
             self._unigrams = Unigrams(arrays["unigrams.token_ids"], arrays["unigrams.counts"])
             self._weights = arrays["weights"]
 
