@@ -66,12 +66,6 @@ def begin_state() -> Int64Array:
     return np.array([NONE, NEVER, NEVER], np.int64)
 
 
-def lower_state(state: Int64Array, shift: int) -> None:
-    """Lower a sequence's positions by as much as those of the text were."""
-    least = np.array([NONE, 0, 0])
-    state[state != NEVER] = np.maximum(state - shift, least)[state != NEVER]
-
-
 class TextArrays(NamedTuple):
     """The arrays of the text; see `_kernels.py`."""
 
@@ -120,29 +114,24 @@ class Scratch:
     def row_for(self, num_nodes: int, num_layers: int) -> Int64Array:
         """Return the kernels' row of scratch for so many nodes and layers, or for more."""
         sizes = max(num_nodes, self._sizes[0]), max(num_layers, self._sizes[1])
-        if sizes != self._sizes:
-            self._make(*sizes)
-            self._sizes = sizes
-        return self.header.row
-
-    def _make(self, num_nodes: int, num_layers: int) -> None:
+        if sizes == self._sizes:
+            return self.header.row
+        num_nodes, num_layers = sizes
         width = _kernels.MAX_FOUND + 2 * _kernels.MAX_OCCURRENCES * num_layers
         found_shape = 8 + num_layers, max(width, self._max_ngram_size + 1)
-        self.nodes = np.empty((5, num_nodes), np.int64)
-        self.node_probs = np.empty(num_nodes, np.float64)
-        self.left_ids = np.empty((num_nodes + 1, width), np.int64)
-        self.support_probs = np.empty((num_nodes, width), np.float64)
         self.header = Header(
             np.empty(self._max_match, np.int64),  # context
             np.empty(found_shape, np.int64),  # found
             np.empty(width, np.float64),  # found_probs
             np.empty((width, _kernels.NUM_FEATURES), np.float64),  # features
             np.empty(_kernels.NUM_WEIGHTS, np.float64),  # summed
-            self.nodes,
-            self.node_probs,
+            np.empty((5, num_nodes), np.int64),  # nodes
+            np.empty(num_nodes, np.float64),  # node_probs
             np.empty((3, num_nodes * width), np.int64),  # candidates
             np.empty(num_nodes * width, np.float64),  # candidate_probs
-            self.left_ids,
+            np.empty((num_nodes + 1, width), np.int64),  # left_ids
             np.empty((num_nodes + 1, width), np.float64),  # left_probs
-            self.support_probs,
+            np.empty((num_nodes, width), np.float64),  # support_probs
         )
+        self._sizes = sizes
+        return self.header.row

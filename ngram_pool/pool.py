@@ -26,6 +26,7 @@ from ngram_pool._kernels import (
     MAX_CAPACITY_TOKENS,
     MAX_TOKEN_ID,
     MULTIPLIER,
+    NEVER,
     NEXT,
     NEXT_POSITION,
     NONE,
@@ -42,7 +43,6 @@ from ngram_pool.arrays import (
     TextArrays,
     Unigrams,
     begin_state,
-    lower_state,
     positive,
     token_ids_of,
 )
@@ -315,8 +315,16 @@ class NGramPool:
         """
         if not isinstance(prewarmed, SuccessorTable | None):
             raise TypeError(f"expected prewarmed to be a SuccessorTable, got {prewarmed!r}")
-        held = _checked_layers(layers)
-        opened = OpenSequence(_NO_TABLE if prewarmed is None else prewarmed, held)
+        layers = tuple(layers)
+        for layer in layers:
+            if not isinstance(layer, NGramPool):
+                raise TypeError(f"expected layers to be NGramPools, got {layer!r}")
+            if not layer.is_read_only:
+                raise ValueError(
+                    "expected layers that are only read, from NGramPool.load(..., read_only=True) "
+                    f"or as_read_only(), got {layer!r}"
+                )
+        opened = OpenSequence(_NO_TABLE if prewarmed is None else prewarmed, layers)
         with self._lock:
             self._check_learns("open_sequence")
             number = self._num_opened
@@ -361,7 +369,13 @@ class NGramPool:
         with self._lock:
             self._check_learns("observe")
             opened = OpenSequence() if sequence is None else self._sequence(sequence)
-            self._append_all(ids, opened, is_answer)
+            rate, row = self._learning_rate if is_answer else 0.0, opened.row()
+            scratch = self._scratch.row_for(1, len(opened.layers))
+            # In pieces, so that positions can count them.
+            for start in range(0, len(ids) or 1, self._capacity):
+                new = ids[start : start + self._capacity].astype(np.int32)
+                self._make_room(len(new), opened)
+                _kernels.append(self._header().row, row, scratch, new, rate, 1, 0)
 
     def harvest(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Learn what a target finds likely after contexts of one and two tokens; O(1) each.
@@ -451,10 +465,8 @@ class NGramPool:
                 # The greater count: a pool that comes back with what it took is not counted twice.
                 own = self._unigrams.as_dict()
                 more = {k: n - own.get(k, 0.0) for k, n in unigrams.items() if n > own.get(k, 0.0)}
-                for token_id in sorted(
-                    more, key=more.__getitem__
-                ):  # the rarest go where it is full
-                    self._count_unigrams([[token_id]], [[more[token_id]]])
+                ids = sorted(more, key=more.__getitem__)  # the rarest go where it is full
+                self._count_unigrams([ids], [[more[token_id] for token_id in ids]])
         self.tokenizer = self.tokenizer or other.tokenizer
         self.model = self.model or other.model
         if self.model != other.model and other.model:
@@ -620,7 +632,11 @@ class NGramPool:
         with self._lock:
             if num_new is not None:
                 self._check_learns("draft_chains with num_new")
-            opened = self._sequences_of(of_rows, sequences)
+            for pool in of_rows:
+                if pool is not self and getattr(pool, "_lock", None) is not self._lock:
+                    raise ValueError(f"expected pools made beside {self!r}, got {pool!r}")
+            numbers = [None] * num_rows if sequences is None else sequences
+            opened = [pool._sequence(each) for pool, each in zip(of_rows, numbers, strict=True)]
             return self._draft_chains(of_rows, opened, rows, float(min_probability), stride)
 
     def sample(
@@ -773,7 +789,16 @@ class NGramPool:
         is_of_model = not (model and stored.model and model != stored.model)
         cls(1, seed=0)  # compiles
         pool = cls.__new__(cls)
-        pool._begin_stored(stored, is_of_model)
+        pool._begin(stored.capacity_tokens, stored.max_ngram_size, stored.hash_seed)
+        arrays = stored.arrays
+        pool._held = TextArrays(arrays["text"], arrays["links"], arrays["heads"])
+        pool._counts[NEXT_POSITION] = stored.num_observed
+        pool._state_0[:] = arrays["sequence"]
+        if is_of_model:
+            names = ("keys", "token_ids", "costs", "counts")
+            pool._harvested.held = Rows.of(*(arrays[f"harvested.{name}"] for name in names))
+            pool._unigrams = Unigrams(arrays["unigrams.token_ids"], arrays["unigrams.counts"])
+            pool._weights = arrays["weights"]
         pool._own()
         pool.tokenizer, pool.model = stored.tokenizer or tokenizer, model or stored.model
         pool._is_read_only = bool(read_only)
@@ -784,19 +809,6 @@ class NGramPool:
                 stacklevel=2,
             )
         return pool
-
-    def _begin_stored(self, stored: StoredPool, is_of_model: bool) -> None:
-        """Make what a file holds, with or without what is of its model."""
-        arrays = stored.arrays
-        self._begin(stored.capacity_tokens, stored.max_ngram_size, stored.hash_seed)
-        self._held = TextArrays(arrays["text"], arrays["links"], arrays["heads"])
-        self._counts[NEXT_POSITION] = stored.num_observed
-        self._state_0[:] = arrays["sequence"]
-        if is_of_model:
-            names = ("keys", "token_ids", "costs", "counts")
-            self._harvested.held = Rows.of(*(arrays[f"harvested.{name}"] for name in names))
-            self._unigrams = Unigrams(arrays["unigrams.token_ids"], arrays["unigrams.counts"])
-            self._weights = arrays["weights"]
 
     def _stored(self) -> StoredPool:
         """Return a copy of all that a file holds."""
@@ -835,26 +847,7 @@ class NGramPool:
         except (KeyError, TypeError):
             raise ValueError(f"expected an open sequence, got {number!r}") from None
 
-    def _sequences_of(
-        self, pools: Sequence["NGramPool"], sequences: Sequence[int] | None
-    ) -> list[OpenSequence]:
-        """Return the sequences of some pools, or raise before anything is changed."""
-        for pool in pools:
-            if pool is not self and getattr(pool, "_lock", None) is not self._lock:
-                raise ValueError(f"expected pools made beside {self!r}, got {pool!r}")
-        if sequences is None:
-            return [self._no_sequence] * len(pools)
-        return [pool._sequence(number) for pool, number in zip(pools, sequences, strict=True)]
-
     # --- inside, under the lock -------------------------------------------------------------
-
-    def _append_all(self, ids: Int64Array, opened: OpenSequence, is_answer: bool) -> None:
-        rate, row = self._learning_rate if is_answer else 0.0, opened.row()
-        scratch = self._scratch.row_for(1, len(opened.layers))
-        for start in range(0, len(ids) or 1, self._capacity):  # so that positions can count them
-            new = ids[start : start + self._capacity].astype(np.int32)
-            self._make_room(len(new), opened)
-            _kernels.append(self._header().row, row, scratch, new, rate, 1, 0)
 
     def _make_room(self, num_tokens: int, opened: OpenSequence) -> None:
         """Grow for more tokens, up to the capacity.
@@ -873,8 +866,10 @@ class NGramPool:
         if end > _POSITION_LIMIT:
             before = self._counts.item(LOWERED)
             _kernels.rebase(self._header().row)
-            for sequence in {opened, *self._sequences.values()}:
-                lower_state(sequence.state, self._counts.item(LOWERED) - before)
+            shift = self._counts.item(LOWERED) - before
+            for state in (each.state for each in {opened, *self._sequences.values()}):
+                lowered = np.maximum(state - shift, [NONE, 0, 0])
+                state[state != NEVER] = lowered[state != NEVER]
 
     def _count_unigrams(self, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Add harvested probabilities to the expected counts of tokens."""
@@ -930,13 +925,14 @@ class NGramPool:
             row = self._scratch.row_for(size, len(opened.layers))
             root = ids.astype(np.int32)
             tree = opened.row(), row, root, size, most_leaves, uniforms, 0.0
-            num, scratch = _kernels.grow_tree(self._header().row, *tree), self._scratch
-            token_ids, parents, depths = scratch.nodes[:3, :num].astype(np.int32)
-            nodes = token_ids, parents, depths, scratch.node_probs[:num].copy()
+            num = _kernels.grow_tree(self._header().row, *tree)
+            nodes, probs, _, _, left_ids, _, support_probs = self._scratch.header.arrays[5:]
+            token_ids, parents, depths = nodes[:3, :num].astype(np.int32)
+            grown = token_ids, parents, depths, probs[:num].copy()
             if rng is None:
-                return Draft(*nodes)
-            left_ids = scratch.left_ids[parents + 1].astype(np.int32)
-            return SampledDraft(*nodes, left_ids, scratch.support_probs[:num].copy())
+                return Draft(*grown)
+            support_ids = left_ids[parents + 1].astype(np.int32)
+            return SampledDraft(*grown, support_ids, support_probs[:num].copy())
 
     def _draft_chains(
         self,
@@ -1003,7 +999,7 @@ class NGramPool:
     def _run_kernels(self) -> None:
         """Run every kernel that a new pool's drafts need, so that no token waits for a compiler."""
         nothing = np.zeros(1, np.int64)
-        self._append_all(nothing[:0], self._no_sequence, False)
+        self.observe((), None)
         for kernel in (_kernels.reindex, _kernels.rebase):
             kernel(self._header().row)
         self.draft(nothing, 1, 1)
@@ -1016,30 +1012,17 @@ class NGramPool:
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
         SuccessorTable.from_arrays(table.arrays())
 
-    def _run_chains(self) -> None:
-        """Run the kernels of `draft_chains` once."""
-        rows = checked_rows([[0]], [1], 1, [0], 1)
-        self._draft_chains([self], [self._no_sequence], rows, 0.0, 1)
-
 
 @cache
 def compile_chains() -> None:
     """Compile what engines need, and nobody else."""
-    compile_by(NGramPool(1, 1, 0)._run_chains)
+    pool = NGramPool(1, 1, 0)
 
+    def run_kernels() -> None:
+        rows = checked_rows([[0]], [1], 1, [0], 1)
+        pool._draft_chains([pool], [pool._no_sequence], rows, 0.0, 1)
 
-def _checked_layers(layers: Sequence[NGramPool]) -> tuple[NGramPool, ...]:
-    """Return the layers of a sequence, or raise."""
-    held = tuple(layers)
-    for layer in held:
-        if not isinstance(layer, NGramPool):
-            raise TypeError(f"expected layers to be NGramPools, got {layer!r}")
-        if not layer.is_read_only:
-            raise ValueError(
-                "expected layers that are only read, from NGramPool.load(..., read_only=True) or "
-                f"as_read_only(), got {layer!r}"
-            )
-    return held
+    compile_by(run_kernels)
 
 
 def _secret_seed() -> int:

@@ -39,16 +39,10 @@ class Rows(NamedTuple):
     header: Header  # of all these, for the kernels
 
     @classmethod
-    def of(
-        cls,
-        keys: Int64Array,
-        token_ids: Int32Array,
-        costs: NDArray[np.uint16],
-        counts: Int32Array,
-    ) -> "Rows":
-        """Return the group of these arrays, themselves."""
-        arrays = keys, token_ids, costs, counts, np.array([np.count_nonzero(keys != NONE)])
-        return cls(*arrays, Header(*arrays))
+    def of(cls, *arrays: NDArray[Any]) -> "Rows":
+        """Return the group of the first four arrays, themselves."""
+        num_contexts = np.array([np.count_nonzero(arrays[0] != NONE)])
+        return cls(*arrays, num_contexts, Header(*arrays, num_contexts))
 
 
 class SuccessorTable:
@@ -140,10 +134,9 @@ class SuccessorTable:
         with self._lock:
             # Have room for more contexts, up to the capacity: buckets overflow beyond half load.
             num_rows, num_held = len(self.held.keys), self.held.num_contexts.item()
-            while 2 * (num_held + len(pairs)) > num_rows < self._capacity:
-                num_rows *= 2
-            if num_rows > len(self.held.keys):
-                self._resize(self.held, num_rows)
+            enough = min(_power_of_two(2 * (num_held + len(pairs))), self._capacity)
+            if enough > num_rows:
+                self._resize(self.held, enough)
             row = self.held.header.row
             _kernels.put_successors(row, pairs, ids, floats, self._averages, *scratch)
 
@@ -252,9 +245,7 @@ class SuccessorTable:
         if ids.shape[1] < 1 or (num and min(keys.min(), counts.min() - 1, ids.min() + 1) < 0):
             raise ValueError("expected keys, counts and token ids of a table, got negative ones")
         table = cls(max(2 * num, 1) if capacity is None else capacity, ids.shape[1])
-        num_rows = _LEAST_ROWS
-        while num_rows < min(2 * num, table._capacity):
-            num_rows *= 2
+        num_rows = min(_power_of_two(max(2 * num, _LEAST_ROWS)), table._capacity)
         keys, ids, costs, counts = map(np.ascontiguousarray, (keys, ids, costs, counts))
         table._resize(Rows.of(keys, ids, costs, counts), num_rows)
         return table
