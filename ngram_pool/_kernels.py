@@ -54,17 +54,13 @@ Int64Array = NDArray[np.int64]
 Float64Array = NDArray[np.float64]
 
 
-def kernel(function: _F) -> _F:
-    """Compile at first call, to run without the GIL; cache on disk if a folder is writable."""
-    return _compiled(function)
-
-
 def inlined(function: _F) -> _F:
     """Compile like `kernel`, into its callers: a call would cost as much as the work."""
-    return _compiled(function, forceinline=True)
+    return kernel(function, forceinline=True)
 
 
-def _compiled(function: _F, **options: Any) -> _F:
+def kernel(function: _F, **options: Any) -> _F:
+    """Compile at first call, to run without the GIL; cache on disk if a folder is writable."""
     options |= {"nogil": True, "no_cfunc_wrapper": True}  # nobody calls from C
     # What is compiled must allocate nothing and divide by no zero: then no array's references are
     # counted, which is two atomic additions for each view of one, and no division is checked.
@@ -290,12 +286,7 @@ state_of, layers_of, prewarmed_of = _views(
 # Of a table: keys, successors and their costs, and how often each row was put; how many contexts it
 # holds, in an array of one.
 rows_of, size_of = _views(
-    (
-        (np.int64, (None,)),
-        (np.int32, (None, None)),
-        (np.uint16, (None, None)),
-        (np.int32, (None,)),
-    ),
+    ((np.int64, (None,)), (np.int32, (None, None)), (np.uint16, (None, None)), (np.int32, (None,))),
     ((np.int64, (1,)),),
 )
 # Of scratch:
@@ -318,11 +309,7 @@ context_of, found_of, features_of, nodes_of, candidates_of, left_of = _views(
     ((np.float64, (None, NUM_FEATURES)), (np.float64, (NUM_WEIGHTS,))),
     ((np.int64, (5, None)), (np.float64, (None,))),
     ((np.int64, (3, None)), (np.float64, (None,))),
-    (
-        (np.int64, (None, None)),
-        (np.float64, (None, None)),
-        (np.float64, (None, None)),
-    ),
+    ((np.int64, (None, None)), (np.float64, (None, None)), (np.float64, (None, None))),
 )
 
 

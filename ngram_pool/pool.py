@@ -41,14 +41,15 @@ from ngram_pool.arrays import (
     Header,
     Scratch,
     TextArrays,
+    TextRows,
     Unigrams,
     begin_state,
+    checked_rows,
     positive,
     token_ids_of,
 )
-from ngram_pool.chains import DraftChains, TextRows, checked_rows
 from ngram_pool.compiling import compile_by
-from ngram_pool.draft import Draft, SampledDraft
+from ngram_pool.draft import Draft, DraftChains, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
 from ngram_pool.files import ARRAYS, StoredPool, read_pool, write_pool
 from ngram_pool.table import Rows, SuccessorTable, keys_of

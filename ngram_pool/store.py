@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from sortedcontainers import SortedKeyList
 
 from ngram_pool._kernels import Int64Array
-from ngram_pool.arrays import positive, token_ids_of
+from ngram_pool.arrays import positive
 from ngram_pool.errors import NewerPoolFileError, PoolFileError
 from ngram_pool.files import stamp_of
 from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE, NGramPool
@@ -224,8 +224,7 @@ class PoolStore:
         finally:
             try:
                 if self.save_every_sec == 0 or self._is_closed:
-                    with entry.lock:
-                        self._save_one(entry)
+                    self._save_one(entry)
             finally:
                 self._release(entry)
                 self._settle()
@@ -258,9 +257,8 @@ class PoolStore:
         Returns:
             How many occurrences there were.
         """
-        ids = token_ids_of("token_ids", token_ids)
         with self.open(name) as pool:
-            return pool.forget(ids)
+            return pool.forget(token_ids)
 
     def delete(self, name: str) -> bool:
         """Remove a pool, its file and all that is kept of its name; return whether there was one.
@@ -385,7 +383,13 @@ class PoolStore:
 
     def _settle(self) -> None:
         """Have the least valuable pools leave memory while all take more than they may."""
-        while (victim := self._next_victim()) is not None:
+        while True:
+            with self._lock:
+                pools = [(e, e.pool) for e in self._entries.values() if e.pool is not None]
+                taken = sum(pool.nbytes if e.num_users else e.nbytes for e, pool in pools)
+                if not self._idle or taken <= self.memory_bytes:
+                    break
+                victim = self._idle[0]
             try:
                 with victim.lock:
                     self._evict(victim)
@@ -397,13 +401,6 @@ class PoolStore:
                 )
                 break
         self._trim_disk()
-
-    def _next_victim(self) -> _Entry | None:
-        """Return what is to leave memory, if anything."""
-        with self._lock:
-            pools = [(e, e.pool) for e in self._entries.values() if e.pool is not None]
-            taken = sum(pool.nbytes if entry.num_users else entry.nbytes for entry, pool in pools)
-            return self._idle[0] if self._idle and taken > self.memory_bytes else None
 
     def _evict(self, entry: _Entry) -> None:
         """Save a pool, and let go of it unless it was opened meanwhile."""
@@ -590,8 +587,7 @@ class PoolStore:
         errors: list[Exception] = []
         for entry in list(self._entries.values()):
             try:
-                with entry.lock:
-                    self._save_one(entry)
+                self._save_one(entry)
             except (OSError, ValueError) as error:
                 self._count("failed")
                 errors.append(error)
@@ -599,11 +595,12 @@ class PoolStore:
         return errors
 
     def _save_one(self, entry: _Entry) -> None:
-        if entry.pool is None or not self._is_current(entry):
-            return
-        if entry.pool._learned != entry.mark or self._epoch(entry) != entry.epoch:
-            self._sync(entry)
-            entry.nbytes = entry.pool.nbytes
+        with entry.lock:
+            if entry.pool is None or not self._is_current(entry):
+                return
+            if entry.pool._learned != entry.mark or self._epoch(entry) != entry.epoch:
+                self._sync(entry)
+                entry.nbytes = entry.pool.nbytes
 
     def _files(self) -> list[tuple[float, int, Path]]:
         """Return the files that count: what each is worth, its size, and its path."""
