@@ -23,12 +23,11 @@ from ngram_pool import (
 )
 from tests.grids import thinned
 from tests.ngram_pool.checking import check_pool
-from tests.ngram_pool.test_copies import used
+from tests.ngram_pool.test_copies import KNOWN, used
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
 
 ROOT = Path(__file__).parents[2]
 TEXT = noisy_text(900, alphabet=12)
-KNOWN = [[t % 60 - 1, t % 7] for t in range(200)], [[t % 9] for t in range(200)], [[0.5]] * 200
 
 
 def used_pool(capacity: int = 500, max_ngram_size: int = 4, num_tokens: int = 900) -> NGramPool:

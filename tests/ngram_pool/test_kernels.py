@@ -18,11 +18,11 @@ import ngram_pool.arrays
 import ngram_pool.pool
 from ngram_pool import NGramPool, SuccessorTable, _kernels
 from tests.ngram_pool.checking import check_pool
-from tests.ngram_pool.test_pool import as_tuple, noisy_text
+from tests.ngram_pool.test_copies import KNOWN
+from tests.ngram_pool.test_pool import noisy_text
 
 ROOT = Path(__file__).parents[2]
 TEXT = noisy_text(400, seed=3, alphabet=6)
-KNOWN = [[t % 60 - 1, t % 7] for t in range(200)], [[t % 9] for t in range(200)], [[0.5]] * 200
 
 
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
@@ -217,25 +217,3 @@ def test_answers_teach_which_source_and_layer_to_trust() -> None:
     assert in_right > 1.2 * in_wrong
     moved = np.abs(pool._weights - before).sum(axis=1)
     assert (moved[_kernels.LAYER_ROW :] > 0.0).tolist() == [True, True, False, False]
-
-
-def test_what_comes_is_likelier_after_it_came() -> None:
-    """One step along the gradient, from weights as random as can be."""
-    rng = np.random.default_rng(0)
-    for _ in range(30):
-        pool = NGramPool()
-        weights = pool._weights[: _kernels.LAYER_ROW]
-        weights[:] = rng.normal(0.0, 0.3, weights.shape)
-        pool.observe(rng.integers(0, 4, 60))
-        pool.harvest(np.arange(8).reshape(4, 2) % 4, np.full((4, 1), 2), np.full((4, 1), 0.5))
-        context = rng.integers(0, 4, 5).tolist()
-        pool.close_sequence(0)
-        pool.observe(context)
-        before = as_tuple(pool.draft(context, 100))
-        came = before[0][0]
-        learned = pool.as_read_only().__copy__()
-        learned._is_read_only = False
-        learned.observe([int(came)], is_answer=True)
-        pool._weights[:] = learned._weights
-        after = as_tuple(pool.draft(context, 100))
-        assert after[3][after[0].index(came)] > before[3][0]
