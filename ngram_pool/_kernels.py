@@ -54,11 +54,6 @@ Int64Array = NDArray[np.int64]
 Float64Array = NDArray[np.float64]
 
 
-def inlined(function: _F) -> _F:
-    """Compile like `kernel`, into its callers: a call would cost as much as the work."""
-    return kernel(function, forceinline=True)
-
-
 def kernel(function: _F, **options: Any) -> _F:
     """Compile at first call, to run without the GIL; cache on disk if a folder is writable."""
     options |= {"nogil": True, "no_cfunc_wrapper": True}  # nobody calls from C
@@ -82,6 +77,11 @@ def kernel(function: _F, **options: Any) -> _F:
         dispatcher: Any = compiled
         dispatcher.get_call_template = lambda args, kws: template_of((*map(_plain, args),), kws)
     return cast(_F, compiled)
+
+
+def inlined(function: _F) -> _F:
+    """Compile like `kernel`, into its callers: a call would cost as much as the work."""
+    return kernel(function, forceinline=True)
 
 
 def _plain(of: Any) -> Any:

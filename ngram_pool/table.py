@@ -41,8 +41,9 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, *arrays: NDArray[Any]) -> "Rows":
         """Return the group of the first four arrays, themselves."""
-        num_contexts = np.array([np.count_nonzero(arrays[0] != NONE)])
-        return cls(*arrays, num_contexts, Header(*arrays, num_contexts))
+        keys, token_ids, costs, counts = arrays
+        num_contexts = np.array([np.count_nonzero(keys != NONE)])
+        return cls(keys, token_ids, costs, counts, num_contexts, Header(*arrays, num_contexts))
 
 
 class SuccessorTable:
@@ -260,10 +261,9 @@ class SuccessorTable:
             # What is left of a context's successors comes first.
             is_dropped = np.isin(held.token_ids, token_ids)
             places = np.argsort(is_dropped, axis=1, kind="stable")
-            ids, costs, is_dropped = (
-                np.take_along_axis(array, places, axis=1)
-                for array in (held.token_ids, held.costs, is_dropped)
-            )
+            ids = np.take_along_axis(held.token_ids, places, axis=1)
+            costs = np.take_along_axis(held.costs, places, axis=1)
+            is_dropped = np.take_along_axis(is_dropped, places, axis=1)
             ids[is_dropped], costs[is_dropped] = NONE, _kernels.MAX_COST
             self._resize(Rows.of(left, ids, costs, held.counts), len(left))
 
