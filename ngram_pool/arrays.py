@@ -14,7 +14,7 @@ from ngram_pool import _kernels
 from ngram_pool._kernels import MAX_TOKEN_ID, NEVER, NONE, Float64Array, Int32Array, Int64Array
 
 # Tokens whose expected counts are kept: 12 bytes each. Rarer ones hardly matter.
-_NUM_UNIGRAMS = 2**12
+NUM_UNIGRAMS = 2**12
 
 
 def positive(name: str, value: SupportsIndex) -> int:
@@ -77,13 +77,8 @@ class TextArrays(NamedTuple):
 class Unigrams(NamedTuple):
     """How often the target would use a token, by all that was harvested."""
 
-    token_ids: Int32Array  # [_NUM_UNIGRAMS], NONE where empty
-    counts: Float64Array  # [_NUM_UNIGRAMS], expected; 0 where empty
-
-    @classmethod
-    def empty(cls) -> "Unigrams":
-        """Return the counts of nothing harvested."""
-        return cls(np.full(_NUM_UNIGRAMS, NONE, np.int32), np.zeros(_NUM_UNIGRAMS))
+    token_ids: Int32Array  # [NUM_UNIGRAMS], NONE where empty
+    counts: Float64Array  # [NUM_UNIGRAMS], expected; 0 where empty
 
     def as_dict(self) -> dict[int, float]:
         """Return the expected counts by token."""

@@ -38,6 +38,7 @@ from ngram_pool._kernels import (
     Int64Array,
 )
 from ngram_pool.arrays import (
+    NUM_UNIGRAMS,
     Header,
     Scratch,
     TextArrays,
@@ -74,13 +75,7 @@ _NO_TABLE = SuccessorTable(1)
 
 
 class OpenSequence:
-    """A sequence, open for as long as it is referenced.
-
-    Args:
-        prewarmed: table of successors.
-        layers: pools that are only read.
-        state: as the kernels' `sequence`; a new one for None.
-    """
+    """A sequence, open for as long as it is referenced; its state is the kernels' `sequence`."""
 
     def __init__(
         self,
@@ -168,7 +163,7 @@ class NGramPool:
         # Averaging over the last ten times of a context accepted as many tokens.
         num_contexts = max(1, int(capacity_tokens * _CONTEXTS_PER_TOKEN))
         self._harvested = SuccessorTable(num_contexts, averages=False)
-        self._unigrams = Unigrams.empty()
+        self._unigrams = Unigrams(np.full(NUM_UNIGRAMS, NONE, np.int32), np.zeros(NUM_UNIGRAMS))
         self._weights = first_weights()
         self._learning_rate = _LEARNING_RATE
         self._counts = _first_counts(seed)
@@ -823,15 +818,8 @@ class NGramPool:
             }
             copies = {name: arrays[name].copy() for name in ARRAYS}
             num_observed = self._counts.item(NEXT_POSITION)
-        return StoredPool(
-            self.max_ngram_size,
-            self.capacity_tokens,
-            num_observed,
-            self.seed,
-            self.tokenizer,
-            self.model,
-            copies,
-        )
+        numbers = self.max_ngram_size, self.capacity_tokens, num_observed, self.seed
+        return StoredPool(*numbers, self.tokenizer, self.model, copies)
 
     # --- arguments --------------------------------------------------------------------------
 
