@@ -237,10 +237,9 @@ def _read_begin(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
 
 def _number(described: Mapping[str, Any], name: str, least: int, most: int) -> int:
     text = described.get(name)
-    if isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) < 20:
-        number = int(text)
-        if least <= number <= most:
-            return number
+    is_number = isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) < 20
+    if is_number and least <= int(text) <= most:
+        return int(text)
     raise PoolFileError(f"header: expected {name} from {least} to {most}, got {text!r:.40}")
 
 
