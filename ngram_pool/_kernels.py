@@ -1028,70 +1028,53 @@ def grow_tree(
 
 
 @kernel
-def find_negative(token_ids: Int32Array, lengths: Int64Array, num_last: Int64Array) -> int:
-    """Return the first row with a negative id among its last tokens, or NONE."""
-    for i in range(token_ids.shape[0]):
-        for j in range(max(0, lengths[i] - num_last[i]), lengths[i]):
-            if token_ids[i, j] < 0:
-                return i
-    return NONE
-
-
-@kernel
-def observe_rows(
-    pools: Int64Array,
-    sequences: Int64Array,
-    scratch: Int64Array,
-    token_ids: Int32Array,
-    lengths: Int64Array,
-    num_new: Int64Array,
-    learning_rate: float,
-    learning_stride: int,
-) -> None:
-    """Append the last tokens of each row to the answer of its sequence, row by row.
-
-    Args:
-        pools, sequences: int64 [num_rows, …], the headers of each text's pool and sequence.
-        token_ids: int32 [num_rows, width], of which the first `lengths[i]` are row i's text.
-        num_new: int64 [num_rows], how many of the last ones to append.
-        learning_stride: the weights learn from each so many-th token of all rows.
-    """
-    num_appended = 0
-    for i in range(token_ids.shape[0]):
-        if num_new[i] == 0:
-            continue
-        new = token_ids[i, lengths[i] - num_new[i] : lengths[i]]
-        append(pools[i], sequences[i], scratch, new, learning_rate, learning_stride, num_appended)
-        num_appended += num_new[i]
-
-
-@kernel
 def draft_rows(
     pools: Int64Array,
     sequences: Int64Array,
     scratch: Int64Array,
     token_ids: Int32Array,
     lengths: Int64Array,
+    num_new: Int64Array,
     max_draft_tokens: Int64Array,
+    learning_rate: float,
+    learning_stride: int,
     min_probability: float,
     chain_ids: Int32Array,
     chain_probs: Float64Array,
     chain_lengths: Int64Array,
-) -> None:
-    """Follow the likeliest successors of each row's text.
+) -> int:
+    """Append the last tokens of each row to its sequence's answer; then follow what is likeliest.
 
     Each chain is the tree that `grow_tree` grows for one leaf, up to where its probability falls
     below `min_probability`.
 
     Args:
-        pools, sequences, token_ids, lengths: as for `observe_rows`.
+        pools, sequences: int64 [num_rows, …], the headers of each text's pool and sequence.
+        token_ids: int32 [num_rows, width], of which the first `lengths[i]` are row i's text.
+        num_new: int64 [num_rows], how many of the last ones to append.
         max_draft_tokens: int64 [num_rows], at most the width of `chain_ids`.
+        learning_stride: the weights learn from each so many-th token of all rows.
         chain_ids, chain_probs: int32 and float64 [num_rows, width], filled as far as each chain
             goes, with the probability that it is right up to there.
         chain_lengths: int64 [num_rows], filled.
+
+    Returns:
+        The first row with a negative id where it matters, and nothing is changed; NONE for none.
     """
     (nodes, node_probs), longest = nodes_of(scratch), context_of(scratch).shape[0]
-    for i in range(token_ids.shape[0]):
+    num_rows = token_ids.shape[0]
+    for i in range(num_rows):
+        for j in range(max(0, lengths[i] - max(num_new[i], longest)), lengths[i]):
+            if token_ids[i, j] < 0:
+                return i
+    num_appended = 0
+    for i in range(num_rows):
+        if num_new[i] == 0:
+            continue
+        new = token_ids[i, lengths[i] - num_new[i] : lengths[i]]
+        append(pools[i], sequences[i], scratch, new, learning_rate, learning_stride, num_appended)
+        num_appended += num_new[i]
+    for i in range(num_rows):
         num_nodes = 0
         if lengths[i] > 0 and max_draft_tokens[i] > 0:
             text = token_ids[i, max(0, lengths[i] - longest) : lengths[i]]
@@ -1101,6 +1084,7 @@ def draft_rows(
             chain_ids[i, node] = nodes[0, node]
             chain_probs[i, node] = node_probs[node]
         chain_lengths[i] = num_nodes
+    return NONE
 
 
 # Contexts per bucket of a `SuccessorTable`; beyond that, the least recently put one is dropped.

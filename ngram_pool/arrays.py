@@ -146,12 +146,8 @@ def checked_rows(
     lengths: ArrayLike,
     max_draft_tokens: ArrayLike,
     num_new: ArrayLike | None,
-    max_match: int,
 ) -> TextRows:
-    """Return the texts of `NGramPool.draft_chains`, or raise.
-
-    Of a text, only what is new and the last `max_match` tokens are looked at.
-    """
+    """Return the texts of `NGramPool.draft_chains`, or raise; negative ids pass."""
     ids = np.asarray(texts)
     if ids.ndim != 2:
         raise ValueError(f"expected texts of shape [num_rows, width], got shape {list(ids.shape)}")
@@ -178,9 +174,4 @@ def checked_rows(
         checked[name] = np.require(np.broadcast_to(array, num_rows), np.int64, ("C", "W"))
     if (checked["num_new"] > checked["lengths"]).any():
         raise ValueError("expected num_new of at most lengths, got more")
-    rows = TextRows(np.require(ids, np.int32, ("C", "W")), **checked)
-    num_read = np.maximum(rows.num_new, max_match)
-    negative = _kernels.find_negative(rows.texts, rows.lengths, num_read)
-    if negative != NONE:
-        raise ValueError(f"expected token ids from 0 to {MAX_TOKEN_ID}, got less in row {negative}")
-    return rows
+    return TextRows(np.require(ids, np.int32, ("C", "W")), **checked)

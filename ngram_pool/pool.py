@@ -612,7 +612,7 @@ class NGramPool:
         [[7, 5], [5, 6]]
         """
         compile_chains()
-        rows = checked_rows(texts, lengths, max_draft_tokens, num_new, self.max_match)
+        rows = checked_rows(texts, lengths, max_draft_tokens, num_new)
         if not 0.0 <= min_probability <= 1.0:
             raise ValueError(f"expected min_probability from 0 to 1, got {min_probability!r}")
         num_rows = len(rows.texts)
@@ -946,15 +946,20 @@ class NGramPool:
         if not num_rows:
             return chains
         scratch = self._scratch.row_for(max(width, 1), max(len(one.layers) for one in opened))
-        which = (
+        negative = _kernels.draft_rows(
             np.array([headers[pool].row for pool in pools]),
             np.array([one.row() for one in opened]),
             scratch,
-            rows.texts,
-            rows.lengths,
+            *rows,
+            self._learning_rate,
+            learning_stride,
+            min_probability,
+            *chains,
         )
-        _kernels.observe_rows(*which, rows.num_new, self._learning_rate, learning_stride)
-        _kernels.draft_rows(*which, rows.max_draft_tokens, min_probability, *chains)
+        if negative != NONE:
+            raise ValueError(
+                f"expected token ids from 0 to {MAX_TOKEN_ID}, got less in row {negative}"
+            )
         return chains
 
     # --- arrays -----------------------------------------------------------------------------
@@ -1008,7 +1013,7 @@ def compile_chains() -> None:
     pool = NGramPool(1, 1, 0)
 
     def run_kernels() -> None:
-        rows = checked_rows([[0]], [1], 1, [0], 1)
+        rows = checked_rows([[0]], [1], 1, [0])
         pool._draft_chains([pool], [pool._no_sequence], rows, 0.0, 1)
 
     compile_by(run_kernels)
