@@ -287,11 +287,7 @@ class PoolStore:
         """Return all names that have a file, or a pool in memory that has learned; sorted."""
         with self._lock:
             found = {entry.name for entry in self._entries.values() if entry.has_learned}
-        for path in self.folder.glob("*.pool"):
-            name = _name_of(path)
-            if name is not None:
-                found.add(name)
-        return sorted(found)
+        return sorted({*found, *filter(None, map(_name_of, self.folder.glob("*.pool")))})
 
     def save(self) -> None:
         """Save all that was learned since the last time.
@@ -605,14 +601,10 @@ class PoolStore:
     def _files(self) -> list[tuple[float, int, Path]]:
         """Return the files that count: what each is worth, its size, and its path."""
         found = []
-        with os.scandir(self.folder) as listed:
-            for file in listed:
-                path = Path(file.path)
-                if path.suffix in (".pool", ".damaged"):
-                    with suppress(FileNotFoundError):
-                        at = file.stat(follow_symlinks=False)
-                        worth = at.st_mtime if path.suffix == ".pool" else 0.0
-                        found.append((worth, at.st_size, path))
+        for path in (*self.folder.glob("*.pool"), *self.folder.glob("*.damaged")):
+            with suppress(FileNotFoundError):
+                at = path.lstat()
+                found.append((at.st_mtime if path.suffix == ".pool" else 0.0, at.st_size, path))
         return found
 
     def _trim_disk(self) -> None:
