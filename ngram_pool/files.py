@@ -236,8 +236,8 @@ def _read_begin(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
 
 
 def _number(described: Mapping[str, Any], name: str, least: int, most: int) -> int:
-    text = described.get(name)
-    is_number = isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) < 20
+    text = str(described.get(name))
+    is_number = text.isascii() and text.isdecimal() and len(text) < 20
     if is_number and least <= int(text) <= most:
         return int(text)
     raise PoolFileError(f"header: expected {name} from {least} to {most}, got {text!r:.40}")
