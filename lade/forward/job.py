@@ -29,7 +29,7 @@ from torch.nn.modules import module as torch_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.attempts import Attempt
-from lade.attention.joint import Calls
+from lade.attention.packed import Calls
 from lade.closeness import distance, float32_precision, limit_of
 from lade.compat import CACHE, Model, has_hook
 from lade.forward import words
