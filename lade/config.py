@@ -91,7 +91,7 @@ class Config:
         max_prefix_bytes: Memory for what `reuses_prefix` keeps of a model, in bytes, on its device;
             the texts used last stay. 0 keeps nothing.
         uses_products: Whether forwards on a CPU may run by lade's own compiled kernels, as a whole
-            (`lade.forward`) or layer by layer (`lade.products`), in float32, bfloat16 and float16,
+            or layer by layer (`lade.forward`), in float32, bfloat16 and float16,
             where these are found faster than torch's. Not beside `stable_text`, whose calls repeat
             exactly.
         strict_drafter: Whether a drafter's errors and invalid drafts are raised, for authors of

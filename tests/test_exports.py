@@ -42,7 +42,6 @@ ORDER = [
         "budget",
         "drafting",
         "sampling",
-        "products",
         "attention",
         "targets",
         "forward",

@@ -21,7 +21,6 @@ from lade.compat import (
 )
 from lade.engine import EngineCall
 from lade.errors import MisfitError, UnsupportedModelError
-from lade.products.choice import FastViews
 from lade.targets.base import Target
 from lade.targets.inputs import (
     TOKEN_TYPES,
@@ -36,7 +35,7 @@ from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
 from lade.targets.rollback import cache_in
 from lade.transfer import integers_on
 from lade.tree import Tree, TreeTensors
-from lade.view import keep_attributes, with_attention, with_decoding_experts
+from lade.view import FastViews, keep_attributes, with_attention, with_decoding_experts
 
 # Attention implementations that honour a dense 4D mask, and whether the mask is additive. (Flex
 # attention would do so, too, but recompiles for every tree size.)
