@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lade.compat import Model, attention_of, device_of_inputs, without_compiler
+from lade.compat import Model, attention_of, without_compiler
 from lade.config import Execution, Verification
-from lade.gpu.policy import DevicePolicy
 from lade.probing.plan import WITHOUT_CACHE, choose_verification
 from lade.probing.profile import CacheKind, Profiles
 from lade.probing.rules import refuse_encoder_decoder
@@ -63,13 +62,7 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
     if config.use_cache is False:
         cache, excluded = "none", dict(WITHOUT_CACHE)
     with torch.no_grad():
-        chosen = choose_verification(
-            model,
-            num_rows=num_rows,
-            cache=cache,
-            excluded=excluded,
-            execution=DevicePolicy().execution(device_of_inputs(model)),
-        )
+        chosen = choose_verification(model, num_rows=num_rows, cache=cache, excluded=excluded)
     attention = chosen.attention or attention_of(model)
     return Probe(
         type(model).__name__, chosen.verification, attention, chosen.reasons, chosen.execution
