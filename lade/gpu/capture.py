@@ -1,9 +1,8 @@
-"""What keeps a capture from being spoiled: cleared workspaces, and forwards that never wait.
+"""What keeps a capture from being spoiled: forwards that never wait.
 
 What other threads must not do meanwhile is in `lade.captures`.
 """
 
-import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,24 +92,3 @@ def refused_waits() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
     if waited:
         raise WaitError("an operation waits for the device inside")
-
-
-def clear_workspaces() -> None:
-    """Drop the scratch memory of cuBLAS, which is allocated anew where it is next needed.
-
-    A capture must find none: else the graph keeps the address of memory that belongs to all, and
-    that torch frees when another graph is destroyed or code is compiled with CUDA graphs.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Keep the garbage collector from destroying another graph, which would spoil a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -6,33 +6,30 @@ be recorded as a CUDA graph and replayed (`graphs.py`). On other devices the sam
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig
 
-from lade.attention.masks import FULL, Reach, TreeSlots
+from lade.attention.masks import Reach, TreeSlots
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, Seen, runs_in_triton, with_seen
 from lade.captures import free_unused
-from lade.compat import CACHE, Model
+from lade.compat import CACHE
 from lade.gpu.graphs import Graphs, dependencies_of
 from lade.gpu.workspace import (
     StaticInputs,
     StepShape,
     Workspace,
-    WorkspaceKey,
     WorkspaceStore,
     slots_for,
     spare_bytes,
 )
 from lade.targets.inputs import TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
-from lade.targets.kv_memory import FixedSlots, LayerKind, Spare
-from lade.targets.layout import MAX_OVERHANG, TreeLayout
+from lade.targets.kv_memory import FixedSlots, LayerKind
+from lade.targets.layout import MAX_OVERHANG
+from lade.targets.prefixes import move_to_own_memory
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree, TreeTensors
 
@@ -48,18 +45,6 @@ _FIRST_NEW = 2048
 def widths_on(device: torch.device) -> tuple[int, ...]:
     """Return the widths that trees are padded to on a device."""
     return _WIDTHS_ON_CUDA if device.type == "cuda" else WIDTHS
-
-
-def _dependencies_of_cache(device: torch.device) -> tuple[Hashable, ...]:
-    """Return the autocast state, which decides the dtype of keys and values, and the stream."""
-    kind = device.type
-    stream = torch.cuda.current_stream(device).cuda_stream if kind == "cuda" else None
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), stream
-
-
-class _FixedStep(NamedTuple):
-    shape: StepShape
-    inputs: StaticInputs
 
 
 class StepSettings(NamedTuple):
@@ -80,54 +65,44 @@ class FixedTarget(TreeTarget):
     """A `TreeTarget` whose forwards have a few fixed shapes.
 
     Args:
-        model, input_ids, model_kwargs, layout, max_new_tokens, generation_config, attention: as for
-            `TreeTarget`.
+        given: as for `TreeTarget`; no products.
         settings: how steps are run.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        input_ids: Tensor,
-        model_kwargs: dict[str, Any],
-        layout: TreeLayout,
-        max_new_tokens: int,
-        generation_config: GenerationConfig | None = None,
-        attention: str | None = None,
-        *,
-        settings: StepSettings,
-    ) -> None:
-        self._settings = settings
-        self._call = call = settings.call
-        # In compiled steps, other attention than ours would run over all slots that there are.
-        self._takes_spare = call is None or attention == TREE_ATTENTION
-        super().__init__(
-            *(model, input_ids, model_kwargs, layout, max_new_tokens, generation_config, attention)
-        )
-        self._is_shown = False
+    def __init__(self, *given: Any, settings: StepSettings) -> None:
+        self._settings, self._call = settings, settings.call
+        super().__init__(*given)
         # Our Triton attention reads only the keys that exist, however many slots are shown. What is
         # compiled is compiled anew for another number of slots.
-        self._shows_all = call is not None or (
-            attention == TREE_ATTENTION and runs_in_triton(self.device, model.dtype)
+        self._shows_all = self._call is not None or (
+            self.attention == TREE_ATTENTION and runs_in_triton(self.device, self._model.dtype)
         )
-        self._reach_windows = {
-            reach: reach.num_slots if reach.num_slots in self.cache.windows else None
+        windows = self.cache.windows
+        self._places = {  # of the window of each reach
+            reach: windows.index(reach.num_slots if reach.num_slots in windows else None)
             for reach in {*self._reaches.values()}
         }
         self._choose_graphs()
 
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
         room = slots_for(min(max_slots, num_slots + _FIRST_NEW + MAX_OVERHANG))
-        key = WorkspaceKey((*kinds,), _dependencies_of_cache(self.device), self._settings.variant)
+        kind, stream = self.device.type, None
+        if kind == "cuda":
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+        # Autocast decides the dtype of keys and values.
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        key = (*kinds,), autocast, stream, self._settings.variant
         kept = self._settings.workspace_store.take(key, room)
         if kept is None:
             # As many at once as any text may have, where memory allows it: a conversation grows,
             # and whenever memory moves, steps are recorded anew.
             config = self._model.config.get_text_config(decoder=True)
             longest = getattr(config, "max_position_embeddings", None) or 0
-            spare = Spare(longest, spare_bytes(self.device) if self._takes_spare else 0)
-            cache = TreeCache(kinds, room, max(room, max_slots), is_fixed=True, spare=spare)
-            kept = Workspace(key, cache)
+            # In compiled steps, other attention than ours would run over all slots that there are.
+            takes_spare = self._call is None or self.attention == TREE_ATTENTION
+            spare = spare_bytes(self.device) if takes_spare else 0
+            most = max(room, max_slots, longest)
+            kept = Workspace(key, TreeCache(kinds, room, most, is_fixed=True, spare_bytes=spare))
         self._workspace = kept
         return kept.cache
 
@@ -159,20 +134,16 @@ class FixedTarget(TreeTarget):
 
     def width_of(self, num_tokens: int) -> int:
         """Return the padded width of a forward over `num_tokens`."""
-        for width in self._settings.widths:
-            if width >= num_tokens:
-                return width
-        return -(-num_tokens // self._settings.widths[-1]) * self._settings.widths[-1]
+        (*_, most) = widths = self._settings.widths
+        beyond = -(-num_tokens // most) * most
+        return next((width for width in widths if width >= num_tokens), beyond)
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Send the device a tree after the committed tokens; return the step."""
-        if not self._is_shown:
-            self._show_prompt()
         (tree,) = trees
         size = len(tree)
         width = self.width_of(size)
-        shape = self._shape(width)
-        inputs = self._workspace.inputs(shape, self.device)
+        inputs = self._workspace.inputs(self._shape(width), self.device)
         host = inputs.host  # waits until the previous step's copy is done
         if size < width:
             # A padding node sees only itself: attention over nothing is NaN.
@@ -182,26 +153,25 @@ class FixedTarget(TreeTarget):
         host["token_ids"][0, :size] = tree.token_ids
         host["depths"][0, :size] = tree.depths
         host["ancestors"][0, :size, :size] = tree.ancestors
-        host["num_cached"][:] = self.num_cached
+        host["num_cached"][:] = self.cache.length
         host["first_slots"][:] = [self.cache.first_slot(each) for each in self.cache.windows]
-        host["position_offsets"][:] = self._offsets
-        if self._padding_in_front is not None:
-            host["num_padding"][:] = self._padding_in_front
-        if self._last_types is not None:
-            host["token_types"][:] = self._last_types
+        for name, value in self._of_prompt.items():
+            host[name][:] = value
         inputs.send()
-        return _FixedStep(shape, inputs)
+        return inputs
 
     def forward(self, inputs: Any) -> Tensor:
         """Run the model on a step, or replay the recording of its shape.
 
         A replay overwrites the logits of the previous step.
         """
-        step: _FixedStep = inputs
-        graphs = self._workspace.graphs
+        step: StaticInputs = inputs
+        workspace, graphs = self._workspace, self._workspace.graphs
         if graphs is None:
-            return self._run(step, is_recorded=False)
-        self._workspace.notice_moves()
+            return self._run(step, False)
+        if (addresses := self.cache.addresses) != workspace.addresses:
+            graphs.forget()  # before, for an interrupt may come in between
+            workspace.addresses = addresses
         return graphs.run(step.shape, partial(self._run, step))
 
     def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
@@ -212,7 +182,8 @@ class FixedTarget(TreeTarget):
 
     def hand_over(self, cache: Any) -> Any:
         """Copy the contents of this target's cache into a dynamic cache; return that."""
-        self.cache.hand_over(cache, copies=True)
+        self.cache.hand_over(cache)
+        move_to_own_memory(cache)
         return cache
 
     def release(self) -> None:
@@ -226,7 +197,8 @@ class FixedTarget(TreeTarget):
         try:
             rooms = self.cache.reserve(width)
         except torch.OutOfMemoryError:
-            self._workspace.forget_recordings()  # the missing memory may be theirs
+            if self._workspace.graphs is not None:  # the missing memory may be that of recordings
+                self._workspace.graphs.forget()
             free_unused(self.device)
             rooms = self.cache.reserve(width)
         length = self.cache.length + width
@@ -234,37 +206,27 @@ class FixedTarget(TreeTarget):
         for window, room in rooms.items():
             needed = length - self.cache.first_slot(window)
             shown.append(room if self._shows_all else min(room, slots_for(needed)))
-        axes, is_padded = self._offsets.shape[:-1], self._padding is not None
-        types, attention = self._token_type_names, self.attention
-        return StepShape(width, tuple(shown), is_padded, axes, types, attention)
+        types = tuple(name for name in TOKEN_TYPES if self._model_kwargs.get(name) is not None)
+        axes = self._position_offsets.shape[:-1]
+        return StepShape(width, tuple(shown), axes, types, self.attention)
 
     def _place_root(self) -> None:
         """Do nothing: every step sends its positions."""
 
-    def _show_prompt(self) -> None:
-        """Upload the padding mask of the prompt, and read what every step sends about it.
-
-        Not done at the end of the prefill, which the device may still be running.
-        """
-        self._is_shown = True
-        self._token_type_names = tuple(
-            name for name in TOKEN_TYPES if self._model_kwargs.get(name) is not None
-        )
-        self._offsets: NDArray[np.int32] = self._position_offsets.cpu().numpy()
-        self._padding_in_front: NDArray[np.int64] | None = None
-        self._last_types: NDArray[np.int64] | None = None
-        if self._padding is not None:
-            assert self._num_padding is not None
-            self._padding_in_front = self._num_padding.cpu().numpy()
-            self._workspace.show(self._padding)
+    @cached_property
+    def _of_prompt(self) -> dict[str, Any]:
+        """What every step tells of the prompt; at its end, the device may still be running it."""
         types = self._model_kwargs.get("token_type_ids")
-        if types is not None:
-            self._last_types = types[:, -1].cpu().numpy()
+        found = {
+            "position_offsets": self._position_offsets,
+            "num_padding": self._num_padding,
+            "token_types": None if types is None else types[:, -1],
+        }
+        return {name: 0 if each is None else each.cpu().numpy() for name, each in found.items()}
 
-    def _run(self, step: _FixedStep, is_recorded: bool) -> Tensor:
+    def _run(self, step: StaticInputs, is_recorded: bool) -> Tensor:
         """Compute positions and masks, and run the model."""
-        graphs, call = self._workspace.graphs, self._call
-        device = step.inputs.on_device()
+        graphs, call, device = self._workspace.graphs, self._call, step.on_device()
         num_cached = device["num_cached"]
         nodes = num_cached + torch.arange(step.shape.width, device=self.device)
         slots = {
@@ -286,7 +248,7 @@ class FixedTarget(TreeTarget):
         finally:
             self.cache.fix(slots)  # back to the length that the host knows
 
-    def _logits(self, call: Any, step: _FixedStep, device: dict[str, Tensor]) -> Tensor:
+    def _logits(self, call: Any, step: StaticInputs, device: dict[str, Tensor]) -> Tensor:
         num_cached, depths = device["num_cached"], device["depths"]
         trees = TreeTensors(device["token_ids"], depths, device["ancestors"].bool())
         roots = (num_cached + device["position_offsets"])[..., None]
@@ -296,8 +258,8 @@ class FixedTarget(TreeTarget):
             for name in step.shape.token_types
         }
         masks = {
-            reach: self._mask_of(reach, window, step.shape, device, trees)
-            for reach, window in self._reach_windows.items()
+            reach: self._mask_of(reach, step.shape.num_shown[place], place, device, trees)
+            for reach, place in self._places.items()
         }
         mask: Any = {name: masks[reach] for name, reach in self._reaches.items()}
         logits: Tensor = call(
@@ -314,37 +276,27 @@ class FixedTarget(TreeTarget):
     def _mask_of(
         self,
         reach: Reach,
-        window: int | None,
-        shape: StepShape,
+        num_shown: int,
+        place: int,
         device: dict[str, Tensor],
         trees: TreeTensors,
     ) -> Tensor:
-        index = self.cache.windows.index(window)
-        num_shown, first_slot = shape.num_shown[index], device["first_slots"][index]
-        is_ours = self.attention in (TREE_ATTENTION, STABLE_ATTENTION)
-        visible = not_padding = padding = None
-        if shape.is_padded or not is_ours:
-            slots = first_slot + torch.arange(num_shown, device=self.device)
-        if shape.is_padded:
-            not_padding, padding = self._workspace.visible(slots), device["num_padding"]
+        first_slot = device["first_slots"][place]
+        num_cached, num_padding = device["num_cached"], device["num_padding"]
+        is_ours, visible = self.attention in (TREE_ATTENTION, STABLE_ATTENTION), None
         if not is_ours:
-            visible = slots < device["num_cached"][:, None]
-            visible = visible if not_padding is None else visible & not_padding
+            slots = first_slot + torch.arange(num_shown, device=self.device)
+            visible = ((slots >= num_padding) & (slots < num_cached))[None]
         seen = TreeSlots(
-            visible, device["num_cached"], trees.ancestors, trees.depths, padding, first_slot
+            visible, num_cached, trees.ancestors, trees.depths, num_padding, first_slot
         )
         if not is_ours:
             return seen.mask(reach, 0, self._additive_dtype)
         # Nobody reads these numbers. Were they read after all, they would spoil what the self-check
         # compares.
         nothing = torch.full((1, 1, 1, 1), torch.nan, dtype=self._model.dtype, device=self.device)
-        starts = torch.zeros_like(trees.depths, dtype=torch.int32)
+        starts = torch.maximum(seen.starts(reach), num_padding - first_slot).clamp(min=0)
         return with_seen(
-            nothing.expand(1, 1, shape.width, num_shown),
-            Seen(
-                num_cached=(device["num_cached"] - first_slot).int(),
-                starts=starts if reach == FULL else seen.starts(reach).clamp(min=0).int(),
-                ancestors=seen.among_nodes(reach),
-                visible=not_padding,
-            ),
+            nothing.expand(1, 1, trees.depths.shape[1], num_shown),
+            Seen((num_cached - first_slot).int(), starts.int(), seen.among_nodes(reach)),
         )

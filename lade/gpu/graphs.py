@@ -7,7 +7,7 @@ replay is a single launch.
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,21 +17,12 @@ from lade.attempts import Attempt
 from lade.captures import CAPTURING, free_unused
 from lade.closeness import distance, float32_precision
 from lade.compat import Model, device_of_inputs, experts_of, has_adapters, has_hook
-from lade.gpu.capture import (
-    NoWaiting,
-    clear_workspaces,
-    refused_waits,
-    without_garbage_collection,
-)
+from lade.garbage import without_collection
+from lade.gpu.capture import NoWaiting, refused_waits
 from lade.targets.layout import rope_of
 
-
-class StepCall(Protocol):
-    """A forward on buffers that stay in place."""
-
-    def __call__(self, is_recorded: bool) -> Tensor:
-        """Run the forward; `is_recorded` says that its operations will be replayed."""
-
+#: A forward on buffers that stay in place, told whether its operations will be replayed.
+StepCall = Callable[[bool], Tensor]
 
 # Share of the device's memory for all recordings of a model. They share their scratch memory, so
 # only their outputs add up: logits of 64 nodes and 128 256 tokens take 16 MiB.
@@ -46,23 +37,12 @@ class Recording(NamedTuple):
     output: Tensor  # overwritten by every replay
 
 
-class Recorder(Protocol):
-    """A recorder of forwards on a device."""
-
-    max_bytes: int  # of all recordings together
-
-    def record(self, run: StepCall) -> Recording:
-        """Run a forward and record the operations that it launches."""
-
-    def num_bytes(self) -> int:
-        """Return the bytes in use on the device, recordings included."""
-
-    def begin_anew(self) -> None:
-        """Start over, all recordings having been dropped."""
-
-
 class CudaRecorder:
-    """Recorder of CUDA graphs, which share one scratch pool: only one runs at a time."""
+    """Recorder of CUDA graphs, which share one scratch pool: only one runs at a time.
+
+    Attributes:
+        max_bytes: of all recordings together.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -82,10 +62,10 @@ class CudaRecorder:
                 try:
                     with torch.cuda.stream(self._stream):
                         with NoWaiting():
-                            run(is_recorded=True)
+                            run(True)
                         # Once more, because that mode sees neither into kernels nor compiled code.
                         with refused_waits():
-                            run(is_recorded=True)
+                            run(True)
                 finally:  # what was rehearsed until it failed writes keys and values, too
                     current.wait_stream(self._stream)
                 return self._capture(run)
@@ -94,21 +74,23 @@ class CudaRecorder:
 
     def _capture(self, run: StepCall) -> Recording:
         graph = torch.cuda.CUDAGraph()
-        clear_workspaces()  # so that the capture's own lie in its pool, which lives as long as it
+        # A capture must find no scratch memory of cuBLAS, which is allocated anew where it is next
+        # needed, then in the graph's pool: else the graph keeps the address of memory that belongs
+        # to all, and that torch frees when another graph is destroyed or code is compiled.
+        torch._C._cuda_clearCublasWorkspaces()
         try:
-            # Other threads may keep using the device meanwhile.
-            mode = "thread_local"
+            mode = "thread_local"  # other threads may keep using the device meanwhile
             with (
-                without_garbage_collection(),
+                without_collection(),  # which might destroy another graph and spoil this capture
                 torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode),
             ):
-                output = run(is_recorded=True)
+                output = run(True)
         finally:
-            clear_workspaces()
+            torch._C._cuda_clearCublasWorkspaces()
         return Recording(graph.replay, output)
 
     def num_bytes(self) -> int:
-        """Return the bytes in use on the device, by any process."""
+        """Return the bytes in use on the device, by any process, recordings included."""
         free_unused(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
@@ -135,7 +117,7 @@ class Graphs:
             latter's standard deviation.
     """
 
-    def __init__(self, recorder: Recorder, limit: float) -> None:
+    def __init__(self, recorder: CudaRecorder, limit: float) -> None:
         self._recorder = recorder
         self._limit = limit
         # With their bytes, the last used at the end.
@@ -143,10 +125,6 @@ class Graphs:
         self._met: set[Hashable] = set()  # shapes to record when they come again
         self.reason: str | None = None  # why nothing is recorded any more
         self.is_timing_valid = True  # whether the last run took as long as later ones will
-
-    def __len__(self) -> int:
-        """Return the number of recorded shapes."""
-        return len(self._kept)
 
     def run(self, key: Hashable, run: StepCall) -> Tensor:
         """Return the output of a forward, from its recording if there is one.
@@ -164,7 +142,7 @@ class Graphs:
             self._kept.move_to_end(key)
             known[0].replay()
             return known[0].output
-        output = run(is_recorded=False)
+        output = run(False)
         self.is_timing_valid = self.reason is not None
         if self.reason is None and key in self._met:
             self.reason = self._failure_to_record(key, run, output)

@@ -2,8 +2,7 @@
 
 import torch
 
-from lade.config import Execution
-from lade.gpu.graphs import CudaRecorder, Recorder
+from lade.gpu.graphs import CudaRecorder
 
 
 class DevicePolicy:
@@ -13,17 +12,10 @@ class DevicePolicy:
         """Return whether the device runs asynchronously, so that reading a result waits for it."""
         return device.type != "cpu"
 
-    def execution(self, device: torch.device) -> Execution:
-        """Return the default execution of trees.
-
-        Graphs and Triton kernels are to be asked for until a run on a GPU has shown them right.
-        """
-        return "eager"
-
     def can_record(self, device: torch.device) -> bool:
         """Return whether steps can be recorded and replayed."""
         return device.type == "cuda"
 
-    def recorder(self, device: torch.device) -> Recorder:
+    def recorder(self, device: torch.device) -> CudaRecorder:
         """Return a recorder of steps, for a device that can record."""
         return CudaRecorder(device)

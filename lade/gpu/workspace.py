@@ -1,6 +1,5 @@
 """What steps of fixed shape keep between calls: memory, and the steps recorded on it."""
 
-import sys
 from collections.abc import Hashable
 from threading import Lock
 from typing import Any, NamedTuple
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from lade.gpu.graphs import Graphs
 from lade.targets.kv_cache import TreeCache
-from lade.targets.kv_memory import FIRST_NUM_SLOTS, LayerKind
+from lade.targets.kv_memory import FIRST_NUM_SLOTS
+from lade.transfer import Launched
 
 # Largest total of workspaces kept between calls: a share of a CUDA device's memory, or bytes
 # elsewhere.
@@ -41,7 +41,6 @@ class StepShape(NamedTuple):
 
     width: int
     num_shown: tuple[int, ...]  # slots shown to the layers of each window
-    is_padded: bool
     position_axes: tuple[int, ...]
     token_types: tuple[str, ...]
     attention: str | None
@@ -51,7 +50,7 @@ class StaticInputs:
     """The buffer that brings a step's trees to the device: one copy, to a fixed address."""
 
     def __init__(self, shape: StepShape, device: torch.device) -> None:
-        width = shape.width
+        self.shape, width = shape, shape.width
         shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (1, width),
             "depths": (1, width),
@@ -65,7 +64,7 @@ class StaticInputs:
         sizes = [int(np.prod(size)) for size in shapes.values()]
         on_host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._on_host = on_host
-        self._is_sent: Any = None  # on CUDA, the event that marks the end of the copy
+        self._sent: Launched | None = None  # the last copy
         with torch.inference_mode(False):
             self._on_device = torch.zeros_like(on_host, device=device)
         self.alone = np.eye(width, dtype=np.int32)  # ancestors of nodes that see only themselves
@@ -78,8 +77,8 @@ class StaticInputs:
     @property
     def host(self) -> dict[str, NDArray[np.int32]]:
         """The host arrays to write to; waits until their previous contents have been copied."""
-        if self._is_sent is not None:
-            self._is_sent.synchronize()
+        if self._sent is not None:
+            self._sent.wait()
         return self._host
 
     def on_device(self) -> dict[str, Tensor]:
@@ -93,79 +92,33 @@ class StaticInputs:
     def send(self) -> None:
         """Copy everything to the device; the host does not wait."""
         self._on_device.copy_(self._on_host, non_blocking=True)
-        if self._on_device.is_cuda:
-            self._is_sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._is_sent.record(torch.cuda.current_stream(self._on_device.device))
-
-
-class WorkspaceKey(NamedTuple):
-    """What two calls must have in common to use the same workspace."""
-
-    kinds: tuple[LayerKind, ...]
-    dependencies: tuple[Hashable, ...]  # autocast, which decides the dtype of keys, and the stream
-    variant: Hashable  # of recordings: how steps are executed, and their widths
+        self._sent = Launched(self._on_device)
 
 
 class Workspace:
     """Memory for keys and values, and the steps recorded on it.
 
     Attributes:
+        key: what two calls must have in common to use it.
         cache: keys and values.
         graphs: the recorded steps; None where nothing is recorded.
         dependencies: what recordings depend on besides inputs and workspace.
+        addresses: where keys and values were when steps were recorded.
     """
 
-    def __init__(self, key: WorkspaceKey, cache: TreeCache) -> None:
+    def __init__(self, key: Hashable, cache: TreeCache) -> None:
         self.key = key
         self.cache = cache
         self.graphs: Graphs | None = None
         self.dependencies: tuple[Hashable, ...] = ()
-        self._inputs: dict[tuple[Any, ...], StaticInputs] = {}
-        self._visible: Tensor | None = None
-        self._addresses: tuple[int, ...] = ()
+        self.addresses: tuple[int, ...] = ()
+        self._inputs: dict[StepShape, StaticInputs] = {}
 
     def inputs(self, shape: StepShape, device: torch.device) -> StaticInputs:
         """Return the input buffers of a shape, made at its first use."""
-        key = (shape.width, shape.position_axes)
-        if key not in self._inputs:
-            self._inputs[key] = StaticInputs(shape, device)
-        return self._inputs[key]
-
-    def show(self, padding: Tensor) -> None:
-        """Store which slots of the prompt are not padding, bool [1, num_slots]."""
-        num_slots = padding.shape[1]
-        known = self._visible
-        if known is None or known.shape[1] <= num_slots:
-            self.forget_recordings()  # before, for an interrupt may come in between
-            size = slots_for(num_slots + 1)
-            if self.cache.room < sys.maxsize:  # as long as keys and values stay in place
-                size = max(size, self.cache.room)
-            with torch.inference_mode(False):
-                known = padding.new_empty((1, size))
-            self._visible = known
-        known.fill_(True)
-        known[:, :num_slots] = padding
-
-    def visible(self, slots: Tensor) -> Tensor:
-        """Return which slots are not padding, bool [1, num_slots].
-
-        Args:
-            slots: int64 [num_slots]; slots after the prompt are not padding.
-        """
-        assert self._visible is not None
-        return self._visible[:, slots.clamp(max=self._visible.shape[1] - 1)]
-
-    def notice_moves(self) -> None:
-        """Drop the recordings if keys and values have moved since."""
-        addresses = self.cache.addresses
-        if addresses != self._addresses:
-            self.forget_recordings()  # before, for an interrupt may come in between
-            self._addresses = addresses
-
-    def forget_recordings(self) -> None:
-        """Drop the recordings."""
-        if self.graphs is not None:
-            self.graphs.forget()
+        if shape not in self._inputs:
+            self._inputs[shape] = StaticInputs(shape, device)
+        return self._inputs[shape]
 
 
 class WorkspaceStore:
@@ -186,7 +139,7 @@ class WorkspaceStore:
         """Copy and pickle nothing."""
         return WorkspaceStore, ()
 
-    def take(self, key: WorkspaceKey, num_slots: int) -> Workspace | None:
+    def take(self, key: Hashable, num_slots: int) -> Workspace | None:
         """Hand over a workspace that fits, if one is kept; drop those that are too small."""
         with self._lock:
             for kept in [each for each in self._kept if each.key == key]:
@@ -211,10 +164,6 @@ class WorkspaceStore:
     def clear(self) -> None:
         """Drop the workspaces and the compiled models."""
         self._kept, self.compiled = [], {}
-
-    def __len__(self) -> int:
-        """Return the number of workspaces kept."""
-        return len(self._kept)
 
 
 def _most_kept(cache: TreeCache) -> int:

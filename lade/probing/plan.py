@@ -176,15 +176,13 @@ def execution_of(model: Model, config: Config, policy: DevicePolicy) -> Executio
         UnsupportedOptionError: graphs were asked for on a device that has none.
     """
     device = device_of_inputs(model)
-    usual = policy.execution(device)
-    if config.stable_text and usual == "eager":
-        usual = "fixed"
     if config.execution == "graphs" and not policy.can_record(device):
         raise UnsupportedOptionError(
             f"lade does not support Config(execution='graphs') on {device.type!r}: CUDA graphs "
             "need a CUDA device; 'fixed' runs the same steps eagerly"
         )
-    return config.execution or usual
+    # Graphs and Triton kernels are to be asked for until a run on a GPU has shown them right.
+    return config.execution or ("fixed" if config.stable_text else "eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,13 +237,7 @@ def probe(model: Model, *, num_rows: int = 1, anew: bool = False) -> Probe:
     if config.use_cache is False:
         cache, excluded = "none", dict(WITHOUT_CACHE)
     with torch.no_grad():
-        chosen = choose_verification(
-            model,
-            num_rows=num_rows,
-            cache=cache,
-            excluded=excluded,
-            execution=DevicePolicy().execution(device_of_inputs(model)),
-        )
+        chosen = choose_verification(model, num_rows=num_rows, cache=cache, excluded=excluded)
     attention = chosen.attention or attention_of(model)
     return Probe(
         type(model).__name__, chosen.verification, attention, chosen.reasons, chosen.execution

@@ -242,7 +242,7 @@ def requirements_of(
         sizes = [layer.max_cache_len for layer in whole if hasattr(layer, "max_cache_len")]
         limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
     is_padded = lengths.is_padded or len(input_ids) > 1
-    why_eager = _why_eager(model)
+    why_eager = _why_eager(model, model_kwargs.get("attention_mask"))
     if own_code is not None:
         own = f"code of one's own runs in its forwards ({own_code})"
         why_eager = why_eager or own
@@ -251,8 +251,10 @@ def requirements_of(
     return Requirements(excluded, kind, is_padded, lengths.num_new, min(limits), why_eager)
 
 
-def _why_eager(model: Model) -> str | None:
+def _why_eager(model: Model, mask: Tensor | None) -> str | None:
     """Return why steps cannot be of fixed shape, or None."""
+    if mask is not None and bool((mask.int().diff(dim=-1) < 0).any()):
+        return "its prompt has padding behind tokens"
     if mesh_of(model) is not None:
         return "several processes run it together"
     places = (getattr(model, "hf_device_map", None) or {}).values()

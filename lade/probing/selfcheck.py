@@ -241,7 +241,8 @@ class _Check(NamedTuple):
         if self.is_padded:
             # Masked after the first token, not before it: a query that sees nothing, as in left
             # padding, is NaN in eager attention in float64, also in `generate`.
-            masks = [[1, 0, 0, *[1] * (_PROMPT_LENGTH - 3)]]
+            padding = [1, 0, 0] if chosen.widths is None else [0, 0, 1]  # fixed shapes: in front
+            masks = [[*padding, *[1] * (_PROMPT_LENGTH - 3)]]
             if chosen.verification == "tree" and takes_parts(
                 self.model, self.profile.layout_of(self.model), chosen.attention
             ):

@@ -61,11 +61,6 @@ class Target(ABC):
             longer[name] = torch.cat([known, new], dim=-1)
         return longer
 
-    @property
-    @abstractmethod
-    def num_cached(self) -> list[int]:
-        """Number of tokens before the root, for each row in use."""
-
     @abstractmethod
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the prompts; return logits of their last tokens, [1, num_rows, vocab_size].

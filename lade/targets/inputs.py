@@ -1,13 +1,12 @@
 """Model arguments that `generate` prepared for a prompt."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig
 
-from lade.compat import CACHE, Model
+from lade.compat import CACHE
 
 LOGITS_KEPT = "logits_to_keep"
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # of text, and of images in it
@@ -32,11 +31,6 @@ def is_text_alone(model_kwargs: Mapping[str, Any]) -> bool:
 def sees_its_ends(mask: Tensor | None) -> bool:
     """Return whether later tokens see the last one of each prompt."""
     return mask is None or mask.dim() != 2 or bool(mask[:, -1].all())
-
-
-def chooses_logits(model: Model) -> bool:
-    """Return whether a model can be told which tokens to compute logits of."""
-    return LOGITS_KEPT in inspect.signature(model.forward).parameters
 
 
 def num_slots_of(

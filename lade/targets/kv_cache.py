@@ -11,15 +11,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from lade.targets.kv_memory import (
-    FIRST_NUM_SLOTS,
-    Extent,
-    FixedSlots,
-    Group,
-    LayerKind,
-    Spare,
-    Store,
-)
+from lade.targets.kv_memory import FIRST_NUM_SLOTS, Extent, FixedSlots, Group, LayerKind, Store
 from lade.transfer import integers_on
 
 
@@ -56,11 +48,6 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._held("values") if self.is_initialized else None
 
     @property
-    def states(self) -> list[Tensor]:
-        """Keys and values, or nothing before the first forward."""
-        return [each for each in (self.keys, self.values) if each is not None]
-
-    @property
     def indexer_keys(self) -> Tensor | None:
         """[1, length, index_head_dim] in a layer that indexes its keys, else None."""
         return self._held("indexer")[:, 0] if self.is_indexer_initialized else None
@@ -83,18 +70,10 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.num_pending += key_states.shape[2]
         return keys, values
 
-    def address(self, key_states: Tensor, value_states: Tensor) -> tuple[int, ...] | None:
-        """Return where the first key is, and bytes from one head to the next; the same of values.
-
-        None if the memory is not a CPU's, or has no such keys or values as these.
-        """
-        (of_keys, key_index), (of_values, value_index) = (
-            self._places["keys"],
-            self._places["values"],
-        )
-        keys = of_keys.address(key_index, key_states)
-        values = of_values.address(value_index, value_states)
-        return None if keys is None or values is None else (*keys, *values)
+    def addresses(self, states: Tensor) -> list[tuple[int, int] | None]:
+        """Return where keys and values of a kind are, as `Store.address` does."""
+        places = (self._places[name] for name in ("keys", "values"))
+        return [store.address(index, states) for store, index in places]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write indexer keys [1, num_new, index_head_dim]; return all of the layer."""
@@ -109,44 +88,27 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Copy the contents of a filled layer of a transformers cache."""
         if not getattr(layer, "is_initialized", False) or layer.keys is None:
             return
-        self.lazy_initialization(layer.keys, layer.values)
-        length, num_held = layer.get_seq_length(), layer.keys.shape[2]
-        num_kept = min(num_held, length - self._group.first_slot(length))
-        for name, states in (("keys", layer.keys), ("values", layer.values)):
-            store, index = self._places[name]
-            store.roll(index, states, 0, num_kept)
-        self.num_pending = length
+        self.update(layer.keys, layer.values)
+        self.num_pending = layer.get_seq_length()  # layers with windows hold the end alone
         if getattr(layer, "is_indexer_initialized", False):
             self.update_indexer(layer.indexer_keys)
 
-    def hand_over(self, layer: Any, copies: bool) -> None:
-        """Let a layer of a transformers cache hold this layer's contents, or copies of them."""
-        if not self.is_initialized:
-            return
+    def hand_over(self, layer: Any) -> None:
+        """Let a layer of a transformers cache hold this layer's contents."""
         length = self.get_seq_length()
         first = self._group.first_slot(length) - self.offset
-        assert self.keys is not None
-        assert self.values is not None
+        keys, values = (self._held(name)[:, :, first:] for name in ("keys", "values"))
         if not layer.is_initialized:
-            layer.lazy_initialization(self.keys, self.values)
-        layer.keys, layer.values = self.keys[:, :, first:], self.values[:, :, first:]
-        indexer_keys = self.indexer_keys
-        if copies:
-            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
-            indexer_keys = None if indexer_keys is None else indexer_keys.clone()
-        if self._group.window is not None:
+            layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        if self.is_sliding:
             layer.cumulative_length = length
-        if indexer_keys is not None:
-            layer.indexer_keys, layer.is_indexer_initialized = indexer_keys, True
+        if self.is_indexer_initialized:
+            layer.indexer_keys, layer.is_indexer_initialized = self.indexer_keys, True
 
     def commit(self) -> None:
         """Reset the count of pending slots."""
         self.num_pending = self._num_indexed = 0
-
-    def forget(self) -> None:
-        """Reset, keeping the allocation."""
-        self.is_initialized = self.is_indexer_initialized = False
-        self.commit()
 
     def get_seq_length(self) -> Any:
         """Return the number of slots, including those no longer held.
@@ -182,7 +144,9 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def _put(self, name: str, states: Tensor, num_pending: int) -> Tensor:
         (store, index), group, num_new = self._places[name], self._group, states.shape[2]
         if group.fixed is not None:
-            return store.put(index, states, group.fixed)
+            held = store.buffer[index]
+            held.index_copy_(2, group.fixed.of_new, states)
+            return held[:, :, : group.fixed.num_shown]
         length = self._extent.length + num_pending
         if group.window is None or not self._extent.is_prefilling:
             start = length - group.offset
@@ -207,7 +171,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         share: whether all layers are on one device, so that one tensor can hold them.
         is_fixed: whether steps will have fixed shapes; `num_slots` is then the initial allocation,
             including room for new tokens, because steps must be recorded anew if memory moves.
-        spare: more slots for layers without a window, allocated at once if they fit.
+        spare_bytes: memory that layers without a window may take at once for up to `max_slots`.
     """
 
     def __init__(
@@ -218,28 +182,17 @@ class TreeCache(Cache):  # type: ignore[misc]
         *,
         share: bool = True,
         is_fixed: bool = False,
-        spare: Spare | None = None,
+        spare_bytes: int = 0,
     ) -> None:
-        first = min(num_slots + FIRST_NUM_SLOTS, max(max_slots, num_slots))
-        if is_fixed:
-            first = num_slots
-        held: list[LayerKind] = [kind for kind in kinds if kind.kind != "empty"]
-        windows = [kind.window for kind in held]
-        if spare is not None and held:
-            of_layer = spare.num_bytes // (2 * len(held))  # its keys, and its values
-            spare = spare._replace(num_bytes=of_layer)
-        groups = {
+        first = num_slots if is_fixed else min(num_slots + FIRST_NUM_SLOTS, max_slots)
+        windows = [kind.window for kind in kinds if kind.kind != "empty"]
+        of_layer = spare_bytes // (2 * max(1, len(windows)))  # its keys, and its values
+        self._groups = {
             window: Group(
-                window,
-                windows.count(window) if share else 1,
-                first,
-                max_slots,
-                is_fixed,
-                spare,
+                window, windows.count(window) if share else 1, first, max_slots, is_fixed, of_layer
             )
             for window in windows
         }
-        self._groups = groups
         self._extent = Extent()
         self._places: tuple[tuple[int, ...], NDArray[np.int64]] | None = None  # of late
         #: The layers that keep anything.
@@ -249,8 +202,8 @@ class TreeCache(Cache):  # type: ignore[misc]
             if kind.kind == "empty":
                 layers.append(cache_utils.DummyLayer())
                 continue
-            index = sum(layer.window == kind.window for layer in held[: len(self.held)])
-            self.held.append(TreeCacheLayer(self._extent, groups[kind.window], index))
+            index = windows[: len(self.held)].count(kind.window)
+            self.held.append(TreeCacheLayer(self._extent, self._groups[kind.window], index))
             layers.append(self.held[-1])
         super().__init__(layers=layers)
 
@@ -291,10 +244,7 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     def first_slot(self, window: int | None) -> int:
         """Return the first slot held by layers with this window."""
-        for layer in self.held:
-            if layer._group.window == window:
-                return layer.offset
-        return 0
+        return next((layer.offset for layer in self.held if layer._group.window == window), 0)
 
     def reserve(self, num_new: int) -> dict[int | None, int]:
         """Reserve room for `num_new` more slots.
@@ -313,39 +263,35 @@ class TreeCache(Cache):  # type: ignore[misc]
             rooms[window] = min((store.buffer.shape[3] for store in group), default=0)
         return rooms
 
-    def places(
-        self, num_new: int, key_states: Tensor, value_states: Tensor
-    ) -> NDArray[np.int64] | None:
+    def places(self, num_new: int, states: Tensor) -> NDArray[np.int64] | None:
         """Return where new keys and values go, and those before them are.
 
         Room is reserved. None where they are not in plain memory, a CPU's, with such heads.
 
         Args:
             num_new: how many come; nothing is counted as pending yet.
-            key_states, value_states: of the right heads, numbers and dtype, of one token.
+            states: of the right heads, numbers and dtype, of one token.
 
         Returns:
             int64 [num_layers, 5]: address of the keys, bytes from one head to the next, both of
             values, and the number of keys.
         """
-        groups = [*self._groups.values()]
+        groups = self._groups.values()
         if not all(layer.is_initialized for layer in self.held):
             for layer in self.held:
-                layer.lazy_initialization(key_states, value_states)
+                layer.lazy_initialization(states, states)
         num_pending = self.held[0].num_pending
         if any(layer.num_pending != num_pending for layer in self.held):
             return None
         stop = self.length + num_new + num_pending
         if self._extent.is_prefilling and any(group.first_slot(stop) for group in groups):
             return None  # of a long prompt, layers with windows keep the end alone
-        for group in groups:
-            for store in group:
-                store.reserve(stop - group.offset)
+        self.reserve(num_new + num_pending)
         if self._places is None or self._places[0] != self.addresses:
-            found = [layer.address(key_states, value_states) for layer in self.held]
+            found = [each for layer in self.held for each in layer.addresses(states)]
             if None in found:
                 return None
-            self._places = self.addresses, np.array(found)
+            self._places = self.addresses, np.array(found).reshape(-1, 4)
         places = np.empty((len(self.held), 5), np.int64)
         places[:, :4] = self._places[1]
         places[:, 4] = [stop - layer._group.offset for layer in self.held]
@@ -372,7 +318,8 @@ class TreeCache(Cache):  # type: ignore[misc]
     @property
     def has_nan_in_windows(self) -> bool:
         """Whether layers with windows hold what is no number, as some models give for padding."""
-        held = [each for layer in self.held if layer.is_sliding for each in layer.states]
+        layers = [layer for layer in self.held if layer.is_sliding and layer.is_initialized]
+        held = (layer._held(name) for layer in layers for name in ("keys", "values"))
         return any(bool(each.isnan().any()) for each in held)
 
     def reset(self) -> None:
@@ -383,12 +330,12 @@ class TreeCache(Cache):  # type: ignore[misc]
         for store in self._stores:
             store.buffer.zero_()
         for layer in self.held:
-            layer.forget()
+            layer.is_initialized = layer.is_indexer_initialized = False
+            layer.commit()
 
     def keep_all(self) -> None:
         """Commit all slots of the prompt, including padding; later tokens may be rejected."""
-        num_pending = max(layer.num_pending for layer in self.held)
-        self._commit(self.length + num_pending)
+        self._commit(self.length + max(layer.num_pending for layer in self.held))
         self._extent.is_prefilling = False
         for group in self._groups.values():
             group.offset = group.first_slot(self.length)
@@ -399,9 +346,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         Args:
             path: ascending node indices, counted from the committed slots.
         """
-        in_place, length = 0, self.length
-        while in_place < len(path) and path[in_place] == in_place:
-            in_place += 1
+        length = self.length
+        in_place = next((n for n, node in enumerate(path) if n != node), len(path))
         if in_place < len(path):
             source = [length + node for node in path[in_place:]]
             self._move(source, length + in_place)
@@ -416,32 +362,22 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Forget the last tokens."""
         self._commit(self.length - num_tokens)
 
-    def drop_pending(self) -> None:
-        """Forget the slots that were written since the last commit."""
-        for layer in self.held:
-            layer.commit()
-
     def take_over(self, cache: Cache) -> None:
         """Copy the contents of a filled cache, which is not changed; only before the prompt."""
+        self._extent.length = 0  # some models drop what they held for a cache of their own
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
             if isinstance(mine, TreeCacheLayer):
                 mine.take_over(theirs)
-        num_pending = max(layer.num_pending for layer in self.held)
-        self._commit(self.length + num_pending)
+        self._commit(max(layer.num_pending for layer in self.held))
 
-    def hand_over(self, cache: DynamicCache, *, copies: bool = False) -> None:
-        """Let a dynamic cache hold this cache's contents.
-
-        Without `copies`, its keys and values become views of memory that all layers share.
-        """
+    def hand_over(self, cache: DynamicCache) -> None:
+        """Let a dynamic cache hold this cache's contents: views of memory that all layers share."""
         for index, mine in enumerate(self.layers):
-            if not isinstance(mine, TreeCacheLayer):
-                continue
-            keys, values = mine.keys, mine.values
-            if index >= len(cache.layers) and keys is not None and values is not None:
-                cache.update(keys[:, :, :0], values[:, :, :0], index)  # creates the layer
-            if index < len(cache.layers):
-                mine.hand_over(cache.layers[index], copies)
+            if isinstance(mine, TreeCacheLayer) and mine.is_initialized:
+                if index >= len(cache.layers):
+                    nothing = (mine._held(name)[:, :, :0] for name in ("keys", "values"))
+                    cache.update(*nothing, index)  # creates the layer
+                mine.hand_over(cache.layers[index])
 
     def _commit(self, length: int) -> None:
         self._extent.length = length

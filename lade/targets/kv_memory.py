@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -42,13 +43,6 @@ def kind_of(layer: Any) -> LayerKind | None:
     return LayerKind(kind, layer.sliding_window if kind == "windowed" else None)
 
 
-class Spare(NamedTuple):
-    """More slots than a call needs, to be allocated at once as far as there is memory for them."""
-
-    num_slots: int  # altogether
-    num_bytes: int  # of all keys and values
-
-
 class FixedSlots(NamedTuple):
     """Slots that layers with one window write and return in a forward of fixed shape."""
 
@@ -65,44 +59,27 @@ class Store:
     def __init__(
         self, num_layers: int, states: Tensor, num_slots: int, max_slots: int, is_fixed: bool
     ) -> None:
-        _, heads, num_new, head_dim = states.shape
-        self._max_slots = max_slots
-        self._is_fixed = is_fixed
-        like = states[None].expand(num_layers, 1, heads, num_new, head_dim)
-        self._hold(self._allocated(like, min(num_new, num_slots), num_slots))
-
-    def _hold(self, buffer: Tensor) -> None:
-        self.buffer = buffer
-        _, _, heads, _, size = buffer.shape
-        self._kind = (heads, size, buffer.dtype) if buffer.is_cpu else None
-        layer_step, _, head_step, _, _ = buffer.stride()
-        width = buffer.element_size()
-        self._address, self._steps = buffer.data_ptr(), (width * layer_step, width * head_step)
+        self._max_slots, self._is_fixed = max_slots, is_fixed
+        like = states[None].expand(num_layers, *states.shape)
+        self.buffer = self._allocated(like, min(states.shape[2], num_slots), num_slots)
 
     def fits(self, states: Tensor) -> bool:
         """Return whether this store can hold a layer with such keys or values."""
-        mine, other = self.buffer[0], states
-        return (mine.dtype, mine.device) == (other.dtype, other.device) and (
-            mine.shape[0],
-            mine.shape[1],
-            mine.shape[3],
-        ) == (other.shape[0], other.shape[1], other.shape[3])
+        mine, other = (
+            (each.shape[-3], each.shape[-1], each.dtype, each.device)
+            for each in (self.buffer, states)
+        )
+        return mine == other
 
     def address(self, layer: int, states: Tensor) -> tuple[int, int] | None:
         """Return the address of a layer's slots, and bytes from one head to the next.
 
-        None if the memory is not a CPU's, or has no such states as these.
+        None if the memory is another device's than that of these states, or has no such ones.
         """
-        if self._kind != (states.shape[1], states.shape[3], states.dtype):
+        if not self.fits(states):
             return None
-        layer_step, head_step = self._steps
-        return self._address + layer * layer_step, head_step
-
-    def put(self, layer: int, states: Tensor, slots: FixedSlots) -> Tensor:
-        """Write new states at slots that only the device knows; return a view of those shown."""
-        mine = self.buffer[layer]
-        mine.index_copy_(2, slots.of_new, states)
-        return mine[:, :, : slots.num_shown]
+        width, (layer_step, _, head_step, *_) = self.buffer.element_size(), self.buffer.stride()
+        return self.buffer.data_ptr() + width * layer * layer_step, width * head_step
 
     def roll(self, layer: int, states: Tensor, num_held: int, num_kept: int) -> Tensor:
         """Return the held states followed by the new ones; keep only the last `num_kept`."""
@@ -111,10 +88,6 @@ class Store:
         self.reserve(num_kept)
         self.buffer[layer][:, :, :num_kept] = all_states[:, :, all_states.shape[2] - num_kept :]
         return all_states
-
-    def drop(self, num_slots: int, stop: int) -> None:
-        """Drop the first `num_slots` slots of every layer; the others before `stop` move up."""
-        self.buffer[:, :, :, : stop - num_slots] = self.buffer[:, :, :, num_slots:stop].clone()
 
     def reserve(self, stop: int) -> None:
         """Ensure room for `stop` slots, moving the contents to new memory if needed.
@@ -130,28 +103,24 @@ class Store:
             roomy = min(roomy, self._max_slots)
         larger = self._allocated(self.buffer, stop, max(stop, roomy))
         larger[:, :, :, :num_slots] = self.buffer
-        self._hold(larger)
+        self.buffer = larger
 
     def _allocated(self, like: Tensor, least: int, num_slots: int) -> Tensor:
         """Return memory for `num_slots` slots, or for `least` if there is not enough."""
         shape = list(like.shape)
         for wanted in (num_slots, least):
             shape[3] = wanted
-            try:
-                # Not an inference tensor, which cannot be written to outside of inference mode:
-                # the memory may outlive the call.
-                with torch.inference_mode(False):
-                    # Masked slots are still multiplied by 0, and memory never written to may hold
-                    # NaN. There are masked slots only if shapes are fixed.
-                    return like.new_zeros(shape) if self._is_fixed else like.new_empty(shape)
-            except torch.OutOfMemoryError as error:
-                if wanted == least:
-                    num_bytes = math.prod(shape) * like.element_size()
-                    raise torch.OutOfMemoryError(
-                        f"no memory is left for the keys or values of {least} tokens in "
-                        f"{shape[0]} layers ({num_bytes / 2**20:.0f} MiB); shorten the text"
-                    ) from error
-        raise AssertionError("expected memory or an error")
+            # Not an inference tensor, which cannot be written to outside of inference mode: the
+            # memory may outlive the call.
+            with suppress(torch.OutOfMemoryError), torch.inference_mode(False):
+                # Masked slots are still multiplied by 0, and memory never written to may hold NaN.
+                # There are masked slots only if shapes are fixed.
+                return like.new_zeros(shape) if self._is_fixed else like.new_empty(shape)
+        num_bytes = math.prod(shape) * like.element_size()
+        raise torch.OutOfMemoryError(
+            f"no memory is left for the keys or values of {least} tokens in {shape[0]} layers "
+            f"({num_bytes / 2**20:.0f} MiB); shorten the text"
+        )
 
 
 class Group:
@@ -164,10 +133,10 @@ class Group:
         num_slots: int,
         max_slots: int,
         is_fixed: bool,
-        spare: Spare | None = None,
+        spare_bytes: int = 0,
     ) -> None:
         self.window = window
-        self._spare = spare if window is None else None
+        self._spare_bytes = spare_bytes if window is None else 0
         self.offset = 0
         self.fixed: FixedSlots | None = None  # for the next forwards
         self._is_fixed = is_fixed
@@ -189,20 +158,15 @@ class Group:
         `layer` is the layer's index in this group.
         """
         stores = self._stores[what]
-        if not stores and self._num_layers > 1:
-            # Shaped by the first layer: in most models all layers are alike.
-            stores.append(self._new_store(self._num_layers, states))
-        if self._num_layers > 1 and stores[0].fits(states):
+        if stores and self._num_layers > 1 and stores[0].fits(states):
             return stores[0], layer
-        stores.append(self._new_store(1, states))
-        return stores[-1], 0
-
-    def _new_store(self, num_layers: int, states: Tensor) -> Store:
-        num_slots = self._num_slots
-        if self._spare is not None:
-            fitting = self._spare.num_bytes // states[:, :, :1].nbytes
-            num_slots = max(num_slots, min(self._spare.num_slots, fitting))
-        return Store(num_layers, states, num_slots, self._max_slots, self._is_fixed)
+        # Shaped by the first layer: in most models all layers are alike.
+        num_layers = 1 if stores else self._num_layers
+        fitting = self._spare_bytes // max(1, states[:, :, :1].nbytes)
+        num_slots = max(self._num_slots, min(self._max_slots, fitting))
+        made = Store(num_layers, states, num_slots, self._max_slots, self._is_fixed)
+        stores.append(made)
+        return made, layer if num_layers > 1 else 0
 
     def first_slot(self, length: int) -> int:
         """Return the first slot visible to a token after `length` others."""
@@ -210,11 +174,12 @@ class Group:
 
     def trim(self, length: int) -> None:
         """Drop slots that have left the window, once there are enough of them."""
-        num_slots = self.first_slot(length) - self.offset
+        num_slots, stop = self.first_slot(length) - self.offset, length - self.offset
         if num_slots < self._slack:
             return
-        for store in self:
-            store.drop(num_slots, length - self.offset)
+        for store in self:  # the other slots of every layer move up
+            left = store.buffer[:, :, :, num_slots:stop].clone()
+            store.buffer[:, :, :, : stop - num_slots] = left
         self.offset += num_slots
 
 

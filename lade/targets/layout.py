@@ -79,21 +79,16 @@ def takes_parts(model: Model, layout: TreeLayout, attention: str | None) -> bool
 def _reaches(config: Any, layers: Sequence[Any]) -> dict[str, Reach]:
     windows = {getattr(layer, "sliding_window", None) for layer in layers} - {None}
     chunk = getattr(config, "attention_chunk_size", None)
-    names = set(getattr(config, "layer_types", None) or ())
-    if not names:
-        # All layers are alike, as transformers' own caches and masks assume.
-        if getattr(config, "sliding_window", None) is not None:
-            return {"sliding_attention": Reach(window=config.sliding_window)}
-        if chunk is not None:
-            return {"chunked_attention": Reach(chunk=chunk)}
-        return {"full_attention": FULL}
+    has_window = getattr(config, "sliding_window", None) is not None
+    # Else all layers are alike, as transformers' own caches and masks assume.
+    alike = "chunked_attention" if chunk is not None else "full_attention"
+    alike = "sliding_attention" if has_window else alike
     reaches = {}
-    for name in names - {"moe", "mlp"}:
+    for name in set(getattr(config, "layer_types", None) or (alike,)) - {"moe", "mlp"}:
         if name not in _REACHES:
             raise UnsupportedModelError(f"it has layers of {name}")
         if _REACHES[name] == "window":
-            of_windows = windows - {chunk} if "chunked_attention" in names else windows
-            of_windows = of_windows or {config.sliding_window}
+            of_windows = windows - {chunk} or {config.sliding_window}
             if len(of_windows) > 1:
                 raise UnsupportedModelError("its layers have windows of different sizes")
             reaches[name] = Reach(window=next(iter(of_windows)))

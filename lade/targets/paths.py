@@ -6,7 +6,7 @@ with a recurrent state, or without a cache at all.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from lade.targets.rollback import (
     can_grow,
     crop,
     find_cache,
-    length_of,
     record_past,
     saved,
     why_not_croppable,
@@ -31,13 +30,6 @@ from lade.targets.rollback import (
 from lade.transfer import arrays_on
 from lade.tree import Tree
 from lade.view import with_decoding_experts
-
-
-class _Layout(NamedTuple):
-    """The columns in which the nodes of one step's chain are run."""
-
-    width: int  # tokens, not counting those run again
-    num_run: int  # of these, those that forwards since the last commit have run
 
 
 class ChainTarget(Target):
@@ -86,18 +78,11 @@ class ChainTarget(Target):
         # Made after the prefill, which may set attributes.
         return with_decoding_experts(self._model)
 
-    @property
-    def num_cached(self) -> list[int]:
-        """Number of tokens before the root."""
-        num_new = self._ids.shape[1] - self._num_prompt
-        return [self._num_slots + num_new]
-
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the prompts as `generate` does."""
         output = prefill(self._model, self._ids, self._generation_config, self._model_kwargs)
         if self._model_kwargs.get("use_cache", True):
             self._cache = find_cache(output)
-        self._num_slots = self._count_slots()
         if self._cache is not None and not self._restores:
             reason = why_not_croppable(self._cache[1])
             if reason is not None:
@@ -127,12 +112,11 @@ class ChainTarget(Target):
         return self.forward(inputs)
 
     def _inputs(self, tree: Tree, num_run: int) -> Any:
-        width = len(tree)
-        assert width == max(tree.depths) + 1
-        self._layout = _Layout(width, num_run)
-        self._tokens = tree.token_ids
+        # Tokens not counting those run again, and which of them have run since the last commit.
+        self._tokens, self._num_run = tree.token_ids, num_run
+        assert len(tree) == max(tree.depths) + 1
         input_ids = self._followed(self._ids, self._tokens)
-        num_new = width - num_run if num_run else self.num_pending + width
+        num_new = len(tree) - num_run if num_run else self.num_pending + len(tree)
         inputs = self._prepared(input_ids, num_new)
         if self._proves_inputs and num_new > 1:
             self._prove(inputs, input_ids, num_new)
@@ -155,18 +139,16 @@ class ChainTarget(Target):
 
     def forward(self, inputs: Any) -> Tensor:
         """Run the model and return its outputs in node order."""
-        layout = self._layout
+        width, num_run = len(self._tokens), self._num_run
         # A lone root is always accepted; a chain that grows was saved with its first nodes.
-        if self._cache is not None and self._restores and layout.width > 1 and not layout.num_run:
+        if self._cache is not None and self._restores and width > 1 and not num_run:
             self._saved = saved(self._cache[1])
-        is_single = layout.width == 1 and not self.num_pending
+        is_single = width == 1 and not self.num_pending
         output = (self._roots_view if is_single else self._model)(**inputs, return_dict=True)
         if self._cache is not None:
             self._cache = find_cache(output) or self._cache
-        num_new = layout.width - layout.num_run
-
         logits: Tensor = output.logits
-        return logits[:, logits.shape[1] - num_new :]
+        return logits[:, logits.shape[1] - (width - num_run) :]
 
     def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
         """Run roots, keeping the states that they and the one before them follow."""
@@ -197,7 +179,7 @@ class ChainTarget(Target):
         num_kept = len(paths[0])
         self._ids = self._followed(self._ids, [self._tokens[node] for node in paths[0]])
         # A draft that is not accepted whole was run after the state before it was saved.
-        is_whole = num_kept == self._layout.width
+        is_whole = num_kept == len(self._tokens)
         assert not self._restores or self._cache is None or is_whole or self._saved is not None
         self._roll_back(num_kept)
 
@@ -205,10 +187,10 @@ class ChainTarget(Target):
         """Roll the cache back to after some tokens of the last forward."""
         if self._cache is None:
             return
-        cache, layout = self._cache[1], self._layout
+        width = len(self._tokens)
         if not self._restores:
-            crop(cache, layout.width - num_kept)
-        elif num_kept == layout.width:
+            crop(self._cache[1], width - num_kept)
+        elif num_kept == width:
             self.num_pending = 0
         elif self._saved is not None:  # `discard` may come before anything was run
             self._restore(self._saved)
@@ -255,14 +237,6 @@ class ChainTarget(Target):
         """Restore the caller's cache to its content before the prompts."""
         if isinstance(self._given, Cache):
             vars(self._given).update(vars(self._as_given))
-
-    def _count_slots(self) -> int:
-        """Return the number of cached prompt tokens, or the prompt's length if none are counted."""
-        length = None if self._cache is None else length_of(self._cache[1])
-        if length is not None:
-            return length
-        embeds = self._model_kwargs.get("inputs_embeds")
-        return self._num_prompt if embeds is None else embeds.shape[1]
 
     def _prepared(self, input_ids: Tensor, num_tokens: int) -> dict[str, Any]:
         """Return the arguments for the last `num_tokens`, prepared by the model itself."""

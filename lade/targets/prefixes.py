@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import DynamicCache
 
 from lade.targets.kv_memory import kind_of
@@ -41,7 +42,8 @@ class KeptText:
     """
 
     def __init__(self, origin: Origin, token_ids: Sequence[int], cache: DynamicCache) -> None:
-        _fit(cache)
+        if _num_bytes(cache) > _MOST_ROOM * sum(each.nbytes for each in _tensors(cache)):
+            move_to_own_memory(cache)
         self.origin = origin
         self.token_ids: NDArray[np.int64] = np.array(token_ids, np.int64)
         self.is_cuttable = is_cuttable(cache)
@@ -159,10 +161,6 @@ class PrefixStore:
         """Iterate over the texts, the last used at the end."""
         return iter([*self._kept])
 
-    def __len__(self) -> int:
-        """Return the number of texts kept."""
-        return len(self._kept)
-
     def _has_removed(self, kept: KeptText) -> bool:
         """Remove a text; return False if another thread has done so already."""
         try:
@@ -183,39 +181,19 @@ def is_cuttable(cache: DynamicCache) -> bool:
     return True
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+def _tensors(cache: DynamicCache) -> list[Tensor]:
+    values = tree_leaves([vars(layer) for layer in cache.layers])
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _num_bytes(cache: DynamicCache) -> int:
     """Return the size of all memory that a cache keeps alive."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for layer in cache.layers
-        for tensor in _tensors(vars(layer))
-    }
-    return sum(storages.values())
-
-
-def _fit(cache: DynamicCache) -> None:
-    """Copy keys and values out of memory that has room for much more than these."""
-    states = [tensor for layer in cache.layers for tensor in _tensors(vars(layer))]
-    if _num_bytes(cache) <= _MOST_ROOM * sum(tensor.nbytes for tensor in states):
-        return
-    move_to_own_memory(cache)
+    storages = [tensor.untyped_storage() for tensor in _tensors(cache)]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def move_to_own_memory(cache: DynamicCache) -> None:
     """Copy keys and values to memory that nobody else has, and that has room for no more."""
     with torch.no_grad():
         for layer in cache.layers:
-            for name, value in vars(layer).items():
-                if isinstance(value, Tensor):
-                    setattr(layer, name, value.clone())
+            vars(layer).update(tree_map_only(Tensor, Tensor.clone, vars(layer)))

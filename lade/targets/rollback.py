@@ -8,6 +8,7 @@ import copy
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
@@ -72,35 +73,33 @@ def _may_have_state(layer: Any) -> bool:
 
 def record_past(cache: Any, is_on: bool) -> None:
     """Make windowed layers keep what leaves their window until the next `crop`, or stop that."""
-    for part in _parts(cache):
-        for layer in part.layers:
-            if hasattr(layer, "record_past"):
-                layer.record_past = is_on
+    for layer in _layers(cache):
+        if hasattr(layer, "record_past"):
+            layer.record_past = is_on
 
 
 def crop(cache: Any, num_tokens: int) -> None:
     """Drop the newest `num_tokens` tokens; must follow every forward, even to drop none."""
-    for part in _parts(cache):
-        for layer in part.layers:
-            if isinstance(layer, StaticLayer):
-                if layer.is_initialized:
-                    layer.cumulative_length.sub_(num_tokens)  # later slots are overwritten
-            elif not isinstance(layer, LinearAttentionCacheLayerMixin) or layer.record_past:
-                layer.crop(-num_tokens)
+    for layer in _layers(cache):
+        if isinstance(layer, StaticLayer):
+            if layer.is_initialized:
+                layer.cumulative_length.sub_(num_tokens)  # later slots are overwritten
+        elif not isinstance(layer, LinearAttentionCacheLayerMixin) or layer.record_past:
+            layer.crop(-num_tokens)
 
 
 def can_grow(cache: Any) -> bool:
     """Return whether a forward may follow another with no `crop` in between."""
     windowed = cache_utils.DynamicSlidingWindowLayer
     return WINDOWS_GROW or not any(
-        type(layer) is windowed and layer.record_past
-        for part in _parts(cache)
-        for layer in part.layers
+        type(layer) is windowed and layer.record_past for layer in _layers(cache)
     )
 
 
-def _parts(cache: Any) -> list[Cache]:
-    return [cache.self_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
+def _layers(cache: Any) -> list[Any]:
+    whole = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    layers: list[Any] = whole.layers
+    return layers
 
 
 def why_not_savable(cache: Any) -> str | None:
@@ -119,10 +118,8 @@ def saved(cache: Any) -> Any:
 
     Only what a forward changes in place is copied; keys and values are shared.
     """
-    if type(cache) in (list, tuple):  # of states, as in the oldest recurrent models
-        return type(cache)(saved(part) for part in cache)
-    if isinstance(cache, Tensor):
-        return cache.clone()
+    if isinstance(cache, (list, tuple)):  # of states, as in the oldest recurrent models
+        return tree_map_only(Tensor, Tensor.clone, cache)
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         return copy.deepcopy(cache)
     twin = copy.copy(cache)
@@ -144,13 +141,5 @@ def _saved_layer(layer: Any) -> Any:
     holds_keys = isinstance(layer, DynamicLayer) or type(layer) is StaticLayer
     for name, value in vars(layer).items():
         if not (holds_keys and name in ("keys", "values")):
-            setattr(twin, name, _cloned(value))
+            setattr(twin, name, tree_map_only(Tensor, Tensor.clone, value))
     return twin
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _cloned(of_key) for key, of_key in value.items()}
-    return value

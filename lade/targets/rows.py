@@ -93,11 +93,6 @@ class RowsTarget(Target):
         self._num_prompt = [row.input_ids.shape[1] for row in rows]
         self._starts = [max(self._num_prompt) - num for num in self._num_prompt]
 
-    @property
-    def num_cached(self) -> list[int]:
-        """Number of tokens before the root of each row in use."""
-        return [num for target in self._rows for num in target.num_cached]
-
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run different prompts, and copy what equal ones have; the logits are of their ends."""
         last: list[Tensor] = [torch.empty(0)] * len(self._all)
@@ -130,7 +125,7 @@ class RowsTarget(Target):
             num_tokens = sum(self._num_prompt[row] for row in rows)
             of_rows = (target.prompt(num_tokens) for target in targets)
             parts = [part for part in of_rows if part is not None]
-        if len(parts) < len(rows) or len(rows) == 1:
+        if len(parts) < len(rows):
             return [target.prefill(is_plain=is_plain) for target in targets]
         logits = torch.split(run_as_one(parts), 1, dim=1)
         for target in targets:
@@ -193,7 +188,7 @@ class RowsTarget(Target):
         num_forwards = 0
         for target, ids, start in zip(self._all, text.token_ids, self._starts, strict=True):
             whole = [*ids, *[text.pad_token_id or 0] * (text.longest - len(ids))]
-            while left := whole[start + target.num_cached[0] : -1]:
+            while left := whole[start + target.cache.length : -1]:
                 root, *others = left[:MOST_AT_ONCE]
                 target.forward(target.inputs([Tree.build(root, chain(others))]))
                 target.commit([[*range(1 + len(others))]])
@@ -203,21 +198,17 @@ class RowsTarget(Target):
     def hand_over(self, cache: Any) -> Any:
         """Let a dynamic cache hold the rows, each behind what padding it has; return it."""
         of_rows = [target.hand_over(deepcopy(cache)) for target in self._all]
-        for index, layers in enumerate(zip(*(each.layers for each in of_rows), strict=True)):
+        for layers in zip(*(each.layers for each in of_rows), strict=True):
             if getattr(layers[0], "keys", None) is None:
                 continue  # a layer that keeps nothing of its own
             length = max(layer.keys.shape[2] for layer in layers)
-            held = zip(*((layer.keys, layer.values) for layer in layers), strict=True)
-            keys, values = (
-                torch.cat([pad(each, (0, 0, length - each.shape[2], 0)) for each in states])
-                for states in held
-            )
-            if index >= len(cache.layers) or not cache.layers[index].is_initialized:
-                cache.update(keys[:, :, :0], values[:, :, :0], index)  # creates the layer
-            layer = cache.layers[index]
-            layer.keys, layer.values = keys, values
-            if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length = max(each.cumulative_length for each in layers)
+            for name in ("keys", "values"):
+                states = (getattr(layer, name) for layer in layers)
+                padded = [pad(each, (0, 0, length - each.shape[2], 0)) for each in states]
+                setattr(layers[0], name, torch.cat(padded))
+            if hasattr(layers[0], "cumulative_length"):
+                layers[0].cumulative_length = max(each.cumulative_length for each in layers)
+        vars(cache).update(vars(of_rows[0]))
         return cache
 
     def close(self) -> None:

@@ -1,36 +1,26 @@
 """Verification of whole trees in one forward."""
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers import GenerationConfig
 
 from lade.attention.masks import FULL, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
-from lade.compat import (
-    CACHE,
-    Model,
-    attention_of,
-    may_be_users,
-    prefill,
-    prepares_as_usual,
-)
+from lade.compat import CACHE, Model, attention_of, prefill, prepares_as_usual
 from lade.engine import EngineCall
 from lade.errors import MisfitError, UnsupportedModelError
 from lade.targets.base import Target
-from lade.targets.inputs import (
-    TOKEN_TYPES,
-    chooses_logits,
-    is_text_alone,
-    num_slots_of,
-)
+from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, is_text_alone, num_slots_of
 from lade.targets.joint import Part
 from lade.targets.kv_cache import TreeCache
-from lade.targets.kv_memory import Kind, LayerKind, kind_of
+from lade.targets.kv_memory import LayerKind, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
 from lade.targets.rollback import cache_in
 from lade.transfer import integers_on
@@ -88,8 +78,8 @@ class TreeTarget(Target):
         self._generation_config = generation_config or GenerationConfig()
         self._reaches = layout.reaches
         self._is_uniform = all(kind.kind == "full" for kind in layout.kinds)
+        self.attention = attention
         past = model_kwargs.get(CACHE)
-        self._is_users_cache = may_be_users(past)
         num_slots = num_slots_of(input_ids, self._generation_config, model_kwargs)
         self.cache = self._make_cache(
             _kinds_held(layout.kinds, past), num_slots, num_slots + max_new_tokens + MAX_OVERHANG
@@ -101,12 +91,11 @@ class TreeTarget(Target):
             self.cache.take_over(past)
         self._model_kwargs = {**model_kwargs, CACHE: self.cache}
         mask = model_kwargs.get("attention_mask")
-        self._padding = None if mask is None else mask.bool().to(self.device)
-        # Leading padding; chunks begin after it.
-        self._num_padding = (
-            None if self._padding is None else (self._padding.cumsum(dim=-1) == 0).sum(dim=-1)
-        )
-        self.attention = attention
+        self._padding: Tensor | None = None
+        self._num_padding: Tensor | None = None  # in front; chunks begin after it
+        if mask is not None:
+            self._padding = mask.bool().to(self.device)
+            self._num_padding = (self._padding.cumsum(dim=-1) == 0).sum(dim=-1)
         self._products = products
         #: Whether its forwards may run together with those of other calls.
         self.may_join = takes_parts(model, layout, attention) and (
@@ -122,11 +111,6 @@ class TreeTarget(Target):
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
         devices = set((getattr(self._model, "hf_device_map", None) or {}).values())
         return TreeCache(kinds, num_slots, max_slots, share=len(devices) <= 1)
-
-    @property
-    def num_cached(self) -> list[int]:
-        """Number of cached tokens."""
-        return [self.cache.length]
 
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the prompt as `generate` does, or in the forwards of other calls."""
@@ -204,7 +188,7 @@ class TreeTarget(Target):
             or not is_text_alone(self._model_kwargs)
             or positions.shape != (1, num_tokens)
             or self._generation_config.prefill_chunk_size is not None
-            or not chooses_logits(self._model)
+            or LOGITS_KEPT not in inspect.signature(self._model.forward).parameters
         ):
             return None
         return positions
@@ -223,7 +207,7 @@ class TreeTarget(Target):
             "position_ids": positions[:, nodes],
             **self._of_forward(mask),
         }
-        part = self._as_part(view, inputs, self.cache.drop_pending, is_prompt=True)
+        part = self._as_part(view, inputs, is_prompt=True)
         if not self._is_uniform:
             part.kind = self  # it runs alone: what has left a window cannot be put back
         return part
@@ -262,24 +246,18 @@ class TreeTarget(Target):
         if self._company is None:
             logits = view(**inputs).logits
         else:
-            (logits,) = self.ask(self._company, [self._as_part(view, inputs, self.discard)])
+            (logits,) = self.ask(self._company, [self._as_part(view, inputs)])
         return logits
 
     def part(self, inputs: dict[str, Any]) -> Part:
         """Return a step as a part of a forward."""
-        return self._as_part(self._view, inputs, self.discard)
+        return self._as_part(self._view, inputs)
 
-    def _as_part(
-        self,
-        view: Model,
-        inputs: dict[str, Any],
-        undo: Callable[[], None],
-        is_prompt: bool = False,
-    ) -> Part:
+    def _as_part(self, view: Model, inputs: dict[str, Any], is_prompt: bool = False) -> Part:
         is_inference = torch.is_inference_mode_enabled()
         shape = inputs["position_ids"].dim(), *sorted(inputs)
         kind = (id(self._model), self.attention, self._products, is_inference, *shape)
-        return Part(kind, view, inputs, undo, self._num_committed, is_prompt, is_inference)
+        return Part(kind, view, inputs, self.discard, self._num_committed, is_prompt, is_inference)
 
     def join(self, company: EngineCall) -> None:
         """Run forwards together with those of other calls of the model, where that is exact."""
@@ -298,27 +276,14 @@ class TreeTarget(Target):
         if by_view:
             return self.forward(self.inputs(roots))
         if self._is_uniform or (attention_of(self._model) or "eager") in _KNOW_WINDOWS:
-            num_new = self.cache.length + 1 - self._num_prefilled
-            new = self._input_ids.new_zeros((1, num_new))
+            new = self._input_ids.new_zeros((1, self.cache.length + 1 - self._num_prefilled))
             new[:, -1] = integers_on(self.device, [roots[0].token_ids[0]])
-            inputs = self._model.prepare_inputs_for_generation(
-                torch.cat([self._input_ids, new], dim=1),
-                next_sequence_length=1,
-                **self.extended(num_new),
-            )
-            logits: Tensor = self._plain_view(**inputs, return_dict=True).logits
+            logits: Tensor = self._plain_view(**self._prepared(new), return_dict=True).logits
             return logits
         inputs = TreeTarget.inputs(self, roots)
-        if inputs["attention_mask"] is not None and not self._takes_mask:
-            return self.forward(inputs)
-        of_masks: Tensor = self._plain_view(**inputs).logits
-        return of_masks
-
-    @property
-    def _takes_mask(self) -> bool:
-        """Whether the model's own attention takes the masks of trees."""
-        own = MASK_IS_ADDED.get(attention_of(self._model) or "eager")
-        return own is not None and own == (self._additive_dtype is not None)
+        has_mask = inputs["attention_mask"] is not None  # which its own attention may not take
+        of_root: Tensor = (self._view_for(1) if has_mask else self._plain_view)(**inputs).logits
+        return of_root
 
     def discard(self) -> None:
         """Discard the last forward."""
@@ -371,18 +336,20 @@ class TreeTarget(Target):
 
     def _learn_habits(self, last: Tensor) -> None:
         """Learn from the model how it prepares the inputs of tokens after the prompt."""
-        ids = self._input_ids
-        later = self._model.prepare_inputs_for_generation(
-            torch.cat([ids, ids.new_zeros((ids.shape[0], 1))], dim=1),
-            next_sequence_length=1,
-            **self.extended(1),
-        )
+        later = self._prepared(self._input_ids.new_zeros((1, 1)))
         for name in TOKEN_TYPES:
             if later.get(name) is None:  # only for the prompt
                 self._model_kwargs.pop(name, None)
         positions = later.get("position_ids")
         if self._model_kwargs.get("position_ids") is not None and positions is not None:
             self._position_offsets += positions[..., -1].to(self.device) - (last + 1)
+
+    def _prepared(self, new: Tensor) -> dict[str, Any]:
+        """Return what the model itself prepares for the last of new tokens [1, num_new]."""
+        ids = torch.cat([self._input_ids, new], dim=1)
+        prepare, given = self._model.prepare_inputs_for_generation, self.extended(new.shape[1])
+        prepared: dict[str, Any] = prepare(ids, next_sequence_length=1, **given)
+        return prepared
 
     def _place_root(self) -> None:
         self._num_cached = integers_on(self.device, [self.cache.length])
@@ -429,15 +396,10 @@ def _without_run(inputs: dict[str, Any], num_run: int) -> dict[str, Any]:
     if num_run == 0:
         return inputs
     left = {**inputs}
-    for name in ("input_ids", "position_ids", *TOKEN_TYPES):
-        if name in left:
-            left[name] = left[name][..., num_run:]
-    mask = left["attention_mask"]
-    if isinstance(mask, dict):
-        left["attention_mask"] = {name: each[..., num_run:, :] for name, each in mask.items()}
-    else:
-        left["attention_mask"] = mask[..., num_run:, :]
-    return left
+    for name in {"input_ids", "position_ids", *TOKEN_TYPES} & inputs.keys():
+        left[name] = inputs[name][..., num_run:]
+    mask = tree_map(lambda of_type: of_type[..., num_run:, :], inputs["attention_mask"])
+    return {**left, "attention_mask": mask}
 
 
 def _kinds_held(kinds: Sequence[LayerKind], past: Any) -> list[LayerKind]:
@@ -447,10 +409,7 @@ def _kinds_held(kinds: Sequence[LayerKind], past: Any) -> list[LayerKind]:
     """
     if past is None:
         return [*kinds]
-    given = [kind_of(layer) for layer in past.layers]
-    held = []
-    for index, kind in enumerate(kinds):
-        like = given[index] if index < len(given) else None
-        full: Kind = "full"
-        held.append(like or (LayerKind(full) if kind.kind == "windowed" else kind))
-    return held
+    given = [kind for layer in past.layers if (kind := kind_of(layer)) is not None]
+    full = LayerKind("full")
+    later = [full if kind.kind == "windowed" else kind for kind in kinds[len(given) :]]
+    return [*given, *later][: len(kinds)]

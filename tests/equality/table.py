@@ -148,6 +148,7 @@ def fits(row: Row) -> bool:
         has("drafts", "a window") and (lacks("model", *TREES) or has("prompt", "earlier turn")),
         has("method", "stable") and (lacks("model", *TREES) or has("prompt", "earlier turn")),
         has("method", "stable") and (has("output", "states") or has("drafts", "a kept prefix")),
+        has("method", "stable") and has("prompt", "holes"),  # which fixed shapes do not have
         has("drafts", "a kept prefix") and lacks("output", "tokens"),
         has("method", "chain") and has("model", *_STATES),
         # Batches have neither: their rows are parts of one forward.

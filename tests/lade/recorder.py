@@ -8,9 +8,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from lade.config import Execution
 from lade.gpu.capture import NoWaiting, WaitError
-from lade.gpu.graphs import Recording, StepCall
+from lade.gpu.graphs import CudaRecorder, Recording, StepCall
 from lade.gpu.policy import DevicePolicy
 
 
@@ -45,11 +44,11 @@ class _NoReading(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class CpuRecorder:
+class CpuRecorder(CudaRecorder):
     """Records forwards on a CPU.
 
     Args:
-        max_bytes: as of a `Recorder`; every recording counts as one byte.
+        max_bytes: of all recordings; every recording counts as one byte.
         failures: what the next recordings raise, in order; None for nothing.
 
     Attributes:
@@ -71,10 +70,10 @@ class CpuRecorder:
         if failure is not None:
             raise failure
         with _NoReading(), NoWaiting():
-            run(is_recorded=True)
+            run(True)
         tape = _Tape()
         with tape:
-            output = run(is_recorded=True)
+            output = run(True)
         self.num_recorded += 1
 
         def replay() -> None:
@@ -104,9 +103,6 @@ class RecordingPolicy(DevicePolicy):
 
     def __init__(self, recorder: "CpuRecorder") -> None:
         self._recorder = recorder
-
-    def execution(self, device: torch.device) -> Execution:
-        return "graphs"
 
     def can_record(self, device: torch.device) -> bool:
         return True

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lade.attention import tree as tree_attention
 from lade.decoder import Decoder
-from lade.gpu.graphs import Recording, StepCall
+from lade.gpu.graphs import CudaRecorder, Recording, StepCall
 from lade.gpu.policy import DevicePolicy
 from lade.hf.generation import Generation
 
@@ -401,14 +401,15 @@ def moved(model: Any) -> Any:
     return model
 
 
-class OnlyRunning:
+class OnlyRunning(CudaRecorder):
     """A recorder whose replays run the forward again."""
 
-    max_bytes = 10**9
+    def __init__(self) -> None:
+        self.max_bytes = 10**9
 
     def record(self, run: StepCall) -> Recording:
-        output = run(is_recorded=True)
-        return Recording(lambda: output.copy_(run(is_recorded=True)), output)
+        output = run(True)
+        return Recording(lambda: output.copy_(run(True)), output)
 
     def num_bytes(self) -> int:
         return 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lade.captures import CAPTURING, free_unused
-from lade.gpu.capture import WaitError, clear_workspaces
+from lade.gpu.capture import WaitError
 from lade.gpu.graphs import CudaRecorder
 from tests.lade.devices import needing_workspace
 
@@ -160,7 +160,7 @@ def recorded_product(recorder: CudaRecorder) -> Callable[[], None]:
 
 def fill_free_memory() -> None:
     """Write NaN to memory that is not in use, and give it back."""
-    clear_workspaces()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.full((2**29,), torch.nan, device="cuda")  # 2 GiB
     torch.cuda.empty_cache()

@@ -48,7 +48,7 @@ def test_the_text_is_that_of_generate(
                 _, got = both(model, prompt, config=config, do_sample=do_sample, **LONG)
             assert got.stats.mean_accepted_tokens > 1.3
     if recorder is not None and execution == "graphs":
-        assert recorder.num_replayed > 4 * recorder.num_recorded > 16
+        assert recorder.num_replayed > 4 * recorder.num_recorded >= 16
 
 
 @pytest.mark.usefixtures("waits")
@@ -145,8 +145,10 @@ def test_a_cache_that_is_returned_is_the_callers() -> None:
     got = generate(model, **options)
     generate(model, ONE + 3, max_new_tokens=20)  # writes where the first call wrote
     longer = torch.cat([plain.sequences, torch.tensor([[3, 4]])], dim=1)
-    expected = model.generate(longer, past_key_values=plain.past_key_values, **GREEDY)
-    assert torch.equal(generate(model, longer, past_key_values=got.past_key_values), expected)
+    turn = {**GREEDY, "attention_mask": torch.ones_like(longer)}  # which may hold what pads
+    expected = model.generate(longer, past_key_values=plain.past_key_values, **turn)
+    answer = generate(model, longer, past_key_values=got.past_key_values, **turn)
+    assert torch.equal(answer, expected)
 
 
 def test_batches_inference_mode_and_precisions_may_take_turns() -> None:

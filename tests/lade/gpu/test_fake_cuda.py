@@ -56,8 +56,8 @@ QUICK = ("greedy-graphs-3", "lookahead")
 # left; the comparison of a new recording; and where transformers looks for padding. A prefill may
 # wait for that as well, and to compare what it harvests.
 ALLOWED = {
-    "step": ("_show_prompt", "distance", "_ignore_causal_mask_sdpa"),
-    "end": ("_show_prompt",),
+    "step": ("_of_prompt", "distance", "_ignore_causal_mask_sdpa"),
+    "end": ("_of_prompt",),
     "prefill": ("create_causal_mask", "successors"),
 }
 

@@ -126,7 +126,7 @@ def check_one_step(model: Any, draft: Draft, leaf: int) -> None:
     kept = path_to(draft, leaf)
     target.commit([kept])
     committed = prompt + [tree.token_ids[i] for i in kept]
-    assert target.num_cached == [len(committed)]
+    assert target.cache.length == len(committed)
     check_cache(model, target, committed)
 
 
@@ -189,7 +189,7 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str) -> None:
                 kept.append(path)
                 committed[row] = ids
             target.commit(kept)
-            assert target.num_cached == [len(ids) for ids in committed]
+            assert [each.cache.length for each in targets] == [*map(len, committed)]
         for each, ids in zip(targets, committed, strict=True):
             check_cache(model, each, ids)
 
