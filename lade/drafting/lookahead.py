@@ -40,18 +40,15 @@ class Window:
         context: the prompt; the first tokens are drawn from it, or from the vocabulary if it
             is empty.
         vocab_size: exclusive upper bound of the token ids in the window.
-        seed: of the window's own generator, so that runs repeat, processes agree, and the random
-            state used for sampling is left alone.
     """
 
-    def __init__(
-        self, lookahead: Lookahead, context: Sequence[int], vocab_size: int, seed: int
-    ) -> None:
+    def __init__(self, lookahead: Lookahead, context: Sequence[int], vocab_size: int) -> None:
         self._ngram_size = lookahead.ngram_size
         #: Places from the root to the last cell, the same in every step.
         self.depth = lookahead.window_size + lookahead.ngram_size - 3
         known = [token_id for token_id in context if token_id < vocab_size]
-        first = random.Random(seed).choices(known or range(vocab_size), k=self.depth)
+        # A generator of its own: runs repeat, and the state used for sampling is left alone.
+        first = random.Random(0).choices(known or range(vocab_size), k=self.depth)
         self._iterations = [first]  # oldest first; the oldest has no cell in the root's column
 
     @property

@@ -301,7 +301,6 @@ class Source:
             draft: Draft = self.drafter.draft(handle, committed, most)
         else:
             draft = self.drafter.sample(handle, committed, most, rng)
-        # What lade's own drafters return is not checked: that took as long as half of drafting.
         return draft if self._is_own else checked(draft, most)
 
     def forced(self, row: int, committed: Sequence[int], most: int) -> list[int]:

@@ -140,7 +140,7 @@ class Speculator:
         self._asks_all = self._mesh is not None or is_fixed
         self._window: Window | None = None
         if lookahead is not None:
-            self._window = Window(lookahead, batch.contexts[0], call.vocab_size, seed=0)
+            self._window = Window(lookahead, batch.contexts[0], call.vocab_size)
         self._placeholders = np.array(placeholders_of(call.model), np.int32)
         self._pace = Pace()
         self._asking = {source: Asking(source.costs, self._pace) for source in sources}
