@@ -42,7 +42,6 @@ from ngram_pool.arrays import (
     Header,
     Scratch,
     TextArrays,
-    TextRows,
     Unigrams,
     begin_state,
     checked_rows,
@@ -633,7 +632,35 @@ class NGramPool:
                     raise ValueError(f"expected pools made beside {self!r}, got {pool!r}")
             numbers = [None] * num_rows if sequences is None else sequences
             opened = [pool._sequence(each) for pool, each in zip(of_rows, numbers, strict=True)]
-            return self._draft_chains(of_rows, opened, rows, float(min_probability), stride)
+            num_more: dict[NGramPool, int] = {}
+            for pool, more in zip(of_rows, rows.num_new.tolist(), strict=True):
+                num_more[pool] = num_more.get(pool, 0) + more
+            for pool, more in num_more.items():
+                pool._make_room(more, pool._no_sequence)
+            width = int(rows.max_draft_tokens.max(initial=0))
+            chains = DraftChains(
+                np.full((num_rows, width), NONE, np.int32),
+                np.zeros((num_rows, width)),
+                np.empty(num_rows, np.int64),
+            )
+            if not num_rows:
+                return chains
+            headers = {pool: pool._header() for pool in num_more}
+            negative = _kernels.draft_rows(
+                np.array([headers[pool].row for pool in of_rows]),
+                np.array([one.row() for one in opened]),
+                self._scratch.row_for(max(width, 1), max(len(one.layers) for one in opened)),
+                *rows,
+                self._learning_rate,
+                stride,
+                float(min_probability),
+                *chains,
+            )
+        if negative != NONE:
+            raise ValueError(
+                f"expected token ids from 0 to {MAX_TOKEN_ID}, got less in row {negative}"
+            )
+        return chains
 
     def sample(
         self,
@@ -923,45 +950,6 @@ class NGramPool:
             support_ids = left_ids[parents + 1].astype(np.int32)
             return SampledDraft(*grown, support_ids, support_probs[:num].copy())
 
-    def _draft_chains(
-        self,
-        pools: Sequence["NGramPool"],
-        opened: list[OpenSequence],
-        rows: TextRows,
-        min_probability: float,
-        learning_stride: int,
-    ) -> DraftChains:
-        num_more: dict[NGramPool, int] = {}
-        for pool, more in zip(pools, rows.num_new.tolist(), strict=True):
-            num_more[pool] = num_more.get(pool, 0) + more
-        for pool, more in num_more.items():
-            pool._make_room(more, pool._no_sequence)
-        num_rows, width = len(rows.texts), int(rows.max_draft_tokens.max(initial=0))
-        chains = DraftChains(
-            np.full((num_rows, width), NONE, np.int32),
-            np.zeros((num_rows, width)),
-            np.empty(num_rows, np.int64),
-        )
-        headers = {pool: pool._header() for pool in num_more}
-        if not num_rows:
-            return chains
-        scratch = self._scratch.row_for(max(width, 1), max(len(one.layers) for one in opened))
-        negative = _kernels.draft_rows(
-            np.array([headers[pool].row for pool in pools]),
-            np.array([one.row() for one in opened]),
-            scratch,
-            *rows,
-            self._learning_rate,
-            learning_stride,
-            min_probability,
-            *chains,
-        )
-        if negative != NONE:
-            raise ValueError(
-                f"expected token ids from 0 to {MAX_TOKEN_ID}, got less in row {negative}"
-            )
-        return chains
-
     # --- arrays -----------------------------------------------------------------------------
     #
     # Each group of arrays is replaced as a whole, in one store: if memory runs out or an interrupt
@@ -1010,13 +998,10 @@ class NGramPool:
 @cache
 def compile_chains() -> None:
     """Compile what engines need, and nobody else."""
-    pool = NGramPool(1, 1, 0)
-
-    def run_kernels() -> None:
-        rows = checked_rows([[0]], [1], 1, [0])
-        pool._draft_chains([pool], [pool._no_sequence], rows, 0.0, 1)
-
-    compile_by(run_kernels)
+    scratch, none = Scratch(1, 1), np.empty(0, np.int64)
+    rows, ids, probs = (np.empty((0, 0), kind) for kind in (np.int64, np.int32, np.float64))
+    of_rows = rows, rows, scratch.row_for(1, 0), ids, none, none, none
+    compile_by(lambda: _kernels.draft_rows(*of_rows, 0.0, 1, 0.0, ids, probs, none))
 
 
 def _secret_seed() -> int:
