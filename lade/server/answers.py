@@ -2,7 +2,6 @@
 
 import json
 import secrets
-import time
 from collections.abc import AsyncGenerator
 from itertools import pairwise
 from typing import Any
@@ -18,88 +17,89 @@ _BLOCK_BYTES = 512
 Json = dict[str, Any]
 
 
-class ToldAnswer:
-    """The answer of an exchange by a model, which clients call by a name."""
+async def whole(exchange: Exchange) -> Json:
+    """Wait for all of an answer; return it as one object.
 
-    def __init__(self, exchange: Exchange, model: str) -> None:
-        self._exchange = exchange
-        self._options = exchange.asked.stream_options
-        self._is_chat = exchange.asked.is_chat
-        kind = "chat.completion" if self._is_chat else "text_completion"
-        kind += ".chunk" if self._is_chat and exchange.asked.stream else ""
-        common = {"id": exchange.request_id, "object": kind, "created": int(time.time())}
-        self._common = {**common, "model": model}
+    Raises:
+        ApiError: it has ended early.
+    """
+    choice: Json = {"index": 0, **({"delta": {"content": ""}} if exchange.asked.is_chat else {})}
+    async for new in _choices(exchange):
+        add(choice, new)
+    if exchange.asked.is_chat:
+        choice["message"] = message = choice.pop("delta")
+        for name in ("content", "reasoning_content") if exchange.parser else ():
+            if name in message:  # blanks around marks are nobody's
+                message[name] = message[name].strip()
+        for call in message.get("tool_calls", ()):
+            del call["index"]  # which is of streams
+    return _told(exchange, choices=[choice], **_figures(exchange))
 
-    async def whole(self) -> Json:
-        """Wait for all of it; return it as one object.
 
-        Raises:
-            ApiError: it has ended early.
-        """
-        choice: Json = {"index": 0, **({"delta": {"content": ""}} if self._is_chat else {})}
-        async for new in self._choices():
-            add(choice, new)
-        if self._is_chat:
-            choice["message"] = message = choice.pop("delta")
-            for name in ("content", "reasoning_content") if self._exchange.parser else ():
-                if name in message:  # blanks around marks are nobody's
-                    message[name] = message[name].strip()
-            for call in message.get("tool_calls", ()):
-                del call["index"]  # which is of streams
-        return {**self._common, "choices": [choice], **self._figures()}
+async def events(exchange: Exchange) -> AsyncGenerator[str, None]:
+    """Yield an answer as events, which are of a size that tells nothing unless asked not to be."""
+    options = exchange.asked.stream_options
+    try:
+        async for choice in _choices(exchange):
+            yield _event(exchange, choices=[{"index": 0, **choice}])
+    except ApiError as error:
+        yield f"{_EVENT}{json.dumps(error.body())}\n\n"
+        return
+    if options is not None and options.include_usage:
+        yield _event(exchange, choices=[], **_figures(exchange))
+    yield _EVENT + "[DONE]\n\n"
 
-    async def events(self) -> AsyncGenerator[str, None]:
-        """Yield it as events, which are of a size that tells nothing unless asked not to be."""
-        try:
-            async for choice in self._choices():
-                yield self._event({**self._common, "choices": [{"index": 0, **choice}]})
-        except ApiError as error:
-            yield f"{_EVENT}{json.dumps(error.body())}\n\n"
-            return
-        if self._options is not None and self._options.include_usage:
-            yield self._event({**self._common, "choices": [], **self._figures()})
-        yield _EVENT + "[DONE]\n\n"
 
-    async def _choices(self) -> AsyncGenerator[Json, None]:
-        if self._is_chat:
-            yield {"delta": {"role": "assistant"}}
-        while (choice := await self._exchange.choices.get()) is not None:
-            yield choice
-        self._exchange.check()
+async def _choices(exchange: Exchange) -> AsyncGenerator[Json, None]:
+    if exchange.asked.is_chat:
+        yield {"delta": {"role": "assistant"}}
+    while (choice := await exchange.choices.get()) is not None:
+        yield choice
+    exchange.check()
 
-    def _event(self, event: Json) -> str:
-        text = json.dumps(event)
-        if self._options is not None and self._options.include_obfuscation is False:
-            return f"{_EVENT}{text}\n\n"
-        begin, end = f'{_EVENT}{text[:-1]}, "obfuscation": "', '"}\n\n'
-        num_missing = -len(begin + end) % _BLOCK_BYTES
-        return begin + secrets.token_urlsafe(_BLOCK_BYTES)[:num_missing] + end
 
-    def _figures(self) -> Json:
-        """Return usage and metrics: what was run, drafted, accepted and kept."""
-        exchange, stats = self._exchange, self._exchange.stats
-        assert stats is not None, "the answer is whole"
-        num_prompt, num_new = exchange.num_prompt_tokens, len(exchange.token_ids)
-        # Tokens of the answer that were drafted from the client's prediction, and the rest of it.
-        is_clients = getattr(exchange.asked, "prediction", None) is not None
-        num_predicted = len(exchange.prediction or ()) if is_clients else 0
-        source = stats.sources.get("prediction")
-        num_accepted = 0 if source is None else min(source.num_accepted_tokens, num_predicted)
-        usage: Json = {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_new,
-            "total_tokens": num_prompt + num_new,
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": num_accepted,
-                "rejected_prediction_tokens": num_predicted - num_accepted,
-                "accepted_draft_tokens": stats.num_accepted_tokens,
-                "rejected_draft_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
-            },
-        }
-        # Without keys, whoever asks in another's name would read that one's prompt.
-        if exchange.knows_kept:
-            usage["prompt_tokens_details"] = {"cached_tokens": stats.num_reused_tokens}
-        return {"usage": usage, "metrics": {"speculative_decoding": speculation(stats)}}
+def _told(exchange: Exchange, **told: Any) -> Json:
+    kind = "text_completion"
+    if exchange.asked.is_chat:
+        kind = "chat.completion.chunk" if exchange.asked.stream else "chat.completion"
+    named = {"object": kind, "created": exchange.created, "model": exchange.model}
+    return {"id": exchange.request_id, **named, **told}
+
+
+def _event(exchange: Exchange, **told: Any) -> str:
+    text, options = json.dumps(_told(exchange, **told)), exchange.asked.stream_options
+    if options is not None and options.include_obfuscation is False:
+        return f"{_EVENT}{text}\n\n"
+    begin, end = f'{_EVENT}{text[:-1]}, "obfuscation": "', '"}\n\n'
+    num_missing = -len(begin + end) % _BLOCK_BYTES
+    return begin + secrets.token_urlsafe(_BLOCK_BYTES)[:num_missing] + end
+
+
+def _figures(exchange: Exchange) -> Json:
+    """Return usage and metrics: what was run, drafted, accepted and kept."""
+    stats = exchange.stats
+    assert stats is not None, "the answer is whole"
+    num_prompt, num_new = exchange.num_prompt_tokens, len(exchange.token_ids)
+    # Tokens of the answer that were drafted from the client's prediction, and the rest of it.
+    is_clients = getattr(exchange.asked, "prediction", None) is not None
+    num_predicted = len(exchange.prediction or ()) if is_clients else 0
+    source = stats.sources.get("prediction")
+    num_accepted = 0 if source is None else min(source.num_accepted_tokens, num_predicted)
+    usage: Json = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_predicted - num_accepted,
+            "accepted_draft_tokens": stats.num_accepted_tokens,
+            "rejected_draft_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
+        },
+    }
+    # Without keys, whoever asks in another's name would read that one's prompt.
+    if exchange.knows_kept:
+        usage["prompt_tokens_details"] = {"cached_tokens": stats.num_reused_tokens}
+    return {"usage": usage, "metrics": {"speculative_decoding": speculation(stats)}}
 
 
 def add(whole: Json, new: Json) -> None:

@@ -67,6 +67,9 @@ class Server(uvicorn.Server):
         with ExitStack() as stack:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = stack.enter_context(socket.create_server((host, port), family=family))
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # hangs up on clients that never read
+                stall = int(1000 * options.timeout_sec)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall)
             sizes = options.max_batch_size, options.max_batch_tokens
             batcher = Batcher(loaded.model, max_batch_size=sizes[0], max_batch_tokens=sizes[1])
             batcher.run(partial(warm_up, loaded.model, num_rows=2, config=options.config))
@@ -80,7 +83,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 self._routes,
-                http=guarded(options.max_connections, options.timeout_sec),
+                http=guarded(options.max_connections),
                 ws="none",
                 lifespan="off",
                 log_config=None,

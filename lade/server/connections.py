@@ -42,29 +42,27 @@ class Shares:
 
 
 class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Closes connections that send no whole headers or read nothing, and those that are too many.
+    """Closes connections that send no whole headers, and those that are too many.
 
     uvicorn has a time limit only for what follows an answer, and for silence.
     """
 
     shares: ClassVar[Shares]  # of connections, by where they come from
-    stall_sec: ClassVar[float]  # for which a client may read nothing of what it was sent
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to wait for headers, or hang up."""
         super().connection_made(transport)
-        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._origin = origin_of(transport.get_extra_info("peername"))
         self._has_share = self.shares.take(self._origin)
         if self._has_share:
-            self._hang_up_in(HEADER_SEC, "headers")
+            self._timer = self.loop.call_later(HEADER_SEC, transport.abort)
         else:
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
-        for name in [*self._timers]:
-            self._stop(name)
+        self._stop()
         if self._has_share:
             self.shares.give(self._origin)
         super().connection_lost(exc)
@@ -74,40 +72,25 @@ class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
-            self._stop("headers")
-        elif self.cycle is None or self.cycle.response_complete:
-            self._hang_up_in(HEADER_SEC, "headers")
+            self._stop()
+        elif self._timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._timer = self.loop.call_later(HEADER_SEC, self.transport.abort)
 
-    def pause_writing(self) -> None:
-        """Hang up if this lasts: closing alone would wait for the client to read."""
-        super().pause_writing()
-        self._hang_up_in(self.stall_sec, "reads")
-
-    def resume_writing(self) -> None:
-        """Go on: the client reads."""
-        super().resume_writing()
-        self._stop("reads")
-
-    def _hang_up_in(self, sec: float, unless: str) -> None:
-        if unless not in self._timers:
-            self._timers[unless] = self.loop.call_later(sec, self.transport.abort)
-
-    def _stop(self, name: str) -> None:
-        if timer := self._timers.pop(name, None):
-            timer.cancel()
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
-def guarded(most: int, stall_sec: float) -> type[GuardedProtocol]:
+def guarded(most: int) -> type[GuardedProtocol]:
     """Return a protocol for so many connections, or as many as the system has files for."""
     with suppress(ImportError, ValueError, OSError):  # none on Windows
         import resource
 
         _, num_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
-        if num_files > _OTHER_FILES:  # else there is no limit
-            most = min(most, num_files - _OTHER_FILES)
-    settings = {"shares": Shares(most, max(1, most // _PARTS)), "stall_sec": stall_sec}
-    return type("Guarded", (GuardedProtocol,), settings)
+        most = min(most, num_files - _OTHER_FILES) if num_files > _OTHER_FILES else most
+    return type("Guarded", (GuardedProtocol,), {"shares": Shares(most, max(1, most // _PARTS))})
 
 
 def origin_of(peer: Sequence[Any] | None) -> str:
@@ -115,9 +98,8 @@ def origin_of(peer: Sequence[Any] | None) -> str:
 
     A single subscriber has all of a /64, and may use another address for each request.
     """
-    try:
-        found = ip_address(peer[0] if peer else "")
-    except ValueError:  # of a socket that is no internet's
+    if not peer:  # it has left
         return ""
+    found = ip_address(peer[0])
     is_old = getattr(found, "ipv4_mapped", found)
     return str(is_old or ip_network((int(found), 64), strict=False))

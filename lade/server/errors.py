@@ -21,9 +21,6 @@ class ApiError(LadeError):
     code: str | None = None  # for programs
     closes: bool = False  # whether the connection, of whose body more may come
 
-    def __str__(self) -> str:
-        return self.message
-
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
         default = "invalid_request_error" if self.status < 500 else "server_error"

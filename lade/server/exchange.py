@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 from lade.config import Config
@@ -28,7 +28,9 @@ class Exchange:
     of_whom: str  # the key, or where it comes from: what is shared fairly
     knows_kept: bool  # whether it may be told what of its prompt was kept
     timeout_sec: float
+    model: str  # as clients call it
     when_over: Callable[["Exchange"], None]  # called once, in the event loop
+    created: int = field(default_factory=lambda: int(time()))
     request_id: str = field(default_factory=lambda: f"{uuid.uuid4()}")
     config: Config = field(default_factory=Config)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)

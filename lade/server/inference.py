@@ -11,21 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from lade.compat import mark_as_new
 from lade.drafting.drafter import Drafter
 from lade.hf.api import decode
 from lade.models.loading import LoadedModel
+from lade.models.responses import parts_of
 from lade.models.stream import TextStream
 from lade.server.answers import Json, add
 from lade.server.errors import ApiError, failed
 from lade.server.exchange import Exchange
 from lade.server.grammars import Kept
-from lade.server.parsing import parts_of
 from lade.stats import Step
 
 logger = logging.getLogger(__name__)
@@ -34,7 +31,7 @@ logger = logging.getLogger(__name__)
 _LOWEST_LOGPROB = -9999.0
 
 
-def told(exchange: Exchange, answer: Future[None]) -> None:
+def tell_end(exchange: Exchange, answer: Future[None]) -> None:
     """Tell the client's side that an answer has ended, and how."""
     failure = None if answer.cancelled() else answer.exception()
     if isinstance(failure, ApiError):
@@ -96,9 +93,8 @@ class _Relay:
         self._is_chat = exchange.asked.is_chat
         self._stream = TextStream(tokenizer, skips_special=self._parser is None)
         self._cutter = _StopCutter(exchange.asked.stop or ())
-        self._num_top, self._special = exchange.asked.num_logprobs, frozenset[int]()
-        if self._num_top is not None:
-            self._special = frozenset(tokenizer.all_special_ids)
+        self._num_top = exchange.asked.num_logprobs
+        self._special = frozenset(tokenizer.all_special_ids)
         self._rows = deque[Tensor]()  # log-probabilities of the next tokens
         self._num_chars = self._num_shown = 0  # of the text, and of what is in the answer for sure
         # What is to be said of tokens once their text is shown, with where they begin and end.

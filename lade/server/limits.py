@@ -6,22 +6,21 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from transformers.utils.chat_parsing import ResponseParser
-
 from lade.attempts import Attempt
 from lade.config import Config
 from lade.errors import UserError, in_one_line
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode_messages, num_positions, tool_calls
+from lade.models.responses import parser_of
 from lade.server.errors import ApiError
 from lade.server.exchange import Exchange
 from lade.server.grammars import Grammars
 from lade.server.options import ServerOptions
-from lade.server.parsing import template_of
 from lade.server.requests import Asked, Chat, Completion
 
-# Of a token, in the mean of a text: megabytes of more are refused before they are made tokens.
-_MOST_CHARS = 64
+# Of a token in the mean, and of a body beside its prompt: megabytes of more are refused before they
+# are made tokens.
+_MOST_BYTES, _OTHER_BYTES = 64, 2**16
 # Whose calls are predicted: each is a run of the chat template, which keeps others waiting.
 _MOST_TOOLS = 64
 _USUAL_NEW_TOKENS = 1024  # where neither request nor model names more
@@ -34,7 +33,7 @@ class Preparing:
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._options, self._positions = options, num_positions(loaded.model) or math.inf
         self._max_prompt_tokens = min(options.max_prompt_tokens or math.inf, self._positions - 1)
-        self._template, self.grammars = template_of(loaded), Grammars(loaded)
+        self.grammars = Grammars(loaded)
         self._lock = threading.Lock()  # a tokenizer's settings are not made for threads
 
     def prepare(self, exchange: Exchange) -> None:
@@ -46,12 +45,11 @@ class Preparing:
         asked = exchange.asked
         chat = asked if isinstance(asked, Chat) else None
         exchange.config = self._config(asked)
+        num_bytes = max(0, exchange.num_held - _OTHER_BYTES)
+        self._check_length(num_bytes // _MOST_BYTES, "prompt", " or more")
         if chat is not None and chat.prediction is not None:
             text = "".join(part.text for part in chat.prediction.content)
             exchange.prediction = self._predicted(text)
-        texts = {"prompt", "messages", "tools", "chat_template_kwargs"}
-        num_chars = len(asked.model_dump_json(include=texts))
-        self._check_length(num_chars // _MOST_CHARS, "prompt", " or more")
         try:
             exchange.inputs = self._encoded(asked)
         except Exception as error:  # whatever templates and tokenizers raise of a request
@@ -68,9 +66,7 @@ class Preparing:
             with Attempt():  # templates may refuse what they are never asked to write
                 calls = tool_calls(self._tokenizer, chat.tools[:_MOST_TOOLS])
                 exchange.prediction = self._predicted(calls)
-        if self._template is not None:
-            prefix = self._tokenizer.decode(prompt_ids)
-            exchange.parser = ResponseParser(self._template, prefix=prefix, tools=chat.tools)
+        exchange.parser = parser_of(self._loaded, self._tokenizer.decode(prompt_ids), chat.tools)
 
     def _config(self, asked: Asked) -> Config:
         """Return the config of a call, unless fields contradict each other or the server's."""
@@ -127,7 +123,6 @@ class Preparing:
 
     def _predicted(self, text: str) -> list[int]:
         """Return the tokens of a prediction, which may have as many as a prompt."""
-        self._check_length(len(text) // _MOST_CHARS, "prediction", " or more")
         # A batch, for which the tokenizer lets other threads go on.
         encode = self._tokenizer._tokenizer.encode_batch_fast
         token_ids: list[int] = encode([text], add_special_tokens=False)[0].ids

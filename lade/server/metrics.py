@@ -4,26 +4,15 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    PlatformCollector,
-    ProcessCollector,
-    generate_latest,
-)
+import prometheus_client as prometheus
 
 from lade.engine import Engine
 from lade.server.exchange import Exchange
 from lade.targets.prefixes import PrefixStore
 from ngram_pool import PoolStore
 
-# vLLM's buckets, of tokens and of requests, and longer ones: a request may wait for others.
-_SEC = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
-)
+# From a millisecond to nine minutes: a request may wait for others.
+_SEC = [0.001 * 2**power for power in range(20)]
 _COUNTERS = {
     "spec_decode_num_drafts": "Steps that verified a draft.",
     "spec_decode_num_draft_tokens": "Draft tokens that were verified.",
@@ -47,25 +36,27 @@ class Metrics:
     def __init__(
         self, model_name: str, engine: Engine, store: PoolStore, prefixes: PrefixStore
     ) -> None:
-        self._name, self._registry = model_name, CollectorRegistry()
+        self._name, self._registry = model_name, prometheus.CollectorRegistry()
 
         def made(kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
             return kind(name, text, ["model_name", *labels], registry=self._registry, **more)
 
         # With their labels, they are shown from the start.
         self._counters = {
-            name: made(Counter, f"vllm:{name}", text).labels(model_name)
+            name: made(prometheus.Counter, f"vllm:{name}", text).labels(model_name)
             for name, text in _COUNTERS.items()
         }
         self._times = {
-            name: made(Histogram, f"vllm:{name}_seconds", text, buckets=_SEC).labels(model_name)
+            name: made(prometheus.Histogram, f"vllm:{name}_seconds", text, buckets=_SEC).labels(
+                model_name
+            )
             for name, text in _TIMES.items()
         }
         text = "Draft tokens that were accepted, by their depth in the draft."
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        self._accepted_at = made(Counter, name, text, "position")
+        self._accepted_at = made(prometheus.Counter, name, text, "position")
         text = "Requests by the status of their answer; 499: the client left."
-        self._requests = made(Counter, "lade:requests", text, "code")
+        self._requests = made(prometheus.Counter, "lade:requests", text, "code")
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "vllm:num_requests_running": ("Requests in decoding.", lambda: engine.num_running),
             "vllm:num_requests_waiting": ("Requests that wait.", engine.num_waiting),
@@ -76,13 +67,12 @@ class Metrics:
             "lade:pool_failed": ("Attempts to save that failed.", lambda: store.stats.num_failed),
         }
         for name, (text, read) in gauges.items():  # when somebody asks
-            made(Gauge, name, text).labels(model_name).set_function(read)
-        ProcessCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
+            made(prometheus.Gauge, name, text).labels(model_name).set_function(read)
+        prometheus.ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
-        return generate_latest(self._registry)
+        return prometheus.generate_latest(self._registry)
 
     def count_request(self, status: int) -> None:
         """Count a request that was answered or sent away."""

@@ -6,13 +6,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from lade.server.errors import ApiError
@@ -23,8 +17,9 @@ _MAX_VALUES = 50_000
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
-def _wrong(param: str, message: str) -> ApiError:
-    return ApiError(400, f"{param}: {message}", param=param, code="unsupported_or_invalid")
+def _wrong(param: str | None, message: str) -> ApiError:
+    told = message if param is None else f"{param}: {message}"
+    return ApiError(400, told, param=param, code="unsupported_or_invalid")
 
 
 # Fields of OpenAI's that are accepted where they ask for what is done anyway.
@@ -93,12 +88,6 @@ class _Schema(_Strict):
 class _Format(_Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
-
-    @model_validator(mode="after")
-    def _has_schema(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("expected json_schema with the type json_schema alone")
-        return self
 
 
 class Asked(_Strict):
@@ -172,6 +161,9 @@ class Chat(Asked):
         if self.schema_asked is not None and self.tools:
             message = "expected a schema or tools, got both: calls are not of the schema"
             raise _wrong("response_format", message)
+        form = self.response_format
+        if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
+            raise _wrong("response_format", "expected json_schema with the type json_schema alone")
         for name in (self.chat_template_kwargs or {}).keys() & _NOT_OF_TEMPLATES:
             message = f"expected arguments of the chat template, got {name!r}"
             raise _wrong("chat_template_kwargs", message)
@@ -214,13 +206,9 @@ def read(kind: type[Asked], data: bytes | bytearray, model: str) -> Asked:
     except ValidationError as error:  # its first error as OpenAI would put it, without values
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = ".".join(map(str, first["loc"]))[:200] or None
-        if first["type"] == "extra_forbidden":
-            message = f"{param} is not supported"
-        else:
-            message = first["msg"].removeprefix("Value error, ")[:300]
-            message = message if param is None else f"{param}: {message}"
+        message = "not supported" if first["type"] == "extra_forbidden" else first["msg"][:300]
         message += "; calls cannot be forced" if param == "tool_choice" else ""
-        raise ApiError(400, message, param=param, code="unsupported_or_invalid") from None
+        raise _wrong(param, message) from None
     if asked.model not in (None, model):
         message = f"expected the model {model!r}, got {asked.model!r}"
         raise ApiError(404, message, param="model", code="model_not_found")

@@ -24,11 +24,11 @@ from lade.engine import Engine
 from lade.hosts import is_known
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
-from lade.server.answers import ToldAnswer
+from lade.server.answers import events, whole
 from lade.server.connections import Shares, origin_of
 from lade.server.errors import ApiError, failed
 from lade.server.exchange import Exchange
-from lade.server.inference import answer, told
+from lade.server.inference import answer, tell_end
 from lade.server.keys import ApiKeys, KeyOwner
 from lade.server.limits import Preparing
 from lade.server.metrics import Metrics
@@ -40,9 +40,8 @@ logger = logging.getLogger(__name__)
 
 # To end an answer or to tell a client of it: it may not read, and a prompt is run in one piece.
 END_SEC = 5.0
-# Of a body: silence, and what all, and one key, may have sent for requests whose turn has not come,
-# in bodies of full size.
-_IDLE_SEC = 30.0
+_BODY_SEC = 60.0
+# What all, and one key, may have sent for requests whose turn has not come, in bodies of full size.
 _MAX_BODIES, _MAX_BODIES_OF_KEY = 64, 16
 
 
@@ -146,12 +145,10 @@ class Routes:
             del data
             await self._begin(exchange)
             self._let_go(exchange)
-            answered = ToldAnswer(exchange, self._name)
-            headers = {"x-request-id": exchange.request_id}
+            named = {"x-request-id": exchange.request_id}
             if exchange.asked.stream:
-                events = answered.events()
-                return StreamingResponse(events, headers=headers, media_type="text/event-stream")
-            return JSONResponse(await answered.whole(), headers=headers)
+                return StreamingResponse(events(exchange), 200, named, "text/event-stream")
+            return JSONResponse(await whole(exchange), headers=named)
         finally:
             if exchange.answer is None:  # else it is over when the engine has ended it
                 exchange.finish()
@@ -177,6 +174,7 @@ class Routes:
             of_whom=owner.key or origin_of(request.scope["client"]),
             knows_kept=bool(owner.key) or options.shares_pool,
             timeout_sec=options.timeout_sec,
+            model=self._name,
             when_over=self._over,
         )
         self._open.add(exchange)
@@ -185,28 +183,24 @@ class Routes:
 
     async def _body(self, request: Request, exchange: Exchange) -> bytearray:
         """Read a body; one that is too long is read on, or its client would not see why."""
-        most, loop = self._options.max_body_bytes, asyncio.get_running_loop()
-        size = request.headers.get("content-length", "0")
-        is_short, data = size.isdecimal() and int(size) <= most, bytearray()
-        idle_sec = min(_IDLE_SEC, exchange.timeout_sec)
+        data, most = bytearray(), self._options.max_body_bytes
+        sec = min(_BODY_SEC, exchange.timeout_sec)
         try:
-            async with asyncio.timeout(idle_sec) as timer:
+            async with asyncio.timeout(sec):
                 async for piece in request.stream():
                     exchange.check()
-                    if is_short and piece:
+                    if piece and len(data) <= most:
                         if not self._bytes.take(exchange.of_whom, len(piece)):
                             message = "too much of other requests has come already"
                             raise ApiError(429, message, code="queue_full")
                         exchange.num_held += len(piece)
                         data += piece
-                        is_short = len(data) <= most
-                        timer.reschedule(loop.time() + idle_sec)
         except ClientDisconnect:
             raise _left() from None
         except TimeoutError:
-            message = f"nothing of the body came for {idle_sec:g} s"
-            exchange.end(ApiError(408, message, closes=True))
-        if not is_short:
+            late = ApiError(408, f"expected a whole body within {sec:g} seconds", closes=True)
+            exchange.end(late)
+        if len(data) > most:
             raise ApiError(413, f"expected a body of at most {most} bytes", code="too_large")
         exchange.check()
         return data
@@ -237,7 +231,7 @@ class Routes:
         call = partial(answer, exchange, self._loaded, self._options.drafter)
         num_tokens = exchange.num_prompt_tokens + exchange.options.max_new_tokens
         exchange.answer = engine.submit(call, num_tokens, owner).future
-        exchange.answer.add_done_callback(partial(told, exchange))
+        exchange.answer.add_done_callback(partial(tell_end, exchange))
         if await exchange.choices.get() is None:  # ended before its turn
             exchange.check()
 

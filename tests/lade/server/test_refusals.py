@@ -18,7 +18,7 @@ CHATS: list[tuple[Json, str]] = [
     ({"tool_choice": "required"}, "tool_choice: .*; calls cannot be forced"),
     ({"parallel_tool_calls": False}, "parallel_tool_calls: Input should be True"),
     ({"metadata": {"a": "b"}}, "metadata"),
-    ({"generation_config": "{}"}, "generation_config is not supported"),
+    ({"generation_config": "{}"}, "generation_config: not supported"),
     ({"messages": []}, "messages"),
     ({"messages": [{"content": "a"}]}, "messages.0.role"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role: .*'system', .*'user'"),
@@ -51,12 +51,12 @@ CHATS: list[tuple[Json, str]] = [
 TEXTS: list[tuple[Json, str]] = [
     ({"best_of": 2}, "best_of"),
     ({"echo": True}, "echo: Input should be False"),
-    ({"suffix": "a"}, "suffix is not supported"),
+    ({"suffix": "a"}, "suffix: not supported"),
     ({"prompt": ["a", "b"]}, "prompt"),
     ({"prompt": ""}, "expected a prompt of one token or more"),
     ({"prompt": "a" * 301}, "expected a prompt of at most 300 tokens, got 301"),
     ({"logprobs": 6}, "logprobs"),
-    ({"prediction": {"type": "content", "content": "a"}}, "prediction is not supported"),
+    ({"prediction": {"type": "content", "content": "a"}}, "prediction: not supported"),
 ]
 
 

@@ -1,8 +1,10 @@
-"""What tells the parts of an answer: what is said, thought and called."""
+"""What tells the parts of a model's answers: what is said, thought and called."""
 
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
 
 from lade.models.loading import LoadedModel
 
@@ -54,14 +56,14 @@ _GEMMA = _template(
 _TEMPLATES = {"qwen2": _HERMES, "qwen3": _HERMES, "qwen3_5": _XML, "gemma4": _GEMMA}
 
 
-def template_of(loaded: LoadedModel) -> Json | None:
-    """Return what tells the parts of a model's answers; None where they are text alone."""
-    own: Json | None = getattr(loaded.tokenizer, "response_template", None)
-    if own is not None:
-        return own
+def parser_of(loaded: LoadedModel, prefix: str, tools: list[Json] | None) -> Any:
+    """Return what reads an answer to a prompt; None where a model's answers are text alone."""
+    template: Json | None = getattr(loaded.tokenizer, "response_template", None)
     kind = loaded.model.config.model_type
     known = [name for name in _TEMPLATES if kind.startswith(name)]
-    return _TEMPLATES[max(known, key=len)] if known else None
+    if template is None and known:
+        template = _TEMPLATES[max(known, key=len)]
+    return template and ResponseParser(template, prefix=prefix, tools=tools)
 
 
 def parts_of(events: Iterable[Json]) -> Iterator[tuple[str, Any]]:
