@@ -117,17 +117,8 @@ def packed_sdpa(
     else:
         is_step = attention_mask.shape[1:3] == (1, num_queries)
     if not is_step or any(kwargs.get(name) is not None for name in _ELSEWHERE):
-        attended: tuple[Tensor, None] = _sdpa(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )
+        passed = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        attended: tuple[Tensor, None] = _sdpa(module, query, key, value, attention_mask, **passed)
         return attended
     packed = _attended(
         query.reshape(rows, key.shape[1], num_sharing * num_queries, query.shape[-1]),

@@ -33,7 +33,7 @@ from lade.closeness import distance, limit_of
 from lade.compat import CACHE, Model, has_hook
 from lade.forward import words
 from lade.forward.fastest import Fastest, about
-from lade.forward.linear import FORMATS, MOST_TOKENS, is_plain, kernels
+from lade.forward.linear import FORMATS, MOST_TOKENS, Products, is_plain, kernels
 from lade.forward.reading import (
     AdditionPlan,
     DecoderPlan,
@@ -115,7 +115,7 @@ class FusedForwards:
     """
 
     def __init__(self, model: Model, compiled: ModuleType, run: Run) -> None:
-        self._kernels, self._run = compiled, run
+        self._kernels, self._run, self._products = compiled, run, Products(compiled, run)
         self.why_not: str | None = None
         # No module is held: what is replaced in the model is to be freed.
         self._leaves = [weakref.ref(each) for each in model.modules() if not each._modules]
@@ -284,16 +284,10 @@ class FusedForwards:
         last, hidden = self._sizes.num_layers, self._sizes.hidden
         if states.dtype is not self._dtype or states.shape[0] != 1 or states.shape[2] != hidden:
             raise ValueError(f"states of a layer have become {states.dtype} {[*states.shape]}")
-        wide = states[0].to(torch.float32, copy=True)
         if number == last:
-            logits = wide.new_empty((len(wide), self._sizes.vocab_size), dtype=self._dtype)
-            for start in range(0, len(wide), MOST_TOKENS):
-                num = min(MOST_TOKENS, len(wide) - start)
-                job = pieces[0].job.copy()
-                job[words.NUM_TOKENS], job[words.LAST_NORM] = num, 0
-                piece = pieces[0]._replace(start=start, num=num, kept=np.arange(num), job=job)
-                self._run_piece(piece, wide, (last, last), logits[start:])
-            return logits[None]
+            head = self._weights.head()
+            return self._products.by_job(states, head.weight, head.bias)
+        wide = states[0].to(torch.float32, copy=True)
         if number > 0 and not hooked[number] and not hooked[number - 1]:
             return states  # it has run with those before it
         end = number + 1
@@ -601,7 +595,7 @@ class _Weights:
     """Where a plan's weights are, as the job takes it; looked up anew for each forward.
 
     Attributes:
-        embedding: a weak reference to the module that makes states of tokens.
+        embedding, head: weak references to what makes states of tokens, and logits of these.
         of_kind: numbers of the layers that have a kind of mask.
         rotaries: what makes angles, as a weak reference and a plan, and whether they repeat.
         turning: numbers of layers that have angles, each with the number of what makes them.
@@ -610,6 +604,7 @@ class _Weights:
     def __init__(self, plan: DecoderPlan, kinds: Sequence[str], dtype: torch.dtype) -> None:
         self._dtype, end = dtype, len(plan.layers)
         self.embedding: Callable[[], Any] = weakref.ref(plan.embedding)
+        self.head: Callable[[], Any] = weakref.ref(plan.head)
         products = [each for layer in plan.layers for each in layer.products if each is not None]
         num_rows = end + 1 + sum(len(each.added) for each in products)
         self._table = np.zeros((num_rows, words.LAYER_SIZE), np.int64)

@@ -7,6 +7,7 @@ torch is faster at many rows in float32 than in 16 bits, so that widening the we
 one is fastest is measured with the first calls, by format, size and number of rows.
 """
 
+import ctypes
 import platform
 from collections import Counter
 from types import MethodType, ModuleType
@@ -44,7 +45,10 @@ _TOLERANCE = {torch.float32: 256 * 2**-23, torch.bfloat16: 4 * 2**-7, torch.floa
 
 
 _TORCHS, _OURS, _WIDENED = range(3)  # products
+# A job has no layers here, but looks at the numbers of one; those of its two phases are behind.
 _JOB_SIZE = max(words.JOB_SIZE, words.LAYER_SIZE)
+_Job = ctypes.c_int64 * (_JOB_SIZE + 64)
+_EVERY = np.arange(MOST_TOKENS)
 
 
 class Products:
@@ -56,7 +60,7 @@ class Products:
     """
 
     def __init__(self, compiled: ModuleType, run: Run) -> None:
-        self._kernels, self._run = compiled, run
+        self._kernels, self._run, self._kept = compiled, run, _EVERY.ctypes.data
         # By dtype and size of the weights, and about the number of rows.
         self._choices: dict[tuple[torch.dtype, int, int, int], Fastest] = {}
         self._num_layers: Counter[tuple[torch.dtype, int, int]] = Counter()  # of the last view
@@ -135,32 +139,34 @@ class Products:
     def _by(self, which: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if which == _TORCHS:
             return linear(inputs, weight, bias)
-        return (self._ours if which == _OURS else _widened)(inputs, weight, bias)
+        return (self.by_job if which == _OURS else _widened)(inputs, weight, bias)
 
-    def _ours(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def by_job(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return a product by lade's kernels."""
         num_columns, num_inputs = weight.shape
+        num_rows, dtype = inputs.numel() // num_inputs, inputs.dtype
+        given = (inputs if dtype is torch.float32 else inputs.float()).contiguous()
         results = inputs.new_empty((*inputs.shape[:-1], num_columns))
-        rows = inputs.reshape(-1, num_inputs).float().contiguous()
-        most, num_threads = min(len(rows), MOST_TOKENS), torch.get_num_threads()
+        most, num_threads = min(num_rows, MOST_TOKENS), torch.get_num_threads()
         size = self._kernels.scratch_size(most, num_inputs, 0, 0, 0)
         memory = inputs.new_empty(size * num_threads + 4 * num_inputs * most, dtype=torch.uint8)
-        kept, job = np.arange(most), np.zeros(_JOB_SIZE + 64, np.int64)
-        # Of no layers, whose numbers are still looked at; the two phases are behind those.
-        job[words.LAYERS], job[words.PHASES] = job.ctypes.data, job[_JOB_SIZE:].ctypes.data
-        job[words.HIDDEN], job[words.VOCAB_SIZE] = num_inputs, num_columns
-        job[words.NUM_THREADS], job[words.FORMAT] = num_threads, FORMATS[weight.dtype]
-        job[words.ARRANGED] = words.PAIRS if weight.dtype is torch.bfloat16 else words.PLAIN
-        job[words.SCRATCH], job[words.SCRATCH_SIZE] = memory.data_ptr(), size
-        job[words.NORMED] = job[words.SCRATCH] + size * num_threads
-        job[words.KEPT], job[words.HEAD + words.WEIGHT] = kept.ctypes.data, weight.data_ptr()
-        job[words.HEAD + words.BIAS] = 0 if bias is None else bias.data_ptr()
-        job[words.HEAD + words.NUM_COLUMNS] = num_columns
-        for start in range(0, len(rows), most):
-            job[words.NUM_TOKENS] = job[words.NUM_KEPT] = min(most, len(rows) - start)
-            job[words.STATES] = rows.data_ptr() + 4 * num_inputs * start
-            job[words.LOGITS] = results.data_ptr() + results.itemsize * num_columns * start
-            job[words.NEXT_THREAD] = job[_JOB_SIZE:] = 0
-            self._run(self._kernels.run_forward.address, job.ctypes.data, num_threads)
+        for start in range(0, num_rows, most):
+            job = _Job()
+            place = ctypes.addressof(job)
+            job[words.NUM_TOKENS] = job[words.NUM_KEPT] = min(most, num_rows - start)
+            job[words.HIDDEN], job[words.VOCAB_SIZE] = num_inputs, num_columns
+            job[words.NUM_THREADS], job[words.FORMAT] = num_threads, FORMATS[dtype]
+            job[words.ARRANGED] = words.PAIRS if dtype is torch.bfloat16 else words.PLAIN
+            job[words.STATES] = given.data_ptr() + 4 * num_inputs * start
+            job[words.LOGITS] = results.data_ptr() + dtype.itemsize * num_columns * start
+            job[words.SCRATCH], job[words.SCRATCH_SIZE] = memory.data_ptr(), size
+            job[words.NORMED] = job[words.SCRATCH] + size * num_threads
+            job[words.KEPT], job[words.LAYERS] = self._kept, place
+            job[words.PHASES] = place + 8 * _JOB_SIZE
+            job[words.HEAD + words.WEIGHT] = weight.data_ptr()
+            job[words.HEAD + words.BIAS] = 0 if bias is None else bias.data_ptr()
+            job[words.HEAD + words.NUM_COLUMNS] = num_columns
+            self._run(self._kernels.run_forward.address, place, num_threads)
         return results
 
 

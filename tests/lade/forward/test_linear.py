@@ -118,7 +118,7 @@ def test_vectors_of_either_length_give_the_same(
         weight = torch.randn(50, num_inputs).to(dtype)
         exact = linear(inputs.double(), weight.double())
         limit = 4 * torch.finfo(dtype).eps
-        assert apart(products._ours(inputs, weight, None), exact) <= limit
+        assert apart(products.by_job(inputs, weight, None), exact) <= limit
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
@@ -178,11 +178,11 @@ class Clock:
     ) -> None:
         self.now, self.theirs, self.ours, self.widened = 0.0, theirs, ours, widened
         self.ran: list[str] = []
-        own = Products._ours
+        own = Products.by_job
         monkeypatch.setattr(fastest, "perf_counter", lambda: self.now)
         monkeypatch.setattr(file, "_widened", lambda *args: self._run("widened", linear, args))
         monkeypatch.setattr(file, "linear", lambda *args: self._run("theirs", linear, args))
-        monkeypatch.setattr(Products, "_ours", lambda *args: self._run("ours", own, args))
+        monkeypatch.setattr(Products, "by_job", lambda *args: self._run("ours", own, args))
 
     def _run(self, name: str, product: Any, args: Any) -> Tensor:
         self.ran.append(name)
@@ -249,8 +249,8 @@ def test_forwards_over_one_token_ask_where_it_pays(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_wrong_product_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Products._ours
-    monkeypatch.setattr(Products, "_ours", lambda *args: own(*args) * 1.001)
+    own = Products.by_job
+    monkeypatch.setattr(Products, "by_job", lambda *args: own(*args) * 1.001)
     products, weight, inputs = made(), torch.randn(256, 256), torch.randn(3, 256)
     with pytest.warns(RuntimeWarning, match="differ from torch's, which are used instead"):
         got = products.product(inputs, weight, None)
@@ -264,8 +264,8 @@ def test_one_that_becomes_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     products, weight, inputs = made(), torch.randn(256, 256), torch.randn(3, 256)
     for _ in range(10):
         products.product(inputs, weight, None)
-    own = Products._ours
-    monkeypatch.setattr(Products, "_ours", lambda *args: own(*args) * 1.001)
+    own = Products.by_job
+    monkeypatch.setattr(Products, "by_job", lambda *args: own(*args) * 1.001)
     with pytest.warns(RuntimeWarning, match="differ from torch's, which are used instead"):
         results = [products.product(inputs, weight, None) for _ in range(300)]
     assert torch.equal(results[-1], linear(inputs, weight))
@@ -308,7 +308,7 @@ def test_layers_that_are_no_plain_matrix_stay_torchs(monkeypatch: pytest.MonkeyP
     def never(*_: Any) -> Tensor:
         raise AssertionError
 
-    monkeypatch.setattr(Products, "_ours", never)
+    monkeypatch.setattr(Products, "by_job", never)
     patched, of_hook = nn.Linear(256, 256), nn.Linear(256, 256)
     patched.__dict__["forward"] = lambda inputs: inputs
     parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(256, 256))
