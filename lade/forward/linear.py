@@ -45,10 +45,11 @@ _TOLERANCE = {torch.float32: 256 * 2**-23, torch.bfloat16: 4 * 2**-7, torch.floa
 
 
 _TORCHS, _OURS, _WIDENED = range(3)  # products
+_MOST_ROWS = 64  # of a job, whose inputs the second cache holds
 # A job has no layers here, but looks at the numbers of one; those of its two phases are behind.
 _JOB_SIZE = max(words.JOB_SIZE, words.LAYER_SIZE)
 _Job = ctypes.c_int64 * (_JOB_SIZE + 64)
-_EVERY = np.arange(MOST_TOKENS)
+_EVERY = np.arange(_MOST_ROWS)
 
 
 class Products:
@@ -147,7 +148,7 @@ class Products:
         num_rows, dtype = inputs.numel() // num_inputs, inputs.dtype
         given = (inputs if dtype is torch.float32 else inputs.float()).contiguous()
         results = inputs.new_empty((*inputs.shape[:-1], num_columns))
-        most, num_threads = min(num_rows, MOST_TOKENS), torch.get_num_threads()
+        most, num_threads = min(num_rows, _MOST_ROWS), torch.get_num_threads()
         size = self._kernels.scratch_size(most, num_inputs, 0, 0, 0)
         memory = inputs.new_empty(size * num_threads + 4 * num_inputs * most, dtype=torch.uint8)
         for start in range(0, num_rows, most):
