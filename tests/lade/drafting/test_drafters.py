@@ -168,6 +168,7 @@ def test_a_pool_that_cannot_grow_costs_the_drafts_alone(monkeypatch: pytest.Monk
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no room")
 
+    lade.NGramPool()  # the first of a process compiles by observing something
     monkeypatch.setattr("ngram_pool.NGramPool.observe", fail)
     with pytest.warns(lade.DrafterWarning, match=r"failed \(MemoryError: no room\)"):
         _, got = same_as_generate(tiny_model("llama", seed=2), PROMPT, **OPTIONS)
