@@ -28,7 +28,7 @@ from lade.probing.rules import (
     why_not_speculate,
 )
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, num_slots_of
-from lade.targets.kv_memory import kind_of
+from lade.targets.kv_cache import kind_of
 from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
 
 # Model inputs that every verification method continues after the prompt.
