@@ -77,16 +77,6 @@ class Store:
         )
         return mine == other
 
-    def address(self, layer: int, states: Tensor) -> tuple[int, int] | None:
-        """Return the address of a layer's slots, and bytes from one head to the next.
-
-        None if the memory is another device's than that of these states, or has no such ones.
-        """
-        if not self.fits(states):
-            return None
-        width, (layer_step, _, head_step, *_) = self.buffer.element_size(), self.buffer.stride()
-        return self.buffer.data_ptr() + width * layer * layer_step, width * head_step
-
     def roll(self, layer: int, states: Tensor, num_held: int, num_kept: int) -> Tensor:
         """Return the held states followed by the new ones; keep only the last `num_kept`."""
         held = self.buffer[layer][:, :, :num_held]
@@ -255,11 +245,6 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         values = self._put("values", value_states, self.num_pending)
         self.num_pending += key_states.shape[2]
         return keys, values
-
-    def addresses(self, states: Tensor) -> list[tuple[int, int] | None]:
-        """Return where keys and values of a kind are, as `Store.address` does."""
-        places = (self._places[name] for name in ("keys", "values"))
-        return [store.address(index, states) for store, index in places]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write indexer keys [1, num_new, index_head_dim]; return all of the layer."""
@@ -474,9 +459,13 @@ class TreeCache(Cache):  # type: ignore[misc]
             return None  # of a long prompt, layers with windows keep the end alone
         self.reserve(num_new + num_pending)
         if self._places is None or self._places[0] != self.addresses:
-            found = [each for layer in self.held for each in layer.addresses(states)]
-            if None in found:
+            stores = [layer._places[name] for layer in self.held for name in ("keys", "values")]
+            if not all(store.fits(states) for store, _ in stores):
                 return None
+            found = [
+                (store.buffer[index].data_ptr(), store.buffer.stride(2) * states.element_size())
+                for store, index in stores
+            ]
             self._places = self.addresses, np.array(found).reshape(-1, 4)
         places = np.empty((len(self.held), 5), np.int64)
         places[:, :4] = self._places[1]
