@@ -29,7 +29,7 @@ from lade.config import Config
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 from lade.prewarming.tables import table_for
-from lade.probing.report import probe
+from lade.probing.plan import probe
 from lade.stats import DecodeStats, ends_in_loop
 
 #: The methods that draft nothing but what they verify; without a table, two of lade's are the same.

@@ -24,7 +24,7 @@ from lade.errors import UnsupportedModelError, UserError
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode
 from lade.models.settings import Settings
-from lade.probing.report import probe
+from lade.probing.plan import probe
 
 _SINGLE_ROW = "transformers runs it on one prompt and for one sequence at a time"
 _WARM_UP_TOKENS = 16

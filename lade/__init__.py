@@ -14,7 +14,7 @@ read the code, start with `decoder.py`.
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from lade._version import __version__
+from lade._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lade import drafters as drafters
@@ -42,10 +42,9 @@ if TYPE_CHECKING:
     from lade.prewarming.run import Prewarmed as Prewarmed
     from lade.prewarming.run import prewarm as prewarm
     from lade.prewarming.warming import warm_up as warm_up
+    from lade.probing.plan import Probe as Probe
+    from lade.probing.plan import probe as probe
     from lade.probing.profile import release as release
-    from lade.probing.report import Probe as Probe
-    from lade.probing.report import probe as probe
-    from lade.probing.report import recheck as recheck
     from lade.stats import DecodeStats as DecodeStats
     from lade.stats import Step as Step
     from ngram_pool import Draft as Draft
@@ -68,47 +67,15 @@ _HOMES = {
     "lade.prewarming.run": ("Prewarmed", "prewarm"),
     "lade.prewarming.warming": ("warm_up",),
     "lade.probing.profile": ("release",),
-    "lade.probing.report": ("Probe", "probe", "recheck"),
+    "lade.probing.plan": ("Probe", "probe"),
     "lade.stats": ("DecodeStats", "Step"),
     "ngram_pool": ("Draft", "NGramPool"),
 }
 
-__all__ = [
-    "Batcher",
-    "Config",
-    "DecodeStats",
-    "Draft",
-    "Drafter",
-    "DrafterWarning",
-    "EagerExecutionWarning",
-    "ForcedTokens",
-    "GenerateOutput",
-    "KernelWarning",
-    "LadeError",
-    "Lookahead",
-    "NGramPool",
-    "PlainDecodingWarning",
-    "Prewarmed",
-    "Probe",
-    "Step",
-    "UnsupportedModelError",
-    "UnsupportedOptionError",
-    "VerificationWarning",
-    "__version__",
-    "decode",
-    "drafters",
-    "generate",
-    "load_pool",
-    "models",
-    "prewarm",
-    "probe",
-    "recheck",
-    "release",
-    "save_pool",
-    "unwrap",
-    "warm_up",
-    "wrap",
-]
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = sorted(
+    [*_HOME_OF, "__version__", "drafters", "models"], key=lambda name: (name.islower(), name)
+)
 
 
 def _refuse_older_lade() -> None:
@@ -132,12 +99,11 @@ if not TYPE_CHECKING:  # type checkers know the names above, and that there are 
     def __getattr__(name: str) -> Any:
         if name in ("drafters", "models"):
             return import_module(f"lade.{name}")
-        for module, names in _HOMES.items():
-            if name in names:
-                with import_module("lade.garbage").without_collection():
-                    home = import_module(module)
-                return globals().setdefault(name, getattr(home, name))
-        raise AttributeError(f"module 'lade' has no attribute {name!r}")
+        if name not in _HOME_OF:
+            raise AttributeError(f"module 'lade' has no attribute {name!r}")
+        with import_module("lade.garbage").without_collection():
+            home = import_module(_HOME_OF[name])
+        return globals().setdefault(name, getattr(home, name))
 
 
 def __dir__() -> list[str]:

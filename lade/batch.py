@@ -1,8 +1,6 @@
 """The rows of a batch: committed tokens, which rows are finished, and how far each may go."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import overload
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -91,64 +89,33 @@ class Text:
         return ids
 
 
-class Prefix(Sequence[int]):
-    """The first tokens of a growing list, without a copy."""
-
-    def __init__(self, token_ids: list[int], length: int) -> None:
-        self._token_ids = token_ids
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, place: int) -> int: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[int]: ...
-
-    def __getitem__(self, place: int | slice) -> int | list[int]:
-        which = range(self._length)[place]
-        if isinstance(which, int):
-            return self._token_ids[which]
-        return [self._token_ids[index] for index in which]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Length limits and stop conditions of the rows of a batch.
-
-    Attributes:
-        max_length: maximum total length a draft may reach, prompt included. Beyond it, and until
-            `stop` ends a row, steps have no draft.
-        stop: called after every token with the rows that emitted it; marks rows of the text as
-            finished, and passes the token on.
-        gives_cache: whether the caller gets the cache, which is then to hold the whole text.
-    """
-
-    max_length: int
-    stop: Callable[[list[int]], None]
-    gives_cache: bool = False
-
-
 class Batch:
     """The rows of one generation, and what each may still do.
 
     Args:
         text: the prompts; grows.
         contexts: each row's prompt as a drafter sees it, without padding; grows.
-        limits: shared by all rows.
+        max_length: maximum total length a draft may reach, prompt included. Beyond it, and until
+            `stop` ends a row, steps have no draft.
+        stop: called after every token with the rows that emitted it; marks rows of the text as
+            finished, and passes the token on.
+        gives_cache: whether the caller gets the cache, which is then to hold the whole text.
         max_lead: maximum number of tokens a row may be ahead of the shortest; None for no limit.
     """
 
     def __init__(
-        self, text: Text, contexts: list[list[int]], limits: Limits, max_lead: int | None = None
+        self,
+        text: Text,
+        contexts: list[list[int]],
+        max_length: int,
+        stop: Callable[[list[int]], None],
+        gives_cache: bool = False,
+        max_lead: int | None = None,
     ) -> None:
-        self.text = text
-        self.contexts = contexts
-        self.limits = limits
+        self.text, self.contexts = text, contexts
+        self.stop, self.gives_cache = stop, gives_cache
         self.rows = list(range(text.num_rows))  #: rows that the target still runs
-        self._max_lead = max_lead
+        self._max_length, self._max_lead = max_length, max_lead
 
     @property
     def emitting(self) -> list[int]:
@@ -163,7 +130,7 @@ class Batch:
 
     def places(self, row: int) -> int:
         """Return how many more tokens fit after a row, besides the bonus token."""
-        return self.limits.max_length - len(self.text.token_ids[row]) - 1
+        return self._max_length - len(self.text.token_ids[row]) - 1
 
     def room(self, row: int) -> int:
         """Return the maximum depth of a row's draft."""

@@ -23,6 +23,7 @@ from lade.hf.pools import Pools
 from lade.openmp import release_workers
 from lade.stats import Step
 from lade.targets.joint import JointForwards
+from ngram_pool.arrays import positive
 
 _Result = TypeVar("_Result")
 _SHARE_OF_MEMORY = 0.5
@@ -97,6 +98,7 @@ class Batcher:
         stall_sec: how long a piece of a new prompt may keep the others waiting, on a CPU.
 
     Raises:
+        TypeError: a limit is no integer.
         ValueError: a limit is less than 1.
 
     Source: iteration-level scheduling, Orca (OSDI 2022).
@@ -113,16 +115,13 @@ class Batcher:
         config: Config | None = None,
         stall_sec: float = 0.5,
     ) -> None:
-        for name, limit in (
-            ("max_batch_size", max_batch_size),
-            ("max_batch_tokens", max_batch_tokens),
-        ):
-            if limit is not None and limit < 1:
-                raise ValueError(f"expected {name} of at least 1, got {limit!r}")
+        positive("max_batch_size", max_batch_size)
         self._model = model
         self._given = {"pool": pool, "drafter": drafter, "config": config}
         if max_batch_tokens is None:
             max_batch_tokens = _tokens_that_fit(model)
+        else:
+            positive("max_batch_tokens", max_batch_tokens)
         device = device_of_inputs(without_compiler(model))
         self._forwards = JointForwards()
         self.engine = Engine(self._forwards, device, max_batch_size, max_batch_tokens, stall_sec)

@@ -7,6 +7,10 @@ from torch import Tensor
 
 from lade.compat import Model, device_of_inputs
 
+#: A limit below this is that of float32 or float64.
+EXACT = 1e-3
+_PLAIN_FORMATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+
 
 def limit_of(model: Model) -> float:
     """Return the largest difference accepted as rounding, in standard deviations of the logits.
@@ -15,21 +19,15 @@ def limit_of(model: Model) -> float:
     cache is off by about 1. Measured in float32: at most 4e-5 between correct forwards, and 4e-4
     for a step that is clamped in one of them and not in the other.
     """
-    dtype = _coarsest_of(model)
+    # Of quantized weights, the format says nothing.
+    dtypes = {weight.dtype for weight in model.parameters()} & _PLAIN_FORMATS or {model.dtype}
     kind = device_of_inputs(model).type
     if torch.is_autocast_enabled(kind):
-        dtype = max(dtype, torch.get_autocast_dtype(kind), key=lambda each: torch.finfo(each).eps)
-    eps: float = torch.finfo(dtype).eps
-    if dtype == torch.float32 and float32_precision(kind) != "highest":
+        dtypes.add(torch.get_autocast_dtype(kind))
+    eps = max(torch.finfo(each).eps for each in dtypes)
+    if eps == torch.finfo(torch.float32).eps and float32_precision(kind) != "highest":
         eps = 2**-11  # TF32
     return max(2e-4, 40 * eps)
-
-
-def _coarsest_of(model: Model) -> torch.dtype:
-    """Return the least precise format of a model's weights; the first may be of another."""
-    known = next(iter(vars(model).get("_lade_profiles", ())), None)
-    dtype: torch.dtype = model.dtype if known is None else known.coarsest
-    return dtype
 
 
 def float32_precision(device_type: str) -> str:
@@ -44,7 +42,7 @@ def float32_precision(device_type: str) -> str:
 
 def is_exact_in(model: Model) -> bool:
     """Return whether the text is guaranteed to be that of `generate` in the model's precision."""
-    return limit_of(model) < 1e-3
+    return limit_of(model) < EXACT
 
 
 def distance(logits: Tensor, reference: Tensor) -> float:

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from lade.batch import Batch
 from lade.drafting.speculator import Done, Plan, Speculator
 from lade.errors import in_one_line
-from lade.outputs import Outputs
 from lade.probing.proof import FlawError, Proof
 from lade.sampling.choice import Choice
 from lade.stats import DecodeStats, Step
@@ -23,15 +22,10 @@ from lade.tree import ROOT, Tree
 
 
 class VerificationError(Exception):
-    """Drafts cannot be verified any more; the text so far is valid.
+    """Drafts cannot be verified any more, because of a `FlawError` or as a forward failed.
 
-    Attributes:
-        flaw: how forwards no longer behaved as in the check of the model; None if a forward failed.
+    The text so far is valid.
     """
-
-    def __init__(self, reason: str, flaw: FlawError | None = None) -> None:
-        super().__init__(reason)
-        self.flaw = flaw
 
 
 class Decoder:
@@ -43,7 +37,6 @@ class Decoder:
         speculator: decides what a step runs, and learns from it.
         choice: chooses the target's own tokens.
         on_step: called after each commit, the prefill included, with the steps of the rows.
-        outputs: collects what the caller wants besides the text.
         proof: holds some steps against the model's own forwards of one token.
         overlaps: whether learning from a step is deferred until the next forward is on its way. If
             not, as when the host itself computes, it is done at once.
@@ -56,7 +49,6 @@ class Decoder:
         speculator: Speculator,
         choice: Choice,
         on_step: Callable[[Sequence[Step]], None],
-        outputs: Outputs,
         proof: Proof,
         overlaps: bool = False,
     ) -> None:
@@ -68,7 +60,6 @@ class Decoder:
         self._speculator = speculator
         self._choice = choice
         self._on_step = on_step
-        self._outputs = outputs
         self._proof = proof
         self._overlaps = overlaps
         self._last: Done | None = None  # the last step, until it is learned from
@@ -88,7 +79,7 @@ class Decoder:
             self._finish()
         except VerificationError as failure:
             self.failure = failure
-            if batch.limits.gives_cache or batch.emitting:
+            if batch.gives_cache or batch.emitting:
                 batch.text.cut()
         finally:
             with ExitStack() as stack:  # closes the others even if one raises
@@ -125,7 +116,8 @@ class Decoder:
             with self._verifying():
                 plan, inputs = self._proof.begin(plan)
             num_pending = self._target.num_pending
-        with self.stats.timed("forward") as forward:
+        before = self.stats.forward_sec
+        with self.stats.timed("forward"):
             with self._verifying():
                 plan, whole = self._proof.forward(plan, inputs)
             num_nodes = sum(len(tree.token_ids) for tree in plan.trees.values())
@@ -152,7 +144,7 @@ class Decoder:
             for step in steps:
                 self.stats.count_row_step(step)
             is_usual = self._target.is_timing_valid and not self._proof.is_busy
-            sec = forward.sec if is_usual else None
+            sec = self.stats.forward_sec - before if is_usual else None
             self._end_step(Done(plan, steps, successors, num_run, sec))
         self._on_step(steps)
 
@@ -193,10 +185,9 @@ class Decoder:
         """Convert errors of the target to `VerificationError`, which does not fail the call."""
         try:
             yield
-        except FlawError as flaw:
-            raise VerificationError(str(flaw), flaw) from flaw
         except Exception as failure:  # the target is the user's model
-            raise VerificationError(in_one_line(failure)) from failure
+            is_flaw = isinstance(failure, FlawError)
+            raise VerificationError(str(failure) if is_flaw else in_one_line(failure)) from failure
 
 
 def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> dict[int, list[int]]:
@@ -224,7 +215,7 @@ def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> d
             child = trees[row].children.get((node, token_id))
             if child is not None:
                 next_nodes[row] = child
-        batch.limits.stop([*walking])
+        batch.stop([*walking])
         walking = {}
         for row, node in next_nodes.items():
             if batch.may_emit(row):

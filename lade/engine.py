@@ -10,7 +10,8 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
@@ -257,17 +258,15 @@ class Engine:
 
     def ask(self, call: "EngineCall") -> None:
         """Run what a call asks for, together with those of the other calls."""
-        self._asking.append(call)
-        self._switch()
+        self._wait_in(self._asking, call)
 
     def wait_for_room(self, call: "EngineCall") -> None:
         """Wait for a step that has room for a piece of a prompt."""
-        self._later.append(call)
-        self._switch()
+        self._wait_in(self._later, call)
 
-    def _switch(self) -> None:
-        """Have others go on, whose modes of torch may be others."""
-        with torch.inference_mode(False):
+    def _wait_in(self, waiting: list["EngineCall"], call: "EngineCall") -> None:
+        waiting.append(call)
+        with torch.inference_mode(False):  # others, who go on, may be in another mode
             parent = getcurrent().parent
             assert parent is not None
             parent.switch()
@@ -283,47 +282,31 @@ class Engine:
         return num
 
 
+@dataclass(eq=False)
 class EngineCall:
-    """A call of an engine, as its targets see it.
+    """A call of an engine, as its targets see it."""
 
-    Args:
-        engine: that runs it.
-        function: what to call.
-        num_tokens, owner, future: as for `Engine.submit`.
-
-    Attributes:
-        interrupt: what to raise in it where it waits.
-        num_passed: tokens of later calls that began before it.
-        num_left, num_before: tokens of its prompt that wait for room, and of others' prompts that
-            went before these meanwhile.
-        asked, results: parts of a forward, and what came of them.
-        states: those of generators, while others run.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        function: Callable[[], Any],
-        num_tokens: int,
-        owner: str,
-        future: Future[Any],
-    ) -> None:
-        self.engine = engine
-        self.num_tokens, self.owner, self.future = num_tokens, owner, future
-        self.interrupt: BaseException | None = None
-        self.num_passed = self.num_left = self.num_before = 0
-        self.asked: Sequence[Any] = ()
-        self.results: Sequence[Any] = ()
-        self.states: list[torch.Tensor] | None = None
-        self._function = function
-        self._context = copy_context()  # of whoever submits it
-        self._result: Any = None
-        self._failure: BaseException | None = None
+    engine: Engine
+    function: Callable[[], Any]
+    num_tokens: int  # this and what follows is as for `Engine.submit`
+    owner: str
+    future: Future[Any]
+    interrupt: BaseException | None = None  # what to raise in it where it waits
+    num_passed: int = 0  # tokens of later calls that began before it
+    #: Tokens of its prompt that wait for room, and of others' prompts that went before meanwhile.
+    num_left: int = 0
+    num_before: int = 0
+    asked: Sequence[Any] = ()  # parts of a forward
+    results: Sequence[Any] = ()  # what came of them
+    states: list[torch.Tensor] | None = None  # those of generators, while others run
+    context: Context = field(default_factory=copy_context)  # of whoever submits it
+    result: Any = None
+    failure: BaseException | None = None
 
     def begin(self) -> None:
         """Make the coroutine, which belongs to the thread that does."""
         self._coroutine = greenlet(self._run)
-        self._coroutine.gr_context = self._context
+        self._coroutine.gr_context = self.context
 
     def go_on(self) -> bool:
         """Run until it needs a forward or ends; return whether it has ended."""
@@ -336,16 +319,16 @@ class EngineCall:
     def _run(self) -> None:
         _current.set(self)
         try:
-            self._result = self._function()
+            self.result = self.function()
         except BaseException as failure:  # raised again by the future
-            self._failure = failure
+            self.failure = failure
 
     def finish(self) -> None:
         """Tell what came of it, once it has ended."""
-        if self._failure is None:
-            self.future.set_result(self._result)
+        if self.failure is None:
+            self.future.set_result(self.result)
         else:
-            self.future.set_exception(self._failure)
+            self.future.set_exception(self.failure)
 
     def run(self, parts: Sequence[Any]) -> list[Any]:
         """Run parts of a forward, together with those of the other calls.

@@ -3,13 +3,9 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from time import perf_counter
 from typing import Any, NamedTuple
-
-_DERIVED = (
-    *("num_tokens", "mean_accepted_tokens", "acceptance_rate"),
-    *("draft_tokens_per_step", "draft_sec_per_step", "overhead", "sec", "tokens_per_sec"),
-)
 
 _LOOP_MAX_PERIOD = 32
 _LOOP_MIN_TOKENS = 24
@@ -57,13 +53,6 @@ class SourceStats:
         """Add the counts and times of `other`."""
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-
-
-@dataclass(slots=True)
-class Timer:
-    """Duration of a block, set when it ends."""
-
-    sec: float = 0.0
 
 
 @dataclass(slots=True)
@@ -183,14 +172,11 @@ class DecodeStats:
         return self.summary()
 
     @contextmanager
-    def timed(self, stage: str) -> Iterator["Timer"]:
-        """Add the time of the block to `<stage>_sec`; the yielded timer has it afterwards."""
-        name = f"{stage}_sec"
-        timer = Timer()
-        start = perf_counter()
-        yield timer
-        timer.sec = perf_counter() - start
-        setattr(self, name, getattr(self, name) + timer.sec)
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the time of the block to `<stage>_sec`."""
+        name, start = f"{stage}_sec", perf_counter()
+        yield
+        setattr(self, name, getattr(self, name) + perf_counter() - start)
 
     def count_row_step(self, step: Step) -> None:
         """Count a step after prefill of a row that was not finished."""
@@ -199,10 +185,7 @@ class DecodeStats:
         self.num_accepted_tokens += step.num_accepted
         self.num_committed_tokens += len(step.token_ids)
         self.num_drafted_row_steps += step.num_draft_tokens > 0
-        missing = step.num_accepted - len(self.accepted_by_depth)
-        self.accepted_by_depth += [0] * missing
-        for depth in range(step.num_accepted):
-            self.accepted_by_depth[depth] += 1
+        self._add_depths([1] * step.num_accepted)
 
     def add(self, other: "DecodeStats") -> None:
         """Add the counts and times of `other`."""
@@ -211,15 +194,15 @@ class DecodeStats:
                 setattr(self, name, getattr(self, name) + getattr(other, name))
         for name, of_source in other.sources.items():
             self.sources.setdefault(name, SourceStats()).add(of_source)
-        longer, shorter = sorted((self.accepted_by_depth, other.accepted_by_depth), key=len)[::-1]
-        padded = [*shorter, *[0] * (len(longer) - len(shorter))]
-        self.accepted_by_depth = [a + b for a, b in zip(longer, padded, strict=True)]
+        self._add_depths(other.accepted_by_depth)
+
+    def _add_depths(self, more: Sequence[int]) -> None:
+        self.accepted_by_depth = [*map(sum, zip_longest(self.accepted_by_depth, more, fillvalue=0))]
 
     def as_dict(self) -> dict[str, Any]:
         """Return counts, times and ratios, ready for JSON."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        values["sources"] = {name: asdict(of_source) for name, of_source in self.sources.items()}
-        return values | {name: getattr(self, name) for name in _DERIVED}
+        derived = [name for name, of in vars(type(self)).items() if isinstance(of, property)]
+        return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 def ends_in_loop(token_ids: Sequence[int]) -> bool:

@@ -8,7 +8,7 @@ must differ.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from operator import is_not
 from types import MethodType
@@ -54,8 +54,9 @@ def with_attention(model: Model, attention: str) -> Model:
     without submodules, such as one that only makes rotary angles, is left as it is: it does not
     attend.
     """
-    text = model.config.get_text_config(decoder=True)
-    copies = _copied_configs(model)
+    text = model.config.get_text_config(decoder=True)  # which may make a new one
+    copies: dict[int, Any] = {}
+    copy.deepcopy((model.config, text), copies)
     copies[id(text)]._attn_implementation = attention
     return _with_configs(model, copies, lambda module: bool(module._modules))
 
@@ -69,16 +70,12 @@ def with_decoding_experts(model: Model) -> Model:
     """
     if device_of_inputs(model).type == "cpu" or "grouped_mm" not in experts_of(model):
         return model
-    copies = _copied_configs(model)
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
     for copied in copies.values():
-        if copied._experts_implementation == "grouped_mm":
+        if getattr(copied, "_experts_implementation", None) == "grouped_mm":
             copied._experts_implementation = "batched_mm"
     return _with_configs(model, copies)
-
-
-def in_evaluation(model: Model) -> Model:
-    """Return a view with no module in training mode."""
-    return viewed(model, lambda module: {"training": False} if module.training else None)
 
 
 # Elements of a buffer that a forward may write to, such as a count; more are a table or weights.
@@ -124,37 +121,23 @@ def _may_be_written(buffer: Tensor) -> bool:
     return type(buffer) is Tensor and not buffer.is_meta and buffer.numel() <= _MOST_WRITTEN
 
 
-def with_own_hooks(model: Model, modules: Sequence[nn.Module]) -> Model:
-    """Return a view in which some modules have their own hooks besides those of the model.
-
-    Hooks registered on these modules of the view are called only by the view.
-    """
-    changed = set(map(id, modules))
-
-    def change(module: nn.Module) -> dict[str, Any] | None:
-        if id(module) not in changed:
-            return None
-        return {name: copy.copy(vars(module)[name]) for name in HOOKS}
-
-    return viewed(model, change)
-
-
-def counterpart(view: Model, model: Model, module: nn.Module) -> nn.Module:
-    """Return the module of a view that replaces a module of the model."""
-    return next(mine for mine, theirs in _pairs(view, model) if theirs is module)
-
-
 def keep_attributes(view: Model, model: Model) -> None:
     """Copy attributes that forwards have set in a view to the model, as if they had run in it.
 
     Some models store how positions were counted in a prompt; transformers stores that it collects
     outputs.
     """
-    for mine, theirs in _pairs(view, model):
+    left: list[tuple[Any, Any]] = [(view, model)]
+    while left:
+        mine, theirs = left.pop()
+        if mine is theirs:
+            continue
         before = vars(mine)[_BEFORE]
         for name, value in vars(mine).items():
             if name != _BEFORE and before.get(name) is not value:
                 vars(theirs)[name] = value
+        pairs = ((child, theirs._modules.get(name)) for name, child in mine._modules.items())
+        left += [(child, other) for child, other in pairs if None not in (child, other)]
 
 
 _BEFORE = "_lade_before"  # all attributes of a view's module as of its creation
@@ -201,35 +184,14 @@ def _twin_of(module: nn.Module, changed: dict[str, Any]) -> nn.Module:
     return twin
 
 
-def _pairs(view: nn.Module, model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the modules of a view that differ from the model's, each with its original."""
-    pairs, left = [], [(view, model)]
-    while left:
-        mine, theirs = left.pop()
-        if mine is theirs:
-            continue
-        pairs.append((mine, theirs))
-        for name, child in mine._modules.items():
-            other = theirs._modules.get(name)
-            if child is not None and other is not None:
-                left.append((child, other))
-    return pairs
-
-
-def _copied_configs(model: Model) -> dict[int, Any]:
-    """Return copies of a model's config and its parts, by the id of what they are copies of."""
-    copies: dict[int, Any] = {}
-    _copy_config(model.config, copies)
-    text = model.config.get_text_config(decoder=True)
-    if id(text) not in copies:  # get_text_config may make a new one
-        _copy_config(text, copies)
-    return copies
-
-
 def _with_configs(
     model: Model, copies: dict[int, Any], applies: Callable[[nn.Module], bool] = lambda module: True
 ) -> Model:
-    """Return a view in which modules that `applies` tells of refer to copies of their configs."""
+    """Return a view in which modules that `applies` tells of refer to copies of their configs.
+
+    Args:
+        copies: by the id of what they are copies of, as `deepcopy` notes them.
+    """
 
     def change(module: nn.Module) -> dict[str, Any] | None:
         if not applies(module):
@@ -240,13 +202,3 @@ def _with_configs(
         return changed or None
 
     return viewed(model, change)
-
-
-def _copy_config(config: Any, copies: dict[int, Any]) -> Any:
-    """Copy a config and its sub-configs."""
-    copied = copies[id(config)] = copy.copy(config)
-    for name in getattr(config, "sub_configs", {}):
-        part = getattr(config, name, None)
-        if part is not None and not isinstance(part, dict):
-            setattr(copied, name, copies.get(id(part)) or _copy_config(part, copies))
-    return copied

@@ -46,7 +46,6 @@ ORDER = [
         "attention",
         "targets",
         "forward",
-        "outputs",
     ),
     *("gpu", "probing", "decoder", "prewarming", "pools", "drafters", "hf"),
     *("batcher", "models", "bench", "chat", "server", "engines"),

@@ -21,6 +21,8 @@ _LEAD = 4.0
 # verifying, only one in as many steps is asked for, but for as many where the likeliest draft token
 # of such a one comes after all.
 _DRAFTS_BEFORE_REST = 8
+_FADING = 0.9  # per step, of the number of nodes verified before
+_LEAST_ASKED = 16  # nodes; fewer would hide drafts that pay only when they are large
 
 # Promised probabilities are grouped into intervals; these are the lower bounds but the first.
 _PROMISES = np.array(
@@ -115,9 +117,6 @@ class Budget:
             is left to chance, the less is expected of drafts.
         most: maximum number of draft tokens to verify in a step; None for no other than the usual.
         fixed: for reproducible runs, how many to verify in each step, whatever they cost.
-
-    Attributes:
-        max_draft_tokens: maximum number of draft tokens worth asking a drafter for.
     """
 
     def __init__(
@@ -134,12 +133,21 @@ class Budget:
         self._share = 1 / (1 + temperature**3)
         self._fixed = fixed
         usual = MAX_DRAFT_TOKENS if most is None else min(most, MAX_DRAFT_TOKENS)
-        self.max_draft_tokens = usual if fixed is None else fixed
+        self._most = usual if fixed is None else fixed
+        self._recent_most = float(self._most)
         # By row: they differ in how predictable they are.
         self._calibrations: dict[int, Calibration] = {}
         self._num_emitted: Mapping[int, int] = {}
         self._has_refused = False  # whether the step verifies nothing, as nothing is worth its cost
         self._back_off = BackOff(1 / _DRAFTS_BEFORE_REST, _DRAFTS_BEFORE_REST, 1.0)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Maximum number of draft tokens worth asking a drafter for.
+
+        A little over twice what was verified lately: nodes cost time to draft, used or not.
+        """
+        return min(self._most, _LEAST_ASKED + int(2 * self._recent_most))
 
     def step_sec(self, num_rows: int, num_nodes: int) -> float:
         """Return the seconds of a forward that verifies so many nodes of each row; 0 if unknown."""
@@ -193,6 +201,7 @@ class Budget:
             is_known = not costs.are_unknown
         if any(chosen):
             self._back_off.granted(_DRAFTS_BEFORE_REST)
+        self._recent_most = max(*chosen, _FADING * self._recent_most)
         self._has_refused = is_known and not any(chosen)
         return dict(zip(probs, chosen, strict=True))
 

@@ -38,7 +38,7 @@ def compare(loaded: LoadedModel, chosen: Chosen, settings: Settings, file: Path 
     from lade.bench.methods import METHODS
     from lade.bench.report import as_json, table
     from lade.bench.run import Contest, warm_up
-    from lade.probing.report import probe
+    from lade.probing.plan import probe
 
     inputs = encode_prompts(loaded, [each.text for each in chosen.prompts], settings.max_new_tokens)
     results: list[Result] = []

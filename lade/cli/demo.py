@@ -22,7 +22,7 @@ from lade.cli.prompting import encode_prompts, read_typed
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 from lade.models.stream import TextStream, without_controls
-from lade.probing.report import Probe, probe
+from lade.probing.plan import Probe, probe
 from lade.stats import Step
 from ngram_pool import NGramPool
 

@@ -13,7 +13,7 @@ from lade.cli.loading import console
 from lade.cli.options import DraftOptions
 from lade.cli.prompting import room_for
 from lade.config import Config
-from lade.hf.predictions import predicted_ids
+from lade.hf.call import predicted_ids
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 from lade.models.stream import TextStream, without_controls

@@ -25,10 +25,10 @@ def run(loaded: LoadedModel, seconds: float) -> None:
     finally:
         path = path_of_table(loaded.model)
         if path.exists():
-            table, effort = read_table(path, loaded.model)
+            stored = read_table(path, loaded.model)
             Console(highlight=False).print(
-                f"{len(table):,} contexts from {effort.num_tokens:,} tokens in "
-                f"{effort.seconds:,.0f} seconds of all runs; {path.stat().st_size / 10**6:.1f} MB"
+                f"{len(stored.table):,} contexts from {stored.num_tokens:,} tokens in "
+                f"{stored.seconds:,.0f} seconds of all runs; {path.stat().st_size / 10**6:.1f} MB"
             )
             console.print(
                 f"[dim]kept in {path}, and used with this model from now on; another run "

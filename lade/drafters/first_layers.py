@@ -25,7 +25,7 @@ from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profile, Profiles, profile_of
 from lade.probing.rules import refuse_encoder_decoder
 from lade.probing.selfcheck import Plain, check_tokens, unchanged_random_state
-from lade.view import HOOKS, counterpart, viewed, with_own_hooks
+from lade.view import HOOKS, apart, viewed
 
 
 class FirstLayers(Drafter):
@@ -121,10 +121,9 @@ def _layers_of(model: Model, profile: Profile) -> tuple[str, list[int | None]]:
     def note(which: int, _: nn.Module, args: Any, output: Any) -> None:
         calls.append((which, len(output) if isinstance(output, tuple | list) else None))
 
-    modules = {id(module): module for of_list in lists.values() for module in of_list}
-    view = with_own_hooks(model, [*modules.values()])
-    for which, module in modules.items():
-        counterpart(view, model, module).register_forward_hook(partial(note, which))
+    view, names = apart(model), {id(module): name for name, module in model.named_modules()}
+    for which in {id(module) for of_list in lists.values() for module in of_list}:
+        view.get_submodule(names[which]).register_forward_hook(partial(note, which))
     with Attempt() as attempt, unchanged_random_state(model, profile):
         Plain(view, check_tokens(model)[:12], cache="none").generate(num_new=1)
     if attempt.failure is not None:

@@ -76,7 +76,7 @@ class Drafter:
 
         Args:
             sequence: handle of the sequence.
-            committed: the text up to and including the first node; keep no reference to it.
+            committed: the text up to and including the first node.
             token_ids: tokens of the nodes [num_nodes]. The first is committed: the root of a tree,
                 or the first of several successive tokens of a prompt.
             parents: parents of the nodes [num_nodes], -1 for the first; parents[i] < i.

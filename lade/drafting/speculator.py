@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lade.batch import Batch, Prefix
+from lade.batch import Batch
 from lade.budget.asking import Asking, Pace
 from lade.budget.budget import Budget
 from lade.compat import placeholders_of
@@ -506,7 +506,7 @@ class Speculator:
             for (row, tree), start in zip(trees.items(), starts(trees.values()), strict=True):
                 length = done.plan.context_lengths.get(row)
                 if length is not None and row in self._rows:
-                    context = Prefix(batch.contexts[row], length)
+                    context = batch.contexts[row][:length]
                     self.harvest(row, context, tree, of_rows.of_tree(start, len(tree)))
         if done.num_tokens is not None:
             proposed = done.plan.proposed

@@ -36,9 +36,8 @@ from lade.drafters.merged import takes_pool
 from lade.drafting.drafter import Drafter
 from lade.engine import current_call
 from lade.errors import LadeError, PlainDecodingWarning, in_one_line
-from lade.hf.arguments import Arguments, OnStep
 from lade.hf.assistance import exiting_early, take_assistant
-from lade.hf.call import Call
+from lade.hf.call import Arguments, Call, OnStep, Predicted
 from lade.hf.generation import Generation
 from lade.hf.options import (
     refuse_unsupported_arguments,
@@ -46,7 +45,6 @@ from lade.hf.options import (
     take_stop_strings,
 )
 from lade.hf.pools import Pools, pools_of
-from lade.hf.predictions import Predicted
 from lade.openmp import release_workers
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder
@@ -149,8 +147,7 @@ def decode(
     drafter = exiting_early(model, drafter, generation_config)
     if isinstance(prediction, Tensor):  # transformers repeats tensors for samples of a prompt
         raise TypeError("expected a list of token ids as the prediction, got a tensor")
-    arguments = Arguments(pool, drafter, config, on_step, prediction).with_ids()
-    arguments.check()
+    arguments = Arguments(pool, drafter, config, on_step, prediction).checked()
     prepared = (logits_processor, stopping_criteria, generation_config)
     return _run(Call(model, input_ids, *prepared, model_kwargs, arguments, token_streamer))
 
@@ -200,7 +197,7 @@ def wrap(
         ValueError: `drafter` is given beside pools that it does not use.
     """
     inner = _generating(model)
-    Arguments(pool, drafter, config).check()
+    Arguments(pool, drafter, config).checked()
     if drafter is not None and shares_text and not takes_pool(drafter):
         raise ValueError("expected shares_text=True without a drafter, which drafts by no pool")
     if pool is None and shares_text:
@@ -253,36 +250,25 @@ class _WrappedGenerate:
     def __self__(self) -> Model:
         return self.model
 
-    def __call__(
-        self,
-        *args: Any,
-        pool: Pools | None = None,
-        drafter: Drafter | None = None,
-        config: Config | None = None,
-        on_step: OnStep | None = None,
-        prediction: Predicted | None = None,
-        **generate_kwargs: Any,
-    ) -> Any:
+    def __call__(self, *args: Any, **generate_kwargs: Any) -> Any:
         """Generate; takes the arguments of `generate`, and those of `lade.generate`."""
-        if generate_kwargs.get("custom_generate") is not None:
-            # The caller has chosen a decoding function, possibly `lade.decode`.
-            if (
-                generate_kwargs["custom_generate"] is decode
-                and "assistant_model" in generate_kwargs
-            ):
+        given = Arguments.taken_from(generate_kwargs)
+        custom = generate_kwargs.get("custom_generate")
+        if custom is not None:  # the caller has chosen a decoding function
+            if custom is decode and "assistant_model" in generate_kwargs:
                 # Which would never know of it.
-                drafter = take_assistant(self.model, drafter, generate_kwargs)
-            given = Arguments(pool, drafter, config, on_step, prediction)
+                drafter = take_assistant(self.model, given.drafter, generate_kwargs)
+                given = given._replace(drafter=drafter)
             mine: dict[str, Any] = given._asdict()
             generate_kwargs |= {name: each for name, each in mine.items() if each is not None}
             return _generate_of(self.model)(*args, **generate_kwargs)
-        if pool is None and drafter is None:
-            pool, drafter = self.pool, self.drafter
-            if generate_kwargs.get("assistant_model") is not None:
-                drafter = None  # the call brings one of its own
-        config = self.config if config is None else config
-        arguments = Arguments(pool, drafter, config, on_step, prediction)
-        return _generate(self.model, arguments, args, generate_kwargs)
+        if given.pool is None and given.drafter is None:
+            given = given._replace(pool=self.pool)
+            if generate_kwargs.get("assistant_model") is None:  # else the call brings its own
+                given = given._replace(drafter=self.drafter)
+        if given.config is None:
+            given = given._replace(config=self.config)
+        return _generate(self.model, given, args, generate_kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out all text: the user of a copy may be somebody else.
@@ -318,18 +304,15 @@ def _generate(
     if getattr(generate_kwargs.get("custom_generate"), "is_lades", False):
         # The model's own generate has called us again: our function is already in place.
         return type(model).generate(model, *args, **generate_kwargs)
-    arguments.check()
+    arguments = arguments.checked(generate_kwargs.get("tokenizer"))
     own = _generate_of(model)
     args, generate_kwargs = _by_name(own, args, generate_kwargs)
     plainly = partial(own, *args, **generate_kwargs)
     refuse_unsupported_arguments(model, generate_kwargs)
-    arguments = arguments.with_ids(generate_kwargs.get("tokenizer"))
     Profiles.of(model)  # made here, for a twin of the model to share
     drafter = take_assistant(model, arguments.drafter, generate_kwargs)
     arguments = arguments._replace(drafter=drafter)
     twin = take_stop_strings(model, generate_kwargs)
-    if twin is not model:
-        own = _generate_of(twin)
     streamer = generate_kwargs.get("streamer")
     passed = [name for name in CACHE_NAMES if generate_kwargs.get(name) is not None]
     may_bring_cache = MARKS_CACHES or bool(passed)  # an empty cache is false
@@ -349,7 +332,7 @@ def _generate(
         return _run(Call(model, input_ids, *prepared, given, streamer, may_bring_cache))
 
     strategy.is_lades = True  # type: ignore[attr-defined]
-    speculate = partial(own, *args, **generate_kwargs)
+    speculate = partial(_generate_of(twin), *args, **generate_kwargs)
     if not has_own_generate(model):
         return speculate(custom_generate=strategy)
     return _by_own_generate(model, speculate, strategy, plainly)

@@ -13,20 +13,14 @@ from torch import nn
 from transformers import GenerationConfig
 
 from lade.compat import Model, without_compiler
+from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 from lade.drafting.drafter import Drafter
 from lade.errors import UnsupportedOptionError
 from lade.probing.profile import Profiles
 
-# How transformers aligns texts of two tokenizers, and what would change the text.
-_REFUSED = ("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight")
-# What transformers fills in where nothing was asked for.
-_DEFAULTS: dict[str, Any] = {
-    "num_assistant_tokens": 20,
-    "num_assistant_tokens_schedule": "constant",
-    "assistant_confidence_threshold": 0.4,
-    "assistant_lookbehind": 10,
-    "target_lookbehind": 10,
-}
+# How transformers aligns texts of two tokenizers, and what would change the text, with what it
+# fills in where nothing was asked for.
+_REFUSED = {"assistant_lookbehind": 10, "target_lookbehind": 10, "assistant_ensemble_weight": None}
 
 
 def _length_by(*sources: Any) -> int | None:
@@ -38,13 +32,13 @@ def _length_by(*sources: Any) -> int | None:
     Raises:
         UnsupportedOptionError: an option cannot be honoured.
     """
-    for name in _REFUSED:
-        if _first(name, sources) is not None:
+    for name, usual in _REFUSED.items():
+        if _first(name, sources) not in (None, usual):
             raise UnsupportedOptionError(f"lade does not support {name} beside an assistant")
-    num_tokens, schedule, threshold = (_first(name, sources) for name in [*_DEFAULTS][:3])
-    if threshold != 0 or schedule not in (None, "constant"):
+    schedule = _first("num_assistant_tokens_schedule", sources)
+    if _first("assistant_confidence_threshold", sources) != 0 or schedule not in (None, "constant"):
         return None
-    return int(num_tokens or _DEFAULTS["num_assistant_tokens"])
+    return int(_first("num_assistant_tokens", sources) or 20)  # as in transformers
 
 
 def take_assistant(
@@ -81,8 +75,6 @@ def take_assistant(
         )
     if _first("speculation_type", (*of_call, model.generation_config)) is not None:
         raise UnsupportedOptionError("lade does not support speculation_type")
-    from lade.drafters import AssistantModel
-
     length = _length_by(*of_call, assistant.generation_config)
     make = partial(AssistantModel, assistant, length=length)
     return _kept(assistant, model, (length,), make)
@@ -93,8 +85,6 @@ def exiting_early(
 ) -> Drafter | None:
     """Turn `assistant_early_exit` of a prepared config into a drafter; else return the given one.
 
-    There, options that nobody has set have transformers' defaults, which say nothing.
-
     Raises:
         ValueError: there is a drafter, too, or a value is out of its range.
         UnsupportedOptionError: an option of assisted generation cannot be honoured.
@@ -104,10 +94,7 @@ def exiting_early(
         return drafter
     if drafter is not None:
         raise ValueError("expected drafter or assistant_early_exit, got both")
-    from lade.drafters import FirstLayers
-
-    found = {name: getattr(config, name, None) for name in (*_DEFAULTS, *_REFUSED)}
-    length = _length_by({name: of for name, of in found.items() if of != _DEFAULTS.get(name)})
+    length = _length_by(config)
     make = partial(FirstLayers, num_layers, length=length)
     return _kept(model, model, (length, num_layers), make)
 
@@ -120,8 +107,6 @@ def _kept(
     It is kept with what it measured in the profiles of the model that drafts, and so no longer than
     that.
     """
-    from lade.drafters import CallPool, Merged
-
     of_model = Profiles.of(model).drafters
     known = of_model.get(target)
     if known is None or known[0] != key:

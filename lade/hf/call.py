@@ -1,8 +1,9 @@
-"""One call of `generate`, as transformers has prepared it for a decoding function."""
+"""One call of `generate`: the arguments that lade takes besides, and what transformers prepared."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import (
@@ -15,7 +16,84 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.compat import Model
 from lade.config import Config
-from lade.hf.arguments import Arguments
+from lade.drafters.merged import takes_pool
+from lade.drafting.drafter import Drafter
+from lade.hf.pools import Pools, pools_of
+from lade.stats import Step
+from ngram_pool.arrays import token_ids_of
+
+OnStep = Callable[[Step], None]
+Predicted = str | Sequence[int] | Tensor
+
+
+class Arguments(NamedTuple):
+    """The arguments that `generate` itself does not take."""
+
+    pool: Pools | None = None
+    drafter: Drafter | None = None
+    config: Config | None = None
+    on_step: OnStep | None = None
+    prediction: Predicted | None = None
+
+    @classmethod
+    def taken_from(cls, generate_kwargs: dict[str, Any]) -> "Arguments":
+        """Take them out of the arguments of a call."""
+        return cls(*(generate_kwargs.pop(name, None) for name in cls._fields))
+
+    def checked(self, tokenizer: Any = None) -> "Arguments":
+        """Return the same with the prediction as token ids, None if it is empty.
+
+        Raises:
+            TypeError: an argument has a wrong type.
+            ValueError: arguments contradict each other, more than one pool would learn, or the
+                prediction is none.
+        """
+        pool, drafter, config, on_step, prediction = self
+        pools_of(pool)
+        if config is not None and not isinstance(config, Config):
+            raise TypeError(f"expected config to be a lade.Config, got {config!r}")
+        if on_step is not None and not callable(on_step):
+            raise TypeError(f"expected on_step to be callable, got {on_step!r}")
+        if drafter is not None and not isinstance(drafter, Drafter):
+            raise TypeError(
+                f"expected drafter to be an object of a subclass of lade.Drafter, got {drafter!r}"
+            )
+        if drafter is not None and not takes_pool(drafter):
+            if pool is not None:
+                raise ValueError(
+                    "expected pool or drafter, got both; to draft by both, pass "
+                    "drafter=lade.drafters.Merged([lade.drafters.CallPool(), drafter])"
+                )
+            if config is not None and config.max_candidates:
+                raise ValueError(
+                    "expected no Config(max_candidates=…) beside a drafter: it is a setting of the "
+                    "pool"
+                )
+        if prediction is None:
+            return self
+        return self._replace(prediction=predicted_ids(prediction, tokenizer) or None)
+
+
+def predicted_ids(prediction: Predicted, tokenizer: Any = None) -> tuple[int, ...]:
+    """Return the ids of an argument `prediction`.
+
+    Args:
+        prediction: text, or ids [num_tokens].
+        tokenizer: of text; None if there is none.
+
+    Raises:
+        TypeError: it is neither, or ids are not integers.
+        ValueError: it is text, and there is no tokenizer; ids are not [num_tokens], or no ids.
+    """
+    if isinstance(prediction, str):
+        if tokenizer is None:
+            raise ValueError(
+                "expected tokenizer= beside a prediction of text, got none; inside of "
+                "custom_generate=lade.decode, which transformers gives none, pass token ids"
+            )
+        prediction = tokenizer(prediction, add_special_tokens=False)["input_ids"]
+    ids: Any = prediction.tolist() if isinstance(prediction, Tensor) else prediction
+    return tuple(token_ids_of("prediction, as text or token ids,", ids).tolist())
 
 
 @dataclass(frozen=True)

@@ -9,26 +9,18 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS
-from lade.batch import Batch, Limits, Text
+from lade.batch import Batch, Text
 from lade.budget.budget import Budget
 from lade.budget.costs import ForwardCosts
-from lade.compat import (
-    CACHE,
-    Model,
-    decode_plainly,
-    has_adapters_by_row,
-    has_own_generate,
-    may_be_users,
-    mesh_of,
-)
+from lade.compat import CACHE, has_adapters_by_row, has_own_generate, may_be_users, mesh_of
 from lade.config import SPECULATING
 from lade.decoder import Decoder, VerificationError
-from lade.drafters.merged import sources_of
+from lade.drafters.merged import CallPool, Merged, sources_of
+from lade.drafters.prediction import Prediction
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.grammar import ForcedTokens
 from lade.drafting.sources import Guard, PoolDrafter, Source
@@ -46,21 +38,18 @@ from lade.errors import (
 from lade.garbage import without_collection
 from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
-from lade.hf.arguments import refuse_lookahead
 from lade.hf.call import Call
+from lade.hf.plain import finish_plainly
 from lade.hf.pools import credit, opened
-from lade.hf.predictions import beside_prediction
 from lade.hf.prefixes import Reuse, reuse_of
-from lade.hf.resume import finish_plainly
-from lade.hf.stopping import PlainStream, Report, StopRule, stopping
-from lade.outputs import Outputs
+from lade.hf.stopping import Outputs, Report, StopRule, stopping
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import has_own_inputs, is_own, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import profile_of
-from lade.probing.proof import FIRST_DISTANCE, Distances, Proof
-from lade.probing.requirements import Requirements, requirements_of
+from lade.probing.proof import FIRST_DISTANCE, Distances, FlawError, Proof
+from lade.probing.rules import Requirements, requirements_of
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
 from lade.sampling.processors import Processors
@@ -102,6 +91,11 @@ class Generation:
         self._own_code = self._profile.own_code or self._around
         self._execution = execution_of(call.model, call.config, self.policy)
         self._cache = cache_in(call.model_kwargs)
+        self._stop = StopRule(call.criteria)
+        pad_token = call.options._pad_token_tensor if self._stop.has_eos else None
+        self._text = Text(call.input_ids, None if pad_token is None else int(pad_token))
+        self._outputs = Outputs(call.wanted_scores)
+        self._report = Report(call.streamer, call.arguments.on_step, self._text)
         # Code of the user's own in forwards is to see this call's alone; autocast is of a thread.
         # What a `generate` of a class's own sets in the model holds until the end of its call.
         is_apart = (
@@ -124,9 +118,8 @@ class Generation:
 
     def _reused(self) -> Reuse | None:
         """Fill the cache with what is kept of the prompt, where that was asked for."""
-        if not self._config.reuses_prefix or why_not_run(self._profile) is not None:
-            return None
-        if not self._has_time:
+        is_plain = why_not_run(self._profile) is not None or not self._has_time
+        if is_plain or not self._config.reuses_prefix:
             return None
         if self._own_code is not None:
             what = f"{type(self._model).__name__}: {self._own_code} is code of one's own"
@@ -143,16 +136,18 @@ class Generation:
     @without_collection()  # the first call checks the model, and loads or compiles products
     def _plan(self) -> tuple[VerificationPlan, Requirements | None, Target | None]:
         """Choose how to decode, and set up the target; no target means plain decoding."""
-        model, config = self._model, self._config
+        model, config, call = self._model, self._config, self._call
         if (reason := self._why_plain) is not None:
-            return self._plainly(reason), None, None
+            is_asked = config.stable_text or config.lookahead is not None
+            if is_asked or why_not_run(self._profile) is not None:  # the config may not allow it
+                all_of_them = dict.fromkeys(SPECULATING, reason)
+                choose_verification(
+                    model, config=config, excluded=all_of_them, profile=self._profile
+                )
+            return VerificationPlan("plain", None, {"tree": reason}), None, None
         with Attempt(LadeError, MisfitError, even_memory=True) as attempt:
             needed = requirements_of(
-                model,
-                self._call.input_ids,
-                self._call.options,
-                self._call.model_kwargs,
-                self._own_code,
+                model, call.input_ids, call.options, call.model_kwargs, self._own_code
             )
             excluded, why_eager = needed.excluded, needed.why_eager
             if config.stable_text and why_eager is not None:
@@ -161,7 +156,7 @@ class Generation:
                 choose_verification,
                 model,
                 config=config,
-                num_rows=self._call.num_rows,
+                num_rows=call.num_rows,
                 cache=needed.cache,
                 excluded=excluded,
                 execution=self._execution if why_eager is None else "eager",
@@ -179,19 +174,12 @@ class Generation:
             may_differ = config.stable_text or self._around is not None
             if config.uses_products and not may_differ:
                 verification = with_products(verification, model, self._profile)
-            if config.lookahead is not None and verification.verification != "tree":
-                _refuse_lookahead(model, verification)
             if verification.verification == "plain":
                 return verification, needed, None
+            num_beside = 0 if config.lookahead is None else config.lookahead.num_cells
             target: Target = make_target(
-                model,
-                self._call.input_ids,
-                self._call.model_kwargs,
-                verification,
-                needed.num_new + (0 if config.lookahead is None else config.lookahead.num_cells),
-                self._call.options,
-                self._profile,
-                self.policy,
+                *(model, call.input_ids, call.model_kwargs, verification),
+                *(needed.num_new + num_beside, call.options, self._profile, self.policy),
             )
             if self._company is not None and isinstance(target, TreeTarget | RowsTarget):
                 target.join(self._company)
@@ -211,8 +199,7 @@ class Generation:
         if self._call.returns_states:
             return "hidden states or attentions are returned"
         watching = (*self._call.processors, *self._call.criteria)
-        is_users = self._cache is not None and self._may_be_users(self._cache)
-        if is_users and any(map(is_own, watching)):
+        if self._is_users_cache and any(map(is_own, watching)):
             return "code of the caller's may look at the cache, which holds drafts during a step"
         return None if self._call.num_rows == 1 else self._why_plain_batch
 
@@ -224,7 +211,7 @@ class Generation:
         reasons = (
             (self._own_code is not None, "code of one's own runs in its forwards"),
             (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
-            (not StopRule(call.criteria).takes_rows, "a stop criterion sees all rows"),
+            (not self._stop.takes_rows, "a stop criterion sees all rows"),
             (pad_token is not None and int(pad_token) < 0, "its padding is no token"),
             (bool(call.wanted_scores), "scores are returned, of rows that ended, too"),
             (self._is_users_cache, "a cache was passed"),
@@ -244,22 +231,6 @@ class Generation:
         is_known = self._profile.is_warm or not self._call.is_timed
         return is_known or is_asked or config.stable_text
 
-    def _plainly(self, reason: str) -> VerificationPlan:
-        """Return plain decoding for a reason.
-
-        Raises:
-            LadeError: the config asks for what it cannot be.
-        """
-        config, excluded = self._config, dict.fromkeys(SPECULATING, reason)
-        found = VerificationPlan("plain", None, {"tree": reason})
-        if config.lookahead is not None:
-            _refuse_lookahead(self._model, found)
-        if config.stable_text or why_not_run(self._profile) is not None:
-            choose_verification(
-                self._model, config=config, excluded=excluded, profile=self._profile
-            )
-        return found
-
     def _drafting(
         self,
         target: Target,
@@ -269,47 +240,48 @@ class Generation:
     ) -> tuple[DraftingCall, list[Source], Guard | None]:
         """Return what drafts for the call, and what tells the tokens that a grammar forces."""
         config, device = self._config, target.device
+        limits = (target.max_candidates, config.max_candidates)
+        max_candidates = min((limit for limit in limits if limit is not None), default=None)
         given, prediction = self._call.arguments.drafter, self._call.arguments.prediction
-        if prediction is not None:
-            given = beside_prediction(given, prediction)
+        if isinstance(prediction, tuple):  # of ids, as `Arguments.checked` leaves it
+            given = Merged([CallPool() if given is None else given, Prediction(prediction)])
         call = DraftingCall(
             model=self._model,
             vocab_size=target.vocab_size,
             max_length=max_length,
             device=device,
             num_rows=self._call.num_rows,
-            max_candidates=self._max_candidates(target),
+            max_candidates=max_candidates,
             processors=self._call.processors,
             samples=bool(self._call.options.do_sample),
             rngs=rngs,
-            make_pool_drafter=lambda: self._pool_drafter(target),
+            make_pool_drafter=partial(self._pool_drafter, max_candidates),
             step_sec=partial(budget.step_sec, self._call.num_rows),
         )
         if given is None:
-            sources = [Source(self._pool_drafter(target)).make(call)]
+            sources = [Source(call.make_pool_drafter()).make(call)]
         else:
             sources = sources_of(given, call, config.strict_drafter)
             may_learn = any(source.learns_ngrams or source.has_failed for source in sources)
             if config.lookahead is not None and not may_learn:
-                refuse_lookahead(given)
-        foresight, known = None, (p for p in self._call.processors if isinstance(p, ForcedTokens))
-        if (grammar := next(known, None)) is not None:
-            what = f"forced tokens: {type(grammar).__name__}"
-            foresight = Guard(grammar, what, config.strict_drafter, device)
+                raise UnsupportedOptionError(
+                    "lade does not support Config(lookahead=…) beside a drafter that learns no "
+                    f"n-grams: {type(given).__name__} has learns_ngrams = False"
+                )
+        foresight = None
+        for grammar in self._call.processors:
+            if isinstance(grammar, ForcedTokens) and foresight is None:
+                what = f"forced tokens: {type(grammar).__name__}"
+                foresight = Guard(grammar, what, config.strict_drafter, device)
         return call, sources, foresight
 
-    def _pool_drafter(self, target: Target) -> Drafter:
+    def _pool_drafter(self, max_candidates: int | None) -> Drafter:
         """Return a drafter by the pools of the call and the table of its model."""
         config = self._config
         prewarmed = prewarmed_table_of(self._model, self._profile) if config.uses_table else None
-        max_candidates = self._max_candidates(target)
         with without_collection():  # the first pool loads or compiles its kernels
             pool = NGramPool() if self._pool is None else self._pool
             return PoolDrafter(pool, max_candidates, prewarmed, self._layers)
-
-    def _max_candidates(self, target: Target) -> int | None:
-        limits = (target.max_candidates, self._config.max_candidates)
-        return min((limit for limit in limits if limit is not None), default=None)
 
     def _budget(self, verification: VerificationPlan) -> Budget:
         config, most_asked = self._config, self._call.options.prompt_lookup_num_tokens
@@ -322,10 +294,9 @@ class Generation:
             return Budget(fixed=most if asked is None else min(asked, most))
         if config.max_draft_tokens is not None and asked is not None:
             return Budget(fixed=asked)
-        temperature = (
-            1.0 if self._call.options.temperature is None else self._call.options.temperature
-        )
-        temperature = temperature if self._call.options.do_sample else 0.0
+        options = self._call.options
+        temperature = 1.0 if options.temperature is None else options.temperature
+        temperature = temperature if options.do_sample else 0.0
         key = "costs", verification.verification, verification.execution, verification.products
         costs = self._profile.once(key, ForwardCosts)
         return Budget(costs, temperature, asked)
@@ -344,13 +315,9 @@ class Generation:
     def _decode(self, verification: VerificationPlan, needed: Requirements, target: Target) -> Any:
         """Decode with drafts, and plainly once they can no longer be verified."""
         config, options, device = self._config, self._call.options, self._call.input_ids.device
-        stop = StopRule(self._call.criteria)
-        pad_token = options._pad_token_tensor if stop.has_eos else None
-        text = Text(self._call.input_ids, None if pad_token is None else int(pad_token))
-        outputs = Outputs(self._call.wanted_scores)
-        stop.watch(text, outputs)
+        text, outputs, report = self._text, self._outputs, self._report
+        self._stop.watch(text, outputs)
         processors = Processors(self._call.processors, self._call.num_rows)
-        report = Report(self._call.streamer, self._call.arguments.on_step, text)
         overlaps = self.policy.overlaps(device)
         rngs = None
         if options.do_sample and config.acceptance == "rejection":
@@ -371,13 +338,14 @@ class Generation:
                 num_ranked=max(source.num_successors for source in sources),
                 ahead=overlaps,
             )
-        limits = Limits(
-            max_length=needed.max_length,
-            stop=stopping(stop, report),
+        batch = Batch(
+            text,
+            _contexts(self._call.input_ids, self._call.model_kwargs.get("attention_mask")),
+            needed.max_length,
+            stopping(self._stop, report),
             gives_cache=self._call.returns_dict or self._is_users_cache,
+            max_lead=choice.max_lead,
         )
-        contexts = _contexts(self._call.input_ids, self._call.model_kwargs.get("attention_mask"))
-        batch = Batch(text, contexts, limits, choice.max_lead)
         speculator = Speculator(batch, sources, call, budget, target, grammar, config.lookahead)
         decoder = Decoder(
             batch,
@@ -385,7 +353,6 @@ class Generation:
             speculator,
             choice,
             report.add,
-            outputs,
             Proof(
                 self._model,
                 target,
@@ -414,23 +381,18 @@ class Generation:
                 stats.num_reused_tokens = 0
             output, rest = finish_plainly(self._call, text, outputs, report)
             self._give_up(verification, decoder.failure)  # unless plain decoding fails, too
-            if not self._call.returns_dict:
-                return output
             stats.add(rest)
             return self._plain_result(output, stats)
         report.end()
         if self._reuse is not None:
             self._keep(self._reuse, text.token_ids[0], target)
-        elif limits.gives_cache:
+        elif batch.gives_cache:
             if isinstance(target, RowsTarget):
                 stats.num_steps += target.fill(text)
             self._cache = target.hand_over(self._cache)
         target.release()
         self._profile.is_warm = True
         self._say_why_eager(verification, target)
-        return self._result(text, outputs, stats)
-
-    def _result(self, text: Text, outputs: Outputs, stats: DecodeStats) -> Any:
         if not self._call.returns_dict:
             return text.sequences()
         return GenerateOutput.of(
@@ -443,25 +405,18 @@ class Generation:
 
     def _decode_plainly(self) -> Any:
         """Decode as `generate` itself does, if no method can verify drafts."""
-        given = self._call.arguments
-        stream = PlainStream(self._call.streamer, given.on_step, self._call.num_rows)
-        output = decode_plainly(
-            self._model,
-            self._call.input_ids,
-            self._call.processors,
-            stream.watch(self._call.criteria),
-            self._call.options,
-            stream,
-            self._call.model_kwargs,
-        )
+        output, stats = finish_plainly(self._call, self._text, self._outputs, self._report)
+        stats.num_prefills = self._call.num_rows
         if self._reuse is not None:
             sequences = output.sequences if self._call.returns_dict else output
             self._keep(self._reuse, sequences[0].tolist())
-            stream.stats.num_reused_tokens = self._reuse.num_tokens
-        return self._plain_result(output, stream.stats) if self._call.returns_dict else output
+            stats.num_reused_tokens = self._reuse.num_tokens
+        return self._plain_result(output, stats)
 
-    def _plain_result(self, output: Any, stats: DecodeStats) -> GenerateOutput:
+    def _plain_result(self, output: Any, stats: DecodeStats) -> Any:
         """Return what plain decoding gave, with `stats`, and without a cache that is kept."""
+        if not self._call.returns_dict:
+            return output
         kept = {} if self._reuse is None else {CACHE: None}
         return GenerateOutput.of(stats, **{**output, **kept})
 
@@ -481,15 +436,11 @@ class Generation:
             reuse.undo()
         self._cache = None
 
-    # --- options ------------------------------------------------------------------------------
-
     @property
     def _is_users_cache(self) -> bool:
         """Whether the caller may have passed the cache, and so may continue from it."""
-        return isinstance(self._cache, DynamicCache) and self._may_be_users(self._cache)
-
-    def _may_be_users(self, cache: Any) -> bool:
-        return self._call.may_bring_cache and may_be_users(cache)
+        has_one = self._call.may_bring_cache and self._cache is not None
+        return has_one and may_be_users(self._cache)
 
     # --- warnings -----------------------------------------------------------------------------
 
@@ -540,7 +491,7 @@ class Generation:
             f"lade decodes the rest of a call of {type(self._model).__name__} plainly, one token a "
             f"forward: {failure}"
         )
-        if failure.flaw is not None:
+        if isinstance(failure.__cause__, FlawError):
             text += "; the model is checked anew at the next call"
         self._warn_once(text, VerificationWarning)
 
@@ -555,14 +506,3 @@ def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int
     elif bool(seen.all()):
         return input_ids.tolist()
     return [ids[mask].tolist() for ids, mask in zip(input_ids, seen, strict=True)]
-
-
-def _refuse_lookahead(model: Model, verification: VerificationPlan) -> None:
-    """Raise because a lookahead window was asked for, but drafts are not verified as trees."""
-    why = verification.reasons.get(
-        "tree", f"Config(verification={verification.verification!r}) asks for it"
-    )
-    raise UnsupportedOptionError(
-        f"lade does not support Config(lookahead=…) where drafts are not verified by 'tree'; "
-        f"{type(model).__name__} verifies them by {verification.verification!r} here: {why}"
-    )

@@ -12,21 +12,19 @@ from lade.probing.rules import refuse_sharded
 
 def refuse_unsupported_arguments(model: Model, generate_kwargs: dict[str, Any]) -> None:
     """Raise for arguments of `generate` that are unsupported but would never reach `decode`."""
-    refused = []
-    if generate_kwargs.pop("custom_generate", None) is not None:
-        refused.append("custom_generate")
-    if generate_kwargs.get("cache_implementation") == "paged":
-        refused.append("cache_implementation='paged'")
-    if generate_kwargs.get("synced_gpus"):
-        refused.append("synced_gpus")
     configs = (model.generation_config, generate_kwargs.get("generation_config"))
-    asked = [config.token_healing for config in configs if config is not None]
-    if generate_kwargs.get("token_healing", any(asked)):
-        refused.append("token_healing")
-    if refused:
-        raise UnsupportedOptionError(
-            f"lade.generate does not support {refused[0]} yet{_way_out(model)}"
-        )
+    heals = any(config.token_healing for config in configs if config is not None)
+    asked = {
+        "custom_generate": generate_kwargs.pop("custom_generate", None) is not None,
+        "cache_implementation='paged'": generate_kwargs.get("cache_implementation") == "paged",
+        "synced_gpus": generate_kwargs.get("synced_gpus"),
+        "token_healing": generate_kwargs.get("token_healing", heals),
+    }
+    for name in asked:
+        if asked[name]:
+            raise UnsupportedOptionError(
+                f"lade.generate does not support {name} yet{_way_out(model)}"
+            )
 
 
 def take_stop_strings(model: Model, generate_kwargs: dict[str, Any]) -> Model:

@@ -6,21 +6,13 @@ from typing import Any
 from transformers.cache_utils import DynamicCache
 
 from lade.compat import CACHE, CHUNKS_GO_ON, MARKS_CACHES, Model, mesh_of
-from lade.hf.arguments import Arguments
-from lade.hf.call import Call
+from lade.hf.call import Arguments, Call
 from lade.hf.pools import pools_of
 from lade.probing.profile import Profile, Profiles, fingerprint_of
-from lade.probing.requirements import lengths_of
-from lade.probing.rules import Lengths, why_not_reused
+from lade.probing.rules import Lengths, lengths_of, why_not_reused
 from lade.probing.selfcheck import why_not_continued
 from lade.targets.inputs import is_text_alone
-from lade.targets.prefixes import (
-    KeptText,
-    Origin,
-    PrefixStore,
-    is_cuttable,
-    move_to_own_memory,
-)
+from lade.targets.prefixes import KeptText, Origin, PrefixStore, is_cuttable, move_to_own_memory
 from lade.targets.rollback import crop, length_of, saved
 from ngram_pool import NamedPool
 
@@ -32,21 +24,14 @@ class Reuse:
         num_tokens: first tokens of the prompt that are not run, since the cache holds them.
     """
 
-    def __init__(
-        self, model: Model, store: PrefixStore, origin: Origin, max_bytes: int, cache: Any
-    ) -> None:
+    def __init__(self, call: Call, store: PrefixStore) -> None:
         self.num_tokens = 0
-        self._model = model
-        self._store = store
-        self._origin = origin
-        self._max_bytes = max_bytes
-        self._cache = cache  # the call's own, filled in place
-        self._empty = saved(cache)
+        self._model, self._store, self._max_bytes = call.model, store, call.config.max_prefix_bytes
+        self._origin = Origin(state_of(call.model), _owner_of(call.arguments, store))
+        self._cache = call.model_kwargs[CACHE]  # the call's own, filled in place
+        self._empty = saved(self._cache)
         self._num_cleared = store.num_cleared
-
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Fill the cache with what is kept of a prompt's first tokens."""
-        found = self._store.find(self._origin, prompt_ids)
+        found = store.find(self._origin, call.input_ids[0].tolist())
         if found is not None:
             text, self.num_tokens = found
             vars(self._cache).update(vars(text.first(self.num_tokens)))
@@ -78,24 +63,17 @@ class Reuse:
 
 
 def reuse_of(call: Call, profile: Profile) -> Reuse | None:
-    """Return what a call reuses and keeps; None if it does neither."""
+    """Fill a call's cache with what is kept of its prompt; None where nothing may be."""
     model, options = call.model, call.options
     cache = call.model_kwargs.get(CACHE)  # `generate` goes on from no other
     lengths = lengths_of(call.input_ids, options, call.model_kwargs)
     if not _is_plain_text(call, cache, lengths):
         return None
-    if call.returns_states:
-        return None  # these are wanted of every token of the prompt
     if options.prefill_chunk_size is not None and not CHUNKS_GO_ON:
         return None
     if why_not_reused(model, lengths) is not None or why_not_continued(model, profile) is not None:
         return None
-    store = Profiles.of(model).prefixes
-    owner = _owner_of(call.arguments, store)
-    origin = Origin(state_of(model), owner)
-    reuse = Reuse(model, store, origin, call.config.max_prefix_bytes, cache)
-    reuse.begin(call.input_ids[0].tolist())
-    return reuse
+    return Reuse(call, Profiles.of(model).prefixes)
 
 
 def state_of(model: Model) -> Hashable:
@@ -118,7 +96,8 @@ def state_of(model: Model) -> Hashable:
 def _is_plain_text(call: Call, cache: Any, lengths: Lengths) -> bool:
     """Return whether a call's keys and values follow from its tokens alone."""
     num_rows, num_tokens = call.input_ids.shape
-    if num_rows != 1 or num_tokens < 1 or mesh_of(call.model) is not None:
+    # States, where they are returned, are those of every token of the prompt.
+    if num_rows != 1 or num_tokens < 1 or mesh_of(call.model) is not None or call.returns_states:
         return False
     if type(cache) is not DynamicCache or cache.offloading or length_of(cache):
         return False

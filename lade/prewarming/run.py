@@ -19,18 +19,12 @@ from transformers import GenerationConfig
 from lade.compat import Model, device_of_inputs, without_compiler
 from lade.drafting.successors import Successors, rank, with_probs
 from lade.errors import UnsupportedModelError
-from lade.prewarming.tables import (
-    Effort,
-    StoredTable,
-    forget_prewarmed_table,
-    merge_table,
-    path_of_table,
-    read_table,
-)
-from lade.probing.report import probe
+from lade.prewarming.tables import StoredTable, merge_table, path_of_table, read_table
+from lade.probing.plan import probe
+from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder, refuse_sharded
 from lade.probing.selfcheck import unchanged_random_state
-from lade.view import in_evaluation
+from lade.view import apart
 from ngram_pool import SuccessorTable
 
 # SmolLM2, bfloat16, one core: texts of 16 / 32 / 64 tokens ran at 502 / 450 / 371 tokens a second,
@@ -91,7 +85,7 @@ def prewarm(
     refuse_sharded(model)
     path = path_of_table(model, folder)
     stored = read_table(path, model)
-    view = in_evaluation(model) if any(module.training for module in model.modules()) else model
+    view = apart(model).eval() if any(module.training for module in model.modules()) else model
     found = probe(view)
     if found.verification == "plain":
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
@@ -100,9 +94,12 @@ def prewarm(
         )
     path.parent.mkdir(parents=True, exist_ok=True)  # fail now rather than after the work
 
-    def tell(run: _Prewarming) -> None:
+    def told(made: StoredTable) -> Prewarmed:
+        return Prewarmed(path, len(made.table), made.num_tokens, made.seconds)
+
+    def tell(made: StoredTable) -> None:
         if progress is not None:
-            progress(Prewarmed(path, len(run.table), run.effort.num_tokens, run.effort.seconds))
+            progress(told(made))
 
     run = _Prewarming(view, stored.table, seconds, max_tokens or math.inf, tell)
     try:
@@ -110,11 +107,11 @@ def prewarm(
         with unchanged_random_state(model), torch.no_grad():
             run.work()
     finally:
-        if run.effort.num_tokens:
-            stored = merge_table(path, model, StoredTable(run.table, run.effort))
-            forget_prewarmed_table(model)
-    effort = stored.effort
-    return Prewarmed(path, len(stored.table), effort.num_tokens, effort.seconds)
+        if run.made.num_tokens:
+            stored = merge_table(path, model, run.made)
+            for profile in Profiles.of(model):  # which look for their table anew
+                profile.found.pop("prewarmed", None)
+    return told(stored)
 
 
 class _Enough(Exception):  # noqa: N818 - it ends a run and is no error
@@ -122,7 +119,7 @@ class _Enough(Exception):  # noqa: N818 - it ends a run and is no error
 
 
 class _Prewarming:
-    """One run: a table of what it learned, and what went into it.
+    """One run: `made` is a table of what it learned, and what went into it.
 
     The model writes by `generate`, so any causal LM will do. Tokens that `known` names often, the
     table of the runs before, begin texts; `tell` is called after every forward.
@@ -134,10 +131,9 @@ class _Prewarming:
         known: SuccessorTable,
         seconds: float,
         max_tokens: float,
-        tell: "Callable[[_Prewarming], None]",
+        tell: Callable[[StoredTable], None],
     ) -> None:
-        self.table = SuccessorTable(known.capacity, known.num_successors)
-        self.effort = Effort()
+        self.made = StoredTable(SuccessorTable(known.capacity, known.num_successors))
         self._model = copy.copy(model)  # shares everything but the attribute set here
         self._seconds, self._max_tokens, self._tell = seconds, max_tokens, tell
         self._began = time.monotonic()
@@ -193,19 +189,20 @@ class _Prewarming:
     def _go_on(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Learn what may follow the last tokens of texts, and return scores that choose of it."""
         logits = scores[:, : len(self._mentions)]  # some models have more of them
-        sent = with_probs(rank(logits, self.table.num_successors), logits)
+        made = self.made
+        sent = with_probs(rank(logits, made.table.num_successors), logits)
         successors = Successors.sent(sent)
         if input_ids.shape[1] > 2:  # what comes first in a text has nothing before it
             tokens = input_ids[:, -2:].cpu().numpy()
             single = np.stack([np.full_like(tokens[:, 1], -1), tokens[:, 1]], axis=1)
-            self.table.put(single, *successors)
-            self.table.put(tokens, *successors)
+            made.table.put(single, *successors)
+            made.table.put(tokens, *successors)
         token_ids, probs = (part.reshape(-1) for part in successors)
         self._mentions += np.bincount(token_ids, probs, minlength=len(self._mentions))
-        self.effort.num_tokens += len(scores)
-        self.effort.seconds = time.monotonic() - self._began
-        self._tell(self)
-        if self.effort.seconds >= self._seconds or self.effort.num_tokens >= self._max_tokens:
+        made.num_tokens += len(scores)
+        made.seconds = time.monotonic() - self._began
+        self._tell(made)
+        if made.seconds >= self._seconds or made.num_tokens >= self._max_tokens:
             raise _Enough
         # Drawn by their probabilities.
         sums = successors.probs.cumsum(axis=1)

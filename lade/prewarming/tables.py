@@ -3,9 +3,9 @@
 import json
 import os
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
@@ -28,29 +28,17 @@ _NOT_OURS = SafetensorError, ValueError, KeyError, TypeError, AttributeError, Re
 
 
 @dataclass(slots=True)
-class Effort:
-    """What went into a table so far."""
-
-    num_tokens: int = 0  # run through the model
-    seconds: float = 0.0
-
-
-class StoredTable(NamedTuple):
-    """A table, and what went into it."""
+class StoredTable:
+    """A table, and what went into it so far."""
 
     table: SuccessorTable
-    effort: Effort
+    num_tokens: int = 0  # run through the model
+    seconds: float = 0.0
 
 
 def prewarmed_table_of(model: Model, profile: Profile) -> SuccessorTable | None:
     """Return the prewarmed table of a model, or None; looked up once per profile."""
     return profile.once("prewarmed", lambda: table_for(model))
-
-
-def forget_prewarmed_table(model: Model) -> None:
-    """Have the model's table looked up again at its next use."""
-    for profile in vars(without_compiler(model)).get("_lade_profiles", ()):
-        profile.found.pop("prewarmed", None)
 
 
 def tables_folder() -> Path:
@@ -60,18 +48,17 @@ def tables_folder() -> Path:
     return user_cache_path("lade", appauthor=False) / "tables"
 
 
-def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None:
+def table_for(model: Model) -> SuccessorTable | None:
     """Return the prewarmed table of a model, or None.
 
     One that cannot be used, for whatever reason, is ignored with a warning: decoding works without
     it. Tensor-parallel models use none, because each process has only a part of the weights.
     """
     try:
-        folder = tables_folder() if folder is None else folder
         # os.path never raises: a folder that we may not look into has no tables for us.
-        if mesh_of(model) is not None or not os.path.isdir(folder):
+        if not os.path.isdir(tables_folder()):
             return None
-        path = path_of_table(model, folder)
+        path = path_of_table(model)
         return load_table(path, _vocab_size(model)) if os.path.isfile(path) else None
     except UnsupportedModelError:  # nothing tells it from others
         return None
@@ -102,7 +89,7 @@ def path_of_table(model: Model, folder: Path | None = None) -> Path:
 def read_table(path: Path, model: Model) -> StoredTable:
     """Read the table of a model; an empty one if there is no file. Raises as `load_table`."""
     if not path.exists():
-        return StoredTable(SuccessorTable(_MAX_CONTEXTS), Effort())
+        return StoredTable(SuccessorTable(_MAX_CONTEXTS))
     return _read(path, _vocab_size(model))
 
 
@@ -122,7 +109,7 @@ def _read(path: Path, vocab_size: int) -> StoredTable:
             described = json.loads((file.metadata() or {})[_KEY])
             if described["format"] != _FORMAT:
                 raise ValueError(f"expected format {_FORMAT}, got {described['format']!r}")
-            return StoredTable(_table_in(file, vocab_size), _effort_in(described["effort"]))
+            return StoredTable(_table_in(file, vocab_size), *_effort_in(described["effort"]))
     except _NOT_OURS as error:
         raise UserError(
             f"expected a table that lade prewarm made for this model in {path}, remove it to begin "
@@ -146,9 +133,10 @@ def merge_table(path: Path, model: Model, added: StoredTable) -> StoredTable:
     with FileLock(path.with_suffix(".lock"), timeout=LOCK_SEC):
         stored = read_table(path, model)
         stored.table.update(added.table)
-        stored.effort.num_tokens += added.effort.num_tokens
-        stored.effort.seconds += added.effort.seconds
-        described = {"format": _FORMAT, "effort": asdict(stored.effort)}
+        stored.num_tokens += added.num_tokens
+        stored.seconds += added.seconds
+        effort = {"num_tokens": stored.num_tokens, "seconds": stored.seconds}
+        described = {"format": _FORMAT, "effort": effort}
         content = safetensors.numpy.save(stored.table.arrays(), {_KEY: json.dumps(described)})
         sweep(path.parent, "[0-9a-f]" * 64)  # of any model, left by processes that were killed
         write_whole(path, content)
@@ -160,14 +148,14 @@ def _vocab_size(model: Model) -> int:
     return vocab_size
 
 
-def _effort_in(described: Any) -> Effort:
-    """Return what went into a table, or raise: other runs add to these numbers."""
+def _effort_in(described: Any) -> tuple[int, float]:
+    """Return the tokens and seconds of a table, or raise: other runs add to these numbers."""
     num_tokens, seconds = described["num_tokens"], described["seconds"]
     # The type itself, since True is an instance of int. NaN fails every comparison.
     are_numbers = type(num_tokens) is int and type(seconds) in (int, float)
     if not (are_numbers and 0 <= num_tokens <= _MAX_COUNT and 0 <= seconds <= _MAX_COUNT):
         raise ValueError(f"expected numbers from 0 to {_MAX_COUNT} as its effort")
-    return Effort(num_tokens, seconds)
+    return num_tokens, seconds
 
 
 def _table_in(file: Any, vocab_size: int) -> SuccessorTable:

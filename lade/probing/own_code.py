@@ -79,8 +79,7 @@ def own_code_around() -> str | None:
     for module, name in _FUNCTIONS:
         if is_patched(name):
             return f"the patched {module.__name__}.{name}"
-    hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
-    if any(is_own(hook) for each in hooks for hook in each.values()):
+    if any(map(is_own, hooks_of_all())):
         return "a hook of all modules"
     modes = (_get_current_function_mode_stack, _get_current_dispatch_mode_stack)
     for mode in (each for stack in modes for each in stack()):
@@ -128,11 +127,15 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
+def hooks_of_all() -> list[Any]:
+    """Return the hooks of any module's forward."""
+    hooks: Any = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+    return [hook for each in hooks for hook in each.values()]
+
+
 def is_code(value: Any) -> bool:
     """Return whether an attribute is a function or another callable that is no module."""
-    return isinstance(value, FunctionType | MethodType | BuiltinFunctionType | partial) or (
-        callable(value) and not isinstance(value, nn.Module | Tensor | type)
-    )
+    return callable(value) and not isinstance(value, nn.Module | Tensor | type)
 
 
 def is_own(code: Any, depth: int = 4) -> bool:

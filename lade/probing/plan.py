@@ -1,11 +1,12 @@
 """How a call is decoded: the best verification method that is exact for the model."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from lade.compat import Model, device_of_inputs
+from lade.compat import Model, attention_of, device_of_inputs, without_compiler
 from lade.config import SPECULATING, Config, Execution, Verification
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.gpu.fixed import widths_on
@@ -17,15 +18,14 @@ from lade.probing.profile import (
     CheckKey,
     CheckResult,
     Profile,
+    Profiles,
     Widths,
     profile_of,
 )
-from lade.probing.rules import why_not_stable
+from lade.probing.rules import WITHOUT_CACHE, refuse_encoder_decoder, why_not_stable
 from lade.probing.selfcheck import check
 from lade.targets.layout import takes_parts
 
-# Methods that a call without a cache cannot use.
-WITHOUT_CACHE: dict[Verification, str] = {"tree": "use_cache=False", "snapshot": "use_cache=False"}
 _NO_ROWS = "rows of a batch are verified as trees"
 
 
@@ -53,56 +53,57 @@ def choose_verification(
 
     Raises:
         UnsupportedModelError: the method asked for is not exact, with the reason.
-        UnsupportedOptionError: the text cannot be kept from depending on drafts, with the reason.
+        UnsupportedOptionError: what needs trees was asked for, and they are not exact, with the
+            reason.
     """
-    profile = profile or profile_of(model)
+    profile, config = profile or profile_of(model), config or Config()
     excluded = {**profile.found_wrong, **why_never(model, profile), **(excluded or {})}
-    is_batch = num_rows > 1
+    is_batch, name = num_rows > 1, type(model).__name__
     if is_batch:
         execution = "eager"
         excluded = {**dict.fromkeys(("chain", "snapshot"), _NO_ROWS), **excluded}
-    asked = None if config is None else config.verification
-    stable_width = None if config is None else stable_width_of(model, config)
-    if asked == "plain" and stable_width is None:
+    asked, width = config.verification, stable_width_of(model, config)
+    methods: tuple[Verification, ...] = SPECULATING if asked is None else (asked,)
+    widths: Widths = None if execution == "eager" else widths_on(device_of_inputs(model))
+    only_tree = None if config.lookahead is None else "lookahead=…"
+    if width is not None:
+        only_tree, widths = "stable_text=True", (width,)
+        if (why := why_not_stable(model)) is not None:
+            excluded.setdefault("tree", why)
+    if only_tree is not None:
+        methods = ("tree",)
+        if asked not in (None, "tree"):
+            excluded["tree"] = f"Config(verification={asked!r}) asks for another method"
+    elif asked == "plain":
         return VerificationPlan("plain", None, {})
 
-    result_of = partial(_result_of, model, profile, cache, is_padded or is_batch)
-    if stable_width is not None:
-        reason = excluded.get("tree") or why_not_stable(model)
-        if reason is None:
-            reason, attention = result_of("tree", (stable_width,))
-        if reason is None:
-            return VerificationPlan("tree", attention, {}, execution, (stable_width,))
-        raise UnsupportedOptionError(
-            f"lade does not support Config(stable_text=True) for {type(model).__name__} here: "
-            f"{reason}"
-        )
+    result_of = partial(_result_of, model, profile)
     reasons: dict[Verification, str] = {}
     why_eager: str | None = None
-    for verification in SPECULATING if asked is None else (asked,):
+    for verification in methods:
         reason = excluded.get(verification)
-        if reason is None and verification == "tree" and execution != "eager":
-            widths = widths_on(device_of_inputs(model))
-            why_eager, attention = result_of(verification, widths)
-            if why_eager is None:
+        key = CheckKey(verification, cache, is_padded or is_batch)
+        if reason is None and verification == "tree" and widths is not None:
+            reason, attention = result_of(key._replace(widths=widths))
+            if reason is None:
                 return VerificationPlan(verification, attention, reasons, execution, widths)
+            if width is None:  # steps of other shapes may be exact
+                reason, why_eager = None, reason
         if reason is None:
-            reason, attention = result_of(verification)
+            reason, attention = result_of(key)
             if reason is None and is_batch:
-                reason = _why_no_parts(model, profile, attention)
+                is_able = takes_parts(model, profile.layout_of(model), attention)
+                reason = None if is_able else "its attention takes no parts"
         if reason is None:
             return VerificationPlan(verification, attention, reasons, why_eager=why_eager)
         reasons[verification] = reason
-    if asked is not None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot verify drafts by {asked!r}: {reasons[asked]}"
+    if only_tree is not None:
+        raise UnsupportedOptionError(
+            f"lade does not support Config({only_tree}) for {name} here: {reasons['tree']}"
         )
+    if asked is not None:
+        raise UnsupportedModelError(f"{name} cannot verify drafts by {asked!r}: {reasons[asked]}")
     return VerificationPlan("plain", None, reasons)
-
-
-def _why_no_parts(model: Model, profile: Profile, attention: str | None) -> str | None:
-    is_able = takes_parts(model, profile.layout_of(model), attention)
-    return None if is_able else "its attention takes no parts"
 
 
 def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
@@ -110,10 +111,8 @@ def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
     reason = why_not_run(profile) or own_loop_of(model)
     if reason is not None:
         return dict.fromkeys(SPECULATING, reason)
-    if has_own_inputs(model):
-        why = "its prepare_inputs_for_generation is code of one's own"
-        return {"tree": why}
-    return {}
+    why = "its prepare_inputs_for_generation is code of one's own"
+    return {"tree": why} if has_own_inputs(model) else {}
 
 
 def why_not_run(profile: Profile) -> str | None:
@@ -126,34 +125,24 @@ def why_not_run(profile: Profile) -> str | None:
     )
 
 
-def choose_for_drafting(model: Model, profile: Profile | None = None) -> VerificationPlan:
+def choose_for_drafting(model: Model, profile: Profile) -> VerificationPlan:
     """Return the best method to run a model that only drafts, "plain" if there is none.
 
     Where none is exact, as with layers that quantize activations, one that is roughly right will
     do: the model's drafts are verified by another one.
     """
-    profile = profile or profile_of(model)
     plan = choose_verification(model, profile=profile)
-    if plan.verification != "plain" or why_not_run(profile) is not None:
-        return plan
-    for verification in SPECULATING:
-        reason, attention = _result_of(model, profile, "dynamic", False, verification, None, True)
-        if reason is None:
-            return VerificationPlan(verification, attention, plan.reasons)
+    if plan.verification == "plain" and why_not_run(profile) is None:
+        for method in SPECULATING:
+            key = CheckKey(method, is_drafting=True)
+            reason, attention = _result_of(model, profile, key)
+            if reason is None:
+                return VerificationPlan(method, attention, plan.reasons)
     return plan
 
 
-def _result_of(
-    model: Model,
-    profile: Profile,
-    cache: CacheKind,
-    is_padded: bool,
-    verification: Verification,
-    widths: Widths = None,
-    is_drafting: bool = False,
-) -> CheckResult:
+def _result_of(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
     """Return the result of checking a method, from an earlier check if there was one."""
-    key = CheckKey(verification, cache, is_padded, widths, is_drafting)
     try:
         return profile.once(key, lambda: check(model, profile, key))
     except torch.OutOfMemoryError:  # another check may find something else
@@ -194,3 +183,62 @@ def execution_of(model: Model, config: Config, policy: DevicePolicy) -> Executio
         )
     # Graphs and Triton kernels are to be asked for until a run on a GPU has shown them right.
     return config.execution or ("fixed" if config.stable_text else "eager")
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What `lade.probe` found.
+
+    Attributes:
+        model: Name of the model's class.
+        verification: Method by which drafts are verified.
+        attention: Attention implementation that verifies drafts.
+        reasons: Why each better method was ruled out.
+        execution: How forwards that verify drafts are executed.
+    """
+
+    model: str
+    verification: Verification
+    attention: str | None
+    reasons: Mapping[Verification, str]
+    execution: Execution = "eager"
+
+    def __str__(self) -> str:
+        how = f"attention: {self.attention}, execution: {self.execution}"
+        lines = [f"{self.model} verifies drafts by: {self.verification} ({how})"]
+        lines += [f"  not {verification}: {why}" for verification, why in self.reasons.items()]
+        return "\n".join(lines)
+
+
+def probe(model: Model, *, num_rows: int = 1, anew: bool = False) -> Probe:
+    """Report how lade verifies drafts of a model, and why better methods are ruled out.
+
+    Runs the self-check of the first generation, unless that has already been run.
+
+    Args:
+        model: a transformers causal LM.
+        num_rows: of the batch to decode. Several rows are assumed to have padding and different
+            lengths.
+        anew: whether to forget first what lade knows of the model. One that was quantized, moved,
+            hooked, patched or given adapters is checked again anyway, and calls prove what cannot
+            be seen; this brings a method back that was ruled out for a state that the model is no
+            longer in.
+
+    Raises:
+        UnsupportedModelError: the model is an encoder-decoder.
+    """
+    model = without_compiler(model)
+    refuse_encoder_decoder(model)
+    if anew:
+        Profiles.of(model).forget()
+    config = model.generation_config
+    cache: CacheKind = "static" if config.cache_implementation == "static" else "dynamic"
+    excluded: dict[Verification, str] = {}
+    if config.use_cache is False:
+        cache, excluded = "none", dict(WITHOUT_CACHE)
+    with torch.no_grad():
+        chosen = choose_verification(model, num_rows=num_rows, cache=cache, excluded=excluded)
+    attention = chosen.attention or attention_of(model)
+    return Probe(
+        type(model).__name__, chosen.verification, attention, chosen.reasons, chosen.execution
+    )

@@ -2,14 +2,11 @@
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
-from torch.nn.modules import module as torch_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lade.attempts import Attempt
@@ -25,12 +22,7 @@ from lade.compat import (
 from lade.config import Verification
 from lade.forward.job import forwards_for
 from lade.gpu.workspace import WorkspaceStore
-from lade.probing.own_code import (
-    code_of,
-    functions_at_present,
-    hooks_of,
-    own_code_of,
-)
+from lade.probing.own_code import code_of, functions_at_present, hooks_of, hooks_of_all, own_code_of
 from lade.probing.proof import Distances
 from lade.products.choice import FastViews
 from lade.products.linear import products_for
@@ -40,10 +32,6 @@ from lade.targets.prefixes import PrefixStore
 _T = TypeVar("_T")
 _training = attrgetter("training")
 _UNKNOWN = object()
-_OF_ALL_MODULES: Any = (
-    torch_module._global_forward_hooks,
-    torch_module._global_forward_pre_hooks,
-)
 
 CacheKind = Literal["dynamic", "static", "none"]
 
@@ -69,15 +57,13 @@ class CheckKey(NamedTuple):
     is_drafting: bool = False  # a model that only drafts: rough logits are enough
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Profile:
     """What is known about a model in one state."""
 
     fingerprint: Hashable  # of the state that it holds for
     #: What of the user's own code runs in forwards, or None.
     own_code: str | None = None
-    #: The least precise format that weights of layers have.
-    coarsest: torch.dtype = torch.float32
     #: Which part of the model is compiled by torch, or None.
     compiled: str | None = None
     #: When steps are proved next, by method.
@@ -171,19 +157,16 @@ class Profiles:
     def present(self, model: Model) -> Profile:
         """Return the profile of the model in its present state, new if it has none."""
         known, fingerprint = self._profiles, fingerprint_of(model)
-        for profile in known:
-            if profile.fingerprint == fingerprint:
-                break
-        else:
+        found = [profile for profile in known if profile.fingerprint == fingerprint]
+        if not found:
             own_code: str | None = "code that cannot be looked at"
             with Attempt():
                 own_code = own_code_of(model)
-            compiled = compiled_part_of(model)
-            profile = Profile(fingerprint, own_code, _coarsest_of(model), compiled)
-        if not known or profile is not known[0]:
-            others = [other for other in known if other is not profile]
-            self._profiles = [profile, *others][:_MAX_PROFILES]
-        return profile
+            found = [Profile(fingerprint, own_code, compiled_part_of(model))]
+        if found != known[:1]:
+            others = [other for other in known if other not in found]
+            self._profiles = [*found, *others][:_MAX_PROFILES]
+        return found[0]
 
     def forget(self) -> None:
         """Drop all profiles, and what was computed with the model."""
@@ -194,7 +177,6 @@ class Profiles:
 #: Attributes of a model that say nothing of its forwards.
 _UNRELATED = {"generate", "_lade_profiles", "_compiled_call"}
 _SETTINGS = {bool, int, float, str, list, tuple, dict, type(None)}
-_PLAIN_FORMATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
 def fingerprint_of(model: Model) -> Hashable:
@@ -204,16 +186,16 @@ def fingerprint_of(model: Model) -> Hashable:
     these hold is no part of it: each call proves itself.
     """
     modules, attention = [*model.modules()], attention_of(model)
-    config = vars(model.config.get_text_config(decoder=True))
-    settings = [repr(item) for item in config.items() if type(item[1]) in _SETTINGS]
-    hooks = [(place, hooks_of(module)) for place, module in enumerate(modules) if _hooked(module)]
-    hooks.append((-1, [*chain.from_iterable(each.values() for each in _OF_ALL_MODULES)]))
+    settings = vars(model.config.get_text_config(decoder=True)).items()
+    hooks = [*enumerate(map(hooks_of, modules)), (-1, hooks_of_all())]
+    kind = device_of_inputs(model).type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (
         tuple(map(id, modules)),
         tuple(map(type, modules)),
         tuple(map(_training, modules)),
         tuple(len(vars(module)) for module in modules[1:]),
-        tuple(vars(model).keys() - _UNRELATED),
+        frozenset(vars(model).keys() - _UNRELATED),
         tuple(
             (place, _code_of(hook))
             for place, each in hooks
@@ -221,20 +203,10 @@ def fingerprint_of(model: Model) -> Hashable:
             if not is_own_hook(hook)
         ),
         tuple(map(id, code_of({*map(type, modules)}))),
-        *(tuple(settings), str(model.device), model.dtype, autocast_of(model)),
+        tuple(repr(item) for item in settings if type(item[1]) in _SETTINGS),
+        *(str(model.device), model.dtype, autocast, compiled_part_of(model)),
         *(attention, ALL_ATTENTION_FUNCTIONS.get(attention), functions_at_present()),
-        compiled_part_of(model),
     )
-
-
-def autocast_of(model: Model) -> torch.dtype | None:
-    """Return the format that autocast computes in at present, or None."""
-    kind = device_of_inputs(model).type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _code_of(hook: Any) -> Hashable:
@@ -244,13 +216,6 @@ def _code_of(hook: Any) -> Hashable:
     code: Any = getattr(hook, "__code__", None) or type(hook)
     known: Hashable = code
     return known
-
-
-def _coarsest_of(model: Model) -> torch.dtype:
-    """Return the least precise format of weights; of quantized ones, the format says nothing."""
-    dtypes = {weight.dtype for weight in model.parameters()} & _PLAIN_FORMATS
-    coarsest: torch.dtype = max(dtypes or {model.dtype}, key=lambda each: torch.finfo(each).eps)
-    return coarsest
 
 
 def profile_of(model: Model) -> Profile:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lade.batch import Text
-from lade.closeness import distance, is_exact_in, limit_of
+from lade.closeness import EXACT, distance, limit_of
 from lade.compat import Model
 from lade.drafting.drafts import chain, draft_of
 from lade.drafting.speculator import Plan
@@ -87,7 +87,7 @@ class Proof:
         self._target, self._text, self._distances = target, text, distances
         self._may_repeat_prompts, self._is_around = may_repeat_prompts, own_code == AROUND
         self.plain_prompts = own_code not in (None, AROUND)
-        self._limit, self._is_exact = limit_of(model), is_exact_in(model)
+        self._limit = limit_of(model)
         self._num_wrong = 0
         # By row, the places of tokens that were run alone of late, and what they gave.
         self._alone: dict[int, dict[int, Tensor]] = {}
@@ -185,7 +185,7 @@ class Proof:
         target.discard()
         self.num_before = 0
         self._num_wrong += 1
-        if self._is_exact or self._num_wrong >= _MOST_WRONG:
+        if self._limit < EXACT or self._num_wrong >= _MOST_WRONG:
             raise FlawError(
                 f"its logits for a draft differ from those for the same token alone by {error:.2g} "
                 f"of their standard deviation (expected at most {self._limit:.2g})"

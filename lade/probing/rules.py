@@ -1,14 +1,47 @@
-"""Rules from a model's config about how a call can be decoded, where a short check is blind."""
+"""What a call rules out, where a short check is blind: by its model, inputs, cache and lengths."""
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticLayer
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from lade.attempts import Attempt
 from lade.closeness import is_exact_in
-from lade.compat import INDEXERS_TAKE_MASKS, Model
+from lade.compat import CACHE, INDEXERS_TAKE_MASKS, Model, device_of_inputs, may_be_users, mesh_of
+from lade.config import SPECULATING, Verification
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
+from lade.probing.own_code import has_own_inputs, is_code
+from lade.probing.profile import CacheKind
+from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, num_slots_of
+from lade.targets.kv_cache import kind_of
 from lade.targets.layout import MAX_OVERHANG, rope_of
+from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
+
+# Methods that a call without a cache cannot use.
+WITHOUT_CACHE: dict[Verification, str] = {"tree": "use_cache=False", "snapshot": "use_cache=False"}
+# Model inputs that every verification method continues after the prompt.
+_CONTINUED = {
+    "attention_mask",
+    "position_ids",
+    *TOKEN_TYPES,
+    CACHE,
+    "cache_params",
+    "use_cache",
+    LOGITS_KEPT,
+    "inputs_embeds",
+    "output_attentions",
+    "output_hidden_states",
+}
+# Layers that keep every token, as any layer of a model may: its masks show what it sees of them.
+_FULL = (DynamicLayer, StaticLayer)
+# Inputs that say how positions were counted in the prompt; every forward gets its positions.
+_OF_PROMPT = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 
 
 def refuse_encoder_decoder(model: Model) -> None:
@@ -47,8 +80,7 @@ class Lengths(NamedTuple):
 def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
     """Return why a call of these lengths must be decoded plainly, or None."""
     config = model.config.get_text_config(decoder=True)
-    rope = _rope_passed(config, lengths)
-    if rope is not None:
+    if (rope := _rope_passed(model, lengths)) is not None:
         kind, limit = rope
         # Drafts end where a dynamic one begins; batches of such models are plain anyway.
         if kind == "longrope" and lengths.first_position <= limit:
@@ -86,16 +118,14 @@ def why_not_reused(model: Model, lengths: Lengths) -> str | None:
 
 def why_no_snapshot(model: Model, lengths: Lengths) -> str | None:
     """Return why a call of these lengths cannot go back to copies of a state, or None."""
-    rope = _rope_passed(model.config.get_text_config(decoder=True), lengths)
-    if rope is None:
-        return None
+    rope = _rope_passed(model, lengths)
     # After going back, more than one token would be run again.
-    return f"its rotary embedding is {rope[0]}"
+    return None if rope is None else f"its rotary embedding is {rope[0]}"
 
 
-def _rope_passed(config: Any, lengths: Lengths) -> tuple[str, int] | None:
+def _rope_passed(model: Model, lengths: Lengths) -> tuple[str, int] | None:
     """Return the result of `rope_of` if the call may end past its limit, else None."""
-    rope = rope_of(config)
+    rope = rope_of(model.config.get_text_config(decoder=True))
     last = lengths.first_position + lengths.num_new
     return rope if rope is not None and last > rope[1] else None
 
@@ -137,3 +167,178 @@ def longest_draft(model: Model, max_length: int, num_tokens: int, first_position
         limits.append(rope[1])
     rooms: list[int] = [limit - first_position for limit in limits if limit is not None]
     return min([max_length, *(num_tokens + max(0, room) for room in rooms)])
+
+
+class Requirements(NamedTuple):
+    """What a call requires, and what it rules out."""
+
+    excluded: dict[Verification, str]  # methods ruled out, and why
+    cache: CacheKind
+    is_padded: bool  # whether rows have padding, or may come to differ in length
+    num_new: int  # maximum number of tokens to emit
+    max_length: int  # maximum total length a draft may reach, prompt included
+    why_eager: str | None = None  # why its steps cannot be of fixed shape
+
+
+def requirements_of(
+    model: Model,
+    input_ids: Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    own_code: str | None = None,
+) -> Requirements:
+    """Return the methods that a call prepared by `generate` rules out, and what it requires."""
+    excluded: dict[Verification, str] = {}
+
+    def exclude(reason: str | None, *verifications: Verification) -> None:
+        for verification in verifications if reason is not None else ():
+            excluded.setdefault(verification, str(reason))
+
+    lengths = lengths_of(input_ids, config, model_kwargs)
+    if has_own_inputs(model) and not model_kwargs.get("use_cache", True):
+        exclude("its own code prepares whole texts", *SPECULATING)
+    exclude(why_not_speculate(model, lengths), *SPECULATING)
+    exclude(_needs_more(model, input_ids, model_kwargs), *SPECULATING)
+    exclude(why_no_tree(model, lengths), "tree")
+    exclude(why_no_snapshot(model, lengths), "snapshot")
+    text_config = model.config.get_text_config(decoder=True)
+    cache = cache_in(model_kwargs)
+    kind: CacheKind = "static" if type(cache) is StaticCache else "dynamic"
+    if cache is None and not model_kwargs.get("use_cache", True):
+        kind = "none"
+        for verification, reason in WITHOUT_CACHE.items():
+            exclude(reason, verification)
+        if any(model_kwargs.get(name) is not None for name in TOKEN_TYPES):
+            # With a cache, that is so in the prompt alone.
+            exclude("without a cache, its token types may let tokens see later ones", *SPECULATING)
+    elif type(cache) is not DynamicCache:
+        exclude(f"its cache is a {type(cache).__name__}", "tree")
+    elif any(kind_of(layer) is None for layer in cache.layers):
+        exclude("its cache has layers that a tree cannot be kept in", "tree")
+    elif cache.offloading:
+        exclude("its cache is offloaded", "tree")
+    if cache is not None and type(cache) not in (DynamicCache, StaticCache):
+        exclude(f"{CACHE} is a {type(cache).__name__}", *SPECULATING)
+    elif cache is not None and (may_be_users(cache) or cache.offloading):
+        exclude(_why_unusual(text_config, cache), *SPECULATING)
+        exclude(why_not_croppable(cache), "chain")
+        exclude(why_not_savable(cache), "snapshot")
+    if kind == "static":
+        if device_of_inputs(model).type == "cuda" and not config.disable_compile:
+            exclude(
+                "with a static cache on CUDA, `generate` compiles the model, and drafts would be "
+                "verified by forwards that are not compiled; leave the cache to lade, or pass "
+                "disable_compile=True",
+                *SPECULATING,
+            )
+        if "local" in (getattr(text_config, "attention_layers", None) or ()):
+            exclude("its local layers mask by the size of a static cache", *SPECULATING)
+    if cache is not None and not model_kwargs.get("use_cache", True):
+        exclude("a cache was passed, and use_cache=False", *SPECULATING)
+    longest = input_ids.shape[1] + lengths.num_new
+    limits = [longest_draft(model, longest, input_ids.shape[1], lengths.first_position)]
+    if isinstance(cache, StaticCache):
+        whole = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
+        sizes = [layer.max_cache_len for layer in whole if hasattr(layer, "max_cache_len")]
+        limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
+    is_padded = lengths.is_padded or len(input_ids) > 1
+    why_eager = _why_eager(model, model_kwargs.get("attention_mask"))
+    if own_code is not None:
+        own = f"code of one's own runs in its forwards ({own_code})"
+        why_eager = why_eager or own
+        if mesh_of(model) is not None:
+            exclude(f"{own}, and several processes run it together", *SPECULATING)
+    return Requirements(excluded, kind, is_padded, lengths.num_new, min(limits), why_eager)
+
+
+def _why_eager(model: Model, mask: Tensor | None) -> str | None:
+    """Return why steps cannot be of fixed shape, or None."""
+    if mask is not None and bool((mask.int().diff(dim=-1) < 0).any()):
+        return "its prompt has padding behind tokens"
+    if mesh_of(model) is not None:
+        return "several processes run it together"
+    places = (getattr(model, "hf_device_map", None) or {}).values()
+    if len({str(place).removeprefix("cuda:") for place in places}) > 1:
+        return "its layers are on several devices"
+    return None
+
+
+def lengths_of(
+    input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Lengths:
+    """Return the extent of a call prepared by `generate`."""
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    num_slots = num_slots_of(input_ids, config, model_kwargs)
+    first = num_slots if positions is None else int(positions[..., -1].max()) + 1
+    # `generate` also takes a float, and infinity; no text has as many tokens as this.
+    longest = math.ceil(min(config.max_length, torch.iinfo(torch.int32).max))
+    is_padded = mask is not None and not bool(mask.all())
+    if positions is not None and not is_padded:  # positions other than slots count as padding
+        cache = cache_in(model_kwargs)
+        num_cached = (0 if cache is None else length_of(cache)) or 0
+        lasts = {num_slots, num_cached + positions.shape[-1]}  # of whole texts, or of the new part
+        in_order = bool((positions.diff(dim=-1) == 1).all())
+        is_padded = not in_order or not {*(positions[..., -1] + 1).flatten().tolist()} <= lasts
+    return Lengths(first, num_slots, longest - input_ids.shape[1], is_padded)
+
+
+def _needs_more(model: Model, input_ids: Tensor, model_kwargs: dict[str, Any]) -> str | None:
+    """Return a reason if every forward, not only the prefill, needs some model input, or None."""
+    unknown = {
+        name: value
+        for name, value in model_kwargs.items()
+        if name not in _CONTINUED | _OF_PROMPT and not _is_nothing(value)
+    }
+    if not unknown or input_ids.shape[1] == 0:
+        return f"the model input {next(iter(unknown))}" if unknown else None
+    known = {name: value for name, value in model_kwargs.items() if name in _CONTINUED}
+    known.pop("inputs_embeds", None)
+    with Attempt() as attempt:
+        later = model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=1, is_first_iteration=False, **known, **unknown
+        )
+    if attempt.failure is not None:
+        return f"its inputs cannot be told apart ({attempt.failure})"
+    for name in unknown:
+        if not _is_nothing(later.get(name)):
+            return f"every forward takes the model input {name}"
+    return None
+
+
+def _is_nothing(value: Any) -> bool:
+    """Return whether an input is absent: None, or an empty dict of encoded images."""
+    return value is None or (isinstance(value, dict) and not value)
+
+
+def _why_unusual(config: Any, cache: Any) -> str | None:
+    """Return why a cache may do something else than transformers' own, or None.
+
+    Args:
+        config: of the model's text part.
+        cache: a `DynamicCache` or a `StaticCache`, which may be the caller's.
+    """
+    if any(is_code(value) for part in (cache, *cache.layers) for value in vars(part).values()):
+        return "its cache runs code of one's own"
+    is_static = type(cache) is StaticCache
+    made = StaticCache(config, 1) if is_static else DynamicCache(config=config)
+    for place, layer in enumerate(cache.layers):
+        usual = made.layers[place] if place < len(made.layers) else None
+        if type(layer) is not type(usual) and type(layer) not in _FULL:
+            return f"its cache has layers of {type(layer).__name__}"
+        windows = {getattr(each, "sliding_window", None) for each in (layer, usual)}
+        if type(layer) is type(usual) and len(windows) > 1:
+            return "its cache has layers with other windows than the model"
+    return _why_uneven([each for each in cache.layers if kind_of(each) is not None])
+
+
+def _why_uneven(layers: Sequence[Any]) -> str | None:
+    """Return why dynamic layers do not hold the same tokens, or None."""
+    held = [each for each in layers if getattr(each, "keys", None) is not None]
+    if len({(len(each.keys), each.get_seq_length()) for each in held}) > 1:
+        return "the layers of its cache have different lengths"
+    for layer in held:
+        window, length = getattr(layer, "sliding_window", None), layer.get_seq_length()
+        least = length if window is None else min(length, window - 1)
+        if not least <= layer.keys.shape[2] == layer.values.shape[2]:
+            return "its cache has lost some of its tokens"
+    return None

@@ -115,12 +115,12 @@ class JointForwards:
         return alone
 
     def _learn(self, parts: Sequence[Part], sec: float) -> None:
-        num_tokens = sum(part.num_tokens for part in parts)
-        if any(part.is_prompt for part in parts):
-            return  # it has many more tokens than a step, and fewer logits
-        if self.num_run > 1:  # libraries prepare the first
-            self._costs.record(num_tokens, sec)
-        self.price = self._costs.price(num_tokens, sum(part.num_committed for part in parts))
+        self._costs.record(sum(part.num_tokens for part in parts), sec)
+        # What is left of prompts comes to an end: drafts are priced as if it were not there.
+        if steps := [part for part in parts if not part.is_prompt]:
+            num_tokens = sum(part.num_tokens for part in steps)
+            num_committed = sum(part.num_committed for part in steps)
+            self.price = self._costs.price(num_tokens, num_committed)
 
 
 def _run_alone(part: Part) -> Any:

@@ -287,7 +287,7 @@ def test_forwards_are_timed_with_both_products(
     found = results("forwards", "--context", 20)
     assert {*found["seconds"]} == {"torch", "lade"}
     assert all(min(each["20"].values()) > 0 for each in found["seconds"].values())
-    monkeypatch.setattr(load, loaded(32))
+    monkeypatch.setattr(load, loaded(16))
     with pytest.raises(ValueError, match="expected a model on a CPU with large layers"):
         run("forwards", "--context", 20)
 

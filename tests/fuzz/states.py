@@ -117,7 +117,7 @@ class Session:
         if rng.random() < 0.06:  # what was found wrong at once is believed anew
             for put in self.puts:
                 put(0.0)
-            lade.recheck(self.model)
+            lade.probe(self.model, anew=True)
         if rng.random() < 0.5:
             rng.choice(self.puts)(rng.choice(ALPHAS))
         ids = self._prompt()

@@ -117,7 +117,7 @@ def test_calls_that_fit_pass_one_that_does_not_and_those_that_wait_can_be_cancel
 
 @pytest.mark.parametrize("options", [{"max_batch_size": 0}, {"max_batch_tokens": 0}])
 def test_limits_below_one_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"expected {next(iter(options))} of at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"expected {next(iter(options))} to be positive, got 0"):
         lade.Batcher(tiny_model(), **options)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from lade.budget.budget import Budget
 from lade.budget.costs import ForwardCosts
+from lade.budget.joint import JointCosts
 from lade.drafting.drafts import draft_of, matched_depth
 from ngram_pool import Draft
 from tests.grids import thinned
@@ -284,3 +285,19 @@ def test_a_fixed_number_is_of_each_row_as_far_as_its_draft_goes() -> None:
     drafts = {0: [0.1], 1: [], 2: [0.1] * 3}
     assert Budget(fixed=5).nums_of_nodes(drafts) == {0: 1, 1: 0, 2: 3}
     assert Budget().nums_of_nodes({0: [], 1: []}) == {0: 0, 1: 0}
+
+
+@pytest.mark.parametrize("sec_of_token", [0.0, 0.01, 0.05, 1.0])
+def test_joint_forwards_price_draft_tokens_by_what_they_take_also_where_prompts_run(
+    sec_of_token: float,
+) -> None:
+    """A forward of 16 calls takes a second at least; the first of each size ten times as long."""
+    costs, rng, seen = JointCosts(), np.random.default_rng(0), set[int]()
+    assert costs.price(16, 16.0) == pytest.approx(0.4)  # before anything is measured
+    for num_tokens in rng.integers(100, 300, size=60).tolist():  # pieces of prompts beside steps
+        sec = (1.0 + sec_of_token * num_tokens) * (1 if num_tokens // 16 in seen else 10)
+        seen.add(num_tokens // 16)
+        costs.record(num_tokens, sec)
+    true = 16.0 * sec_of_token / (1.0 + 16 * sec_of_token)
+    assert costs.price(16, 16.0) == pytest.approx(true, abs=0.1 + 0.5 * true)
+    assert costs.price(16, 16.0) <= 1.0, "a forward of one token seems to cost less than nothing"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lade
-from lade.batch import Batch, Limits, Text
+from lade.batch import Batch, Text
 from lade.budget.budget import Budget
 from lade.budget.costs import ForwardCosts
 from lade.drafters import Merged
@@ -78,8 +78,8 @@ def decode(
         length = NUM_PROMPT + min(per_call, num_tokens)
         call = DraftingCall(None, VOCAB_SIZE, length)
         clock.place, prompt, budget = place, [0] * NUM_PROMPT, Budget(costs)
-        limits = Limits(2 * NUM_TOKENS, stop=lambda rows: None)
-        batch = Batch(Text(torch.tensor([prompt]), None), [prompt], limits)
+        rows = Text(torch.tensor([prompt]), None)
+        batch = Batch(rows, [prompt], 2 * NUM_TOKENS, lambda rows: None)
         sources, runner = sources_of(drafter, call, is_strict=True), SimpleNamespace()
         speculator = Speculator(batch, sources, call, budget, runner)
         speculator.open_all()

@@ -155,7 +155,7 @@ WINDOWED: dict[str, Any] = {"config": lade.Config(lookahead=lade.Lookahead()), "
 def test_a_window_without_trees_is_refused_with_the_reason() -> None:
     prompt, types = torch.tensor([[5, 6]]), [[["global", "local", "global"], 1]]
     config = lade.Config(verification="chain", lookahead=lade.Lookahead())
-    told = "LlamaForCausalLM verifies them by 'chain' here"
+    told = r"LlamaForCausalLM here: Config\(verification='chain'\) asks for another method"
     with pytest.raises(lade.UnsupportedOptionError, match=told):
         answered(tiny_model("llama"), prompt, config=config, max_new_tokens=4)
     model = tiny_model("gpt_neo", attention="eager", attention_types=types)

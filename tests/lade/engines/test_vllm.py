@@ -261,13 +261,13 @@ def test_what_many_prompts_begin_with_is_observed_once() -> None:
 
 @pytest.mark.parametrize("sharing", ["none", "all"])
 def test_a_prewarmed_table_drafts_what_no_text_says(sharing: str, tmp_path: Path) -> None:
-    from lade.prewarming.tables import Effort, StoredTable, merge_table
+    from lade.prewarming.tables import StoredTable, merge_table
     from tests.lade.shared import shared_model
 
     table = SuccessorTable(100)
     table.put([[-1, 5], [-1, 6]], [[6, 7], [8, 9]], [[0.9, 0.05], [0.9, 0.05]])
     path = tmp_path / "model.safetensors"
-    merge_table(path, shared_model("llama"), StoredTable(table, Effort()))
+    merge_table(path, shared_model("llama"), StoredTable(table))
     ids = np.array([[1, 5]], np.int32)
     for prewarmed, expected in ((None, []), (str(path), [6, 8])):
         options: Any = {"sharing": sharing, "prewarmed": prewarmed, "min_probability": 0.0}

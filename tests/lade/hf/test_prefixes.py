@@ -196,7 +196,7 @@ def test_copies_of_a_model_carry_no_text_and_a_new_check_begins_with_none() -> N
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert Chat(other, pool=chat.pool).ask(chat.ids) == 0
     assert Chat(model, pool=chat.pool).ask(chat.ids) > 0
-    lade.recheck(model)
+    lade.probe(model, anew=True)
     assert Chat(model, pool=chat.pool).ask(chat.ids) == 0
 
 

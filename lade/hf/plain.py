@@ -1,0 +1,125 @@
+"""Plain decoding by transformers' own loop, where drafts cannot be verified, or no longer.
+
+A text that has begun is run again from its prompt, so that no key or value of a step with a draft
+is left. What was emitted stays: it is forced, and neither processors, nor stop criteria, nor who
+reads along sees it a second time.
+"""
+
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from lade.batch import Text
+from lade.captures import put_back, random_states
+from lade.compat import decode_plainly
+from lade.hf.call import Call
+from lade.hf.stopping import Outputs, Report
+from lade.probing.selfcheck import forced
+from lade.stats import DecodeStats, Step
+
+
+class _Again(LogitsProcessor):  # type: ignore[misc]
+    """Forces the tokens that were emitted, and has the call's processors choose those after them.
+
+    The random state is then as it was after the last of them.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, ids: Tensor) -> None:
+        self._processors, self._ids = processors, ids
+        self._states = random_states(ids.device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        place, num_known = input_ids.shape[1], self._ids.shape[1]
+        if place < num_known:
+            return forced(self._ids, 0, input_ids, scores)
+        if place == num_known:
+            put_back(self._ids.device, self._states)
+        chosen: Tensor = self._processors(input_ids, scores)
+        return chosen
+
+
+class _Watched(StoppingCriteriaList):  # type: ignore[misc]
+    """Stop criteria that are asked of new tokens alone: where known rows have ended is known.
+
+    Attributes:
+        is_finished: which rows were finished after each token.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, text: Text) -> None:
+        super().__init__(criteria)
+        self._num_known = text.longest
+        rows = zip(text.is_finished, text.num_unpadded, strict=True)
+        self._ends = [num if is_finished else None for is_finished, num in rows]
+        self.is_finished: list[list[bool]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        num_tokens = input_ids.shape[1]
+        if num_tokens <= self._num_known:
+            known = [end is not None and end <= num_tokens for end in self._ends]
+            done = torch.tensor(known, device=input_ids.device)
+        else:
+            done = super().__call__(input_ids, scores, **kwargs)
+        before = self.is_finished[-1] if self.is_finished else [False] * len(done)
+        self.is_finished.append([a or b for a, b in zip(before, done.tolist(), strict=True)])
+        return done
+
+
+class _Stream(BaseStreamer):  # type: ignore[misc]
+    """A streamer that passes on to a report's what this has not had, and counts as lade does."""
+
+    def __init__(self, report: Report, watched: _Watched, num_prompt: int) -> None:
+        self.stats = DecodeStats()
+        self._report, self._watched = report, watched
+        self._num_prompt = self._length = num_prompt
+        self._since = perf_counter()
+
+    def put(self, value: Tensor) -> None:
+        """Take the next token of every row, int64 [rows]."""
+        now, report, num_new = perf_counter(), self._report, self._length - self._num_prompt
+        stage = "forward_sec" if num_new else "prefill_sec"
+        setattr(self.stats, stage, getattr(self.stats, stage) + now - self._since)
+        if report.streamer is not None and self._length >= report.num_put:
+            report.streamer.put(value)
+        self.stats.num_steps += num_new > 0
+        # Newer versions of transformers call the criteria before putting a token, older ones after.
+        has_ended = self._watched.is_finished[num_new - 1] if num_new else [False] * len(value)
+        for row, token_id in enumerate(value.tolist()):
+            if has_ended[row] or self._length < report.num_told[row]:
+                continue
+            step = Step([token_id], 0, 0, row)
+            if num_new:
+                self.stats.count_row_step(step)
+            if report.on_step is not None:
+                report.on_step(step)
+        self._length += 1
+        self._since = perf_counter()
+
+    def end(self) -> None:
+        """End the streamer."""
+        self._report.end()
+
+
+def finish_plainly(
+    call: Call, text: Text, outputs: Outputs, report: Report
+) -> tuple[Any, DecodeStats]:
+    """Decode a text, whose unfinished rows have one length, to the end of the call.
+
+    Returns:
+        What `generate` returns for the whole call, and counts and times of what was run for it.
+    """
+    num_known, processors = text.longest - text.num_prompt, call.processors
+    if num_known:
+        processors = LogitsProcessorList([_Again(processors, text.sequences())])
+    watched = _Watched(call.criteria, text)
+    stream = _Stream(report, watched, text.num_prompt)
+    output = decode_plainly(
+        call.model, call.input_ids, processors, watched, call.options, stream, call.model_kwargs
+    )
+    for name in ("scores", "logits"):
+        if call.returns_dict and output.get(name) is not None:
+            output[name] = (outputs.get(name, num_known) or ()) + output[name][num_known:]
+    return output, stream.stats
