@@ -11,6 +11,7 @@ from lade.cli import line_of
 from lade.cli.options import (
     DraftOptions,
     DtypeOption,
+    JsonOption,
     LoadOptions,
     MaxNewTokensOption,
     ModelOption,
@@ -19,7 +20,6 @@ from lade.cli.options import (
     grouped,
     of_drafting,
 )
-from lade.cli.results import JsonOption
 from lade.models.settings import Settings
 
 app = typer.Typer(

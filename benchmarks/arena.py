@@ -15,16 +15,17 @@ from rich.table import Table
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from benchmarks.environment import environment
 from benchmarks.methods import METHODS as ALL_METHODS
 from benchmarks.methods import Given
+from benchmarks.prompts import Chosen
+from benchmarks.report import Keeping, msec_text, progress_bar, rounded, share_text, sheet, show
 from benchmarks.rivals.catalogue import RIVALS
-from lade.bench.environment import environment
 from lade.bench.methods import Method, plain
 from lade.bench.prompts import Prompt
-from lade.bench.report import LOOPS, OVERALL, groups, msec_text, rounded, share_text, sheet
-from lade.cli.bench import Chosen, describe_model
+from lade.bench.report import LOOPS, OVERALL, groups
+from lade.cli.bench import describe_model
 from lade.cli.prompting import encode_prompts
-from lade.cli.results import Keeping, progress_bar, show
 from lade.config import Config
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
@@ -119,7 +120,7 @@ def run_arena(
         done = []
         for (name, size), method in running.items():
             answer = method(loaded.model, given, forced)
-            if answer.rows != [text] or answer.stats is None:
+            if answer.rows != [text]:
                 raise RuntimeError(f"expected {name} to write the text of generate")
             done.append(Entry(prompt, ends_in_loop(text), name, size, answer.stats))
             on_answer()

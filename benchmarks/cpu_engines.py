@@ -20,13 +20,13 @@ from typing import Any
 from transformers import TextIteratorStreamer
 
 import lade
+from benchmarks.environment import environment
 from benchmarks.gguf_engines import ENGINES, Clock, Continuation, Start, ask, write_gguf
-from lade.bench.environment import environment
+from benchmarks.prompts import Chosen
+from benchmarks.report import progress_bar, share_text, sheet, show, speedup_text
 from lade.bench.methods import new_rows
-from lade.bench.report import share_text, sheet, speedup_text
-from lade.cli.bench import Chosen, describe_model
+from lade.cli.bench import describe_model
 from lade.cli.prompting import encode_prompts
-from lade.cli.results import progress_bar, show
 from lade.models import LoadedModel, encode
 from lade.models.settings import Settings
 

@@ -21,12 +21,20 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from benchmarks.alone import alone
+from benchmarks.environment import environment
 from benchmarks.methods import named
-from lade.bench.environment import environment
-from lade.bench.report import msec_text, rounded, share_text, sheet, speedup_text
-from lade.cli.bench import Chosen
+from benchmarks.prompts import Chosen
+from benchmarks.report import (
+    Keeping,
+    msec_text,
+    progress_bar,
+    rounded,
+    share_text,
+    sheet,
+    show,
+    speedup_text,
+)
 from lade.cli.loading import tell
-from lade.cli.results import Keeping, progress_bar, show
 from lade.engines.extension import PoolExtension
 from lade.errors import LadeError, MissingExtraError
 from lade.models.loading import find_model, load_tokenizer, source_of

@@ -13,13 +13,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lade.bench.environment import environment
+from benchmarks.environment import environment
+from benchmarks.prompts import Chosen
+from benchmarks.report import progress_bar, show
 from lade.bench.methods import Lade
 from lade.bench.prompts import Prompt
-from lade.cli.bench import Chosen, describe_model
+from lade.cli.bench import describe_model
 from lade.cli.loading import console
 from lade.cli.prompting import encode_prompts
-from lade.cli.results import progress_bar, show
 from lade.config import Config
 from lade.drafting.sources import PoolDrafter
 from lade.drafting.successors import Successors

@@ -10,11 +10,10 @@ import torch
 from rich.table import Table
 from transformers import GenerationConfig
 
+from benchmarks.environment import environment
 from benchmarks.gpu.shapes import SHAPES, make_model
-from lade.bench.environment import environment
-from lade.bench.report import sheet
+from benchmarks.report import progress_bar, sheet, show
 from lade.cli.options import LoadOptions
-from lade.cli.results import progress_bar, show
 from lade.compat import Model
 from lade.drafting.drafts import draft_of
 from lade.models.loading import LoadedModel

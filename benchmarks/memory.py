@@ -20,7 +20,7 @@ from benchmarks.alone import alone
 from lade.models.settings import Settings
 
 if TYPE_CHECKING:
-    from lade.cli.bench import Chosen
+    from benchmarks.prompts import Chosen
 
 _MIB = 2**20
 # For glibc; both fixed, so that neither grows with what was freed. Other systems ignore them.
@@ -90,9 +90,8 @@ def run(
     file: Path | None,
 ) -> None:
     """Measure methods in turn; print and write the results, even after an interruption."""
-    from lade.bench.environment import environment
-    from lade.bench.report import sheet, speedup_text
-    from lade.cli.results import Keeping, progress_bar, show
+    from benchmarks.environment import environment
+    from benchmarks.report import Keeping, progress_bar, sheet, show, speedup_text
 
     texts = [prompt.text for prompt in chosen.prompts]
     os.environ.update(_GIVE_BACK)  # for the processes

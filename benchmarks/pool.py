@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lade.bench.environment import environment
-from lade.bench.report import rounded, sheet
+from benchmarks.environment import environment
+from benchmarks.report import Keeping, rounded, sheet, show
 from lade.budget.budget import Budget
 from lade.cli.loading import console
-from lade.cli.results import Keeping, show
 from lade.drafting.sources import PoolDrafter
 from lade.drafting.successors import Successors
 from ngram_pool import NGramPool, SuccessorTable

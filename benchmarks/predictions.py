@@ -18,10 +18,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
-from lade.bench.environment import environment
+from benchmarks.environment import environment
+from benchmarks.report import show
 from lade.cli.bench import describe_model
 from lade.cli.loading import console
-from lade.cli.results import show
 from lade.models import LoadedModel, encode
 
 CODE = '''\

@@ -1,11 +1,20 @@
-"""Halves of prompt files: one to fit weights to, and one to measure them on."""
+"""Prompts of a run. Files have halves: one to fit weights to, and one to measure them on."""
 
+import hashlib
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import Any, NamedTuple
 from zlib import crc32
 
-from lade.bench.prompts import read_prompts
-from lade.cli.bench import Chosen, fingerprint
+from lade.bench.prompts import Prompt, read_prompts
+
+
+class Chosen(NamedTuple):
+    """The prompts of a run, and how they were chosen."""
+
+    prompts: Sequence[Prompt]
+    described: dict[str, Any]  # for result files, which do not hold their texts
 
 
 class Half(StrEnum):
@@ -39,3 +48,8 @@ def choose(
     num = min(limit or len(prompts), len(prompts))
     kept = [prompts[i * len(prompts) // num] for i in range(num)]  # spread evenly over all
     return Chosen(kept, {**fingerprint(path), "limit": limit, "half": half, "num": len(kept)})
+
+
+def fingerprint(path: Path) -> dict[str, str]:
+    """Return name and digest of a file that results depend on but do not include."""
+    return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}

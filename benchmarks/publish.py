@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lade.bench.report import write_json
+from benchmarks.report import write_json
 from lade.config import Config
 
 _OVERALL = "overall"

@@ -12,14 +12,15 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.methods import METHODS, Given, MethodInfo, named
+from benchmarks.prompts import Chosen
 from benchmarks.quantized import int8_copy
+from benchmarks.report import Keeping, as_json, progress_bar, rounded, show
 from lade.bench.prompts import Prompt
-from lade.bench.report import as_json, groups, rounded, table
+from lade.bench.report import groups, table
 from lade.bench.run import Contest, Result, Summary, summarise
-from lade.cli.bench import Chosen, describe_model
+from lade.cli.bench import describe_model
 from lade.cli.options import DraftOptions
 from lade.cli.prompting import encode_prompts
-from lade.cli.results import Keeping, progress_bar, show
 from lade.errors import UnsupportedModelError, UserError
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import httpx
 from rich.table import Table
 
-from lade.bench.environment import environment
+from benchmarks.environment import environment
+from benchmarks.prompts import Chosen
+from benchmarks.report import Keeping, progress_bar, sheet, show, speedup_text
 from lade.bench.prompts import Prompt
-from lade.bench.report import sheet, speedup_text
-from lade.cli.bench import Chosen
-from lade.cli.results import Keeping, progress_bar, show
 from lade.errors import LadeError
 
 _TIMEOUT_SEC = 600.0

@@ -32,9 +32,10 @@ import api  # of this folder
 import commands
 
 from benchmarks.cpu_engines import HEADINGS, cells_of
+from benchmarks.environment import code as present_code
+from benchmarks.report import msec_text, share_text, speedup_text
 from benchmarks.run import BenchSettings
-from lade.bench.environment import code as present_code
-from lade.bench.report import LOOPS, OVERALL, msec_text, share_text, speedup_text
+from lade.bench.report import LOOPS, OVERALL
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent

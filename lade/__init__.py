@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lade.config import Config as Config
     from lade.config import Lookahead as Lookahead
     from lade.drafting.drafter import Drafter as Drafter
-    from lade.drafting.grammar import ForcedTokens as ForcedTokens
+    from lade.drafting.drafter import ForcedTokens as ForcedTokens
     from lade.errors import DrafterWarning as DrafterWarning
     from lade.errors import EagerExecutionWarning as EagerExecutionWarning
     from lade.errors import KernelWarning as KernelWarning
@@ -54,8 +54,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "lade.batcher": ("Batcher",),
     "lade.config": ("Config", "Lookahead"),
-    "lade.drafting.drafter": ("Drafter",),
-    "lade.drafting.grammar": ("ForcedTokens",),
+    "lade.drafting.drafter": ("Drafter", "ForcedTokens"),
     "lade.errors": (
         *("DrafterWarning", "EagerExecutionWarning", "KernelWarning", "LadeError"),
         *("PlainDecodingWarning", "UnsupportedModelError", "UnsupportedOptionError"),

@@ -1,6 +1,7 @@
 """`Config`, the settings a user may fix by hand; every default is automatic."""
 
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Literal, get_args
 
 Acceptance = Literal["exact", "rejection"]
@@ -36,7 +37,7 @@ class Lookahead:
 
     def __post_init__(self) -> None:
         for name, least in (("window_size", 1), ("ngram_size", 3)):
-            _check_integer(f"Lookahead({name}=…)", getattr(self, name), least)
+            check_integer(f"Lookahead({name}=…)", getattr(self, name), least)
 
     @property
     def num_cells(self) -> int:
@@ -90,7 +91,7 @@ class Config:
         max_prefix_bytes: Memory for what `reuses_prefix` keeps of a model, in bytes, on its device;
             the texts used last stay. 0 keeps nothing.
         uses_products: Whether forwards on a CPU may run by lade's own compiled kernels, as a whole
-            (`lade.forward`) or layer by layer (`lade.products`), in float32, bfloat16 and float16,
+            or layer by layer (`lade.forward`), in float32, bfloat16 and float16,
             where these are found faster than torch's. Not beside `stable_text`, whose calls repeat
             exactly.
         strict_drafter: Whether a drafter's errors and invalid drafts are raised, for authors of
@@ -118,8 +119,8 @@ class Config:
     def __post_init__(self) -> None:
         for name, least in (("max_candidates", 1), ("max_draft_tokens", 0)):
             if getattr(self, name) is not None:
-                _check_integer(f"Config({name}=…)", getattr(self, name), least)
-        _check_integer("Config(max_prefix_bytes=…)", self.max_prefix_bytes, 0)
+                check_integer(f"Config({name}=…)", getattr(self, name), least)
+        check_integer("Config(max_prefix_bytes=…)", self.max_prefix_bytes, 0)
         if not isinstance(self.lookahead, Lookahead | None):
             raise TypeError(
                 f"expected Config(lookahead=…) to be a Lookahead, got {self.lookahead!r}"
@@ -157,8 +158,9 @@ class Config:
                 )
 
 
-def _check_integer(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
+def check_integer(name: str, value: object, least: int) -> None:
+    """Raise unless a value is an integer, Python's or numpy's, of at least so much."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"expected {name} to be an integer, got {value!r}")
     if value < least:
         raise ValueError(f"expected {name} of at least {least}, got {value}")

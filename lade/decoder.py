@@ -10,9 +10,10 @@ the target's own tokens, and `lade.hf.generation` turns a call of `generate` int
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from lade.batch import Batch
-from lade.drafting.speculator import Done, Plan, Speculator
+from lade.drafting.speculator import Plan, Speculator
 from lade.errors import in_one_line
 from lade.probing.proof import FlawError, Proof
 from lade.sampling.choice import Choice
@@ -62,7 +63,7 @@ class Decoder:
         self._on_step = on_step
         self._proof = proof
         self._overlaps = overlaps
-        self._last: Done | None = None  # the last step, until it is learned from
+        self._learn: Callable[[], None] | None = None  # from the last step, until that is done
 
     def run(self) -> DecodeStats:
         """Decode to the end and return counts and times; the text is in the batch.
@@ -107,7 +108,7 @@ class Decoder:
             if not self._overlaps:  # nobody who reads along waits for what is learned of prompts
                 self._speculator.open_all()
             steps = self._observed(plan, paths)
-            self._end_step(Done(plan, steps, successors))
+            self._end_step(partial(self._speculator.learn, plan, steps, successors))
         self._on_step(steps)
 
     def _step(self, emitting: Sequence[int]) -> None:
@@ -145,7 +146,8 @@ class Decoder:
                 self.stats.count_row_step(step)
             is_usual = self._target.is_timing_valid and not self._proof.is_busy
             sec = self.stats.forward_sec - before if is_usual else None
-            self._end_step(Done(plan, steps, successors, num_run, sec))
+            learn = self._speculator.learn
+            self._end_step(partial(learn, plan, steps, successors, num_run, sec))
         self._on_step(steps)
 
     def _observed(self, plan: Plan, paths: Mapping[int, Sequence[int]]) -> list[Step]:
@@ -162,13 +164,13 @@ class Decoder:
                 steps.append(Step(emitted, len(tree) - 1, last + ends_on_draft, row))
         return steps
 
-    def _end_step(self, done: Done) -> None:
+    def _end_step(self, learn: Callable[[], None]) -> None:
         """Drop finished rows, and learn from the step now or during the next forward."""
         places, leaving = self._batch.drop_finished()
         if leaving:
             with self._verifying():
                 self._target.select(places)
-        self._last = done
+        self._learn = learn
         if not self._overlaps:
             self._finish()
         if leaving:
@@ -176,9 +178,9 @@ class Decoder:
 
     def _finish(self) -> None:
         """Learn from the last step, unless that is done already."""
-        last, self._last = self._last, None
-        if last is not None:
-            self._speculator.learn(last)
+        learn, self._learn = self._learn, None
+        if learn is not None:
+            learn()
 
     @contextmanager
     def _verifying(self) -> Iterator[None]:

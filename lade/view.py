@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from operator import is_not
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 from torch import Tensor, nn
@@ -27,6 +27,16 @@ HOOKS = (
 
 #: Returns the attributes to change in a module; None to leave it as it is.
 Change = Callable[[nn.Module], dict[str, Any] | None]
+
+
+class FastViews(Protocol):
+    """Makes views of a model whose forwards are faster than its own."""
+
+    def view(self, model: Model) -> Model:
+        """Return a view of a model, or of a view of it; itself where nothing is faster."""
+
+    def pays(self, num_rows: int) -> bool:
+        """Return whether the next forward over so many tokens is to run by a view."""
 
 
 def viewed(model: Model, change: Change) -> Model:

@@ -3,11 +3,10 @@
 It needs numpy and numba, and sortedcontainers and filelock for stores, never torch, and is usable
 alone: an engine's draft proposer needs no more than `NGramPool.observe` and
 `NGramPool.draft_chains`. Reading order:
-`draft.py`, `chains.py`, `pool.py`, `arrays.py`, `table.py`, `_kernels.py`; `files.py`, `store.py`.
+`draft.py`, `pool.py`, `arrays.py`, `table.py`, `_kernels.py`; `files.py`, `store.py`.
 """
 
-from ngram_pool.chains import DraftChains
-from ngram_pool.draft import Draft, SampledDraft
+from ngram_pool.draft import Draft, DraftChains, SampledDraft
 from ngram_pool.errors import NewerPoolFileError, PoolFileError, ReadOnlyPoolError
 from ngram_pool.pool import NGramPool
 from ngram_pool.store import NamedPool, PoolStore, StoreStats

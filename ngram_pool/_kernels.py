@@ -34,10 +34,10 @@ changed by one kernel: then the pool is consistent wherever Python is interrupte
 Next file: `pool.py`.
 """
 
+import ctypes
 import math
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numba
@@ -54,23 +54,12 @@ Int64Array = NDArray[np.int64]
 Float64Array = NDArray[np.float64]
 
 
-# What is compiled so must allocate nothing and divide by no zero: then no array's references are
-# counted, which is two atomic additions for each view of one, and no division is checked.
-_BARE: dict[str, Any] = {"_nrt": False, "error_model": "numpy"}
-
-
-def kernel(function: _F) -> _F:
+def kernel(function: _F, **options: Any) -> _F:
     """Compile at first call, to run without the GIL; cache on disk if a folder is writable."""
-    return _compiled(function, **_BARE)
-
-
-def inlined(function: _F) -> _F:
-    """Compile like `kernel`, into its callers: a call would cost as much as the work."""
-    return _compiled(function, forceinline=True, **_BARE)
-
-
-def _compiled(function: _F, **options: Any) -> _F:
     options |= {"nogil": True, "no_cfunc_wrapper": True}  # nobody calls from C
+    # What is compiled must allocate nothing and divide by no zero: then no array's references are
+    # counted, which is two atomic additions for each view of one, and no division is checked.
+    options |= {"_nrt": False, "error_model": "numpy"}
     try:
         compiled: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # Numba found no writable folder for its cache
@@ -90,6 +79,11 @@ def _compiled(function: _F, **options: Any) -> _F:
     return cast(_F, compiled)
 
 
+def inlined(function: _F) -> _F:
+    """Compile like `kernel`, into its callers: a call would cost as much as the work."""
+    return kernel(function, forceinline=True)
+
+
 def _plain(of: Any) -> Any:
     """Return the type that a value is passed as between kernels."""
     of = types.unliteral(of)
@@ -97,6 +91,7 @@ def _plain(of: Any) -> Any:
 
 
 MAX_TOKEN_ID = np.iinfo(np.int32).max  # and the largest hash
+MAX_CAPACITY_TOKENS = 2**29  # of a pool, so that positions can count three times as many
 NONE = -1  # "no position" and "no node" inside arrays
 TOKEN, PREVIOUS, NEXT = range(3)  # columns of `text`
 NEXT_POSITION, LOWERED, SEED, MULTIPLIER = range(4)  # of `counts`
@@ -139,7 +134,7 @@ MAX_MATCH = 32
 # and the cost of a text made so that its n-grams collide: a draft of 64 nodes took 0.16 ms instead
 # of 0.05, and 2.0 with 4096. Of 4000 drafts for program text, none differs from those with 4096,
 # and four do with 64. Nobody can make such a text who does not know the pool's seed; drafts depend
-# on the seed only through this limit and that of `read_skips`, which count entries of a bucket,
+# on the seed only through this limit and that of `add_skips`, which count entries of a bucket,
 # whatever they are. (Tables need no seed: a full bucket drops its oldest context, and none takes
 # longer.)
 MAX_CHAIN = 256
@@ -193,12 +188,6 @@ def hash_with(state: int, token_id: int, multiplier: int) -> int:
     return (product ^ (product >> 29)) & MAX_TOKEN_ID
 
 
-@kernel
-def hash_step(state: int, token_id: int) -> int:
-    """Extend a hash without a seed, as tables use it; the hash of no token is 0."""
-    return hash_with(state, token_id, HASH_MULTIPLIER)
-
-
 # --- headers: arrays by their addresses and shapes ---
 #
 # `_views` makes functions that return groups of the arrays of a header, in its order. They are made
@@ -224,17 +213,13 @@ def _views(*groups: tuple[_Kind, ...]) -> list[Any]:
 if numba.config.DISABLE_JIT:
 
     def _view(arrays: list[tuple[int, _Kind]]) -> Any:
-        def array_of(header: Int64Array, column: int, kind: _Kind) -> NDArray[Any]:
-            address, *shape = header[column : column + 1 + len(kind[1])].tolist()
-            if 0 in shape:
-                return np.empty(shape, kind[0])
-            described = {"data": (address, False), "shape": tuple(shape), "version": 3}
-            described["typestr"] = np.dtype(kind[0]).str
-            return np.asarray(SimpleNamespace(__array_interface__=described))
-
         def arrays_of(header: Int64Array) -> Any:
-            found = tuple(array_of(header, *each) for each in arrays)
-            return found[0] if len(found) == 1 else found
+            found = []
+            for column, (dtype, shape) in arrays:
+                address, *lengths = header[column : column + 1 + len(shape)].tolist()
+                kind = ctypes.POINTER(np.ctypeslib.as_ctypes_type(dtype))
+                found.append(np.ctypeslib.as_array(ctypes.cast(address, kind), tuple(lengths)))
+            return found[0] if len(found) == 1 else tuple(found)
 
         return arrays_of
 
@@ -301,12 +286,7 @@ state_of, layers_of, prewarmed_of = _views(
 # Of a table: keys, successors and their costs, and how often each row was put; how many contexts it
 # holds, in an array of one.
 rows_of, size_of = _views(
-    (
-        (np.int64, (None,)),
-        (np.int32, (None, None)),
-        (np.uint16, (None, None)),
-        (np.int32, (None,)),
-    ),
+    ((np.int64, (None,)), (np.int32, (None, None)), (np.uint16, (None, None)), (np.int32, (None,))),
     ((np.int64, (1,)),),
 )
 # Of scratch:
@@ -329,11 +309,7 @@ context_of, found_of, features_of, nodes_of, candidates_of, left_of = _views(
     ((np.float64, (None, NUM_FEATURES)), (np.float64, (NUM_WEIGHTS,))),
     ((np.int64, (5, None)), (np.float64, (None,))),
     ((np.int64, (3, None)), (np.float64, (None,))),
-    (
-        (np.int64, (None, None)),
-        (np.float64, (None, None)),
-        (np.float64, (None, None)),
-    ),
+    ((np.int64, (None, None)), (np.float64, (None, None)), (np.float64, (None, None))),
 )
 
 
@@ -451,13 +427,6 @@ def match_length(text: Int32Array, position: int, first: int, context: Int64Arra
     return len(context)
 
 
-@kernel
-def escape_prob(length: int, num_successors: int, num_occurrences: int) -> float:
-    """Estimate the probability of tokens not seen after the longest matching context."""
-    share = _ESCAPE_DIVIDED if num_successors > 1 else _ESCAPE_UNANIMOUS / (1 + length)
-    return share * math.sqrt(num_successors / num_occurrences)
-
-
 @inlined
 def origin_of(occurrence: int, sequence: Int64Array) -> int:
     """Return whether an occurrence is in the sequence's own answer, its prompt, or earlier text.
@@ -469,33 +438,6 @@ def origin_of(occurrence: int, sequence: Int64Array) -> int:
     if occurrence >= sequence[ANSWER]:
         return ANSWER
     return PROMPT if occurrence >= sequence[PROMPT] else EARLIER
-
-
-@kernel
-def origin_row(occurrence: int, sequence: Int64Array) -> int:
-    """Return the row of weights for the origin of an occurrence."""
-    layer = occurrence // _SOURCE
-    if layer == 0:
-        return ORIGIN_ROW + origin_of(occurrence, sequence)
-    return min(LAYER_ROW + layer, NUM_WEIGHT_ROWS) - 1
-
-
-@kernel
-def add_successor(
-    token_id: int, length: int, origin: int, found: Int64Array, num_found: int
-) -> int:
-    """Count one more occurrence of a successor; return the number of distinct successors."""
-    found_ids, counts, lengths, origins = found[1], found[2], found[6], found[3]
-    for i in range(num_found):
-        if found_ids[i] == token_id:
-            counts[i] += 1
-            origins[i] = max(origins[i], origin)
-            return num_found
-    found_ids[num_found] = token_id
-    counts[num_found] = 1
-    lengths[num_found] = length
-    origins[num_found] = origin
-    return num_found + 1
 
 
 @inlined
@@ -574,8 +516,8 @@ def successors(
     """Estimate from the text what follows a context, as prediction by partial matching does.
 
     The longest context that occurs decides (in a layer that indexes shorter n-grams, it is found
-    after those of higher order): its successors share, by their counts, what
-    `escape_prob` does not reserve. Shorter contexts are then read for occurrences not read yet; the
+    after those of higher order): its successors share, by their counts, what is not reserved for
+    tokens not seen there. Shorter contexts are then read for occurrences not read yet; the
     successors they add get a share of the reserve. Orders too short to matter for the tree are not
     read. At each order the own text is read first, then the layers; each as far as if it were the
     only one, so that none takes another's place.
@@ -592,7 +534,8 @@ def successors(
         for none).
     """
     (found, found_probs), state = found_of(scratch), state_of(sequence)
-    occurrences, times, lengths, next_ids = found[0], found[2], found[4], found[5]
+    occurrences, lengths, next_ids = found[0], found[4], found[5]
+    found_ids, times, origins, longest_of = found[1], found[2], found[3], found[6]
     layers = layers_of(sequence)
     num_sources = 1 + layers.shape[0]
     limit = MAX_OCCURRENCES
@@ -619,13 +562,21 @@ def successors(
             num_known = num_found
             for i in range(begin, num_occurrences):
                 if lengths[i] == length:
-                    origin = origin_of(occurrences[i], state)
-                    num_found = add_successor(next_ids[i], length, origin, found, num_found)
+                    place = 0
+                    while place < num_found and found_ids[place] != next_ids[i]:
+                        place += 1
+                    if place == num_found:
+                        found_ids[place], longest_of[place] = next_ids[i], length
+                        times[place], origins[place] = 0, EARLIER
+                        num_found += 1
+                    times[place] += 1
+                    origins[place] = max(origins[place], origin_of(occurrences[i], state))
                     lengths[i] = 0
                     num_counted += 1
             if longest == 0:
                 longest = length
-                mass_left = escape_prob(length, num_found, num_counted)
+                share = _ESCAPE_DIVIDED if num_found > 1 else _ESCAPE_UNANIMOUS / (1 + length)
+                mass_left = share * math.sqrt(num_found / num_counted)
                 for i in range(num_found):
                     found_probs[i] = (1.0 - mass_left) * times[i] / num_counted
             elif num_found > num_known:
@@ -683,61 +634,6 @@ def add_known(
     return num, True
 
 
-@inlined
-def add_harvested(
-    pool: Int64Array,
-    sequence: Int64Array,
-    previous: int,
-    last: int,
-    source: int,
-    found: Int64Array,
-    features: Float64Array,
-    num: int,
-) -> tuple[int, bool]:
-    """Add what the first of the pool and the layers that knows a context harvested after it."""
-    layers = layers_of(sequence)
-    is_known = False
-    for i in range(1 + layers.shape[0]):
-        if not is_known:
-            table = harvested_of(layers[i - 1] if i > 0 else pool)
-            num, is_known = add_known(table, previous, last, source, found, features, num)
-    return num, is_known
-
-
-@inlined
-def read_skips(
-    pool: Int64Array,
-    position: int,
-    order: int,
-    context: Int64Array,
-    found: Int64Array,
-    features: Float64Array,
-    num: int,
-) -> tuple[int, bool]:
-    """Read one text's bucket for `add_skips`; return the candidate count and whether any matched.
-
-    At most MAX_OCCURRENCES of its entries.
-    """
-    (text, links), first = text_of(pool), first_of(pool)
-    num_rows = text.shape[0]
-    before = context[1:]
-    num_read, has_matched = 0, False
-    while position >= first and num_read < MAX_OCCURRENCES:
-        row = row_of(position, num_rows)
-        exchanged = int(text[row, NEXT])
-        if exchanged != NONE and text[row_of(exchanged, num_rows), TOKEN] != context[0]:
-            after = int(text[row_of(exchanged, num_rows), NEXT])
-            length = match_length(text, position, first, before) if after != NONE else 0
-            if length >= order:
-                token_id = int(text[row_of(after, num_rows), TOKEN])
-                says = log_of(length) + 0.1
-                num = add_candidate(token_id, SKIP, says, found, features, num)
-                has_matched = True
-        position = int(links[row, order - 1])
-        num_read += 1
-    return num, has_matched
-
-
 @kernel
 def add_skips(
     pool: Int64Array,
@@ -751,8 +647,7 @@ def add_skips(
 
     After a copy with one word exchanged, the original shows how the text goes on.
     """
-    before = context[1:]
-    layers = layers_of(sequence)
+    before, layers = context[1:], layers_of(sequence)
     longest = min(heads_of(pool).shape[0], before.shape[0])
     num_sources = 1 + layers.shape[0]
     for i in range(num_sources):
@@ -760,21 +655,25 @@ def add_skips(
     for order in range(longest, 1, -1):
         has_matched = False
         for i in range(num_sources):
-            source, newest = layers[i - 1] if i > 0 else pool, int(found[7 + i, order])
-            num, is_more = read_skips(source, newest, order, context, found, features, num)
-            has_matched = has_matched or is_more
+            source, position = layers[i - 1] if i > 0 else pool, int(found[7 + i, order])
+            (text, links), first, num_read = text_of(source), first_of(source), 0
+            num_rows = text.shape[0]
+            while position >= first and num_read < MAX_OCCURRENCES:  # of a bucket's entries
+                row = row_of(position, num_rows)
+                exchanged = int(text[row, NEXT])
+                if exchanged != NONE and text[row_of(exchanged, num_rows), TOKEN] != context[0]:
+                    after = int(text[row_of(exchanged, num_rows), NEXT])
+                    length = match_length(text, position, first, before) if after != NONE else 0
+                    if length >= order:
+                        token_id = int(text[row_of(after, num_rows), TOKEN])
+                        says = log_of(length) + 0.1
+                        num = add_candidate(token_id, SKIP, says, found, features, num)
+                        has_matched = True
+                position = int(links[row, order - 1])
+                num_read += 1
         if has_matched:
             break
     return num
-
-
-@kernel
-def match_row(length: int, num_successors: int) -> int:
-    """Return the row of weights for a match in the text."""
-    if length == 0:
-        return 0
-    row = length if length <= 2 else 3 if length <= 4 else 4 if length <= 8 else 5
-    return row if num_successors == 1 else row + 5
 
 
 @kernel
@@ -803,7 +702,7 @@ def estimate(
     """
     num_found, longest = successors(pool, sequence, scratch, context, max_order, path_prob)
     (found, found_probs), (features, summed) = found_of(scratch), features_of(scratch)
-    weights, prewarmed = weights_of(pool), prewarmed_of(sequence)
+    weights, layers, prewarmed = weights_of(pool), layers_of(sequence), prewarmed_of(sequence)
     num_in_text = num_found
     for i in range(num_in_text):
         features[i, :] = 0.0
@@ -813,29 +712,35 @@ def estimate(
         features[i, IS_NEWEST] = 1.0 if i == 0 else 0.0
         features[i, IN_ANSWER] = 1.0 if found[3, i] == ANSWER else 0.0
         features[i, IN_PROMPT] = 1.0 if found[3, i] == PROMPT else 0.0
-    row_of_origin = (
-        origin_row(found[0, 0], state_of(sequence)) if num_in_text > 0 else ORIGIN_ROW + EARLIER
-    )
-    last = int(context[0])
-    known = 0
-    row = match_row(longest, num_in_text)
-    if context.shape[0] > 1:
-        previous = int(context[1])
-        num_found, is_known = add_harvested(
-            pool, sequence, previous, last, HARVESTED_PAIR, found, features, num_found
+    row_of_origin = ORIGIN_ROW + EARLIER
+    if num_in_text > 0:
+        newest = int(found[0, 0])
+        row_of_origin = ORIGIN_ROW + origin_of(newest, state_of(sequence))
+        if newest >= _SOURCE:
+            row_of_origin = min(LAYER_ROW + newest // _SOURCE, NUM_WEIGHT_ROWS) - 1
+    row = 0
+    while row < 5 and longest > (1 << row) // 2:  # up to 0, 1, 2, 4, 8, or more
+        row += 1
+    row += 5 if num_in_text > 1 else 0
+    last, known = int(context[0]), 0
+    for is_single in range(1 if context.shape[0] == 1 else 0, 2):
+        previous = NONE if is_single else int(context[1])
+        is_harvested = is_prewarmed = False
+        for i in range(1 + layers.shape[0]):  # up to the first that has harvested there
+            if not is_harvested:
+                table = harvested_of(layers[i - 1] if i > 0 else pool)
+                source = HARVESTED_SINGLE if is_single else HARVESTED_PAIR
+                num_found, is_harvested = add_known(
+                    table, previous, last, source, found, features, num_found
+                )
+        source = PREWARMED_SINGLE if is_single else PREWARMED_PAIR
+        num_found, is_prewarmed = add_known(
+            prewarmed, previous, last, source, found, features, num_found
         )
-        known += 1 if is_known else 0
-        num_found, is_known = add_known(
-            prewarmed, previous, last, PREWARMED_PAIR, found, features, num_found
-        )
-        known += 2 if is_known else 0
-    num_found, _ = add_harvested(
-        pool, sequence, NONE, last, HARVESTED_SINGLE, found, features, num_found
-    )
-    num_found, is_known = add_known(
-        prewarmed, NONE, last, PREWARMED_SINGLE, found, features, num_found
-    )
-    row += MATCH_ROWS // 2 if is_known else 0
+        if is_single:
+            row += MATCH_ROWS // 2 if is_prewarmed else 0
+        else:
+            known = (1 if is_harvested else 0) + (2 if is_prewarmed else 0)
     if context.shape[0] > 3 and path_prob > UNLIKELY:
         num_found = add_skips(pool, sequence, context, found, features, num_found)
     found[4, 0] = row
@@ -986,15 +891,6 @@ def push_likely(
 
 
 @kernel
-def keep_to_draw(scratch: Int64Array, node: int, path_prob: float, num_found: int) -> None:
-    """Keep what was found after a node, for its children to be drawn from."""
-    (found, found_probs), (left_ids, left_probs, _) = found_of(scratch), left_of(scratch)
-    for i in range(left_ids.shape[1]):
-        left_ids[node + 1, i] = found[1, i] if i < num_found else 0
-        left_probs[node + 1, i] = path_prob * found_probs[i] if i < num_found else 0.0
-
-
-@kernel
 def push_slot(scratch: Int64Array, parent: int, floor: float, num: int, num_popped: int) -> int:
     """Queue the next child of `parent` by its expected probability before it is drawn.
 
@@ -1070,7 +966,7 @@ def grow_tree(
         the expected probabilities of the slots.
     """
     context, (nodes, node_probs) = context_of(scratch), nodes_of(scratch)
-    candidates, candidate_probs = candidates_of(scratch)
+    (candidates, candidate_probs), (found, found_probs) = candidates_of(scratch), found_of(scratch)
     left_ids, left_probs, support_probs = left_of(scratch)
     is_drawn = uniforms.shape[0] > 0
     num_nodes = num_queued = num_popped = num_leaves = 0
@@ -1087,7 +983,9 @@ def grow_tree(
         else:
             nodes[4, node] = longest
         if is_drawn:
-            keep_to_draw(scratch, node, path_prob, num_found)
+            for i in range(left_ids.shape[1]):
+                left_ids[node + 1, i] = found[1, i] if i < num_found else 0
+                left_probs[node + 1, i] = path_prob * found_probs[i] if i < num_found else 0.0
             num_queued = push_slot(scratch, node, 0.0, num_queued, num_popped)
         else:
             num_queued = push_likely(scratch, node, path_prob, num_found, num_queued, num_popped)
@@ -1130,70 +1028,53 @@ def grow_tree(
 
 
 @kernel
-def find_negative(token_ids: Int32Array, lengths: Int64Array, num_last: Int64Array) -> int:
-    """Return the first row with a negative id among its last tokens, or NONE."""
-    for i in range(token_ids.shape[0]):
-        for j in range(max(0, lengths[i] - num_last[i]), lengths[i]):
-            if token_ids[i, j] < 0:
-                return i
-    return NONE
-
-
-@kernel
-def observe_rows(
-    pools: Int64Array,
-    sequences: Int64Array,
-    scratch: Int64Array,
-    token_ids: Int32Array,
-    lengths: Int64Array,
-    num_new: Int64Array,
-    learning_rate: float,
-    learning_stride: int,
-) -> None:
-    """Append the last tokens of each row to the answer of its sequence, row by row.
-
-    Args:
-        pools, sequences: int64 [num_rows, …], the headers of each text's pool and sequence.
-        token_ids: int32 [num_rows, width], of which the first `lengths[i]` are row i's text.
-        num_new: int64 [num_rows], how many of the last ones to append.
-        learning_stride: the weights learn from each so many-th token of all rows.
-    """
-    num_appended = 0
-    for i in range(token_ids.shape[0]):
-        if num_new[i] == 0:
-            continue
-        new = token_ids[i, lengths[i] - num_new[i] : lengths[i]]
-        append(pools[i], sequences[i], scratch, new, learning_rate, learning_stride, num_appended)
-        num_appended += num_new[i]
-
-
-@kernel
 def draft_rows(
     pools: Int64Array,
     sequences: Int64Array,
     scratch: Int64Array,
     token_ids: Int32Array,
     lengths: Int64Array,
+    num_new: Int64Array,
     max_draft_tokens: Int64Array,
+    learning_rate: float,
+    learning_stride: int,
     min_probability: float,
     chain_ids: Int32Array,
     chain_probs: Float64Array,
     chain_lengths: Int64Array,
-) -> None:
-    """Follow the likeliest successors of each row's text.
+) -> int:
+    """Append the last tokens of each row to its sequence's answer; then follow what is likeliest.
 
     Each chain is the tree that `grow_tree` grows for one leaf, up to where its probability falls
     below `min_probability`.
 
     Args:
-        pools, sequences, token_ids, lengths: as for `observe_rows`.
+        pools, sequences: int64 [num_rows, …], the headers of each text's pool and sequence.
+        token_ids: int32 [num_rows, width], of which the first `lengths[i]` are row i's text.
+        num_new: int64 [num_rows], how many of the last ones to append.
         max_draft_tokens: int64 [num_rows], at most the width of `chain_ids`.
+        learning_stride: the weights learn from each so many-th token of all rows.
         chain_ids, chain_probs: int32 and float64 [num_rows, width], filled as far as each chain
             goes, with the probability that it is right up to there.
         chain_lengths: int64 [num_rows], filled.
+
+    Returns:
+        The first row with a negative id where it matters, and nothing is changed; NONE for none.
     """
     (nodes, node_probs), longest = nodes_of(scratch), context_of(scratch).shape[0]
-    for i in range(token_ids.shape[0]):
+    num_rows = token_ids.shape[0]
+    for i in range(num_rows):
+        for j in range(max(0, lengths[i] - max(num_new[i], longest)), lengths[i]):
+            if token_ids[i, j] < 0:
+                return i
+    num_appended = 0
+    for i in range(num_rows):
+        if num_new[i] == 0:
+            continue
+        new = token_ids[i, lengths[i] - num_new[i] : lengths[i]]
+        append(pools[i], sequences[i], scratch, new, learning_rate, learning_stride, num_appended)
+        num_appended += num_new[i]
+    for i in range(num_rows):
         num_nodes = 0
         if lengths[i] > 0 and max_draft_tokens[i] > 0:
             text = token_ids[i, max(0, lengths[i] - longest) : lengths[i]]
@@ -1203,6 +1084,7 @@ def draft_rows(
             chain_ids[i, node] = nodes[0, node]
             chain_probs[i, node] = node_probs[node]
         chain_lengths[i] = num_nodes
+    return NONE
 
 
 # Contexts per bucket of a `SuccessorTable`; beyond that, the least recently put one is dropped.
@@ -1217,7 +1099,7 @@ MAX_COUNT = 10
 @inlined
 def bucket_of(table: Int64Array, previous: int, last: int) -> int:
     """Return the first row of a context's bucket."""
-    state = hash_step(hash_step(0, last), previous + 1)
+    state = hash_with(hash_with(0, last, HASH_MULTIPLIER), previous + 1, HASH_MULTIPLIER)
     return int(state & (rows_of(table)[0].shape[0] // WAYS - 1)) * WAYS
 
 
@@ -1274,78 +1156,6 @@ def rehash(old_table: Int64Array, table: Int64Array) -> None:
 
 
 @kernel
-def put_context(
-    table: Int64Array,
-    previous: int,
-    last: int,
-    new_ids: Int32Array,
-    new_probs: NDArray[np.float32],
-    averages: bool,
-    merged_ids: Int32Array,
-    merged_probs: Float64Array,
-) -> None:
-    """Put what a target found likely after one context into a table.
-
-    The context put last comes first in its bucket.
-
-    Args:
-        previous, last: the context; `previous` may be NONE.
-        new_ids, new_probs: [k], likeliest first; NONE ends them.
-        averages: whether a context's new successors are averaged with the known ones or replace
-            them.
-        merged_ids, merged_probs: [k + num_successors], scratch.
-    """
-    keys, successor_ids, costs, times = rows_of(table)
-    num_held = successor_ids.shape[1]
-    row = find_context(table, previous, last)
-    begin = bucket_of(table, previous, last)
-    num_merged = 0
-    share = 1.0
-    count = 1
-    if row == NONE:
-        row = begin + WAYS - 1
-        size_of(table)[0] += keys[row] == NONE
-    elif averages:
-        count = min(int(times[row]) + 1, MAX_COUNT)
-        share = 1.0 / count
-        for j in range(num_held):
-            if successor_ids[row, j] == NONE:
-                break
-            merged_ids[num_merged] = successor_ids[row, j]
-            merged_probs[num_merged] = (1.0 - share) * math.exp(costs[row, j] / -COST_STEPS)
-            num_merged += 1
-    num_known = num_merged
-    for j in range(new_ids.shape[0]):
-        if new_ids[j] == NONE:
-            break
-        place = 0
-        while place < num_known and merged_ids[place] != new_ids[j]:
-            place += 1
-        if place == num_known:
-            place = num_merged
-            merged_ids[place] = new_ids[j]
-            merged_probs[place] = 0.0
-            num_merged += 1
-        merged_probs[place] += share * float(new_probs[j])
-    open_front(table, begin, row)
-    keys[begin] = (previous + 1) * (MAX_TOKEN_ID + 1) + last
-    times[begin] = count
-    for j in range(num_held):
-        best = NONE
-        for m in range(num_merged):
-            if merged_ids[m] != NONE and (best == NONE or merged_probs[m] > merged_probs[best]):
-                best = m
-        if best == NONE:
-            successor_ids[begin, j] = NONE
-            costs[begin, j] = MAX_COST
-            continue
-        successor_ids[begin, j] = merged_ids[best]
-        cost = -math.log(max(merged_probs[best], 1e-7)) * COST_STEPS
-        costs[begin, j] = min(max(cost + 0.5, 0.0), MAX_COST)
-        merged_ids[best] = NONE
-
-
-@kernel
 def put_successors(
     table: Int64Array,
     contexts: Int64Array,
@@ -1355,11 +1165,67 @@ def put_successors(
     merged_ids: Int32Array,
     merged_probs: Float64Array,
 ) -> None:
-    """Put successors of contexts, int64 [n, 2], into a table; else as `put_context`."""
+    """Put what a target found likely after contexts into a table.
+
+    The context put last comes first in its bucket.
+
+    Args:
+        contexts: int64 [n, 2]; the first token of each may be NONE.
+        new_ids, new_probs: [n, k], likeliest first; NONE ends a row.
+        averages: whether a context's new successors are averaged with the known ones or replace
+            them.
+        merged_ids, merged_probs: [k + num_successors], scratch.
+    """
+    keys, successor_ids, costs, times = rows_of(table)
+    num_held = successor_ids.shape[1]
     for i in range(contexts.shape[0]):
         previous, last = int(contexts[i, 0]), int(contexts[i, 1])
-        ids, probs = new_ids[i], new_probs[i]
-        put_context(table, previous, last, ids, probs, averages, merged_ids, merged_probs)
+        row = find_context(table, previous, last)
+        begin = bucket_of(table, previous, last)
+        num_merged = 0
+        share = 1.0
+        count = 1
+        if row == NONE:
+            row = begin + WAYS - 1
+            size_of(table)[0] += keys[row] == NONE
+        elif averages:
+            count = min(int(times[row]) + 1, MAX_COUNT)
+            share = 1.0 / count
+            for j in range(num_held):
+                if successor_ids[row, j] == NONE:
+                    break
+                merged_ids[num_merged] = successor_ids[row, j]
+                merged_probs[num_merged] = (1.0 - share) * math.exp(costs[row, j] / -COST_STEPS)
+                num_merged += 1
+        num_known = num_merged
+        for j in range(new_ids.shape[1]):
+            if new_ids[i, j] == NONE:
+                break
+            place = 0
+            while place < num_known and merged_ids[place] != new_ids[i, j]:
+                place += 1
+            if place == num_known:
+                place = num_merged
+                merged_ids[place] = new_ids[i, j]
+                merged_probs[place] = 0.0
+                num_merged += 1
+            merged_probs[place] += share * float(new_probs[i, j])
+        open_front(table, begin, row)
+        keys[begin] = (previous + 1) * (MAX_TOKEN_ID + 1) + last
+        times[begin] = count
+        for j in range(num_held):
+            best = NONE
+            for m in range(num_merged):
+                if merged_ids[m] != NONE and (best == NONE or merged_probs[m] > merged_probs[best]):
+                    best = m
+            if best == NONE:
+                successor_ids[begin, j] = NONE
+                costs[begin, j] = MAX_COST
+                continue
+            successor_ids[begin, j] = merged_ids[best]
+            cost = -math.log(max(merged_probs[best], 1e-7)) * COST_STEPS
+            costs[begin, j] = min(max(cost + 0.5, 0.0), MAX_COST)
+            merged_ids[best] = NONE
 
 
 # --- unigrams: how often the target would use a token, by all that was harvested ---
@@ -1388,8 +1254,8 @@ def count_unigrams(pool: Int64Array, token_ids: Int32Array, probs: NDArray[np.fl
             token_id = int(token_ids[i, j])
             if token_id == NONE:
                 break
-            begin = (hash_step(0, token_id) & (unigram_ids.shape[0] // WAYS - 1)) * WAYS
-            place = begin
+            bucket = hash_with(0, token_id, HASH_MULTIPLIER) & (unigram_ids.shape[0] // WAYS - 1)
+            begin = place = bucket * WAYS
             for row in range(begin, begin + WAYS):
                 if unigram_ids[row] == token_id:
                     place = row
@@ -1460,20 +1326,6 @@ def find_worthwhile(
 
 
 @kernel
-def follow(text: Int32Array, position: int, first: int, end: int) -> int:
-    """Return the position after `position` in its sequence, or NONE.
-
-    A position is followed only to one that leads back, so that whoever follows them all from where
-    sequences begin comes to none twice, whatever a file holds.
-    """
-    num_rows = text.shape[0]
-    other = int(text[position % num_rows, NEXT])
-    if position < other < end and text[other % num_rows, PREVIOUS] == position:
-        return other
-    return NONE
-
-
-@kernel
 def find_texts(pool: Int64Array, since: int, rows: Int32Array, bounds: Int32Array) -> int:
     """Find what is held from position `since` on, by sequence; return how many sequences it is.
 
@@ -1491,12 +1343,55 @@ def find_texts(pool: Int64Array, since: int, rows: Int32Array, bounds: Int32Arra
             continue
         position = begin
         while position != NONE:
-            rows[num_tokens] = position % text.shape[0]
+            row = position % text.shape[0]
+            rows[num_tokens] = row
             num_tokens += 1
-            position = follow(text, position, first, end)
+            # Only one that leads back: so none is come to twice, whatever a file holds.
+            after = int(text[row, NEXT])
+            leads_back = (
+                position < after < end and text[after % text.shape[0], PREVIOUS] == position
+            )
+            position = after if leads_back else NONE
         num_sequences += 1
         bounds[num_sequences] = num_tokens
     return num_sequences
+
+
+@kernel
+def find_parts(
+    pool: Int64Array,
+    sought: Int64Array,
+    rows: Int32Array,
+    bounds: Int32Array,
+    is_part: NDArray[np.bool_],
+) -> int:
+    """Find every occurrence of tokens in a row, also of parts where a text begins or ends.
+
+    A text may begin with their last ones, or end with their first, because the rest is not held
+    with it. Such parts are not counted.
+
+    Args:
+        sought: int64 [at least 1].
+        rows, bounds: as `find_texts` fills them.
+        is_part: bool [num_rows], set where a row of the text is part of an occurrence.
+
+    Returns:
+        How many occurrences there are.
+    """
+    (text, _), size, num_found = text_of(pool), sought.shape[0], 0
+    for i in range(bounds.shape[0] - 1):
+        begin, end = int(bounds[i]), int(bounds[i + 1])
+        for start in range(begin - size + 1, end):
+            first, last = max(start, begin), min(start + size, end)
+            place = first
+            while place < last and text[rows[place], TOKEN] == sought[place - start]:
+                place += 1
+            if place < last or (first > start and last < start + size):
+                continue
+            num_found += 1 if last - first == size else 0
+            for place in range(first, last):
+                is_part[rows[place]] = True
+    return num_found
 
 
 @kernel

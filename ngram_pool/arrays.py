@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ngram_pool import _kernels
 from ngram_pool._kernels import MAX_TOKEN_ID, NEVER, NONE, Float64Array, Int32Array, Int64Array
 
 # Tokens whose expected counts are kept: 12 bytes each. Rarer ones hardly matter.
-_NUM_UNIGRAMS = 2**12
+NUM_UNIGRAMS = 2**12
 
 
 def positive(name: str, value: SupportsIndex) -> int:
@@ -66,12 +66,6 @@ def begin_state() -> Int64Array:
     return np.array([NONE, NEVER, NEVER], np.int64)
 
 
-def lower_state(state: Int64Array, shift: int) -> None:
-    """Lower a sequence's positions by as much as those of the text were."""
-    least = np.array([NONE, 0, 0])
-    state[state != NEVER] = np.maximum(state - shift, least)[state != NEVER]
-
-
 class TextArrays(NamedTuple):
     """The arrays of the text; see `_kernels.py`."""
 
@@ -83,13 +77,8 @@ class TextArrays(NamedTuple):
 class Unigrams(NamedTuple):
     """How often the target would use a token, by all that was harvested."""
 
-    token_ids: Int32Array  # [_NUM_UNIGRAMS], NONE where empty
-    counts: Float64Array  # [_NUM_UNIGRAMS], expected; 0 where empty
-
-    @classmethod
-    def empty(cls) -> "Unigrams":
-        """Return the counts of nothing harvested."""
-        return cls(np.full(_NUM_UNIGRAMS, NONE, np.int32), np.zeros(_NUM_UNIGRAMS))
+    token_ids: Int32Array  # [NUM_UNIGRAMS], NONE where empty
+    counts: Float64Array  # [NUM_UNIGRAMS], expected; 0 where empty
 
     def as_dict(self) -> dict[int, float]:
         """Return the expected counts by token."""
@@ -120,29 +109,69 @@ class Scratch:
     def row_for(self, num_nodes: int, num_layers: int) -> Int64Array:
         """Return the kernels' row of scratch for so many nodes and layers, or for more."""
         sizes = max(num_nodes, self._sizes[0]), max(num_layers, self._sizes[1])
-        if sizes != self._sizes:
-            self._make(*sizes)
-            self._sizes = sizes
-        return self.header.row
-
-    def _make(self, num_nodes: int, num_layers: int) -> None:
+        if sizes == self._sizes:
+            return self.header.row
+        num_nodes, num_layers = sizes
         width = _kernels.MAX_FOUND + 2 * _kernels.MAX_OCCURRENCES * num_layers
         found_shape = 8 + num_layers, max(width, self._max_ngram_size + 1)
-        self.nodes = np.empty((5, num_nodes), np.int64)
-        self.node_probs = np.empty(num_nodes, np.float64)
-        self.left_ids = np.empty((num_nodes + 1, width), np.int64)
-        self.support_probs = np.empty((num_nodes, width), np.float64)
         self.header = Header(
             np.empty(self._max_match, np.int64),  # context
             np.empty(found_shape, np.int64),  # found
             np.empty(width, np.float64),  # found_probs
             np.empty((width, _kernels.NUM_FEATURES), np.float64),  # features
             np.empty(_kernels.NUM_WEIGHTS, np.float64),  # summed
-            self.nodes,
-            self.node_probs,
+            np.empty((5, num_nodes), np.int64),  # nodes
+            np.empty(num_nodes, np.float64),  # node_probs
             np.empty((3, num_nodes * width), np.int64),  # candidates
             np.empty(num_nodes * width, np.float64),  # candidate_probs
-            self.left_ids,
+            np.empty((num_nodes + 1, width), np.int64),  # left_ids
             np.empty((num_nodes + 1, width), np.float64),  # left_probs
-            self.support_probs,
+            np.empty((num_nodes, width), np.float64),  # support_probs
         )
+        self._sizes = sizes
+        return self.header.row
+
+
+class TextRows(NamedTuple):
+    """The texts of `draft_chains`, checked."""
+
+    texts: Int32Array  # [num_rows, width]
+    lengths: Int64Array  # [num_rows], like the others
+    num_new: Int64Array
+    max_draft_tokens: Int64Array
+
+
+def checked_rows(
+    texts: ArrayLike,
+    lengths: ArrayLike,
+    max_draft_tokens: ArrayLike,
+    num_new: ArrayLike | None,
+) -> TextRows:
+    """Return the texts of `NGramPool.draft_chains`, or raise; negative ids pass."""
+    ids = np.asarray(texts)
+    if ids.ndim != 2:
+        raise ValueError(f"expected texts of shape [num_rows, width], got shape {list(ids.shape)}")
+    if not np.issubdtype(ids.dtype, np.integer) and ids.size:
+        raise TypeError(f"expected texts to be integers, got dtype {ids.dtype}")
+    if ids.dtype != np.int32 and ids.max(initial=0) > MAX_TOKEN_ID:
+        raise ValueError(f"expected token ids from 0 to {MAX_TOKEN_ID}, got {ids.max()}")
+    num_rows, width = ids.shape
+    counts = {
+        "lengths": (lengths, width),
+        "num_new": (0 if num_new is None else num_new, width),
+        "max_draft_tokens": (max_draft_tokens, MAX_TOKEN_ID),
+    }
+    checked = {}
+    for name, (values, most) in counts.items():
+        array = np.asarray(values)
+        if not np.issubdtype(array.dtype, np.integer) and array.size:
+            raise TypeError(f"expected {name} to be integers, got dtype {array.dtype}")
+        if array.shape != (num_rows,) and (name == "lengths" or array.ndim):
+            raise ValueError(f"expected {name} of shape [{num_rows}], got {list(array.shape)}")
+        if array.size and (array.min() < 0 or array.max() > most):
+            raise ValueError(f"expected {name} from 0 to {most}, got {array.tolist()}")
+        # Writable, or kernels were compiled once more.
+        checked[name] = np.require(np.broadcast_to(array, num_rows), np.int64, ("C", "W"))
+    if (checked["num_new"] > checked["lengths"]).any():
+        raise ValueError("expected num_new of at most lengths, got more")
+    return TextRows(np.require(ids, np.int32, ("C", "W")), **checked)

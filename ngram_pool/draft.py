@@ -1,10 +1,10 @@
-"""`Draft` and `SampledDraft`: what a pool proposes, as arrays.
+"""`Draft`, `SampledDraft` and `DraftChains`: what a pool proposes, as arrays.
 
-Nothing here depends on how drafts are found. Next file: `_kernels.py`.
+Nothing here depends on how drafts are found. Next file: `pool.py`.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,18 +45,12 @@ class Draft:
 
     def candidates(self) -> list[list[int]]:
         """Return the token ids of every root-to-leaf path, best leaf first."""
-        inner = set(self.parents.tolist())
-        paths = []
-        for leaf in range(len(self)):
-            if leaf in inner:
-                continue
-            path = []
-            node = leaf
-            while node != -1:
-                path.append(int(self.token_ids[node]))
-                node = int(self.parents[node])
-            paths.append(path[::-1])
-        return paths
+        paths: list[list[int]] = []
+        parents = self.parents.tolist()
+        for token_id, parent in zip(self.token_ids.tolist(), parents, strict=True):
+            paths.append([*(paths[parent] if parent >= 0 else []), token_id])
+        inner = set(parents)
+        return [path for node, path in enumerate(paths) if node not in inner]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +98,19 @@ class SampledDraft(Draft):
         node, choice = self.support_probs.nonzero()
         dense[node, self.support_token_ids[node, choice]] = self.support_probs[node, choice]
         return dense
+
+
+class DraftChains(NamedTuple):
+    """One proposed path of tokens for each of several texts.
+
+    A path hangs under the last token of its text. Beyond `lengths`, the arrays hold nothing.
+    """
+
+    token_ids: NDArray[np.int32]  # [num_rows, max_draft_tokens]
+    probs: NDArray[np.float64]  # as `token_ids`, estimated acceptance of the path up to there
+    lengths: NDArray[np.int64]  # [num_rows], from 0 to max_draft_tokens
+
+    def tolist(self) -> list[list[int]]:
+        """Return the token ids of each path."""
+        rows = zip(self.token_ids.tolist(), self.lengths.tolist(), strict=True)
+        return [ids[:length] for ids, length in rows]

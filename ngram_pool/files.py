@@ -1,17 +1,19 @@
 """The file of a pool: safetensors, with the arrays that a pool works on.
 
-`docs/internals/files.md` describes the format. What a file says of its arrays is held against what
-a pool of its size must have before anything is allocated; then every block is held against its
-checksum, and every position against the others, before any of it is used.
+`docs/internals/drafting.md` describes the format. The header is held against that of a pool of its
+sizes before anything is allocated; then every block against its checksum, and every position
+against the others, before any of it is used.
 
 Next file: `writing.py`.
 """
 
 import hashlib
 import json
+import operator
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
@@ -21,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngram_pool._kernels import (
+    MAX_CAPACITY_TOKENS,
     MAX_TOKEN_ID,
     NEVER,
     NEXT,
@@ -44,29 +47,35 @@ _MAX_FLOAT = float(np.finfo(np.float32).max)
 # By the numbers that describe a pool: their bounds.
 _NUMBERS = {
     "max_ngram_size": (1, 2**31 - 1),
-    "capacity_tokens": (1, 2**31 - 1),
+    "capacity_tokens": (1, MAX_CAPACITY_TOKENS),
     "num_observed": (0, 2**31 - 1),
     "hash_seed": (0, 2**60 - 1),
 }
-# Arrays in the order of a file, which keeps all of them aligned: the widest numbers come first.
-DTYPES = {
-    "harvested.keys": "I64",
-    "unigrams.counts": "F64",
-    "weights": "F64",
-    "sequence": "I64",
-    "text": "I32",
-    "links": "I32",
-    "heads": "I32",
-    "harvested.counts": "I32",
-    "harvested.token_ids": "I32",
-    "unigrams.token_ids": "I32",
-    "harvested.costs": "U16",
+# Arrays in the order of a file, which keeps all of them aligned, the widest numbers first: their
+# types and their shapes, by sizes that a pool has.
+_CONTEXTS, _UNIGRAMS, _ROWS, _N, _BUCKETS = "contexts", "unigrams", "rows", "N", "buckets"
+ARRAYS: dict[str, tuple[str, tuple[str | int, ...]]] = {
+    "harvested.keys": ("I64", (_CONTEXTS,)),
+    "unigrams.counts": ("F64", (_UNIGRAMS,)),
+    "weights": ("F64", (NUM_WEIGHT_ROWS, NUM_WEIGHTS)),
+    "sequence": ("I64", (3,)),
+    "text": ("I32", (_ROWS, 3)),
+    "links": ("I32", (_ROWS, _N)),
+    "heads": ("I32", (_N, _BUCKETS)),
+    "harvested.counts": ("I32", (_CONTEXTS,)),
+    "harvested.token_ids": ("I32", (_CONTEXTS, DEFAULT_NUM_SUCCESSORS)),
+    "unigrams.token_ids": ("I32", (_UNIGRAMS,)),
+    "harvested.costs": ("U16", (_CONTEXTS, DEFAULT_NUM_SUCCESSORS)),
 }
-_NUMPY_DTYPES = {"I64": np.int64, "F64": np.float64, "I32": np.int32, "U16": np.uint16}
+_DTYPES = {"I64": np.int64, "F64": np.float64, "I32": np.int32, "U16": np.uint16}
 _METADATA = "__metadata__"
 _CHECKSUM = "crc32."  # begins the names of checksums
+_STRINGS = (
+    *(*_NUMBERS, "tokenizer", "model", "format", "version", "lade"),
+    *(_CHECKSUM + name for name in ARRAYS),
+)
 _BEFORE_CHECKSUM = b'"crc32.header":"'  # cannot be part of a string in JSON
-_NO_CHECKSUM = "00000000"
+_NO_CHECKSUM = b"00000000"
 _IS_ANOTHER = "expected a file that NGramPool.save wrote, got another"
 
 
@@ -79,7 +88,7 @@ class StoredPool(NamedTuple):
     hash_seed: int
     tokenizer: str  # fingerprints, "" where unknown
     model: str
-    arrays: Mapping[str, NDArray[Any]]  # contiguous, by the names in `DTYPES`
+    arrays: Mapping[str, NDArray[Any]]  # contiguous, by the names in `ARRAYS`
 
 
 def write_pool(path: Path, stored: StoredPool) -> None:
@@ -94,12 +103,14 @@ def write_pool(path: Path, stored: StoredPool) -> None:
         text = getattr(stored, name)
         if not isinstance(text, str):
             raise TypeError(f"expected the fingerprint {name!r} to be a string, got {text!r}")
-    arrays = {name: stored.arrays[name] for name in DTYPES}
     described = {name: str(value) for name, value in stored._asdict().items() if name != "arrays"}
     described |= {"format": _FORMAT, "version": str(_VERSION), "lade": _version_of_lade()}
+    arrays = {name: stored.arrays[name] for name in ARRAYS}
     for name, array in arrays.items():
         described[_CHECKSUM + name] = "".join(_checksums(array))
     begin = _begin_of_file(described, {name: array.shape for name, array in arrays.items()})
+    if len(begin) > 8 + _MAX_HEADER:
+        raise ValueError(f"expected a header of at most {_MAX_HEADER} bytes, got {len(begin) - 8}")
     write_whole(path, begin, *(array.data for array in arrays.values()))
 
 
@@ -110,13 +121,8 @@ def read_pool(path: Path) -> StoredPool:
         OSError: the file cannot be read.
         PoolFileError: it is no pool's file, of a newer format, or damaged.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
-        raise PoolFileError(f"{path}: expected a file")
-    with open(path, "rb") as file:
-        try:
-            return _read(file)
-        except PoolFileError as error:
-            raise type(error)(f"{path}: {error}") from None
+    with _opened(path) as file:
+        return _read(file)
 
 
 def check_begin(path: Path) -> None:
@@ -126,11 +132,8 @@ def check_begin(path: Path) -> None:
         OSError: the file cannot be read.
         PoolFileError: it is no pool's file, or of a newer format.
     """
-    with open(path, "rb") as file:
-        try:
-            _parsed(_read_begin(file, os.fstat(file.fileno()).st_size))
-        except PoolFileError as error:
-            raise type(error)(f"{path}: {error}") from None
+    with _opened(path) as file:
+        _read_begin(file)
 
 
 def stamp_of(path: Path) -> str | None:
@@ -146,22 +149,37 @@ def stamp_of(path: Path) -> str | None:
         return None
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a pool's file; what is found to be wrong with it names it."""
+    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
+        raise PoolFileError(f"{path}: expected a file")
+    with open(path, "rb") as file:
+        try:
+            yield file
+        except PoolFileError as error:
+            raise type(error)(f"{path}: {error}") from None
+
+
 def _read(file: BinaryIO) -> StoredPool:
-    size = os.fstat(file.fileno()).st_size
-    begin = _read_begin(file, size)
-    header = _parsed(begin)
+    begin, header = _read_begin(file)
     described = header[_METADATA]
     numbers = {name: _number(described, name, *bounds) for name, bounds in _NUMBERS.items()}
-    shapes = _shapes(header, **numbers)
-    _compare(header, shapes)
+    strings = {name: described.get(name) for name in _STRINGS}
+    shapes = _shapes(header, numbers)
+    are_strings = all(isinstance(text, str) for text in strings.values())
+    # The header of such a pool, byte for byte: nothing is said twice, left out or added.
+    if not are_strings or begin != _begin_of_file(strings, shapes):
+        raise PoolFileError(f"header: expected that of a pool with {numbers}, got another")
+    size = os.fstat(file.fileno()).st_size
     expected_size = len(begin) + sum(_nbytes(name, shape) for name, shape in shapes.items())
     if size != expected_size:
         raise PoolFileError(f"expected {expected_size} bytes, got {size}")
     arrays = {
-        name: _read_array(file, name, shape, described[_CHECKSUM + name])
+        name: _read_array(file, name, shape, strings[_CHECKSUM + name])
         for name, shape in shapes.items()
     }
-    tokenizer, model = described["tokenizer"], described["model"]
+    tokenizer, model = strings["tokenizer"], strings["model"]
     stored = StoredPool(**numbers, tokenizer=tokenizer, model=model, arrays=arrays)
     _check_content(stored)
     return stored
@@ -169,151 +187,86 @@ def _read(file: BinaryIO) -> StoredPool:
 
 # --- header -----------------------------------------------------------------------------------
 
+_Shapes = dict[str, tuple[int, ...]]  # in the order of `ARRAYS`
 
-def _begin_of_file(described: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+
+def _begin_of_file(described: Mapping[str, str], shapes: _Shapes) -> bytes:
     """Return a file up to its arrays: the length of the header, and the header."""
-    header = {_METADATA: {**described, "crc32.header": _NO_CHECKSUM}, **_entries(shapes)}
+    header: dict[str, Any] = {_METADATA: {**described, "crc32.header": _NO_CHECKSUM.decode()}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + _nbytes(name, shape)
+        header[name] = {"dtype": ARRAYS[name][0], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    if len(text) > _MAX_HEADER:
-        raise ValueError(f"expected a header of at most {_MAX_HEADER} bytes, got {len(text)}")
-    begin = len(text).to_bytes(8, "little") + text
-    at = begin.index(_BEFORE_CHECKSUM) + len(_BEFORE_CHECKSUM)
-    return begin[:at] + _checksum(begin).encode() + begin[at + len(_NO_CHECKSUM) :]
+    return _sealed(len(text).to_bytes(8, "little") + text)
 
 
-def _read_begin(file: BinaryIO, size: int) -> bytes:
-    """Return a file up to its arrays, or raise unless it is what a pool's file begins with."""
+def _sealed(begin: bytes) -> bytes:
+    """Return a file up to its arrays with the checksum of what it is with another of zeros."""
+    before, mark, after = begin.partition(_BEFORE_CHECKSUM)
+    after = after[len(_NO_CHECKSUM) :]
+    return before + mark + _checksum(before + mark + _NO_CHECKSUM + after).encode() + after
+
+
+def _read_begin(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
+    """Return a file up to its arrays, and its header, if that is of a pool in this format."""
     begin = file.read(8)
     length = int.from_bytes(begin, "little")
-    if len(begin) < 8 or length > _MAX_HEADER:
+    if length > _MAX_HEADER:
         raise PoolFileError(_IS_ANOTHER)
     begin += file.read(length)
-    if len(begin) < 8 + length:
-        raise PoolFileError(f"header: expected bytes 8 to {8 + length}, got {size} bytes in all")
-    at = begin.find(_BEFORE_CHECKSUM)
-    if at < 0:
+    if _BEFORE_CHECKSUM not in begin:
         raise PoolFileError(_IS_ANOTHER)
-    at += len(_BEFORE_CHECKSUM)
-    without = begin[:at] + _NO_CHECKSUM.encode() + begin[at + len(_NO_CHECKSUM) :]
-    if begin[at : at + len(_NO_CHECKSUM)] != _checksum(without).encode():
+    if begin != _sealed(begin):
         raise PoolFileError(f"header, bytes 0 to {8 + length}: it does not match its checksum")
-    return begin
-
-
-def _parsed(begin: bytes) -> dict[str, Any]:
-    """Return a header whose metadata is that of a pool in this format, or raise."""
     try:
-        header = json.loads(begin[8:].decode(), object_pairs_hook=_without_repetition)
+        header = json.loads(begin[8:].decode())
     except (ValueError, RecursionError) as error:
         raise PoolFileError(f"header: expected JSON ({error})") from None
-    if not isinstance(header, dict) or not isinstance(header.get(_METADATA), dict):
-        raise PoolFileError(_IS_ANOTHER)
-    described = header[_METADATA]
-    if described.get("format") != _FORMAT:
+    described = header.get(_METADATA) if isinstance(header, dict) else None
+    if not isinstance(described, dict) or described.get("format") != _FORMAT:
         raise PoolFileError(_IS_ANOTHER)
     if (found := _number(described, "version", 1, 2**31)) > _VERSION:
         raise NewerPoolFileError(
             f"it has format {found}, of a newer version of lade ({described.get('lade')!r:.40}); "
             f"this one reads format {_VERSION}"
         )
-    names = {*_NUMBERS, "tokenizer", "model", "format", "version", "lade", "crc32.header"}
-    names |= {_CHECKSUM + name for name in DTYPES}
-    if {*described} != names or not all(isinstance(text, str) for text in described.values()):
-        raise PoolFileError(f"header: expected the strings {sorted(names)} as metadata, got others")
-    return header
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name is repeated")
-    return found
+    return begin, header
 
 
 def _number(described: Mapping[str, Any], name: str, least: int, most: int) -> int:
-    text = described.get(name)
-    if isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) < 20:
-        number = int(text)
-        if least <= number <= most:
-            return number
+    text = str(described.get(name))
+    is_number = text.isascii() and text.isdecimal() and len(text) < 20
+    if is_number and least <= int(text) <= most:
+        return int(text)
     raise PoolFileError(f"header: expected {name} from {least} to {most}, got {text!r:.40}")
 
 
-def _shapes(
-    header: Mapping[str, Any],
-    max_ngram_size: int,
-    capacity_tokens: int,
-    num_observed: int,
-    hash_seed: int,
-) -> dict[str, tuple[int, ...]]:
+def _shapes(header: Mapping[str, Any], numbers: Mapping[str, int]) -> _Shapes:
     """Return the shapes that the arrays of a pool must have, or raise.
 
     Only how far each has grown is taken from the arrays themselves.
     """
-    num_rows = _size(header, "text", 0)
+    sizes = {_N: numbers["max_ngram_size"]}
+    try:
+        for name, (_, shape) in ARRAYS.items():
+            for size, found in zip(shape, header[name]["shape"], strict=True):
+                if isinstance(size, str):
+                    sizes.setdefault(size, operator.index(found))
+    except (LookupError, TypeError, ValueError):
+        raise PoolFileError(f"header: expected the shape of {name!r}") from None
+    num_observed, capacity_tokens = numbers["num_observed"], numbers["capacity_tokens"]
     # Text that has not reached the capacity was never overwritten.
-    if not min(max(num_observed, 1), capacity_tokens) <= num_rows <= capacity_tokens:
-        raise PoolFileError(
-            f"part 'text': expected rows for {num_observed} tokens and at most {capacity_tokens}, "
-            f"got {num_rows}"
-        )
-    num_buckets = _size(header, "heads", 1, is_power_of_two=True)
-    num_unigrams = _size(header, "unigrams.counts", 0, is_power_of_two=True, least=WAYS)
-    num_contexts = _size(header, "harvested.keys", 0, is_power_of_two=True, least=WAYS)
-    shapes = {
-        "text": (num_rows, 3),
-        "links": (num_rows, max_ngram_size),
-        "heads": (max_ngram_size, num_buckets),
-        "sequence": (3,),
-        "weights": (NUM_WEIGHT_ROWS, NUM_WEIGHTS),
-        "unigrams.token_ids": (num_unigrams,),
-        "unigrams.counts": (num_unigrams,),
-        "harvested.keys": (num_contexts,),
-        "harvested.counts": (num_contexts,),
-        "harvested.token_ids": (num_contexts, DEFAULT_NUM_SUCCESSORS),
-        "harvested.costs": (num_contexts, DEFAULT_NUM_SUCCESSORS),
+    is_sound = min(max(num_observed, 1), capacity_tokens) <= sizes[_ROWS] <= capacity_tokens
+    for name, least in ((_BUCKETS, 1), (_UNIGRAMS, WAYS), (_CONTEXTS, WAYS)):
+        is_sound = is_sound and sizes[name] >= least and sizes[name].bit_count() == 1
+    if not is_sound:
+        raise PoolFileError(f"header: expected sizes of a pool with {numbers}, got {sizes!r:.200}")
+    return {
+        name: tuple(size if isinstance(size, int) else sizes[size] for size in shape)
+        for name, (_, shape) in ARRAYS.items()
     }
-    return {name: shapes[name] for name in DTYPES}
-
-
-def _size(
-    header: Mapping[str, Any], name: str, axis: int, is_power_of_two: bool = False, least: int = 1
-) -> int:
-    """Return the size of an array along an axis, or raise."""
-    entry = header.get(name)
-    shape = entry.get("shape") if isinstance(entry, dict) else None
-    if isinstance(shape, list) and len(shape) > axis and type(shape[axis]) is int:
-        size: int = shape[axis]
-        if size >= least and (size.bit_count() == 1 or not is_power_of_two):
-            return size
-    kind = "a power of two" if is_power_of_two else "a number"
-    raise PoolFileError(f"part {name!r}: expected {kind} from {least}, got {entry!r:.80}")
-
-
-def _entries(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return what a header says of arrays."""
-    entries = {}
-    begin = 0
-    for name, shape in shapes.items():
-        end = begin + _nbytes(name, shape)
-        offsets = [begin, end]
-        entries[name] = {"dtype": DTYPES[name], "shape": [*shape], "data_offsets": offsets}
-        begin = end
-    return entries
-
-
-def _compare(header: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise unless a header says of the arrays what it should, and nothing else."""
-    entries = _entries(shapes)
-    for name, expected in entries.items():
-        # As text, because 1 equals 1.0 and True.
-        if json.dumps(header.get(name), sort_keys=True) != json.dumps(expected, sort_keys=True):
-            raise PoolFileError(
-                f"part {name!r}: expected {expected}, got {header.get(name)!r:.120}"
-            )
-    if others := {*header} - {*entries, _METADATA}:
-        raise PoolFileError(f"header: expected no other parts, got {sorted(others)!r:.80}")
 
 
 def _version_of_lade() -> str:
@@ -327,13 +280,13 @@ def _version_of_lade() -> str:
 
 
 def _nbytes(name: str, shape: tuple[int, ...]) -> int:
-    return prod(shape) * np.dtype(_NUMPY_DTYPES[DTYPES[name]]).itemsize
+    return prod(shape) * np.dtype(_DTYPES[ARRAYS[name][0]]).itemsize
 
 
 def _read_array(file: BinaryIO, name: str, shape: tuple[int, ...], checksums: str) -> NDArray[Any]:
     """Return the array that a file goes on with, or raise unless it matches its checksums."""
     offset = file.tell()
-    array: NDArray[Any] = np.empty(shape, _NUMPY_DTYPES[DTYPES[name]])
+    array: NDArray[Any] = np.empty(shape, _DTYPES[ARRAYS[name][0]])
     for i, found in enumerate(_checksums(array, file)):
         if found != checksums[8 * i : 8 * i + 8]:
             begin, end = offset + i * _BLOCK, offset + min((i + 1) * _BLOCK, array.nbytes)
@@ -378,12 +331,16 @@ def _check_content(stored: StoredPool) -> None:
         and 0 <= prompt <= answer <= NEVER
     ):
         raise PoolFileError(f"part 'sequence': expected positions, got {[tail, prompt, answer]}")
-    _check_range("weights", arrays, -_MAX_FLOAT, _MAX_FLOAT)
-    _check_range("unigrams.counts", arrays, 0, _MAX_FLOAT)
-    _check_range("unigrams.token_ids", arrays, NONE, MAX_TOKEN_ID)
-    _check_range("harvested.keys", arrays, NONE, (MAX_TOKEN_ID + 1) ** 2 + MAX_TOKEN_ID)
-    _check_range("harvested.counts", arrays, 0, MAX_TOKEN_ID)
-    _check_range("harvested.token_ids", arrays, NONE, MAX_TOKEN_ID)
+    for name, least, most in (
+        ("weights", -_MAX_FLOAT, _MAX_FLOAT),
+        ("unigrams.counts", 0, _MAX_FLOAT),
+        ("unigrams.token_ids", NONE, MAX_TOKEN_ID),
+        ("harvested.keys", NONE, (MAX_TOKEN_ID + 1) ** 2 + MAX_TOKEN_ID),
+        ("harvested.counts", 0, MAX_TOKEN_ID),
+        ("harvested.token_ids", NONE, MAX_TOKEN_ID),
+    ):
+        if not (least <= arrays[name].min() and arrays[name].max() <= most):  # False for NaN
+            raise PoolFileError(f"part {name!r}: expected values from {least} to {most}")
 
 
 def check_text(
@@ -415,9 +372,3 @@ def check_text(
                 f"part {name!r}, row {place if of is None else of[place]}: expected token ids and "
                 f"positions of a text of {num_observed} tokens"
             )
-
-
-def _check_range(name: str, arrays: Mapping[str, NDArray[Any]], least: float, most: float) -> None:
-    array = arrays[name]
-    if not (least <= array.min() and array.max() <= most):  # False for NaN
-        raise PoolFileError(f"part {name!r}: expected values from {least} to {most}")

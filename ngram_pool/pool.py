@@ -23,8 +23,10 @@ from ngram_pool import _kernels
 from ngram_pool._kernels import (
     HASH_MULTIPLIER,
     LOWERED,
+    MAX_CAPACITY_TOKENS,
     MAX_TOKEN_ID,
     MULTIPLIER,
+    NEVER,
     NEXT,
     NEXT_POSITION,
     NONE,
@@ -36,25 +38,24 @@ from ngram_pool._kernels import (
     Int64Array,
 )
 from ngram_pool.arrays import (
+    NUM_UNIGRAMS,
     Header,
     Scratch,
     TextArrays,
+    TextRows,
     Unigrams,
     begin_state,
-    lower_state,
+    checked_rows,
     positive,
     token_ids_of,
 )
-from ngram_pool.chains import DraftChains, TextRows, checked_rows
 from ngram_pool.compiling import compile_by
-from ngram_pool.draft import Draft, SampledDraft
+from ngram_pool.draft import Draft, DraftChains, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
-from ngram_pool.files import DTYPES, StoredPool, read_pool, write_pool
-from ngram_pool.searching import find_all
-from ngram_pool.table import SuccessorTable, keys_of
+from ngram_pool.files import ARRAYS, StoredPool, read_pool, write_pool
+from ngram_pool.table import Rows, SuccessorTable, keys_of
 from ngram_pool.weights import first_weights
 
-MAX_CAPACITY_TOKENS = 2**29  # so that positions can count three times as many
 DEFAULT_CAPACITY_TOKENS = 2**20
 # On the answers of docs/notes/drafting.md, 6 accepted no more tokens than 5, and 4 up to 1 % fewer.
 DEFAULT_MAX_NGRAM_SIZE = 5
@@ -74,13 +75,7 @@ _NO_TABLE = SuccessorTable(1)
 
 
 class OpenSequence:
-    """A sequence, open for as long as it is referenced.
-
-    Args:
-        prewarmed: table of successors.
-        layers: pools that are only read.
-        state: as the kernels' `sequence`; a new one for None.
-    """
+    """A sequence, open for as long as it is referenced; its state is the kernels' `sequence`."""
 
     def __init__(
         self,
@@ -168,7 +163,7 @@ class NGramPool:
         # Averaging over the last ten times of a context accepted as many tokens.
         num_contexts = max(1, int(capacity_tokens * _CONTEXTS_PER_TOKEN))
         self._harvested = SuccessorTable(num_contexts, averages=False)
-        self._unigrams = Unigrams.empty()
+        self._unigrams = Unigrams(np.full(NUM_UNIGRAMS, NONE, np.int32), np.zeros(NUM_UNIGRAMS))
         self._weights = first_weights()
         self._learning_rate = _LEARNING_RATE
         self._counts = _first_counts(seed)
@@ -207,9 +202,6 @@ class NGramPool:
         vars(copied).update(self.__getstate__())
         copied._own()
         return copied
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "NGramPool":
-        return copy.copy(self)
 
     def beside(self) -> "NGramPool":
         """Return a new, empty pool of the same sizes and seed, written together with this one.
@@ -319,8 +311,16 @@ class NGramPool:
         """
         if not isinstance(prewarmed, SuccessorTable | None):
             raise TypeError(f"expected prewarmed to be a SuccessorTable, got {prewarmed!r}")
-        held = _checked_layers(layers)
-        opened = OpenSequence(_NO_TABLE if prewarmed is None else prewarmed, held)
+        layers = tuple(layers)
+        for layer in layers:
+            if not isinstance(layer, NGramPool):
+                raise TypeError(f"expected layers to be NGramPools, got {layer!r}")
+            if not layer.is_read_only:
+                raise ValueError(
+                    "expected layers that are only read, from NGramPool.load(..., read_only=True) "
+                    f"or as_read_only(), got {layer!r}"
+                )
+        opened = OpenSequence(_NO_TABLE if prewarmed is None else prewarmed, layers)
         with self._lock:
             self._check_learns("open_sequence")
             number = self._num_opened
@@ -365,7 +365,13 @@ class NGramPool:
         with self._lock:
             self._check_learns("observe")
             opened = OpenSequence() if sequence is None else self._sequence(sequence)
-            self._append_all(ids, opened, is_answer)
+            rate, row = self._learning_rate if is_answer else 0.0, opened.row()
+            scratch = self._scratch.row_for(1, len(opened.layers))
+            # In pieces, so that positions can count them.
+            for start in range(0, len(ids) or 1, self._capacity):
+                new = ids[start : start + self._capacity].astype(np.int32)
+                self._make_room(len(new), opened)
+                _kernels.append(self._header().row, row, scratch, new, rate, 1, 0)
 
     def harvest(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Learn what a target finds likely after contexts of one and two tokens; O(1) each.
@@ -455,10 +461,8 @@ class NGramPool:
                 # The greater count: a pool that comes back with what it took is not counted twice.
                 own = self._unigrams.as_dict()
                 more = {k: n - own.get(k, 0.0) for k, n in unigrams.items() if n > own.get(k, 0.0)}
-                for token_id in sorted(
-                    more, key=more.__getitem__
-                ):  # the rarest go where it is full
-                    self._count_unigrams([[token_id]], [[more[token_id]]])
+                ids = sorted(more, key=more.__getitem__)  # the rarest go where it is full
+                self._count_unigrams([ids], [[more[token_id] for token_id in ids]])
         self.tokenizer = self.tokenizer or other.tokenizer
         self.model = self.model or other.model
         if self.model != other.model and other.model:
@@ -507,9 +511,10 @@ class NGramPool:
         with self._lock:
             self._check_learns("forget")
             text, (rows, bounds) = self._held.text, self._rows_since(0)
-            num_found, is_part = find_all(ids, text[rows, TOKEN], bounds)
             is_forgotten = np.zeros(len(text), np.bool_)
-            is_forgotten[rows] = is_part
+            num_found: int = _kernels.find_parts(
+                self._header().row, ids, rows, bounds, is_forgotten
+            )
             distinct = np.unique(ids)
             dropped = distinct[~np.isin(distinct, text[~is_forgotten, TOKEN])]
             contexts = self._contexts_of(ids, np.flatnonzero(is_forgotten))
@@ -607,7 +612,7 @@ class NGramPool:
         [[7, 5], [5, 6]]
         """
         compile_chains()
-        rows = checked_rows(texts, lengths, max_draft_tokens, num_new, self.max_match)
+        rows = checked_rows(texts, lengths, max_draft_tokens, num_new)
         if not 0.0 <= min_probability <= 1.0:
             raise ValueError(f"expected min_probability from 0 to 1, got {min_probability!r}")
         num_rows = len(rows.texts)
@@ -623,7 +628,11 @@ class NGramPool:
         with self._lock:
             if num_new is not None:
                 self._check_learns("draft_chains with num_new")
-            opened = self._sequences_of(of_rows, sequences)
+            for pool in of_rows:
+                if pool is not self and getattr(pool, "_lock", None) is not self._lock:
+                    raise ValueError(f"expected pools made beside {self!r}, got {pool!r}")
+            numbers = [None] * num_rows if sequences is None else sequences
+            opened = [pool._sequence(each) for pool, each in zip(of_rows, numbers, strict=True)]
             return self._draft_chains(of_rows, opened, rows, float(min_probability), stride)
 
     def sample(
@@ -776,7 +785,16 @@ class NGramPool:
         is_of_model = not (model and stored.model and model != stored.model)
         cls(1, seed=0)  # compiles
         pool = cls.__new__(cls)
-        pool._begin_stored(stored, name, is_of_model)
+        pool._begin(stored.capacity_tokens, stored.max_ngram_size, stored.hash_seed)
+        arrays = stored.arrays
+        pool._held = TextArrays(arrays["text"], arrays["links"], arrays["heads"])
+        pool._counts[NEXT_POSITION] = stored.num_observed
+        pool._state_0[:] = arrays["sequence"]
+        if is_of_model:
+            names = ("keys", "token_ids", "costs", "counts")
+            pool._harvested.held = Rows.of(*(arrays[f"harvested.{name}"] for name in names))
+            pool._unigrams = Unigrams(arrays["unigrams.token_ids"], arrays["unigrams.counts"])
+            pool._weights = arrays["weights"]
         pool._own()
         pool.tokenizer, pool.model = stored.tokenizer or tokenizer, model or stored.model
         pool._is_read_only = bool(read_only)
@@ -788,29 +806,6 @@ class NGramPool:
             )
         return pool
 
-    def _begin_stored(self, stored: StoredPool, path: str, is_of_model: bool) -> None:
-        """Make what a file holds, with or without what is of its model."""
-        arrays = stored.arrays
-        if stored.capacity_tokens > MAX_CAPACITY_TOKENS:
-            raise PoolFileError(
-                f"{path}: expected a capacity of at most {MAX_CAPACITY_TOKENS} tokens, "
-                f"got {stored.capacity_tokens}"
-            )
-        self._begin(stored.capacity_tokens, stored.max_ngram_size, stored.hash_seed)
-        if len(arrays["harvested.keys"]) > self._harvested.capacity:
-            raise PoolFileError(
-                f"{path}: part 'harvested.keys': expected at most {self._harvested.capacity} rows, "
-                f"got {len(arrays['harvested.keys'])}"
-            )
-        self._held = TextArrays(arrays["text"], arrays["links"], arrays["heads"])
-        self._counts[NEXT_POSITION] = stored.num_observed
-        self._state_0[:] = arrays["sequence"]
-        if is_of_model:
-            names = ("keys", "token_ids", "costs", "counts")
-            self._harvested.take(*(arrays[f"harvested.{name}"] for name in names))
-            self._unigrams = Unigrams(arrays["unigrams.token_ids"], arrays["unigrams.counts"])
-            self._weights = arrays["weights"]
-
     def _stored(self) -> StoredPool:
         """Return a copy of all that a file holds."""
         with self._lock:
@@ -821,17 +816,10 @@ class NGramPool:
                 "weights": self._weights,
                 "sequence": self._state_0,
             }
-            copies = {name: arrays[name].copy() for name in DTYPES}
+            copies = {name: arrays[name].copy() for name in ARRAYS}
             num_observed = self._counts.item(NEXT_POSITION)
-        return StoredPool(
-            self.max_ngram_size,
-            self.capacity_tokens,
-            num_observed,
-            self.seed,
-            self.tokenizer,
-            self.model,
-            copies,
-        )
+        numbers = self.max_ngram_size, self.capacity_tokens, num_observed, self.seed
+        return StoredPool(*numbers, self.tokenizer, self.model, copies)
 
     # --- arguments --------------------------------------------------------------------------
 
@@ -848,26 +836,7 @@ class NGramPool:
         except (KeyError, TypeError):
             raise ValueError(f"expected an open sequence, got {number!r}") from None
 
-    def _sequences_of(
-        self, pools: Sequence["NGramPool"], sequences: Sequence[int] | None
-    ) -> list[OpenSequence]:
-        """Return the sequences of some pools, or raise before anything is changed."""
-        for pool in pools:
-            if pool is not self and getattr(pool, "_lock", None) is not self._lock:
-                raise ValueError(f"expected pools made beside {self!r}, got {pool!r}")
-        if sequences is None:
-            return [self._no_sequence] * len(pools)
-        return [pool._sequence(number) for pool, number in zip(pools, sequences, strict=True)]
-
     # --- inside, under the lock -------------------------------------------------------------
-
-    def _append_all(self, ids: Int64Array, opened: OpenSequence, is_answer: bool) -> None:
-        rate, row = self._learning_rate if is_answer else 0.0, opened.row()
-        scratch = self._scratch.row_for(1, len(opened.layers))
-        for start in range(0, len(ids) or 1, self._capacity):  # so that positions can count them
-            new = ids[start : start + self._capacity].astype(np.int32)
-            self._make_room(len(new), opened)
-            _kernels.append(self._header().row, row, scratch, new, rate, 1, 0)
 
     def _make_room(self, num_tokens: int, opened: OpenSequence) -> None:
         """Grow for more tokens, up to the capacity.
@@ -886,8 +855,10 @@ class NGramPool:
         if end > _POSITION_LIMIT:
             before = self._counts.item(LOWERED)
             _kernels.rebase(self._header().row)
-            for sequence in {opened, *self._sequences.values()}:
-                lower_state(sequence.state, self._counts.item(LOWERED) - before)
+            shift = self._counts.item(LOWERED) - before
+            for state in (each.state for each in {opened, *self._sequences.values()}):
+                lowered = np.maximum(state - shift, [NONE, 0, 0])
+                state[state != NEVER] = lowered[state != NEVER]
 
     def _count_unigrams(self, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Add harvested probabilities to the expected counts of tokens."""
@@ -943,13 +914,14 @@ class NGramPool:
             row = self._scratch.row_for(size, len(opened.layers))
             root = ids.astype(np.int32)
             tree = opened.row(), row, root, size, most_leaves, uniforms, 0.0
-            num, scratch = _kernels.grow_tree(self._header().row, *tree), self._scratch
-            token_ids, parents, depths = scratch.nodes[:3, :num].astype(np.int32)
-            nodes = token_ids, parents, depths, scratch.node_probs[:num].copy()
+            num = _kernels.grow_tree(self._header().row, *tree)
+            nodes, probs, _, _, left_ids, _, support_probs = self._scratch.header.arrays[5:]
+            token_ids, parents, depths = nodes[:3, :num].astype(np.int32)
+            grown = token_ids, parents, depths, probs[:num].copy()
             if rng is None:
-                return Draft(*nodes)
-            left_ids = scratch.left_ids[parents + 1].astype(np.int32)
-            return SampledDraft(*nodes, left_ids, scratch.support_probs[:num].copy())
+                return Draft(*grown)
+            support_ids = left_ids[parents + 1].astype(np.int32)
+            return SampledDraft(*grown, support_ids, support_probs[:num].copy())
 
     def _draft_chains(
         self,
@@ -974,15 +946,20 @@ class NGramPool:
         if not num_rows:
             return chains
         scratch = self._scratch.row_for(max(width, 1), max(len(one.layers) for one in opened))
-        which = (
+        negative = _kernels.draft_rows(
             np.array([headers[pool].row for pool in pools]),
             np.array([one.row() for one in opened]),
             scratch,
-            rows.texts,
-            rows.lengths,
+            *rows,
+            self._learning_rate,
+            learning_stride,
+            min_probability,
+            *chains,
         )
-        _kernels.observe_rows(*which, rows.num_new, self._learning_rate, learning_stride)
-        _kernels.draft_rows(*which, rows.max_draft_tokens, min_probability, *chains)
+        if negative != NONE:
+            raise ValueError(
+                f"expected token ids from 0 to {MAX_TOKEN_ID}, got less in row {negative}"
+            )
         return chains
 
     # --- arrays -----------------------------------------------------------------------------
@@ -1016,42 +993,30 @@ class NGramPool:
     def _run_kernels(self) -> None:
         """Run every kernel that a new pool's drafts need, so that no token waits for a compiler."""
         nothing = np.zeros(1, np.int64)
-        self._append_all(nothing[:0], self._no_sequence, False)
+        self.observe((), None)
         for kernel in (_kernels.reindex, _kernels.rebase):
             kernel(self._header().row)
         self.draft(nothing, 1, 1)
         self._count_unigrams(np.empty((0, 1)), np.empty((0, 1)))
         self.explore(1, nothing)
-        self._rows_since(0)
-        _kernels.empty_rows(self._header().row, np.zeros(len(self._held.text), np.bool_))
+        is_forgotten = np.zeros(len(self._held.text), np.bool_)
+        _kernels.find_parts(self._header().row, nothing, *self._rows_since(0), is_forgotten)
+        _kernels.empty_rows(self._header().row, is_forgotten)
         table = SuccessorTable(1)
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
         SuccessorTable.from_arrays(table.arrays())
-
-    def _run_chains(self) -> None:
-        """Run the kernels of `draft_chains` once."""
-        rows = checked_rows([[0]], [1], 1, [0], 1)
-        self._draft_chains([self], [self._no_sequence], rows, 0.0, 1)
 
 
 @cache
 def compile_chains() -> None:
     """Compile what engines need, and nobody else."""
-    compile_by(NGramPool(1, 1, 0)._run_chains)
+    pool = NGramPool(1, 1, 0)
 
+    def run_kernels() -> None:
+        rows = checked_rows([[0]], [1], 1, [0])
+        pool._draft_chains([pool], [pool._no_sequence], rows, 0.0, 1)
 
-def _checked_layers(layers: Sequence[NGramPool]) -> tuple[NGramPool, ...]:
-    """Return the layers of a sequence, or raise."""
-    held = tuple(layers)
-    for layer in held:
-        if not isinstance(layer, NGramPool):
-            raise TypeError(f"expected layers to be NGramPools, got {layer!r}")
-        if not layer.is_read_only:
-            raise ValueError(
-                "expected layers that are only read, from NGramPool.load(..., read_only=True) or "
-                f"as_read_only(), got {layer!r}"
-            )
-    return held
+    compile_by(run_kernels)
 
 
 def _secret_seed() -> int:

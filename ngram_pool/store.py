@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import numpy as np
 from filelock import FileLock
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 from sortedcontainers import SortedKeyList
 
 from ngram_pool._kernels import Int64Array
-from ngram_pool.arrays import positive, token_ids_of
+from ngram_pool.arrays import positive
 from ngram_pool.errors import NewerPoolFileError, PoolFileError
 from ngram_pool.files import stamp_of
 from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE, NGramPool
@@ -171,11 +172,15 @@ class PoolStore:
         self._entries: dict[str, _Entry] = {}  # by stem
         # Those that nobody uses, the least valuable first.
         self._idle: SortedKeyList[_Entry, float] = SortedKeyList(key=attrgetter("worth"))
-        self._idle_bytes = 0
         self._disk_bytes = self.disk_bytes + 1  # that are taken, or more; not known yet
         self._counted = dict.fromkeys(("loaded", "saved", "failed", "evicted", "dropped"), 0)
         self._done = threading.Event()
         self._saver: threading.Thread | None = None
+        if 0 < save_every_sec < threading.TIMEOUT_MAX:
+            # Twice as often, so that what was learned just after one time is saved in time.
+            args = weakref.ref(self), self._done, save_every_sec / 2
+            self._saver = threading.Thread(target=_save_regularly, args=args, daemon=True)
+            self._saver.start()
         _stores.add(self)
 
     def __repr__(self) -> str:
@@ -204,11 +209,27 @@ class PoolStore:
         Warns:
             UserWarning: the file is damaged; it is set aside, and a new pool begins.
         """
-        entry, pool = self._enter(name)
+        pool = None
+        while pool is None:  # else the name was deleted meanwhile
+            entry = self._entry(name)
+            try:
+                with entry.lock:
+                    pool = self._newest(entry)
+            finally:
+                if pool is None:
+                    self._release(entry)
         try:
+            self._settle()
             yield pool
         finally:
-            self._leave(entry)
+            try:
+                if self.save_every_sec == 0 or self._is_closed:
+                    self._save_one(entry)
+            finally:
+                self._release(entry)
+                self._settle()
+                with suppress(OSError):  # so that the files that were used last stay longest
+                    self._touch(entry.path, entry.worth)
 
     def named(self, name: str) -> NamedPool:
         """Return a handle to a name, to be opened where it is used."""
@@ -236,9 +257,8 @@ class PoolStore:
         Returns:
             How many occurrences there were.
         """
-        ids = token_ids_of("token_ids", token_ids)
         with self.open(name) as pool:
-            return pool.forget(ids)
+            return pool.forget(token_ids)
 
     def delete(self, name: str) -> bool:
         """Remove a pool, its file and all that is kept of its name; return whether there was one.
@@ -267,11 +287,7 @@ class PoolStore:
         """Return all names that have a file, or a pool in memory that has learned; sorted."""
         with self._lock:
             found = {entry.name for entry in self._entries.values() if entry.has_learned}
-        for path in self.folder.glob("*.pool"):
-            name = _name_of(path)
-            if name is not None:
-                found.add(name)
-        return sorted(found)
+        return sorted({*found, *filter(None, map(_name_of, self.folder.glob("*.pool")))})
 
     def save(self) -> None:
         """Save all that was learned since the last time.
@@ -299,7 +315,6 @@ class PoolStore:
             used = {stem: entry for stem, entry in self._entries.items() if entry.num_users}
             self._entries = used
             self._idle.clear()
-            self._idle_bytes = 0
 
     @property
     def stats(self) -> StoreStats:
@@ -325,9 +340,8 @@ class PoolStore:
             if self._is_closed:
                 raise ValueError("expected an open store, got one that was closed")
             entry = self._entries.setdefault(stem, _Entry(name, self.folder / f"{stem}.pool"))
-            self._wake(entry)
+            self._idle.discard(entry)
             entry.num_users += 1
-            self._start_saver()
         return entry
 
     def _release(self, entry: _Entry) -> None:
@@ -336,33 +350,12 @@ class PoolStore:
             if entry.num_users:
                 return
             stay = _STAY_SEC * math.log2(1.0 + entry.num_saved_tokens)
-            entry.worth = max(_time_of(entry.path), time.time() + stay)
+            entry.worth = max(_time_and_size(entry.path)[0], time.time() + stay)
             if entry.pool is None:  # could not be loaded, or is deleted
                 self._let_go(entry)
             else:
                 entry.nbytes = entry.pool.nbytes
                 self._idle.add(entry)
-                self._idle_bytes += entry.nbytes
-
-    def _wake(self, entry: _Entry) -> None:
-        if entry in self._idle:
-            self._idle.remove(entry)
-            self._idle_bytes -= entry.nbytes
-
-    def _enter(self, name: str) -> tuple[_Entry, NGramPool]:
-        while True:
-            entry = self._entry(name)
-            try:
-                with entry.lock:
-                    pool = self._newest(entry)
-            except BaseException:
-                self._release(entry)
-                raise
-            if pool is not None:
-                break
-            self._release(entry)
-        self._settle()
-        return entry, pool
 
     def _newest(self, entry: _Entry) -> NGramPool | None:
         """Return a name's pool, with what others saved if nobody else here has it open.
@@ -374,26 +367,25 @@ class PoolStore:
         if entry.pool is None:
             with self._alone(entry):
                 entry.epoch = self._epoch(entry)
-                self._hold(entry, self._read_or_new(entry))
+                self._hold(entry, self._read(entry))
                 entry.stamp = stamp_of(entry.path)
-        elif entry.num_users == 1 and self._is_changed_elsewhere(entry):
+        elif entry.num_users == 1 and (
+            entry.is_behind
+            or self._epoch(entry) != entry.epoch
+            or stamp_of(entry.path) not in (None, entry.stamp)
+        ):
             self._sync(entry, is_free=True)
         return entry.pool
 
-    def _leave(self, entry: _Entry) -> None:
-        try:
-            if self.save_every_sec == 0 or self._is_closed:
-                with entry.lock:
-                    self._save_one(entry)
-        finally:
-            self._release(entry)
-            self._settle()
-            with suppress(OSError):  # so that the files that were used last stay longest
-                self._touch(entry.path, entry.worth)
-
     def _settle(self) -> None:
         """Have the least valuable pools leave memory while all take more than they may."""
-        while (victim := self._next_victim()) is not None:
+        while True:
+            with self._lock:
+                pools = [(e, e.pool) for e in self._entries.values() if e.pool is not None]
+                taken = sum(pool.nbytes if e.num_users else e.nbytes for e, pool in pools)
+                if not self._idle or taken <= self.memory_bytes:
+                    break
+                victim = self._idle[0]
             try:
                 with victim.lock:
                     self._evict(victim)
@@ -405,13 +397,6 @@ class PoolStore:
                 )
                 break
         self._trim_disk()
-
-    def _next_victim(self) -> _Entry | None:
-        """Return what is to leave memory, if anything."""
-        with self._lock:
-            used = [e.pool for e in self._entries.values() if e.num_users and e.pool is not None]
-            taken = self._idle_bytes + sum(pool.nbytes for pool in used)
-            return self._idle[0] if self._idle and taken > self.memory_bytes else None
 
     def _evict(self, entry: _Entry) -> None:
         """Save a pool, and let go of it unless it was opened meanwhile."""
@@ -426,7 +411,7 @@ class PoolStore:
 
     def _let_go(self, entry: _Entry) -> None:
         with self._lock:
-            self._wake(entry)
+            self._idle.discard(entry)
             if self._is_current(entry):
                 del self._entries[entry.path.stem]
             if entry.pool is not None:
@@ -468,12 +453,13 @@ class PoolStore:
             latest = pool
             if epoch != entry.epoch:
                 # What was not saved here may hold what was forgotten elsewhere.
-                latest, has_learned = self._read_or_new(entry), False
+                latest, has_learned = self._read(entry), False
             elif entry.is_behind or (stamp is not None and stamp != entry.stamp):
                 read = self._read(entry)
-                has_learned = has_learned or read is None  # what was there is damaged
-                if read is not None or entry.is_behind:
-                    latest = self._new() if read is None else read
+                is_there = entry.path.exists()  # else what was there is damaged
+                has_learned = has_learned or not is_there
+                if is_there or entry.is_behind:
+                    latest = read
                     latest._take_since(pool, entry.mark[0])
                     latest._weights[:] = (latest._weights + pool._weights) / 2
             num_forgotten = 0
@@ -498,35 +484,23 @@ class PoolStore:
     def _hold(self, entry: _Entry, pool: NGramPool) -> None:
         if entry.pool is not None:
             entry.pool._keeper = None
-        store, held = weakref.ref(self), weakref.ref(pool)  # no cycle keeps a large pool
 
         def forget(token_ids: Int64Array) -> int:
             """Forget tokens of the pool, and of its file as long as it is that of the store."""
-            kept, mine = store(), held()
-            assert mine is not None
             with entry.lock:
-                if kept is None or entry.pool is not mine or not kept._is_current(entry):
-                    return mine._forget_here(token_ids)
-                return kept._sync(entry, forgotten=token_ids)
+                if entry.pool is pool and self._is_current(entry):
+                    return self._sync(entry, forgotten=token_ids)
+                return pool._forget_here(token_ids)
 
         pool._keeper = forget
         entry.pool, entry.mark, entry.is_behind = pool, pool._learned, False
 
-    def _read_or_new(self, entry: _Entry) -> NGramPool:
-        pool = self._read(entry)
-        return self._new() if pool is None else pool
-
-    def _new(self) -> NGramPool:
-        pool = NGramPool(self.capacity_tokens, self.max_ngram_size)
-        pool.tokenizer, pool.model = self.tokenizer, self.model
-        return pool
-
-    def _read(self, entry: _Entry) -> NGramPool | None:
-        """Read a pool's file; None if there is none, or a damaged one, which is set aside."""
+    def _read(self, entry: _Entry) -> NGramPool:
+        """Read a pool's file; a new pool if there is none, or a damaged one, which is set aside."""
         try:
             pool = NGramPool.load(entry.path, model=self.model)
         except FileNotFoundError:
-            return None
+            pass
         except NewerPoolFileError:
             raise
         except PoolFileError as error:
@@ -537,23 +511,26 @@ class PoolStore:
                 f"{error}",
                 stacklevel=2,
             )
-            return None
-        if self.tokenizer and pool.tokenizer and self.tokenizer != pool.tokenizer:
-            raise PoolFileError(
-                f"{entry.path}: expected text of the tokenizer {self.tokenizer}, got text of "
-                f"{pool.tokenizer}"
-            )
-        pool.tokenizer = pool.tokenizer or self.tokenizer
-        self._count("loaded")
+        else:
+            if self.tokenizer and pool.tokenizer and self.tokenizer != pool.tokenizer:
+                raise PoolFileError(
+                    f"{entry.path}: expected text of the tokenizer {self.tokenizer}, got text of "
+                    f"{pool.tokenizer}"
+                )
+            pool.tokenizer = pool.tokenizer or self.tokenizer
+            self._count("loaded")
+            return pool
+        pool = NGramPool(self.capacity_tokens, self.max_ngram_size)
+        pool.tokenizer, pool.model = self.tokenizer, self.model
         return pool
 
     def _write(self, entry: _Entry, pool: NGramPool) -> None:
         if entry.path.stem.startswith(_HASHED):
             write_whole(_name_path(entry.path), entry.name.encode("utf-8", "surrogatepass"))
-        before, worth = _size_of(entry.path), max(entry.worth, _time_of(entry.path))
+        time_before, size_before = _time_and_size(entry.path)
         pool.save(entry.path)
-        self._touch(entry.path, worth)
-        self._count("saved", _size_of(entry.path) - before)
+        self._touch(entry.path, max(entry.worth, time_before))
+        self._count("saved", _time_and_size(entry.path)[1] - size_before)
 
     @staticmethod
     def _touch(path: Path, worth: float) -> None:
@@ -599,31 +576,14 @@ class PoolStore:
                 other.epoch = new
         return new
 
-    def _is_changed_elsewhere(self, entry: _Entry) -> bool:
-        stamp = stamp_of(entry.path)
-        return (
-            entry.is_behind
-            or self._epoch(entry) != entry.epoch
-            or (stamp is not None and stamp != entry.stamp)
-        )
-
     # --- regularly --------------------------------------------------------------------------
-
-    def _start_saver(self) -> None:
-        if self._saver is None and 0 < self.save_every_sec < threading.TIMEOUT_MAX:
-            # Twice as often, so that what was learned just after one time is saved in time.
-            seconds = self.save_every_sec / 2
-            args = (weakref.ref(self), self._done, seconds)
-            self._saver = threading.Thread(target=_save_regularly, args=args, daemon=True)
-            self._saver.start()
 
     def _save_all(self) -> list[Exception]:
         """Save every pool that has learned, and let go of what was forgotten elsewhere."""
         errors: list[Exception] = []
         for entry in list(self._entries.values()):
             try:
-                with entry.lock:
-                    self._save_one(entry)
+                self._save_one(entry)
             except (OSError, ValueError) as error:
                 self._count("failed")
                 errors.append(error)
@@ -631,23 +591,20 @@ class PoolStore:
         return errors
 
     def _save_one(self, entry: _Entry) -> None:
-        if entry.pool is None or not self._is_current(entry):
-            return
-        if entry.pool._learned != entry.mark or self._epoch(entry) != entry.epoch:
-            self._sync(entry)
-            entry.nbytes = entry.pool.nbytes
+        with entry.lock:
+            if entry.pool is None or not self._is_current(entry):
+                return
+            if entry.pool._learned != entry.mark or self._epoch(entry) != entry.epoch:
+                self._sync(entry)
+                entry.nbytes = entry.pool.nbytes
 
     def _files(self) -> list[tuple[float, int, Path]]:
         """Return the files that count: what each is worth, its size, and its path."""
         found = []
-        with os.scandir(self.folder) as listed:
-            for file in listed:
-                path = Path(file.path)
-                if path.suffix in (".pool", ".damaged"):
-                    with suppress(FileNotFoundError):
-                        at = file.stat(follow_symlinks=False)
-                        worth = at.st_mtime if path.suffix == ".pool" else 0.0
-                        found.append((worth, at.st_size, path))
+        for path in (*self.folder.glob("*.pool"), *self.folder.glob("*.damaged")):
+            with suppress(FileNotFoundError):
+                at = path.lstat()
+                found.append((at.st_mtime if path.suffix == ".pool" else 0.0, at.st_size, path))
         return found
 
     def _trim_disk(self) -> None:
@@ -719,8 +676,7 @@ def _name_of(path: Path) -> str | None:
         if path.stem.startswith(_HASHED):
             encoded = _name_path(path).read_bytes()
         else:
-            head, *escaped = path.stem.encode().split(b"%")
-            encoded = head + b"".join(bytes([int(part[:2], 16)]) + part[2:] for part in escaped)
+            encoded = unquote_to_bytes(path.stem)
         name = encoded.decode("utf-8", "surrogatepass")
         return name if stem_of(name) == path.stem else None
     except (OSError, ValueError):
@@ -731,15 +687,9 @@ def _name_path(path: Path) -> Path:
     return path.with_suffix(".name")
 
 
-def _time_of(path: Path) -> float:
+def _time_and_size(path: Path) -> tuple[float, int]:
     try:
-        return path.stat().st_mtime
+        at = path.stat()
+        return at.st_mtime, at.st_size
     except OSError:
-        return 0.0
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+        return 0.0, 0

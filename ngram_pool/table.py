@@ -4,7 +4,6 @@ This file checks arguments and owns the arrays; `_kernels.py` does the work. Not
 models or torch.
 """
 
-import copy
 import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from ngram_pool._kernels import (
     MAX_OCCURRENCES,
     MAX_TOKEN_ID,
     NONE,
-    WAYS,
     Int32Array,
     Int64Array,
 )
@@ -30,7 +28,7 @@ _LEAST_ROWS = 64
 _SAVED = {"keys": np.int64, "counts": np.int32, "token_ids": np.int32, "costs": np.uint16}
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """The arrays of a table, by row."""
 
     keys: Int64Array  # [num_rows], NONE where empty
@@ -41,15 +39,11 @@ class _Rows(NamedTuple):
     header: Header  # of all these, for the kernels
 
     @classmethod
-    def of(
-        cls,
-        keys: Int64Array,
-        token_ids: Int32Array,
-        costs: NDArray[np.uint16],
-        counts: Int32Array,
-    ) -> "_Rows":
-        arrays = keys, token_ids, costs, counts, np.array([np.count_nonzero(keys != NONE)])
-        return cls(*arrays, Header(*arrays))
+    def of(cls, *arrays: NDArray[Any]) -> "Rows":
+        """Return the group of the first four arrays, themselves."""
+        keys, token_ids, costs, counts = arrays
+        num_contexts = np.array([np.count_nonzero(keys != NONE)])
+        return cls(keys, token_ids, costs, counts, num_contexts, Header(*arrays, num_contexts))
 
 
 class SuccessorTable:
@@ -88,28 +82,17 @@ class SuccessorTable:
         self._num_successors = positive("num_successors", num_successors)
         self._averages = averages
         self._lock: Any = threading.RLock()  # a signal handler may call in the middle of a method
-        #: All arrays with their empty rows, for `take`; not to be written to.
+        #: All arrays with their empty rows; replaced as a whole, not to be written to.
         self.held = self._empty(_LEAST_ROWS)
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            state = {name: value for name, value in vars(self).items() if name != "_lock"}
-            return {**state, "held": [array.copy() for array in self.held[:4]]}
+            return {**vars(self), "_lock": None, "held": [array.copy() for array in self.held[:4]]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Arrays from out-of-band buffers of a pickle can be read-only; copies are not.
-        self._become({**state, "held": [array.copy() for array in state["held"]]})
-
-    def _become(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.RLock(), held=_Rows.of(*state["held"]))
-
-    def __copy__(self) -> "SuccessorTable":
-        copied = type(self).__new__(type(self))
-        copied._become(self.__getstate__())  # which is a copy, unlike that of a pickle
-        return copied
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SuccessorTable":
-        return copy.copy(self)
+        held = Rows.of(*(array.copy() for array in state["held"]))
+        vars(self).update(state, _lock=threading.RLock(), held=held)
 
     def __len__(self) -> int:
         """Return the number of contexts held."""
@@ -152,10 +135,9 @@ class SuccessorTable:
         with self._lock:
             # Have room for more contexts, up to the capacity: buckets overflow beyond half load.
             num_rows, num_held = len(self.held.keys), self.held.num_contexts.item()
-            while 2 * (num_held + len(pairs)) > num_rows < self._capacity:
-                num_rows *= 2
-            if num_rows > len(self.held.keys):
-                self._resize(self.held, num_rows)
+            enough = min(_power_of_two(2 * (num_held + len(pairs))), self._capacity)
+            if enough > num_rows:
+                self._resize(self.held, enough)
             row = self.held.header.row
             _kernels.put_successors(row, pairs, ids, floats, self._averages, *scratch)
 
@@ -264,55 +246,39 @@ class SuccessorTable:
         if ids.shape[1] < 1 or (num and min(keys.min(), counts.min() - 1, ids.min() + 1) < 0):
             raise ValueError("expected keys, counts and token ids of a table, got negative ones")
         table = cls(max(2 * num, 1) if capacity is None else capacity, ids.shape[1])
-        num_rows = _LEAST_ROWS
-        while num_rows < min(2 * num, table._capacity):
-            num_rows *= 2
+        num_rows = min(_power_of_two(max(2 * num, _LEAST_ROWS)), table._capacity)
         keys, ids, costs, counts = map(np.ascontiguousarray, (keys, ids, costs, counts))
-        table._resize(_Rows.of(keys, ids, costs, counts), num_rows)
+        table._resize(Rows.of(keys, ids, costs, counts), num_rows)
         return table
-
-    def take(
-        self,
-        keys: Int64Array,
-        token_ids: Int32Array,
-        costs: NDArray[np.uint16],
-        counts: Int32Array,
-    ) -> None:
-        """Hold these arrays, empty rows included, themselves, from now on."""
-        self.held = _Rows.of(keys, token_ids, costs, counts)
 
     def drop(self, keys: Int64Array, token_ids: Int64Array) -> None:
         """Drop contexts by their keys, and some tokens wherever they stand."""
         with self._lock:
             held = self.held
             before, last = np.divmod(held.keys, MAX_TOKEN_ID + 1)
-            is_gone = np.isin(held.keys, np.append(keys, NONE))
-            is_gone |= np.isin(before - 1, token_ids) | np.isin(last, token_ids)
-            # What is kept of a bucket comes first in it, and so do the successors of a context.
-            rows = np.argsort(is_gone.reshape(-1, WAYS), axis=1, kind="stable")
-            rows = (rows + np.arange(0, len(is_gone), WAYS)[:, None]).ravel()
-            is_gone, ids, costs = is_gone[rows], held.token_ids[rows], held.costs[rows]
-            is_dropped = np.isin(ids, token_ids) | is_gone[:, None]
+            is_gone = np.isin(held.keys, keys) | np.isin(last, token_ids)
+            left = np.where(is_gone | np.isin(before - 1, token_ids), NONE, held.keys)
+            # What is left of a context's successors comes first.
+            is_dropped = np.isin(held.token_ids, token_ids)
             places = np.argsort(is_dropped, axis=1, kind="stable")
-            ids = np.take_along_axis(ids, places, axis=1)
-            costs = np.take_along_axis(costs, places, axis=1)
+            ids = np.take_along_axis(held.token_ids, places, axis=1)
+            costs = np.take_along_axis(held.costs, places, axis=1)
             is_dropped = np.take_along_axis(is_dropped, places, axis=1)
             ids[is_dropped], costs[is_dropped] = NONE, _kernels.MAX_COST
-            left = np.where(is_gone, NONE, held.keys[rows])
-            self.take(left, ids, costs, np.where(is_gone, 0, held.counts[rows]))
+            self._resize(Rows.of(left, ids, costs, held.counts), len(left))
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _empty(self, num_rows: int) -> _Rows:
+    def _empty(self, num_rows: int) -> Rows:
         shape = (num_rows, self._num_successors)
-        return _Rows.of(
+        return Rows.of(
             np.full(num_rows, NONE, np.int64),
             np.full(shape, NONE, np.int32),
             np.full(shape, _kernels.MAX_COST, np.uint16),
             np.zeros(num_rows, np.int32),
         )
 
-    def _resize(self, old: _Rows, num_rows: int) -> None:
+    def _resize(self, old: Rows, num_rows: int) -> None:
         """Move what `old` holds to `num_rows` rows: all or nothing, even if interrupted."""
         new = self._empty(num_rows)
         _kernels.rehash(old.header.row, new.header.row)

@@ -40,15 +40,25 @@ def write_whole(path: Path, *parts: bytes | memoryview) -> None:
     made = path.with_name(f"{stem}.making-{secrets.token_hex(8)}")
     sweep(path.parent, escape(stem))
     try:
-        with open(made, "xb", buffering=0, opener=_open_for_owner) as file:
+        with open(
+            made, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)
+        ) as file:
             for part in parts:
-                _write(file.fileno(), part)
+                left = memoryview(part).cast("B")
+                while left:
+                    left = left[os.write(file.fileno(), left) :]
             os.fsync(file.fileno())  # else a power cut can leave the new name without content
         os.replace(made, path)
     finally:
         with suppress(OSError):  # it is gone, unless this was broken off
             made.unlink()
-    _keep_names(path.parent)
+    # The folder's names are to outlast a power cut, too: else the old file might come back.
+    with suppress(OSError):  # not every system, or file system, can
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def sweep(folder: Path, stems: str = "*") -> None:
@@ -63,23 +73,3 @@ def sweep(folder: Path, stems: str = "*") -> None:
             with suppress(OSError):
                 if time.time() - made.lstat().st_mtime > _STALE_SEC:
                     made.unlink()
-
-
-def _write(descriptor: int, part: bytes | memoryview) -> None:
-    left = memoryview(part).cast("B")
-    while left:
-        left = left[os.write(descriptor, left) :]
-
-
-def _keep_names(folder: Path) -> None:
-    """Have a folder's names outlast a power cut; without it, the old file might come back."""
-    with suppress(OSError):  # not every system, or file system, can
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _open_for_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import lade
-from lade.bench.environment import code
+from benchmarks.environment import code
 
 
 def about() -> dict[str, Any]:

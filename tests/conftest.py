@@ -27,7 +27,7 @@ def real_model() -> None:
     import lade
 
     try:
-        lade.models.default_model()
+        lade.models.embedded_model()
     except lade.LadeError as error:
         if "could not be downloaded" not in str(error):
             raise

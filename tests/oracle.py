@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ngram_pool import Draft, _kernels
-from tests.ngram_pool.inside import first_num_rows, first_weights, learning_rate
+from ngram_pool import _kernels
+from ngram_pool import pool as pools
+from ngram_pool.weights import first_weights
 from tests.ngram_pool.table_oracle import OracleTable
 
 
@@ -51,7 +52,7 @@ class OraclePool:
         self.layers: dict[int | None, list[OraclePool]] = {}
         self.harvested = OracleTable(max(1, capacity // 16), averages=False)
         self.weights: list[list[float]] = first_weights().tolist()
-        self.num_rows = min(first_num_rows(), capacity)  # there are as many buckets
+        self.num_rows = min(pools._FIRST_NUM_ROWS, capacity)  # there are as many buckets
         self.cached_spots: list[Spot] | None = None
 
     def open_sequence(
@@ -385,7 +386,7 @@ class OraclePool:
         probs, features, rows = self.estimate(context, 1.0, handle)
         for candidate, says in features.items():
             came = 1.0 if candidate == token_id else 0.0
-            error = learning_rate() * (came - probs[candidate])
+            error = pools._LEARNING_RATE * (came - probs[candidate])
             for weights in [self.weights[row] for row in rows]:
                 weights[_kernels.BIAS] += error
                 for j in range(_kernels.NUM_FEATURES):
@@ -527,15 +528,3 @@ def try_children(
         p = [max(0.0, p_y - q_y) for p_y, q_y in zip(p, q, strict=True)]
         p = [p_y / sum(p) for p_y in p]
     return -1, inverse(dict(enumerate(p)), uniforms[0])
-
-
-def check_tree(draft: Draft, max_draft_tokens: int, max_candidates: int | None) -> None:
-    """Assert that a draft is a prefix tree, parents before children, within its limits."""
-    assert 0 < len(draft) <= max_draft_tokens
-    assert len(draft.candidates()) <= (max_candidates or max_draft_tokens)
-    parents = draft.parents.tolist()
-    assert all(-1 <= parent < node for node, parent in enumerate(parents))
-    depths = [0, *draft.depths.tolist()]
-    assert all(depths[node + 1] == depths[parent + 1] + 1 for node, parent in enumerate(parents))
-    siblings = list(zip(parents, draft.token_ids.tolist(), strict=True))
-    assert len(set(siblings)) == len(siblings)

@@ -42,7 +42,6 @@ ORDER = [
         "budget",
         "drafting",
         "sampling",
-        "products",
         "attention",
         "targets",
         "forward",
@@ -124,10 +123,8 @@ CATCHES_ANYTHING = {
     "lade/models/loading.py": 2,
     "lade/prewarming/tables.py": 1,
     "lade/server/limits.py": 1,
-    "lade/server/routes.py": 1,
     "lade/targets/joint.py": 1,
     "ngram_pool/compiling.py": 1,
-    "ngram_pool/store.py": 1,
 }
 
 

@@ -16,14 +16,13 @@ import torch
 
 import lade
 from benchmarks.alone import alone
+from benchmarks.environment import environment
 from benchmarks.gpu.drafter import ReplayedDrafter, counts_for
 from benchmarks.gpu.shapes import ON_CPU, SHAPES, make_model, random_prompt
 from benchmarks.methods import named
-from lade.bench.environment import environment
+from benchmarks.report import Keeping, rounded, sheet, show, speedup_text, write_json
 from lade.bench.methods import Answer, Lade, Method, plain
-from lade.bench.report import rounded, sheet, speedup_text, write_json
 from lade.cli.loading import tell
-from lade.cli.results import Keeping, show
 from lade.errors import LadeError
 from lade.stats import DecodeStats
 
@@ -108,9 +107,8 @@ def measured(stage: str, shape_name: str, device_name: str) -> dict[str, Any]:
         found["peak_bytes"] = torch.cuda.max_memory_reserved(device)
     total = DecodeStats()
     for answer in answers:
-        if answer.stats is not None:
-            total.add(answer.stats)
-    if total.num_steps:
+        total.add(answer.stats)
+    if total.forward_sec:  # of lade
         own_sec = total.draft_sec + total.verify_sec + total.commit_sec
         found |= {
             "mean_accepted_tokens": total.mean_accepted_tokens,

@@ -12,6 +12,7 @@ plan for each new shape (tens to hundreds of milliseconds), and nearly every tre
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,19 +20,48 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lade.attention.joint import Calls
-
 PACKED_SDPA = "lade_packed_sdpa"
-PACKED_ROWS = "lade_packed_rows"
+PACKED_ROWS = "lade_packed_rows"  # the same, where masks may carry calls
 _INDICES = ("indices", "block_indices")
 
 # For one token that sees all keys, torch takes two to seven times as long on a CPU in these formats
 # where each head has keys of its own. In float32 and float64 it does not, and there the call of
 # transformers gives bit for bit what `generate` has.
 _HALVES = (torch.bfloat16, torch.float16)
-_NOT_HONOURED = ("softcap", "position_bias", "cache", "s_aux", *_INDICES)
+_ELSEWHERE = ("softcap", "position_bias", "cache")  # honoured by `sdpa` alone
 
 _sdpa = AttentionInterface()["sdpa"]
+
+
+class Calls:
+    """Which tokens of a forward are of which call, and what they see.
+
+    Several calls in one row of tokens see the keys and values of their own call: a forward that is
+    one job takes them as its parts (`lade.forward`), elsewhere one attends after the other.
+
+    Args:
+        sizes: number of tokens of each call, in the order of their tokens.
+        masks: bool [1, 1, num_tokens, num_keys] of each, or additive; None where each token sees
+            itself and all before it.
+    """
+
+    def __init__(self, sizes: Sequence[int], masks: Sequence[Tensor | None]) -> None:
+        stops = [*accumulate(sizes)]
+        self.nodes = [*map(slice, [0, *stops[:-1]], stops)]
+        self.masks = masks
+
+
+def with_calls(mask: Tensor, calls: Calls) -> Tensor:
+    """Attach what calls see to a mask for `packed_sdpa`; return the mask."""
+    mask._lade_calls = calls  # type: ignore[attr-defined]
+    return mask
+
+
+def with_held(states: Tensor, held: Sequence[Tensor]) -> Tensor:
+    """Return new keys or values that carry all those of each call, for `packed_sdpa`."""
+    carrying = states[:]  # a tensor of our own
+    carrying._lade_held = held  # type: ignore[attr-defined]
+    return carrying
 
 
 def packed_sdpa(
@@ -47,29 +77,46 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """Attend as `sdpa` does; calls other than steps of a decoding are passed on to it.
 
+    Where the mask has calls, each sees its own keys alone. Everything but attention takes the
+    tokens of all calls alike, so these need no padding there; and a short one does not wait for the
+    keys of a long one.
+
     Args:
         query: [rows, num_heads, num_queries, head_dim].
-        key, value: [rows, num_key_heads, num_keys, head_dim of each].
-        attention_mask: [rows, 1, num_queries, num_keys], boolean or additive.
+        key, value: [rows, num_key_heads, num_keys, head_dim of each]; with calls these carry those
+            of each.
+        attention_mask: [rows, 1, num_queries, num_keys], boolean or additive, or of `with_calls`.
         dropout, scaling, is_causal, kwargs: as transformers passes them.
 
     Returns:
         [rows, num_queries, num_heads, head_dim of values], and None for the weights.
 
     Raises:
-        NotImplementedError: keys are chosen by the model, and not by the mask.
+        NotImplementedError: keys are chosen by the model, and not by the mask. Or there are calls
+            and something that is not honoured, or keys and values that are not those that the
+            caches of the calls have returned.
     """
+    calls: Calls | None = getattr(attention_mask, "_lade_calls", None)
     # Models with sparse attention mask keys for `sdpa`, and tell all others which they chose.
-    _refuse(_INDICES, kwargs)
+    for name in _INDICES if calls is None else (*_INDICES, *_ELSEWHERE, "s_aux"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"packed attention cannot honour {name!r}")
+    if calls is not None:
+        if not hasattr(key, "_lade_held") or not hasattr(value, "_lade_held"):
+            raise NotImplementedError("keys and values change between the cache and attention")
+        parts = zip(calls.nodes, key._lade_held, value._lade_held, calls.masks, strict=True)
+        of_calls = [
+            packed_sdpa(module, query[:, :, nodes], keys, values, mask, dropout, scaling)[0]
+            for nodes, keys, values, mask in parts
+        ]
+        return torch.cat(of_calls, dim=1), None
     rows, num_heads, num_queries, _ = query.shape
     num_sharing = num_heads // key.shape[1]
     if attention_mask is None:
         is_step = num_queries == 1 and (query.is_cuda or query.dtype in _HALVES)
     else:
         is_step = attention_mask.shape[1:3] == (1, num_queries)
-    if not is_step or any(
-        kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache")
-    ):
+    if not is_step or any(kwargs.get(name) is not None for name in _ELSEWHERE):
         attended: tuple[Tensor, None] = _sdpa(
             module,
             query,
@@ -92,12 +139,6 @@ def packed_sdpa(
     )
     of_heads = packed.reshape(rows, num_heads, num_queries, value.shape[-1])
     return of_heads.transpose(1, 2).contiguous(), None
-
-
-def _refuse(names: Sequence[str], kwargs: dict[str, Any]) -> None:
-    for name in names:
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"packed attention cannot honour {name!r}")
 
 
 def _attended(
@@ -160,48 +201,6 @@ def _made_to_add(mask: Tensor, num_sharing: int, dtype: torch.dtype) -> Tensor:
     return added.view(rows, 1, -1, width)[..., :num_keys]
 
 
-def packed_rows(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attend as `packed_sdpa` does; where the mask has calls, each sees its own keys alone.
-
-    Everything but attention takes the tokens of all calls alike, so these need no padding there;
-    and a short one does not wait for the keys of a long one.
-
-    Args:
-        module, attention_mask, dropout, scaling, kwargs: as for `packed_sdpa`.
-        query: with calls [1, num_heads, num_nodes, head_dim].
-        key, value: with calls these carry those of each; else as for `packed_sdpa`.
-
-    Returns:
-        [rows, num_nodes, num_heads, head_dim of values], and None for the weights.
-
-    Raises:
-        NotImplementedError: there are calls and something that is not honoured, or keys
-            and values that are not those that the caches of the calls have returned.
-    """
-    calls: Calls | None = getattr(attention_mask, "_lade_calls", None)
-    if calls is not None:
-        _refuse(_NOT_HONOURED, kwargs)
-        if not hasattr(key, "_lade_held") or not hasattr(value, "_lade_held"):
-            raise NotImplementedError("keys and values change between the cache and attention")
-        parts = zip(calls.nodes, key._lade_held, value._lade_held, calls.masks, strict=True)
-        of_calls = [
-            packed_sdpa(module, query[:, :, nodes], keys, values, mask, dropout, scaling)[0]
-            for nodes, keys, values, mask in parts
-        ]
-        return torch.cat(of_calls, dim=1), None
-    return packed_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-
-
-AttentionInterface.register(PACKED_SDPA, packed_sdpa)
-AttentionInterface.register(PACKED_ROWS, packed_rows)
-AttentionMaskInterface.register(PACKED_ROWS, AttentionMaskInterface()["sdpa"])
-AttentionMaskInterface.register(PACKED_SDPA, AttentionMaskInterface()["sdpa"])
+for _name in (PACKED_SDPA, PACKED_ROWS):
+    AttentionInterface.register(_name, packed_sdpa)
+    AttentionMaskInterface.register(_name, AttentionMaskInterface()["sdpa"])

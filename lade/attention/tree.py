@@ -7,7 +7,6 @@ file has the plain torch version, which runs everywhere; on a GPU, `triton.py` r
 with other masks, or none, are passed on to `sdpa`.
 """
 
-import functools
 import importlib.util
 import warnings
 from collections.abc import Sequence
@@ -79,7 +78,6 @@ def attend(
     key: Tensor,
     value: Tensor,
     seen: Seen,
-    *,
     scaling: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -100,26 +98,26 @@ def attend(
 
     Returns:
         [rows, num_nodes, num_heads, head_dim of values], in the dtype of the queries.
-
-    Source: parts of a softmax merged by their log-sum-exp: flash decoding, as in arXiv 2205.14135,
-    section 3.1.
     """
     rows, num_heads, num_nodes, head_dim = query.shape
     num_key_heads = key.shape[1]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     # Heads that share keys are packed into one list, so that no keys are repeated.
     packed = query.reshape(rows, num_key_heads, -1, head_dim).to(dtype)
-    prefix = _sees_prefix(seen, key.shape[2])
-    of_nodes = seen.num_cached[:, None] + torch.arange(num_nodes, device=key.device)
-    parts = [
-        _part(packed, key, _zeroed(value, prefix), prefix, scaling, softcap),
-        _part(packed, _at(key, of_nodes), _at(value, of_nodes), seen.ancestors, scaling, softcap),
-    ]
+    scores = packed @ key.to(dtype).transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    sees = _dense(seen, key.shape[2])
+    of_packed = sees.repeat(1, num_heads // num_key_heads, 1)[:, None]
+    scores = scores.masked_fill(~of_packed, -torch.inf)
     if sinks is not None:
         of_heads = sinks.to(dtype).reshape(1, num_key_heads, -1, 1)
-        peaks = of_heads.repeat_interleave(num_nodes, dim=2)
-        parts.append(_PartialSoftmax(torch.zeros_like(peaks), torch.ones_like(peaks), peaks))
-    attended = _merged(parts).reshape(rows, num_heads, num_nodes, value.shape[-1])
+        of_heads = of_heads.repeat_interleave(num_nodes, dim=2).expand(rows, -1, -1, -1)
+        scores = torch.cat([scores, of_heads], dim=3)
+    weights = scores.softmax(dim=3)[..., : key.shape[2]]
+    # Values that no node sees may be NaN, and 0 * NaN is NaN.
+    values = value.masked_fill(~sees.any(dim=1)[:, None, :, None], 0).to(dtype)
+    attended = (weights @ values).reshape(rows, num_heads, num_nodes, -1)
     return attended.transpose(1, 2).to(query.dtype).contiguous()
 
 
@@ -172,8 +170,7 @@ def tree_attention(
     if sinks is not None and sinks.shape != query.shape[1:2]:  # a kernel would read past its end
         raise _refusal(module, f"expected a sink for each of {query.shape[1]} heads")
     if not _is_for_triton(query, key, value):
-        attended = attend(query, key, value, seen, scaling=scaling, softcap=softcap, sinks=sinks)
-        return attended, None
+        return attend(query, key, value, seen, scaling, softcap, sinks), None
     return attend_at_once(query, key, value, *seen, scaling, softcap, sinks), None
 
 
@@ -212,25 +209,18 @@ def attend_at_once(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> T
 
     On a GPU it is the kernels of `triton.py`, as long as they run.
     """
-    seen, options = _named(others)
-    return attend(query, key, value, seen, **options)
-
-
-def _named(others: Sequence[Any]) -> tuple[Seen, dict[str, Any]]:
-    """Return what `attend` takes beside three tensors, of the operator's arguments by place."""
-    *seen, scaling, softcap, sinks = others
-    return Seen(*seen), {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+    return attend(query, key, value, Seen(*others[:4]), *others[4:])
 
 
 @attend_at_once.register_kernel("cuda")
 def _attend_in_triton(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
     """Attend by the kernels; where they do not run, in plain torch, which is said once."""
-    seen, options = _named(others)
+    given = query, key, value, Seen(*others[:4]), *others[4:]
     try:
         # Imported here, because triton is not installed on every machine.
         from lade.attention import triton as triton_attention
 
-        return triton_attention.attend(query, key, value, seen, **options)
+        return triton_attention.attend(*given)
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
@@ -241,7 +231,7 @@ def _attend_in_triton(query: Tensor, key: Tensor, value: Tensor, *others: Any) -
             KernelWarning,
             stacklevel=2,
         )
-        return attend(query, key, value, seen, **options)
+        return attend(*given)
 
 
 @attend_at_once.register_fake
@@ -250,61 +240,16 @@ def _shaped_like_attention(query: Tensor, key: Tensor, value: Tensor, *others: A
     return query.new_empty(rows, num_nodes, num_heads, value.shape[-1])
 
 
-class _PartialSoftmax(NamedTuple):
-    """Partial sums of a softmax; `_merged` joins the parts and divides by their totals."""
-
-    # [rows, num_key_heads, num_packed, head_dim], values weighted by exp(score - peak)
-    summed: Tensor
-    totals: Tensor  # [rows, num_key_heads, num_packed, 1], sums of these weights
-    peaks: Tensor  # [rows, num_key_heads, num_packed, 1], greatest scores, always finite
-
-
-def _part(
-    query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scaling: float, softcap: float | None
-) -> _PartialSoftmax:
-    """Attend to some of the keys; `sees` is bool [rows, num_nodes, num_keys]."""
-    scores = query @ key.to(query.dtype).transpose(2, 3) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    num_sharing = query.shape[2] // sees.shape[1]
-    scores = scores.masked_fill(~sees.repeat(1, num_sharing, 1)[:, None], -torch.inf)
-    # Finite even if nothing is seen: the difference of two infinities would be NaN.
-    peaks = scores.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
-    weights = torch.exp(scores - peaks)
-    return _PartialSoftmax(
-        weights @ value.to(query.dtype), weights.sum(dim=-1, keepdim=True), peaks
-    )
-
-
-def _merged(parts: list[_PartialSoftmax]) -> Tensor:
-    """Return the attention to all parts together."""
-    peak = functools.reduce(torch.maximum, (part.peaks for part in parts))
-    summed, totals = torch.zeros_like(parts[0].summed), torch.zeros_like(peak)
-    for part in parts:
-        scale = torch.exp(part.peaks - peak)
-        summed += part.summed * scale
-        totals += part.totals * scale
-    return summed / totals  # totals are never 0: a node sees itself
-
-
-def _sees_prefix(seen: Seen, num_slots: int) -> Tensor:
-    """Return which nodes see which slots of their prefix, bool [rows, num_nodes, num_slots]."""
-    slots = torch.arange(num_slots, device=seen.starts.device)
+def _dense(seen: Seen, num_slots: int) -> Tensor:
+    """Return which nodes see which slots, bool [rows, num_nodes, num_slots]."""
+    num_nodes, device = seen.starts.shape[1], seen.starts.device
+    slots = torch.arange(num_slots, device=device)
     is_there = slots < seen.num_cached[:, None]
     if seen.visible is not None:
         is_there = is_there & seen.visible
-    return (slots >= seen.starts[:, :, None]) & is_there[:, None]
-
-
-def _zeroed(value: Tensor, sees: Tensor) -> Tensor:
-    """Zero the values that no node sees: they may be NaN, and 0 * NaN is NaN."""
-    return value.masked_fill(~sees.any(dim=1)[:, None, :, None], 0)
-
-
-def _at(slots: Tensor, index: Tensor) -> Tensor:
-    """Return the keys or values in the slots `index` [rows, num_nodes] of each row."""
-    rows, num_key_heads, _, dim = slots.shape
-    return slots.gather(2, index[:, None, :, None].expand(rows, num_key_heads, -1, dim))
+    sees = (slots >= seen.starts[:, :, None]) & is_there[:, None]
+    of_nodes = seen.num_cached[:, None] + torch.arange(num_nodes, device=device)
+    return sees.scatter(2, of_nodes[:, None].expand(-1, num_nodes, -1), seen.ancestors)
 
 
 def _refuse_options(

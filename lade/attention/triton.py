@@ -42,20 +42,15 @@ _COMPILING = threading.Lock()
 
 
 class _Blocks(NamedTuple):
-    """Block sizes of a program of the first kernel."""
+    """What a program of the first kernel is compiled for."""
 
-    queries: int
-    keys: int
-    key_dims: int  # a power of two; excess dims are masked
-    value_dims: int
+    block_m: int  # queries
+    block_n: int  # keys
+    block_k: int  # dims of keys and of values, powers of two; excess dims are masked
+    block_v: int
+    min_slots: int  # of a split, if the prefix has as many
     num_warps: int
     num_stages: int  # blocks of keys and values in shared memory, including the one in use
-    per_processor: int  # programs that run at once on a multiprocessor, as far as that is useful
-
-    @property
-    def min_slots(self) -> int:
-        """Least number of slots of a split, if the prefix has as many."""
-        return _MIN_SLOTS_OF_MANY_QUERIES if self.queries == _MAX_QUERIES else _MIN_SLOTS
 
 
 def attend(
@@ -63,7 +58,6 @@ def attend(
     key: Tensor,
     value: Tensor,
     seen: Seen,
-    *,
     scaling: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -89,12 +83,12 @@ def attend(
     num_key_heads, num_slots, value_dim = value.shape[1:]
     num_cached, starts, ancestors, visible = seen
     num_lists, num_packed = rows * num_key_heads, num_heads // num_key_heads * num_nodes
-    blocks = _blocks(num_packed, head_dim, value_dim, query.dtype)
-    num_blocks = triton.cdiv(num_packed, blocks.queries)
+    blocks, at_once = _blocks(num_packed, head_dim, value_dim, query.dtype)
+    num_blocks = triton.cdiv(num_packed, blocks.block_m)
     of_nodes = ancestors.contiguous().view(torch.uint8)
     of_prefix = of_nodes if visible is None else visible.contiguous().view(torch.uint8)
-    num_at_once = num_processors or _num_processors(query.device)
-    num_splits = _num_splits(num_lists * num_blocks, num_slots, num_at_once, blocks)
+    at_once *= num_processors or _num_processors(query.device)
+    num_splits = _num_splits(num_lists * num_blocks, num_slots, at_once, blocks.min_slots)
 
     of_splits = (num_lists, num_splits, num_packed)
     summed = query.new_empty(*of_splits, value_dim, dtype=torch.float32)
@@ -126,15 +120,9 @@ def attend(
             1.0 if softcap is None else softcap,
             has_softcap=softcap is not None,
             has_visible=visible is not None,
-            min_slots=blocks.min_slots,
             head_dim=head_dim,
             value_dim=value_dim,
-            block_m=blocks.queries,
-            block_n=blocks.keys,
-            block_k=blocks.key_dims,
-            block_v=blocks.value_dims,
-            num_warps=blocks.num_warps,
-            num_stages=blocks.num_stages,
+            **blocks._asdict(),
             enable_fp_fusion=True,  # explicit: Triton 3.9 warns that the default will change
         )
         _launch(
@@ -151,7 +139,7 @@ def attend(
             has_sinks=sinks is not None,
             value_dim=value_dim,
             block_s=_FEW_SPLITS if num_splits <= _FEW_SPLITS else _MAX_SPLITS,
-            block_v=blocks.value_dims,
+            block_v=blocks.block_v,
             num_warps=4,
             enable_fp_fusion=True,
         )
@@ -163,8 +151,13 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
         kernel[grid](*args, **options)
 
 
-def _blocks(num_packed: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> _Blocks:
-    """Return blocks that fit the shared memory of every GPU of compute capability 8.0 or above."""
+def _blocks(
+    num_packed: int, head_dim: int, value_dim: int, dtype: torch.dtype
+) -> tuple[_Blocks, int]:
+    """Return blocks that fit the shared memory of every GPU of compute capability 8.0 or above.
+
+    And how many such programs a multiprocessor runs at once, as far as that is useful.
+    """
     key_dims, value_dims = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
     is_wide = max(key_dims, value_dims) > 128
     queries = min(_MAX_QUERIES, max(16, triton.next_power_of_2(num_packed)))
@@ -172,7 +165,7 @@ def _blocks(num_packed: int, head_dim: int, value_dim: int, dtype: torch.dtype) 
     # of 128 dims spill 300 to 500 bytes per thread, and 32 keys in float32 spill two thousand. Two
     # programs per multiprocessor hide each other's latency; a large one has no room for another.
     if dtype == torch.float32:  # no tensor cores: all products and sums are in registers
-        return _Blocks(16, 16, key_dims, value_dims, 8, 1, 2)
+        return _Blocks(16, 16, key_dims, value_dims, _MIN_SLOTS, 8, 1), 2
     num_warps = 8 if is_wide or queries == _MAX_QUERIES else 4
     per_processor = 1 if num_warps == 8 and queries > 16 else 2
     # As many as fit 100 KiB of shared memory (8.6, 8.9 and 12.0) also with the releases of Triton
@@ -181,22 +174,23 @@ def _blocks(num_packed: int, head_dim: int, value_dim: int, dtype: torch.dtype) 
         num_keys = 16 if queries == _MAX_QUERIES else 32
     else:
         num_keys = 32 if queries == 32 and max(key_dims, value_dims) == 128 else 64
-    return _Blocks(queries, num_keys, key_dims, value_dims, num_warps, 2, per_processor)
+    min_slots = _MIN_SLOTS_OF_MANY_QUERIES if queries == _MAX_QUERIES else _MIN_SLOTS
+    blocks = _Blocks(queries, num_keys, key_dims, value_dims, min_slots, num_warps, 2)
+    return blocks, per_processor
 
 
 def _num_processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _num_splits(num_programs: int, num_slots: int, num_processors: int, blocks: _Blocks) -> int:
+def _num_splits(num_programs: int, num_slots: int, at_once: int, min_slots: int) -> int:
     """Return the number of splits, each of which is run by `num_programs` programs.
 
     At most as many as run at once: the remainder would take as long as all the others. It depends
     only on shapes and the device, so that a captured graph stays valid.
     """
-    at_once = blocks.per_processor * num_processors // num_programs
-    most = min(_MAX_SPLITS, triton.cdiv(num_slots, blocks.min_slots))
-    return int(max(1, min(at_once, most)))
+    most = min(_MAX_SPLITS, triton.cdiv(num_slots, min_slots))
+    return int(max(1, min(at_once // num_programs, most)))
 
 
 @_jit

@@ -24,10 +24,7 @@ class Answer(NamedTuple):
 
     rows: list[list[int]]  # per sequence, the new tokens up to and including its EOS
     sec: float  # the whole call, prefill included
-    num_steps: int  # forwards after the first
-    num_row_steps: int  # rows still decoding, summed over those steps
-    num_draft_tokens: int  # verified in those steps, over all rows
-    stats: DecodeStats | None = None
+    stats: DecodeStats  # of methods other than lade the counts alone, without times
 
     @property
     def num_tokens(self) -> int:
@@ -42,9 +39,10 @@ Method = Callable[[Any, dict[str, Any], dict[str, Any]], Answer]
 
 def plain(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
     """Run `model.generate`."""
-    rows, sec = _timed(model, inputs, options)
-    num_row_steps = sum(len(row) for row in rows) - len(rows)  # prefill yields one token per row
-    return Answer(rows, sec, max(len(row) for row in rows) - 1, num_row_steps, 0)
+    rows, sec = _plainly(model, inputs, options)
+    stats = DecodeStats(num_steps=max(map(len, rows)) - 1, num_prefills=len(rows))
+    stats.num_row_steps = stats.num_committed_tokens = sum(map(len, rows)) - len(rows)
+    return Answer(rows, sec, stats)
 
 
 class TransformersAssisted:
@@ -71,15 +69,15 @@ class TransformersAssisted:
 
         hook = model.register_forward_pre_hook(count, with_kwargs=True)
         try:
-            rows, sec = _timed(model, inputs, {**options, **self._options})
+            rows, sec = _plainly(model, inputs, {**options, **self._options})
         finally:
             hook.remove()
-        num_steps, num_tokens = len(sizes) - 1, len(rows[0])
+        num_steps, num_committed = len(sizes) - 1, len(rows[0]) - 1
         num_drafted = sum(sizes) - inputs["input_ids"].shape[1] - num_steps
         stats = DecodeStats(num_steps, num_steps, num_drafted, num_prefills=1)
-        stats.num_committed_tokens = num_tokens - 1
-        stats.num_accepted_tokens = max(0, num_tokens - 1 - num_steps)
-        return Answer(rows, sec, num_steps, num_steps, stats.num_draft_tokens, stats)
+        stats.num_committed_tokens = num_committed
+        stats.num_accepted_tokens = max(0, num_committed - num_steps)
+        return Answer(rows, sec, stats)
 
 
 #: transformers' prompt lookup.
@@ -100,15 +98,10 @@ class Lade:
 
     def __call__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
         """Answer the rows of `inputs`."""
-        given = {**inputs, **self._options, **options}
-        start = perf_counter()
-        output = generate(model, **given, return_dict_in_generate=True)
-        _wait_for(model.device)
-        sec = perf_counter() - start
+        given = {**inputs, **self._options, **options, "return_dict_in_generate": True}
+        output, sec = _timed(generate, model, given)
         rows = new_rows(model, output.sequences, inputs["input_ids"].shape[1])
-        stats: DecodeStats = output.stats
-        counts = stats.num_steps, stats.num_row_steps, stats.num_draft_tokens
-        return Answer(rows, sec, *counts, stats)
+        return Answer(rows, sec, output.stats)
 
 
 #: What makes the methods of `lade bench` for one pass, by name, in the order of tables.
@@ -130,17 +123,17 @@ def new_rows(model: Any, sequences: Tensor, num_prompt_tokens: int) -> list[list
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
-def _timed(
+def _plainly(
     model: Any, inputs: dict[str, Any], options: dict[str, Any]
 ) -> tuple[list[list[int]], float]:
-    start = perf_counter()
-    # The class's generate, in case the model is wrapped.
-    output = type(model).generate(model, **inputs, **options)
-    _wait_for(model.device)
-    sec = perf_counter() - start
+    # By the class's generate, in case the model is wrapped.
+    output, sec = _timed(type(model).generate, model, {**inputs, **options})
     return new_rows(model, output, inputs["input_ids"].shape[1]), sec
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _timed(run: Callable[..., Any], model: Any, given: dict[str, Any]) -> tuple[Any, float]:
+    start = perf_counter()
+    output = run(model, **given)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return output, perf_counter() - start

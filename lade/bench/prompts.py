@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from lade.errors import UserError
 
+#: Six prompts, from free text to text that quotes its input.
+DEMO_PROMPTS = Path(__file__).with_name("demo_prompts.jsonl")
+
 
 class Prompt(NamedTuple):
     """One prompt to answer."""

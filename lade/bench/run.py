@@ -4,6 +4,7 @@ Next file: `report.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import eq
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ class Result(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """One method over some results; times are summed first, then divided."""
+    """One method over some results; counts and times are summed first, then divided."""
 
     num_prompts: int
     tokens_per_sec: float
@@ -46,9 +47,8 @@ class Summary(NamedTuple):
     mean_accepted_tokens: float  # per row and step, so that plain is 1.00 at any batch size
     draft_tokens_per_step: float  # per row and step, too
     same_text: float | None  # share of sequences with plain's text; None without plain
-    # As `DecodeStats` counts them; None for methods without it.
-    acceptance_rate: float | None = None
-    draft_sec_per_step: float | None = None
+    acceptance_rate: float | None  # None where nothing was drafted
+    draft_sec_per_step: float | None  # None for methods other than lade
 
 
 class Contest:
@@ -103,36 +103,32 @@ def warm_up(
 def summarise(results: Sequence[Result], method: str) -> Summary:
     """Summarise one method."""
     answers = [result.answers[method] for result in results]
-    rows = [row for answer in answers for row in answer.rows]
-    num_tokens = sum(answer.num_tokens for answer in answers)
-    sec = sum(answer.sec for answer in answers)
-    num_row_steps = sum(answer.num_row_steps for answer in answers)
-    num_draft_tokens = sum(answer.num_draft_tokens for answer in answers)
-    speedup = same = None
     plain = [result.answers["plain"] for result in results if "plain" in result.answers]
+    tokens_per_sec, stats = _tokens_per_sec(answers), stats_of(answers)
+    speedup = same = None
     if plain:
-        speedup = num_tokens / sec / (sum(a.num_tokens for a in plain) / sum(a.sec for a in plain))
-        plain_rows = [row for answer in plain for row in answer.rows]
-        same = sum(a == b for a, b in zip(rows, plain_rows, strict=True)) / len(rows)
-    stats = stats_of(answers)
+        speedup = tokens_per_sec / _tokens_per_sec(plain)
+        rows, others = ([row for each in side for row in each.rows] for side in (answers, plain))
+        same = sum(map(eq, rows, others)) / len(rows)
     return Summary(
-        num_prompts=sum(len(result.prompts) for result in results),
-        tokens_per_sec=num_tokens / sec,
-        speedup=speedup,
-        # The first token of each row is the prefill's.
-        mean_accepted_tokens=(num_tokens - len(rows)) / num_row_steps if num_row_steps else 1.0,
-        draft_tokens_per_step=num_draft_tokens / num_row_steps if num_row_steps else 0.0,
-        same_text=same,
-        acceptance_rate=None if stats is None else stats.acceptance_rate,
-        draft_sec_per_step=stats.draft_sec_per_step if stats and stats.forward_sec else None,
+        sum(len(result.prompts) for result in results),
+        tokens_per_sec,
+        speedup,
+        stats.mean_accepted_tokens,
+        stats.draft_tokens_per_step,
+        same,
+        stats.acceptance_rate if stats.num_draft_tokens else None,
+        stats.draft_sec_per_step if stats.forward_sec else None,
     )
 
 
-def stats_of(answers: Iterable[Answer]) -> DecodeStats | None:
-    """Return the sum of the answers' stats; None if the method has none."""
+def stats_of(answers: Iterable[Answer]) -> DecodeStats:
+    """Return the sum of the answers' stats."""
     total = DecodeStats()
     for answer in answers:
-        if answer.stats is None:
-            return None
         total.add(answer.stats)
     return total
+
+
+def _tokens_per_sec(answers: Sequence[Answer]) -> float:
+    return sum(each.num_tokens for each in answers) / sum(each.sec for each in answers)

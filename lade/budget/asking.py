@@ -62,25 +62,20 @@ class SourceCosts:
     """Seconds of a source: all that a call leaves to later ones, which may share it."""
 
     def __init__(self) -> None:
-        self._draft_sec = Mean()
+        self.draft_sec = Mean()
         self.behind_sec = Mean()  # of one that had to run much of the text before, per token of it
-
-    @property
-    def draft_sec(self) -> float:
-        """Seconds of a draft, as far as they are known."""
-        return self._draft_sec.value
 
     @property
     def are_known(self) -> bool:
         """Whether they were measured often enough, also where all answers are short."""
-        return self._draft_sec.num > 0 or self.behind_sec.num > 1
+        return self.draft_sec.num > 0 or self.behind_sec.num > 1
 
     def record(self, sec: float, num_behind: int) -> None:
         """Learn the seconds of a draft by a source that had to run so many tokens before."""
         if num_behind <= FEW_BEHIND:
-            self._draft_sec.add_sec(sec)
+            self.draft_sec.add_sec(sec)
         else:
-            self.behind_sec.add_sec(max(0.0, sec - self.draft_sec) / num_behind)
+            self.behind_sec.add_sec(max(0.0, sec - self.draft_sec.value) / num_behind)
 
 
 class Pace:
@@ -135,7 +130,7 @@ class Asking:
         self._gains = [Mean() for _ in range(len(_LEVELS) + 1)]  # the same by level
         self._back_off: BackOff | None = None  # once its cost is known
 
-    def is_worth(self, num_expected: float, num_behind: int = 0, num_to_come: int = 0) -> bool:
+    def is_worth(self, num_expected: float, num_behind: int, num_to_come: int) -> bool:
         """Return whether to ask now, because it pays or to learn whether it does.
 
         Args:
@@ -150,12 +145,12 @@ class Asking:
         if not pace.token_sec or not costs.are_known:
             return True
         behind_sec = num_behind * costs.behind_sec.value if is_behind else 0.0
-        asking_sec = costs.draft_sec + behind_sec
+        asking_sec = costs.draft_sec.value + behind_sec
         net, doubt = self._net_gain(num_expected), 1.0 if self._gain.num > 1 else _DOUBT
         if net > 0 and net * pace.steps_of(num_to_come) >= behind_sec * doubt:
             return True
         if self._back_off is None:
-            first = min(_NUM_TRIALS * costs.draft_sec, pace.step_sec)
+            first = min(_NUM_TRIALS * costs.draft_sec.value, pace.step_sec)
             self._back_off = BackOff(_SHARE_OF_TRIALS, first, _NUM_TRIALS * asking_sec)
         left = self._back_off.left
         if self._gain.num <= _NUM_TRIALS:  # these may take what all of the call would save up
@@ -186,4 +181,4 @@ class Asking:
         here = self._gains[bisect_right(_LEVELS, num_expected)]
         of_all = _WEIGHT_OF_ALL * self._gain.value
         gain = (here.num * here.value + of_all) / (here.num + _WEIGHT_OF_ALL)
-        return gain * self._pace.token_sec - self.costs.draft_sec
+        return gain * self._pace.token_sec - self.costs.draft_sec.value

@@ -6,8 +6,7 @@ piece can be interrupted at once.
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -21,7 +20,6 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lade.chat.pieces import Piece, PieceStream
 from lade.config import Config
-from lade.drafting.drafter import Drafter
 from lade.errors import UserError
 from lade.hf.api import generate
 from lade.hf.pools import Pools, pools_of
@@ -47,19 +45,14 @@ class Turn:
     steps: list[Step] = field(default_factory=list)  # of each forward, the prompt's first
     first_token_sec: float | None = None  # None before there is one
     sec: float = 0.0  # that it took altogether, the prompt included
-    is_done: bool = False
-    is_interrupted: bool = False  # stopped before its end
+    is_complete: bool = False  # it has come to its end, and was not stopped before
     stats: DecodeStats | None = None  # of the whole call, at its end; none of plain answers
 
     @property
     def text(self) -> str:
         """The answer without its thinking."""
-        return "".join(piece.text for piece in self.pieces if not piece.is_thinking)
-
-    @property
-    def thinking(self) -> str:
-        """What was thought before the answer; empty for most models."""
-        return "".join(piece.text for piece in self.pieces if piece.is_thinking)
+        text = "".join(piece.text for piece in self.pieces if not piece.is_thinking)
+        return text.lstrip("\n") if any(piece.is_thinking for piece in self.pieces) else text
 
     @property
     def token_ids(self) -> list[int]:
@@ -77,10 +70,15 @@ class Turn:
         steps = self.steps[1:]
         return sum(len(step.token_ids) for step in steps) / len(steps) if steps else 0.0
 
+    def noted(self, pieces: list[Piece]) -> list[Piece]:
+        """Add pieces, and return them."""
+        self.pieces += pieces
+        return pieces
+
     def figures(self) -> list[str]:
         """Return what is said of it, the most important first."""
         num_tokens = len(self.token_ids)
-        parts = ["stopped"] * self.is_interrupted + ["plain"] * self.is_plain
+        parts = ["stopped"] * (not self.is_complete) + ["plain"] * self.is_plain
         parts.append(f"{num_tokens:,} token{'s' * (num_tokens != 1)}")
         parts += [f"{self.tokens_per_sec:.1f} a second", f"{self.mean_accepted_tokens:.2f} a step"]
         if self.first_token_sec is not None:
@@ -100,8 +98,7 @@ class Conversation:
 
     One pool is kept for all answers. A question is there with its answer, or neither is: what fails
     or is stopped before its first word leaves the messages as they were. Answers that sample draw
-    from torch's own generator. `config`, `pool` and `drafter` are those of `lade.generate`; without
-    a config, only what is new of each prompt is run.
+    from torch's own generator, and only what is new of each prompt is run.
 
     Attributes:
         messages: of user and assistant in turn, as chat templates take them; without the system's.
@@ -119,18 +116,14 @@ class Conversation:
         loaded: LoadedModel,
         *,
         settings: Settings | None = None,
-        config: Config | None = None,
         pool: Pools | None = None,
-        drafter: Drafter | None = None,
         system: str | None = None,
     ) -> None:
         self.loaded = loaded
         self.settings = settings or Settings()
         self.messages: list[dict[str, str]] = []
         self.turn: Turn | None = None
-        self._config = Config(reuses_prefix=True) if config is None else config
         self._pools = pools_of(NGramPool() if pool is None else pool)
-        self._drafter = drafter
         self._num_answers = 0
         self._system: str | None = None
         self.system = system
@@ -149,7 +142,7 @@ class Conversation:
 
         What is wrong with the message is raised at once, and nothing begins before the first piece
         is asked for. Closing the iterator and setting the event end the answer after the forward
-        that runs, and keep what was said. If nothing was, the question is taken back, too.
+        that runs, and keep what came. If nothing did, the question is taken back, too.
 
         Args:
             text: of the user; None to answer the last message again, in place of its last answer.
@@ -167,8 +160,9 @@ class Conversation:
         else:
             asked = self.messages[:-1] if self._ends_with("assistant") else [*self.messages]
             if not asked:
-                raise UserError("expected a message to answer again, got an empty conversation")
-        inputs = self._encode(asked)
+                raise UserError("expected a question to answer again, there is none yet")
+        before = [] if self.system is None else [{"role": "system", "content": self.system}]
+        inputs = encode_messages(self.loaded, [*before, *asked])
         options = self.settings.options() | inputs
         prompt_ids: list[int] = inputs["input_ids"][0].tolist()
         room = room_after(self.loaded.model, len(prompt_ids))
@@ -194,52 +188,35 @@ class Conversation:
             made.put((each, perf_counter() - begin))
 
         stop = _Stop(cancelled, put if turn.is_plain else None)
-
-        def pieces() -> Iterator[Piece]:
-            """Take steps out until the end; may be called again to go on where it was closed."""
-            while not turn.is_done:
-                taken, turn.sec = made.get()
-                new = self._noted(turn, taken, stream, stop, options["max_new_tokens"])
-                turn.pieces += new
-                yield from new
-                if isinstance(taken, BaseException):
-                    raise taken
-
-        # A daemon, so that a second interrupt can leave in the middle of a long forward.
+        # A daemon, so that an interrupt can leave in the middle of a long forward.
         given: Any = {"args": (turn, options, stop, put), "daemon": True, "name": "lade-chat"}
-        threading.Thread(target=self._generate, **given).start()
+        thread = threading.Thread(target=self._generate, **given)
+        thread.start()
         before = [*self.messages], self.turn
         self.messages[:], self.turn = asked, turn
         try:
-            yield from pieces()
+            taken, turn.sec = made.get()
+            while isinstance(taken, Step):
+                turn.steps.append(taken)
+                turn.first_token_sec = turn.first_token_sec or turn.sec
+                for place, token_id in enumerate(taken.token_ids):
+                    yield from turn.noted(stream.put(token_id, place < taken.num_accepted))
+                taken, turn.sec = made.get()
+            turn.is_complete = not stop.was_asked and not isinstance(taken, BaseException)
+            is_cut = len(turn.token_ids) >= options["max_new_tokens"] or not turn.is_complete
+            yield from turn.noted(stream.end(is_cut))
+            if isinstance(taken, BaseException):
+                raise taken
+            turn.stats = taken
         finally:
             stop.is_closed = True
-            try:
-                with suppress(Exception):  # there is another one already
-                    for _ in pieces():  # what was said meanwhile
-                        pass
-            finally:
-                if turn.pieces or (turn.is_done and not turn.is_interrupted):
-                    self._num_answers += 1
-                    # Without thinking, as models are to see earlier turns.
-                    content = turn.text.lstrip("\n") if turn.thinking else turn.text
-                    self.messages.append({"role": "assistant", "content": content})
-                else:
-                    self.messages[:], self.turn = before
-
-    def _noted(
-        self, turn: Turn, taken: _Made, stream: PieceStream, stop: "_Stop", limit: int
-    ) -> list[Piece]:
-        """Note in a turn what its thread has made, and return the text of that."""
-        if isinstance(taken, Step):
-            turn.steps.append(taken)
-            turn.first_token_sec = turn.first_token_sec or turn.sec
-            tokens = enumerate(taken.token_ids)
-            return [p for i, each in tokens for p in stream.put(each, i < taken.num_accepted)]
-        turn.is_done = True
-        turn.stats = taken if isinstance(taken, DecodeStats) else None
-        turn.is_interrupted = stop.was_asked or isinstance(taken, BaseException)
-        return stream.end(is_cut=turn.is_interrupted or len(turn.token_ids) >= limit)
+            thread.join()
+            if turn.pieces or turn.is_complete:
+                self._num_answers += 1
+                # Without thinking, as models are to see earlier turns.
+                self.messages.append({"role": "assistant", "content": turn.text})
+            else:
+                self.messages[:], self.turn = before
 
     def _generate(
         self, turn: Turn, options: dict[str, Any], stop: "_Stop", put: Callable[[_Made], None]
@@ -257,8 +234,7 @@ class Conversation:
                 model,
                 **options,
                 pool=self._pools,
-                drafter=self._drafter,
-                config=self._config,
+                config=Config(reuses_prefix=True),
                 on_step=put,
                 return_dict_in_generate=True,
             )
@@ -314,32 +290,16 @@ class Conversation:
         try:
             content = json.loads(data)
             system, settings = content["system"], Settings(**content["settings"])
-            roles, texts = ([m[name] for m in content["messages"]] for name in ("role", "content"))
-            if roles != ["user", "assistant"] * (len(roles) // 2):
+            messages = [{"role": m["role"], "content": m["content"]} for m in content["messages"]]
+            if [m["role"] for m in messages] != ["user", "assistant"] * (len(messages) // 2):
                 raise ValueError("its messages are not a user's and an assistant's in turn")
-            if not all(
-                isinstance(text, str) for text in (*texts, "" if system is None else system)
-            ):
+            texts = [system or "", *(m["content"] for m in messages)]
+            if not all(isinstance(text, str) for text in texts):
                 raise ValueError("not all of it is text")
-            messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError(f"expected a saved conversation in {path}: {error}") from None
         self.system, self.settings, self.messages[:] = system, settings, messages
         self.turn, self._num_answers = None, len(messages) // 2
-
-    # --- figures ------------------------------------------------------------------------------
-
-    @property
-    def pool(self) -> NGramPool | None:
-        """The pool that learns; None where none does, or a store holds it."""
-        pools = [pool for pool in self._pools if isinstance(pool, NGramPool)]
-        return next((pool for pool in pools if not pool.is_read_only), None)
-
-    # ------------------------------------------------------------------------------------------
-
-    def _encode(self, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
-        before = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return encode_messages(self.loaded, [*before, *messages])
 
     def _ends_with(self, role: str) -> bool:
         return bool(self.messages) and self.messages[-1]["role"] == role

@@ -19,19 +19,6 @@ class Piece(NamedTuple):
     is_thinking: bool
 
 
-def split(pieces: Sequence[Piece], num_characters: int) -> tuple[list[Piece], list[Piece]]:
-    """Return the pieces before and after some number of characters."""
-    before: list[Piece] = []
-    for i, piece in enumerate(pieces):
-        if len(piece.text) > num_characters:
-            if num_characters:
-                before.append(piece._replace(text=piece.text[:num_characters]))
-            return before, [piece._replace(text=piece.text[num_characters:]), *pieces[i + 1 :]]
-        before.append(piece)
-        num_characters -= len(piece.text)
-    return before, []
-
-
 class PieceStream:
     """Pieces of an answer's tokens as they come; the tokens around thinking are left out.
 
@@ -42,12 +29,11 @@ class PieceStream:
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int]) -> None:
         self._stream = TextStream(tokenizer)
         added = tokenizer.added_tokens_decoder.items()
-        marks = {token_id: token.content for token_id, token in added}
         # Whether what follows a token is thinking.
         self._marks = {
-            token_id: mark in _OPENING
-            for token_id, mark in marks.items()
-            if mark in _OPENING | _CLOSING
+            token_id: token.content in _OPENING
+            for token_id, token in added
+            if token.content in _OPENING | _CLOSING
         }
         self._is_thinking = False
         for token_id in prompt_ids[-_END_OF_PROMPT:]:

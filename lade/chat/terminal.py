@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.application import get_app
 from prompt_toolkit.completion import (
     Completer,
     NestedCompleter,
@@ -23,7 +22,7 @@ from prompt_toolkit.completion import (
     WordCompleter,
     merge_completers,
 )
-from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.history import FileHistory, History
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.styles import Style
 from rich.console import Console
@@ -33,32 +32,30 @@ from rich.text import Text
 from lade.bench.comparison import Side, compared, why_different
 from lade.chat.conversation import Conversation, Turn
 from lade.chat.pieces import Piece
-from lade.chat.view import AnswerView, drafted_style
+from lade.chat.view import DRAFTED, AnswerView
 from lade.errors import ContextLengthError, UserError, in_one_line
 from lade.models.prompts import num_positions
 from lade.models.stream import without_controls
 
 PROMPT = "> "
 _CONTINUED = "  "
-_SEPARATOR = " · "
 _STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "prompt": "bold"})
-_COMMAND = re.compile(r"/([A-Za-z]+|\?)(?:\s+(.*))?", re.DOTALL)
+_COMMAND = re.compile(r"/([A-Za-z]+)(?:\s+(.*))?", re.DOTALL)
 
 # By name: what may follow it, and what it does.
 _COMMANDS = {
-    "plain": ("[QUESTION]", "answer this or the next question by plain generate as well"),
+    "plain": ("[QUESTION]", "answer this or the last question by plain generate as well"),
     "retry": ("", "answer the last question again, when sampling by another seed"),
     "undo": ("", "take the last question and its answer back, to ask it differently"),
     "system": ("[TEXT|off]", "show, set or remove the system prompt"),
     "temperature": ("[T]", "show or set the temperature of sampling; 0 is greedy"),
     "show": ("", "tell drafted tokens from the model's own, or no longer"),
-    "save": ("[FILE]", "save the conversation, without a name where it was last"),
+    "save": ("FILE", "save the conversation"),
     "load": ("FILE", "go on with a saved conversation"),
     "clear": ("", "begin a new conversation; the pool keeps what it learned"),
     "help": ("", "show this list"),
     "exit": ("", "leave, as Ctrl-D does"),
 }
-_OTHER_NAMES = {"quit": "exit", "bye": "exit", "?": "help", "temp": "temperature"}
 
 
 def _usage(name: str) -> str:
@@ -78,7 +75,6 @@ def _parsed(line: str) -> tuple[str, str] | None:
     if found is None:
         return None
     name, argument = found[1].lower(), (found[2] or "").strip()
-    name = _OTHER_NAMES.get(name, name)
     if name not in _COMMANDS:
         raise UserError(
             f"expected a command, which /help lists, got /{name}; "
@@ -104,13 +100,11 @@ class Terminal:
     ) -> None:
         self.conversation = conversation
         self.console = console
-        self._history = history or InMemoryHistory()
+        self._history = history
         self._shows_drafted = False
-        self._compares_next = False  # whether the next question is answered plainly, too
         self._has_left = False
         self._cancelled = threading.Event()  # by Ctrl-C, since a line was asked for
         self._typed = ""  # what stands in the next prompt to begin with
-        self._path: Path | None = None  # of the conversation
 
     def run(self) -> None:
         """Read and answer until the user leaves.
@@ -159,9 +153,8 @@ class Terminal:
 
     # --- answers ------------------------------------------------------------------------------
 
-    def _ask(self, text: str | None) -> None:
+    def _ask(self, text: str | None, *, compares: bool = False) -> None:
         """Answer a question, or the last one again; put it back where that fails."""
-        compares, self._compares_next = self._compares_next, False
         try:
             if compares:
                 self._compare(text)
@@ -196,11 +189,11 @@ class Terminal:
         """Answer by plain generate and then by lade, with one seed, and hold them together."""
         self.console.rule("plain generate", align="left", style="dim")
         plain = self._answer(text, is_plain=True)
-        if plain.is_interrupted:
+        if not plain.is_complete:
             return
         self.console.rule("lade", align="left", style="dim")
         with_drafts = self._answer(None, seed=plain.seed)
-        if with_drafts.is_interrupted:
+        if not with_drafts.is_complete:
             return
         model = self.conversation.loaded.model
         turns = {"plain": plain, "lade": with_drafts}
@@ -214,15 +207,9 @@ class Terminal:
     # --- commands -----------------------------------------------------------------------------
 
     def _plain(self, argument: str) -> None:
-        self._compares_next = True
-        if argument:
-            self._ask(argument)
-        else:
-            self._say("The next question is answered by plain generate and then by lade.")
+        self._ask(argument or None, compares=True)
 
     def _retry(self, _: str) -> None:
-        if not self.conversation.messages:
-            raise UserError("expected a question to answer again, there is none yet")
         self._ask(None)
 
     def _undo(self, _: str) -> None:
@@ -254,14 +241,8 @@ class Terminal:
         if not self._shows_drafted:
             self._say("Answers are shown as Markdown again.")
             return
-        if self.console.color_system is None:
-            self._say("Shown in brackets: drafted and accepted. The rest: the model's own tokens.")
-        else:
-            self.console.print(
-                Text("drafted by the n-gram pool and accepted", style=drafted_style(self.console)),
-                Text("or the model's own token", style="default"),
-                sep=", ",
-            )
+        drafted = ("drafted by the n-gram pool and accepted", DRAFTED)
+        self.console.print(Text.assemble(drafted, ", or the model's own token"))
         turn = self.conversation.turn
         if turn is not None:
             with AnswerView(self.console, shows_drafted=True) as view:
@@ -269,21 +250,16 @@ class Terminal:
                     view.add(piece)
 
     def _save(self, argument: str) -> None:
-        path = self._path if not argument else Path(argument).expanduser()
-        if path is None:
-            raise UserError(f"expected a file for the first time: {_usage('save')}")
+        path = Path(argument).expanduser()
         if not path.parent.is_dir():
             raise UserError(f"no such folder: {path.parent}")
         self.conversation.save(path)
-        self._path = path
         self._say(f"Saved to {path}.")
 
     def _load(self, argument: str) -> None:
-        path = Path(argument).expanduser()
-        self.conversation.load(path)
-        self._path = path
+        self.conversation.load(Path(argument).expanduser())
         num_questions = len(self.conversation.messages) // 2
-        self._say(f"Loaded {num_questions} question{'s' * (num_questions != 1)} from {path}.")
+        self._say(f"Loaded {num_questions} question{'s' * (num_questions != 1)} from {argument}.")
         if self.conversation.messages:
             question, answer = self.conversation.messages[-2:]
             asked = without_controls(question["content"])
@@ -296,7 +272,12 @@ class Terminal:
         self._say("A new conversation begins.")
 
     def _help(self, _: str) -> None:
-        self._print_pairs({_usage(name): told for name, (_, told) in _COMMANDS.items()})
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=self.console.width > 60)
+        table.add_column(style="dim")
+        for name, (_, told) in _COMMANDS.items():
+            table.add_row(Text(_usage(name)), told)
+        self.console.print(table)
         self._say("Alt-Enter or Esc Enter begins a new line, Tab completes commands.")
 
     def _exit(self, _: str) -> None:
@@ -304,23 +285,16 @@ class Terminal:
 
     # --- lines --------------------------------------------------------------------------------
 
-    def status(self, width: int) -> str:
-        """Return the line at the bottom of the window: as many parts as fit, the first ones."""
-        conversation, turn = self.conversation, self.conversation.turn
-        parts = ["next: plain and lade"] * self._compares_next
-        if turn is not None:
-            parts += [f"{turn.tokens_per_sec:.1f} a second"]
-            parts += [f"{turn.mean_accepted_tokens:.2f} a step"]
-            limit = num_positions(conversation.loaded.model)
-            used = f"{len(turn.prompt_ids) + len(turn.token_ids):,}"
-            parts.append(f"context {used}" + (f" of {limit:,}" if limit else ""))
-        if (pool := conversation.pool) is not None:
-            share = len(pool) / pool.capacity_tokens
-            parts.append(f"pool {'<1%' if 0 < share < 0.01 else f'{share:.0%}'}")
-        parts.append(Path(conversation.loaded.name).name)
-        while len(parts) > 1 and len(_SEPARATOR.join(parts)) > width:
-            parts.pop()
-        return _SEPARATOR.join(parts)[:width]
+    def status(self) -> str:
+        """Return the line at the bottom of the window."""
+        loaded, turn = self.conversation.loaded, self.conversation.turn
+        name = Path(loaded.name).name
+        if turn is None:
+            return name
+        limit, used = num_positions(loaded.model), len(turn.prompt_ids) + len(turn.token_ids)
+        context = f"context {used:,}" + (f" of {limit:,}" if limit else "")
+        speed = f"{turn.tokens_per_sec:.1f} a second · {turn.mean_accepted_tokens:.2f} a step"
+        return f"{speed} · {context} · {name}"
 
     def _say(self, text: str) -> None:
         self.console.print(Text(without_controls(text), style="dim"))
@@ -331,18 +305,7 @@ class Terminal:
             text += ". /undo or /clear makes room"
         self.console.print(Text(text, style="red"))
 
-    def _print_pairs(self, rows: dict[str, str]) -> None:
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=self.console.width > 60)
-        table.add_column(style="dim")
-        for name, value in rows.items():
-            table.add_row(Text(name), Text(value))
-        self.console.print(table)
-
     def _session(self) -> "PromptSession[str]":
-        def toolbar() -> str:
-            return self.status(get_app().output.get_size().columns)
-
         return PromptSession(
             [("class:prompt", PROMPT)],
             history=self._history,
@@ -350,7 +313,7 @@ class Terminal:
             key_bindings=_key_bindings(),
             completer=_completer(),
             complete_while_typing=False,
-            bottom_toolbar=toolbar,
+            bottom_toolbar=self.status,
             style=_STYLE,
         )
 
@@ -402,19 +365,15 @@ def _setting_at_interrupt(event: threading.Event) -> Iterator[None]:
 @contextmanager
 def _without_echo() -> Iterator[None]:
     """Keep keys from showing within the answer; they are read by the next prompt."""
-    try:
-        keyboard = sys.stdin.fileno()
-    except (ValueError, OSError):  # it was replaced
-        keyboard = -1
-    if sys.platform == "win32" or not os.isatty(keyboard):
+    if sys.platform == "win32" or not os.isatty(0):
         yield
         return
     import termios
     import tty
 
-    before = termios.tcgetattr(keyboard)
-    tty.setcbreak(keyboard, termios.TCSANOW)
+    before = termios.tcgetattr(0)
+    tty.setcbreak(0, termios.TCSANOW)
     try:
         yield
     finally:
-        termios.tcsetattr(keyboard, termios.TCSANOW, before)
+        termios.tcsetattr(0, termios.TCSANOW, before)

@@ -4,25 +4,25 @@ A terminal cannot take back what has scrolled out of its window, so no more than
 is ever drawn anew: lines above it are printed for good as they are.
 """
 
+import io
 from collections.abc import Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.live import Live
-from rich.markdown import Heading, Markdown, MarkdownElement
+from rich.markdown import Markdown
 from rich.segment import Segment, SegmentLines
 from rich.text import Text
 from rich.theme import Theme
 
-from lade.chat.pieces import Piece, split
+from lade.chat.pieces import Piece
 from lade.models.stream import without_controls
 
-DRAFTED = "green"
-DRAFTED_WITHOUT_COLOUR = "underline"
+DRAFTED = "bold green"
 THINKING = "dim"
 # Without rich's black behind inline code, which stands out of light windows.
 THEME = Theme({"markdown.code": "bold cyan"})
@@ -58,82 +58,73 @@ class AnswerView:
     def __init__(self, console: Console, shows_drafted: bool = False) -> None:
         self._console = console
         self._shows_drafted = shows_drafted
-        self._open: list[Piece] = []  # what may still change of a part
+        self._open = Text()  # what may still change of a part
         self._is_thinking: bool | None = None  # that part; None without one
         self._num_printed = 0  # lines of it that are printed for good
         self._has_gap = False  # whether an empty line stands before it
         self._has_printed = False  # anything of the answer
         self._drawn: list[_Line] = [[Segment("…")]]  # until there is something
         self._drawn_at, self._pause = 0.0, 0.0
-        # A recording would hold every state that it went through.
-        is_live = console.is_terminal and not console.is_dumb_terminal and not console.record
-        self._live = (
-            Live(
-                get_renderable=lambda: SegmentLines(self._drawn, new_lines=True),
-                console=console,
-                auto_refresh=False,
-                transient=True,
-            )
-            if is_live
-            else None
+        self._live = Live(
+            get_renderable=lambda: SegmentLines(self._drawn, new_lines=True),
+            # A recording would hold every state that it went through.
+            console=Console(file=io.StringIO()) if console.record else console,
+            auto_refresh=False,
+            transient=True,
         )
 
     def __enter__(self) -> "AnswerView":
-        if self._live is not None:
-            self._live.start(refresh=True)
+        self._live.start(refresh=True)
         return self
 
     def __exit__(self, *_: Any) -> None:
         try:
             self._finish()
         finally:
-            if self._live is not None:
-                self._live.stop()
+            self._live.stop()
 
     def add(self, piece: Piece) -> None:
         """Show a piece more."""
-        piece = piece._replace(text=without_controls(piece.text))
+        text = without_controls(piece.text)
         if self._is_thinking != piece.is_thinking:
-            piece = piece._replace(text=piece.text.lstrip("\n"))
-            if not piece.text:
+            text = text.lstrip("\n")
+            if not text:
                 return
             self._finish()
             self._is_thinking, self._has_gap = piece.is_thinking, self._has_printed
-        self._open.append(piece)
-        if "\n" in piece.text:
+            self._open = Text(style=THINKING if piece.is_thinking else "")
+        self._open.append(text, DRAFTED if piece.is_drafted and self._shows_drafted else None)
+        if "\n" in text:
             self._settle()
-        if self._live is not None and perf_counter() - self._drawn_at > self._pause:
+        if perf_counter() - self._drawn_at > self._pause:
             self._draw()
 
     # --- what is printed for good -------------------------------------------------------------
 
     def _finish(self) -> None:
         """Print all that is open."""
-        lines = self._lines()[self._num_printed :]
-        self._open, self._num_printed = [], 0
+        lines = self._lines(self._open)[self._num_printed :]
+        self._open, self._num_printed = Text(), 0
         self._print(lines, then=[])
 
     def _settle(self) -> None:
         """Print what no later text can change: all blocks but the last, or all whole lines."""
-        text = "".join(piece.text for piece in self._open)
-        is_markdown = self._is_markdown()
+        text, is_markdown = self._open.plain, self._is_markdown()
         cuts = _begins_of_blocks(text)[1:] if is_markdown else [text.rfind("\n") + 1]
-        at = 0
+        *parts, self._open = self._open.divide(cuts)
         lines: list[_Line] = []
-        for cut in cuts:
-            self._open, after = split(self._open, cut - at)
-            lines += self._lines()[self._num_printed :]
-            self._open, self._num_printed, self._has_gap, at = after, 0, is_markdown, cut
+        for part in parts:
+            lines += self._lines(part)[self._num_printed :]
+            self._num_printed, self._has_gap = 0, is_markdown
         if lines:
-            self._print(lines, then=self._lines())
+            self._print(lines, then=self._lines(self._open))
 
     def _print(self, lines: Sequence[_Line], then: Sequence[_Line]) -> None:
         """Print lines for good, and draw others below them."""
         self._has_printed |= bool(lines)
         with self._console:  # in one write
-            if self._live is not None:
-                self._drawn = [*then[-self._height :]]
-                self._live.refresh()  # else printing repeats what was drawn last
+            self._drawn = [*then[-self._height :]]
+            self._live.refresh()  # else printing repeats what was drawn last
             if lines:
                 self._console.print(SegmentLines(lines, new_lines=True), end="")
 
@@ -147,66 +138,32 @@ class AnswerView:
     def _draw(self) -> None:
         """Draw what is open anew; what is higher than the window is printed for good."""
         begin = perf_counter()
-        lines = self._lines()
+        lines = self._lines(self._open)
         before = self._num_printed
         self._num_printed = max(before, len(lines) - self._height)
         self._print(lines[before : self._num_printed], then=lines[self._num_printed :])
         self._drawn_at = perf_counter()
         self._pause = max(_PAUSE_SEC, _PAUSES * (self._drawn_at - begin))
 
-    def _lines(self) -> list[_Line]:
-        text = "".join(piece.text for piece in self._open)
-        if not text:
+    def _lines(self, part: Text) -> list[_Line]:
+        if not part:
             return []
         options = self._console.options.update(height=None)
         if self._is_markdown():
-            rendered = self._console.render_lines(_as_markdown(text), options, pad=False)
+            rendered = self._console.render_lines(_as_markdown(part.plain), options, pad=False)
             lines = _without_blanks(rendered)
         else:
             # The last newline ends a line, as all lines do here.
-            parts = self._as_text().split("\n", allow_blank=not text.endswith("\n"))
-            rows = [self._console.render_lines(part, options, pad=False) for part in parts]
-            lines = [line for row in rows for line in row or [[]]]
+            whole = part[:-1] if part.plain.endswith("\n") else part
+            lines = self._console.render_lines(whole, options, pad=False)
         return [[], *lines] if self._has_gap and lines else lines
 
     def _is_markdown(self) -> bool:
         return not self._is_thinking and not self._shows_drafted
 
-    def _as_text(self) -> Text:
-        text = Text(style=THINKING if self._is_thinking else "", end="")
-        for is_drafted, group in groupby(self._open, key=lambda piece: piece.is_drafted):
-            part = "".join(piece.text for piece in group)
-            if not (is_drafted and self._shows_drafted):
-                text.append(part)
-            elif self._console.color_system is None:  # no styles at all
-                text.append(f"[{part}]")
-            else:
-                text.append(part, drafted_style(self._console))
-        return text
-
-
-def drafted_style(console: Console) -> str:
-    """Return the style of drafted tokens, which is no colour where there are none."""
-    return DRAFTED_WITHOUT_COLOUR if console.no_color else DRAFTED
-
-
-class _Heading(Heading):
-    """A heading on the left, where those of a chat are expected."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        self.text.justify = "left"
-        yield self.text
-
-
-class _Markdown(Markdown):
-    elements: ClassVar[dict[str, type[MarkdownElement]]] = {
-        **Markdown.elements,
-        "heading_open": _Heading,
-    }
-
 
 def _as_markdown(text: str) -> Markdown:
-    shown = _Markdown("", code_theme="ansi_dark", hyperlinks=False)
+    shown = Markdown("", code_theme="ansi_dark", hyperlinks=False)
     shown.parsed = _parser.parse(text)
     return shown
 

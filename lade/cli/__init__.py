@@ -9,7 +9,6 @@ import sys
 import warnings
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from lade.errors import LadeError, MissingExtraError
 
@@ -77,21 +76,20 @@ def _leave_at_the_second_interrupt() -> None:
 def _show_warnings_as_notes() -> None:
     """Print each of lade's own warnings once, on one line, without its source location."""
     shown: set[str] = set()
-    usual: Any = warnings.showwarning
+    usual = warnings.formatwarning
 
-    def show(
+    def as_note(
         message: Warning | str,
         category: type[Warning],
         filename: str,
         lineno: int,
-        file: Any = None,
         line: str | None = None,
-    ) -> None:
+    ) -> str:
         is_ours = category.__module__ == "lade.errors" or _PACKAGE in Path(filename).parents
         if not is_ours:
-            usual(message, category, filename, lineno, file, line)
-        elif str(message) not in shown:
-            shown.add(str(message))
-            print(f"note: {message}", file=sys.stderr)
+            return usual(message, category, filename, lineno, line)
+        is_new = str(message) not in shown
+        shown.add(str(message))
+        return f"note: {message}\n" * is_new
 
-    warnings.showwarning = show
+    warnings.formatwarning = as_note

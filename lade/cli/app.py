@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from lade.cli.options import (
     DraftOptions,
+    JsonOption,
     LoadOptions,
     MaxNewTokensOption,
     ModelOption,
@@ -22,7 +23,6 @@ from lade.cli.options import (
     grouped,
 )
 from lade.cli.pool import app as pool
-from lade.cli.results import JsonOption
 from lade.cli.serve_app import serve
 from lade.errors import UserError
 from lade.models.settings import Settings
@@ -200,10 +200,11 @@ def bench(
       samples, so its texts differ then and are as likely.
     - accepted: the share of draft tokens that were accepted.
     """
-    from lade.cli.bench import Chosen, compare
+    from lade.bench.prompts import DEMO_PROMPTS, read_prompts
+    from lade.cli.bench import compare
 
     settings = Settings(max_new_tokens, temperature)
-    chosen = Chosen.read(prompts)
+    chosen = read_prompts(prompts or DEMO_PROMPTS)
     compare(loading.load(model), chosen, settings, json)
 
 

@@ -1,14 +1,17 @@
 """`lade bench`: answer prompts by every method, and print and write what came of it."""
 
-import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from lade.bench.prompts import Prompt, read_prompts
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
+
+from lade.bench.prompts import Prompt
+from lade.cli.loading import bar, console
 from lade.cli.prompting import encode_prompts
-from lade.cli.results import Keeping, progress_bar, show
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 
@@ -16,56 +19,51 @@ if TYPE_CHECKING:
     from lade.bench.run import Result
 
 
-class Chosen(NamedTuple):
-    """The prompts of a run, and how they were chosen."""
-
-    prompts: Sequence[Prompt]
-    described: dict[str, Any]  # for result files, which do not hold their texts
-
-    @classmethod
-    def read(cls, path: Path | None) -> "Chosen":
-        """Read a prompt file; without one, take the prompts of the demo."""
-        if path is None:
-            from lade.bench.demo_prompts import DEMO_PROMPTS
-
-            return cls(DEMO_PROMPTS, {"name": "demo", "num": len(DEMO_PROMPTS)})
-        prompts = read_prompts(path)
-        return cls(prompts, {**fingerprint(path), "num": len(prompts)})
-
-
-def compare(loaded: LoadedModel, chosen: Chosen, settings: Settings, file: Path | None) -> None:
+def compare(
+    loaded: LoadedModel, prompts: Sequence[Prompt], settings: Settings, file: Path | None
+) -> None:
     """Run every method of `lade bench`."""
     from lade.bench.methods import METHODS
-    from lade.bench.report import as_json, table
-    from lade.bench.run import Contest, warm_up
+    from lade.bench.report import groups, table
+    from lade.bench.run import Contest, summarise, warm_up
     from lade.probing.plan import probe
 
-    inputs = encode_prompts(loaded, [each.text for each in chosen.prompts], settings.max_new_tokens)
+    inputs = encode_prompts(loaded, [each.text for each in prompts], settings.max_new_tokens)
     results: list[Result] = []
-    with Keeping(results) as kept, progress_bar() as bars:
+    stopped: KeyboardInterrupt | None = None
+    with bar(MofNCompleteColumn(), TimeRemainingColumn()) as bars:
         task = bars.add_task("answering", total=len(inputs))
         warm_up(loaded, METHODS, settings)
         contest = Contest(loaded.model, METHODS, settings)
-        for prompt, given in zip(chosen.prompts, inputs, strict=True):
-            results.append(contest.answer([prompt], given))
-            bars.advance(task)
+        try:
+            for prompt, given in zip(prompts, inputs, strict=True):
+                results.append(contest.answer([prompt], given))
+                bars.advance(task)
+        except KeyboardInterrupt as error:
+            if not results:
+                raise
+            stopped = error
     verification = probe(loaded.model).verification
-    described = {
-        **describe_model(loaded),
-        **asdict(settings),
-        "prompts": chosen.described,
-        "methods": [*METHODS],
-        "interrupted": kept.by is not None,
-        "verification": verification,
-    }
-    content = as_json(results, [*METHODS], described)
     caption = f"verification: {verification}"
-    show(file, content, table(results, [*METHODS], settings.describe(), caption))
-    kept.end(f"stopped after {len(results)} of {len(inputs)} prompts")
+    made = table(results, [*METHODS], settings.describe(), caption)
+    Console(highlight=False).print(made, crop=False)
+    if file is not None:
+        summary = {
+            group: {name: summarise(part, name)._asdict() for name in METHODS}
+            for group, part in groups(results).items()
+        }
+        how = {**describe_model(loaded), **asdict(settings), "verification": verification}
+        how["interrupted"] = stopped is not None
+        text = json.dumps({"settings": how, "summary": summary}, indent=1)
+        file.write_text(f"{text}\n", encoding="utf-8")
+        console.print(f"[dim]written to {file}[/dim]", soft_wrap=True)
+    if stopped is not None:
+        console.print(f"stopped after {len(results)} of {len(inputs)} prompts")
+        raise stopped
 
 
 def describe_model(loaded: LoadedModel) -> dict[str, Any]:
-    """Return what result files say of a model and how it is run."""
+    """Return what results say of a model and how it is run."""
     import torch
 
     return {
@@ -74,8 +72,3 @@ def describe_model(loaded: LoadedModel) -> dict[str, Any]:
         "device": str(loaded.model.device),
         "threads": torch.get_num_threads(),
     }
-
-
-def fingerprint(path: Path) -> dict[str, str]:
-    """Return name and digest of a file that results depend on but do not include."""
-    return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}

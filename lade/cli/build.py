@@ -11,11 +11,10 @@ from typing import Any
 from rich.progress import MofNCompleteColumn
 
 from lade.cli.loading import bar
-from lade.cli.sources import Message, Render, TextPiece, UnreadableError, find_files, pieces_of
+from lade.cli.sources import Message, Render, find_files, texts_of
 from ngram_pool import NGramPool
 
-# Pieces that are tokenised in one call: at most half a second for a tokenizer of two threads.
-_BATCH = 2**7
+_BATCH = 2**7  # texts that are tokenised in one call, which tokenizers do in several threads
 
 
 @dataclass
@@ -35,33 +34,25 @@ def build(pool: NGramPool, paths: Sequence[Path], tokenizer: Any) -> Built:
     built = Built()
     found = find_files(paths, built.left_out)
     render = _renderer_of(tokenizer, built)
-    sequence = pool.open_sequence()
     with bar(MofNCompleteColumn()) as bars:
-        files = bars.track(found, description="reading files")
-        pieces = _pieces(files, render, built)
-        while batch := [*islice(pieces, _BATCH)]:
-            texts = [piece.text for piece in batch]
-            found_ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-            for piece, token_ids in zip(batch, found_ids, strict=True):
-                if piece.begins:
-                    pool.close_sequence(sequence)
-                    sequence = pool.open_sequence()
-                pool.observe(token_ids, sequence)
-                built.num_tokens += len(token_ids)
-    pool.close_sequence(sequence)
+        texts = _texts(bars.track(found, description="reading files"), render, built)
+        while batch := [*islice(texts, _BATCH)]:
+            for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+                pool.observe(ids, None)
+                built.num_tokens += len(ids)
     built.sec = perf_counter() - start
     return built
 
 
-def _pieces(files: Iterable[Path], render: Render, built: Built) -> Iterator[TextPiece]:
+def _texts(files: Iterable[Path], render: Render, built: Built) -> Iterator[str]:
     for path in files:
         has_text = False
         try:
-            for piece in pieces_of(path, render):
+            for text in texts_of(path, render):
                 has_text = True
-                yield piece
-        except UnreadableError as error:
-            built.left_out[str(error)] += 1
+                yield text
+        except UnicodeError:
+            built.left_out["no text in UTF-8"] += 1
         except OSError:
             built.left_out["not readable"] += 1
         built.num_files += has_text

@@ -32,16 +32,10 @@ def run(
     from rich.console import Console
 
     from lade.chat.conversation import Conversation
-    from lade.cli.generate import check_verification
-    from lade.config import Config
-    from lade.models.prompts import encode
+    from lade.cli.loading import check
 
-    config = Config(reuses_prefix=True)
-    hello = encode(loaded.tokenizer, "Hi", loaded.model.device)
-    check_verification(loaded.model, hello, config)
+    check(loaded)
     with drafting.open_pools(loaded) as pools:
-        conversation = Conversation(
-            loaded, settings=settings, config=config, pool=pools, system=system
-        )
+        conversation = Conversation(loaded, settings=settings, pool=pools, system=system)
         history = history_in(user_data_path("lade", appauthor=False))
         Terminal(conversation, Console(highlight=False, theme=THEME), history).run()

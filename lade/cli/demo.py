@@ -1,19 +1,21 @@
 """`lade demo`: what lade does with a model, and prompts answered by `generate`, lookup and lade."""
 
+import platform
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import torch
+from llvmlite.binding import get_host_cpu_name  # the microarchitecture, such as znver5
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
+from lade._version import __version__
 from lade.bench.comparison import Side, compared, why_different
-from lade.bench.demo_prompts import DEMO_PROMPTS
-from lade.bench.environment import environment
 from lade.bench.methods import Lade, Method, plain, prompt_lookup
-from lade.bench.prompts import Prompt
+from lade.bench.prompts import DEMO_PROMPTS, Prompt, read_prompts
 from lade.bench.report import table
 from lade.bench.run import Contest, Result, warm_up
 from lade.cli.bench import describe_model
@@ -40,7 +42,7 @@ def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int) -> None:
     """Tell how a model is verified, answer each prompt by every method, and print a table."""
     texts = [*map(read_typed, asked)]
     titles = [f"prompt {number}" for number in range(1, len(texts) + 1)]
-    prompts = [*map(Prompt, titles, titles, texts)] or DEMO_PROMPTS
+    prompts = [*map(Prompt, titles, titles, texts)] or read_prompts(DEMO_PROMPTS)
     inputs = encode_prompts(loaded, [prompt.text for prompt in prompts], max_new_tokens)
     out, model, settings = Console(highlight=False), loaded.model, Settings(max_new_tokens)
     with console.status("checking how the model verifies drafts …"):
@@ -86,7 +88,7 @@ def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int) -> None:
 
 def _tell_model(out: Console, loaded: LoadedModel, found: Probe) -> None:
     """Print what is known before anything is answered."""
-    model, made = loaded.model, environment()
+    model = loaded.model
     num_weights = sum(weight.numel() for weight in model.parameters())
     described = describe_model(loaded)
     where = described["device"]
@@ -98,8 +100,10 @@ def _tell_model(out: Console, loaded: LoadedModel, found: Probe) -> None:
         f"[bold]{escape(Path(loaded.name).name)}[/bold]: {type(model).__name__}, "
         f"{num_weights / 1e6:,.1f} million weights, {described['dtype']}, {where}"
     )
-    versions = ("lade", "torch", "transformers", "numba")
-    out.print(f"[dim]{', '.join(f'{name} {made[name]}' for name in versions)}; {made['cpu']}[/dim]")
+    versions = {"lade": __version__, "python": platform.python_version()}
+    versions |= {name: metadata.version(name) for name in ("torch", "transformers", "numba")}
+    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    out.print(f"[dim]{told}; {platform.machine()}, {get_host_cpu_name()}[/dim]")
     out.print(f"[bold]Verification[/bold] by {_LABELS.get(found.verification, found.verification)}")
     out.print(f"[dim]  attention {found.attention}, execution {found.execution}[/dim]")
     for verification, reason in found.reasons.items():

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 import lade
-from lade.cli.loading import console
+from lade.cli.loading import check, console
 from lade.cli.options import DraftOptions
 from lade.cli.prompting import room_for
-from lade.config import Config
 from lade.hf.call import predicted_ids
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
@@ -34,7 +33,7 @@ def run(
     if stops:
         options |= {"stop_strings": [*stops], "tokenizer": loaded.tokenizer}
     predicted = None if prediction is None else predicted_ids(prediction, loaded.tokenizer)
-    check_verification(loaded.model, inputs, Config())
+    check(loaded)
     stream = TextStream(loaded.tokenizer)
 
     def show(step: Step) -> None:
@@ -69,15 +68,3 @@ def run(
 def _show(text: str) -> None:
     """Print a part of an answer to standard output, letter by letter into a file or pipe."""
     print(without_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
-
-
-def check_verification(model: Any, inputs: dict[str, Any], config: Config) -> None:
-    """Do the work now that is done once per model, so that the answer's time is the answer's own.
-
-    It is checking how drafts are verified, reading the table of `lade prewarm` and compiling the
-    pool. `lade.probe` would do only the first, and not for a verification that was asked for.
-    """
-    console.print("[dim]Checking how the model verifies drafts …[/dim]")
-    first = {name: tensor[:, :1] for name, tensor in inputs.items()}
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2}
-    lade.generate(model, **first, config=config, **options)

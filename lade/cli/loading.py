@@ -37,6 +37,14 @@ def load_with_progress(model: str | None, **options: Any) -> "LoadedModel":
     return loaded
 
 
+def check(loaded: "LoadedModel") -> None:
+    """Do now what is done once per model, so that an answer's time is the answer's own."""
+    from lade.prewarming.warming import warm_up
+
+    tell("Checking how the model verifies drafts")
+    warm_up(loaded.model)
+
+
 def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model alone, showing progress."""
     from lade.models.loading import load_tokenizer as load

@@ -283,3 +283,13 @@ PromptsOption = Annotated[
         dir_okay=False,
     ),
 ]
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Also write the results to this file.",
+        rich_help_panel="Results",
+        dir_okay=False,
+        callback=check_place,
+    ),
+]

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
 
-from lade.cli.loading import bar, console
+from lade.cli.loading import bar, console, tell
 from lade.models.loading import LoadedModel
 from lade.prewarming.run import Prewarmed, prewarm
 from lade.prewarming.tables import path_of_table, read_table
@@ -11,7 +11,7 @@ from lade.prewarming.tables import path_of_table, read_table
 
 def run(loaded: LoadedModel, seconds: float) -> None:
     """Build or extend a model's table; print what it holds, even after an interruption."""
-    console.print("[dim]Checking how the model verifies drafts …[/dim]")
+    tell("Checking how the model verifies drafts")
     try:
         with bar(TimeRemainingColumn()) as bars:
             task = bars.add_task("", total=seconds)

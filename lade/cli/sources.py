@@ -1,34 +1,19 @@
-"""What pools are built from: files found, and cut into pieces of text; chats as their messages.
+"""What pools are built from: files found, and their texts; chats as their messages.
 
 What is no text is left out and counted. Nothing here knows a tokenizer. Next file: `build.py`.
 """
 
-import io
 import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TextIO
 
-#: Characters of a piece, about; its last line is completed. Tokens may be others where pieces meet.
-PIECE = 2**14
 _JSON_LINES = (".jsonl", ".ndjson")
 _MADE = ("__pycache__", "node_modules")  # folders of what tools make or fetch
 
 Message = dict[str, str]  # role and content, as chat templates take them
 Render = Callable[[list[Message]], str]
-
-
-class TextPiece(NamedTuple):
-    """A piece of a file's text."""
-
-    text: str
-    begins: bool  # a text of its own, such as a chat; else it goes on with the piece before
-
-
-class UnreadableError(ValueError):
-    """A file cannot be read as text from some place on."""
 
 
 def find_files(paths: Iterable[Path], left_out: Counter[str]) -> list[Path]:
@@ -57,36 +42,29 @@ def _is_wanted(path: Path) -> bool:
     return not (is_made or path.is_symlink()) and (path.is_dir() or path.is_file())
 
 
-def pieces_of(path: Path, render: Render) -> Iterator[TextPiece]:
-    """Yield the text of a file in pieces, always the same ones; its name tells JSON lines.
+def texts_of(path: Path, render: Render) -> Iterator[str]:
+    """Yield the texts of a file: all of it, or of JSON lines, which its name tells, each chat.
 
     Raises:
-        UnreadableError: it is no text, from here on; the message says why.
+        UnicodeError: it is no text in UTF-8, from here on.
+        OSError: it cannot be read.
     """
     with path.open("rb") as content:
         if b"\0" in content.peek():  # the first bytes tell, as for git
-            raise UnreadableError("binary")
-        text = io.TextIOWrapper(content, "utf-8-sig")
-        is_lines = path.suffix.lower() in _JSON_LINES
-        try:
-            yield from _of_json_lines(text, render) if is_lines else _cut(text)
-        except UnicodeDecodeError:
-            raise UnreadableError("not UTF-8") from None
-
-
-def _of_json_lines(text: TextIO, render: Render) -> Iterator[TextPiece]:
-    plain, begins = "", True  # lines that are neither chat nor text make one text, as they are
-    for line in text:
-        own = _text_of(line, render)
-        plain += line if own is None else ""
-        if plain and (own is not None or len(plain) > PIECE):
-            yield TextPiece(plain, begins)
-            plain, begins = "", False
-        if own is not None:
-            begins = True
-            yield from _cut(io.StringIO(own))
-    if plain:
-        yield TextPiece(plain, begins)
+            raise UnicodeError("binary")
+    with path.open(encoding="utf-8-sig") as lines:
+        if path.suffix.lower() not in _JSON_LINES:
+            yield from filter(None, [lines.read()])
+            return
+        rest = ""  # lines that are neither chat nor text make one text, as they are
+        for line in lines:
+            text = _text_of(line, render)
+            if text is None:
+                rest += line
+            else:
+                yield from filter(None, [rest, text])
+                rest = ""
+        yield from filter(None, [rest])
 
 
 def _text_of(line: str, render: Render) -> str | None:
@@ -107,11 +85,3 @@ def _text_of(line: str, render: Render) -> str | None:
             return None
         chat.append({"role": role, "content": said})
     return render(chat)
-
-
-def _cut(stream: TextIO) -> Iterator[TextPiece]:
-    """Yield a text in pieces, at the ends of lines where there are any."""
-    begins = True
-    while piece := stream.read(PIECE) + stream.readline(PIECE):
-        yield TextPiece(piece, begins)
-        begins = False

@@ -3,8 +3,10 @@
 from functools import partial
 from typing import Any
 
+from lade.budget.asking import Mean
 from lade.compat import Model
-from lade.drafters.model_drafter import Growth, ModelDrafter
+from lade.config import check_integer
+from lade.drafters.model_drafter import ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.errors import UnsupportedModelError
@@ -41,12 +43,15 @@ class AssistantModel(Drafter):
     ) -> None:
         if not callable(getattr(model, "generate", None)):
             raise TypeError(f"expected a causal LM of transformers, got {type(model).__name__}")
+        if length is not None:
+            check_integer("length", length, 1)
         self.model = model
         self.name = name
         self._shares_ids: bool | None = None  # as far as tokenizers tell
         if tokenizer is not None and target_tokenizer is not None:
-            self._shares_ids = _shares_ids(target_tokenizer, tokenizer, self._vocab_size)
-        self._growth = Growth(length)
+            size = model.config.get_text_config(decoder=True).vocab_size
+            self._shares_ids = _shares_ids(target_tokenizer, tokenizer, size)
+        self._length, self._forward_sec = length, Mean()
 
     def for_call(self, call: DraftingCall) -> Drafter:
         """Return a drafter for one call.
@@ -54,25 +59,16 @@ class AssistantModel(Drafter):
         Raises:
             UnsupportedModelError: the model has another vocabulary, or its cache cannot go back.
         """
-        self._check_vocabulary(call)
-        open_runner = partial(ModelRunner, self.model, plan_for(self.model), call.max_length)
         config = self.model.config.get_text_config(decoder=True)
+        mine, theirs = config.vocab_size, call.vocab_size
+        if not (mine == theirs if self._shares_ids is None else self._shares_ids):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} cannot draft for {type(call.model).__name__}: it has "
+                f"another vocabulary, of {mine} tokens beside {theirs}"
+            )
+        open_runner = partial(ModelRunner, self.model, plan_for(self.model), call.max_length)
         max_length = getattr(config, "max_position_embeddings", None)
-        return ModelDrafter(call, open_runner, self._growth, max_length)
-
-    @property
-    def _vocab_size(self) -> int:
-        size: int = self.model.config.get_text_config(decoder=True).vocab_size
-        return size
-
-    def _check_vocabulary(self, call: DraftingCall) -> None:
-        mine, theirs = self._vocab_size, call.vocab_size
-        if mine == theirs if self._shares_ids is None else self._shares_ids:
-            return
-        raise UnsupportedModelError(
-            f"{type(self.model).__name__} cannot draft for {type(call.model).__name__}: it has "
-            f"another vocabulary, of {mine} tokens beside {theirs}"
-        )
+        return ModelDrafter(call, open_runner, self._length, self._forward_sec, max_length)
 
 
 def _shares_ids(target_tokenizer: Any, tokenizer: Any, num_ids: int) -> bool:

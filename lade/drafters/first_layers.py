@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from lade.attempts import Attempt
+from lade.budget.asking import Mean
 from lade.compat import Model, mesh_of
-from lade.drafters.model_drafter import Growth, ModelDrafter
+from lade.config import check_integer
+from lade.drafters.model_drafter import ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
@@ -45,19 +47,14 @@ class FirstLayers(Drafter):
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        *,
-        length: int | None = None,
-        name: str = "first_layers",
+        self, num_layers: int, *, length: int | None = None, name: str = "first_layers"
     ) -> None:
-        if isinstance(num_layers, bool) or not isinstance(num_layers, int):
-            raise TypeError(f"expected num_layers to be an int, got {num_layers!r}")
-        if num_layers < 1:
-            raise ValueError(f"expected num_layers of at least 1, got {num_layers}")
+        check_integer("num_layers", num_layers, 1)
+        if length is not None:
+            check_integer("length", length, 1)
         self.num_layers = num_layers
         self.name = name
-        self._growth = Growth(length)
+        self._length, self._forward_sec = length, Mean()
 
     def for_call(self, call: DraftingCall) -> Drafter:
         """Return a drafter for one call.
@@ -68,7 +65,8 @@ class FirstLayers(Drafter):
             UnsupportedOptionError: it has too few layers; also a `ValueError`.
         """
         view, plan = _view_of(call.model, self.num_layers)
-        return ModelDrafter(call, partial(ModelRunner, view, plan, call.max_length), self._growth)
+        open_runner = partial(ModelRunner, view, plan, call.max_length)
+        return ModelDrafter(call, open_runner, self._length, self._forward_sec)
 
 
 def _view_of(model: Model, num_layers: int) -> tuple[Model, VerificationPlan]:

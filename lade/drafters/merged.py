@@ -76,11 +76,9 @@ def sources_of(drafter: Drafter, call: DraftingCall, is_strict: bool) -> list[So
     Raises:
         LadeError: one cannot draft for this call.
     """
-    parts: Sequence[tuple[Any, str]] = [(drafter, _name_of(drafter))]
-    is_part = isinstance(drafter, Merged)
-    if isinstance(drafter, Merged):
-        parts = [*zip(drafter.parts, drafter.names, strict=True)]
-    guards = {"is_part": is_part, "is_strict": is_strict, "device": call.device}
+    merged = drafter if isinstance(drafter, Merged) else Merged([drafter])
+    guards: Any = {"is_part": merged is drafter, "is_strict": is_strict, "device": call.device}
+    parts = zip(merged.parts, merged.names, strict=True)
     return [Source(part, name, **guards).make(call) for part, name in parts]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,25 +35,6 @@ _LEAST_SHARE = 0.1
 _MAX_SUPPORT = 256
 
 
-class Growth:
-    """How far drafts go, and what forwards cost, kept between calls.
-
-    Args:
-        length: K, levels of a draft; None for as many as make tokens come faster.
-
-    Raises:
-        ValueError: it is no such number.
-    """
-
-    def __init__(self, length: int | None = None) -> None:
-        if length is not None and (type(length) is not int or length < 1):
-            raise ValueError(f"expected length to be a number from 1 or None, got {length!r}")
-        self.is_measured = length is None
-        self.num_levels = length or _MAX_LEVELS
-        #: Seconds of a forward of the drafting model over a level.
-        self.forward_sec = Mean()
-
-
 # --- how far a draft goes ---------------------------------------------------------------------
 
 
@@ -73,22 +54,21 @@ class Rule:
     first level pays is decided in `lade/budget/asking.py`.
 
     Args:
-        step_sec: returns the seconds of a step that verifies so many nodes, 0 where unknown; None
-            for not at all.
+        forward_sec: of the drafting model, over a level; None where K is a number.
+        step_sec: returns the seconds of a step that verifies so many nodes, 0 where unknown.
     """
 
-    def __init__(self, growth: Growth, step_sec: Callable[[int], float] | None = None) -> None:
-        self._growth = growth
-        self._step_sec = step_sec or (lambda num_nodes: 0.0)
+    def __init__(self, forward_sec: Mean | None, step_sec: Callable[[int], float]) -> None:
+        self._forward_sec, self._step_sec = forward_sec, step_sec
         #: How often a level was right, given the one before, of late; at first, a guess.
         self.right = Mean(0.7, 4.0)
         self._calibration = Calibration()
 
     def goes_on(self, levels: Sequence[Level]) -> bool:
         """Return whether another level is worth a forward, after these; at least one."""
-        if not self._growth.is_measured:
+        if self._forward_sec is None:
             return True
-        forward_sec, num_nodes = self._growth.forward_sec.value, sum(each[2] for each in levels)
+        forward_sec, num_nodes = self._forward_sec.value, sum(each[2] for each in levels)
         step_sec = self._step_sec(num_nodes)
         if not forward_sec or not step_sec:
             return levels[-1].token_prob >= _SURE
@@ -257,10 +237,7 @@ class GrowingTree:
                 if not total > 0 or prob < least:
                     break
                 left = left / total
-                sums = left.cumsum()
-                # Never a token of probability 0: of equal sums, the first is found.
-                place = int(sums.searchsorted(self._rng.random() * sums[-1], side="right"))
-                place = min(place, int(left.nonzero()[0][-1]))
+                place = int(self._rng.choice(len(left), p=left))
                 token_id, token_prob = int(token_ids[place]), float(left[place])
                 self.nodes.append(_GrownNode(token_id, parent, prob, token_prob, (token_ids, left)))
                 left = np.where(token_ids == token_id, 0.0, left)
@@ -289,7 +266,8 @@ class ModelDrafter(Drafter):
 
     Args:
         open_runner: returns the model for a sequence; asked at its first draft.
-        growth: how far drafts go.
+        length: K, levels of a draft; None for as many as make tokens come faster.
+        forward_sec: of the model, over a level; kept between calls.
         max_length: tokens, text and draft together, that the model has positions for.
     """
 
@@ -297,32 +275,36 @@ class ModelDrafter(Drafter):
         self,
         call: DraftingCall,
         open_runner: Callable[[], ModelRunner],
-        growth: Growth,
+        length: int | None,
+        forward_sec: Mean,
         max_length: int | None = None,
     ) -> None:
-        self.is_measured = growth.is_measured
+        self.is_measured = length is None
         self._call = call
         self._open_runner = open_runner
-        self._growth = growth
+        self._num_levels = length or _MAX_LEVELS
+        self._forward_sec = forward_sec
         self._max_length = min(call.max_length - 1, max_length or call.max_length)
         self._texts: dict[int, _DraftedText] = {}
         self._num_opened = 0
         self._processors = HypotheticalProcessors(call.processors, call.num_rows)
-        self._ends = end_tokens_of(call.model)
+        ids = getattr(getattr(call.model, "generation_config", None), "eos_token_id", None)
+        self._ends = frozenset([ids] if isinstance(ids, int) else ids or [])
 
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Begin a sequence."""
         handle = self._num_opened
         self._num_opened += 1
-        self._texts[handle] = _DraftedText(handle, Rule(self._growth, self._call.step_sec))
+        forward_sec = self._forward_sec if self.is_measured else None
+        self._texts[handle] = _DraftedText(handle, Rule(forward_sec, self._call.step_sec))
         return handle
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Grow a draft after the text."""
-        state, growth, call = self._texts[sequence], self._growth, self._call
+        state, call = self._texts[sequence], self._call
         state.levels = []
         room = self._max_length - len(committed)
-        num_levels = min(max_draft_tokens, room, growth.num_levels)
+        num_levels = min(max_draft_tokens, room, self._num_levels)
         # The newest token of a text is no part of what a model has run.
         if num_levels < 1 or len(committed) < 2:
             return Draft.empty()
@@ -383,13 +365,6 @@ class ModelDrafter(Drafter):
         probs = (best.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
         ids, on_host = HostCopy(best.indices, probs).get()
         if len(committed) - state.num_followed <= FEW_BEHIND:
-            self._growth.forward_sec.add_sec(perf_counter() - start)
+            self._forward_sec.add_sec(perf_counter() - start)
         state.num_followed = len(committed)
         return ids.numpy(), on_host.numpy().astype(np.float64)
-
-
-def end_tokens_of(model: Any) -> frozenset[int]:
-    """Return the tokens that end a text."""
-    config = getattr(model, "generation_config", None)
-    ids = getattr(config, "eos_token_id", None)
-    return frozenset([ids] if isinstance(ids, int) else ids or [])

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
-from lade.compat import Model, device_of_inputs
+from lade.compat import Model
 from lade.drafting.drafts import draft_of, path_along
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, make_target, with_products
@@ -51,12 +50,7 @@ class ModelRunner:
         max_length: maximum length of the text, to plan memory for.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        plan: VerificationPlan,
-        max_length: int,
-    ) -> None:
+    def __init__(self, model: Model, plan: VerificationPlan, max_length: int) -> None:
         self.is_chain = plan.verification != "tree"
         self._model = model
         self._plan = plan
@@ -64,7 +58,6 @@ class ModelRunner:
         # In another mode it may draw from the generator that the text is drawn from.
         self._modules = [*model.modules()]
         self._modes = [*map(_training, self._modules)]
-        self._device = device_of_inputs(model)
         self._vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
         self._target: Any = None
         self._held: list[int] = []  # committed tokens that the target has run
@@ -91,7 +84,7 @@ class ModelRunner:
         if self._target is None or len(committed) <= len(held) or committed[: len(held)] != held:
             new = committed if self.is_chain else committed[:-1]
             self._check(committed)
-            logits = self._prefill([*new])
+            logits = self._prefill(new)
             self._held = [*new]
             if self.is_chain:
                 self._after = logits
@@ -133,14 +126,21 @@ class ModelRunner:
                 f"{min(token_ids)} to {max(token_ids)}"
             )
 
-    def _prefill(self, token_ids: list[int]) -> Tensor:
+    def _prefill(self, token_ids: Sequence[int]) -> Tensor:
+        """Run the beginning of a text, by the arguments that `generate` prepares."""
         self.close()
-        input_ids = torch.tensor([token_ids], device=self._device)
         num_new = max(1, self._max_length - len(token_ids))
-        config, model_kwargs = prepared(self._model, input_ids, num_new)
-        target = make_target(self._model, input_ids, model_kwargs, self._plan, num_new, config)
-        logits = target.prefill()[0, -1]
-        self._target = target
+
+        def begin(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
+            for unwanted in ("logits_processor", "stopping_criteria"):
+                prepared.pop(unwanted, None)
+            self._target = make_target(
+                self._model, input_ids, prepared, self._plan, num_new, generation_config
+            )
+            return input_ids
+
+        Plain(self._model, token_ids).generate(num_new=num_new, custom_generate=begin)
+        logits: Tensor = self._target.prefill()[0, -1]
         return logits
 
     def _commit(self, committed: Sequence[int]) -> None:
@@ -168,19 +168,3 @@ class ModelRunner:
         tree = Tree.build(self._tokens[0], draft_of(self._tokens[1:], parents))
         logits: Tensor = self._target.extend(tree, num_run)[0]
         return logits
-
-
-def prepared(
-    model: Model, input_ids: Tensor, max_new_tokens: int
-) -> tuple[GenerationConfig, dict[str, Any]]:
-    """Return the config and the arguments of the prefill as `generate` prepares them."""
-    found: list[tuple[GenerationConfig, dict[str, Any]]] = []
-
-    def catch(_: Model, input_ids: Tensor, generation_config: Any, **model_kwargs: Any) -> Tensor:
-        for unwanted in ("logits_processor", "stopping_criteria"):
-            model_kwargs.pop(unwanted, None)
-        found.append((generation_config, model_kwargs))
-        return input_ids
-
-    Plain(model, input_ids[0].tolist()).generate(num_new=max_new_tokens, custom_generate=catch)
-    return found[0]

@@ -1,5 +1,6 @@
-"""`Drafter`, the base class of all that drafts, and what one is told of its call."""
+"""`Drafter`, the base class of all that drafts, what one is told of its call; `ForcedTokens`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,7 @@ class DraftingCall:
         make_pool_drafter: Returns a drafter by the call's own pools and table, as the call has
             without another drafter.
         step_sec: Returns the seconds of a step that verifies so many tokens in each row, as far as
-            measured, else 0; None for not at all.
+            measured, else 0.
     """
 
     model: Any
@@ -125,4 +126,25 @@ class DraftingCall:
     samples: bool = False
     rngs: Sequence[np.random.Generator] | None = None
     make_pool_drafter: Callable[[], Drafter] = Drafter
-    step_sec: Callable[[int], float] | None = None
+    step_sec: Callable[[int], float] = lambda num_tokens: 0.0
+
+
+class ForcedTokens(ABC):
+    """Foresight of what a logits processor will enforce; a base class of processors that have it.
+
+    A processor of another class is never asked, whatever its methods are called. Nor is a
+    `prefix_allowed_tokens_fn`, which may keep state.
+    """
+
+    @abstractmethod
+    def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
+        """Return the tokens that must follow, as far as they are known.
+
+        Called between steps: the processor was called once for each emitted token, so it has seen
+        all of `committed` but the last token. This must not change what the processor does later.
+
+        Args:
+            row: the sequence's row in the batch that the processor is called with.
+            committed: that row of its next `input_ids`: padding, prompt and emitted tokens.
+            max_tokens: maximum number of tokens to return.
+        """

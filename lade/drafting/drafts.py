@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngram_pool import Draft
+from ngram_pool._kernels import MAX_TOKEN_ID
 
 Floats = NDArray[np.float64]
 
@@ -134,40 +135,18 @@ def checked(draft: object, max_draft_tokens: int) -> Draft:
     """
     if not isinstance(draft, Draft):
         raise TypeError(f"expected a Draft, got {type(draft).__name__}")
-    token_ids: NDArray[Any] = np.asarray(draft.token_ids)
-    parents: NDArray[Any] = np.asarray(draft.parents)
-    probs: NDArray[Any] = np.asarray(draft.probs)
-    _check_kind("token_ids", token_ids, np.integer, len(token_ids))
-    _check_kind("parents", parents, np.integer, len(token_ids))
-    _check_kind("probs", probs, np.floating, len(token_ids))
-    num_nodes = min(len(token_ids), max_draft_tokens)
-    parents, probs = parents[:num_nodes].astype(np.int32), probs[:num_nodes].astype(np.float64)
-    if num_nodes and not ((parents >= -1) & (parents < np.arange(num_nodes))).all():
+    arrays, shape = list[NDArray[Any]](), (len(draft.token_ids),)
+    for name, kind in (("token_ids", np.integer), ("parents", np.integer), ("probs", np.floating)):
+        array = np.asarray(getattr(draft, name))
+        if array.shape != shape:
+            raise ValueError(f"expected {name} of shape {[*shape]}, got {[*array.shape]}")
+        if len(array) and not np.issubdtype(array.dtype, kind):
+            raise TypeError(f"expected {name} of {kind.__name__}, got {array.dtype}")
+        arrays.append(array[:max_draft_tokens])
+    token_ids, parents, probs = arrays
+    if not ((parents >= -1) & (parents < np.arange(len(parents)))).all():
         raise ValueError(f"expected parents[i] from -1 to i - 1, got {parents.tolist()}")
     if not ((probs >= 0) & (probs <= 1)).all():  # False for NaN
         raise ValueError("expected probs from 0 to 1")
     # Ids outside the vocabulary are cut off later; here they only have to fit into int32.
-    ids = np.clip(token_ids[:num_nodes], -1, np.iinfo(np.int32).max).astype(np.int32)
-    return draft_of(ids, parents, probs)
-
-
-def checked_ids(token_ids: object) -> list[int]:
-    """Validate the tokens that a grammar forces, and return them; ids stay to be cut off later.
-
-    Raises:
-        TypeError: they are no integers.
-        ValueError: they are no list.
-    """
-    ids: NDArray[Any] = np.asarray(token_ids)
-    if ids.ndim != 1:
-        raise ValueError(f"expected a list of forced token ids, got {token_ids!r:.100}")
-    _check_kind("forced token ids", ids, np.integer, len(ids))
-    found: list[int] = np.clip(ids, -1, np.iinfo(np.int32).max).tolist()
-    return found
-
-
-def _check_kind(name: str, array: NDArray[Any], kind: type, length: int) -> None:
-    if array.ndim != 1 or len(array) != length:
-        raise ValueError(f"expected {name} of shape [{length}], got {list(array.shape)}")
-    if len(array) and not np.issubdtype(array.dtype, kind):
-        raise TypeError(f"expected {name} of {kind.__name__}, got {array.dtype}")
+    return draft_of(np.clip(token_ids, -1, MAX_TOKEN_ID).astype(np.int32), parents, probs)

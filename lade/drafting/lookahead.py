@@ -21,10 +21,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lade.config import Lookahead
-from lade.transfer import HostCopy, integers_on
 from lade.tree import SideNodes
 
 
@@ -100,16 +98,3 @@ class Window:
         columns = [[root_token_id, *oldest], *others, token_ids]
         self._iterations = [others[0][1:], *others[1:], [*token_ids]]
         return np.array(columns, np.int32).T
-
-
-def likeliest_tokens(logits: Tensor, nodes: Sequence[int], vocab_size: int) -> list[int]:
-    """Return the likeliest token after each node, the first of equals, in one transfer.
-
-    Args:
-        logits: [1, num_nodes, vocab_size or more].
-        vocab_size: exclusive upper bound of the token ids.
-    """
-    places = integers_on(logits.device, nodes)
-    (found,) = HostCopy(logits[0, places, :vocab_size].float().argmax(dim=-1)).get()
-    token_ids: list[int] = found.tolist()
-    return token_ids

@@ -1,12 +1,13 @@
-"""The sources of a call's drafts, its pool first, each asked through one guard.
+"""The sources of a call's drafts, its pool first, each asked in one guarded way.
 
 `speculator.py` joins what they propose. Nowhere else is a user's drafter or grammar asked: no call
 fails, and no text changes.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from itertools import islice
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -16,85 +17,14 @@ from numpy.typing import NDArray
 from lade.budget.asking import SourceCosts
 from lade.budget.budget import Calibration
 from lade.captures import put_back, random_states
-from lade.drafting.drafter import Drafter, DraftingCall
+from lade.config import check_integer
+from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
 from lade.drafting.drafts import checked
 from lade.drafting.successors import Successors, compile_kernels
 from lade.errors import DrafterWarning, LadeError, in_one_line
 from lade.stats import SourceStats
 from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool, SampledDraft, SuccessorTable
-
-
-class Guard:
-    """Asks one drafter, in one call.
-
-    The first exception becomes a warning, and the drafter is not asked again. After each answer,
-    torch's global random state is what it was before, on the CPU and on the target's device: text
-    is drawn from it. That takes 5 µs; looking whether the state has changed took 8 µs more.
-
-    The state is that of all threads, and what others draw in between is undone as well. So it is
-    left alone for drafters of lade's own, which draw nothing there. Neither are their drafts
-    checked: that took as long as half of drafting.
-
-    Args:
-        drafter: is asked, or makes what is.
-        what: is done without where the drafter fails, for the warning.
-        is_strict: let exceptions through, for authors of drafters.
-        device: of the target; None for the CPU.
-    """
-
-    def __init__(
-        self,
-        drafter: object,
-        what: str,
-        is_strict: bool = False,
-        device: torch.device | None = None,
-    ) -> None:
-        self.has_failed = False
-        self._what = what
-        self._is_strict = is_strict
-        self._device = device or torch.device("cpu")
-        self.asks(drafter)
-
-    def asks(self, drafter: object) -> None:
-        """Ask another drafter from now on: the one that was made for the call."""
-        self.drafter: Any = drafter
-        # Whether it is one of lade's own, and no subclass of a user's.
-        self.is_own = type(drafter).__module__.startswith("lade.")
-
-    def ask(
-        self,
-        what: str | Callable[..., Any],
-        instead: Any,
-        *args: Any,
-        even_if_failed: bool = False,
-        may_refuse: bool = False,
-    ) -> Any:
-        """Return what a method of the drafter returns, or `instead` where it fails or has failed.
-
-        Args:
-            what: name of the method, as looking at it may raise, too; or what calls the drafter.
-            instead: what to return then.
-            args: of the method.
-            even_if_failed: whether to ask one that has failed; it is not told again.
-            may_refuse: whether a `LadeError` ends the call.
-        """
-        if self.has_failed and not even_if_failed:
-            return instead
-        try:
-            with nullcontext() if self.is_own else unchanged_generators(self._device):
-                return (getattr(self.drafter, what) if isinstance(what, str) else what)(*args)
-        except Exception as failure:  # the drafter may be the user's
-            if self._is_strict or (may_refuse and isinstance(failure, LadeError)):
-                raise
-            if not self.has_failed:
-                self.has_failed = True
-                warnings.warn(
-                    f"lade goes on without {self._what} failed ({in_one_line(failure)}); "
-                    "Config(strict_drafter=True) raises it",
-                    DrafterWarning,
-                    stacklevel=2,
-                )
-            return instead
+from ngram_pool._kernels import MAX_TOKEN_ID
 
 
 class PoolDrafter(Drafter):
@@ -106,10 +36,6 @@ class PoolDrafter(Drafter):
         prewarmed: the successors that the target finds likely after single tokens and pairs, as
             `lade.prewarm` found them.
         layers: pools that are only read, whose text drafts come from as well.
-
-    Raises:
-        TypeError: a layer is not an `NGramPool`.
-        ValueError: a layer is not read-only.
     """
 
     name = "pool"
@@ -124,9 +50,6 @@ class PoolDrafter(Drafter):
         prewarmed: SuccessorTable | None = None,
         layers: Sequence[NGramPool] = (),
     ) -> None:
-        if layers:
-            # Raises now rather than in a call.
-            pool.close_sequence(pool.open_sequence(layers=layers))
         self.pool = pool
         self._max_candidates = max_candidates
         self._max_match = pool.max_match  # of a context's last tokens
@@ -236,36 +159,48 @@ class PoolDrafter(Drafter):
         self.pool.close_sequence(sequence)
 
 
-class Source(Guard):
-    """One drafter in a call: what it can do, what it did, and its handles of the rows.
+class Source:
+    """A drafter or a grammar in one call: how it is asked, what it can do, and what it did.
+
+    The first exception becomes a warning, and it is not asked again. After each answer, torch's
+    global random state is what it was before, on the CPU and on the target's device: text is drawn
+    from it. That takes 5 µs; looking whether the state has changed took 8 µs more.
+
+    The state is that of all threads, and what others draw in between is undone as well. So it is
+    left alone for drafters of lade's own, which draw nothing there. Neither are their drafts
+    checked: that took as long as half of drafting.
 
     Args:
-        drafter: what the user gave, or a pool.
+        drafter: what the user gave, or a pool; or a logits processor that knows a grammar.
         name: in statistics; its class if it is none of several.
         is_part: whether it is one of several.
-        is_strict, device: see `Guard`.
+        what: is done without where it fails, for the warning; drafts unless said otherwise.
+        is_strict: let exceptions through, for authors of drafters.
+        device: of the target; None for the CPU.
     """
 
     def __init__(
         self,
-        drafter: Drafter | NGramPool,
+        drafter: Drafter | NGramPool | ForcedTokens,
         name: str = "",
         *,
         is_part: bool = False,
+        what: str = "drafts",
         is_strict: bool = False,
         device: torch.device | None = None,
     ) -> None:
         kind = type(drafter).__name__
         is_named = is_part or name not in ("", kind)
-        what = f"the drafter {name!r}: it" if is_named else f"drafts: {kind}"
-        super().__init__(drafter, what, is_strict, device)
+        self._what = f"the drafter {name!r}: it" if is_named else f"{what}: {kind}"
+        self._is_strict = is_strict
+        self._device = device or torch.device("cpu")
+        self._asks(drafter)
+        self.has_failed = False
         self.name = name
         self.is_part = is_part
         self.stats = SourceStats()
         self.calibration = Calibration()
-        # Of its drafts, in earlier calls, too: they are kept with the drafter.
-        kept = getattr(drafter, "__dict__", {})  # runs no code of the user's
-        self.costs: SourceCosts = kept.setdefault("_lade_costs", SourceCosts())
+        self.costs = SourceCosts()
         self.num_successors = 0
         self.learns_ngrams = self.is_free = False
         # Whether it draws when it is told how much, or at once, where drafts are drawn.
@@ -274,6 +209,49 @@ class Source(Guard):
         self.is_measured: bool | None = None
         self.handles: dict[int, Any] = {}  # by row
         self.num_run: dict[int, int] = {}  # tokens of the text at its last draft, by row
+
+    def _asks(self, drafter: object) -> None:
+        self.drafter: Any = drafter
+        # Whether it is one of lade's own, and no subclass of a user's.
+        self._is_own = type(drafter).__module__.startswith("lade.")
+
+    def ask(
+        self,
+        what: str | Callable[..., Any],
+        instead: Any,
+        *args: Any,
+        even_if_failed: bool = False,
+        may_refuse: bool = False,
+    ) -> Any:
+        """Return what a method of the drafter returns, or `instead` where it fails or has failed.
+
+        Args:
+            what: name of the method, as looking at it may raise, too; or what calls the drafter.
+            instead: what to return then.
+            args: of the method.
+            even_if_failed: whether to ask one that has failed; it is not told again.
+            may_refuse: whether a `LadeError` ends the call.
+        """
+        if self.has_failed and not even_if_failed:
+            return instead
+        states = None if self._is_own else random_states(self._device)
+        try:
+            return (getattr(self.drafter, what) if isinstance(what, str) else what)(*args)
+        except Exception as failure:  # the drafter may be the user's
+            if self._is_strict or (may_refuse and isinstance(failure, LadeError)):
+                raise
+            if not self.has_failed:
+                self.has_failed = True
+                warnings.warn(
+                    f"lade goes on without {self._what} failed ({in_one_line(failure)}); "
+                    "Config(strict_drafter=True) raises it",
+                    DrafterWarning,
+                    stacklevel=2,
+                )
+            return instead
+        finally:
+            if states is not None:
+                put_back(self._device, states)
 
     def make(self, call: DraftingCall) -> "Source":
         """Make what drafts for a call, and look at it.
@@ -286,6 +264,8 @@ class Source(Guard):
 
     def _make(self, call: DraftingCall) -> None:
         given = self.drafter
+        # Of its drafts, in earlier calls, too: they are kept with the drafter.
+        self.costs = getattr(given, "__dict__", {}).setdefault("_lade_costs", self.costs)
         if isinstance(given, NGramPool):
             pools = (NGramPool(), (given,)) if given.is_read_only else (given, ())
             made: Any = PoolDrafter(pools[0], call.max_candidates, layers=pools[1])
@@ -293,14 +273,11 @@ class Source(Guard):
             made = given.for_call(call)
         if not isinstance(made, Drafter):
             raise TypeError(f"expected for_call to return a lade.Drafter, got {made!r}")
-        self.asks(made)
+        self._asks(made)
         self.is_pool = isinstance(made, PoolDrafter)
         self.is_made = not self.is_pool and type(given).for_call is not Drafter.for_call
-        wanted: Any = made.num_successors
-        if isinstance(wanted, bool) or not isinstance(wanted, int | np.integer):
-            raise TypeError(f"expected num_successors to be an int, got {wanted!r}")
-        if wanted < 0:
-            raise ValueError(f"expected num_successors of at least 0, got {wanted}")
+        wanted = made.num_successors
+        check_integer("num_successors", wanted, 0)
         if wanted:
             compile_kernels()
         self.learns_ngrams, self.is_free = bool(made.learns_ngrams), bool(made.is_free)
@@ -308,7 +285,7 @@ class Source(Guard):
         self.num_successors = int(wanted)
 
     def open(self, row: int, context: Sequence[int]) -> None:
-        """Begin a row; called by `ask`."""
+        """Begin a row; called by `ask`, as the next two are."""
         self.handles[row] = self.drafter.open([*context])
 
     def draft(
@@ -318,27 +295,22 @@ class Source(Guard):
         most: int,
         rng: np.random.Generator | None = None,
     ) -> Draft:
-        """Return a valid draft, drawn by a pool if there is an `rng`; called by `ask`."""
+        """Return a valid draft, drawn by a pool if there is an `rng`."""
         handle = self.handles.get(row)
         if rng is None:
             draft: Draft = self.drafter.draft(handle, committed, most)
         else:
             draft = self.drafter.sample(handle, committed, most, rng)
         # What lade's own drafters return is not checked: that took as long as half of drafting.
-        return draft if self.is_own else checked(draft, most)
+        return draft if self._is_own else checked(draft, most)
+
+    def forced(self, row: int, committed: Sequence[int], most: int) -> list[int]:
+        """Return the tokens that a grammar forces; those outside of the vocabulary stay."""
+        forced = islice(self.drafter.forced_tokens(row, committed, most), most)
+        return [min(max(-1, index(token_id)), MAX_TOKEN_ID) for token_id in forced]
 
     def close(self, row: int) -> None:
         """End a row."""
         self.num_run.pop(row, None)
         if row in self.handles:
             self.ask("close", None, self.handles.pop(row), even_if_failed=True)
-
-
-@contextmanager
-def unchanged_generators(device: torch.device) -> Iterator[None]:
-    """Put torch's random state back afterwards, on the CPU and, if it is a GPU, on a device."""
-    states = random_states(device)
-    try:
-        yield
-    finally:
-        put_back(device, states)

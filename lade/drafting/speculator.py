@@ -8,36 +8,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch.distributed
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.batch import Batch
 from lade.budget.asking import Asking, Pace
 from lade.budget.budget import Budget
-from lade.compat import placeholders_of
+from lade.compat import mesh_of, placeholders_of
 from lade.config import Lookahead
 from lade.drafting.drafter import DraftingCall
-from lade.drafting.drafts import (
-    after,
-    checked_ids,
-    joined,
-    matched_depth,
-    narrowed,
-)
-from lade.drafting.lookahead import Window, likeliest_tokens
-from lade.drafting.ranks import Ranks
-from lade.drafting.sources import Guard, Source
-from lade.drafting.successors import (
-    Ranked,
-    Successors,
-    rank,
-    with_probs,
-)
+from lade.drafting.drafts import after, joined, matched_depth, narrowed
+from lade.drafting.lookahead import Window
+from lade.drafting.sources import Source
+from lade.drafting.successors import Ranked, Successors, rank, with_probs
 from lade.stats import SourceStats, Step
-from lade.transfer import HostCopy
+from lade.transfer import HostCopy, integers_on
 from lade.tree import ROOT, Tree, starts
 from ngram_pool import Draft, SampledDraft
 
@@ -47,8 +36,6 @@ _MAX_PENDING = 16  # tokens to run again; from then on, a step without a draft r
 
 class Runner(Protocol):
     """What a target reports about its next forward."""
-
-    vocab_size: int  # exclusive upper bound of the token ids in a draft
 
     @property
     def num_pending(self) -> int:
@@ -69,7 +56,6 @@ class Plan:
     trees: dict[int, Tree]  # by row, the root and the draft to verify
     proposed: Mapping[int, Draft]  # by row, the whole proposal, verified or not
     window: Window | None  # run beside the draft of a single row
-    context_lengths: Mapping[int, int]  # by unfinished row, before the step
 
     @cached_property
     def num_tokens(self) -> int:
@@ -88,19 +74,6 @@ class Plan:
         return replace(self, trees=roots, window=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A committed step, and what is still to be learned from it."""
-
-    plan: Plan
-    steps: Sequence[Step]
-    successors: HostCopy | None
-    # Of its forward: tokens per row besides the root, their mean where rows have no padding, None
-    # for the prefill; and seconds, None where not representative of other forwards.
-    num_tokens: float | None = None
-    sec: float | None = None
-
-
 class _Asked(NamedTuple):
     """A source that was asked for a draft, and what was known by then."""
 
@@ -116,7 +89,6 @@ class _DraftedRow:
     """What became of the last proposal for a row."""
 
     asked: list[_Asked] = field(default_factory=list)  # until the outcome is known
-    source: Source | None = None  # the last that drafted
     forced: list[int] = field(default_factory=list)  # first tokens, where a grammar forces them
     draft: Draft = field(default_factory=Draft.empty)  # tokens to explore included
     room: int = 0  # maximum depth that the target can run
@@ -136,7 +108,7 @@ class Speculator:
     what each was drawn from.
 
     No source can fail the call: whatever one raises and an invalid draft become a warning, and it
-    is not asked again (`Guard`).
+    is not asked again (`Source.ask`).
 
     Args:
         sources: of the call.
@@ -152,7 +124,7 @@ class Speculator:
         call: DraftingCall,
         budget: Budget,
         runner: Runner,
-        grammar: Guard | None = None,
+        grammar: Source | None = None,
         lookahead: Lookahead | None = None,
     ) -> None:
         self._batch = batch
@@ -162,16 +134,14 @@ class Speculator:
         self._runner = runner
         self._grammar = grammar
         # Processes that share a target measure different times, and must draft in the same steps.
-        self._ranks = None if call.model is None else Ranks.of(call.model)
-        self._may_rest = self._ranks is None and lookahead is None and grammar is None
-        self._asks_all = self._ranks is not None or [source.is_measured for source in sources] == [
-            False
-        ]
+        self._mesh = mesh_of(call.model)
+        self._may_rest = self._mesh is None and lookahead is None and grammar is None
+        is_fixed = [source.is_measured for source in sources] == [False]
+        self._asks_all = self._mesh is not None or is_fixed
         self._window: Window | None = None
         if lookahead is not None:
-            self._window = Window(lookahead, batch.contexts[0], runner.vocab_size, seed=0)
-        model = call.model
-        self._placeholders = np.array(() if model is None else placeholders_of(model), np.int32)
+            self._window = Window(lookahead, batch.contexts[0], call.vocab_size, seed=0)
+        self._placeholders = np.array(placeholders_of(call.model), np.int32)
         self._pace = Pace()
         self._asking = {source: Asking(source.costs, self._pace) for source in sources}
         # Alone, a pool or a drafter of the user's is asked at every step; nothing is learned of it.
@@ -184,15 +154,6 @@ class Speculator:
         # and tokens emitted since.
         self._begun: float | None = None
         self._num_drafted = self._num_observed = self._num_emitted = 0
-
-    @property
-    def num_successors(self) -> int:
-        """Top-k target tokens to report per node; 0 for none."""
-        most = 0
-        for source in self._sources:
-            if not source.has_failed:
-                most = max(most, source.num_successors)
-        return most
 
     def sources(self) -> dict[str, SourceStats]:
         """Return what each source did, where there are several or models."""
@@ -215,7 +176,7 @@ class Speculator:
             row: Tree.build([0, *contexts[row]][-1], Draft.empty())
             for row in self._batch.rows
         }
-        return Plan(trees, {}, None, self._context_lengths())
+        return Plan(trees, {}, None)
 
     def plan(self, emitting: Sequence[int]) -> Plan:
         """Return what the next step runs: drafts of the rows that emit, roots of the others."""
@@ -234,19 +195,12 @@ class Speculator:
         drafts = dict[int, Draft]()
         for row, num in nums.items():
             drafts[row] = self._drawn(row, num)
-        if self._ranks is not None:
-            drafts = self._ranks.agree(drafts)
+        if self._mesh is not None:
+            drafts = agreed(drafts, self._mesh)
         trees = dict[int, Tree]()
         for row in batch.rows:
             trees[row] = Tree.build(text.token_ids[row][-1], drafts.get(row, _NOTHING))
-        return Plan(trees, proposed, window, self._context_lengths())
-
-    def _context_lengths(self) -> dict[int, int]:
-        lengths, is_finished = dict[int, int](), self._batch.text.is_finished
-        for row in self._batch.rows:
-            if (length := len(self._batch.contexts[row])) and not is_finished[row]:
-                lengths[row] = length
-        return lengths
+        return Plan(trees, proposed, window)
 
     def _nums_of_nodes(self, drafts: Mapping[int, Draft], window: Window | None) -> dict[int, int]:
         """Return how many draft tokens of each row to verify."""
@@ -275,8 +229,9 @@ class Speculator:
         state, context, room = self._rows[row], self._batch.contexts[row], self._batch.room(row)
         state.room, state.forced, draft = room, [], _NOTHING
         most = min(room, max_draft_tokens)
-        if most > 0 and self._grammar is not None:
-            state.forced = self._forced(self._grammar, row, most)
+        if most > 0 and (grammar := self._grammar) is not None:
+            committed = self._batch.text.token_ids[row]
+            state.forced = grammar.ask(grammar.forced, [], row, committed, most)
         left = max_draft_tokens - len(state.forced)
         if state.forced and self._call.rngs is not None:
             left = 0  # nothing is drawn behind them
@@ -294,19 +249,22 @@ class Speculator:
         Where drafts are drawn, a pool draws only when it is told how much, so what it proposes
         before may decide whether another source is worth asking instead.
         """
-        state.asked, state.source, draft = [], None, _NOTHING
+        state.asked, draft = [], _NOTHING
         if not self._learns:
-            state.source = self._sources[0]
-            alone: Draft = state.source.ask(state.source.draft, draft, row, context, most)
+            source = self._sources[0]
+            alone: Draft = source.ask(source.draft, draft, row, context, most)
             return alone
         self._begin_step(perf_counter())
-        draws, drafts, length = self._call.rngs is not None, list[Draft](), len(context)
-        length -= len(state.forced)
+        draws, drafts = self._call.rngs is not None, list[Draft]()
+        length = len(context) - len(state.forced)
+        num_to_come = max(0, self._call.max_length - length)
         for source in self._order():
             num_behind = length - source.num_run.get(row, 0) if source.is_made else 0
-            if draws and drafts and (self._asks_all or source.is_free):
+            asking, num_expected = self._asking[source], float(draft.probs.sum())
+            is_always = self._asks_all or source.is_free
+            if is_always and draws and drafts:
                 continue
-            if not self._pays(source, float(draft.probs.sum()), num_behind, length):
+            if not (is_always or asking.is_worth(num_expected, num_behind, num_to_come)):
                 continue
             start, before = perf_counter(), draft
             found = source.ask(source.draft, None, row, context, most)
@@ -321,7 +279,7 @@ class Speculator:
                 believed = source.calibration.believed(found.probs)
                 drafts.append(replace(found, probs=np.minimum.accumulate(believed)))
                 draft = joined(drafts, most)
-            sec, state.source = perf_counter() - start, source
+            sec = perf_counter() - start
             state.asked.append(_Asked(source, before, draft, found, sec))
             source.costs.record(sec, num_behind)
             source.num_run[row] = length
@@ -337,17 +295,11 @@ class Speculator:
         """Return the sources in the order in which they are asked, the cheapest first."""
         working = [source for source in self._sources if not source.has_failed]
         if not self._asks_all:
-            working.sort(key=lambda source: source.costs.draft_sec or float("inf"))
+            working.sort(key=lambda source: source.costs.draft_sec.value or float("inf"))
         if self._call.rngs is not None:
             # First a prediction, then those that are not drawn from yet.
             working.sort(key=lambda s: (not s.is_free or s.is_pool, s.is_made))
         return working
-
-    def _pays(self, source: Source, num_expected: float, num_behind: int, length: int) -> bool:
-        if self._asks_all or source.is_free:
-            return True
-        num_to_come = max(0, self._call.max_length - length)
-        return self._asking[source].is_worth(num_expected, num_behind, num_to_come)
 
     def _begin_step(self, now: float) -> None:
         """Learn how long the last step took, and begin another."""
@@ -386,27 +338,15 @@ class Speculator:
         state, rngs = self._rows[row], self._call.rngs
         if isinstance(state.draft, SampledDraft):
             return state.draft if num_nodes else state.draft.first(0)
-        proposed, source = state.draft.first(num_nodes), state.source
-        if source is None or not source.is_pool:
-            return proposed
-        if rngs is None or state.forced or not proposed:
+        proposed = state.draft.first(num_nodes)
+        source = state.asked[-1].source if state.asked else self._sources[0]
+        if rngs is None or not source.is_pool or state.forced or not proposed:
             return proposed
         args = row, self._batch.contexts[row], len(proposed), rngs[row]
         sampled = source.ask(source.draft, _NOTHING, *args)
         if state.asked:
             state.asked[-1] = state.asked[-1]._replace(draft=sampled, after=sampled)
         return self._possible(state, sampled)
-
-    def _forced(self, grammar: Guard, row: int, most: int) -> list[int]:
-        """Return the tokens that a grammar forces, none where it fails to say."""
-        committed = self._batch.text.token_ids[row]
-
-        def ask() -> list[int]:
-            forced = grammar.drafter.forced_tokens(row, committed, most)
-            return forced if grammar.is_own else checked_ids(forced)[:most]
-
-        forced: list[int] = grammar.ask(ask, [])
-        return forced
 
     def _possible(self, state: _DraftedRow, draft: Draft) -> Draft:
         """Put forced tokens before a draft, and cut it before what the target cannot run.
@@ -438,10 +378,13 @@ class Speculator:
             logits: [1, num_nodes, vocab_size or more].
             ranked: ranks of these logits that are known already, or None.
         """
-        num_successors = self.num_successors
+        num_successors = 0
+        for source in self._sources:
+            if not source.has_failed:
+                num_successors = max(num_successors, source.num_successors)
         if num_successors == 0:
             return None
-        known = logits[..., : self._runner.vocab_size]
+        known = logits[..., : self._call.vocab_size]
         # Ranks of wider logits may contain tokens that the model has no embeddings for.
         is_whole = known.shape == logits.shape
         ranked = (ranked if is_whole else None) or rank(known, num_successors)
@@ -457,9 +400,9 @@ class Speculator:
         if window is None:
             return 0
         num_tokens, tree = window.num_cells, plan.trees[0]
-        nodes = [len(tree) + cell for cell in window.newest]
-        newest = likeliest_tokens(logits, nodes, self._runner.vocab_size)
-        ngrams = window.advance(tree.token_ids[ROOT], newest)
+        cells = integers_on(logits.device, [len(tree) + cell for cell in window.newest])
+        newest = logits[0, cells, : self._call.vocab_size].float().argmax(dim=-1)
+        ngrams = window.advance(tree.token_ids[ROOT], HostCopy(newest).get()[0].tolist())
         for source in self._sources:
             if source.learns_ngrams and 0 in source.handles:
                 source.ask("observe_ngrams", None, source.handles[0], ngrams)
@@ -498,27 +441,43 @@ class Speculator:
                 args = source.handles[row], context, tree.token_ids, parents, mine
                 source.ask("harvest", None, *args)
 
-    def learn(self, done: Done) -> None:
-        """Tell the successors of all nodes, and the budget the step's cost."""
-        batch, trees = self._batch, done.plan.trees
-        if done.successors is not None:
-            of_rows = Successors.sent(done.successors)
+    def learn(
+        self,
+        plan: Plan,
+        steps: Sequence[Step],
+        successors: HostCopy | None,
+        num_tokens: float | None = None,
+        sec: float | None = None,
+    ) -> None:
+        """Learn from the last committed step: what followed all of its nodes, and what it cost.
+
+        Args:
+            plan: what it ran.
+            steps: of the rows that emitted.
+            successors: of the nodes, on their way to the host; None where nobody asks for them.
+            num_tokens: of its forward per row, besides the root; their mean where rows have no
+                padding, None for the prefill.
+            sec: seconds of its forward; None where not representative of other forwards.
+        """
+        batch, trees, emitted = self._batch, plan.trees, dict[int, Sequence[int]]()
+        for step in steps:
+            emitted[step.row] = step.token_ids
+        if successors is not None:
+            of_rows = Successors.sent(successors)
             for (row, tree), start in zip(trees.items(), starts(trees.values()), strict=True):
-                length = done.plan.context_lengths.get(row)
-                if length is not None and row in self._rows:
+                length = len(batch.contexts[row]) - len(emitted.get(row, ()))  # before the step
+                if length and row in self._rows:
                     context = batch.contexts[row][:length]
                     self.harvest(row, context, tree, of_rows.of_tree(start, len(tree)))
-        if done.num_tokens is not None:
-            proposed = done.plan.proposed
+        if num_tokens is not None:
+            outcomes = {
+                row: (plan.proposed[row], emitted[row]) for row in emitted if row in plan.proposed
+            }
             self._budget.record(
                 num_rows=len(trees),
-                num_nodes=done.num_tokens,
-                forward_sec=done.sec,
-                outcomes={
-                    step.row: (proposed[step.row], step.token_ids)
-                    for step in done.steps
-                    if step.row in proposed
-                },
+                num_nodes=num_tokens,
+                forward_sec=sec,
+                outcomes=outcomes,
                 num_emitted={row: batch.text.num_emitted(row) for row in batch.rows},
             )
 
@@ -532,3 +491,15 @@ class Speculator:
     def close_all(self) -> None:
         """End all open rows."""
         self.close([*self._rows])
+
+
+def agreed(drafts: Mapping[int, Draft], mesh: Any) -> dict[int, Draft]:
+    """Return the drafts, by row, of the first of the processes that run one model together.
+
+    Pools may differ between processes, and measured costs always do. Every process must call this
+    at every step.
+    """
+    group = (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).get_group()
+    found = [dict(drafts)]
+    torch.distributed.broadcast_object_list(found, group=group, group_src=0)
+    return found[0]

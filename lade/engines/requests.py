@@ -88,12 +88,8 @@ class Prefixes:
 
     def __init__(self, max_age: int) -> None:
         self._max_age = max_age
-        #: By hash of all up to the end of a block: how many tokens were observed before it.
+        # By hash of all up to the end of a block: how many tokens were observed before it.
         self._ages: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        """Return how many blocks are known; each took 64 tokens of those that are not forgotten."""
-        return len(self._ages)
 
     def num_held(self, text: Int32Array, num_observed: int) -> int:
         """Return how many of a text's first tokens are held, after so many were observed."""

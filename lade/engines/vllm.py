@@ -47,34 +47,6 @@ class ProposerStats:
     is_off: bool = False  # after too many failures in a row
 
 
-class _Slots:
-    """What was observed of the requests remembered, by slot.
-
-    The last entry, which is also that of NONE, is of no request: rows that are passed over.
-    """
-
-    def __init__(self, num_slots: int, pool: NGramPool) -> None:
-        self._nobody = pool
-        self.pools = [pool] * (num_slots + 1)
-        self.sequences = [0] * (num_slots + 1)
-        self.is_text = np.zeros(num_slots + 1, np.bool_)
-        self.num_prompt = np.zeros(num_slots + 1, np.int64)  # first tokens, observed as a prompt
-        self.num_observed = np.zeros(num_slots + 1, np.int64)
-
-    def begin(self, slot: int, pool: NGramPool, sequence: int, num_prompt: int) -> None:
-        """Let a slot be of a request of which nothing was observed."""
-        self.pools[slot], self.sequences[slot] = pool, sequence
-        self.is_text[slot] = True
-        self.num_prompt[slot], self.num_observed[slot] = num_prompt, 0
-
-    def drop(self, slot: int) -> None:
-        """Let a slot be of no request; its sequence is closed, and a pool of its own goes."""
-        if self.sequences[slot]:
-            self.pools[slot].close_sequence(self.sequences[slot])
-        self.pools[slot], self.sequences[slot] = self._nobody, 0
-        self.is_text[slot] = False
-
-
 def options_from(vllm_config: Any) -> PoolOptions:
     """Return the options in a vLLM config: `additional_config={"lade": {...}}`.
 
@@ -132,7 +104,13 @@ class PoolProposer:
         self._requests = Requests(num_slots, self._max_model_len)
         # Where requests share no pool, each has its whole prompt observed.
         self._prefixes = Prefixes(self._pool.capacity_tokens) if is_shared else None
-        self._slots = _Slots(num_slots, self._pool)
+        # What was observed of the requests remembered, by slot. The last entry, which is also that
+        # of NONE, is of no request: rows that are passed over.
+        self._pools = [self._pool] * (num_slots + 1)
+        self._sequences = [0] * (num_slots + 1)
+        self._is_text = np.zeros(num_slots + 1, np.bool_)
+        self._num_prompt = np.zeros(num_slots + 1, np.int64)  # first tokens, observed as a prompt
+        self._num_observed = np.zeros(num_slots + 1, np.int64)
 
     def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Do nothing: a pool needs no model. vLLM calls this once."""
@@ -223,7 +201,10 @@ class PoolProposer:
 
     def _begin_requests(self, found: Found, texts: Int32Array, known_lengths: Int64Array) -> None:
         for slot in found.dropped:
-            self._slots.drop(slot)
+            if self._sequences[slot]:
+                self._pools[slot].close_sequence(self._sequences[slot])
+            self._pools[slot], self._sequences[slot] = self._pool, 0
+            self._is_text[slot] = False
         for row in found.new:
             slot, num_prompt = found.slots.item(row), known_lengths.item(row)
             self._stats.requests += 1
@@ -231,37 +212,38 @@ class PoolProposer:
                 continue
             pool = self._pool if self._prefixes is not None else self._pool.beside()
             sequence = pool.open_sequence(self._prewarmed, self._layers)
-            self._slots.begin(slot, pool, sequence, num_prompt)
+            self._pools[slot], self._sequences[slot] = pool, sequence
+            self._is_text[slot] = True
+            self._num_prompt[slot], self._num_observed[slot] = num_prompt, 0
             if self._prefixes is not None:
                 num_held = self._prefixes.num_held(
                     texts[row, :num_prompt], self._stats.observed_tokens
                 )
                 # But for as much of it as a match of what comes next may reach back to.
                 num_known = max(0, num_held - self._pool.max_match)
-                self._slots.num_observed[slot] = num_known
+                self._num_observed[slot] = num_known
                 self._stats.known_tokens += num_known
 
     def _observe_prompts(
         self, by_row: Int64Array, texts: Int32Array, lengths: Int64Array
     ) -> Int64Array:
         """Observe what is left of prompts, as far as a step may; return the new tokens by row."""
-        slots = self._slots
         few = _MAX_STEPS_MISSED * (self._max_draft_tokens + 1)
-        num_observed, num_prompt = slots.num_observed[by_row], slots.num_prompt[by_row]
+        num_observed, num_prompt = self._num_observed[by_row], self._num_prompt[by_row]
         is_late = lengths - np.maximum(num_observed, num_prompt) > few
-        num_new = np.where(slots.is_text[by_row], lengths - num_observed, 0)
+        num_new = np.where(self._is_text[by_row], lengths - num_observed, 0)
         num_left = self.options.max_step_tokens
-        is_left = slots.is_text[by_row] & (is_late | (num_observed < num_prompt))
+        is_left = self._is_text[by_row] & (is_late | (num_observed < num_prompt))
         for row in np.flatnonzero(is_left).tolist():
             slot, length = by_row.item(row), lengths.item(row)
             if is_late[row]:
-                slots.num_prompt[slot] = length
-            begin, end = num_observed.item(row), slots.num_prompt.item(slot)
+                self._num_prompt[slot] = length
+            begin, end = num_observed.item(row), self._num_prompt.item(slot)
             stop = min(end, begin + num_left)
-            slots.pools[slot].observe(texts[row, begin:stop], slots.sequences[slot])
+            self._pools[slot].observe(texts[row, begin:stop], self._sequences[slot])
             if self._prefixes is not None:
                 self._prefixes.add(texts[row], begin, stop, self._stats.observed_tokens)
-            slots.num_observed[slot] = stop
+            self._num_observed[slot] = stop
             num_left -= stop - begin
             self._stats.observed_tokens += stop - begin
             num_new[row] = length - stop if stop == end else 0
@@ -271,20 +253,19 @@ class PoolProposer:
         self, by_row: Int64Array, texts: Int32Array, lengths: Int64Array, num_new: Int64Array
     ) -> list[list[int]]:
         """Observe the new tokens, and draft, in one call for all requests."""
-        slots, order = self._slots, by_row.tolist()
-        is_in = slots.is_text[by_row]
+        slots, is_in = by_row.tolist(), self._is_text[by_row]
         most = min(self._max_draft_tokens, max(1, self.options.max_step_tokens // len(texts)))
         chains = self._pool.draft_chains(
             texts,
             np.where(is_in, lengths, 0),
             np.minimum(self._max_model_len - 1 - lengths, most).clip(0),
-            [slots.sequences[slot] for slot in order],
+            [self._sequences[slot] for slot in slots],
             num_new,
             self.options.min_probability,
-            None if self._prefixes is not None else [slots.pools[slot] for slot in order],
+            None if self._prefixes is not None else [self._pools[slot] for slot in slots],
             _MAX_LEARNED,
         )
-        slots.num_observed[by_row] += num_new
+        self._num_observed[by_row] += num_new
         drafts = chains.tolist()
         if chains.token_ids.max(initial=0) >= self._vocab_size:
             # Such as of a wrong file.

@@ -1,4 +1,4 @@
-"""A decoder's whole forward as one compiled job, on the model's own weights.
+"""Forwards on a CPU, faster than torch's: whole ones as one compiled job, or layer by layer.
 
 Start with `job.py`.
 """

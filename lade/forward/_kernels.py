@@ -14,37 +14,26 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from lade.attention._blocks import (
-    BLOCK,
-    add_values,
-    as_float,
-    exponential,
-    fill,
-    take_query,
-    weigh,
-)
 from lade.forward import words as w
-from lade.products._tiles import (
+from lade.forward._tiles import (
     BFLOAT16,
+    BLOCK,
     DEPTH,
     DOTS,
     FEATURES,
     FLOAT16,
     FLOAT32,
+    HAS_DOTS,  # noqa: F401 — of what is compiled here
+    LANES,
     PER_LINE,
     add_products,
+    add_values,
     by_case,
+    instruction,
     job,
     pointer,
     take,
-)
-from lade.products._tiles import (
-    HAS_DOTS as HAS_DOTS,
-)
-from lade.products._tiles import (
-    LANES as LANES,
 )
 
 _MOST_ROWS = 64  # of a piece of attention
@@ -61,54 +50,43 @@ _part = numba.njit(nogil=True, error_model="numpy", inline="always")
 _summing = numba.njit(nogil=True, error_model="numpy", fastmath=_FAST)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _look(typing_context: Any, address: Any) -> Any:
+@instruction(types.int64, types.int64)
+def _look(builder: Any, address: Any) -> Any:
     """Return an integer that threads share, before all that is read afterwards."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.inttoptr(arguments[0], _INT64.as_pointer())
-        return builder.load_atomic(place, "acquire", 8)
-
-    return types.int64(types.int64), generate
+    return builder.load_atomic(builder.inttoptr(address, _INT64.as_pointer()), "acquire", 8)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _rest(typing_context: Any, how: Any) -> Any:
+@instruction(types.void, types.int64)
+def _rest(builder: Any, how: Any) -> None:
     """Let the core do something else: 0 for some cycles, 1 for another thread, 2 for 20 µs."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def call(name: str, result: Any, *numbers: int) -> None:
-            kind = ir.FunctionType(result, [_INT32] * len(numbers))
-            called = cgutils.get_or_insert_function(builder.module, kind, name)
-            builder.call(called, [*map(_INT32, numbers)])
+    def call(name: str, result: Any, *numbers: int) -> None:
+        kind = ir.FunctionType(result, [_INT32] * len(numbers))
+        called = cgutils.get_or_insert_function(builder.module, kind, name)
+        builder.call(called, [*map(_INT32, numbers)])
 
-        cases = {1: partial(call, "sched_yield", _INT32), 2: partial(call, "usleep", _INT32, 20)}
-        if "sse2" in FEATURES:
-            cases[0] = partial(call, "llvm.x86.sse2.pause", ir.VoidType())
-        by_case(builder, arguments[0], cases)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+    cases = {1: partial(call, "sched_yield", _INT32), 2: partial(call, "usleep", _INT32, 20)}
+    if "sse2" in FEATURES:
+        cases[0] = partial(call, "llvm.x86.sse2.pause", ir.VoidType())
+    by_case(builder, how, cases)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _from_half(typing_context: Any, bits: Any) -> Any:
+@instruction(types.float32, types.uint16)
+def _from_half(builder: Any, bits: Any) -> Any:
     """Return the float32 of a float16's bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), _FLOAT)
-
-    return types.float32(types.uint16), generate
+    return builder.fpext(builder.bitcast(bits, ir.HalfType()), _FLOAT)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _to_half(typing_context: Any, number: Any) -> Any:
+@instruction(types.uint16, types.float32)
+def _to_half(builder: Any, number: Any) -> Any:
     """Return the bits of a float32 as float16."""
+    return builder.bitcast(builder.fptrunc(number, ir.HalfType()), ir.IntType(16))
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
 
-    return types.uint16(types.float32), generate
+@instruction(types.float32, types.int32)
+def _as_float(builder: Any, bits: Any) -> Any:
+    """Return the float32 of some bits."""
+    return builder.bitcast(bits, _FLOAT)
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -126,8 +104,14 @@ def _copy(source, target):  # type: ignore[no-untyped-def]
 
 
 @_compiled
+def _fill(numbers, by):  # type: ignore[no-untyped-def]
+    for i in range(len(numbers)):
+        numbers[i] = by
+
+
+@_compiled
 def _number(words, index):  # type: ignore[no-untyped-def]
-    return as_float(np.int32(words[index]))
+    return _as_float(np.int32(words[index]))
 
 
 @_compiled
@@ -171,7 +155,7 @@ def _add_from(address, start, row, format_):  # type: ignore[no-untyped-def]
     narrow = numba.carray(pointer(address + 2 * start), (len(row),), np.uint16)
     for i in range(len(row)):
         half = _from_half(narrow[i])
-        wide = as_float(np.int32(np.uint32(narrow[i]) << np.uint32(16)))
+        wide = _as_float(np.int32(np.uint32(narrow[i]) << np.uint32(16)))
         row[i] += half if format_ == FLOAT16 else wide
 
 
@@ -283,11 +267,31 @@ def _turn(row, cos, sin, straight, turned, how, format_):  # type: ignore[no-unt
 
 
 @_summing
+def _exponential(number):  # type: ignore[no-untyped-def]
+    """Return e to the power of a number up to 87; of one below -87 about that of -87.
+
+    2 to the power of a whole number is a float's exponent, of the rest, which is up to a half, a
+    Taylor series of six terms up to 1e-7 of it.
+    """
+    bounded = max(number * _F(1.4426950408889634), _F(-126))
+    whole = np.floor(bounded + _F(0.5))
+    rest = bounded - whole
+    series = _F(1.5403530e-4)
+    series = series * rest + _F(1.3333558e-3)
+    series = series * rest + _F(9.6181291e-3)
+    series = series * rest + _F(5.5504109e-2)
+    series = series * rest + _F(2.4022651e-1)
+    series = series * rest + _F(6.9314718e-1)
+    series = series * rest + _F(1)
+    return series * _as_float(np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)))
+
+
+@_summing
 def _squash(row):  # type: ignore[no-untyped-def]
     """Replace each number by its hyperbolic tangent."""
     for i in range(len(row)):
         bounded = min(max(row[i], _F(-10)), _F(10))
-        power = exponential(_F(2) * bounded)
+        power = _exponential(_F(2) * bounded)
         # Near 0 the difference would lose what the series keeps.
         square = bounded * bounded
         near = bounded * (_F(1) - square * (_F(1 / 3) - square * _F(2 / 15)))
@@ -299,7 +303,7 @@ def _squash(row):  # type: ignore[no-untyped-def]
 def _silu(row):  # type: ignore[no-untyped-def]
     for i in range(len(row)):
         bounded = min(max(-row[i], _F(-87)), _F(87))
-        row[i] = row[i] / (_F(1) + exponential(bounded))
+        row[i] = row[i] / (_F(1) + _exponential(bounded))
 
 
 @_compiled
@@ -324,6 +328,60 @@ def _activate(row, how, wide):  # type: ignore[no-untyped-def]
         if how == w.RELU_SQUARED:
             for i in range(len(row)):
                 row[i] = row[i] * row[i]
+
+
+# --- a softmax, block by block -------------------------------------------------------------------
+# It is renormalised with each block of keys, so that keys and values are read once, for all rows.
+# Source: FlashAttention (arXiv 2205.14135), algorithm 1.
+
+
+@numba.njit(nogil=True, error_model="numpy", fastmath={*_FAST, "nnan"})
+def _largest(scores):  # type: ignore[no-untyped-def]
+    most = scores[0]
+    for score in scores:
+        most = max(most, score)
+    return most
+
+
+@_summing
+def _exponentiate(scores, peak):  # type: ignore[no-untyped-def]
+    """Replace each score by e to the power of what it has above the peak; return their sum."""
+    total = _F(0)
+    for i in range(len(scores)):
+        above = scores[i] - peak
+        result = _F(0) if above < _F(-87) else _exponential(above)
+        scores[i] = result
+        total += result
+    return total
+
+
+@_compiled
+def _take_query(source, target, format_, scaling):  # type: ignore[no-untyped-def]
+    """Scale a query, and arrange it as tiles take inputs of a format: pairs of bfloat16 apart."""
+    size = len(source)
+    num_paired = size // PER_LINE * PER_LINE if format_ == BFLOAT16 else 0
+    for start in range(0, num_paired, 2 * LANES):
+        for i in range(start, start + LANES):
+            target[i] = source[2 * i - start] * scaling
+            target[i + LANES] = source[2 * i - start + 1] * scaling
+    for i in range(num_paired, size):
+        target[i] = source[i] * scaling
+
+
+@_compiled
+def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
+    """Turn scores of a row into weights, and what it has summed so far into that of these."""
+    new_peak = max(peak[0], _largest(scores))
+    if new_peak == -np.inf:  # it has seen nothing yet
+        _fill(scores, _F(0))
+        return
+    if new_peak > peak[0]:
+        shrink = _F(np.exp(peak[0] - new_peak))
+        total[0] *= shrink
+        for i in range(len(sums)):
+            sums[i] *= shrink
+        peak[0] = new_peak
+    total[0] += _exponentiate(scores, new_peak)
 
 
 # --- pieces of a phase --------------------------------------------------------------------------
@@ -371,7 +429,7 @@ def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, o
     num, width = until - first, 4 if format_ == FLOAT32 else 2
     weight = of[w.WEIGHT] + width * first * num_inputs
     for row in range(num_rows):
-        fill(_row(out + out_step * row, num), _F(0))
+        _fill(_row(out + out_step * row, num), _F(0))
     if format_ != g[w.FORMAT] and g[w.ARRANGED] != w.PLAIN:
         straight, of_input = out + out_step * num_rows, 2 if g[w.ARRANGED] == w.NARROW else 4
         for row in range(num_rows):
@@ -438,7 +496,7 @@ def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # typ
                 second[k, i] = row_of_second[k]
         is_wide = is_wide or of_added != format_
         for row in range(num_rows):
-            fill(sums, _F(0))
+            _fill(sums, _F(0))
             start = g[w.BETWEEN] + 4 * (g[w.BETWEEN_SIZE] * row + addition[w.START])
             between = _row(start, rank)
             for k in range(rank):
@@ -525,10 +583,9 @@ def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-d
     size, format_ = g[w.HIDDEN], g[w.FORMAT]
     states, added = _row(g[w.STATES] + 4 * size * token, size), _row(scratch, size)
     given = _row(g[w.ADDED] + 4 * size * token, size)
-    if layer[norm] & w.IS_NORM:
-        _normalize(
-            given, layer[norm : norm + w.NORM_SIZE], added, _row(scratch + 4 * size, size), format_
-        )
+    of, wide = layer[norm : norm + w.NORM_SIZE], _row(scratch + 4 * size, size)
+    if of[w.FLAGS] & w.IS_NORM:
+        _normalize(given, of, added, wide, format_)
     else:
         _copy(given, added)
     factor = _number(layer, w.FACTOR)
@@ -597,37 +654,26 @@ def _write_head(g, head, layer, places, part, token, scratch):  # type: ignore[n
         token: among those of all parts.
         scratch: of the thread.
     """
-    num_heads, num_key_heads, size, format_ = (
-        g[w.NUM_HEADS],
-        g[w.NUM_KEY_HEADS],
-        g[w.HEAD_SIZE],
-        g[w.FORMAT],
-    )
-    num_all = (num_heads + 2 * num_key_heads) * size
-    row = g[w.MIXED] + 4 * num_all * token
-    given, is_value = _row(row + 4 * head * size, size), head >= num_heads + num_key_heads
-    if is_value:
-        place = places[part[0]]
-        slot = place[w.NUM_KEYS] - part[2] + part[1]
-        target = place[w.VALUES] + (head - num_heads - num_key_heads) * place[w.VALUE_HEAD]
-        _store(given, target + (4 if format_ == FLOAT32 else 2) * slot * size, format_)
-        return
-    is_query = head < num_heads
+    num_heads, num_key_heads = g[w.NUM_HEADS], g[w.NUM_KEY_HEADS]
+    size, format_ = g[w.HEAD_SIZE], g[w.FORMAT]
+    row = g[w.MIXED] + 4 * (num_heads + 2 * num_key_heads) * size * token
+    given, out = _row(row + 4 * head * size, size), _row(scratch, size)
+    is_query, is_value = head < num_heads, head >= num_heads + num_key_heads
     norm = w.QUERY_NORM if is_query else w.KEY_NORM
     of = layer[norm : norm + w.NORM_SIZE]
-    out = _row(scratch, size)
-    if of[w.FLAGS] & w.IS_WHOLE:
+    flags = 0 if is_value else of[w.FLAGS]
+    if flags & w.IS_WHOLE:
         first, num = (0, num_heads) if is_query else (num_heads, num_key_heads)
         whole = _row(row + 4 * first * size, num * size)
         normed = _row(scratch + 4 * size, num * size)
         wide = _row(scratch + 4 * (1 + num) * size, num * size)
         _normalize(whole, of, normed, wide, format_)
         _copy(normed[(head - first) * size : (head - first + 1) * size], out)
-    elif of[w.FLAGS] & w.IS_NORM:
+    elif flags & w.IS_NORM:
         _normalize(given, of, out, _row(scratch + 4 * size, size), format_)
     else:
         _copy(given, out)
-    num_turned = layer[w.TURNED]
+    num_turned = 0 if is_value else layer[w.TURNED]
     if num_turned > 0:
         _turn(
             out,
@@ -641,9 +687,10 @@ def _write_head(g, head, layer, places, part, token, scratch):  # type: ignore[n
     if is_query:
         _copy(out, _row(g[w.QUERIES] + 4 * (num_heads * token + head) * size, size))
     else:
-        place = places[part[0]]
+        place, number = places[part[0]], (head - num_heads) % num_key_heads
+        first, step = (w.VALUES, w.VALUE_HEAD) if is_value else (w.KEYS, w.KEY_HEAD)
         slot = place[w.NUM_KEYS] - part[2] + part[1]
-        target = place[w.KEYS] + (head - num_heads) * place[w.KEY_HEAD]
+        target = place[first] + number * place[step]
         _store(out, target + (4 if format_ == FLOAT32 else 2) * slot * size, format_)
 
 
@@ -686,13 +733,12 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
     for row in range(num_rows):
         token, query = divmod(start + row, num_sharing)
         index = (part[w.FIRST] + token) * g[w.NUM_HEADS] + head * num_sharing + query
-        take_query(_row(g[w.QUERIES] + 4 * index * size, size), queries[row], format_, scaling)
-        fill(sums[row], _F(0))
+        _take_query(_row(g[w.QUERIES] + 4 * index * size, size), queries[row], format_, scaling)
+        _fill(sums[row], _F(0))
         peaks[row], totals[row] = -np.inf, _F(0)
         if layer[w.SINKS] != 0:
-            _load(
-                layer[w.SINKS] + width * (head * num_sharing + query), peaks[row : row + 1], format_
-            )
+            sink = layer[w.SINKS] + width * (head * num_sharing + query)
+            _load(sink, peaks[row : row + 1], format_)
             totals[row] = _F(1)
     mask, num_before = part[w.MASK], place[w.NUM_KEYS] - part[w.NUM_NEW]
     num_seen = place[w.NUM_KEYS]
@@ -703,11 +749,9 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
     for key in range(0, num_seen, BLOCK):
         num = min(BLOCK, num_seen - key)
         for row in range(num_rows):
-            fill(scores[row], _F(0))
-        x, of_keys = (
-            (queries.ctypes.data, 4 * size, num_rows),
-            (keys + width * key * size, width * size, num),
-        )
+            _fill(scores[row], _F(0))
+        x = queries.ctypes.data, 4 * size, num_rows
+        of_keys = keys + width * key * size, width * size, num
         add_products(format_, x, of_keys, (scores.ctypes.data, 4 * BLOCK), size)
         for row in range(num_rows):
             of_row, token = scores[row, :num], (start + row) // num_sharing
@@ -718,15 +762,14 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
                 for i in range(num):
                     of_row[i] = of_row[i] * softcap
             if mask != 0:
-                sees = numba.carray(
-                    pointer(mask + token * part[w.MASK_ROW] + key), (num,), np.uint8
-                )
+                of_token = mask + token * part[w.MASK_ROW] + key
+                sees = numba.carray(pointer(of_token), (num,), np.uint8)
                 for i in range(num):
                     of_row[i] = of_row[i] if sees[i] else -_F(np.inf)
             else:
                 for i in range(max(num_before + token + 1 - key, 0), num):
                     of_row[i] = -_F(np.inf)
-            weigh(of_row, peaks[row : row + 1], totals[row : row + 1], sums[row])
+            _weigh(of_row, peaks[row : row + 1], totals[row : row + 1], sums[row])
         add_values(format_, scores, num_rows, values + width * key * size, num, size, sums)
     whole = g[w.NUM_HEADS] * size
     width = 2 if g[w.ARRANGED] == w.NARROW else 4
@@ -806,18 +849,14 @@ def run_forward(address: Any) -> None:
             elif step == 1:
                 num_all, result = num_mixed, (w.TO_ROWS, g[w.MIXED])
             elif step == 4:
-                given, products = (
-                    (g[w.ATTENDED], num_attended),
-                    layer[w.OUT : w.OUT + w.PRODUCT_SIZE],
-                )
+                given = g[w.ATTENDED], num_attended
+                products = layer[w.OUT : w.OUT + w.PRODUCT_SIZE]
             elif step == 6:
                 num_all, result = layer[w.INNER_SIZE], (w.TO_INNER, g[w.INNER])
                 products = layer[w.GATE : w.UP + w.PRODUCT_SIZE]
             else:
-                given, products = (
-                    (g[w.INNER], layer[w.INNER_SIZE]),
-                    layer[w.DOWN : w.DOWN + w.PRODUCT_SIZE],
-                )
+                given = g[w.INNER], layer[w.INNER_SIZE]
+                products = layer[w.DOWN : w.DOWN + w.PRODUCT_SIZE]
             _run_products(g, phase, num_rows, layer, given, products, result, num_all, scratch)
 
 

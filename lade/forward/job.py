@@ -11,10 +11,9 @@ docs/internals/forward.md.
 import copy
 import functools
 import math
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import getitem, is_, itemgetter
 from types import ModuleType
@@ -29,48 +28,45 @@ from torch.nn.modules import module as torch_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.attempts import Attempt
-from lade.attention.joint import Calls
-from lade.closeness import distance, float32_precision, limit_of
+from lade.attention.packed import Calls
+from lade.closeness import distance, limit_of
 from lade.compat import CACHE, Model, has_hook
 from lade.forward import words
+from lade.forward.fastest import Fastest, about
+from lade.forward.linear import FORMATS, MOST_TOKENS, is_plain, kernels
 from lade.forward.reading import (
     AdditionPlan,
     DecoderPlan,
     DecoderSizes,
-    UnreadableModelError,
+    NormPlan,
+    RotaryPlan,
+    UnsupportedForwardError,
     adapters_of,
     read,
     repeated,
-    weights_of,
+    require,
 )
-from lade.openmp import Run, runner
-from lade.products.choice import Fastest, about
-from lade.products.linear import FORMATS, has_vectors
+from lade.openmp import Run
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache, TreeCacheLayer
 from lade.targets.rows import MOST_AT_ONCE
 from lade.view import viewed, with_forward
 
-_MOST_TOKENS = 128  # of a piece; a longer prompt is run in several
 _PLAINLY, _BY_JOB, _BY_DOTS = range(3)
 _LINEAR, _SDPA = functional.linear, functional.scaled_dot_product_attention
 _WITHOUT_SETTINGS = (nn.Linear, nn.ModuleList, nn.Dropout)  # that change what they give
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}
 _GIVEN = {
-    "input_ids",
-    "position_ids",
-    "attention_mask",
-    CACHE,
-    LOGITS_KEPT,
-    "return_dict",
-    "use_cache",
+    *("input_ids", "position_ids", "attention_mask", "return_dict", "use_cache"),
+    *(CACHE, LOGITS_KEPT),
 }
 
 
 class _ForwardPart(NamedTuple):
     """Tokens of a forward that follow one row of a cache."""
 
+    cache: TreeCache
     first: int  # among the tokens of all parts
     num: int
     masks: tuple[Tensor | None, ...]  # by kind: bool [num, num_keys], or None for all before it
@@ -81,7 +77,6 @@ class _JobRequest(NamedTuple):
 
     input_ids: Tensor  # int64 [1, num_tokens]
     positions: Tensor  # int64 [1, num_tokens]
-    caches: list[tuple[TreeCache, int]]  # and the number of tokens of each, as in parts
     parts: list[_ForwardPart]
     kept: NDArray[np.int64]  # tokens whose logits are wanted
     #: Runs the model, which calls its layers, with what runs each; None to run all at once.
@@ -91,7 +86,7 @@ class _JobRequest(NamedTuple):
     @property
     def layers(self) -> list[TreeCacheLayer]:
         """All layers of all caches."""
-        return [layer for cache, _ in self.caches for layer in cache.held]
+        return [layer for part in self.parts for layer in part.cache.held]
 
 
 _RunLayer = Callable[[int, Tensor], Tensor]  # by its number, on its states; the last is the head
@@ -112,18 +107,16 @@ class FusedForwards:
 
     Args:
         model: is read.
+        compiled: the kernels.
         run: calls a function on several threads.
 
     Attributes:
         why_not: why jobs are not used any more; None if they may be.
     """
 
-    def __init__(self, model: Model, run: Run) -> None:
-        _kernels = kernels()
-        assert _kernels is not None
-        self._kernels, self._run = _kernels, run
+    def __init__(self, model: Model, compiled: ModuleType, run: Run) -> None:
+        self._kernels, self._run = compiled, run
         self.why_not: str | None = None
-        self._lock = threading.Lock()
         # No module is held: what is replaced in the model is to be freed.
         self._leaves = [weakref.ref(each) for each in model.modules() if not each._modules]
         self._settings = _Settings(model.modules())
@@ -133,9 +126,9 @@ class FusedForwards:
         """Read how the model computes, and forget what was measured."""
         plan = read(model)
         self._sizes = sizes = plan.sizes
-        if sizes.head_size % self._kernels.LANES:
-            raise UnreadableModelError("its heads are no whole number of vectors")
-        self._dtype = next(weights_of(plan)).dtype
+        is_whole = sizes.head_size % self._kernels.LANES == 0
+        require(is_whole, "its heads are no whole number of vectors")
+        self._dtype = plan.head.weight.dtype
         self._limit = limit_of(model)
         names = {module: name for name, module in model.named_modules()}
         self._names = [names[each] for each in (plan.head, *plan.modules)]
@@ -145,6 +138,7 @@ class FusedForwards:
         self._choices: dict[int, Fastest] = {}
         self._workspaces: list[_Workspace] = []
         self._weights = _Weights(plan, self._kinds, self._dtype)
+        require(self._weights.fit(), "its weights are no plain matrices")
         self._settings.renew()
         self._adapters = _Settings(adapters_of(plan))
         widths = {sizes.hidden, sizes.num_heads * sizes.head_size}
@@ -173,28 +167,32 @@ class FusedForwards:
                 return model
             with Attempt(even_memory=True) as attempt:
                 self._read(model)
-            if attempt.failure is not None:
-                self.why_not = attempt.failure
+            self.why_not = attempt.failure
+            if self.why_not is not None:
                 return model
         children = [*model._modules.values()]
-
         head, *layers = map(model.get_submodule, self._names)
-        by_layers: list[tuple[Model, _Running]] = []  # made once
+
+        @functools.cache
+        def by_layers() -> tuple[Model, list[_RunLayer]]:
+            return _by_layers(model, [*layers, head])
 
         def forward(view: Any, *args: Any, **inputs: Any) -> Any:
             plainly = type(view).forward.__get__(view)
             is_whole = all(map(is_, view._modules.values(), children))  # else it is of a view
-            request = self._request(inputs, view.config) if is_whole and not args else None
-            if request is None or any(each._forward_pre_hooks_with_kwargs for each in layers):
+            try:
+                require(is_whole and not args, "it is not of this model, or has other arguments")
+                request = self._request(inputs, view.config)
+                has_kwargs = any(each._forward_pre_hooks_with_kwargs for each in layers)
+                require(not has_kwargs, "hooks of a layer see more than states")
+            except UnsupportedForwardError:
                 return plainly(*args, **inputs)
             hooked = [
                 bool(each._forward_hooks or each._forward_pre_hooks) and has_hook(each)
                 for each in layers
             ]
             if any(hooked):
-                if not by_layers:
-                    by_layers.append(_by_layers(model, [*layers, head]))
-                run = partial(_run_by, *by_layers[0], inputs)
+                run = partial(_run_by, *by_layers(), inputs)
                 request = request._replace(by_layers=run, hooked=tuple(hooked))
             return self._choose(request, lambda: plainly(**inputs), inputs[CACHE])
 
@@ -253,7 +251,7 @@ class FusedForwards:
     def _by_job(self, request: _JobRequest, has_dots: bool) -> Tensor | None:
         """Return logits [num_rows, …, vocab_size]; None, with nothing written, if impossible."""
         sizes, num = self._sizes, request.input_ids.shape[1]
-        states = self._weights.embedding(request.input_ids)
+        states = self._weights.embedding()(request.input_ids)
         if sizes.scale != 1.0:
             states = states * sizes.scale
         if states.dtype is not self._dtype or states.shape != (1, num, sizes.hidden):
@@ -274,9 +272,9 @@ class FusedForwards:
                 self._run_piece(piece, states, (0, sizes.num_layers), logits[0, done:])
                 done += len(piece.kept)
             logits = sizes.finish(logits)
-        for cache, num_new in request.caches:
-            for layer in cache.held:
-                layer.num_pending += num_new
+        for part in request.parts:
+            for layer in part.cache.held:
+                layer.num_pending += part.num
         return logits
 
     def _run_layer(
@@ -289,8 +287,8 @@ class FusedForwards:
         wide = states[0].to(torch.float32, copy=True)
         if number == last:
             logits = wide.new_empty((len(wide), self._sizes.vocab_size), dtype=self._dtype)
-            for start in range(0, len(wide), _MOST_TOKENS):
-                num = min(_MOST_TOKENS, len(wide) - start)
+            for start in range(0, len(wide), MOST_TOKENS):
+                num = min(MOST_TOKENS, len(wide) - start)
                 job = pieces[0].job.copy()
                 job[words.NUM_TOKENS], job[words.LAST_NORM] = num, 0
                 piece = pieces[0]._replace(start=start, num=num, kept=np.arange(num), job=job)
@@ -308,7 +306,7 @@ class FusedForwards:
         return wide.to(self._dtype)[None]
 
     def _pieces(
-        self, request: _JobRequest, angles: Sequence[tuple[Tensor, Tensor]], has_dots: bool
+        self, request: _JobRequest, angles: Sequence[tuple[Tensor, ...]], has_dots: bool
     ) -> list[_Piece] | None:
         """Describe the tokens that run at once; None if it is impossible.
 
@@ -321,7 +319,7 @@ class FusedForwards:
         if all_places is None:
             return None
         is_long = len(request.parts) == 1 and request.parts[0].masks[0] is None
-        step, pieces = _MOST_TOKENS if is_long else num, []
+        step, pieces = MOST_TOKENS if is_long else num, []
         for start in range(0, num, step):
             size = min(step, num - start)
             places, layers = all_places.copy(), self._weights.layers()
@@ -331,7 +329,7 @@ class FusedForwards:
                 layers[number, words.COS], layers[number, words.SIN] = at
             parts = np.array(
                 [
-                    (part.first, min(part.num, size), *_of_mask(part.masks[kind]))
+                    (part.first, min(part.num, size), *_place_of(part.masks[kind]))
                     for kind in range(len(self._kinds))
                     for part in request.parts
                 ]
@@ -376,19 +374,20 @@ class FusedForwards:
         job[words.LAYERS] += 8 * words.LAYER_SIZE * first
         job[words.PLACES] += 40 * job[words.NUM_PARTS] * first
         num_threads = int(job[words.NUM_THREADS])
-        with self._workspace(num, num_threads) as workspace:
-            workspace.describe(job, end - first)
-            if logits is None:
-                job[words.LAST_NORM :] = job[words.VOCAB_SIZE] = 0
-                job[words.KEPT], job[words.NUM_KEPT] = job[words.EVERY], num
-            else:
-                job[words.KEPT], job[words.NUM_KEPT] = piece.kept.ctypes.data, len(piece.kept)
-                job[words.LOGITS] = logits.data_ptr()
-            self._run(self._kernels.run_forward.address, job.ctypes.data, num_threads)
+        workspace = self._workspace(num, num_threads)
+        workspace.describe(job)
+        if logits is None:
+            job[words.LAST_NORM :] = job[words.VOCAB_SIZE] = 0
+            job[words.KEPT], job[words.NUM_KEPT] = job[words.EVERY], num
+        else:
+            job[words.KEPT], job[words.NUM_KEPT] = piece.kept.ctypes.data, len(piece.kept)
+            job[words.LOGITS] = logits.data_ptr()
+        self._run(self._kernels.run_forward.address, job.ctypes.data, num_threads)
+        self._workspaces.append(workspace)
 
     def _places(self, request: _JobRequest) -> NDArray[np.int64] | None:
         """Return where keys and values are, int64 [num_layers, num_parts, 5]; None if unknown."""
-        found = [cache.places(num, self._states) for cache, num in request.caches]
+        found = [part.cache.places(part.num, self._states) for part in request.parts]
         known = [each for each in found if each is not None]
         if len(known) < len(found):
             return None
@@ -402,7 +401,7 @@ class FusedForwards:
                     return None
         return places
 
-    def _angles(self, states: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _angles(self, states: Tensor, positions: Tensor) -> list[tuple[Tensor, ...]]:
         """Let the model make its angles: cosines and sines, float32 [1, num_tokens, …]."""
 
         def put(value: Any) -> Any:
@@ -411,138 +410,106 @@ class FusedForwards:
             return positions if value is words.POSITIONS_GIVEN else value
 
         made = []
-        for rotary, repeats in self._weights.rotaries:
+        for module, rotary, repeats in self._weights.rotaries:
             kwargs = {name: put(value) for name, value in rotary.kwargs.items()}
-            cos, sin = (
-                repeated(each, repeats).float().contiguous()
-                for each in rotary.module()(*map(put, rotary.args), **kwargs)
-            )
-            made.append((cos, sin))
+            angles = module()(*map(put, rotary.args), **kwargs)
+            made.append(tuple(repeated(each, repeats).float().contiguous() for each in angles))
         return made
 
-    @contextmanager
-    def _workspace(self, num_tokens: int, num_threads: int) -> Iterator["_Workspace"]:
-        """Lend memory for so many tokens, which no other thread uses meanwhile."""
-        with self._lock:
-            found = self._workspaces.pop() if self._workspaces else None
-        if found is None or not found.fits(num_tokens, num_threads):
-            found = _Workspace(self._kernels, self._sizes, num_tokens, num_threads)
-        try:
-            yield found
-        finally:
-            self._workspaces.append(found)
+    def _workspace(self, num_tokens: int, num_threads: int) -> "_Workspace":
+        """Return memory for so many tokens, which no other thread uses meanwhile."""
+        with suppress(IndexError):
+            found = self._workspaces.pop()
+            if found.fits(num_tokens, num_threads):
+                return found
+        return _Workspace(self._kernels, self._sizes, num_tokens, num_threads)
 
     # --- what is asked for ------------------------------------------------------------------------
 
-    def _request(self, inputs: dict[str, Any], config: Any) -> _JobRequest | None:
-        """Return what a forward's inputs ask of a job, or None if it is not for one."""
-        rest = inputs.keys() - _GIVEN
-        if any(inputs[name] is not None and inputs[name] is not False for name in rest):
-            return None
-        if (
-            torch.is_grad_enabled()
-            or torch.is_autocast_enabled("cpu")
-            or functional.linear is not _LINEAR
-            or functional.scaled_dot_product_attention is not _SDPA
-            or not inputs.get("return_dict", True)
-            or torch_module._global_forward_hooks
-            or torch_module._global_forward_pre_hooks
-            or not self._adapters.hold()  # they may be switched at any time
-        ):
-            return None
+    def _request(self, inputs: dict[str, Any], config: Any) -> _JobRequest:
+        """Return what a forward's inputs ask of a job.
+
+        Raises:
+            UnsupportedForwardError: it is not for one.
+        """
         ids, cache = inputs.get("input_ids"), inputs.get(CACHE)  # type: Any, Any
-        if ids is None or ids.dim() != 2 or len(ids) != 1 or not ids.numel():
-            return None
-        num = ids.shape[1]
-        if type(cache) not in (TreeCache, JointCache):
-            return None
-        caches, parts = self._parts(inputs.get("attention_mask"), cache, num, self._window(config))
-        if len(parts) > 1 and num > MOST_AT_ONCE:  # several parts run in one piece
-            return None
-        if not parts or any(len(each.held) != self._sizes.num_layers for each, _ in caches):
-            return None
-        positions = inputs.get("position_ids")
-        if positions is None:
-            if len(parts) > 1:
-                return None
+        others = [inputs[name] for name in inputs.keys() - _GIVEN]
+        require(
+            all(each is None or each is False for each in others)
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+            and functional.linear is _LINEAR
+            and functional.scaled_dot_product_attention is _SDPA
+            and inputs.get("return_dict", True)
+            and not torch_module._global_forward_hooks
+            and not torch_module._global_forward_pre_hooks
+            and self._adapters.hold()  # they may be switched at any time
+            and ids is not None
+            and ids.dim() == 2
+            and len(ids) == 1
+            and ids.numel() > 0
+            and type(cache) in (TreeCache, JointCache),
+            "it is called in another way",
+        )
+        num, window = ids.shape[1], math.inf
+        if self._sizes.has_windows:  # so many tokens a layer sees at most, as masks are made
+            window = getattr(config.get_text_config(decoder=True), "sliding_window", None) or 0
+        parts = self._parts(inputs.get("attention_mask"), cache, num, window)
+        require(len(parts) == 1 or num <= MOST_AT_ONCE, "several parts run in one piece")
+        has_all = all(len(part.cache.held) == self._sizes.num_layers for part in parts)
+        positions: Any = inputs.get("position_ids")
+        if positions is None and len(parts) == 1:
             positions = torch.arange(num)[None] + cache.get_seq_length()
-        if positions.shape != ids.shape:
-            return None
+        is_known = positions is not None and positions.shape == ids.shape
+        require(has_all and is_known, "its cache or its positions are of another kind")
         kept: Any = inputs.get(LOGITS_KEPT, 0)
         nodes = np.arange(num)
         nodes = nodes[kept.numpy()] if isinstance(kept, Tensor) else nodes[-kept:]
-        return _JobRequest(ids, positions, caches, parts, nodes)
-
-    def _window(self, config: Any) -> float:
-        """Return how many tokens a layer sees at most, as a model's masks are made."""
-        if not self._sizes.has_windows:
-            return math.inf
-        return getattr(config.get_text_config(decoder=True), "sliding_window", None) or 0
+        return _JobRequest(ids, positions, parts, nodes)
 
     def _parts(
         self, mask: Any, cache: TreeCache | JointCache, num: int, window: float
-    ) -> tuple[list[tuple[TreeCache, int]], list[_ForwardPart]]:
-        """Return the calls that run together, or one alone, as parts; none if none is for a job."""
-        kinds, caches, parts = self._by_kind(mask), list[tuple[TreeCache, int]](), []
-        is_alone, held = type(cache) is TreeCache, getattr(cache, "caches", [cache])
-        calls: list[Calls | None] = [
-            Calls([num], [each]) if is_alone else getattr(each, "_lade_calls", None)
-            for each in kinds
-        ]
-        known = [each for each in calls if each is not None]
-        if not known or len(known) < len(calls):
-            return [], []
-        for number, (own, nodes) in enumerate(zip(held, known[0].nodes, strict=True)):
+    ) -> list[_ForwardPart]:
+        """Return the calls that run together, or one alone, as parts."""
+        by_kind = mask if isinstance(mask, dict) else dict.fromkeys(self._kinds, mask)
+        require(by_kind.keys() >= {*self._kinds}, "some masks are missing")
+        kinds = [by_kind[kind] for kind in self._kinds]
+        held: Sequence[Any] = [cache]
+        calls: list[Any] = [Calls([num], [each]) for each in kinds]
+        if isinstance(cache, JointCache):
+            held, calls = cache.caches, [getattr(each, "_lade_calls", None) for each in kinds]
+            require(None not in calls, "the masks of calls are lost")
+        of_parts, parts = zip(*(each.masks for each in calls), strict=True), []
+        for own, nodes, masks in zip(held, calls[0].nodes, of_parts, strict=True):
             size = nodes.stop - nodes.start
-            of_kinds = [_of_row(each.masks[number], size) for each in known]
-            found = self._seen(of_kinds, size, own.get_seq_length() + size <= window)
-            if found is None:
-                return [], []
-            caches.append((own, size))
-            parts.append(_ForwardPart(nodes.start, size, found))
-        return caches, parts
-
-    def _by_kind(self, mask: Any) -> list[Any]:
-        """Return the masks of all kinds; none if some are missing."""
-        if not isinstance(mask, dict):
-            return [mask] * len(self._kinds)
-        is_known = all(kind in mask for kind in self._kinds)
-        return [mask[kind] for kind in self._kinds] if is_known else []
-
-    def _seen(
-        self, masks: Sequence[Any], num: int, sees_all: bool
-    ) -> tuple[Tensor | None, ...] | None:
-        """Return masks of a part as a job takes them; None if they are not for one.
-
-        Args:
-            masks: of each kind.
-            num: tokens of the part.
-            sees_all: whether, without a mask, its tokens see all before them.
-        """
-        found: list[Tensor | None] = []
-        for mask in masks:
-            if mask is None or mask.dim() == 1:  # none, or which of the tokens are padding
-                if not sees_all or (mask is not None and not bool(mask.all())):
-                    return None
-                found.append(None)
-            elif len(mask) != num:
-                return None
-            else:
-                plain = mask if mask.dtype is torch.bool else mask == 0
-                found.append(plain if plain.stride(1) == 1 else plain.contiguous())
-        return tuple(found)
+            sees_all = own.get_seq_length() + size <= window
+            of_kinds = tuple(_of_part(each, size, sees_all) for each in masks)
+            parts.append(_ForwardPart(own, nodes.start, size, of_kinds))
+        return parts
 
 
-class _Running(threading.local):
-    """What runs the layers of a view for the present thread."""
+def _of_part(mask: Tensor | None, size: int, sees_all: bool) -> Tensor | None:
+    """Return a mask as a job takes it, bool [size, num_keys]; None if all tokens before are seen.
 
-    layer: _RunLayer | None = None
+    Args:
+        mask: [1, 1, num, num_keys], or which of the tokens are no padding, or None.
+        size: tokens of the part.
+        sees_all: whether, without a mask, they see all before them.
+    """
+    if mask is None or mask.dim() == 2:
+        has_none = mask is None or bool(mask[0].all())
+        require(sees_all and has_none, "a mask is missing")
+        return None
+    of_tokens = mask[0, 0, :size]
+    require(len(of_tokens) == size, "a mask is of other tokens")
+    sees = of_tokens if mask.dtype is torch.bool else of_tokens == 0
+    return sees if sees.stride(1) == 1 else sees.contiguous()
 
 
-def _by_layers(model: Model, modules: Sequence[nn.Module]) -> tuple[Model, _Running]:
-    """Return a view in which some modules are run by what is put beside it, hooks around."""
+def _by_layers(model: Model, modules: Sequence[nn.Module]) -> tuple[Model, list[_RunLayer]]:
+    """Return a view in which the last function of a list runs some modules, hooks around."""
     numbers = {id(module): number for number, module in enumerate(modules)}
-    running = _Running()
+    running: list[_RunLayer] = []
 
     def change(module: nn.Module) -> dict[str, Any] | None:
         number = numbers.get(id(module))
@@ -550,38 +517,32 @@ def _by_layers(model: Model, modules: Sequence[nn.Module]) -> tuple[Model, _Runn
             return None
 
         def forward(*args: Tensor, **inputs: Any) -> Tensor:
-            assert running.layer is not None
             (states,) = args or (inputs["hidden_states"],)
-            return running.layer(number, states)
+            return running[-1](number, states)
 
         return {"forward": forward}
 
     return viewed(model, change), running
 
 
-def _run_by(view: Model, running: _Running, inputs: dict[str, Any], run: _RunLayer) -> Tensor:
+def _run_by(
+    view: Model, running: list[_RunLayer], inputs: dict[str, Any], run: _RunLayer
+) -> Tensor:
     """Return the logits of a view whose layers are run by a function."""
-    before, running.layer = running.layer, run  # a hook may run the model, too
+    running.append(run)  # a hook may run the model, too
     try:
         logits: Tensor = type(view).forward.__get__(view)(**inputs).logits
     finally:
-        running.layer = before
+        running.pop()
     return logits
-
-
-def _of_row(mask: Any, size: int) -> Any:
-    """Return a row of a mask: [num, num_keys] of [1, 1, num, num_keys], else [num_keys]."""
-    if mask is None:
-        return None
-    return mask[0] if mask.dim() == 2 else mask[0, 0, :size]
 
 
 def _size_of(num_tokens: int) -> int:
     """Return the class of a number of tokens: all that come in pieces are of one."""
-    return about(min(num_tokens, _MOST_TOKENS))
+    return about(min(num_tokens, MOST_TOKENS))
 
 
-def _of_mask(mask: Tensor | None) -> tuple[int, int]:
+def _place_of(mask: Tensor | None) -> tuple[int, int]:
     return (0, 0) if mask is None else (mask.data_ptr(), mask.stride(0))
 
 
@@ -636,50 +597,40 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (bool, int, float, str)
 
 
-class _Rotary(NamedTuple):
-    module: Callable[[], Any]  # a weak reference
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class _Weights:
     """Where a plan's weights are, as the job takes it; looked up anew for each forward.
 
     Attributes:
+        embedding: a weak reference to the module that makes states of tokens.
         of_kind: numbers of the layers that have a kind of mask.
-        rotaries: what makes angles, and whether they repeat.
+        rotaries: what makes angles, as a weak reference and a plan, and whether they repeat.
         turning: numbers of layers that have angles, each with the number of what makes them.
     """
 
     def __init__(self, plan: DecoderPlan, kinds: Sequence[str], dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._embedding = weakref.ref(plan.embedding)
+        self._dtype, end = dtype, len(plan.layers)
+        self.embedding: Callable[[], Any] = weakref.ref(plan.embedding)
         products = [each for layer in plan.layers for each in layer.products if each is not None]
-        num_rows = len(plan.layers) + 1 + sum(len(each.added) for each in products)
+        num_rows = end + 1 + sum(len(each.added) for each in products)
         self._table = np.zeros((num_rows, words.LAYER_SIZE), np.int64)
         places = [kinds.index(kind) for kind in plan.kinds]
         self.of_kind = [np.flatnonzero(np.array(places) == kind) for kind in range(len(kinds))]
         # Parameters, by module and name, with the word that each goes to and the bytes that it
         # begins after; the layer after the last has the last norm, and the head. Additions follow.
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._names: list[str] = []
-        self._places: list[int] = []
-        self._offsets: list[int] = []
-        self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self.rotaries: list[tuple[_Rotary, bool]] = []
+        self._slots: list[tuple[Any, ...]] = []
+        self.rotaries: list[tuple[Callable[[], Any], RotaryPlan, bool]] = []
         self.turning: list[tuple[int, int]] = []
         known: dict[tuple[int, bool], int] = {}
-        for number, layer in enumerate(plan.layers):
-            if layer.rotary is not None:
-                module, args, kwargs = layer.rotary
-                which = known.setdefault((id(layer.rotary), layer.repeats_angles), len(known))
-                if which == len(self.rotaries):
-                    rotary = _Rotary(weakref.ref(module), args, kwargs)
-                    self.rotaries.append((rotary, layer.repeats_angles))
-                self.turning.append((number, which))
         num_added, ends = 0, range(words.INNER_SIZE)
         for number, layer in enumerate(plan.layers):
-            row, between = self._table[number], 0
+            row, between, rotary = self._table[number], 0, layer.rotary
+            if rotary is not None:
+                which = known.setdefault((id(rotary), layer.repeats_angles), len(known))
+                if which == len(self.rotaries):
+                    module = weakref.ref(rotary.module)
+                    unheld = rotary._replace(module=None)
+                    self.rotaries.append((module, unheld, layer.repeats_angles))
+                self.turning.append((number, which))
             for place, norm in zip(ends[: words.QUERY : words.NORM_SIZE], layer.norms, strict=True):
                 self._add_norm(number, place, norm)
             places_of = ends[words.QUERY :: words.PRODUCT_SIZE]
@@ -689,8 +640,7 @@ class _Weights:
                     row[place + words.NUM_COLUMNS] = product.num
                     self._add_matrix(number, place, product.module, product.first, dtype)
                     for added in product.added:
-                        of_added = len(plan.layers) + 1 + num_added
-                        self._add_addition(of_added, added, product.first, between)
+                        self._add_addition(end + 1 + num_added, added, product.first, between)
                         between += added.first.out_features
                         num_added += 1
                 row[place + words.END_ADDED] = num_added
@@ -701,27 +651,25 @@ class _Weights:
             row[words.SOFTCAP], row[words.FACTOR] = _bits(layer.softcap), _bits(layer.factor)
             row[words.IS_PARALLEL] = layer.is_parallel
             if layer.sinks is not None:
-                self._add(number, words.SINKS, layer.sinks, "sinks")
-        end = len(plan.layers)
+                self._add(number, words.SINKS, layer.sinks, "sinks", dtype)
         self._add_norm(end, 0, plan.norm)
         self._table[end, words.NORM_SIZE + words.NUM_COLUMNS] = plan.head.out_features
         self._add_matrix(end, words.NORM_SIZE, plan.head, 0, dtype)
-        self._index = np.array(self._places)
-        self._starts = np.array(self._offsets)
+        self._modules, self._names, index, starts, self._known = zip(*self._slots, strict=True)
+        self._index, self._starts = np.array(index), np.array(starts)
         self._addresses: list[int] = []
 
-    def _add_norm(self, number: int, place: int, norm: Any) -> None:
-        if norm is None:
-            return
-        self._table[number, place + words.FLAGS] = norm.flags
-        self._table[number, place + words.EPS] = _bits(norm.eps)
-        self._add(number, place + words.NORM_WEIGHT, norm.module, "weight")
-        self._add(number, place + words.NORM_BIAS, norm.module, "bias")
+    def _add_norm(self, number: int, place: int, norm: NormPlan | None) -> None:
+        if norm is not None:
+            self._table[number, place + words.FLAGS] = norm.flags
+            self._table[number, place + words.EPS] = _bits(norm.eps)
+            self._add(number, place + words.NORM_WEIGHT, norm.module, "weight", self._dtype)
+            self._add(number, place + words.NORM_BIAS, norm.module, "bias", self._dtype)
 
     def _add_addition(self, number: int, added: AdditionPlan, column: int, start: int) -> None:
         row, dtype = self._table[number], added.first.weight.dtype
-        if dtype not in (self._dtype, torch.float32):
-            raise UnreadableModelError("what is added to a product is of another format")
+        is_known = dtype in (self._dtype, torch.float32)
+        require(is_known, "what is added to a product is of another format")
         self._add_matrix(number, 0, added.first, 0, dtype)
         self._add_matrix(number, words.SECOND, added.second, column, dtype)
         row[words.NUM_COLUMNS], row[words.START] = added.first.out_features, start
@@ -741,28 +689,19 @@ class _Weights:
         place: int,
         module: nn.Module,
         name: str,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype,
         start: int = 0,
     ) -> None:
         weight = module._parameters.get(name)
         if weight is not None:
-            self._modules.append(weakref.ref(module))
-            self._names.append(name)
-            self._places.append(number * words.LAYER_SIZE + place)
-            self._offsets.append(start)
-            self._shapes.append((tuple(weight.shape), dtype or self._dtype))
+            word = number * words.LAYER_SIZE + place
+            self._slots.append((weakref.ref(module), name, word, start, (dtype, weight.shape)))
 
     def fit(self) -> bool:
         """Return whether all are plain matrices in memory, as they were when they were read."""
         return all(
-            type(weight) in (Tensor, nn.Parameter)
-            and weight.layout is torch.strided
-            and weight.dtype is dtype
-            and weight.is_cpu
-            and weight.shape == shape
-            and weight.is_contiguous()
-            and not weight.is_neg()
-            for weight, (shape, dtype) in zip(self._present(), self._shapes, strict=True)
+            is_plain(weight, dtype) and weight.shape == shape
+            for weight, (dtype, shape) in zip(self._present(), self._known, strict=True)
         )
 
     def _present(self) -> list[Any]:
@@ -770,23 +709,17 @@ class _Weights:
         weights: list[Any] = [None if each is None else each._parameters for each in modules]
         return [*map(getitem, weights, self._names)]
 
-    @property
-    def embedding(self) -> Any:
-        """The module that makes states of tokens."""
-        return self._embedding()
-
     def layers(self) -> NDArray[np.int64]:
         """Return the words of all layers, of what comes last, and of additions, as a copy.
 
         They are [num_layers + 1 + num_additions, LAYER_SIZE].
         """
         weights = self._present()
-        if not all(map(Tensor.is_contiguous, weights)) or any(map(Tensor.is_neg, weights)):
-            raise ValueError("weights are no plain matrices any more")
+        are_plain = all(map(Tensor.is_contiguous, weights)) and not any(map(Tensor.is_neg, weights))
         addresses = [*map(Tensor.data_ptr, weights)]
+        if not are_plain or (addresses != self._addresses and not self.fit()):
+            raise ValueError("weights are no plain matrices any more")
         if addresses != self._addresses:
-            if not self.fit():
-                raise ValueError("weights are no plain matrices any more")
             self._table.reshape(-1)[self._index] = np.array(addresses) + self._starts
             self._addresses = addresses
         return self._table.copy()
@@ -809,53 +742,34 @@ class _Workspace:
         self._scratch = kernels.scratch_size(
             num_tokens, hidden, sizes.num_heads, head, sizes.between
         )
-        num_phases = sizes.num_layers * words.PHASES_OF_LAYER + 2
-        self._bytes = {
-            words.NORMED: 4 * num_tokens * hidden,
-            words.MIXED: 4 * num_tokens * mixed,
-            words.QUERIES: 4 * num_tokens * of_heads,
-            words.ATTENDED: 4 * num_tokens * of_heads,
-            words.INNER: 4 * num_tokens * sizes.inner,
-            words.ADDED: 4 * num_tokens * hidden,
-            words.BETWEEN: 4 * num_tokens * sizes.between,
-            words.PHASES: 256 * num_phases,
-            words.SCRATCH: self._scratch * num_threads,
+        # What torch lends begins with a line: what two threads write is never in one.
+        self._memory = {
+            word: torch.empty(num, dtype=torch.uint8)
+            for word, num in {
+                words.NORMED: 4 * num_tokens * hidden,
+                words.MIXED: 4 * num_tokens * mixed,
+                words.QUERIES: 4 * num_tokens * of_heads,
+                words.ATTENDED: 4 * num_tokens * of_heads,
+                words.INNER: 4 * num_tokens * sizes.inner,
+                words.ADDED: 4 * num_tokens * hidden,
+                words.BETWEEN: 4 * num_tokens * sizes.between,
+                words.PHASES: 256 * (sizes.num_layers * words.PHASES_OF_LAYER + 2),
+                words.SCRATCH: self._scratch * num_threads,
+            }.items()
         }
-        # Each begins at a page: what two threads write is never in one line.
-        starts = np.cumsum([4096 + -(-num // 4096) * 4096 for num in self._bytes.values()])
-        self._memory = np.empty(int(starts[-1]) + 8192, np.uint8)
-        begin = -(-self._memory.ctypes.data // 4096) * 4096
-        self._addresses = {
-            word: begin + int(start) for word, start in zip(self._bytes, [0, *starts], strict=False)
-        }
-        first = self._addresses[words.PHASES] - self._memory.ctypes.data
-        self._phases = self._memory[first : first + 256 * num_phases]
         self._every = np.arange(num_tokens)
 
     def fits(self, num_tokens: int, num_threads: int) -> bool:
         """Return whether it is large enough."""
         return num_tokens <= self._num_tokens and num_threads <= self._num_threads
 
-    def describe(self, job: NDArray[np.int64], num_layers: int) -> None:
-        """Tell a job of so many layers where it is."""
-        self._phases[: 256 * (num_layers * words.PHASES_OF_LAYER + 2)] = 0
-        for word, address in self._addresses.items():
-            job[word] = address
+    def describe(self, job: NDArray[np.int64]) -> None:
+        """Tell a job where it is."""
+        self._memory[words.PHASES].numpy().fill(0)
+        for word, memory in self._memory.items():
+            job[word] = memory.data_ptr()
         job[words.SCRATCH_SIZE] = self._scratch
         job[words.EVERY] = self._every.ctypes.data
-
-
-@functools.cache
-def kernels() -> ModuleType | None:
-    """Return the compiled kernels, or None where they cannot run.
-
-    The first time on a machine, they are compiled, for some seconds.
-    """
-    if runner() is None or not has_vectors():
-        return None
-    from lade.forward import _kernels  # compiled as it is imported
-
-    return _kernels
 
 
 def forwards_for(model: Model) -> FusedForwards | None:
@@ -863,10 +777,9 @@ def forwards_for(model: Model) -> FusedForwards | None:
 
     The first time on a machine, kernels are compiled, for some seconds.
     """
-    run = runner() if has_vectors() else None
-    # What is summed in less than float32 is what the user asked for.
-    if run is None or float32_precision("cpu") != "highest" or model.dtype not in FORMATS:
+    compiled = kernels() if model.dtype in FORMATS else None
+    if compiled is None:
         return None
     with Attempt(even_memory=True):  # a forward that is watched may fail in ways of its own
-        return FusedForwards(model, run)
+        return FusedForwards(model, *compiled)
     return None

@@ -1,11 +1,10 @@
 """Read from a model how its decoder computes, so that one compiled job can do the same.
 
 Nothing is known of architectures: a short forward is watched, and each number that passes between
-modules must be what the plan says it is. What does not fit raises `UnreadableModelError`.
+modules must be what the plan says it is. What does not fit raises `UnsupportedForwardError`.
 """
 
 import math
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from lade.view import apart, with_attention
 _POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the forward that is watched
 _WATCHED = "lade_watched"
 _sdpa = AttentionInterface()["sdpa"]
+
 # What a module tells attention that is honoured, or says nothing of the result.
 _HONOURED = {
     *("dropout", "scaling", "softcap", "s_aux", "sliding_window", "is_causal", "position_ids"),
@@ -35,10 +35,22 @@ _FUNCTIONS: dict[int, Callable[[Tensor], Tensor]] = {
     words.RELU: functional.relu,
     words.RELU_SQUARED: lambda x: functional.relu(x).square(),
 }
+# What makes logits of the head's results, by the setting that tells how much.
+_FINISHES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "final_logit_softcapping": lambda results, most: torch.tanh(results / most) * most,
+    "logit_scale": lambda results, scale: results * scale,
+    "logits_scaling": lambda results, divisor: results / divisor,
+}
 
 
-class UnreadableModelError(Exception):
-    """A model computes something that a plan has no place for."""
+class UnsupportedForwardError(Exception):
+    """A model, or a forward of it, computes something that a plan has no place for."""
+
+
+def require(holds: bool, reason: str) -> None:
+    """Raise `UnsupportedForwardError` with a reason, unless something holds."""
+    if not holds:
+        raise UnsupportedForwardError(reason)
 
 
 class NormPlan(NamedTuple):
@@ -75,7 +87,7 @@ class ProductPlan(NamedTuple):
 class RotaryPlan(NamedTuple):
     """A module that makes angles, and what it is called with besides states and positions."""
 
-    module: nn.Module
+    module: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -145,23 +157,14 @@ class _Attention(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class _Watching(threading.local):
-    """What the thread notes while it watches a forward."""
-
-    def __init__(self) -> None:
-        self.attended: list[_Attention] = []
-
-
-_watching = _Watching()
-
-
 def _watched(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend as `sdpa`, and note what of."""
+    """Attend as `sdpa`, and note what of, in the module of the view that is watched."""
     kept = {name: each for name, each in kwargs.items() if name in ("scaling", "is_causal")}
     out, _ = _sdpa(module, query, key, value, mask, **kept)
-    _watching.attended.append(_Attention(module, query, key, value, out, kwargs))
+    noted = vars(module).setdefault(_WATCHED, [])
+    noted.append(_Attention(module, query, key, value, out, kwargs))
     return out, None
 
 
@@ -174,10 +177,9 @@ def read(model: Model) -> DecoderPlan:
     """Return how a model computes.
 
     Raises:
-        UnreadableModelError: in a way that no plan tells, or code of others' own takes part.
+        UnsupportedForwardError: in a way that no plan tells, or code of others' own takes part.
     """
-    if any(module.training for module in model.modules()):
-        raise UnreadableModelError("it is in training mode")
+    require(not any(module.training for module in model.modules()), "it is in training mode")
     view = apart(with_attention(model, _WATCHED))
     # Those of the whole model and of its layers are called around what a job runs.
     hooked: set[nn.Module] = set()
@@ -188,8 +190,7 @@ def read(model: Model) -> DecoderPlan:
             hooked.add(module)
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-        if "forward" in vars(module):
-            raise UnreadableModelError("a module has a forward of its own")
+        require("forward" not in vars(module), "a module has a forward of its own")
         module.register_forward_hook(
             lambda module, args, kwargs, out: calls.setdefault(module, []).append(
                 _Call(args, kwargs, out)
@@ -200,28 +201,20 @@ def read(model: Model) -> DecoderPlan:
     taken = {*placeholders_of(model), getattr(text, "pad_token_id", None)}
     ids = [each for each in range(text.vocab_size // 2, text.vocab_size) if each not in taken]
     input_ids = torch.tensor([ids[: len(_POSITIONS)]])
-    attended: list[_Attention] = []
-    _watching.attended = attended
-    try:
-        # Some scale queries by their position, from thousands of tokens on.
-        positions = torch.tensor([_POSITIONS])
-        output = view(input_ids=input_ids, position_ids=positions, use_cache=False)
-    finally:
-        _watching.attended = []
+    # Some scale queries by their position, from thousands of tokens on.
+    positions = torch.tensor([_POSITIONS])
+    output = view(input_ids=input_ids, position_ids=positions, use_cache=False)
+    attended = [each for module in view.modules() for each in vars(module).get(_WATCHED, ())]
     for module in view.modules():
         module._forward_hooks.clear()
     reader = _Reader(view, calls, input_ids, positions, attention_of(model))
     plan = reader.plan(attended, output.logits)
-    if hooked - {*plan.modules}:
-        raise UnreadableModelError("its modules have hooks")
-    if hooked and not all(isinstance(calls[each][0].out, Tensor) for each in plan.modules):
-        raise UnreadableModelError("its layers have hooks, and give more than states")
+    require(hooked <= {*plan.modules}, "its modules have hooks")
+    gives_states = all(isinstance(calls[each][0].out, Tensor) for each in plan.modules)
+    require(not hooked or gives_states, "its layers have hooks, and give more than states")
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)
     originals = dict(zip(view.modules(), model.modules(), strict=True))
-    plan = plan._replace(kinds=tuple(kinds))
-    of_model: DecoderPlan = _with_originals(plan, originals)
-    if any(type(each) not in (Tensor, nn.Parameter) for each in weights_of(of_model)):
-        raise UnreadableModelError("its weights are not plain tensors")
+    of_model: DecoderPlan = _with_originals(plan._replace(kinds=tuple(kinds)), originals)
     return of_model
 
 
@@ -237,31 +230,12 @@ def _with_originals(value: Any, originals: dict[Any, Any]) -> Any:
     return originals[id(value)]
 
 
-def modules_of(plan: DecoderPlan) -> Iterator[nn.Module]:
-    """Yield the modules whose weights a plan takes."""
-    yield plan.head
-    if plan.norm is not None:
-        yield plan.norm.module
-    for layer in plan.layers:
-        yield from (norm.module for norm in layer.norms if norm is not None)
-        for product in layer.products:
-            if product is not None:
-                yield product.module
-                yield from (part for each in product.added for part in each[:2])
-
-
 def adapters_of(plan: DecoderPlan) -> Iterator[nn.Module]:
     """Yield the modules that may add something to the results of a linear layer."""
     for layer in plan.layers:
         for product in layer.products:
             if product is not None and product.around is not product.module:
                 yield product.around
-
-
-def weights_of(plan: DecoderPlan) -> Iterator[Tensor]:
-    """Yield the weights that a plan takes."""
-    for module in modules_of(plan):
-        yield from (each for each in module._parameters.values() if each is not None)
 
 
 class _Reader:
@@ -281,7 +255,6 @@ class _Reader:
             child: module for module in view.modules() for child in module._modules.values()
         }
         self._norms: list[tuple[nn.Module, Tensor, Tensor]] = []  # of the layer, not yet used
-        self._activations: set[nn.Module] = set()  # of the layer
         self._rotaries: dict[int, RotaryPlan] = {}
         # Linear layers inside of others, which may add something to their results.
         self._adapted: dict[nn.Module, tuple[nn.Linear, tuple[AdditionPlan, ...]]] = {}
@@ -291,33 +264,22 @@ class _Reader:
                 self._adapted[module] = found
 
     def plan(self, attended: list[_Attention], logits: Tensor) -> DecoderPlan:
-        if not attended:
-            raise UnreadableModelError("its attention is not transformers'")
-        first = attended[0]
-        sizes = first.query.shape[1], first.key.shape[1], first.query.shape[3]
-        if any(
-            (each.query.shape[1], each.key.shape[1], each.query.shape[3], each.value.shape[3])
-            != (*sizes, sizes[2])
-            for each in attended
-        ):
-            raise UnreadableModelError("its layers have heads of different sizes")
+        require(bool(attended), "its attention is not transformers'")
+        sizes, *others = dict.fromkeys(
+            (each.query.shape[1], each.key.shape[1], each.query.shape[3]) for each in attended
+        )
+        is_alike = all(each.value.shape[3] == sizes[2] for each in attended)
+        require(is_alike and not others, "its layers have heads of different sizes")
         embedding, scale, states = self._embedded(attended[0])
         layers = []
         for each in attended:
             layer, states = self._layer(each, states, sizes)
             layers.append(layer)
         head = self._view.get_output_embeddings()
-        if type(head) is not nn.Linear or head not in self._calls:
-            raise UnreadableModelError("its head is not a linear layer")
+        require(type(head) is nn.Linear and head in self._calls, "its head is not a linear layer")
         given, results = self._io(head)
-        norm = None
-        if not torch.equal(given, states):
-            found = [
-                module
-                for module in self._calls
-                if not module._modules and _is_from(self._calls[module], states, given)
-            ]
-            norm = _norm_of(one(found, "norm before its head"), states, given)
+        self._norms = [(each, *self._io(each)) for each in self._calls if _is_norm(each)]
+        norm = self._norm_between(states, given)
         finish = _finish_of(results, logits, self._view)
         inner = max(layer.inner for layer in layers)
         has_windows = any(each.kwargs.get("sliding_window") for each in attended)
@@ -332,7 +294,7 @@ class _Reader:
 
     def _embedded(self, first: _Attention) -> tuple[nn.Module, float, Tensor]:
         """Return the embedding, the factor of what it gives, and states of the first layer."""
-        states = self._states(self._parents[first.module])
+        states = self._io(self._parents[first.module])[0]
         for module, (call, *_) in self._calls.items():
             if not isinstance(module, nn.Embedding) or call.out.shape != states.shape:
                 continue
@@ -340,20 +302,19 @@ class _Reader:
             for scale in (1.0, ratio, round(ratio, 6)):
                 if torch.equal(call.out * scale, states):
                     return module, scale, states
-        raise UnreadableModelError("its first layer does not get what an embedding gives")
+        raise UnsupportedForwardError("its first layer does not get what an embedding gives")
 
-    def _io(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+    def _io(self, module: nn.Module) -> tuple[Tensor, Any]:
         """Return what a module got and gave, which was called once."""
-        calls = self._calls.get(module, ())
-        if len(calls) != 1:
-            raise UnreadableModelError(f"{type(module).__name__} is called {len(calls)} times")
+        calls = self._calls.get(module, [])
+        require(len(calls) == 1, f"{type(module).__name__} is called {len(calls)} times")
         given = calls[0].args[0] if calls[0].args else next(iter(calls[0].kwargs.values()))
         return given, calls[0].out
 
-    def _states(self, layer: nn.Module) -> Tensor:
-        call = self._calls[layer][0]
-        states: Tensor = call.args[0] if call.args else call.kwargs["hidden_states"]
-        return states
+    def _results(self, product: ProductPlan) -> Tensor:
+        """Return what some columns of a linear layer gave, with what is added to them."""
+        out: Tensor = self._io(product.around)[1]
+        return out[..., product.first : product.first + product.num]
 
     def _layer(
         self, attended: _Attention, states: Tensor, sizes: tuple[int, int, int]
@@ -361,31 +322,27 @@ class _Reader:
         """Return a layer, and the states that it gives."""
         attention, head_size = attended.module, sizes[2]
         layer = self._parents[attention]
-        if len(self._calls[layer]) != 1 or not torch.equal(self._states(layer), states):
-            raise UnreadableModelError("a layer does not get what the one before it gives")
-        out = self._calls[layer][0].out
+        got, out = self._io(layer)
+        require(torch.equal(got, states), "a layer does not get what the one before it gives")
         result = out[0] if isinstance(out, tuple) else out
         leaves = [*dict.fromkeys(self._leaves(layer))]
         self._norms = [(each, *self._io(each)) for each in leaves if _is_norm(each)]
         mixing, out_linear = self._projections(attended, sizes)
-        given, attention_out = self._io(mixing[0].around)[0], self._io(out_linear.around)[1]
+        given, attention_out = self._io(mixing[0].around)[0], self._results(out_linear)
         before = self._norm_between(states, given)
         rotary, angles = self._rotary(layer)
-        query, key = (
-            self._io(each.around)[1][..., each.first : each.first + each.num] for each in mixing[:2]
-        )
+        query, key = map(self._results, mixing[:2])
         query_norm, turn, repeats = self._turned(query, attended.query, angles, head_size)
         key_norm, *others = self._turned(key, attended.key, angles, head_size)
-        if others != [turn, repeats]:
-            raise UnreadableModelError("queries and keys are turned in different ways")
+        require(others == [turn, repeats], "queries and keys are turned in different ways")
         used: set[nn.Module] = {each.around for each in (*mixing, out_linear)}
         linears = [
             each
             for each in leaves
             if (isinstance(each, nn.Linear) or each in self._adapted) and each not in used
         ]
-        gate, up, down, activation = self._mlp(layer, linears, leaves)
-        mlp_given, mlp_out = self._io(gate.around)[0], self._io(down.around)[1]
+        gate, up, down, activation = self._mlp(layer, linears)
+        mlp_given, mlp_out = self._io(gate.around)[0], self._results(down)
         factor = float(getattr(layer, "residual_multiplier", 1.0))
         after, added = self._after(attention_out)
         between = states + (added if factor == 1.0 else added * factor)
@@ -396,12 +353,18 @@ class _Reader:
         if mlp_given is not given:
             before_mlp = self._norm_between(states if is_parallel else between, mlp_given)
         after_mlp, added = self._after(mlp_out)
-        if not _is_near(result, between + (added if factor == 1.0 else added * factor)):
-            raise UnreadableModelError("a layer adds something else to its states")
-        if self._norms:
-            name = type(self._norms[0][0]).__name__
-            raise UnreadableModelError(f"{name} stands at an unknown place")
-        self._check_rest(leaves, {*used, *linears})
+        total = between + (added if factor == 1.0 else added * factor)
+        require(_is_near(result, total), "a layer adds something else to its states")
+        gated, done = self._results(gate), {*used, *linears}
+        rest = [
+            each
+            for each in leaves
+            if each not in done and not isinstance(each, _NOTHING) and not _is_norm(each)
+            # An activation is part of the MLP.
+            if each._parameters or not torch.equal(self._io(each)[0], gated)
+        ]
+        rest += [module for module, _, _ in self._norms]
+        require(not rest, f"{[type(each).__name__ for each in rest]} take part in a layer")
         scaling, softcap, sinks = _settings_of(attended, self._implementation)
         plan = LayerPlan(
             (before, after, before_mlp, after_mlp, query_norm, key_norm),
@@ -409,13 +372,7 @@ class _Reader:
             activation,
             rotary if turn else None,
             angles[0].shape[-1] if turn else 0,
-            turn,
-            repeats,
-            scaling,
-            softcap,
-            sinks,
-            factor,
-            is_parallel,
+            *(turn, repeats, scaling, softcap, sinks, factor, is_parallel),
         )
         return plan, result
 
@@ -433,18 +390,18 @@ class _Reader:
             linears = [children["qkv_proj"]] * 3
             starts = [0, widths[0], widths[0] + widths[1]]
         else:
-            raise UnreadableModelError("its attention has no projections of known names")
+            raise UnsupportedForwardError("its attention has no projections of known names")
         mixing = [*map(self._product, linears, starts, widths)]
-        given, values = self._io(linears[2])
-        values = values[..., starts[2] :]
-        rows = attended.value.transpose(1, 2).flatten(2)
-        is_same = rows.shape == values.shape and torch.equal(rows, values)
-        if not is_same or any(self._io(each)[0] is not given for each in linears):
-            raise UnreadableModelError("values are not what their projection gives")
-        out = self._product(one([children[name] for name in _OUTS if name in children], "output"))
-        if not torch.equal(self._io(out.around)[0], attended.out.flatten(2)):
-            raise UnreadableModelError("something is between attention and its projection")
-        return mixing, out
+        rows, given = attended.value.transpose(1, 2).flatten(2), self._io(linears[2])[0]
+        is_same = torch.equal(rows, self._results(mixing[2]))
+        is_same = is_same and all(self._io(each)[0] is given for each in linears)
+        require(is_same, "values are not what their projection gives")
+        outs = [children[name] for name in _OUTS if name in children]
+        require(len(outs) == 1, "its attention has no projection of a known name, or several")
+        of_heads = self._io(outs[0])[0]
+        is_same = torch.equal(of_heads, attended.out.flatten(2))
+        require(is_same, "something is between attention and its projection")
+        return mixing, self._product(outs[0])
 
     def _leaves(self, module: nn.Module) -> Iterator[nn.Module]:
         """Yield modules that were called and call no others; an adapted layer is one of them."""
@@ -458,8 +415,8 @@ class _Reader:
     def _product(self, module: Any, first: int = 0, num: int | None = None) -> ProductPlan:
         """Return some columns of a linear layer, by default all."""
         linear, added = self._adapted.get(module, (module, ()))
-        if type(linear) is not nn.Linear:
-            raise UnreadableModelError(f"{type(module).__name__} is not a plain linear layer")
+        name = type(module).__name__
+        require(type(linear) is nn.Linear, f"{name} is not a plain linear layer")
         return ProductPlan(linear, first, num or linear.out_features, module, added)
 
     def _additions(self, module: nn.Module) -> tuple[nn.Linear, tuple[AdditionPlan, ...]] | None:
@@ -498,143 +455,120 @@ class _Reader:
         added = zip(firsts, seconds, times, strict=True)
         return linears[0], tuple(AdditionPlan(*each) for each in added)
 
-    def _check_rest(self, leaves: list[nn.Module], used: set[nn.Module]) -> None:
-        """Raise if a module takes part that was not accounted for."""
-        for each in leaves:
-            if each in used or isinstance(each, _NOTHING):
-                continue
-            if _is_norm(each) or each in self._activations:
-                continue
-            raise UnreadableModelError(f"{type(each).__name__} takes part in a layer")
+    def _take_norm(
+        self, fits: Callable[[Tensor, Tensor], bool]
+    ) -> tuple[NormPlan | None, Any, Any]:
+        """Return the norm whose input and result fit, and these; None of all if none does."""
+        for place, (module, mine, out) in enumerate(self._norms):
+            if fits(mine, out):
+                del self._norms[place]
+                return _norm_of(module, mine, out), mine, out
+        return None, None, None
 
     def _norm_between(self, given: Tensor, normed: Tensor) -> NormPlan | None:
         """Return the norm whose result this is, of these states; None if it is these states."""
         if normed is given or torch.equal(normed, given):
             return None
-        for place, (module, mine, out) in enumerate(self._norms):
-            if torch.equal(out, normed) and _is_near(mine, given):
-                del self._norms[place]
-                return _norm_of(module, mine, out)
-        raise UnreadableModelError("states change on their way in another way than by a norm")
+        norm, *_ = self._take_norm(
+            lambda mine, out: torch.equal(out, normed) and _is_near(mine, given)
+        )
+        require(norm is not None, "states change on their way in another way than by a norm")
+        return norm
 
     def _after(self, given: Tensor) -> tuple[NormPlan | None, Tensor]:
         """Return the norm of what attention or MLP gave, if it has one, and what is added."""
-        for place, (module, mine, out) in enumerate(self._norms):
-            if mine.shape == given.shape and torch.equal(mine, given):
-                del self._norms[place]
-                return _norm_of(module, mine, out), out
-        return None, given
+        norm, _, out = self._take_norm(lambda mine, _: torch.equal(mine, given))
+        return norm, given if norm is None else out
 
     def _rotary(self, layer: nn.Module) -> tuple[RotaryPlan | None, tuple[Tensor, ...]]:
         """Return what made the angles of a layer, and these: cosines and sines."""
         call = self._calls[layer][0]
-        candidates = [*call.args, *call.kwargs.values()]
-        angles = [
-            each
-            for each in candidates
-            if isinstance(each, tuple)
-            and len(each) == 2
-            and all(isinstance(a, Tensor) for a in each)
+        pairs = [
+            each[0]
+            for each in (*call.args, *call.kwargs.values())
+            if isinstance(each, tuple) and len(each) == 2
         ]
-        if not angles:
-            return None, ()
-        found = angles[0]
         for module, calls in self._calls.items():
             for made in calls:
-                if isinstance(made.out, tuple) and len(made.out) == 2 and made.out[0] is found[0]:
+                is_pair = isinstance(made.out, tuple) and len(made.out) == 2
+                if is_pair and any(made.out[0] is each for each in pairs):
                     if id(made) not in self._rotaries:  # one for all layers that it is made for
                         self._rotaries[id(made)] = self._rotary_of(module, made)
-                    return self._rotaries[id(made)], found
-        raise UnreadableModelError("its angles are not what a module gives")
+                    return self._rotaries[id(made)], made.out
+        return None, ()
 
     def _rotary_of(self, module: nn.Module, made: _Call) -> RotaryPlan:
         def kept(value: Any) -> Any:
             if isinstance(value, Tensor) and value.dtype == torch.int64:
-                if not torch.equal(value, self._positions):
-                    raise UnreadableModelError("its positions have several axes")
+                require(torch.equal(value, self._positions), "its positions have several axes")
                 return words.POSITIONS_GIVEN
             return words.STATES_GIVEN if isinstance(value, Tensor) else value
 
         args = tuple(map(kept, made.args))
         kwargs = {name: kept(value) for name, value in made.kwargs.items()}
-        if [*args, *kwargs.values()].count(words.POSITIONS_GIVEN) != 1:
-            raise UnreadableModelError("its angles are not of positions")
+        num = [*args, *kwargs.values()].count(words.POSITIONS_GIVEN)
+        require(num == 1, "its angles are not of positions")
         return RotaryPlan(module, args, kwargs)
 
     def _turned(
         self, given: Tensor, turned: Tensor, angles: tuple[Tensor, ...], head_size: int
     ) -> tuple[NormPlan | None, int, bool]:
         """Return the norm of queries or keys, how they are turned, and whether angles repeat."""
-        heads = given.view(*given.shape[:2], -1, head_size).transpose(1, 2)
-        norm = None
-        for place, (module, mine, out) in enumerate(self._norms):
-            if torch.equal(mine.reshape(-1), given.reshape(-1)):
-                is_whole = mine.shape[-1] == given.shape[-1] != head_size
-                norm, heads = _norm_of(module, mine, out), out.view(given.shape)
-                heads = heads.view(*given.shape[:2], -1, head_size).transpose(1, 2)
-            elif torch.equal(mine.reshape(-1), heads.reshape(-1)):
-                is_whole, norm, heads = False, _norm_of(module, mine, out), out
-            else:
-                continue
-            if is_whole:
+
+        def by_head(rows: Tensor) -> Tensor:
+            return rows.view(*given.shape[:2], -1, head_size).transpose(1, 2)
+
+        heads, flat = by_head(given), given.flatten()
+        norm, mine, out = self._take_norm(
+            lambda mine, _: any(
+                torch.equal(mine.flatten(), each) for each in (flat, heads.flatten())
+            )
+        )
+        if norm is not None:
+            heads = by_head(out) if torch.equal(mine.flatten(), flat) else out
+            if mine.shape[-1] != head_size:
                 norm = norm._replace(flags=norm.flags | words.IS_WHOLE)
-            del self._norms[place]
-            break
         if torch.equal(heads, turned):
             return norm, 0, False
-        if len(angles) != 2 or angles[0].dim() != 3:
-            raise UnreadableModelError("queries change in another way than by angles")
+        is_by_angles = len(angles) == 2 and angles[0].dim() == 3
+        require(is_by_angles, "queries change in another way than by angles")
         best = min(
             (_apart(_turned_by(heads, angles, how, repeats), turned), how, repeats)
             for how in (words.HALVES, words.NEIGHBOURS)
             for how in (how, how | words.WIDE)
             for repeats in (False, True)
         )
-        if best[0] > _tolerance(turned):
-            raise UnreadableModelError("queries change in another way than by angles")
+        is_by_angles = best[0] <= _tolerance(turned)
+        require(is_by_angles, "queries change in another way than by angles")
         return norm, best[1], best[2]
 
     def _mlp(
-        self, layer: nn.Module, linears: list[nn.Module], leaves: list[nn.Module]
+        self, layer: nn.Module, linears: list[nn.Module]
     ) -> tuple[ProductPlan, ProductPlan | None, ProductPlan, int]:
         """Return gate, up and down, and the activation; without a gate, up stands in its place."""
         named = {name.rpartition(".")[2]: each for name, each in layer.named_modules()}
         up: ProductPlan | None = None
-        upped: Tensor | None = None
         if len(linears) == 3 and {"gate_proj", "up_proj", "down_proj"} <= named.keys():
             gate, up, down = (
-                self._product(named[name]) for name in ("gate_proj", "up_proj", "down_proj")
+                self._product(named[f"{name}_proj"]) for name in ("gate", "up", "down")
             )
-            (given, gated), (other, upped) = self._io(gate.around), self._io(up.around)
-            if other is not given:
-                raise UnreadableModelError("gate and up get different states")
+            is_same = self._io(gate.around)[0] is self._io(up.around)[0]
+            require(is_same, "gate and up get different states")
         elif len(linears) == 2 and "gate_up_proj" in named:
             whole, down = self._product(named["gate_up_proj"]), self._product(named["down_proj"])
             half = whole.num // 2
             gate, up = (self._product(whole.around, first, half) for first in (0, half))
-            gated, upped = self._io(whole.around)[1].chunk(2, dim=-1)
-        elif len(linears) == 2:
-            gate, down = sorted(map(self._product, linears), key=lambda each: -each.num)
-            gated = self._io(gate.around)[1]
         else:
-            raise UnreadableModelError(f"a layer has {len(linears)} linear layers for its MLP")
+            require(len(linears) == 2, f"a layer has {len(linears)} linear layers for its MLP")
+            gate, down = sorted(map(self._product, linears), key=lambda each: -each.num)
+        gated, upped = self._results(gate), 1.0 if up is None else self._results(up)
         inner = self._io(down.around)[0]
 
         def error(which: int) -> float:
-            acted = _FUNCTIONS[which](gated)
-            expected = acted if upped is None else acted * upped
-            return _apart(expected, inner)
+            return _apart(_FUNCTIONS[which](gated) * upped, inner)
 
         activation = min(_FUNCTIONS, key=error)
-        if error(activation) > _tolerance(inner):
-            raise UnreadableModelError("its MLP has another activation")
-        self._activations = {
-            each
-            for each in leaves
-            if not isinstance(each, _NOTHING)
-            and not each._parameters
-            and torch.equal(self._io(each)[0], gated)
-        }
+        require(error(activation) <= _tolerance(inner), "its MLP has another activation")
         return gate, up, down, activation
 
 
@@ -651,22 +585,14 @@ def _settings_of(
         for name, each in settings.items()
         if name not in _HONOURED and not isinstance(each, bool | dict)
     ]
-    if unknown or settings.get("dropout"):
-        told = ", ".join(unknown) or "dropout"
-        raise UnreadableModelError(f"its attention is told of {told}")
+    unknown += ["dropout"] * bool(settings.get("dropout"))
+    require(not unknown, f"its attention is told of {unknown}")
     sinks = settings.get("s_aux")
-    if sinks is not None and attended.module._parameters.get("sinks") is not sinks:
-        raise UnreadableModelError("sinks are no parameter of its attention")
+    is_own = sinks is None or attended.module._parameters.get("sinks") is sinks
+    require(is_own, "sinks are no parameter of its attention")
     scaling = settings.get("scaling", attended.query.shape[3] ** -0.5)
     softcap = float(settings.get("softcap", 0.0))
     return float(scaling), softcap, None if sinks is None else attended.module
-
-
-def one(found: list[Any], what: str) -> Any:
-    """Return the only one that was found."""
-    if len(found) != 1:
-        raise UnreadableModelError(f"it has {len(found)} modules that may be its {what}")
-    return found[0]
 
 
 def _factors(
@@ -712,14 +638,6 @@ def _apart(mine: Tensor, theirs: Tensor) -> float:
     return float((mine - theirs).abs().max())
 
 
-def _is_from(calls: list[_Call], given: Tensor, out: Tensor) -> bool:
-    call = calls[0]
-    mine = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
-    if not isinstance(mine, Tensor) or not isinstance(call.out, Tensor):
-        return False
-    return mine.shape == given.shape and torch.equal(mine, given) and torch.equal(call.out, out)
-
-
 def _tolerance(values: Tensor) -> float:
     """Return how far results may be apart that are rounded at other places."""
     return 16 * torch.finfo(values.dtype).eps * float(values.abs().max())
@@ -754,19 +672,13 @@ def repeated(angles: Tensor, repeats: bool) -> Tensor:
 
 def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> NormPlan:
     """Return what kind of norm a module is, by what it gave."""
-    eps = next(
-        (
-            getattr(module, name)
-            for name in ("variance_epsilon", "eps", "epsilon")
-            if hasattr(module, name)
-        ),
-        None,
-    )
+    name, names = type(module).__name__, ("variance_epsilon", "eps", "epsilon")
+    eps = next((getattr(module, each) for each in names if hasattr(module, each)), None)
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if {*module._parameters} - {"weight", "bias"} or not isinstance(eps, float):
-        raise UnreadableModelError(f"{type(module).__name__} has other parameters than norms have")
-    if any(each is not None and each.numel() != given.shape[-1] for each in (weight, bias)):
-        raise UnreadableModelError(f"{type(module).__name__} has weights for each head")
+        raise UnsupportedForwardError(f"{name} has other parameters than norms have")
+    sizes = {each.numel() for each in (weight, bias) if each is not None}
+    require(sizes <= {given.shape[-1]}, f"{name} has weights for each head")
     errors = {}
     for flags in range(0, 16, 2):
         wide = given.float()
@@ -781,8 +693,7 @@ def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> NormPlan:
             wide = wide + bias.float()
         errors[flags] = float((wide.to(given.dtype) - out).abs().max())
     flags = min(errors, key=errors.__getitem__)
-    if errors[flags] > _tolerance(out):
-        raise UnreadableModelError(f"{type(module).__name__} is no norm that is known")
+    require(errors[flags] <= _tolerance(out), f"{name} is no norm that is known")
     return NormPlan(module, flags | words.IS_NORM, eps)
 
 
@@ -791,17 +702,8 @@ def _finish_of(results: Tensor, logits: Tensor, view: Model) -> Callable[[Tensor
     if torch.equal(results, logits):
         return lambda each: each
     text = view.config.get_text_config(decoder=True)
-    softcap = getattr(text, "final_logit_softcapping", None)
-    scale = getattr(text, "logit_scale", None)
-    divisor = getattr(text, "logits_scaling", None)
-    ways: list[Callable[[Tensor], Tensor]] = []
-    if softcap:
-        ways.append(lambda each: torch.tanh(each / softcap) * softcap)
-    if scale:
-        ways.append(lambda each: each * scale)
-    if divisor:
-        ways.append(lambda each: each / divisor)
-    for way in ways:
-        if torch.equal(way(results), logits):
-            return way
-    raise UnreadableModelError("its logits are not what its head gives")
+    for name, finish in _FINISHES.items():
+        setting = getattr(text, name, None)
+        if setting and torch.equal(finish(results, setting), logits):
+            return lambda each: finish(each, setting)
+    raise UnsupportedForwardError("its logits are not what its head gives")

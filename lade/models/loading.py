@@ -1,8 +1,7 @@
 """Load a model from a local folder, the hub or the package index, and say in a line why not."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +12,11 @@ from lade.openmp import release_workers
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _REACH_SEC = 4.0
-# A folder with a tokenizer has a file that matches one of these.
-_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")
-_NEAR = 0.4  # in difflib's measure: bf16 is near bfloat16, and smolm2 near the default model
+# What to say of errors of transformers that have one of these words.
+_CAUSES = {
+    "trust_remote_code": "it comes with code of its own, which --trust-remote-code lets run",
+    "backend tokenizer": "it has no tokenizer",
+}
 
 
 class LoadedModel(NamedTuple):
@@ -64,9 +65,7 @@ def load(
         UserError: the device or dtype does not exist, or the model could not be loaded.
     """
     if dtype not in (None, *DTYPES):
-        raise UserError(
-            f"expected dtype {', '.join(DTYPES)}, got {dtype!r}{_hint(str(dtype), DTYPES)}"
-        )
+        raise UserError(f"expected a dtype of {', '.join(DTYPES)}, got {dtype!r}")
     chosen = find_model(name)
     tell = progress or (lambda what: None)
     tell("Loading torch and transformers")  # which takes seconds
@@ -75,8 +74,9 @@ def load(
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
-    chosen_device = device_of(device)
-    chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(chosen_device)
+    with _telling_why(chosen):
+        there = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(there)
     if threads is not None:
         torch.set_num_threads(threads)
     if progress is not None:
@@ -85,18 +85,16 @@ def load(
     tell(f"Loading {chosen}")
     tokenizer = load_tokenizer(chosen, trust_remote_code=trust_remote_code)
     # Weights go to where they are used, not by way of this machine's memory.
-    there = {} if chosen_device.type == "cpu" else {"device_map": {"": chosen_device}}
+    options: dict[str, Any] = {} if there.type == "cpu" else {"device_map": {"": there}}
+    options |= {"dtype": chosen_dtype, "trust_remote_code": trust_remote_code}
     with _telling_why(chosen), without_collection():  # imports the model's code
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=chosen_dtype, trust_remote_code=trust_remote_code, **there
-        )
+        model = AutoModelForCausalLM.from_pretrained(source, **options).to(there).eval()
     defaults = model.generation_config
     if defaults.pad_token_id is None and (eos := defaults.eos_token_id) is not None:
         # What transformers would choose, too, with a line in each call that says so.
         defaults.pad_token_id = eos[0] if isinstance(eos, list) else eos
-    loaded = LoadedModel(model.to(chosen_device).eval(), tokenizer, chosen)
     release_workers()  # calls may come in other threads
-    return loaded
+    return LoadedModel(model, tokenizer, chosen)
 
 
 def load_tokenizer(
@@ -123,18 +121,13 @@ def find_model(model: str | None) -> str:
     A model that is not on this machine is looked for once, where loading would try for a minute.
 
     Raises:
-        UserError: it is a file, a folder that does not exist or has no tokenizer, no model can have
-            that name, or the Hub cannot be reached.
+        UserError: it is a file or a folder that does not exist, no model can have that name, or the
+            Hub cannot be reached.
     """
     if model is None:
         return DEFAULT_MODEL
     folder = Path(model)
     if folder.is_dir() and model:
-        if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-            raise UserError(
-                f"expected a model and its tokenizer in the folder {model}, got no tokenizer "
-                "(tokenizer.json)"
-            )
         return model
     if model.lower() in EMBEDDED_MODELS:
         return model.lower()
@@ -164,14 +157,9 @@ def _check_reachable(name: str) -> None:
     except Exception as error:  # of whichever client the Hub's library has
         raise UserError(
             f"the model {name!r} could not be loaded: there is no folder of that name, and the "
-            f"Hugging Face Hub cannot be reached ({error}){_hint(name, EMBEDDED_MODELS)}"
+            f"Hugging Face Hub cannot be reached ({error}); it is not needed for "
+            f"{' and '.join(EMBEDDED_MODELS)}"
         ) from error
-
-
-def _hint(got: str, known: Iterable[str]) -> str:
-    """Return which of the known words is meant, as the end of an error, if one is near."""
-    near = get_close_matches(got.lower(), known, 1, _NEAR)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 @contextmanager
@@ -182,31 +170,9 @@ def _telling_why(name: str) -> Iterator[None]:
     except LadeError:
         raise
     except Exception as error:  # readers of damaged files may raise anything
-        asks = "trust_remote_code" in str(error)
-        told = "it comes with code of its own, which --trust-remote-code lets run"
-        told = told if asks else in_one_line(error)
+        causes = (cause for word, cause in _CAUSES.items() if word in str(error))
+        told = next(causes, in_one_line(error))
         raise UserError(f"the model {name!r} could not be loaded: {told}") from error
-
-
-def device_of(name: str | None) -> Any:
-    """Return the torch device of that name; for None, `cuda` if available, else `cpu`.
-
-    Raises:
-        UserError: this machine has no such device.
-    """
-    import torch
-
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
-        here = "cpu or cuda" if torch.cuda.is_available() else "cpu, as torch finds no GPU to use"
-        raise UserError(
-            f"expected a torch device of this machine, such as {here}; got {name!r}"
-        ) from None
-    return device
 
 
 def native_dtype(device: Any) -> Any:
@@ -215,11 +181,7 @@ def native_dtype(device: Any) -> Any:
 
     if device.type == "cuda":
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif device.type == "cpu":
-        from llvmlite.binding import get_host_cpu_features  # of numba; torch has no public API
-
-        features = get_host_cpu_features()
-        has_bfloat16 = any(features.get(name) for name in ("avx512bf16", "amx-bf16", "bf16"))
     else:
-        has_bfloat16 = False
+        names = ("avx512_bf16", "amx_bf16", "bf16") if device.type == "cpu" else ()
+        has_bfloat16 = any(map(torch.cpu.get_capabilities().get, names))
     return torch.bfloat16 if has_bfloat16 else torch.float32

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -63,12 +64,10 @@ def _encoded(
 
 def _as_text(messages: Sequence[Mapping[str, str]]) -> str:
     """Return what was said as one text; each answer follows its question at once."""
-    texts: list[str] = []
-    for message in messages:
-        if texts and message["role"] == "user":
-            texts.append("\n")
-        texts.append(message["content"])
-    return "".join(texts)
+    return "".join(
+        "\n" * (place > 0 and each["role"] == "user") + each["content"]
+        for place, each in enumerate(messages)
+    )
 
 
 @contextmanager
@@ -78,7 +77,7 @@ def _refusals(what: str) -> Iterator[None]:
 
     try:
         yield
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError) as error:
         raise UserError(f"{what} ({error})") from None
 
 
@@ -111,25 +110,19 @@ def tool_calls(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     Raises:
         ValueError: there is no chat template, or it refuses tool calls or leaves them out.
     """
-    from jinja2 import TemplateError
-
-    asked = [{"role": "user", "content": "?"}]
-    before, texts = None, []
+    asked, texts = [{"role": "user", "content": "?"}], []
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
     for tool in tools:
         function = tool.get("function", tool)
         schema = function.get("parameters") or {}
         arguments = dict.fromkeys(schema.get("properties") or {}, "")
         call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         said = {"role": "assistant", "content": "", "tool_calls": [call]}
-        try:
-            if before is None:
-                before = tokenizer.apply_chat_template(asked, tokenize=False)
-            text = tokenizer.apply_chat_template([*asked, said], tokenize=False)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"the chat template refuses a tool call ({error})") from None
-        if function["name"] not in text.removeprefix(before):
+        with _refusals("the chat template refuses a tool call"):
+            text: str = render([*asked, said]).removeprefix(render(asked))
+        if function["name"] not in text:
             raise UserError("expected a chat template that writes tool calls, got one without")
-        texts.append(text.removeprefix(before))
+        texts.append(text)
     return "".join(texts)
 
 

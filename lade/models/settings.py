@@ -12,7 +12,6 @@ class Settings:
     """Settings of answers, any of which may change between two of them.
 
     Raises:
-        TypeError: a value has a wrong type.
         UserError: a value is out of range.
     """
 
@@ -25,10 +24,10 @@ class Settings:
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("seed", 0), ("top_k", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int):
-                raise TypeError(f"expected {name} to be an integer, got {value!r}")
-            if value < least:
-                raise UserError(f"expected {name} of {least} or more, got {value}")
+            if not isinstance(value, int) or value < least:
+                raise UserError(
+                    f"expected {name} to be an integer of {least} or more, got {value!r}"
+                )
         if not 0 <= self.temperature < math.inf:
             raise UserError(
                 f"expected a finite temperature of 0 (greedy) or more, got {self.temperature}"

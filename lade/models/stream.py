@@ -1,5 +1,7 @@
 """`TextStream`: tokens that come one by one, as text."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -23,8 +25,9 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, *, skips_special: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skips_special = skips_special
+        # Cleaning up would take back a space that is long since shown.
+        options = {"skip_special_tokens": skips_special, "clean_up_tokenization_spaces": False}
+        self._decode: Callable[[list[int]], str] = partial(tokenizer.decode, **options)
         self._token_ids: list[int] = []
         self._num_done = 0
 
@@ -53,14 +56,3 @@ class TextStream:
         start = max(0, self._num_done - _CONTEXT)
         before = self._decode(self._token_ids[start : self._num_done])
         return self._decode(self._token_ids[start:])[len(before) :]
-
-    def _decode(self, token_ids: list[int]) -> str:
-        if not token_ids:
-            return ""
-        # Cleaning up would take back a space that is long since shown.
-        text: str = self._tokenizer.decode(
-            token_ids,
-            skip_special_tokens=self._skips_special,
-            clean_up_tokenization_spaces=False,
-        )
-        return text

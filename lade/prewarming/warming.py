@@ -4,18 +4,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from lade.compat import Model, without_compiler
 from lade.config import Config
 from lade.drafting.successors import compile_kernels
-from lade.forward import job
+from lade.forward.linear import kernels as compile_forwards
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import with_products
 from lade.probing.plan import choose_verification, execution_of
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
-from lade.products.linear import products_for
 from ngram_pool import NGramPool
 
 
@@ -56,12 +54,5 @@ def kernels() -> Mapping[str, Callable[[], Any]]:
     return {
         "the pool": lambda: NGramPool(1),
         "the ranks of tokens": compile_kernels,
-        "whole forwards": job.kernels,
-        "products for few rows": _load_products,
+        "forwards": compile_forwards,
     }
-
-
-def _load_products() -> None:
-    with torch.device("meta"):  # initial weights would be drawn
-        layer = nn.Linear(1024, 1024)
-    products_for(layer)

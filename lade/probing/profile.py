@@ -21,13 +21,13 @@ from lade.compat import (
 )
 from lade.config import Verification
 from lade.forward.job import forwards_for
+from lade.forward.linear import products_for
 from lade.gpu.workspace import WorkspaceStore
 from lade.probing.own_code import code_of, functions_at_present, hooks_of, hooks_of_all, own_code_of
 from lade.probing.proof import Distances
-from lade.products.choice import FastViews
-from lade.products.linear import products_for
 from lade.targets.layout import TreeLayout, tree_layout
 from lade.targets.prefixes import PrefixStore
+from lade.view import FastViews
 
 _T = TypeVar("_T")
 _training = attrgetter("training")

@@ -3,12 +3,12 @@
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
+from collections.abc import AsyncGenerator
+from itertools import pairwise
 from typing import Any
 
 from lade.server.errors import ApiError
-from lade.server.exchange import AnswerPiece, Exchange
+from lade.server.exchange import Exchange
 from lade.stats import DecodeStats
 
 _EVENT = "data: "
@@ -25,10 +25,6 @@ class ToldAnswer:
         self._exchange = exchange
         self._options = exchange.asked.stream_options
         self._is_chat = exchange.asked.is_chat
-        self._cutter = StopCutter(exchange.asked.stop)
-        self._num_sent = 0  # characters
-        self._end = 0  # characters up to the last one whose log-probability was told
-        self._num_calls = 0
         kind = "chat.completion" if self._is_chat else "text_completion"
         kind += ".chunk" if self._is_chat and exchange.asked.stream else ""
         common = {"id": exchange.request_id, "object": kind, "created": int(time.time())}
@@ -40,10 +36,9 @@ class ToldAnswer:
         Raises:
             ApiError: it has ended early.
         """
-        choice: Json = {"index": 0, "delta": {"content": ""}} if self._is_chat else {"index": 0}
-        async for choices in self._steps():
-            for new in choices:
-                _add(choice, new)
+        choice: Json = {"index": 0, **({"delta": {"content": ""}} if self._is_chat else {})}
+        async for new in self._choices():
+            add(choice, new)
         if self._is_chat:
             choice["message"] = message = choice.pop("delta")
             for name in ("content", "reasoning_content") if self._exchange.parser else ():
@@ -56,9 +51,8 @@ class ToldAnswer:
     async def events(self) -> AsyncGenerator[str, None]:
         """Yield it as events, which are of a size that tells nothing unless asked not to be."""
         try:
-            async for choices in self._steps():
-                if text := "".join(map(self._chunk, choices)):
-                    yield text
+            async for choice in self._choices():
+                yield self._event({**self._common, "choices": [{"index": 0, **choice}]})
         except ApiError as error:
             yield f"{_EVENT}{json.dumps(error.body())}\n\n"
             return
@@ -66,50 +60,12 @@ class ToldAnswer:
             yield self._event({**self._common, "choices": [], **self._figures()})
         yield _EVENT + "[DONE]\n\n"
 
-    async def _steps(self) -> AsyncGenerator[list[Json], None]:
-        """Yield what is new, as choices of a stream, with each step of the model."""
-        exchange = self._exchange
+    async def _choices(self) -> AsyncGenerator[Json, None]:
         if self._is_chat:
-            yield [{"delta": {"role": "assistant"}}]
-        while (pieces := await exchange.pieces.get()) is not None:
-            yield [*self._choices(pieces)]
-        if exchange.error is not None:
-            raise exchange.error
-        last = self._said(self._cutter.rest(), is_last=True)
-        is_full = len(exchange.token_ids) >= exchange.options.max_new_tokens
-        why = "tool_calls" if self._num_calls else "length" if is_full else "stop"
-        yield [{**last, "finish_reason": why}]
-
-    def _choices(self, pieces: Iterable[AnswerPiece]) -> Iterator[Json]:
-        """Yield the choices of a step; text of one kind in a row is one."""
-        for kind, group in groupby(pieces, lambda piece: piece.kind):
-            found = [*group]
-            text = "".join(piece.text for piece in found)
-            if kind == "tool_call":
-                yield {"delta": {"tool_calls": [*map(self._call, found)]}}
-            elif kind == "reasoning_content":
-                yield {"delta": {kind: text}}
-            elif shown := self._cutter.feed(text):
-                yield self._said(shown)
-
-    def _said(self, text: str, *, is_last: bool = False) -> Json:
-        """Return a choice of text that is in the answer for sure."""
-        choice: Json = {"text": text}
-        if self._is_chat:
-            choice = {"delta": {"content": text} if text else {}}
-        self._num_sent += len(text)
-        if self._exchange.asked.num_logprobs is not None:
-            choice["logprobs"] = self._new_logprobs(is_last)
-        return choice
-
-    def _call(self, piece: AnswerPiece) -> Json:
-        place, self._num_calls = self._num_calls, self._num_calls + 1
-        name = f"{self._exchange.request_id}_tool_call_{place}"
-        function = {"name": piece.name, "arguments": piece.text}
-        return {"index": place, "id": name, "type": "function", "function": function}
-
-    def _chunk(self, choice: Json) -> str:
-        return self._event({**self._common, "choices": [{"index": 0, **choice}]})
+            yield {"delta": {"role": "assistant"}}
+        while (choice := await self._exchange.choices.get()) is not None:
+            yield choice
+        self._exchange.check()
 
     def _event(self, event: Json) -> str:
         text = json.dumps(event)
@@ -118,33 +74,6 @@ class ToldAnswer:
         begin, end = f'{_EVENT}{text[:-1]}, "obfuscation": "', '"}\n\n'
         num_missing = -len(begin + end) % _BLOCK_BYTES
         return begin + secrets.token_urlsafe(_BLOCK_BYTES)[:num_missing] + end
-
-    # --- log-probabilities ------------------------------------------------------------------
-
-    def _new_logprobs(self, is_last: bool) -> Json:
-        """Return those of tokens whose text has been sent by now, and have not been told."""
-        told, starts, logprobs = list[Json](), list[int](), self._exchange.logprobs
-        while logprobs:
-            end, logprob = logprobs[0]
-            is_within = end <= self._num_sent or (is_last and self._end < self._num_sent)
-            # Where answers have parts, who knows which token is in which?
-            if not is_within and self._exchange.parser is None:
-                break
-            told.append(logprob)
-            starts.append(self._end)
-            self._end = end
-            logprobs.popleft()
-        if self._is_chat:
-            return {"content": told}
-        tops = ({top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told)
-        return {
-            "tokens": [each["token"] for each in told],
-            "token_logprobs": [each["logprob"] for each in told],
-            "top_logprobs": [*tops],
-            "text_offset": starts,
-        }
-
-    # --- figures ----------------------------------------------------------------------------
 
     def _figures(self) -> Json:
         """Return usage and metrics: what was run, drafted, accepted and kept."""
@@ -173,11 +102,11 @@ class ToldAnswer:
         return {"usage": usage, "metrics": {"speculative_decoding": speculation(stats)}}
 
 
-def _add(whole: Json, new: Json) -> None:
+def add(whole: Json, new: Json) -> None:
     """Put what is new behind what there is: texts and lists go on, other values are the last."""
     for name, value in new.items():
         if isinstance(value, dict):
-            _add(whole.setdefault(name, {}), value)
+            add(whole.setdefault(name, {}), value)
         else:
             is_more = isinstance(value, str | list) and name in whole
             whole[name] = whole[name] + value if is_more else value
@@ -199,36 +128,3 @@ def speculation(stats: DecodeStats) -> Json:
         "num_draft_tokens": stats.num_draft_tokens,
         "num_spec_tokens": len(stats.accepted_by_depth),
     }
-
-
-class StopCutter:
-    """Cuts text off at the first of some strings, and holds back what may begin one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._held = ""
-        self.is_cut = False
-
-    def feed(self, text: str) -> str:
-        """Return what is sure to be in the answer."""
-        if self.is_cut:
-            return ""
-        text = self._held + text
-        ends = [end for end in map(text.find, self._stops) if end >= 0]
-        if ends:
-            self.is_cut, self._held = True, ""
-            return text[: min(ends)]
-        num_held = max((_num_begun(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
-
-    def rest(self) -> str:
-        """Return what was held back at the end of the text."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _num_begun(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text that a stop begins with."""
-    lengths = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(stop[:length])), 0)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _KEEP_ALIVE_SEC = 75
 
 
-class Server:
+class Server(uvicorn.Server):
     """Serves one model to OpenAI's clients, from the construction on until it is closed.
 
         with Server(lade.models.load(), port=0) as server:
@@ -62,65 +62,24 @@ class Server:
             raise UserError(f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}")
         # Of a folder clients are told its name alone, not where it lies.
         name = Path(loaded.name).name if Path(loaded.name).exists() else loaded.name
-        self.name = name = options.model_name or name
-        self._thread: threading.Thread | None = None
+        self.name = options.model_name or name
+        self._grace_sec, self._thread = options.grace_sec, threading.Thread(target=self._run)
         with ExitStack() as stack:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = stack.enter_context(socket.create_server((host, port), family=family))
-            batcher = Batcher(
-                loaded.model,
-                max_batch_size=options.max_batch_size,
-                max_batch_tokens=options.max_batch_tokens,
-            )
+            sizes = options.max_batch_size, options.max_batch_tokens
+            batcher = Batcher(loaded.model, max_batch_size=sizes[0], max_batch_tokens=sizes[1])
             batcher.run(partial(warm_up, loaded.model, num_rows=2, config=options.config))
             hosts = names_of(host, options.allowed_hosts)
-            routes = Routes(loaded, name, batcher.engine, options, hosts, stack)
-            self.keys, self._engine = routes.keys, batcher.engine
-            self._uvicorn = _Uvicorn(routes, options)
+            self._routes = Routes(loaded, self.name, batcher.engine, options, hosts)
+            self.keys, self._engine = self._routes.keys, batcher.engine
+            stack.callback(self._routes.pools.close)
             self._stack = stack.pop_all()
         address, port, *_ = self._socket.getsockname()
         self.url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
-
-    def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then finish or end what is under way and save pools."""
-        # uvicorn raises these again after it has stopped; the exit code is to be 0.
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, lambda *_: None)
-        try:
-            self._uvicorn.run(sockets=[self._socket])
-        finally:
-            self._finish()
-
-    def __enter__(self) -> Self:
-        """Serve in a thread."""
-        self._thread = threading.Thread(
-            target=self._uvicorn.run, kwargs={"sockets": [self._socket]}, name="lade-server"
-        )
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop as SIGTERM does."""
-        self._uvicorn.should_exit = True
-        if self._thread is not None:
-            self._thread.join()
-        self._finish()
-
-    def _finish(self) -> None:
-        self._engine.wait(END_SEC)  # not longer, whatever forward it may be in
-        self._stack.close()
-
-
-class _Uvicorn(uvicorn.Server):
-    """Gives what is under way a while when it is told to stop."""
-
-    def __init__(self, routes: Routes, options: ServerOptions) -> None:
         super().__init__(
             uvicorn.Config(
-                routes,
+                self._routes,
                 http=guarded(options.max_connections, options.timeout_sec),
                 ws="none",
                 lifespan="off",
@@ -131,8 +90,38 @@ class _Uvicorn(uvicorn.Server):
                 timeout_graceful_shutdown=int(options.grace_sec + 2 * END_SEC),
             )
         )
-        self._routes = routes
-        self._grace_sec = options.grace_sec
+
+    def run(self) -> None:  # type: ignore[override]
+        """Serve until SIGTERM or SIGINT, then finish or end what is under way and save pools."""
+        # uvicorn raises these again after it has stopped; the exit code is to be 0.
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, lambda *_: None)
+        try:
+            self._run()
+        finally:
+            self._finish()
+
+    def __enter__(self) -> Self:
+        """Serve in a thread."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop as SIGTERM does."""
+        self.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join()
+        self._finish()
+
+    def _run(self) -> None:
+        super().run([self._socket])
+
+    def _finish(self) -> None:
+        self._engine.wait(END_SEC)  # not longer, whatever forward it may be in
+        self._stack.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Note a signal; Ctrl-C, once more, hangs up at once."""
@@ -143,7 +132,9 @@ class _Uvicorn(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let nobody in, and wait until all is answered, or until Ctrl-C comes once more."""
         logger.info("shutting down; running answers have %g s", self._grace_sec)
-        closing = asyncio.create_task(self._routes.close(self._grace_sec))
+        self._routes.end()
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._grace_sec, self._routes.end, True)
         await super().shutdown(sockets)
-        closing.cancel()
-        await asyncio.wait({closing})
+        timer.cancel()
+        self._routes.end(even_running=True)

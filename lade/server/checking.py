@@ -32,13 +32,12 @@ def check(grammar: str, tenant: str) -> None:
     try:
         # Without standard error: warnings tell what was asked for.
         done = subprocess.run(
-            command, input=grammar.encode(), capture_output=True, timeout=_WALL_SEC
+            command, input=grammar.encode(), capture_output=True, timeout=_WALL_SEC, check=True
         )
-    except subprocess.TimeoutExpired:
-        raise ValueError("it takes too long") from None
-    wrong = "it takes too much time or memory" if done.returncode else done.stdout.decode()
-    if wrong:
-        raise ValueError(wrong)
+    except subprocess.SubprocessError:
+        raise ValueError("it takes too much time or memory") from None
+    if done.stdout:
+        raise ValueError(done.stdout.decode())
 
 
 def _look() -> None:

@@ -1,6 +1,7 @@
 """Connections that say nothing, and more of them than there is room for."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from ipaddress import ip_address, ip_network
@@ -8,14 +9,36 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from lade.server.sharing import Shares
-
 # A client that has begun a request has so long to send its headers.
 HEADER_SEC = 20.0
 # Files that a process opens beside its connections.
 _OTHER_FILES = 128
 # One address may have one of so many parts of the connections.
 _PARTS = 4
+
+
+class Shares:
+    """How much of something limited each key has: all, and one of them, may have so much."""
+
+    def __init__(self, most: int, most_of_key: int) -> None:
+        self._most, self._most_of_key = most, most_of_key
+        self._taken: Counter[str] = Counter()
+        self._num_taken = 0
+
+    def take(self, key: str, number: int = 1) -> bool:
+        """Take so many; return whether there were."""
+        of_key, of_all = self._taken[key] + number, self._num_taken + number
+        if of_all > self._most or of_key > self._most_of_key:
+            return False
+        self._taken[key], self._num_taken = of_key, of_all
+        return True
+
+    def give(self, key: str, number: int = 1) -> None:
+        """Give so many back."""
+        self._num_taken -= number
+        self._taken[key] -= number
+        if not self._taken[key]:
+            del self._taken[key]
 
 
 class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]

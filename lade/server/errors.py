@@ -6,6 +6,8 @@ from typing import Any
 from lade.errors import LadeError
 
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+_LATER = {"retry-after": "5"}  # seconds
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 429: _LATER, 503: _LATER}
 
 
 @dataclass(eq=False)
@@ -31,29 +33,10 @@ class ApiError(LadeError):
 
     def headers(self) -> dict[str, str]:
         """Return the headers that go with the status."""
-        headers = {"retry-after": "5"} if self.status in (429, 503) else {}  # seconds
-        if self.closes:
-            headers["connection"] = "close"
-        if self.status == 401:
-            headers["www-authenticate"] = "Bearer"
-        return headers
+        headers = {"connection": "close"} if self.closes else {}
+        return {**headers, **_HEADERS.get(self.status, {})}
 
 
 def failed() -> ApiError:
     """Return what a client is told of an error that is ours; the log has the rest."""
     return ApiError(500, "the server failed to answer; its log says why", code="internal_error")
-
-
-def full(message: str) -> ApiError:
-    """Return what a client is told for whom there is no room now."""
-    return ApiError(429, message, code="queue_full")
-
-
-def shutting_down() -> ApiError:
-    """Return what a client is told while the server stops."""
-    return ApiError(503, "the server is shutting down", code="shutting_down")
-
-
-def left() -> ApiError:
-    """Return what nobody is told: the client has left; 499 is what logs call it."""
-    return ApiError(499, "the client has left", code="client_left")

@@ -2,13 +2,12 @@
 
 import asyncio
 import uuid
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from lade.config import Config
 from lade.hf.pools import Pools
@@ -16,14 +15,6 @@ from lade.server.errors import ApiError
 from lade.server.keys import KeyOwner
 from lade.server.requests import Asked
 from lade.stats import DecodeStats
-
-
-class AnswerPiece(NamedTuple):
-    """Something new of an answer."""
-
-    kind: Literal["content", "reasoning_content", "tool_call"]
-    text: str  # of a call, its arguments as JSON
-    name: str = ""  # of the tool that is called
 
 
 @dataclass(eq=False)
@@ -56,13 +47,12 @@ class Exchange:
     last_token: float | None = None
     num_prompt_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)  # of the answer
-    begun: asyncio.Event = field(default_factory=asyncio.Event)  # or ended before that
     answer: "Future[None] | None" = None  # of the engine
     watch: "asyncio.Task[None] | None" = None  # on the client
-    pieces: "asyncio.Queue[list[AnswerPiece] | None]" = field(default_factory=asyncio.Queue)
+    # What is new with each step, as choices of a stream: the first, which is empty, once its turn
+    # has come, and None where there are no more.
+    choices: "asyncio.Queue[dict[str, Any] | None]" = field(default_factory=asyncio.Queue)
     stats: DecodeStats | None = None
-    # Of tokens of the answer, with the characters of its text up to and with each.
-    logprobs: deque[tuple[int, dict[str, Any]]] = field(default_factory=deque)
     tokens: Any = None  # knows the bytes of each, if log-probabilities are asked for
     error: ApiError | None = None  # why it ends early
 
@@ -77,20 +67,15 @@ class Exchange:
             self.error = error
         if self.answer is not None:
             self.answer.cancel()
-        self.in_loop(self._wake)
+        self.in_loop(self.choices.put_nowait, None)
 
     def finish(self) -> None:
         """Be over: nothing more is computed. Called in the event loop."""
         self._timer.cancel()
         if self.watch is not None:
             self.watch.cancel()
-        self._wake()
+        self.choices.put_nowait(None)
         self.when_over(self)
-
-    def _wake(self) -> None:
-        """Let whoever waits for its turn or its answer see that it has ended."""
-        self.begun.set()
-        self.pieces.put_nowait(None)
 
     def check(self) -> None:
         """Raise why it is to end, if it is."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from lade.drafting.grammar import ForcedTokens
+from lade.drafting.drafter import ForcedTokens
 from lade.models.loading import LoadedModel
 from lade.server.checking import LIMITS, check
 from lade.server.errors import ApiError
@@ -44,16 +44,13 @@ class Grammars:
             raise refusal("expected no schema, for the model has no token that ends an answer")
         if "x-guidance" in schema:  # which would loosen what is kept
             raise refusal("expected a schema without x-guidance")
-        text = json.dumps(_told_apart(schema))
+        text = json.dumps(json.loads(json.dumps(schema), object_hook=_told_apart))
         if len(text) > _MAX_CHARS:
             raise refusal(f"expected a schema of at most {_MAX_CHARS} characters, got {len(text)}")
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_FORM)
-        except ValueError as error:  # it is too deep
-            raise refusal(f"expected a JSON schema that can be read: {error}"[:300]) from None
-        try:
             check(grammar, tenant)
-        except ValueError as error:
+        except ValueError as error:  # one that is too deep is not even read
             raise refusal(f"expected a JSON schema that can be kept: {error}"[:300]) from None
         return llguidance.LLMatcher(self.tokens, grammar, log_level=0, limits=LIMITS)
 
@@ -91,20 +88,14 @@ class Kept(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
         return ahead.compute_ff_tokens()[:max_tokens]
 
 
-def _told_apart(part: Any) -> Any:
-    """Return a schema with `anyOf` for each `oneOf` of a tagged union, whose parts exclude others.
+def _told_apart(part: dict[str, Any]) -> dict[str, Any]:
+    """Have `anyOf` stand for the `oneOf` of a tagged union, whose parts exclude each other.
 
     A grammar does not find that out where they are references.
     """
-    if isinstance(part, list):
-        return [_told_apart(each) for each in part]
-    if not isinstance(part, dict):
-        return part
-    values = ("const", "enum", "default", "examples")  # which are no schemas
-    found = {name: p if name in values else _told_apart(p) for name, p in part.items()}
-    if isinstance(found.get("oneOf"), list) and "discriminator" in found and "anyOf" not in found:
-        found["anyOf"] = found.pop("oneOf")
-    return found
+    if isinstance(part.get("oneOf"), list) and "discriminator" in part and "anyOf" not in part:
+        part["anyOf"] = part.pop("oneOf")
+    return part
 
 
 def refusal(message: str) -> ApiError:

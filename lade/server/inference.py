@@ -3,33 +3,30 @@
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
-    LogitsProcessor,
     LogitsProcessorList,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from lade.compat import mark_as_new
 from lade.drafting.drafter import Drafter
 from lade.hf.api import decode
 from lade.models.loading import LoadedModel
 from lade.models.stream import TextStream
-from lade.server.answers import StopCutter
+from lade.server.answers import Json, add
 from lade.server.errors import ApiError, failed
-from lade.server.exchange import AnswerPiece, Exchange
+from lade.server.exchange import Exchange
 from lade.server.grammars import Kept
-from lade.server.parsing import pieces_of
+from lade.server.parsing import parts_of
+from lade.stats import Step
 
 logger = logging.getLogger(__name__)
 
@@ -52,157 +49,195 @@ def answer(exchange: Exchange, loaded: LoadedModel, drafter: Drafter | None) -> 
     """Generate as `model.generate` does with the request's seed."""
     exchange.check()
     exchange.admitted = perf_counter()
-    exchange.in_loop(exchange.begun.set)
-    asked, inputs = exchange.asked, exchange.inputs
-    recorder = (
-        None if asked.num_logprobs is None else _Recorder(asked.num_logprobs, exchange.tokens)
-    )
-    relay = _Relay(exchange, loaded.tokenizer, recorder)
-    criteria = StoppingCriteriaList()
-    if asked.stop:
-        criteria.append(_StopOnText(exchange, loaded.tokenizer))
-    decoding: Callable[..., Any] = partial(
-        decode,
-        pool=exchange.pools,
-        drafter=drafter,
-        config=replace(exchange.config, reuses_prefix=not exchange.is_private),
-        prediction=exchange.prediction,
-        token_streamer=relay,
-        on_step=relay.tell,
-    )
-
-    def run(*args: Any, logits_processor: LogitsProcessorList, **prepared: Any) -> Any:
-        if recorder is not None:  # before all others: penalties and grammars change the scores
-            logits_processor.insert(0, recorder)
-        mark_as_new(prepared)
-        return decoding(*args, logits_processor=logits_processor, **prepared)
-
-    # Another request must not continue the random numbers of this one, which its client knows.
-    torch.manual_seed(secrets.randbits(63) if asked.seed is None else asked.seed)
+    exchange.in_loop(exchange.choices.put_nowait, {})
+    asked, relay = exchange.asked, _Relay(exchange, loaded.tokenizer)
     processors = LogitsProcessorList()
     if exchange.grammar is not None:
         processors.append(Kept(exchange.grammar, exchange.num_prompt_tokens))
+
+    def run(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
+        if asked.num_logprobs is not None:  # before penalties and grammars, which change scores
+            prepared["logits_processor"].insert(0, relay.record)
+        mark_as_new(prepared)
+        return decode(
+            model,
+            input_ids,
+            pool=exchange.pools,
+            drafter=drafter,
+            config=replace(exchange.config, reuses_prefix=not exchange.is_private),
+            prediction=exchange.prediction,
+            on_step=relay.take,
+            **prepared,
+        )
+
+    # Another request must not continue the random numbers of this one, which its client knows.
+    torch.manual_seed(secrets.randbits(63) if asked.seed is None else asked.seed)
     output = loaded.model.generate(
-        **inputs,
+        **exchange.inputs,
         generation_config=exchange.options,
         logits_processor=processors,
-        stopping_criteria=criteria,
+        stopping_criteria=StoppingCriteriaList([relay] if asked.stop else []),
         custom_generate=run,
     )
     exchange.stats = output.stats
     relay.finish()
 
 
-class _StopOnText(StoppingCriteria):  # type: ignore[misc]
-    """Ends an answer where its text has one of some strings.
+class _Relay:
+    """Takes every emitted token, tells what is new of a step, and ends a call that is to end.
 
-    transformers' own looks at every token of the vocabulary first, which takes a server of many
-    users 0.4 s a request, and minutes where a stop is made for it.
+    Where strings may end the answer, it is also called as a stop criterion. transformers' own looks
+    at every token of the vocabulary first, which takes a server of many users 0.4 s a request, and
+    minutes where a string is made for it.
     """
 
     def __init__(self, exchange: Exchange, tokenizer: Any) -> None:
-        self._text = StopCutter(exchange.asked.stop)
-        self._stream = TextStream(tokenizer, skips_special=exchange.parser is None)
-        self._num_seen = exchange.num_prompt_tokens
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Look at the tokens that are new; `input_ids` is int64 [1, num_tokens]."""
-        new = input_ids[0, self._num_seen :].tolist()
-        self._num_seen += len(new)
-        for token_id in new:
-            self._text.feed(self._stream.put(token_id))
-        return torch.full((1,), self._text.is_cut, device=input_ids.device)
-
-
-class _Recorder(LogitsProcessor):  # type: ignore[misc]
-    """Keeps the log-probabilities of the next tokens until it is known which these are.
-
-    It is called once for each emitted token, in order, with the target's logits.
-    """
-
-    def __init__(self, num_top: int, tokens: Any) -> None:
-        self._num_top, self._tokens = num_top, tokens
-        self._rows: deque[Tensor] = deque()
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._rows.append(scores[0].float().log_softmax(-1))
-        return scores
-
-    def take(self, token_id: int) -> dict[str, Any]:
-        """Return what there is to say of the next emitted token, as OpenAI does."""
-        row = self._rows.popleft().clamp_min(_LOWEST_LOGPROB)
-        best = row.topk(self._num_top)
-        top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        told = self._told(token_id, float(row[token_id]))
-        return {**told, "top_logprobs": [self._told(*other) for other in top]}  # likeliest first
-
-    def _told(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text: bytes = self._tokens.decode_bytes([token_id])
-        return {"token": text.decode(errors="replace"), "logprob": logprob, "bytes": [*text]}
-
-
-class _Relay(BaseStreamer):  # type: ignore[misc]
-    """Notes every emitted token, tells what is new of a step, and ends a call that is to end."""
-
-    def __init__(self, exchange: Exchange, tokenizer: Any, recorder: _Recorder | None) -> None:
-        self._exchange, self._recorder, self._parser = exchange, recorder, exchange.parser
+        self._exchange, self._parser = exchange, exchange.parser
+        self._is_chat = exchange.asked.is_chat
         self._stream = TextStream(tokenizer, skips_special=self._parser is None)
-        self._special = frozenset(tokenizer.all_special_ids if recorder is not None else ())
-        self._num_chars = 0  # of the text up to now
+        self._cutter = _StopCutter(exchange.asked.stop or ())
+        self._num_top, self._special = exchange.asked.num_logprobs, frozenset[int]()
+        if self._num_top is not None:
+            self._special = frozenset(tokenizer.all_special_ids)
+        self._rows = deque[Tensor]()  # log-probabilities of the next tokens
+        self._num_chars = self._num_shown = 0  # of the text, and of what is in the answer for sure
+        # What is to be said of tokens once their text is shown, with where they begin and end.
+        self._waiting = deque[tuple[int, int, Json]]()
         self._pending = ""  # text that no piece has told of
-        self._new: list[AnswerPiece] = []
+        self._delta: Json = {}
+        self._num_calls = 0
         self._ends: frozenset[int] = frozenset()
         if self._parser is not None:  # which sees special tokens, but the answer's end
-            self._new += pieces_of(self._parser.initial_events)  # what the prompt has of it already
+            self._add(parts_of(self._parser.initial_events))  # what the prompt has of it already
             ends = exchange.options.eos_token_id
             self._ends = frozenset([ends] if isinstance(ends, int) else ends or ())
 
-    def put(self, value: Tensor) -> None:
-        """Take the next token, int64 [1]."""
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Take the last token of [1, num_tokens]; return whether the answer ends there."""
+        self._put(int(input_ids[0, -1]))
+        return torch.full((1,), self._cutter.is_cut, device=input_ids.device)
+
+    def _put(self, token_id: int) -> None:
         exchange = self._exchange
         exchange.check()
         exchange.last_token = perf_counter()
         exchange.first_token = exchange.first_token or exchange.last_token
-        token_id = int(value)
         exchange.token_ids.append(token_id)
-        if token_id not in self._ends:
-            text = self._stream.put(token_id)
-            self._num_chars += len(text)
-            self._read(text)
-        if self._recorder is not None:
-            logprob = self._recorder.take(token_id)
+        text = "" if token_id in self._ends else self._stream.put(token_id)
+        start, self._num_chars = self._num_chars, self._num_chars + len(text)
+        if self._num_top is not None:
+            logprob = self._logprob(token_id, self._num_top)
             if token_id not in self._special:  # its text is not in the answer
-                exchange.logprobs.append((self._num_chars, logprob))
+                self._waiting.append((start, self._num_chars, logprob))
+        self._read(self._cutter.feed(text))
+
+    def record(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Note the target's logits; called once for each emitted token, in order."""
+        self._rows.append(scores[0].float().log_softmax(-1))
+        return scores
+
+    def _logprob(self, token_id: int, num_top: int) -> Json:
+        """Return what there is to say of the next emitted token, as OpenAI does."""
+        row = self._rows.popleft().clamp_min(_LOWEST_LOGPROB)
+        told: list[Json] = []
+        for each in (token_id, *row.topk(num_top).indices.tolist()):  # the likeliest first
+            text: bytes = self._exchange.tokens.decode_bytes([each])
+            token, logprob = text.decode(errors="replace"), float(row[each])
+            told.append({"token": token, "logprob": logprob, "bytes": [*text]})
+        return {**told[0], "top_logprobs": told[1:]}
 
     def _read(self, text: str, *, is_last: bool = False) -> None:
-        """Make pieces of new text; without a parser all is said."""
-        parser = self._parser
-        if parser is None:
-            self._new += [AnswerPiece("content", text)] if text else []
-            return
+        """Make pieces of text that is in the answer; without a parser all is said."""
+        self._num_shown += len(text)
         self._pending += text
         try:
-            pieces = [*pieces_of(parser.finalize()[1] if is_last else parser.feed(text))]
+            if self._parser is not None:
+                events = self._parser.finalize()[1] if is_last else self._parser.feed(text)
+                self._add([*parts_of(events)])
         except (ValueError, RuntimeError, LookupError, TypeError):
             self._parser = None  # what looks like a call is none: it and the rest are text
-            self._read(self._pending)
-            return
-        for piece in pieces:
-            is_call = piece.kind == "tool_call"
-            self._pending = "" if is_call else self._pending.partition(piece.text)[2]
-        self._new += pieces
+        if self._parser is None and self._pending:
+            self._add([("content", self._pending)])
 
-    def tell(self, *_: Any) -> None:
+    def _add(self, parts: Iterable[tuple[str, Any]]) -> None:
+        for name, value in parts:
+            if name == "tool_calls":
+                place, self._num_calls, self._pending = self._num_calls, self._num_calls + 1, ""
+                call_id = f"{self._exchange.request_id}_tool_call_{place}"
+                call = {"index": place, "id": call_id, "type": "function", "function": value}
+                add(self._delta, {name: [call]})
+            else:
+                self._pending = self._pending.partition(value)[2]
+                add(self._delta, {name: value})
+
+    def take(self, step: Step) -> None:
+        """Take the tokens of a step that are new, and send what they say."""
+        for token_id in () if self._exchange.asked.stop else step.token_ids:
+            self._put(token_id)
+        self._tell()
+
+    def _tell(self, *, is_last: bool = False) -> None:
         """Send what is new: token by token, their number would show in how they are sent."""
-        new, self._new = self._new, []
-        if new:
-            self._exchange.in_loop(self._exchange.pieces.put_nowait, new)
+        exchange, delta = self._exchange, self._delta
+        if not (delta or is_last):
+            return
+        choice: Json = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
+        if self._num_top is not None:
+            choice["logprobs"] = self._logprobs(is_last)
+        if is_last:
+            is_full = len(exchange.token_ids) >= exchange.options.max_new_tokens
+            why = "tool_calls" if self._num_calls else "length" if is_full else "stop"
+            choice["finish_reason"] = why
+        self._delta = {}
+        exchange.in_loop(exchange.choices.put_nowait, choice)
+
+    def _logprobs(self, is_last: bool) -> Json:
+        """Return what there is to say of tokens whose text is shown."""
+        starts, told = list[int](), list[Json]()
+        while self._waiting:
+            start, end, logprob = self._waiting[0]
+            # A stop may end the text within a token.
+            if end > self._num_shown and not (is_last and start < self._num_shown):
+                break
+            starts.append(start)
+            told.append(logprob)
+            self._waiting.popleft()
+        if self._is_chat:
+            return {"content": told}
+        tops = ({top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told)
+        return {
+            "tokens": [each["token"] for each in told],
+            "token_logprobs": [each["logprob"] for each in told],
+            "top_logprobs": [*tops],
+            "text_offset": starts,
+        }
 
     def finish(self) -> None:
         """Send what is known at the end only, once statistics are."""
-        self._read(self._stream.end())
+        self._read(self._cutter.feed(self._stream.end(), is_last=True))
         self._read("", is_last=True)
-        self.tell()
+        self._tell(is_last=True)
 
-    def end(self) -> None:
-        """Do nothing: what waits for the statistics is sent by `finish`."""
+
+class _StopCutter:
+    """Cuts text off at the first of some strings, and holds back what may begin one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._longest = stops, max(map(len, stops), default=0)
+        self._held = ""
+        self.is_cut = False
+
+    def feed(self, text: str, *, is_last: bool = False) -> str:
+        """Return what is in the answer for sure."""
+        if self.is_cut:
+            return ""
+        text = self._held + text
+        ends = [end for end in map(text.find, self._stops) if end >= 0]
+        if ends:
+            self.is_cut = True
+            return text[: min(ends)]
+        places = range(max(0, len(text) - self._longest), 0 if is_last else len(text))
+        begun = (at for at in places if any(stop.startswith(text[at:]) for stop in self._stops))
+        num_sure = next(begun, len(text))
+        self._held = text[num_sure:]
+        return text[:num_sure]

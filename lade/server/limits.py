@@ -1,6 +1,7 @@
 """Prompts of requests, how long they and their answers may be, and a call's options."""
 
 import copy
+import math
 import threading
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from lade.models.loading import LoadedModel
 from lade.models.prompts import encode_messages, num_positions, tool_calls
 from lade.server.errors import ApiError
 from lade.server.exchange import Exchange
+from lade.server.grammars import Grammars
 from lade.server.options import ServerOptions
 from lade.server.parsing import template_of
 from lade.server.requests import Asked, Chat, Completion
@@ -30,10 +32,9 @@ class Preparing:
 
     def __init__(self, loaded: LoadedModel, options: ServerOptions) -> None:
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
-        self._options, self._positions = options, num_positions(loaded.model)
-        limits = options.max_prompt_tokens, self._positions and self._positions - 1
-        self._max_prompt_tokens = min((each for each in limits if each is not None), default=None)
-        self._template = template_of(loaded)
+        self._options, self._positions = options, num_positions(loaded.model) or math.inf
+        self._max_prompt_tokens = min(options.max_prompt_tokens or math.inf, self._positions - 1)
+        self._template, self.grammars = template_of(loaded), Grammars(loaded)
         self._lock = threading.Lock()  # a tokenizer's settings are not made for threads
 
     def prepare(self, exchange: Exchange) -> None:
@@ -46,9 +47,11 @@ class Preparing:
         chat = asked if isinstance(asked, Chat) else None
         exchange.config = self._config(asked)
         if chat is not None and chat.prediction is not None:
-            exchange.prediction = self._predicted(chat.prediction.text)
+            text = "".join(part.text for part in chat.prediction.content)
+            exchange.prediction = self._predicted(text)
         texts = {"prompt", "messages", "tools", "chat_template_kwargs"}
-        self._check_chars(asked.model_dump_json(include=texts), "prompt")
+        num_chars = len(asked.model_dump_json(include=texts))
+        self._check_length(num_chars // _MOST_CHARS, "prompt", " or more")
         try:
             exchange.inputs = self._encoded(asked)
         except Exception as error:  # whatever templates and tokenizers raise of a request
@@ -57,6 +60,8 @@ class Preparing:
         prompt_ids = exchange.inputs["input_ids"][0]
         exchange.num_prompt_tokens = len(prompt_ids)
         exchange.options = self._generation(asked, exchange.num_prompt_tokens)
+        if asked.num_logprobs is not None:
+            exchange.tokens = self.grammars.tokens
         if chat is None:
             return
         if chat.tools and chat.prediction is None and chat.speculation is not False:
@@ -94,9 +99,7 @@ class Preparing:
     def _generation(self, asked: Asked, num_prompt: int) -> Any:
         """Return the GenerationConfig of a call, if its prompt leaves room for the answer."""
         self._check_length(num_prompt, "prompt")
-        room = self._options.max_new_tokens
-        if self._positions is not None:
-            room = min(room, self._positions - num_prompt)
+        room = int(min(self._options.max_new_tokens, self._positions - num_prompt))
         wanted = getattr(asked, "max_completion_tokens", None) or asked.max_tokens
         if wanted is not None and wanted > room:
             message = f"expected an answer of at most {room} tokens after a prompt of {num_prompt}"
@@ -124,23 +127,18 @@ class Preparing:
 
     def _predicted(self, text: str) -> list[int]:
         """Return the tokens of a prediction, which may have as many as a prompt."""
-        self._check_chars(text, "prediction")
+        self._check_length(len(text) // _MOST_CHARS, "prediction", " or more")
         # A batch, for which the tokenizer lets other threads go on.
         encode = self._tokenizer._tokenizer.encode_batch_fast
         token_ids: list[int] = encode([text], add_special_tokens=False)[0].ids
         self._check_length(len(token_ids), "prediction")
         return token_ids
 
-    def _check_chars(self, text: str, what: str) -> None:
-        self._check_length(len(text) // _MOST_CHARS, what, "or more")
-
     def _check_length(self, num_tokens: int, what: str, more: str = "") -> None:
-        most = self._max_prompt_tokens
-        if most is not None and num_tokens > most:
-            message = f"expected a {what} of at most {most} tokens, got {num_tokens} {more}"
-            raise _too_long(message.rstrip(), what)
+        if num_tokens > (most := self._max_prompt_tokens):
+            message = f"expected a {what} of at most {most} tokens, got {num_tokens}{more}"
+            raise _too_long(message, None if what == "prompt" else what)
 
 
-def _too_long(message: str, what: str) -> ApiError:
-    param = None if what == "prompt" else what
+def _too_long(message: str, param: str | None) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded")

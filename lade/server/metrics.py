@@ -58,7 +58,7 @@ class Metrics:
             for name, text in _COUNTERS.items()
         }
         self._times = {
-            name: made(Histogram, f"vllm:{name}_seconds", text, buckets=_SEC)
+            name: made(Histogram, f"vllm:{name}_seconds", text, buckets=_SEC).labels(model_name)
             for name, text in _TIMES.items()
         }
         text = "Draft tokens that were accepted, by their depth in the draft."
@@ -90,16 +90,16 @@ class Metrics:
 
     def count(self, exchange: Exchange) -> None:
         """Count an exchange that is over."""
-        num_tokens, stats = len(exchange.token_ids), exchange.stats
+        num_tokens, stats, times = len(exchange.token_ids), exchange.stats, self._times
+        arrived, first, last = exchange.arrived, exchange.first_token, exchange.last_token
         if exchange.admitted is not None:
-            self._observe("request_queue_time", exchange.admitted - exchange.arrived)
-        if exchange.first_token is None or exchange.last_token is None:
+            times["request_queue_time"].observe(exchange.admitted - arrived)
+        if first is None or last is None:
             return
-        self._observe("time_to_first_token", exchange.first_token - exchange.arrived)
-        self._observe("e2e_request_latency", perf_counter() - exchange.arrived)
+        times["time_to_first_token"].observe(first - arrived)
+        times["e2e_request_latency"].observe(perf_counter() - arrived)
         if num_tokens > 1:
-            sec = exchange.last_token - exchange.first_token
-            self._observe("request_time_per_output_token", sec / (num_tokens - 1))
+            times["request_time_per_output_token"].observe((last - first) / (num_tokens - 1))
         counts = {"prompt_tokens": exchange.num_prompt_tokens, "generation_tokens": num_tokens}
         if stats is not None:  # it has not ended early
             counts["spec_decode_num_drafts"] = stats.num_drafted_row_steps
@@ -112,6 +112,3 @@ class Metrics:
                 counts["prefix_cache_hits"] = stats.num_reused_tokens
         for name, count in counts.items():
             self._counters[name].inc(count)
-
-    def _observe(self, name: str, sec: float) -> None:
-        self._times[name].labels(self._name).observe(sec)

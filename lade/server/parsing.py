@@ -5,60 +5,50 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lade.models.loading import LoadedModel
-from lade.server.exchange import AnswerPiece
 
 Json = dict[str, Any]
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as templates call them
-_THINK = {"open": "<think>", "close": "</think>", "content": "text"}
+_NAMED = {"name": "{name}", "arguments": "{content}"}
 
 
-def _template(start: str | list[str], calls: Json, ends: Json, thoughts: Json = _THINK) -> Json:
+def _template(start: str | list[str], thoughts: Json, calls: Json, ends: Json) -> Json:
     """Return a response template, as tokenizers may bring one; blanks before a mark are its own."""
+    call = {"type": "function", "function": calls.pop("function", _NAMED)}
     fields = {
-        "reasoning_content": thoughts,
-        "tool_calls": {"repeats": True, **calls},
+        "reasoning_content": {"content": "text", **thoughts},
+        "tool_calls": {"repeats": True, "transform": call, **calls},
         "content": {"content": "text", **ends},
     }
     return {"defaults": {"role": "assistant"}, "start_anchor": start, "fields": fields}
 
 
-def _called(function: Any) -> Json:
-    return {"transform": {"type": "function", "function": function}}
+def _qwen(**calls: Any) -> Json:
+    ends = {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)"}
+    thoughts = {"open": "<think>", "close": "</think>"}
+    return _template("<|im_start|>assistant\n", thoughts, calls, ends)
 
 
-_NAMED = _called({"name": "{name}", "arguments": "{content}"})
-_START = "<|im_start|>assistant\n"
-_HERMES = _template(
-    _START,
-    {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "content": "json"}
-    | _called("{content}"),
-    {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)"},
+_HERMES = _qwen(
+    open_pattern=r"\s*<tool_call>", close="</tool_call>", content="json", function="{content}"
 )
-_XML = _template(
-    _START,
-    {
-        "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-        "close_pattern": r"</function>\s*</tool_call>",
-        "content": "xml-inline",
-        "content_args": {
-            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
-        },
-        **_NAMED,
-    },
-    {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)"},
+_PARAMETER = r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
+_XML = _qwen(
+    open_pattern=r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    close_pattern=r"</function>\s*</tool_call>",
+    content="xml-inline",
+    content_args={"tag_pattern": _PARAMETER},
 )
 _GEMMA = _template(
     ["<|turn>model\n", "<tool_response|>"],
+    {"open": "<|channel>thought\n", "close": "<channel|>"},
     {
         "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
         "close": "<tool_call|>",
         "content": "json",
         "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-        **_NAMED,
     },
     {"close": ["<turn|>", "<|tool_response>", "<eos>"]},
-    {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
 )
 # Of models whose tokenizers bring none, by the beginning of their type; the longest counts.
 _TEMPLATES = {"qwen2": _HERMES, "qwen3": _HERMES, "qwen3_5": _XML, "gemma4": _GEMMA}
@@ -74,17 +64,17 @@ def template_of(loaded: LoadedModel) -> Json | None:
     return _TEMPLATES[max(known, key=len)] if known else None
 
 
-def pieces_of(events: Iterable[Json]) -> Iterator[AnswerPiece]:
-    """Yield what a parser has found."""
+def parts_of(events: Iterable[Json]) -> Iterator[tuple[str, Any]]:
+    """Yield what a parser has found: texts and called functions by their fields in an answer."""
     for event in events:
         field = event.get("field")
         if event["type"] == "region_close" and field == "tool_calls":
             function = event["value"]["function"]
             arguments = function["arguments"]
             text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            yield AnswerPiece("tool_call", text, function["name"])
+            yield field, {"name": function["name"], "arguments": text}
         elif event["type"] == "region_chunk" and not event.get("dirty") and event.get("text"):
             if field == "content":
-                yield AnswerPiece("content", event["text"])
+                yield field, event["text"]
             elif field in _THOUGHTS:
-                yield AnswerPiece("reasoning_content", event["text"])
+                yield "reasoning_content", event["text"]

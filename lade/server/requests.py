@@ -2,13 +2,13 @@
 
 import json
 import re
+from collections.abc import Callable
 from inspect import signature
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     model_validator,
@@ -21,7 +21,6 @@ Json = dict[str, Any]
 # Of a request: a conversation of a thousand turns has some thousands.
 _MAX_VALUES = 50_000
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_MAX_BIASES = 1024
 
 
 def _wrong(param: str, message: str) -> ApiError:
@@ -30,16 +29,13 @@ def _wrong(param: str, message: str) -> ApiError:
 
 # Fields of OpenAI's that are accepted where they ask for what is done anyway.
 _Zero = Annotated[float, Field(ge=0, le=0)] | None
-_Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _LOWEST_TEMPERATURE = 1e-4  # below it, scores may exceed what float32 holds
 _Name = Annotated[str, Field(max_length=256)]
 _Length = Annotated[int, Field(ge=1)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, cache_strings="none"
-    )
+class _Strict(BaseModel, extra="forbid", strict=True, allow_inf_nan=False, cache_strings="none"):
+    """What has no fields but those that are told."""
 
 
 class _TextPart(_Strict):
@@ -47,24 +43,17 @@ class _TextPart(_Strict):
     text: str
 
 
-def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+def _listed(part: Callable[[str], Any]) -> BeforeValidator:
+    """Have a text stand for a list: of one form, errors name the place and nothing else."""
+    return BeforeValidator(lambda value: [part(value)] if isinstance(value, str) else value)
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else [] if value is None else value
-
-
-def _few(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > _MAX_BIASES:  # before pydantic looks at each
-        raise ValueError(f"expected at most {_MAX_BIASES} of them")
-    return value
-
-
-# One form of each field, so that an error names the place in the request and nothing else.
-_Content = Annotated[list[_TextPart], Field(fail_fast=True), BeforeValidator(_as_parts)]
-
-
+_Content = Annotated[
+    list[_TextPart], Field(fail_fast=True), _listed(lambda text: {"type": "text", "text": text})
+]
+_Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=4), _listed(str)
+]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Biases = dict[Annotated[int, Field(ge=0, strict=False)], _Bias]
 
@@ -87,10 +76,6 @@ class _Message(_Strict, extra="allow"):
 class _Prediction(_Strict):
     type: Literal["content"]
     content: _Content
-
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content)
 
 
 class _StreamOptions(_Strict):
@@ -127,8 +112,8 @@ class Asked(_Strict):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[_Stop], Field(max_length=4), BeforeValidator(_as_list)] = []
-    logit_bias: Annotated[_Biases, BeforeValidator(_few)] | None = None
+    stop: _Stops | None = None
+    logit_bias: Annotated[_Biases, Field(max_length=1024)] | None = None
     user: _Name | None = None
     n: Literal[1] | None = None
     frequency_penalty: _Zero = None
@@ -226,22 +211,17 @@ def read(kind: type[Asked], data: bytes | bytearray, model: str) -> Asked:
         raise ApiError(400, f"expected at most {_MAX_VALUES} values in a request, got more")
     try:
         asked = kind.model_validate_json(data)  # at most 200 deep
-    except ValidationError as error:
-        _refuse(error)
+    except ValidationError as error:  # its first error as OpenAI would put it, without values
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = ".".join(map(str, first["loc"]))[:200] or None
+        if first["type"] == "extra_forbidden":
+            message = f"{param} is not supported"
+        else:
+            message = first["msg"].removeprefix("Value error, ")[:300]
+            message = message if param is None else f"{param}: {message}"
+        message += "; calls cannot be forced" if param == "tool_choice" else ""
+        raise ApiError(400, message, param=param, code="unsupported_or_invalid") from None
     if asked.model not in (None, model):
         message = f"expected the model {model!r}, got {asked.model!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
     return asked
-
-
-def _refuse(error: ValidationError) -> NoReturn:
-    """Raise the first error of a request as OpenAI would put it; values are not repeated."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = ".".join(map(str, first["loc"]))[:200] or None
-    if first["type"] == "extra_forbidden":
-        message = f"{param} is not supported"
-    else:
-        message = first["msg"].removeprefix("Value error, ")[:300]
-        message = message if param is None else f"{param}: {message}"
-    message += "; calls cannot be forced" if param == "tool_choice" else ""
-    raise ApiError(400, message, param=param, code="unsupported_or_invalid")

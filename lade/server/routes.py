@@ -6,12 +6,12 @@ and is answered by `inference.py`; what is under way for a client that leaves is
 
 import asyncio
 import logging
-from collections.abc import Container
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Container
 from functools import partial
 from time import perf_counter, time
 from typing import Any
 from urllib.parse import quote
+from weakref import WeakValueDictionary
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,17 +25,15 @@ from lade.hosts import is_known
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
 from lade.server.answers import ToldAnswer
-from lade.server.connections import origin_of
-from lade.server.errors import ApiError, failed, full, left, shutting_down
+from lade.server.connections import Shares, origin_of
+from lade.server.errors import ApiError, failed
 from lade.server.exchange import Exchange
-from lade.server.grammars import Grammars
 from lade.server.inference import answer, told
 from lade.server.keys import ApiKeys, KeyOwner
 from lade.server.limits import Preparing
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
 from lade.server.requests import Asked, Chat, Completion, read
-from lade.server.sharing import Shares, Workers
 from lade.server.users import UserPools
 
 logger = logging.getLogger(__name__)
@@ -56,7 +54,9 @@ class Routes:
         name: what clients call it.
         options: of the server.
         hosts: names that clients may call the server by; None for any.
-        stack: ends with the server.
+
+    Attributes:
+        keys, pools: of its users; whoever runs it closes the pools.
     """
 
     def __init__(
@@ -66,19 +66,15 @@ class Routes:
         engine: Engine,
         options: ServerOptions,
         hosts: Container[str] | None,
-        stack: ExitStack,
     ) -> None:
         self._name, self._options, self._hosts = name, options, hosts
         self.keys = ApiKeys(options.api_keys)
-        self._pools = stack.enter_context(closing(UserPools(loaded, options)))
-        self._grammars = Grammars(loaded)
+        self.pools = UserPools(loaded, options)
         self._preparing = Preparing(loaded, options)
         self._loaded, self._engine = loaded, engine
-        is_one_by_one = engine.num_places == 1
-        logger.info("requests are answered %s", "one by one" if is_one_by_one else "together")
         prefixes = Profiles.of(loaded.model).prefixes
-        self._metrics = Metrics(name, engine, self._pools.store, prefixes)
-        self._workers, self._lookers = Workers(4, 2), Workers(1, 1)  # the latter for schemas
+        self._metrics = Metrics(name, engine, self.pools.store, prefixes)
+        self._workers, self._lookers = _Workers(4, 2), _Workers(1, 1)  # the latter for schemas
         most = options.max_body_bytes
         self._bytes = Shares(_MAX_BODIES * most, _MAX_BODIES_OF_KEY * most)
         self._open: set[Exchange] = set()
@@ -108,14 +104,12 @@ class Routes:
             Route("/health", health),
             Route("/metrics", metrics),
         ]
-        handlers: Any = {ApiError: _refused, HTTPException: _no_route, Exception: _failed}
+        handlers: Any = dict.fromkeys((ApiError, HTTPException, Exception), _refused)
         self._app = Starlette(routes=routes, exception_handlers=handlers)
         self._app.router.redirect_slashes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, and note in log and metrics what came of it."""
-        if scope["type"] != "http":
-            return
         begin, status = perf_counter(), 0
 
         async def noting(message: Message) -> None:
@@ -123,32 +117,22 @@ class Routes:
             status = message.get("status", status)
             await send(message)
 
-        scope["state"] = {}
         try:
             await self._app(scope, receive, noting)
-        except Exception:  # every client gets an answer, and the server goes on
-            logger.exception("a request failed")
-        exchange: Exchange | None = scope["state"].get("exchange")
-        if exchange is not None and exchange.error is not None and exchange.error.status == 499:
-            status = 499
-        self._metrics.count_request(status)
-        # A path may hold line breaks and escapes.
-        path, sec = quote(scope["path"][:200]), perf_counter() - begin
-        logger.info("%s %s %d %.3f s", scope["method"], path, status, sec)
+        finally:  # of what fails, uvicorn writes the log
+            exchange: Exchange | None = scope["state"].get("exchange")
+            if exchange is not None and exchange.error is not None and exchange.error.status == 499:
+                status = 499
+            self._metrics.count_request(status)
+            # A path may hold line breaks and escapes.
+            path, sec = quote(scope["path"][:200]), perf_counter() - begin
+            logger.info("%s %s %d %.3f s", scope["method"], path, status, sec)
 
-    async def close(self, grace_sec: float) -> None:
-        """End what waits, and what is under way after a while; nobody is let in any more."""
+    def end(self, even_running: bool = False) -> None:
+        """End what waits, and what is under way if it is to end, too: the server stops."""
         for exchange in self._open:
-            if exchange.admitted is None:
-                exchange.end(shutting_down())
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(grace_sec):
-                    while self._open:
-                        await asyncio.sleep(0.05)
-        finally:  # also where nobody is to wait any more
-            for exchange in self._open:
-                exchange.end(shutting_down())
+            if even_running or exchange.admitted is None:
+                exchange.end(ApiError(503, "the server is shutting down", code="shutting_down"))
 
     # --- one request ------------------------------------------------------------------------
 
@@ -211,13 +195,14 @@ class Routes:
                     exchange.check()
                     if is_short and piece:
                         if not self._bytes.take(exchange.of_whom, len(piece)):
-                            raise full("too much of other requests has come already")
+                            message = "too much of other requests has come already"
+                            raise ApiError(429, message, code="queue_full")
                         exchange.num_held += len(piece)
                         data += piece
                         is_short = len(data) <= most
                         timer.reschedule(loop.time() + idle_sec)
         except ClientDisconnect:
-            exchange.end(left())
+            raise _left() from None
         except TimeoutError:
             message = f"nothing of the body came for {idle_sec:g} s"
             exchange.end(ApiError(408, message, closes=True))
@@ -233,14 +218,12 @@ class Routes:
         if exchange.owner.is_alone:
             asked.speculation = False
         exchange.asked = asked
-        exchange.pools, tenant = self._pools.of(exchange.owner, asked)
+        exchange.pools, tenant = self.pools.of(exchange.owner, asked)
         exchange.is_private = not tenant
         if isinstance(asked, Chat) and (schema := asked.schema_asked) is not None:
-            made = self._lookers.run(exchange, self._grammars.made, schema, tenant)
-            exchange.grammar = await made
+            make = self._preparing.grammars.made
+            exchange.grammar = await self._lookers.run(exchange, make, schema, tenant)
         await run(exchange, self._preparing.prepare, exchange)
-        if asked.num_logprobs is not None:
-            exchange.tokens = await run(exchange, lambda: self._grammars.tokens)
 
     async def _begin(self, exchange: Exchange) -> None:
         """Have it answered, unless too many of its key wait; return once its turn has come."""
@@ -248,14 +231,14 @@ class Routes:
         num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
         has_place = engine.num_running + num_before < engine.num_places
         if num_waiting >= self._options.max_queue and not has_place:
-            raise full(f"{num_waiting} requests are waiting already; try again later")
+            message = f"{num_waiting} requests are waiting already; try again later"
+            raise ApiError(429, message, code="queue_full")
         exchange.check()
         call = partial(answer, exchange, self._loaded, self._options.drafter)
         num_tokens = exchange.num_prompt_tokens + exchange.options.max_new_tokens
         exchange.answer = engine.submit(call, num_tokens, owner).future
         exchange.answer.add_done_callback(partial(told, exchange))
-        await exchange.begun.wait()
-        if exchange.admitted is None:  # ended before its turn
+        if await exchange.choices.get() is None:  # ended before its turn
             exchange.check()
 
     def _let_go(self, exchange: Exchange) -> None:
@@ -269,23 +252,48 @@ class Routes:
         self._metrics.count(exchange)
 
 
+class _Workers:
+    """Threads that prepare requests: so many at once, and of one key.
+
+    Whoever waits behind those of its own key waits for that many of each other, and no more.
+    """
+
+    def __init__(self, most: int, most_of_key: int) -> None:
+        self._all, self._most_of_key = asyncio.Semaphore(most), most_of_key
+        self._of_key: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def run(self, exchange: Exchange, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function in a thread, when it is the turn of an exchange.
+
+        Raises:
+            ApiError: the exchange has ended meanwhile.
+        """
+        of_key = asyncio.Semaphore(self._most_of_key)
+        async with self._of_key.setdefault(exchange.of_whom, of_key), self._all:
+            exchange.check()
+            return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+
+
 async def _watch(exchange: Exchange, request: Request) -> None:
     """End an exchange whose client leaves; its body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    exchange.end(left())
+    exchange.end(_left())
 
 
-async def _refused(_: Request, error: ApiError) -> Response:
+def _left() -> ApiError:
+    """Return what nobody is told; 499 is what logs call it."""
+    return ApiError(499, "the client has left")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Tell of any error in OpenAI's form."""
+    if isinstance(error, HTTPException):
+        asked = f"{request.method} {request.url.path}"[:200]
+        message = f"expected a path and method that there is, got {asked}"
+        error = ApiError(error.status_code, message)
+    elif not isinstance(error, ApiError):
+        error = failed()
     # What was raised holds the frames that hold a request, in cycles that are freed late.
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return JSONResponse(error.body(), error.status, error.headers())
-
-
-async def _failed(request: Request, _: Exception) -> Response:
-    return await _refused(request, failed())
-
-
-async def _no_route(request: Request, error: HTTPException) -> Response:
-    message = f"expected a path and method that there is, got {request.method} {request.url.path}"
-    return await _refused(request, ApiError(error.status_code, message[:300]))

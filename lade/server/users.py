@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,7 +60,13 @@ class UserPools:
         Raises:
             ApiError: it names a corpus that it may not draft from, or that there is not.
         """
-        layers = [*self._chosen(asked.pools or (), owner), *self._layers]
+        chosen = [*dict.fromkeys(asked.pools or ())]
+        for name in chosen:
+            is_allowed = owner.corpora is None or name in owner.corpora
+            if not is_allowed or name not in self._corpora:  # which of both is not told
+                message = f"expected pools that this key may draft from, got {name!r}"
+                raise ApiError(404, message, param="pools", code="pool_not_found")
+        layers = [*map(self._corpora.__getitem__, chosen), *self._layers]
         key, user, salt = owner.key, asked.user, asked.cache_salt
         is_nobody = not self._shares and not key and user is None and salt is None
         if is_nobody or owner.is_alone:
@@ -74,14 +79,3 @@ class UserPools:
         """Save all pools, or remove them if nobody asked to keep them."""
         with self._stack:
             self.store.close()
-
-    def _chosen(self, names: Sequence[str], owner: KeyOwner) -> list[AnyPool]:
-        pools: list[AnyPool] = []
-        for name in dict.fromkeys(names):
-            pool = self._corpora.get(name)
-            if pool is None or not (owner.corpora is None or name in owner.corpora):
-                # Which of both is not told.
-                message = f"expected pools that this key may draft from, got {name!r}"
-                raise ApiError(404, message, param="pools", code="pool_not_found")
-            pools.append(pool)
-        return pools

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from lade.attempts import Attempt
-from lade.attention.joint import Calls, with_calls, with_held
+from lade.attention.packed import Calls, with_calls, with_held
 from lade.budget.joint import JointCosts
 from lade.compat import CACHE, Model
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES

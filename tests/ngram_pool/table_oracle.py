@@ -70,7 +70,8 @@ class OracleTable:
 
     def bucket(self, context: Context) -> int:
         previous, last = context
-        state = _kernels.hash_step(_kernels.hash_step(0, last), previous + 1)
+        state = _kernels.hash_with(0, last, _kernels.HASH_MULTIPLIER)
+        state = _kernels.hash_with(state, previous + 1, _kernels.HASH_MULTIPLIER)
         return state % (self.num_rows // _kernels.WAYS)
 
     def get(self, previous: int, last: int) -> list[tuple[int, int]] | None:

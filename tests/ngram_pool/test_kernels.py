@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,22 @@ import numpy as np
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-import ngram_pool.chains
 import ngram_pool.pool
 from ngram_pool import NGramPool, SuccessorTable, _kernels
 from tests.ngram_pool.checking import check_pool
-from tests.ngram_pool.test_pool import as_tuple, noisy_text
+from tests.ngram_pool.test_copies import KNOWN
+from tests.ngram_pool.test_pool import noisy_text
 
 ROOT = Path(__file__).parents[2]
 TEXT = noisy_text(400, seed=3, alphabet=6)
-KNOWN = [[t % 60 - 1, t % 7] for t in range(200)], [[t % 9] for t in range(200)], [[0.5]] * 200
 
 
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
 def test_each_kernel_is_compiled_once_and_for_all_when_it_may_be_needed() -> None:
     # Those that Python calls; what they call in turn is compiled, or cached, with them.
-    source = inspect.getsource(ngram_pool.pool) + inspect.getsource(ngram_pool.chains)
-    names = {*re.findall(r"_kernels\.([a-z_]+)\b\(?", source)} - {"kernels"}
+    names = {*re.findall(r"_kernels\.([a-z_]+)\b\(?", inspect.getsource(ngram_pool.pool))}
     names = {name for name in names if hasattr(_kernels, name)}
-    of_chains = {"observe_rows", "draft_rows", "find_negative"}
+    of_chains = {"draft_rows"}
     program = f"""
 from ngram_pool import NGramPool, _kernels
 kernels = {{name: getattr(_kernels, name) for name in {sorted(names)!r}}}
@@ -51,7 +50,7 @@ print(sorted(first), sorted(compiled() - first), sep="|")
     pool.sample([1, 2], 100, np.random.default_rng(0), max_candidates=3, sequence=sequence)
     pool.forget([3, 1])
     for name, kernel in vars(_kernels).items():  # none is compiled twice, whoever calls it
-        if isinstance(kernel, Dispatcher) and name not in ("hash_with", "hash_step"):
+        if isinstance(kernel, Dispatcher) and name != "hash_with":
             assert len(kernel.nopython_signatures) <= 1, name
 
 
@@ -175,8 +174,9 @@ def test_a_bucket_is_read_no_further_than_256_entries_and_no_text_fills_that_of_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else a text made so that its n-grams share a bucket would make every draft slow."""
-    bucket = _kernels.hash_step(0, 5) % 4096
-    tokens = [t for t in range(6, 2_000_000) if _kernels.hash_step(0, t) % 4096 == bucket][:300]
+    hashed = partial(_kernels.hash_with, 0, multiplier=_kernels.HASH_MULTIPLIER)
+    bucket = hashed(5) % 4096
+    tokens = [t for t in range(6, 2_000_000) if hashed(t) % 4096 == bucket][:300]
     for num_others, expected in ((255, [7]), (256, [])):
         pool = NGramPool(4096, seed=0)
         pool.observe([5, 7, *[tokens[0]] * num_others])
@@ -215,25 +215,3 @@ def test_answers_teach_which_source_and_layer_to_trust() -> None:
     assert in_right > 1.2 * in_wrong
     moved = np.abs(pool._weights - before).sum(axis=1)
     assert (moved[_kernels.LAYER_ROW :] > 0.0).tolist() == [True, True, False, False]
-
-
-def test_what_comes_is_likelier_after_it_came() -> None:
-    """One step along the gradient, from weights as random as can be."""
-    rng = np.random.default_rng(0)
-    for _ in range(30):
-        pool = NGramPool()
-        weights = pool._weights[: _kernels.LAYER_ROW]
-        weights[:] = rng.normal(0.0, 0.3, weights.shape)
-        pool.observe(rng.integers(0, 4, 60))
-        pool.harvest(np.arange(8).reshape(4, 2) % 4, np.full((4, 1), 2), np.full((4, 1), 0.5))
-        context = rng.integers(0, 4, 5).tolist()
-        pool.close_sequence(0)
-        pool.observe(context)
-        before = as_tuple(pool.draft(context, 100))
-        came = before[0][0]
-        learned = pool.as_read_only().__copy__()
-        learned._is_read_only = False
-        learned.observe([int(came)], is_answer=True)
-        pool._weights[:] = learned._weights
-        after = as_tuple(pool.draft(context, 100))
-        assert after[3][after[0].index(came)] > before[3][0]

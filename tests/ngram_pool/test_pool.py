@@ -19,7 +19,7 @@ from ngram_pool import Draft, NGramPool, SuccessorTable
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.table_oracle import OracleTable
 from tests.ngram_pool.threads import in_threads
-from tests.oracle import OraclePool, check_tree
+from tests.oracle import OraclePool
 
 
 def noisy_text(num_tokens: int, seed: int = 0, alphabet: int = 60) -> list[int]:
@@ -53,38 +53,6 @@ def test_a_draft_runs_as_deep_as_the_matched_text() -> None:
     draft = pool.draft(list(range(1000, 1008)), max_draft_tokens=200)
     assert draft.candidates() == [list(range(1008, 1100))]
     assert 0 < draft.probs[-1] < draft.probs[0]
-
-
-def test_no_ngram_runs_across_two_sequences() -> None:
-    pool = NGramPool()
-    other = pool.open_sequence()
-    for mine, theirs in zip([1, 2, 3, 4], [11, 12, 13, 14], strict=True):
-        pool.observe([mine])
-        pool.observe([theirs], other)
-    assert pool.draft([1], 10).candidates() == [[2, 3, 4]]
-    assert pool.draft([11], 10).candidates() == [[12, 13, 14]]
-    pool.close_sequence(other)
-    third = pool.open_sequence()
-    pool.observe([12, 99], third)  # does not continue the closed one, but shares its text
-    assert set(pool.draft([12], 10).token_ids.tolist()) == {13, 14, 99}
-    assert len(pool.draft([14], 2)) == 0
-
-
-@pytest.mark.parametrize("max_draft_tokens", [1, 5, 33, 200])
-@pytest.mark.parametrize("max_candidates", [1, 3, None])
-def test_draft_is_a_tree_within_its_bounds(
-    max_draft_tokens: int, max_candidates: int | None
-) -> None:
-    text = noisy_text(3000)
-    pool = NGramPool()
-    pool.observe(text)
-    for end in range(2000, 2100):
-        draft = pool.draft(text[end - 8 : end], max_draft_tokens, max_candidates)
-        check_tree(draft, max_draft_tokens, max_candidates)
-        assert (np.diff(draft.probs) <= 0).all()
-        assert 0 < draft.probs.min() <= draft.probs.max() <= 1
-        children_of_root = draft.probs[draft.parents == -1]
-        assert children_of_root.sum() <= 1 + 1e-12
 
 
 def test_first_nodes_of_a_draft_are_the_smaller_draft() -> None:
@@ -133,25 +101,6 @@ def test_frequent_contexts_are_read_as_far_as_the_oracle_reads_them() -> None:
 
 
 # --- memory ---------------------------------------------------------------------------------
-
-
-def test_an_untaught_old_pool_behaves_like_a_new_one_given_the_newest_tokens() -> None:
-    rng = random.Random(5)
-    capacity = 300
-    old, new = NGramPool(capacity, seed=0), NGramPool(capacity, seed=0)
-    arrivals: list[tuple[int, int]] = []
-    handles = [0, old.open_sequence(), old.open_sequence()]
-    for token_id in noisy_text(2500, seed=2, alphabet=12):
-        arrivals.append((rng.randrange(3), token_id))
-        old.observe([token_id], handles[arrivals[-1][0]])
-    new_handles = [0, new.open_sequence(), new.open_sequence()]
-    for sequence, token_id in arrivals[-capacity:]:
-        new.observe([token_id], new_handles[sequence])
-    assert len(old) == len(new) == capacity
-    assert old.nbytes == new.nbytes
-    for _ in range(300):
-        context = [rng.randrange(12) for _ in range(rng.randrange(1, 4))]
-        assert as_tuple(old.draft(context, 16)) == as_tuple(new.draft(context, 16))
 
 
 def test_a_pool_that_cannot_grow_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

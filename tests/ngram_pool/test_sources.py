@@ -22,26 +22,7 @@ def likeliest(pool: NGramPool, context: list[int], sequence: int | None = None) 
     return found
 
 
-def root_probs(
-    pool: NGramPool, context: list[int], sequence: int | None = None
-) -> dict[int, float]:
-    """Return what a draft of 100 nodes says of the next token."""
-    draft = pool.draft(context, 100, sequence=sequence)
-    at_root = draft.parents == -1
-    return dict(zip(draft.token_ids[at_root].tolist(), draft.probs[at_root].tolist(), strict=True))
-
-
 # --- what is known --------------------------------------------------------------------------
-
-
-def test_what_was_harvested_is_drafted_where_no_text_is() -> None:
-    pool = NGramPool()
-    pool.harvest([[-1, 5], [4, 5], [-1, 6]], [[6, 7], [8, 9], [5, -1]], [[0.7, 0.1]] * 3)
-    assert likeliest(pool, [5]) == [6]
-    assert root_probs(pool, [4, 5]).keys() == {6, 7, 8, 9}  # of the pair and of the last one
-    assert len(pool.draft([9], 4)) == 0
-    drawn = pool.sample([5], 4, np.random.default_rng(0))
-    assert set(drawn.token_ids.tolist()) <= {5, 6, 7}
 
 
 def test_a_tree_is_harvested_as_its_pairs_and_single_tokens_most_likely_last() -> None:
@@ -187,31 +168,6 @@ def test_a_draft_follows_the_text_of_every_layer() -> None:
     assert sorted(draft.candidates()) == [[10, 11], *([20 + i, 30 + i] for i in range(6))]
     for other in (pool.open_sequence(), 0, None):  # its layers are a sequence's own
         assert pool.draft([1, 2, 3], 40, sequence=other).candidates() == [[10, 11]]
-
-
-@pytest.mark.parametrize("max_ngram_size", [1, 3, 9])
-@pytest.mark.parametrize("capacity", [60, 700, 5000])
-def test_a_layer_may_have_any_size(capacity: int, max_ngram_size: int) -> None:
-    pool = NGramPool(1000)
-    pool.observe(TEXT[:100])
-    sequence = pool.open_sequence(layers=[frozen(TEXT, capacity, max_ngram_size)])
-    newest = TEXT[-50:]
-    num_followed = 0
-    for end in range(10, 49):
-        draft = pool.draft(newest[:end], 8, sequence=sequence)
-        num_followed += newest[end] in draft.token_ids[draft.parents == -1].tolist()
-    assert num_followed > 30
-
-
-def test_what_a_layer_has_harvested_counts_where_the_pool_knows_nothing() -> None:
-    learned = NGramPool()
-    learned.harvest([[-1, 1], [-1, 2]], [[5], [6]], [[0.9], [0.9]])
-    pool = NGramPool()
-    pool.harvest([[-1, 1]], [[7]], [[0.9]])
-    sequence = pool.open_sequence(layers=[frozen([99]), learned.as_read_only()])
-    assert pool.draft([1], 1, sequence=sequence).token_ids.tolist() == [7]
-    assert pool.draft([2], 1, sequence=sequence).token_ids.tolist() == [6]
-    assert len(pool.draft([2], 1)) == 0
 
 
 # --- pools that are only read ---------------------------------------------------------------

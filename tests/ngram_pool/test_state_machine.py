@@ -24,6 +24,7 @@ import ngram_pool.pool
 from ngram_pool import NGramPool, SuccessorTable
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.table_oracle import OracleTable
+from tests.ngram_pool.test_pool import as_tuple
 from tests.oracle import OraclePool
 
 # A small alphabet makes long matches, ties and shared buckets frequent.
@@ -147,15 +148,7 @@ class PoolMachine(RuleBasedStateMachine):
         sequence: int | None,
     ) -> None:
         draft = self.pool.draft(context, max_draft_tokens, max_candidates, sequence)
-        got = list(
-            zip(
-                draft.token_ids.tolist(),
-                draft.parents.tolist(),
-                draft.depths.tolist(),
-                draft.probs.tolist(),
-                strict=True,
-            )
-        )
+        got = list(zip(*as_tuple(draft), strict=True))
         max_leaves = max_candidates or max_draft_tokens
         assert got == self.oracle.draft(context, max_draft_tokens, max_leaves, sequence)
 
@@ -182,16 +175,7 @@ class PoolMachine(RuleBasedStateMachine):
                 draft.support_token_ids.tolist(), draft.support_probs.tolist(), strict=True
             )
         ]
-        got = list(
-            zip(
-                draft.token_ids.tolist(),
-                draft.parents.tolist(),
-                draft.depths.tolist(),
-                draft.probs.tolist(),
-                supports,
-                strict=True,
-            )
-        )
+        got = list(zip(*as_tuple(draft), supports, strict=True))
         uniforms = np.random.default_rng(seed).random(max_draft_tokens).tolist()
         max_leaves = max_candidates or max_draft_tokens
         assert got == self.oracle.sample(context, max_draft_tokens, max_leaves, uniforms, sequence)

@@ -425,6 +425,3 @@ def test_threads_lose_nothing_under_pressure(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     texts = [tuple(text) for i in range(4) for text in texts_of(store, f"name {i}")]
     assert sorted(texts) == [(n, i) for n in range(num_threads) for i in range(num_rounds)]
-
-
-# --- memory ---------------------------------------------------------------------------------

@@ -80,9 +80,6 @@ def test_a_table_knows_what_the_oracle_knows(
     assert sorted(table.arrays()["counts"].tolist()) == counts
 
 
-# --- putting again --------------------------------------------------------------------------
-
-
 # --- memory ---------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """The only file of these tables that knows lade from inside."""
 
-from lade.bench.environment import environment
-from lade.bench.report import write_json
+from benchmarks.environment import environment
+from benchmarks.report import write_json
 from lade.compat import CACHE
 from lade.config import SPECULATING, Execution, Verification
 from lade.gpu.graphs import why_not_recorded

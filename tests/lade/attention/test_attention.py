@@ -9,12 +9,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 import lade
-from lade.attention.joint import Calls, with_calls, with_held
 from lade.attention.packed import (
     PACKED_ROWS,
     PACKED_SDPA,
-    packed_rows,
+    Calls,
     packed_sdpa,
+    with_calls,
+    with_held,
 )
 from tests.lade.attention.test_tree_attention import Layer
 from tests.lade.shared import shared_model
@@ -134,9 +135,8 @@ def test_keys_that_a_model_names_beside_the_mask_are_not_passed_over(name: str) 
     query, mask = torch.randn(1, 2, 3, 8), torch.ones(1, 1, 3, 5, dtype=torch.bool)
     keys = torch.randn(1, 2, 5, 8)
     named: dict[str, Any] = {name: torch.zeros(1, 3, 2)}
-    for attend in (packed_sdpa, packed_rows):
-        with pytest.raises(NotImplementedError, match=name):
-            attend(nn.Identity(), query, keys, keys, mask, **named)
+    with pytest.raises(NotImplementedError, match=name):
+        packed_sdpa(nn.Identity(), query, keys, keys, mask, **named)
 
 
 # --- calls one after the other -----------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_calls_in_one_row_attend_as_each_alone(dtype: torch.dtype) -> None:
     new = torch.zeros(1, 2, sum(sizes), 8, dtype=dtype)
     keys, values = (with_held(new, [each[at] for each in held]) for at in (0, 1))
     calls = with_calls(torch.ones(1, 1, 1, 1), Calls(sizes, masks))
-    got, weights = packed_rows(layer, query, keys, values, calls, scaling=0.3)
+    got, weights = packed_sdpa(layer, query, keys, values, calls, scaling=0.3)
     assert weights is None
     assert got.shape == (1, sum(sizes), 6, 8)
     own, start = AttentionInterface()["sdpa"], 0
@@ -170,14 +170,14 @@ def test_calls_in_one_row_attend_as_each_alone(dtype: torch.dtype) -> None:
         assert torch.allclose(got[:, start : start + size], expected, atol=tolerance, rtol=0)
         start += size
     with pytest.raises(NotImplementedError, match="softcap"):
-        packed_rows(layer, query, keys, values, calls, softcap=3.0)
+        packed_sdpa(layer, query, keys, values, calls, softcap=3.0)
     with pytest.raises(NotImplementedError, match="keys and values change"):
-        packed_rows(layer, query, new, values, calls)
+        packed_sdpa(layer, query, new, values, calls)
     wrong = with_calls(
         torch.ones(1, 1, 1, 1), Calls(sizes, [torch.ones(1, 1, 1, 19) > 0, *masks[1:]])
     )
     with pytest.raises(RuntimeError):
-        packed_rows(layer, query, keys, values, wrong)
+        packed_sdpa(layer, query, keys, values, wrong)
 
 
 # --- at the sizes of real models, in 16 bits on a GPU -------------------------------------------

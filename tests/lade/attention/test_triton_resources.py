@@ -73,9 +73,9 @@ def test_as_many_programs_as_are_launched_fit_on_a_gpu(
     capability, dtype, dims = case
     flaws: dict[Any, Any] = {}
     for num_packed in (1, 32, 128):
-        blocks = triton_attention._blocks(num_packed, *dims, getattr(torch, dtype))
+        blocks, at_once = triton_attention._blocks(num_packed, *dims, getattr(torch, dtype))
         usage = usage_of("_attend_to_split", blocks, dtype, capability, dims)
-        flaws[blocks] = usage, usage.flaws(capability, blocks.per_processor)
+        flaws[blocks] = usage, usage.flaws(capability, at_once)
     merging = usage_of("_merge_splits", blocks._replace(num_warps=4), dtype, capability, dims)
     flaws["merge"] = merging, merging.flaws(capability, at_once=2)
     assert not {what: (usage, some) for what, (usage, some) in flaws.items() if some}
@@ -101,14 +101,10 @@ def usage_of(name: str, blocks: Any, dtype: str, capability: int, dims: tuple[in
         **dict.fromkeys(("query_dim", "key_dim", "value_dim_"), 1),  # strides
         "head_dim": dims[0],
         "value_dim": dims[1],
-        "block_m": blocks.queries,
-        "block_n": blocks.keys,
-        "block_k": blocks.key_dims,
-        "block_v": blocks.value_dims,
         "block_s": triton_attention._MAX_SPLITS,
-        "min_slots": blocks.min_slots,
+        **blocks._asdict(),
     }
-    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     compiled = compile(
         source_of(getattr(triton_attention, name), constants, dtype),
         target=GPUTarget("cuda", capability, 32),

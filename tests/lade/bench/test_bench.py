@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.methods import METHODS, Given
+from benchmarks.report import as_json, sheet
 from benchmarks.run import BenchSettings, median_of_passes, run_methods
 from lade.bench.comparison import Side, compared
 from lade.bench.methods import Answer
 from lade.bench.prompts import Prompt, read_prompts
-from lade.bench.report import LOOPS, OVERALL, as_json, groups, sheet, table
+from lade.bench.report import LOOPS, OVERALL, groups, table
 from lade.bench.run import MIXED, Result, summarise
 from lade.config import Config
 from lade.models.loading import LoadedModel
@@ -45,7 +46,8 @@ PROMPTS = [
 
 
 def result(num_pass: int, category: str, loops: bool, **secs: float) -> Result:
-    answers = {name: Answer([[1, 2, 3, 4, 5]], sec, 2, 2, 6) for name, sec in secs.items()}
+    stats = DecodeStats(2, 2, 6, num_committed_tokens=4, num_prefills=1)
+    answers = {name: Answer([[1, 2, 3, 4, 5]], sec, stats) for name, sec in secs.items()}
     return Result([Prompt("1", category, "x")], 10, answers, loops, num_pass)
 
 
@@ -92,9 +94,9 @@ def test_summaries_sum_times_first_and_take_the_median_of_passes() -> None:
 
 def test_summaries_of_batches_count_rows() -> None:
     rows = [[1, 2, 3, 4, 5], [1, 2, 9]]
-    plain = Answer(rows, 2.0, num_steps=4, num_row_steps=6, num_draft_tokens=0)
+    plain = Answer(rows, 2.0, DecodeStats(4, 6, 0, num_committed_tokens=6))
     # The rows take two steps and one; the first has plain's text.
-    lade = Answer([rows[0], [1, 2, 8]], 1.0, num_steps=2, num_row_steps=3, num_draft_tokens=9)
+    lade = Answer([rows[0], [1, 2, 8]], 1.0, DecodeStats(2, 3, 9, num_committed_tokens=6))
     prompts = [Prompt("1", "a", "x"), Prompt("2", "b", "y")]
     results = [Result(prompts, 7, {"plain": plain, "lade": lade}, False)]
     assert list(groups(results)) == [MIXED, OVERALL]
@@ -115,9 +117,10 @@ def test_rates_and_sources_are_shown_of_methods_that_count_them() -> None:
     stats.count_row_step(Step([1], 2, 1))
     stats.count_row_step(Step([1], 0, 0))
     stats.sources = {"pool": SourceStats(4, 8, 3, 0.01), "assistant": SourceStats(2, 10, 6, 0.1)}
-    answer = Answer([[1] * 8], 1.0, 4, 4, 8, stats)
-    results = [result(0, "a", False, plain=1.0)] * 2
-    results = [each._replace(answers={**each.answers, "lade": answer}) for each in results]
+    answer = Answer([[1] * 8], 1.0, stats)
+    plain = Answer([[1] * 8], 1.0, DecodeStats(7, 7, num_committed_tokens=7))
+    answers = {"plain": plain, "lade": answer}
+    results = [Result([Prompt("1", "a", "x")], 10, answers, False)] * 2
     shown = drawn(table(results, ["plain", "lade"], "greedy"), 80)
     assert [line.split()[-1] for line in shown if "  lade " in line] == ["50%", "50%"]  # 4 of 8
     assert all(line.endswith("100%") for line in shown if "  plain" in line)

@@ -161,7 +161,7 @@ def test_models_without_a_template_and_templates_that_refuse_are_told(chat: Begi
         ("/undo twice", "expected /undo alone, got 'twice' behind it"),
         ("/undo", "expected a question to take back"),
         ("/retry", "expected a question to answer again"),
-        ("/save", "expected a file for the first time: /save [FILE]"),
+        ("/save", "expected /save FILE"),
         ("/save /no/such/a.json", "no such folder: /no/such"),
         ("/load /no/such/a.json", "No such file"),
         ("/temperature hot", "expected a number as temperature, got 'hot'"),
@@ -178,9 +178,8 @@ def test_wrong_commands_are_told_and_nothing_is_asked(chat: Begin, line: str, to
 
 
 def test_plain_answers_both_ways_and_compares(chat: Begin, path: Path) -> None:
-    keys = ("/plain\r", "abc\r", "def\r", "/plain ghi\r", f"/save {path}\r", CTRL_D)
+    keys = ("abc\r", "/plain\r", "def\r", "/plain ghi\r", f"/save {path}\r", CTRL_D)
     shown = chat(*keys, options=("--temperature", 1)).shown
-    assert "next question is answered by plain" in shown
     assert shown.count("plain generate ──") == shown.count("lade ──") == 2
     assert shown.index("plain generate ──") < shown.index("lade ──")
     assert "plain, 10 tokens" in shown
@@ -194,7 +193,7 @@ def test_plain_answers_both_ways_and_compares(chat: Begin, path: Path) -> None:
 def test_retry_undo_and_clear(chat: Begin, path: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     keys = ("abc\r", f"/save {path}\r", "/retry\r", f"/save {other}\r")
-    back = ("/undo\r", "d\r", "/save\r", "/clear\r", f"/save {path}x\r", CTRL_D)
+    back = ("/undo\r", "d\r", f"/save {other}\r", "/clear\r", f"/save {path}x\r", CTRL_D)
     chat(*keys, *back, options=("--temperature", 1))
     first, second = saved(path), saved(other)
     assert first[0] == "abc"
@@ -216,17 +215,15 @@ def test_show_tells_drafted_tokens_apart_and_begins_with_the_last_answer(chat: B
     keys = ("abcabc\r", "/show\r", "/show\r", CTRL_D)
     options = ("--max-new-tokens", 100)
     shown = chat(*keys, options=options, TERM="dumb").shown
-    told = "Shown in brackets: drafted and accepted."
-    assert told in shown
+    assert "drafted by the n-gram pool and accepted, or the model's own token" in shown
     assert shown.endswith("Answers are shown as Markdown again.")
     coloured = chat(*keys, options=options).screen.getvalue()
-    assert "drafted by the n-gram pool and accepted" in coloured
-    assert "\x1b[32m" in coloured
+    assert "\x1b[1;32mdrafted by the n-gram pool and accepted" in coloured
+    assert coloured.count("\x1b[1;32m") > 1
 
 
 def test_help_lists_all_commands(chat: Begin) -> None:
-    shown = chat("/help\r", "/?\r", CTRL_D).shown
-    assert shown.count("/temperature [T]") == 2
+    assert "/temperature [T]" in chat("/help\r", CTRL_D).shown
 
 
 def test_a_space_or_a_path_makes_a_question(chat: Begin, path: Path) -> None:

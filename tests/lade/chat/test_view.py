@@ -91,13 +91,13 @@ def test_no_state_on_the_way_shows_a_word_twice_or_loses_one(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, "own \x1b[32mdrafted\x1b[0m"),
-        ({"no_color": True}, "own \x1b[4mdrafted\x1b[0m"),
-        ({"color_system": None}, "own [drafted]"),
+        ({}, "own \x1b[1;32mdrafted\x1b[0m"),
+        ({"no_color": True}, "own \x1b[1mdrafted\x1b[0m"),
+        ({"color_system": None}, "own drafted"),
     ],
 )
-def test_drafted_text_is_coloured_underlined_or_in_brackets(options: Any, expected: str) -> None:
-    pieces = [Piece("own ", False, False), Piece("draf", True, False), Piece("ted", True, False)]
+def test_drafted_text_is_bold_and_green(options: Any, expected: str) -> None:
+    pieces = [Piece("own ", False, False), Piece("drafted", True, False)]
     file = io.StringIO()
     options = {"color_system": "standard", **options}
     console = Console(file=file, force_terminal=True, record=True, _environ={}, **options)

@@ -62,7 +62,7 @@ def run(
         if screen is not None:
             patch.setattr(sys, "stdin", _Terminal())
             patch.setattr(sys, "stdout", screen)
-        patch.setattr(warnings, "showwarning", warnings.showwarning)
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)
         for name, value in {"COLUMNS": str(columns), **env}.items():
             patch.setenv(name, value)
         try:

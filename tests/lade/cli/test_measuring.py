@@ -61,13 +61,12 @@ def test_bench_prints_a_table_and_writes_everything(
     assert done.code == 0
     assert "Greedy decoding, loops apart" in done.out
     assert "verification: tree" in done.out
-    settings = content["settings"]
-    assert (settings["prompts"]["name"], settings["prompts"]["num"]) == ("prompts.txt", 3)
-    names = ["plain", "prompt_lookup", "no_drafts", "lade", "lade_fresh"]
-    assert [*settings["methods"]] == names
-    assert settings["interrupted"] is False
-    for entry in content["prompts"]:
-        assert all(entry[name]["same_text"] for name in names[1:])
+    settings, summary = content["settings"], content["summary"]
+    assert (settings["dtype"], settings["interrupted"]) == ("float32", False)
+    assert sum(of["plain"]["num_prompts"] for name, of in summary.items() if name != "overall") == 3
+    for of_methods in summary.values():
+        assert [*of_methods] == ["plain", "prompt_lookup", "no_drafts", "lade", "lade_fresh"]
+        assert all(entry["same_text"] == 1.0 for entry in of_methods.values())
 
 
 def test_what_was_measured_before_ctrl_c_is_kept(
@@ -89,7 +88,7 @@ def test_what_was_measured_before_ctrl_c_is_kept(
     done, content = measured(folder, tmp_path / "x.json", "--prompts", prompts)
     assert done.code == 130
     assert "stopped after 1 of" in done.err
-    assert len(content["prompts"]) == 1
+    assert {of["lade"]["num_prompts"] for of in content["summary"].values()} == {1}
     assert content["settings"]["interrupted"] is True
 
 

@@ -51,7 +51,7 @@ def test_a_pool_is_built_from_a_folder(folder: str, source: Path, out: Path) -> 
     done = run("pool", "build", source, "--out", out, "--model", folder)
     assert done.code == 0
     assert "71 tokens of 2 files" in done.out
-    assert "left out: binary: 1" in done.err
+    assert "left out: no text in UTF-8: 1" in done.err
     assert texts(out) == ["def a(): return 1\n" * 3, "Grüße aus Wien\n"]
     assert out.stat().st_mode & 0o077 == 0
     assert str(source) not in out.read_bytes().decode("latin-1")
@@ -98,11 +98,11 @@ def test_what_is_no_text_is_left_out_and_told(folder: str, out: Path, tmp_path: 
     command = ["pool", "build", root, "--out", out, "--model", folder]
     done = run(*command)
     assert "expected text for code.pool in the files, got none" in done.told
-    assert "left out: binary: 2; not UTF-8: 1" in done.err
+    assert "left out: no text in UTF-8: 3" in done.err
     assert not out.exists()
-    (root / "f.txt").write_bytes(b"text\n" * 10_000 + "ü".encode("latin-1"))
-    assert "not UTF-8: 2" in run(*command).err
-    assert texts(out)[0].startswith("text\ntext")  # what could be read
+    (root / "f.jsonl").write_bytes(b'{"text": "text"}\n' * 1000 + "ü".encode("latin-1"))
+    assert "no text in UTF-8: 4" in run(*command).err
+    assert {*texts(out)} == {"text"}  # what could be read
 
 
 # --- which text ---------------------------------------------------------------------------------

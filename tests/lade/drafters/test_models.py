@@ -296,10 +296,10 @@ def test_vocabularies_must_be_one_whatever_their_size() -> None:
     ("make", "error", "message"),
     [
         (lambda: AssistantModel(5), TypeError, "expected a causal LM of transformers, got int"),
-        (lambda: FirstLayers("2"), TypeError, "expected num_layers to be an int, got '2'"),  # type: ignore[arg-type]
+        (lambda: FirstLayers("2"), TypeError, "expected num_layers to be an integer, got '2'"),  # type: ignore[arg-type]
         (lambda: FirstLayers(0), ValueError, "expected num_layers of at least 1, got 0"),
-        (lambda: FirstLayers(1, length=True), ValueError, "expected length to be a number from 1"),
-        (lambda: FirstLayers(1, length=0), ValueError, "expected length to be a number from 1 or"),
+        (lambda: FirstLayers(1, length=True), TypeError, "expected length to be an integer"),
+        (lambda: FirstLayers(1, length=0), ValueError, "expected length of at least 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_refused(make: Any, error: type[Exception], message: str) -> None:

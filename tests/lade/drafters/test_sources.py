@@ -73,10 +73,11 @@ def decode(
 ) -> float:
     """Decode texts of `per_call` tokens by a drafter; return the seconds."""
     costs, begun, place = ForwardCosts(), clock.now, 0
+    model = SimpleNamespace(config=None)
     while place < num_tokens:
         end = min(num_tokens, place + per_call)
         length = NUM_PROMPT + min(per_call, num_tokens)
-        call = DraftingCall(None, VOCAB_SIZE, length)
+        call = DraftingCall(model, VOCAB_SIZE, length)
         clock.place, prompt, budget = place, [0] * NUM_PROMPT, Budget(costs)
         rows = Text(torch.tensor([prompt]), None)
         batch = Batch(rows, [prompt], 2 * NUM_TOKENS, lambda rows: None)

@@ -143,8 +143,8 @@ def test_memory_stays_within_bounds_however_many_requests_come() -> None:
         engine.add(Request([i, i + 1, i + 2], 5, cycling(2)))
         engine.run()
     proposer = engine.proposer
-    assert proposer._slots.is_text.sum() == 8
-    assert len({id(pool) for pool in proposer._slots.pools}) == 8 + 1
+    assert proposer._is_text.sum() == 8
+    assert len({id(pool) for pool in proposer._pools}) == 8 + 1
     shared = engine_of(sharing="all", max_rows=4, capacity_tokens=100)
     for i in range(40):
         shared.add(Request([i, i + 1, i + 2], 5, cycling(2)))

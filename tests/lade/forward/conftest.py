@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
+from lade.forward import fastest
 from lade.forward import job as file
-from lade.products import choice
 
 _ALWAYS = {"best": 1, "_num_left": -1, "_sec": [1.0, 0.0, 1.0]}
 
@@ -23,7 +23,7 @@ class Ran(NamedTuple):
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
     """Use jobs wherever there is a choice; return what they will have run."""
     monkeypatch.setattr(
-        choice.Fastest, "__init__", lambda self, *_, **__: self.__dict__.update(_ALWAYS)
+        fastest.Fastest, "__init__", lambda self, *_, **__: self.__dict__.update(_ALWAYS)
     )
     return noted(monkeypatch)
 

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 import lade
 from lade.closeness import distance
 from lade.compat import CACHE
-from lade.forward import _kernels
+from lade.forward import _tiles, fastest, linear
 from lade.forward import job as file
 from lade.forward.job import forwards_for
 from lade.openmp import runner
 from lade.probing.profile import profile_of
-from lade.products import choice
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree
 from ngram_pool import Draft
@@ -159,7 +158,7 @@ def test_threads_share_the_work(
     torch.set_num_threads(num_threads)
     for draft in ([], [-1, 0, -1, 2, 2, 4, 0, -1]):
         target.run(draft)
-    may_dot = dtype is torch.bfloat16 and _kernels.HAS_DOTS
+    may_dot = dtype is torch.bfloat16 and _tiles.HAS_DOTS
     assert [each.num_tokens for each in compared[:: 1 + may_dot]] == [1, 9]
     assert {each.has_dots for each in compared} == ({False, True} if may_dot else {False})
     assert [each for each in compared if not each.is_close] == []
@@ -206,7 +205,7 @@ def test_threads_that_come_late_or_never_delay_nobody(
         for _ in range(3 if is_late else 1):
             call(function, argument, 1)
 
-    monkeypatch.setattr(file, "runner", lambda: alone)
+    monkeypatch.setattr(linear, "runner", lambda: alone)
     torch.set_num_threads(4)
     target = Prefilled(model_of("llama", dtype), TEXT)
     for draft in ([], [-1, 0, -1, 2, 2, 4, 0, -1]):
@@ -325,6 +324,10 @@ def test_logits_of_a_batch_are_those_of_the_model(
 
 
 # --- what is refused ------------------------------------------------------------------------------
+
+
+class OwnParameter(nn.Parameter):
+    pass
 
 
 class Doubled(nn.Linear):
@@ -586,6 +589,7 @@ def test_peft_is_read(dtype: torch.dtype, compared: list[Apart]) -> None:
 
 def test_what_is_no_sum_of_products_is_left_to_torch() -> None:
     for change in (
+        lambda layer: setattr(layer.inner, "weight", OwnParameter(layer.inner.weight.data)),
         lambda layer: setattr(layer.firsts["a"], "__class__", Doubled),
         lambda layer: layer.inner.register_forward_hook(lambda *_: None),
         lambda layer: setattr(layer, "forward", lambda states: layer.inner(states).tanh()),
@@ -735,8 +739,8 @@ def test_a_wrong_job_is_never_used(dtype: torch.dtype, monkeypatch: pytest.Monke
 
 
 def test_a_job_that_becomes_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_LEAST_CALLS", 5)
-    monkeypatch.setattr(choice, "_MOST_CALLS", 5)
+    monkeypatch.setattr(fastest, "_LEAST_CALLS", 5)
+    monkeypatch.setattr(fastest, "_MOST_CALLS", 5)
     forwards, target = _with_clock(monkeypatch, job=1.0, theirs=2.0)
     parents: list[int] = []
     by_job = file.FusedForwards._by_job
@@ -772,7 +776,7 @@ def _with_clock(monkeypatch: pytest.MonkeyPatch, job: float, theirs: float) -> A
 
         return call
 
-    monkeypatch.setattr(choice, "perf_counter", lambda: now)
+    monkeypatch.setattr(fastest, "perf_counter", lambda: now)
     monkeypatch.setattr(file.FusedForwards, "_by_job", passing(file.FusedForwards._by_job, job))
     monkeypatch.setattr(type(model.model), "forward", passing(type(model.model).forward, theirs))
     forwards._choices.clear()

@@ -44,7 +44,6 @@ def test_embedded_models_are_loaded_by_name_in_any_case(
         said.clear()
         loaded = load(asked, device="cpu", progress=said.append)
         assert loaded.name == (asked or "smollm2-135m-instruct").lower()
-        assert any("terms of use" in each for each in said) == (asked == "Gemma-3-270m")
         assert said[-1] == f"Loading {loaded.name}"
     monkeypatch.chdir(save(tmp_path / "Gemma-3-270m").parent)
     assert load("Gemma-3-270m", device="cpu").name == "Gemma-3-270m"  # a folder
@@ -61,12 +60,10 @@ def test_a_model_that_is_not_here_is_looked_for_once(monkeypatch: pytest.MonkeyP
         raise OSError("no route")
 
     monkeypatch.setattr("huggingface_hub.model_info", unreachable)
-    with pytest.raises(ValueError, match=r"'a/b' could not be loaded: .* be reached \(no route\)$"):
+    told = r"'a/b' could not be loaded: .* be reached \(no route\); .* smollm2-135m-instruct and "
+    with pytest.raises(ValueError, match=told):
         load("a/b")
     assert asked == ["a/b"]
-    for name in ("SmolLM2-135M-Instuct", "smolm2"):
-        with pytest.raises(ValueError, match=r"\); did you mean smollm2-135m-instruct\?$"):
-            load(name)
 
 
 # --- prompts ------------------------------------------------------------------------------------

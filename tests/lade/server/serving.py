@@ -108,18 +108,18 @@ class Paced:
         return len(self._relays)
 
     def __enter__(self) -> "Paced":
-        self._put = _Relay.put
+        self._put = _Relay._put
         pace = self
 
-        def put(self: _Relay, value: torch.Tensor) -> None:
-            pace._paced(self, value)
+        def put(self: _Relay, token_id: int) -> None:
+            pace._paced(self, token_id)
 
-        _Relay.put = put  # type: ignore[method-assign]
+        _Relay._put = put  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.free()
-        _Relay.put = self._put  # type: ignore[method-assign]
+        _Relay._put = self._put  # type: ignore[method-assign]
 
     def let(self, num_tokens: int) -> None:
         for _ in range(num_tokens):
@@ -138,13 +138,13 @@ class Paced:
         self._is_free = True
         self.let(99)  # as many as may wait
 
-    def _paced(self, relay: Any, value: torch.Tensor) -> None:
+    def _paced(self, relay: Any, token_id: int) -> None:
         if relay not in self._relays:
             self._relays.append(relay)
         if not self._is_free:
             assert self._tokens.acquire(timeout=60)
         self.num_tokens += 1
-        self._put(relay, value)
+        self._put(relay, token_id)
 
 
 def takes(loaded: LoadedModel, schema: Json, instance: str) -> bool:

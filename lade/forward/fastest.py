@@ -4,22 +4,10 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Protocol, TypeVar
-
-from lade.compat import Model
+from typing import TypeVar
 
 _R = TypeVar("_R")
 TORCHS = 0  # the way that is right by definition
-
-
-class FastViews(Protocol):
-    """Makes views of a model whose forwards are faster than its own."""
-
-    def view(self, model: Model) -> Model:
-        """Return a view of a model, or of a view of it; itself where nothing is faster."""
-
-    def pays(self, num_rows: int) -> bool:
-        """Return whether the next forward over so many tokens is to run by a view."""
 
 
 # A product is timed when it runs first, as the others find the weights in the cache. Twice for

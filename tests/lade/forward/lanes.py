@@ -12,23 +12,16 @@ import pytest
 import lade
 
 
-def kernels_with(
-    num_lanes: int, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> ModuleType:
-    """Return a module of kernels, and with it tiles, for vectors of so many float32.
-
-    Args:
-        folder: an empty one, of the test.
-        name: of the module, which uses no others but tiles.
-    """
+def kernels_with(num_lanes: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return the kernels of forwards for vectors of so many float32; the folder is empty."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
-    root, tiles = Path(lade.__file__).parent.parent, f"tiles_{num_lanes}"
-    source = (root / "lade/products/_tiles.py").read_text()
-    source, num = re.subn("(?m)^LANES = .*", f"LANES = {num_lanes}", source)
+    root, tiles = Path(lade.__file__).parent / "forward", f"tiles_{num_lanes}"
+    source, num = re.subn(
+        "(?m)^LANES = .*", f"LANES = {num_lanes}", (root / "_tiles.py").read_text()
+    )
     assert num == 1
     _loaded(tiles, source, folder, monkeypatch)
-    source = (root / (name.replace(".", "/") + ".py")).read_text()
-    source = source.replace("lade.products._tiles", tiles)
+    source = (root / "_kernels.py").read_text().replace("lade.forward._tiles", tiles)
     return _loaded(f"kernels_{num_lanes}", source, folder, monkeypatch)
 
 

@@ -2,18 +2,18 @@
 
 Torch's products of a few rows are far from what memory and cores allow: in float32 they pack the
 weights anew in each call, and without AVX-512 those in 16 bits take as many times as there are
-rows. Ours (`_kernels.py`) read the weights where they are. Without AMX, torch is faster at many
-rows in float32 than in 16 bits, so that widening the weights pays. Which one is fastest is measured
-with the first calls, by format, size and number of rows. Figures are in docs/internals/products.md.
+rows. Ours, which are what a job of no layers does, read the weights where they are. Without AMX,
+torch is faster at many rows in float32 than in 16 bits, so that widening the weights pays. Which
+one is fastest is measured with the first calls, by format, size and number of rows.
 """
 
-import ctypes
 import platform
 from collections import Counter
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 import llvmlite.binding
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,18 +21,17 @@ from torch.nn.functional import linear
 
 from lade.closeness import float32_precision
 from lade.compat import Model
+from lade.forward import words
+from lade.forward.fastest import Fastest, about
 from lade.openmp import Run, runner
-from lade.products.choice import Fastest, about
 from lade.view import viewed
+
+MOST_TOKENS = 128  # that a job takes at once; a longer prompt is run in pieces
 
 # Weights of fewer elements are done before a thread is told of them.
 _MIN_ELEMENTS = 2**16
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TENSORS = (Tensor, nn.Parameter)
-# Columns that a thread takes at once: so few that none waits long for another, and many enough that
-# their inputs are read once for several.
-_FEWEST, _MOST, _SHARES = 12, 240, 4
-
 # So many rows are worth widening weights for, of which so many elements are widened at once: little
 # memory, and the second cache holds most of it.
 _MANY_ROWS, _NUM_WIDENED = 65, 2**20
@@ -45,19 +44,19 @@ _TOLERANCE = {torch.float32: 256 * 2**-23, torch.bfloat16: 4 * 2**-7, torch.floa
 
 
 _TORCHS, _OURS, _WIDENED = range(3)  # products
+_JOB_SIZE = max(words.JOB_SIZE, words.LAYER_SIZE)
 
 
 class Products:
     """Which products are used for a model's layers, as measured so far.
 
     Args:
+        compiled: the kernels.
         run: calls a function on several threads.
-        job: address of the function.
-        most_rows: that it widens at once.
     """
 
-    def __init__(self, run: Run, job: int, most_rows: int) -> None:
-        self._run, self._job, self._most_rows = run, job, most_rows
+    def __init__(self, compiled: ModuleType, run: Run) -> None:
+        self._kernels, self._run = compiled, run
         # By dtype and size of the weights, and about the number of rows.
         self._choices: dict[tuple[torch.dtype, int, int, int], Fastest] = {}
         self._num_layers: Counter[tuple[torch.dtype, int, int]] = Counter()  # of the last view
@@ -140,34 +139,29 @@ class Products:
 
     def _ours(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         num_columns, num_inputs = weight.shape
-        num_rows = inputs.numel() // num_inputs
-        num_threads = torch.get_num_threads()
-        dtype = inputs.dtype
-        is_narrow = dtype is not torch.float32
-        # Each of these lives until the job is done.
-        given = (inputs.float() if dtype is torch.float16 else inputs).contiguous()
-        of_bias = bias.float() if is_narrow and bias is not None else bias
-        results = inputs.new_empty((*inputs.shape[:-1], num_columns), dtype=torch.float32)
-        scratch = None
-        if dtype is torch.bfloat16:
-            size = num_threads * min(num_rows, self._most_rows) * num_inputs
-            scratch = inputs.new_empty(size, dtype=torch.float32)
-        share = num_columns // (_SHARES * num_threads) // _FEWEST * _FEWEST
-        job = _Job(
-            given.data_ptr(),
-            weight.data_ptr(),
-            0 if of_bias is None else of_bias.data_ptr(),
-            results.data_ptr(),
-            num_rows,
-            num_inputs,
-            num_columns,
-            FORMATS[dtype],
-            min(max(share, _FEWEST), _MOST),
-            0,
-            0 if scratch is None else scratch.data_ptr(),
-        )
-        self._run(self._job, ctypes.addressof(job), num_threads)
-        return results.to(dtype) if is_narrow else results
+        results = inputs.new_empty((*inputs.shape[:-1], num_columns))
+        rows = inputs.reshape(-1, num_inputs).float().contiguous()
+        most, num_threads = min(len(rows), MOST_TOKENS), torch.get_num_threads()
+        size = self._kernels.scratch_size(most, num_inputs, 0, 0, 0)
+        memory = inputs.new_empty(size * num_threads + 4 * num_inputs * most, dtype=torch.uint8)
+        kept, job = np.arange(most), np.zeros(_JOB_SIZE + 64, np.int64)
+        # Of no layers, whose numbers are still looked at; the two phases are behind those.
+        job[words.LAYERS], job[words.PHASES] = job.ctypes.data, job[_JOB_SIZE:].ctypes.data
+        job[words.HIDDEN], job[words.VOCAB_SIZE] = num_inputs, num_columns
+        job[words.NUM_THREADS], job[words.FORMAT] = num_threads, FORMATS[weight.dtype]
+        job[words.ARRANGED] = words.PAIRS if weight.dtype is torch.bfloat16 else words.PLAIN
+        job[words.SCRATCH], job[words.SCRATCH_SIZE] = memory.data_ptr(), size
+        job[words.NORMED] = job[words.SCRATCH] + size * num_threads
+        job[words.KEPT], job[words.HEAD + words.WEIGHT] = kept.ctypes.data, weight.data_ptr()
+        job[words.HEAD + words.BIAS] = 0 if bias is None else bias.data_ptr()
+        job[words.HEAD + words.NUM_COLUMNS] = num_columns
+        for start in range(0, len(rows), most):
+            job[words.NUM_TOKENS] = job[words.NUM_KEPT] = min(most, len(rows) - start)
+            job[words.STATES] = rows.data_ptr() + 4 * num_inputs * start
+            job[words.LOGITS] = results.data_ptr() + results.itemsize * num_columns * start
+            job[words.NEXT_THREAD] = job[_JOB_SIZE:] = 0
+            self._run(self._kernels.run_forward.address, job.ctypes.data, num_threads)
+        return results
 
 
 def _widened(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -185,29 +179,29 @@ def _widened(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 _FORWARD = nn.Linear.forward
 _LINEAR = torch._C._nn.linear
-_Job = ctypes.c_int64 * 12
 
 
 def products_for(model: Model) -> Products | None:
-    """Return products that nothing is known of yet; None where lade's cannot run, or no layer.
+    """Return products that nothing is known of yet; None where lade's cannot run, or no layer."""
+    compiled = kernels() if any(map(_is_candidate, model.modules())) else None
+    return None if compiled is None else Products(*compiled)
+
+
+def kernels() -> tuple[ModuleType, Run] | None:
+    """Return the compiled kernels and what runs them, or None where they cannot run.
 
     The first time on a machine, they are compiled, for some seconds.
     """
-    run = runner() if has_vectors() else None
-    if run is None or not any(map(_is_candidate, model.modules())):
-        return None
-    # What is summed in less than float32 is what the user asked for.
-    if float32_precision("cpu") != "highest":
-        return None
-    from lade.products._kernels import MOST_ROWS, run_job  # compiled as they are imported
-
-    return Products(run, run_job.address, MOST_ROWS)
-
-
-def has_vectors() -> bool:
-    """Return whether the CPU converts float16, as those with long vectors all do."""
+    # CPUs with long vectors all convert float16.
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return not is_x86 or bool(llvmlite.binding.get_host_cpu_features().get("f16c"))
+    has_vectors = not is_x86 or llvmlite.binding.get_host_cpu_features().get("f16c")
+    # What is summed in less than float32 is what the user asked for.
+    run = runner()
+    if run is None or not has_vectors or float32_precision("cpu") != "highest":
+        return None
+    from lade.forward import _kernels  # compiled as it is imported
+
+    return _kernels, run
 
 
 def _is_candidate(module: nn.Module) -> bool:
@@ -222,43 +216,33 @@ def _fits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     dtype = inputs.dtype
     return (
         dtype in FORMATS
-        and weight.dtype is dtype
-        and type(weight) in _TENSORS
+        and is_plain(weight, dtype)
         and type(inputs) in _TENSORS
-        and weight.is_cpu
         and inputs.is_cpu
-        and weight.layout is torch.strided
-        and weight.is_contiguous()
-        and not (weight.is_neg() or inputs.is_neg())  # a bit says that the values are the opposite
+        and not inputs.is_neg()
         and weight.dim() == 2
         and inputs.shape[-1:] == weight.shape[1:]  # else torch says what is wrong
-        and (bias is None or _fits_bias(bias, weight))
+        and (bias is None or (is_plain(bias, dtype) and bias.shape == weight.shape[:1]))
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and inputs.numel() > 0
     )
 
 
-def _fits_bias(bias: Tensor, weight: Tensor) -> bool:
+def is_plain(weight: Any, dtype: torch.dtype) -> bool:
+    """Return whether a weight is a plain matrix, or row, of a format in memory."""
     return (
-        type(bias) in _TENSORS
-        and bias.is_cpu
-        and bias.dtype is weight.dtype
-        and bias.shape == weight.shape[:1]
-        and bias.is_contiguous()
-        and not bias.is_neg()
+        type(weight) in _TENSORS
+        and weight.layout is torch.strided
+        and weight.dtype is dtype
+        and weight.is_cpu
+        and weight.is_contiguous()
+        and not weight.is_neg()  # a bit says that the values are the opposite
     )
 
 
 def _is_close(mine: Tensor, theirs: Tensor) -> bool:
     """Return whether two results differ by rounding alone."""
-    finite = theirs.isfinite()
-    if not bool(finite.all()):
-        if not torch.equal(mine.isfinite(), finite):
-            return False
-        mine, theirs = mine[finite], theirs[finite]
-    if not theirs.numel():
-        return True
-    most = theirs.abs().max().double()
-    apart = (mine.double() - theirs.double()).abs().max()
-    return bool(apart <= _TOLERANCE[theirs.dtype] * most)
+    tolerance, mine, theirs = _TOLERANCE[theirs.dtype], mine.double(), theirs.double()
+    most = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(mine, theirs, rtol=0.0, atol=tolerance * most, equal_nan=True)

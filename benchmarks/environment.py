@@ -10,7 +10,7 @@ from typing import Any
 
 from lade._version import __version__
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[1]
 _SOURCES = ("lade", "ngram_pool")  # what results depend on; result files change as they are made
 
 

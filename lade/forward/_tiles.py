@@ -30,23 +30,42 @@ HAS_DOTS = LANES == 16 and bool(FEATURES.get("avx512bf16"))
 # AVX2 16: one load of a vector serves several products. So many inputs are summed at once, which
 # the first cache holds for these rows.
 ROWS, COLUMNS, DEPTH = 4, 4 if LANES == 16 else 3, 1024
+BLOCK = 64  # keys that the first cache holds
+_VECTORS = 4 if LANES == 16 else 2  # of values whose sums registers hold, for ROWS rows
 _LINE = 64  # bytes that memory hands over at once
 PER_LINE = _LINE // 2  # bfloat16
 
 _INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-FLOATS = ir.VectorType(_FLOAT, LANES)
-WIDTHS = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}  # bytes of a weight
+_FLOATS = ir.VectorType(_FLOAT, LANES)
+_WIDTHS = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}  # bytes of a weight
 _STORED = {FLOAT32: _FLOAT, BFLOAT16: _INT16, FLOAT16: ir.HalfType()}
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def pointer(typing_context: Any, address: Any) -> Any:
+def instruction(result: Any, given: Any = None) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function of one argument for compiled code of one that writes LLVM's.
+
+    Args:
+        result: its type.
+        given: type of the argument; None for whatever it is called with.
+    """
+
+    def decorate(write: Callable[..., Any]) -> Any:
+        @intrinsic  # type: ignore[untyped-decorator]
+        def made(typing_context: Any, argument: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+                return write(builder, arguments[0]) or context.get_dummy_value()
+
+            return result(argument if given is None else given), generate
+
+        return made
+
+    return decorate
+
+
+@instruction(types.voidptr, types.int64)
+def pointer(builder: Any, address: Any) -> Any:
     """Return an integer as a pointer, which `numba.carray` takes."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), generate
+    return builder.inttoptr(address, ir.IntType(8).as_pointer())
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -60,8 +79,8 @@ def take(typing_context: Any, address: Any, number: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _tile(typing_context: Any, of: Any) -> Any:
+@instruction(types.void)
+def _tile(builder: Any, of: Any) -> None:
     """Add the products of some inputs to a tile of the results.
 
     There is code for each format and size of a tile, in LLVM's own terms: which sums are in
@@ -69,31 +88,24 @@ def _tile(typing_context: Any, of: Any) -> Any:
     find it.
 
     Args:
-        typing_context: Numba's.
+        builder: LLVM's.
         of: format of the weights; number of rows, 1 to ROWS, and of columns, COLUMNS or, for one
             row, 1; address of the first input, and bytes from one row to the next; address of the
             first weight, and bytes from one column to the next; address of the first result, and
             bytes from one row to the next; number of inputs; which of the tiles of the same columns
             this is, and how many there are.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        format_, num_rows, num_columns, *given = cgutils.unpack_tuple(builder, arguments[0])
-        size = builder.add(builder.mul(num_rows, _INT64(8)), num_columns)
-        sizes = [(rows, COLUMNS) for rows in range(1, ROWS + 1)] + [(1, 1)]
-        cases = {
-            64 * of_format + 8 * rows + columns: _Tile(builder, of_format, rows, columns)
-            for of_format in (*WIDTHS, *[DOTS] * HAS_DOTS)
-            for rows, columns in sizes
-        }
-        by_case(
-            builder,
-            builder.add(builder.mul(format_, _INT64(64)), size),
-            {case: partial(tile.add, given) for case, tile in cases.items()},
+    format_, num_rows, num_columns, *given = cgutils.unpack_tuple(builder, of)
+    size = builder.add(builder.mul(num_rows, _INT64(8)), num_columns)
+    sizes = [(rows, COLUMNS) for rows in range(1, ROWS + 1)] + [(1, 1)]
+    cases = {
+        64 * of_format + 8 * rows + columns: partial(
+            _Tile(builder, of_format, rows, columns).add, given
         )
-        return context.get_dummy_value()
-
-    return types.void(of), generate
+        for of_format in (*_WIDTHS, *[DOTS] * HAS_DOTS)
+        for rows, columns in sizes
+    }
+    by_case(builder, builder.add(builder.mul(format_, _INT64(64)), size), cases)
 
 
 def by_case(builder: Any, number: Any, cases: Mapping[int, Callable[[], object]]) -> None:
@@ -120,7 +132,7 @@ class _Tile:
     def add(self, of: Sequence[Any]) -> None:
         """Write the code, given what `_tile` takes but for format and size."""
         x, x_step, w, w_step, out, out_step, size, part, num_parts = of
-        build, width = self._builder, WIDTHS[self._format]
+        build, width = self._builder, _WIDTHS[self._format]
         num = _LINE // width
         inputs = [build.add(x, build.mul(x_step, _INT64(row))) for row in self._rows]
         weights = [build.add(w, build.mul(w_step, _INT64(column))) for column in self._columns]
@@ -134,7 +146,7 @@ class _Tile:
             )
             for column in self._columns
         ]
-        zero = ir.Constant(FLOATS, [0.0] * LANES)
+        zero = ir.Constant(_FLOATS, [0.0] * LANES)
         sums = [[cgutils.alloca_once_value(build, zero) for _ in self._columns] for _ in self._rows]
         num_lines = build.udiv(size, _INT64(num))
         with cgutils.for_range(build, num_lines) as lines:
@@ -147,13 +159,13 @@ class _Tile:
                     self._add_pairs(sums, inputs, weights, build.add(start, _INT64(i)))
             else:
                 for i in range(0, num, LANES):
-                    self._add_products(sums, inputs, weights, build.add(start, _INT64(i)), FLOATS)
+                    self._add_products(sums, inputs, weights, build.add(start, _INT64(i)), _FLOATS)
         rows = [build.add(out, build.mul(out_step, _INT64(row))) for row in self._rows]
         for place, totals in zip(rows, self._totals(sums), strict=True):
-            result = at(self._builder, place, _INT64(0), 4, totals.type)
+            result = _at(self._builder, place, _INT64(0), 4, totals.type)
             build.store(build.fadd(build.load(result, align=4), totals), result, align=4)
         alone = [
-            [at(self._builder, row, _INT64(column), 4, _FLOAT) for column in self._columns]
+            [_at(self._builder, row, _INT64(column), 4, _FLOAT) for column in self._columns]
             for row in rows
         ]
         start = build.mul(num_lines, _INT64(num))
@@ -162,7 +174,7 @@ class _Tile:
 
     def _add_products(self, sums: Any, inputs: Any, weights: Any, index: Any, kind: Any) -> None:
         """Add the products of one vector, or number, of each row and column."""
-        wide = [load_wide(self._builder, self._format, place, index, kind) for place in weights]
+        wide = [_load_wide(self._builder, self._format, place, index, kind) for place in weights]
         self._add_wide(sums, inputs, wide, index, kind)
 
     def _add_pairs(self, sums: Any, inputs: Any, weights: Any, index: Any) -> None:
@@ -172,25 +184,27 @@ class _Tile:
         instruction for dots takes both at once.
         """
         build, kind = self._builder, ir.VectorType(_INT32, LANES)
-        pairs = [build.load(at(self._builder, place, index, 2, kind), align=2) for place in weights]
+        pairs = [
+            build.load(_at(self._builder, place, index, 2, kind), align=2) for place in weights
+        ]
         if self._has_dots:
-            dot = ir.FunctionType(FLOATS, [kind, kind, FLOATS])
+            dot = ir.FunctionType(_FLOATS, [kind, kind, _FLOATS])
             for row in self._rows:
-                given = build.load(at(build, inputs[row], index, 2, kind), align=2)
+                given = build.load(_at(build, inputs[row], index, 2, kind), align=2)
                 for column, place in enumerate(sums[row]):
                     code, of = "vdpbf16ps $2, $1, $0", [given, pairs[column], build.load(place)]
                     build.store(build.asm(dot, code, "=v,v,v,0", of, False), place)
             return
         sixteen, upper = (ir.Constant(kind, [each] * LANES) for each in (16, 0xFFFF0000))
-        firsts = [build.bitcast(build.shl(each, sixteen), FLOATS) for each in pairs]
-        self._add_wide(sums, inputs, firsts, index, FLOATS)
-        seconds = [build.bitcast(build.and_(each, upper), FLOATS) for each in pairs]
-        self._add_wide(sums, inputs, seconds, build.add(index, _INT64(LANES)), FLOATS)
+        firsts = [build.bitcast(build.shl(each, sixteen), _FLOATS) for each in pairs]
+        self._add_wide(sums, inputs, firsts, index, _FLOATS)
+        seconds = [build.bitcast(build.and_(each, upper), _FLOATS) for each in pairs]
+        self._add_wide(sums, inputs, seconds, build.add(index, _INT64(LANES)), _FLOATS)
 
     def _add_wide(self, sums: Any, inputs: Any, wide: Any, index: Any, kind: Any) -> None:
         build, fused = self._builder, ("contract",)
         for row in self._rows:
-            values = build.load(at(self._builder, inputs[row], index, 4, kind), align=4)
+            values = build.load(_at(self._builder, inputs[row], index, 4, kind), align=4)
             for column in self._columns:
                 place = sums[row][column]
                 product = build.fmul(values, wide[column], flags=fused)
@@ -201,7 +215,7 @@ class _Tile:
 
         The halves of two vectors are added at once, then the quarters of four, and so on.
         """
-        build, nothing = self._builder, ir.Constant(FLOATS, ir.Undefined)
+        build, nothing = self._builder, ir.Constant(_FLOATS, ir.Undefined)
         per_row = 1 << (len(self._columns) - 1).bit_length()
         vectors = []
         for row in sums:
@@ -239,17 +253,17 @@ class _Tile:
         build.call(fetch, [build.inttoptr(address, place), to_read, locality, data])
 
 
-def at(builder: Any, address: Any, index: Any, width: int, kind: Any) -> Any:
+def _at(builder: Any, address: Any, index: Any, width: int, kind: Any) -> Any:
     """Return a pointer to the element that is so many, of a width in bytes, behind an address."""
     place = builder.add(address, builder.mul(index, _INT64(width)))
     return builder.inttoptr(place, kind.as_pointer())
 
 
-def load_wide(builder: Any, format_: int, address: Any, index: Any, kind: Any) -> Any:
+def _load_wide(builder: Any, format_: int, address: Any, index: Any, kind: Any) -> Any:
     """Load a vector of numbers of a format, or one, as float32."""
-    width = WIDTHS[format_]
+    width = _WIDTHS[format_]
     stored = _like(kind, _STORED[format_])
-    loaded = builder.load(at(builder, address, index, width, stored), align=width)
+    loaded = builder.load(_at(builder, address, index, width, stored), align=width)
     if format_ == FLOAT32:
         return loaded
     if format_ == FLOAT16:
@@ -309,3 +323,84 @@ def add_products(format_, inputs, weights, results, size):  # type: ignore[no-un
             _tile(of_tile)
             row = until
         column += width_of_tile
+
+
+@instruction(types.void)
+def _sum_values(builder: Any, of: Any) -> None:
+    """Add values to the results of some rows, each times the row's weight for it.
+
+    Args:
+        builder: LLVM's.
+        of: format of the values; number of rows, 1 to ROWS, and of vectors, _VECTORS or 1; address
+            of the first weight, float32, and bytes from one row to the next; address of the first
+            value, and bytes from one to the next; address of the first result, and bytes from one
+            row to the next; number of values.
+    """
+    format_, num_rows, num_vectors, *given = cgutils.unpack_tuple(builder, of)
+    size = builder.add(builder.mul(num_rows, _INT64(8)), num_vectors)
+    cases = {
+        64 * of_format + 8 * rows + vectors: partial(
+            _write_sums, builder, of_format, range(rows), range(vectors), given
+        )
+        for of_format in _WIDTHS
+        for rows in range(1, ROWS + 1)
+        for vectors in (1, _VECTORS)
+    }
+    by_case(builder, builder.add(builder.mul(format_, _INT64(64)), size), cases)
+
+
+def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: Any) -> None:
+    """Write the code of `_sum_values` for one format and size, given the rest of what it takes."""
+    weights, weight_step, values, value_step, results, result_step, num_values = given
+    places = [
+        [
+            _at(build, build.add(results, build.mul(result_step, _INT64(row))), index, 4, _FLOATS)
+            for index in (_INT64(LANES * vector) for vector in vectors)
+        ]
+        for row in rows
+    ]
+    sums = [
+        [cgutils.alloca_once_value(build, build.load(place, align=4)) for place in of_row]
+        for of_row in places
+    ]
+    of_rows = [build.add(weights, build.mul(weight_step, _INT64(row))) for row in rows]
+    nothing = ir.Constant(_FLOATS, ir.Undefined)
+    everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    with cgutils.for_range(build, num_values) as loop:
+        line = build.add(values, build.mul(value_step, loop.index))
+        wide = [
+            _load_wide(build, format_, line, _INT64(LANES * vector), _FLOATS) for vector in vectors
+        ]
+        for of_row, sums_of_row in zip(of_rows, sums, strict=True):
+            weight = build.load(_at(build, of_row, loop.index, 4, _FLOAT), align=4)
+            one = build.insert_element(nothing, weight, ir.IntType(32)(0))
+            alike = build.shuffle_vector(one, nothing, everywhere)
+            for vector, place in zip(wide, sums_of_row, strict=True):
+                product = build.fmul(alike, vector, flags=("contract",))
+                build.store(build.fadd(build.load(place), product, flags=("contract",)), place)
+    for of_row, sums_of_row in zip(places, sums, strict=True):
+        for place, total in zip(of_row, sums_of_row, strict=True):
+            build.store(build.load(total), place, align=4)
+
+
+@numba.njit(nogil=True, error_model="numpy")
+def add_values(format_, scores, num_rows, values, num_values, size, results):  # type: ignore[no-untyped-def]
+    """Add values, weighted by scores [num_rows, BLOCK], to results [num_rows, size]."""
+    width, start = 4 if format_ == FLOAT32 else 2, 0
+    while start < size:
+        num_vectors = _VECTORS if start + LANES * _VECTORS <= size else 1
+        for row in range(0, num_rows, ROWS):
+            of_sums = (
+                format_,
+                min(ROWS, num_rows - row),
+                num_vectors,
+                scores.ctypes.data + 4 * row * BLOCK,
+                4 * BLOCK,
+                values + width * start,
+                width * size,
+                results.ctypes.data + 4 * (row * size + start),
+                4 * size,
+                num_values,
+            )
+            _sum_values(of_sums)
+        start += LANES * num_vectors

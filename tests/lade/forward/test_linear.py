@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
+from lade.forward import fastest
+from lade.forward import linear as file
+from lade.forward.linear import Products, products_for
 from lade.openmp import runner
 from lade.probing.profile import profile_of
-from lade.products import choice
-from lade.products import linear as file
-from lade.products.linear import Products, products_for
 from tests.grids import thinned
 from tests.lade.both import ONE, same_as_generate
-from tests.lade.products.lanes import kernels_with
+from tests.lade.forward.lanes import kernels_with
 from tests.lade.tiny import tiny_model
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,7 +49,7 @@ def by_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use lade's products wherever there is a choice."""
     monkeypatch.setattr(
-        choice.Fastest, "__init__", lambda self, *_, **__: self.__dict__.update(_ALWAYS)
+        fastest.Fastest, "__init__", lambda self, *_, **__: self.__dict__.update(_ALWAYS)
     )
 
 
@@ -108,10 +108,9 @@ def test_vectors_of_either_length_give_the_same(
     num_lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of this machine are one of the two, and rows need not end where a vector does."""
-    kernels = kernels_with(num_lanes, tmp_path, monkeypatch, "lade.products._kernels")
     run = runner()
     assert run is not None
-    products = Products(run, kernels.run_job.address, kernels.MOST_ROWS)
+    products = Products(kernels_with(num_lanes, tmp_path, monkeypatch), run)
     for dtype, num_inputs, num_rows in itertools.product(
         FORMATS, (16, 31, 48, 592, 1040, 2049), (1, 3, 64, 130)
     ):
@@ -180,7 +179,7 @@ class Clock:
         self.now, self.theirs, self.ours, self.widened = 0.0, theirs, ours, widened
         self.ran: list[str] = []
         own = Products._ours
-        monkeypatch.setattr(choice, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(fastest, "perf_counter", lambda: self.now)
         monkeypatch.setattr(file, "_widened", lambda *args: self._run("widened", linear, args))
         monkeypatch.setattr(file, "linear", lambda *args: self._run("theirs", linear, args))
         monkeypatch.setattr(Products, "_ours", lambda *args: self._run("ours", own, args))
