@@ -26,8 +26,7 @@ from lade.gpu.workspace import (
     spare_bytes,
 )
 from lade.targets.inputs import TOKEN_TYPES
-from lade.targets.kv_cache import TreeCache
-from lade.targets.kv_memory import FixedSlots, LayerKind
+from lade.targets.kv_cache import FixedSlots, LayerKind, TreeCache
 from lade.targets.layout import MAX_OVERHANG
 from lade.targets.prefixes import move_to_own_memory
 from lade.targets.trees import TreeTarget

@@ -19,7 +19,7 @@ from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.probing.own_code import has_own_inputs, is_code
 from lade.probing.profile import CacheKind
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, num_slots_of
-from lade.targets.kv_memory import kind_of
+from lade.targets.kv_cache import kind_of
 from lade.targets.layout import MAX_OVERHANG, rope_of
 from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
 

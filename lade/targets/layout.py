@@ -11,7 +11,7 @@ from lade.attention.packed import PACKED_ROWS
 from lade.budget.budget import MAX_DRAFT_TOKENS
 from lade.compat import Model
 from lade.errors import UnsupportedModelError
-from lade.targets.kv_memory import LayerKind, kind_of
+from lade.targets.kv_cache import LayerKind, kind_of
 
 # By layer type, what limits the reach of a layer.
 _REACHES = {

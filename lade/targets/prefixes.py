@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import DynamicCache
 
-from lade.targets.kv_memory import kind_of
+from lade.targets.kv_cache import kind_of
 from lade.targets.rollback import crop, saved
 
 # A text is dropped for one that has all of it but a part so small: it would have to be run again,

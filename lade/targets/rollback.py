@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 
 from lade.compat import CACHE_NAMES, WINDOWS_GROW
-from lade.targets.kv_memory import kind_of
+from lade.targets.kv_cache import kind_of
 
 
 def find_cache(holder: Any) -> tuple[str, Any] | None:

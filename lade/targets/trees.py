@@ -19,8 +19,7 @@ from lade.errors import MisfitError, UnsupportedModelError
 from lade.targets.base import Target
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, is_text_alone, num_slots_of
 from lade.targets.joint import Part
-from lade.targets.kv_cache import TreeCache
-from lade.targets.kv_memory import LayerKind, kind_of
+from lade.targets.kv_cache import LayerKind, TreeCache, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
 from lade.targets.rollback import cache_in
 from lade.transfer import integers_on

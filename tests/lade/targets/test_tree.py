@@ -19,8 +19,7 @@ from lade.attention.packed import PACKED_ROWS
 from lade.drafting.drafts import draft_of
 from lade.probing.profile import profile_of
 from lade.probing.proof import FIRST_DISTANCE, Distances
-from lade.targets.kv_cache import TreeCache
-from lade.targets.kv_memory import LayerKind
+from lade.targets.kv_cache import LayerKind, TreeCache
 from lade.targets.layout import tree_layout
 from lade.targets.rows import RowsTarget, split
 from lade.targets.trees import TreeTarget
