@@ -168,10 +168,10 @@ def test_a_pool_that_cannot_grow_costs_the_drafts_alone(monkeypatch: pytest.Monk
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no room")
 
-    lade.NGramPool()  # the first of a process compiles by observing something
+    pool = lade.NGramPool()  # observes something as it is made
     monkeypatch.setattr("ngram_pool.NGramPool.observe", fail)
     with pytest.warns(lade.DrafterWarning, match=r"failed \(MemoryError: no room\)"):
-        _, got = same_as_generate(tiny_model("llama", seed=2), PROMPT, **OPTIONS)
+        _, got = same_as_generate(tiny_model("llama", seed=2), PROMPT, pool=pool, **OPTIONS)
     assert got.stats.num_draft_tokens == 0
 
 
