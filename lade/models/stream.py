@@ -1,6 +1,6 @@
-"""`TextStream`: tokens that come one by one, as text."""
+"""Tokens that come one by one, as text: `TextStream`; and the strings that end it, `StopCutter`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,3 +56,27 @@ class TextStream:
         start = max(0, self._num_done - _CONTEXT)
         before = self._decode(self._token_ids[start : self._num_done])
         return self._decode(self._token_ids[start:])[len(before) :]
+
+
+class StopCutter:
+    """Cuts text off at the first of some strings, and holds back what may begin one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._longest = stops, max(map(len, stops), default=0)
+        self._held = ""
+        self.is_cut = False
+
+    def feed(self, text: str, *, is_last: bool = False) -> str:
+        """Return what is in the answer for sure."""
+        if self.is_cut:
+            return ""
+        text = self._held + text
+        ends = [end for end in map(text.find, self._stops) if end >= 0]
+        if ends:
+            self.is_cut = True
+            return text[: min(ends)]
+        places = range(max(0, len(text) - self._longest), 0 if is_last else len(text))
+        begun = (at for at in places if any(stop.startswith(text[at:]) for stop in self._stops))
+        num_sure = next(begun, len(text))
+        self._held = text[num_sure:]
+        return text[:num_sure]

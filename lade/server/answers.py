@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,45 +17,54 @@ _BLOCK_BYTES = 512
 Json = dict[str, Any]
 
 
-async def whole(exchange: Exchange) -> Json:
-    """Wait for all of an answer; return it as one object.
+async def whole(exchanges: Sequence[Exchange]) -> Json:
+    """Wait for all answers to a request; return them as one object.
 
     Raises:
         ApiError: it has ended early.
     """
-    choice: Json = {"index": 0, **({"delta": {"content": ""}} if exchange.asked.is_chat else {})}
-    async for new in _choices(exchange):
-        add(choice, new)
-    if exchange.asked.is_chat:
-        choice["message"] = message = choice.pop("delta")
+    exchange, choices = exchanges[0], [Json() for _ in exchanges]
+    async for new in _choices(exchanges):
+        add(choices[new["index"]], new)
+    for choice in choices if exchange.asked.is_chat else ():
+        choice["message"] = message = {"content": "", **choice.pop("delta")}
         for name in ("content", "reasoning_content") if exchange.parser else ():
             if name in message:  # blanks around marks are nobody's
                 message[name] = message[name].strip()
         for call in message.get("tool_calls", ()):
             del call["index"]  # which is of streams
-    return _told(exchange, choices=[choice], **_figures(exchange))
+    return _told(exchange, choices=choices, **_figures(exchanges))
 
 
-async def events(exchange: Exchange) -> AsyncGenerator[str, None]:
-    """Yield an answer as events, which are of a size that tells nothing unless asked not to be."""
+async def events(exchanges: Sequence[Exchange]) -> AsyncGenerator[str, None]:
+    """Yield answers as events, which are of a size that tells nothing unless asked not to be."""
+    exchange = exchanges[0]
     options = exchange.asked.stream_options
     try:
-        async for choice in _choices(exchange):
-            yield _event(exchange, choices=[{"index": 0, **choice}])
+        async for choice in _choices(exchanges):
+            yield _event(exchange, choices=[choice])
     except ApiError as error:
         yield f"{_EVENT}{json.dumps(error.body())}\n\n"
         return
     if options is not None and options.include_usage:
-        yield _event(exchange, choices=[], **_figures(exchange))
+        yield _event(exchange, choices=[], **_figures(exchanges))
     yield _EVENT + "[DONE]\n\n"
 
 
-async def _choices(exchange: Exchange) -> AsyncGenerator[Json, None]:
-    if exchange.asked.is_chat:
-        yield {"delta": {"role": "assistant"}}
-    while (choice := await exchange.choices.get()) is not None:
-        yield choice
-    exchange.check()
+async def _choices(exchanges: Sequence[Exchange]) -> AsyncGenerator[Json, None]:
+    exchange, num_left = exchanges[0], len(exchanges)
+    for each in exchanges if exchange.asked.is_chat else ():
+        yield {"index": each.index, "delta": {"role": "assistant"}}
+    while num_left:
+        choice = await exchange.choices.get()
+        if choice:
+            yield choice
+        elif choice is None:
+            num_left -= 1
+            for error in [each.error for each in exchanges if each.error]:
+                for each in exchanges:  # nobody waits for the others
+                    each.end(error)
+                raise error
 
 
 def _told(exchange: Exchange, **told: Any) -> Json:
@@ -75,14 +84,16 @@ def _event(exchange: Exchange, **told: Any) -> str:
     return begin + secrets.token_urlsafe(_BLOCK_BYTES)[:num_missing] + end
 
 
-def _figures(exchange: Exchange) -> Json:
+def _figures(exchanges: Sequence[Exchange]) -> Json:
     """Return usage and metrics: what was run, drafted, accepted and kept."""
-    stats = exchange.stats
-    assert stats is not None, "the answer is whole"
-    num_prompt, num_new = exchange.num_prompt_tokens, len(exchange.token_ids)
+    exchange, stats = exchanges[0], DecodeStats()
+    for each in exchanges:
+        assert each.stats is not None, "the answer is whole"
+        stats.add(each.stats)
+    num_prompt, num_new = exchange.num_prompt_tokens, sum(len(each.token_ids) for each in exchanges)
     # Tokens of the answer that were drafted from the client's prediction, and the rest of it.
     is_clients = getattr(exchange.asked, "prediction", None) is not None
-    num_predicted = len(exchange.prediction or ()) if is_clients else 0
+    num_predicted = len(exchanges) * len(exchange.prediction or ()) if is_clients else 0
     source = stats.sources.get("prediction")
     num_accepted = 0 if source is None else min(source.num_accepted_tokens, num_predicted)
     usage: Json = {

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from time import perf_counter, time
 from typing import Any
@@ -37,6 +38,7 @@ class Exchange:
     asked: Asked = field(default_factory=Asked)
     grammar: Any = None  # that the answer keeps
     num_held: int = 0  # bytes of its body that count as held for a client
+    index: int = 0  # of its answer among `n` to one request
     inputs: Any = None  # of the model: `input_ids` and `attention_mask`, [1, num_prompt_tokens]
     options: Any = None  # a GenerationConfig
     parser: Any = None  # tells what is said, thought and called; None where all is said
@@ -51,8 +53,8 @@ class Exchange:
     token_ids: list[int] = field(default_factory=list)  # of the answer
     answer: "Future[None] | None" = None  # of the engine
     watch: "asyncio.Task[None] | None" = None  # on the client
-    # What is new with each step, as choices of a stream: the first, which is empty, once its turn
-    # has come, and None where there are no more.
+    # What is new with each step, as choices of a stream, of all answers to the request: one that is
+    # empty once the turn of one has come, and None where there are no more of it.
     choices: "asyncio.Queue[dict[str, Any] | None]" = field(default_factory=asyncio.Queue)
     stats: DecodeStats | None = None
     tokens: Any = None  # knows the bytes of each, if log-probabilities are asked for
@@ -62,6 +64,16 @@ class Exchange:
         message = f"the answer took longer than {self.timeout_sec:g} seconds"
         late = ApiError(504, message, code="timeout", closes=True)
         self._timer = self.loop.call_later(self.timeout_sec, self.end, late)
+
+    def another(self, index: int) -> "Exchange":
+        """Return an exchange for another answer to the request, of another seed."""
+        other = copy(self)
+        other.index, other.num_held = index, 0
+        other.token_ids, other.parser = [], deepcopy(self.parser)
+        if self.asked.seed is not None:
+            other.asked = self.asked.model_copy(update={"seed": self.asked.seed + index})
+        other.__post_init__()  # a timer of its own
+        return other
 
     def end(self, error: ApiError) -> None:
         """End it before its next token, or its turn; the first reason stays."""

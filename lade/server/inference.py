@@ -3,7 +3,7 @@
 import logging
 import secrets
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from time import perf_counter
@@ -18,7 +18,7 @@ from lade.drafting.drafter import Drafter
 from lade.hf.api import decode
 from lade.models.loading import LoadedModel
 from lade.models.responses import parts_of
-from lade.models.stream import TextStream
+from lade.models.stream import StopCutter, TextStream
 from lade.server.answers import Json, add
 from lade.server.errors import ApiError, failed
 from lade.server.exchange import Exchange
@@ -92,7 +92,7 @@ class _Relay:
         self._exchange, self._parser = exchange, exchange.parser
         self._is_chat = exchange.asked.is_chat
         self._stream = TextStream(tokenizer, skips_special=self._parser is None)
-        self._cutter = _StopCutter(exchange.asked.stop or ())
+        self._cutter = StopCutter(exchange.asked.stop or ())
         self._num_top = exchange.asked.num_logprobs
         self._special = frozenset(tokenizer.all_special_ids)
         self._rows = deque[Tensor]()  # log-probabilities of the next tokens
@@ -159,7 +159,7 @@ class _Relay:
         for name, value in parts:
             if name == "tool_calls":
                 place, self._num_calls, self._pending = self._num_calls, self._num_calls + 1, ""
-                call_id = f"{self._exchange.request_id}_tool_call_{place}"
+                call_id = f"{self._exchange.request_id}_{self._exchange.index}_tool_call_{place}"
                 call = {"index": place, "id": call_id, "type": "function", "function": value}
                 add(self._delta, {name: [call]})
             else:
@@ -177,7 +177,8 @@ class _Relay:
         exchange, delta = self._exchange, self._delta
         if not (delta or is_last):
             return
-        choice: Json = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
+        said: Json = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
+        choice = {"index": exchange.index, **said}
         if self._num_top is not None:
             choice["logprobs"] = self._logprobs(is_last)
         if is_last:
@@ -213,27 +214,3 @@ class _Relay:
         self._read(self._cutter.feed(self._stream.end(), is_last=True))
         self._read("", is_last=True)
         self._tell(is_last=True)
-
-
-class _StopCutter:
-    """Cuts text off at the first of some strings, and holds back what may begin one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._longest = stops, max(map(len, stops), default=0)
-        self._held = ""
-        self.is_cut = False
-
-    def feed(self, text: str, *, is_last: bool = False) -> str:
-        """Return what is in the answer for sure."""
-        if self.is_cut:
-            return ""
-        text = self._held + text
-        ends = [end for end in map(text.find, self._stops) if end >= 0]
-        if ends:
-            self.is_cut = True
-            return text[: min(ends)]
-        places = range(max(0, len(text) - self._longest), 0 if is_last else len(text))
-        begun = (at for at in places if any(stop.startswith(text[at:]) for stop in self._stops))
-        num_sure = next(begun, len(text))
-        self._held = text[num_sure:]
-        return text[:num_sure]

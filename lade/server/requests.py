@@ -104,7 +104,7 @@ class Asked(_Strict):
     stop: _Stops | None = None
     logit_bias: Annotated[_Biases, Field(max_length=1024)] | None = None
     user: _Name | None = None
-    n: Literal[1] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
     frequency_penalty: _Zero = None
     presence_penalty: _Zero = None
     # Of vLLM and transformers.

@@ -6,7 +6,7 @@ and is answered by `inference.py`; what is under way for a client that leaves is
 
 import asyncio
 import logging
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from time import perf_counter, time
 from typing import Any
@@ -137,21 +137,27 @@ class Routes:
 
     async def _complete(self, kind: type[Asked], request: Request) -> Response:
         exchange = self._let_in(request)
+        exchanges = [exchange]
         try:
             data = await self._body(request, exchange)
             exchange.arrived = perf_counter()
             exchange.watch = asyncio.create_task(_watch(exchange, request))
             await self._prepared(kind, exchange, data)
             del data
-            await self._begin(exchange)
+            for index in range(1, exchange.asked.n or 1):
+                exchanges.append(other := exchange.another(index))
+                self._open.add(other)
+                other.watch = asyncio.create_task(_watch(other, request))
+            await self._begin(exchanges)
             self._let_go(exchange)
             named = {"x-request-id": exchange.request_id}
             if exchange.asked.stream:
-                return StreamingResponse(events(exchange), 200, named, "text/event-stream")
-            return JSONResponse(await whole(exchange), headers=named)
+                return StreamingResponse(events(exchanges), 200, named, "text/event-stream")
+            return JSONResponse(await whole(exchanges), headers=named)
         finally:
-            if exchange.answer is None:  # else it is over when the engine has ended it
-                exchange.finish()
+            for each in exchanges:
+                if each.answer is None:  # else it is over when the engine has ended it
+                    each.finish()
 
     def _identified(self, request: Request) -> KeyOwner:
         """Return whose a request is, if it is somebody's and to a server of this name."""
@@ -219,19 +225,21 @@ class Routes:
             exchange.grammar = await self._lookers.run(exchange, make, schema, tenant)
         await run(exchange, self._preparing.prepare, exchange)
 
-    async def _begin(self, exchange: Exchange) -> None:
-        """Have it answered, unless too many of its key wait; return once its turn has come."""
-        engine, owner = self._engine, exchange.of_whom
+    async def _begin(self, exchanges: Sequence[Exchange]) -> None:
+        """Have all answered, unless too many of the key wait; return once a turn has come."""
+        engine, exchange, num = self._engine, exchanges[0], len(exchanges)
+        owner = exchange.of_whom
         num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
-        has_place = engine.num_running + num_before < engine.num_places
-        if num_waiting >= self._options.max_queue and not has_place:
+        has_place = engine.num_running + num_before + num <= engine.num_places
+        if num_waiting + num > self._options.max_queue and not has_place:
             message = f"{num_waiting} requests are waiting already; try again later"
             raise ApiError(429, message, code="queue_full")
         exchange.check()
-        call = partial(answer, exchange, self._loaded, self._options.drafter)
         num_tokens = exchange.num_prompt_tokens + exchange.options.max_new_tokens
-        exchange.answer = engine.submit(call, num_tokens, owner).future
-        exchange.answer.add_done_callback(partial(tell_end, exchange))
+        for each in exchanges:
+            call = partial(answer, each, self._loaded, self._options.drafter)
+            each.answer = engine.submit(call, num_tokens, owner).future
+            each.answer.add_done_callback(partial(tell_end, each))
         if await exchange.choices.get() is None:  # ended before its turn
             exchange.check()
 

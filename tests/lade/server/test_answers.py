@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from lade.models import LoadedModel
-from tests.lade.server.client import QUESTION, Client, Json, text_of
+from tests.lade.server.client import QUESTION, RUNNING, WAITING, Client, Json, text_of
 from tests.lade.server.serving import (
     loaded_model,
     plain_ids,
     plain_text,
     prompt_of,
     serving,
+    wait_until,
 )
 
 SAMPLED: Json = {"temperature": 0.8, "top_p": 0.9}
@@ -69,8 +70,10 @@ def test_openais_own_client_reads_all_of_it(loaded: LoadedModel, client: Client)
         assert "".join(each.choices[0].delta.content or "" for each in chunks) == plain_text(loaded)
         assert official.completions.create(prompt="What-is", **asked).choices[0].text
         assert [model.id for model in official.models.list()] == ["tiny"]
-        with pytest.raises(openai.BadRequestError, match="n: Input should be 1"):
-            official.chat.completions.create(messages=QUESTION, n=2, **asked)
+        answers = official.chat.completions.create(messages=QUESTION, n=2, **asked).choices
+        assert [each.message.content for each in answers] == [plain_text(loaded)] * 2
+        with pytest.raises(openai.BadRequestError, match="best_of: Input should be 1"):
+            official.completions.create(prompt="What-is", best_of=2, **asked)
 
 
 @pytest.mark.parametrize("seed", [3, 2**40])
@@ -88,6 +91,32 @@ def test_seeds_of_requests_at_once_do_not_mix_and_without_one_texts_differ(
         texts = [*threads.map(lambda seed: client.text(seed=seed, **SAMPLED), range(6))]
     assert texts == expected
     assert len({client.text(temperature=1) for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize("more", [{}, {"stop": ["e"]}, {"logprobs": True}])
+def test_several_answers_are_those_of_the_seeds_that_follow(client: Client, more: Json) -> None:
+    asked = {"seed": 7, **SAMPLED, **more}
+    alone = [client.ask(**{**asked, "seed": seed}) for seed in (7, 8, 9)]
+    together = client.ask(n=3, **asked)
+    told = [each["choices"][0] | {"index": index} for index, each in enumerate(alone)]
+    assert together["choices"] == told
+    events = client.stream(n=3, stream_options={"include_usage": True}, **asked)
+    for index, choice in enumerate(told):
+        mine = [e for e in events if e["choices"] and e["choices"][0]["index"] == index]
+        assert text_of(mine) == choice["message"]["content"]
+        assert mine[0]["choices"][0]["delta"] == {"role": "assistant"}
+        assert mine[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+    for usage in (together["usage"], events[-1]["usage"]):
+        of_alone = [each["usage"]["completion_tokens"] for each in alone]
+        assert usage["completion_tokens"] == sum(of_alone)
+        assert usage["prompt_tokens"] == alone[0]["usage"]["prompt_tokens"]
+
+
+def test_several_answers_end_when_their_client_leaves(client: Client) -> None:
+    body = {"messages": QUESTION, "n": 4, "max_tokens": 200, "stream": True}
+    with httpx.stream("POST", f"{client.url}/chat/completions", json=body, timeout=60) as answer:
+        assert next(answer.iter_text())
+    wait_until(lambda: client.metric(RUNNING) == client.metric(WAITING) == 0)
 
 
 def test_options_of_sampling_are_generates(loaded: LoadedModel, client: Client) -> None:

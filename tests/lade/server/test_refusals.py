@@ -14,7 +14,7 @@ from tests.lade.server.serving import loaded_model, plain_text, serving
 
 CHATS: list[tuple[Json, str]] = [
     ({"frequency_penalty": 0.5}, "frequency_penalty: Input should be less than or equal to 0"),
-    ({"n": 2}, "n: Input should be 1"),
+    ({"n": 17}, "n: Input should be less than or equal to 16"),
     ({"tool_choice": "required"}, "tool_choice: .*; calls cannot be forced"),
     ({"parallel_tool_calls": False}, "parallel_tool_calls: Input should be True"),
     ({"metadata": {"a": "b"}}, "metadata"),
