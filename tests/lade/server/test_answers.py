@@ -99,6 +99,13 @@ def test_several_answers_are_those_of_the_seeds_that_follow(client: Client, more
     alone = [client.ask(**{**asked, "seed": seed}) for seed in (7, 8, 9)]
     together = client.ask(n=3, **asked)
     told = [each["choices"][0] | {"index": index} for index, each in enumerate(alone)]
+    # How tokens came to forwards decides the last digits of their log-probabilities.
+    for mine, theirs in zip(together["choices"], told, strict=True):
+        of_mine, of_theirs = (choice.pop("logprobs", None) or {} for choice in (mine, theirs))
+        pairs = zip(of_mine.get("content", ()), of_theirs.get("content", ()), strict=True)
+        for token, expected in pairs:
+            assert token.pop("logprob") == pytest.approx(expected.pop("logprob"), abs=1e-4)
+        assert of_mine == of_theirs
     assert together["choices"] == told
     events = client.stream(n=3, stream_options={"include_usage": True}, **asked)
     for index, choice in enumerate(told):
