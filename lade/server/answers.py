@@ -61,7 +61,8 @@ async def _choices(exchanges: Sequence[Exchange]) -> AsyncGenerator[Json, None]:
             yield choice
         elif choice is None:
             num_left -= 1
-            for error in [each.error for each in exchanges if each.error]:
+            error = next((each.error for each in exchanges if each.error), None)
+            if error is not None:
                 for each in exchanges:  # nobody waits for the others
                     each.end(error)
                 raise error

@@ -5,8 +5,8 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from time import perf_counter, time
 from typing import Any
 
@@ -67,13 +67,11 @@ class Exchange:
 
     def another(self, index: int) -> "Exchange":
         """Return an exchange for another answer to the request, of another seed."""
-        other = copy(self)
-        other.index, other.num_held = index, 0
-        other.token_ids, other.parser = [], deepcopy(self.parser)
-        if self.asked.seed is not None:
-            other.asked = self.asked.model_copy(update={"seed": self.asked.seed + index})
-        other.__post_init__()  # a timer of its own
-        return other
+        asked, parser = self.asked, deepcopy(self.parser)
+        if asked.seed is not None:
+            asked = asked.model_copy(update={"seed": asked.seed + index})
+        own: dict[str, Any] = {"token_ids": [], "num_held": 0, "watch": None}
+        return replace(self, index=index, asked=asked, parser=parser, **own)
 
     def end(self, error: ApiError) -> None:
         """End it before its next token, or its turn; the first reason stays."""
