@@ -7,14 +7,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from benchmarks.environment import environment
-from lade.bench.report import groups
+from lade.bench.report import empty_table, groups
 from lade.bench.run import Result, Summary, stats_of, summarise
 from lade.cli.loading import bar, console
 
@@ -32,16 +31,7 @@ def sheet(
     The first two columns are words, all others numbers. What rows next to each other have first in
     common is a line of its own above them, so that a terminal of 80 columns has room.
     """
-    made = Table(
-        title=Text(title, "italic"),
-        caption=Text(caption, "dim") if caption else None,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
+    made = empty_table(title, caption)
     rows = [row for section in sections for row in section]
     shown = [n for n in range(2, len(headings)) if any(row[n] for row in rows)]
     made.add_column(headings[1], no_wrap=True)

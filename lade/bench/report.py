@@ -42,6 +42,20 @@ def groups(results: Sequence[_G]) -> dict[str, list[_G]]:
     return by_name
 
 
+def empty_table(title: str, caption: str | None) -> Table:
+    """Return a table without columns, in the form of all of ours."""
+    return Table(
+        title=Text(title, "italic"),
+        caption=Text(caption, "dim") if caption else None,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+
+
 def table(
     results: Sequence[Result],
     methods: Sequence[str],
@@ -51,16 +65,7 @@ def table(
 ) -> Table:
     """Return a table of all groups and methods; `how` says how all of it was decoded."""
     words = how.replace("greedy", "greedy decoding", 1)
-    made = Table(
-        title=Text(f"{words[0].upper()}{words[1:]}, loops apart", "italic"),
-        caption=Text(caption or "", "dim"),
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
+    made = empty_table(f"{words[0].upper()}{words[1:]}, loops apart", caption)
     made.add_column("method", no_wrap=True)
     for heading in _COLUMNS:
         made.add_column(heading, justify="right", vertical="bottom")
