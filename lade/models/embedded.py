@@ -98,9 +98,9 @@ def embedded_model(name: str = DEFAULT_MODEL, *, progress: Progress | None = Non
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Next to the final one, so that the last step is a rename.
-        with FileLock(folder.with_suffix(".lock")), TemporaryDirectory(dir=folder.parent) as name:
+        with FileLock(folder.with_suffix(".lock")), TemporaryDirectory(dir=folder.parent) as made:
             if not folder.is_dir():
-                work, checkpoint = Path(name), Path(name) / "checkpoint"
+                work, checkpoint = Path(made), Path(made) / "checkpoint"
                 tell(f"Downloading {model.title} ({model.megabytes} MB)")
                 _fetch(model, work, is_shown=progress is not None)
                 tell("Converting it, once")
