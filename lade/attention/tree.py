@@ -52,9 +52,6 @@ class Seen(NamedTuple):
     starts: Tensor
     # bool [rows, num_nodes, num_nodes]: node (row) sees node (column), itself included
     ancestors: Tensor
-    # bool [rows, num_slots]: False for prefix slots that no node sees (padding, masked tokens);
-    # the values at other slots are ignored. None if all are seen.
-    visible: Tensor | None = None
 
 
 def with_seen(mask: Tensor, seen: Seen) -> Tensor:
@@ -202,20 +199,20 @@ def stable_attention(
     "lade::attend",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor num_cached, Tensor starts, Tensor "
-    "ancestors, Tensor? visible, float scaling, float? softcap, Tensor? sinks) -> Tensor",
+    "ancestors, float scaling, float? softcap, Tensor? sinks) -> Tensor",
 )
 def attend_at_once(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
     """Attend as `attend` does, as an operator of torch, which compilers take as it is.
 
     On a GPU it is the kernels of `triton.py`, as long as they run.
     """
-    return attend(query, key, value, Seen(*others[:4]), *others[4:])
+    return attend(query, key, value, Seen(*others[:3]), *others[3:])
 
 
 @attend_at_once.register_kernel("cuda")
 def _attend_in_triton(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
     """Attend by the kernels; where they do not run, in plain torch, which is said once."""
-    given = query, key, value, Seen(*others[:4]), *others[4:]
+    given = query, key, value, Seen(*others[:3]), *others[3:]
     try:
         # Imported here, because triton is not installed on every machine.
         from lade.attention import triton as triton_attention
@@ -245,8 +242,6 @@ def _dense(seen: Seen, num_slots: int) -> Tensor:
     num_nodes, device = seen.starts.shape[1], seen.starts.device
     slots = torch.arange(num_slots, device=device)
     is_there = slots < seen.num_cached[:, None]
-    if seen.visible is not None:
-        is_there = is_there & seen.visible
     sees = (slots >= seen.starts[:, :, None]) & is_there[:, None]
     of_nodes = seen.num_cached[:, None] + torch.arange(num_nodes, device=device)
     return sees.scatter(2, of_nodes[:, None].expand(-1, num_nodes, -1), seen.ancestors)

@@ -34,7 +34,7 @@ _FEW_SPLITS = 16  # and is compiled for as many and for the most
 # What follows from trees is no reason to compile a kernel once more: for 1 and for multiples of 16,
 # Triton would.
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(
-    do_not_specialize=("num_nodes", "num_packed", "num_slots", "num_splits")
+    do_not_specialize=("num_nodes", "num_packed", "num_splits")
 )
 
 # A process compiles one kernel at a time, as it launches it; what waits costs nothing otherwise.
@@ -68,7 +68,7 @@ def attend(
     Args:
         query: [rows, num_heads, num_nodes, head_dim], float16, bfloat16 or float32.
         key, value: [rows, num_key_heads, num_slots, head_dim of each], views of any strides; slots
-            that are hidden or after a row's own nodes are never read.
+            before all starts, or after a row's own nodes, are never read.
         seen: where the prefix and the nodes lie, and which node sees what.
         scaling, softcap, sinks: as for `attend` of `tree.py`.
         num_processors: number of multiprocessors to split the work for; None for the device's own,
@@ -81,12 +81,11 @@ def attend(
     """
     rows, num_heads, num_nodes, head_dim = query.shape
     num_key_heads, num_slots, value_dim = value.shape[1:]
-    num_cached, starts, ancestors, visible = seen
+    num_cached, starts, ancestors = seen
     num_lists, num_packed = rows * num_key_heads, num_heads // num_key_heads * num_nodes
     blocks, at_once = _blocks(num_packed, head_dim, value_dim, query.dtype)
     num_blocks = triton.cdiv(num_packed, blocks.block_m)
     of_nodes = ancestors.contiguous().view(torch.uint8)
-    of_prefix = of_nodes if visible is None else visible.contiguous().view(torch.uint8)
     at_once *= num_processors or _num_processors(query.device)
     num_splits = _num_splits(num_lists * num_blocks, num_slots, at_once, blocks.min_slots)
 
@@ -105,7 +104,6 @@ def attend(
             num_cached.contiguous(),
             starts.contiguous(),
             of_nodes,
-            of_prefix,
             summed,
             totals,
             peaks,
@@ -115,11 +113,9 @@ def attend(
             num_key_heads,
             num_nodes,
             num_packed,
-            num_slots,
             scaling,
             1.0 if softcap is None else softcap,
             has_softcap=softcap is not None,
-            has_visible=visible is not None,
             head_dim=head_dim,
             value_dim=value_dim,
             **blocks._asdict(),
@@ -201,7 +197,6 @@ def _attend_to_split(
     num_cached: tl.tensor,
     starts: tl.tensor,
     ancestors: tl.tensor,
-    visible: tl.tensor,
     summed_of_all: tl.tensor,
     totals_of_all: tl.tensor,
     peaks_of_all: tl.tensor,
@@ -220,11 +215,9 @@ def _attend_to_split(
     num_key_heads: tl.tensor,
     num_nodes: tl.tensor,
     num_packed: tl.tensor,
-    num_slots: tl.tensor,
     scaling: tl.tensor,
     softcap: tl.tensor,
     has_softcap: tl.constexpr,
-    has_visible: tl.constexpr,
     min_slots: tl.constexpr,
     head_dim: tl.constexpr,
     value_dim: tl.constexpr,
@@ -276,8 +269,6 @@ def _attend_to_split(
     for first in range(begin, end_of_split, block_n):
         slots = first + tl.arange(0, block_n)
         is_there = slots < end_of_split
-        if has_visible:
-            is_there = tl.load(visible + row * num_slots + slots, mask=is_there, other=0) != 0
         some_keys = _loaded_keys(keys, slots, key_slot, is_key_dim, is_there)
         scores = _scores(queries, some_keys, scaling, softcap, has_softcap)
         sees = is_there[None, :] & (slots[None, :] >= start[:, None])

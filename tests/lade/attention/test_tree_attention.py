@@ -32,24 +32,14 @@ def placeholder(rows: int, num_nodes: int, num_slots: int) -> Tensor:
     return torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(rows, 1, num_nodes, num_slots)
 
 
-def random_seen(rows: int, num_nodes: int, most_cached: int, hides: bool = False) -> Seen:
-    """Return ragged rows, the first one's prefix empty; some nodes see nothing of theirs.
-
-    Args:
-        rows, num_nodes, most_cached: the shape; there are slots for that many tokens.
-        hides: whether prefixes have holes; that of the third row is then hidden as a whole.
-    """
+def random_seen(rows: int, num_nodes: int, most_cached: int) -> Seen:
+    """Return ragged rows, the first one's prefix empty; some nodes see nothing of theirs."""
     num_cached = torch.randint(0, most_cached + 1, (rows,), dtype=torch.int32)
     num_cached[0] = 0
     starts = torch.randint(0, most_cached + 3, (rows, num_nodes), dtype=torch.int32)
     ancestors = (torch.rand(rows, num_nodes, num_nodes) < 0.5).tril()
     ancestors |= torch.eye(num_nodes, dtype=torch.bool)
-    if not hides:
-        return Seen(num_cached, starts, ancestors)
-    # Some of the nodes' own slots are hidden too, which must not count.
-    visible = torch.rand(rows, most_cached + num_nodes) < 0.6
-    visible[2:3] = False
-    return Seen(num_cached, starts, ancestors, visible)
+    return Seen(num_cached, starts, ancestors)
 
 
 def dense(seen: Seen, num_slots: int) -> Tensor:
@@ -60,8 +50,6 @@ def dense(seen: Seen, num_slots: int) -> Tensor:
         end = int(seen.num_cached[row])
         for node in range(num_nodes):
             mask[row, 0, node, int(seen.starts[row, node]) : end] = True
-            if seen.visible is not None:
-                mask[row, 0, node] &= seen.visible[row]
             for other in range(num_nodes):
                 mask[row, 0, node, end + other] = seen.ancestors[row, node, other]
     return mask
@@ -76,20 +64,19 @@ SHAPES = [(1, 6, 2, 5, 8, 8), (3, 9, 3, 4, 8, 6), (2, 4, 1, 7, 6, 8), (2, 4, 4, 
 
 
 def inputs(
-    shape: Sequence[int], dtype: torch.dtype = torch.float64, hides: bool = False
+    shape: Sequence[int], dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor, Seen]:
     rows, num_heads, num_key_heads, num_nodes, dim, value_dim = shape
     query = torch.randn(rows, num_nodes, num_heads, dim, dtype=dtype).transpose(1, 2)
     key = torch.randn(rows, num_key_heads, NUM_SLOTS, dim, dtype=dtype)
     value = torch.randn(rows, num_key_heads, NUM_SLOTS, value_dim, dtype=dtype)
-    return query, key, value, random_seen(rows, num_nodes, NUM_SLOTS - num_nodes, hides)
+    return query, key, value, random_seen(rows, num_nodes, NUM_SLOTS - num_nodes)
 
 
 def sdpa(*args: Any, **options: Any) -> Any:
     return AttentionInterface()["sdpa"](*args, **options)
 
 
-@pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("own", "is_added", "options", "tolerance"),
@@ -107,10 +94,9 @@ def test_it_attends_as_transformers_does_with_a_dense_mask(
     options: dict[str, Any],
     tolerance: float,
     shape: tuple[int, ...],
-    hides: bool,
 ) -> None:
     torch.manual_seed(0)
-    query, key, value, seen = inputs(shape, hides=hides)
+    query, key, value, seen = inputs(shape)
     sinks = torch.randn(query.shape[1], dtype=torch.float64)
     layer = Layer(query.shape[1] // key.shape[1], sinks)
     if "s_aux" in options:
@@ -139,11 +125,10 @@ def test_half_precision_is_rounded_only_in_the_end(dtype: torch.dtype) -> None:
     assert ((got - exact).abs() <= half_a_step * exact.abs() + 1e-6).all()
 
 
-@pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_lies_where_nobody_looks_may_be_anything(dtype: torch.dtype, hides: bool) -> None:
+def test_what_lies_where_nobody_looks_may_be_anything(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    query, key, value, seen = inputs(SHAPES[1], dtype=dtype, hides=hides)
+    query, key, value, seen = inputs(SHAPES[1], dtype=dtype)
     unseen = ~dense(seen, NUM_SLOTS).any(dim=2)[..., None]  # [rows, 1, num_slots, 1]
     for row, num_cached in enumerate(seen.num_cached.tolist()):
         unseen[row, :, num_cached : num_cached + 4] = False  # a node's keys are its own, always

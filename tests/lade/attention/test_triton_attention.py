@@ -8,7 +8,7 @@ So the interpreter is a process of its own: this file run as a program, one case
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
@@ -26,11 +26,6 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 TOLERANCES = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
 
 
-# Slots that `visible` hides: none, for there is no such tensor; half of each prefix in front; every
-# other one or so; those of one row in all rows, one tensor expanded; all, which leaves the tree.
-Hidden = Literal["front", "some", "same", "all"] | None
-
-
 class Case(NamedTuple):
     dtype: str = "float32"
     head_dim: int = 64
@@ -41,7 +36,6 @@ class Case(NamedTuple):
     lengths: tuple[int, ...] = (70, 0)  # of the prefixes
     num_slots: int = 300
     padding: int = 0  # slots of it in front of the first row
-    hidden: Hidden = None
     window: int | None = None  # which each node has at another slot
     softcap: float | None = None
     has_sinks: bool = False
@@ -92,24 +86,16 @@ CASES = [
     Case(has_sinks=True),
     Case("bfloat16", has_sinks=True, lengths=(0, 130)),
     Case("float16", has_sinks=True, softcap=5.0, window=9, padding=4, lengths=(100, 20)),
-    # Hidden slots: in front and between, over several blocks and splits, whole blocks and prefixes.
-    Case(hidden="front", lengths=(70, 0, 299 - 5, 1)),
-    Case("bfloat16", hidden="front", lengths=(900, 310), num_slots=1000, num_processors=132),
-    Case(hidden="some"),
-    Case("bfloat16", hidden="some", num_nodes=70, num_key_heads=1, lengths=(130, 64)),
-    Case("float16", hidden="same", lengths=(200, 0, 33), head_dim=80),
-    Case(hidden="all", lengths=(130, 7)),
-    Case("bfloat16", hidden="some", window=16, lengths=(250, 3), num_nodes=8),
-    Case(hidden="some", window=1, padding=9, softcap=3.0, has_sinks=True, lengths=(200, 40)),
-    Case("bfloat16", hidden="all", has_sinks=True, num_nodes=1),
+    Case("bfloat16", window=16, lengths=(250, 3), num_nodes=8),
+    Case(window=1, padding=9, softcap=3.0, has_sinks=True, lengths=(200, 40)),
     Case(is_tokens_first=True),
     Case("bfloat16", is_tokens_first=True, head_dim=80, window=30, has_sinks=True),
     # What large models have, in blocks of 64 queries; nodes in multiples of 16 are compiled apart.
     Case("bfloat16", head_dim=128, num_sharing=4, num_nodes=16, lengths=(257, 900), num_slots=1000),
     Case("float16", head_dim=128, num_sharing=4, num_nodes=17, lengths=(700,), num_slots=800),
-    Case("bfloat16", 128, None, 2, 4, 32, (600,), 700, hidden="some", softcap=30.0),
+    Case("bfloat16", 128, None, 2, 4, 32, (600,), 700, softcap=30.0),
     Case("float16", head_dim=256, num_sharing=4, num_nodes=16, lengths=(257, 520), num_slots=600),
-    Case("bfloat16", 256, None, 2, 2, 32, (600,), 700, hidden="some", softcap=30.0, window=100),
+    Case("bfloat16", 256, None, 2, 2, 32, (600,), 700, softcap=30.0, window=100),
     Case(head_dim=128, num_sharing=2, num_nodes=16, lengths=(257, 33), num_slots=300),
 ]
 
@@ -172,41 +158,17 @@ def inputs(case: Case, device: str) -> Inputs:
         starts = torch.maximum(starts, first)
     ancestors = torch.rand(rows, num_nodes, num_nodes, generator=generator) < 0.4
     ancestors = ancestors.tril() | torch.eye(num_nodes, dtype=torch.bool)
-    visible = visible_of(case, generator)
     for row, length in enumerate(case.lengths):
         unseen = torch.zeros(num_slots, dtype=torch.bool)
         unseen[: min(length, int(starts[row].min()))] = True
         unseen[length + num_nodes :] = True
-        if visible is not None:
-            unseen[:length] |= ~visible[row, :length]
         key[row, :, unseen], value[row, :, unseen] = torch.nan, torch.inf
     if case.is_tokens_first:
         key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
     sinks = 2 * draw(num_heads) if case.has_sinks else None
     on_device = [x.to(device) for x in (query, key, value, num_cached, starts, ancestors)]
     query, key, value, *seen = on_device
-    visible, sinks = (None if x is None else x.to(device) for x in (visible, sinks))
-    return Inputs(query, key, value, Seen(*seen)._replace(visible=visible), sinks)
-
-
-def visible_of(case: Case, generator: torch.Generator) -> Tensor | None:
-    """Return which slots are not hidden, as a view that is not contiguous.
-
-    What it says of the nodes' own slots, and of those behind, is nonsense, and must not count.
-    """
-    if case.hidden is None:
-        return None
-    rows = len(case.lengths)
-    visible = torch.rand(rows, case.num_slots, generator=generator) < 0.5
-    match case.hidden:
-        case "front":
-            for row, length in enumerate(case.lengths):
-                visible[row, :length] = torch.arange(length) >= length // 2
-        case "same":
-            return visible[:1].expand(rows, -1)
-        case "all":
-            visible[:] = False
-    return torch.stack([visible, ~visible], dim=-1)[..., 0]
+    return Inputs(query, key, value, Seen(*seen), sinks if sinks is None else sinks.to(device))
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +221,7 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
 def test_where_it_can_it_takes_the_place_of_plain_torch(
     monkeypatch: pytest.MonkeyPatch, failed: set[Any]
 ) -> None:
-    made = inputs(Case(has_sinks=True, hidden="some"), "cpu")
+    made = inputs(Case(has_sinks=True), "cpu")
     attend = Mock(return_value=made.query + 1)
     monkeypatch.setattr("lade.attention.triton.attend", attend)
     got = attended(made, scaling=0.5, softcap=2.0, s_aux=made.sinks)

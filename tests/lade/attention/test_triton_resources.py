@@ -97,7 +97,7 @@ def usage_of(name: str, blocks: Any, dtype: str, capability: int, dims: tuple[in
     from lade.attention import triton as triton_attention
 
     constants = {
-        **dict.fromkeys(("has_softcap", "has_visible", "has_sinks"), True),
+        **dict.fromkeys(("has_softcap", "has_sinks"), True),
         **dict.fromkeys(("query_dim", "key_dim", "value_dim_"), 1),  # strides
         "head_dim": dims[0],
         "value_dim": dims[1],
@@ -157,7 +157,7 @@ def source_of(kernel: Any, constants: dict[str, int], dtype: str) -> Any:
         **dict.fromkeys(("num_cached", "starts"), "*i32"),
         **dict.fromkeys(("summed_of_all", "totals_of_all", "peaks_of_all"), "*fp32"),
         **dict.fromkeys(("scaling", "softcap"), "fp32"),
-        **dict.fromkeys(("ancestors", "visible"), "*u8"),
+        "ancestors": "*u8",
     }
     names: list[str] = kernel.arg_names
     fixed = {name: constants[name] for name in names if name in constants}
