@@ -314,15 +314,16 @@ _FEWEST = 5  # prompts of a category that has a row of its own
 
 @_figure
 def headline(*files: str) -> str:
-    """Return README's table: for each file all prompts, then its categories."""
+    """Return README's table: for each file all prompts, then the categories that the first has."""
     rows = []
+    groups = [OVERALL, *(name for name in _read(files[0])["summary"] if name != OVERALL)]
     for file in files:
         content = _read(file)
         environment, settings = content["environment"], content["settings"]
         summary = content["summary"]
-        for group in (OVERALL, *(name for name in summary if name not in (OVERALL, LOOPS))):
+        for group in groups:
             num = summary[group]["plain"]["num_prompts"]
-            if num < _FEWEST:
+            if num < _FEWEST or group == LOOPS:
                 continue
             ratios = (summary[group].get(name, {}).get("speedup") for name in _COLUMNS)
             label = f"{group} ({num})"
