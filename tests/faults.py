@@ -250,16 +250,12 @@ def main() -> int:
 def _result(verdicts: Sequence[Verdict]) -> dict[str, object]:
     from tests.about import about
 
-    found = [
-        {
-            **{name: getattr(each.fault, name) for name in ("name", "file", "breaks", "tests")},
-            "caught_by": each.caught_by,
-            "caught_by_private": each.is_private,
-            "sec": each.sec,
-        }
-        for each in verdicts
-    ]
-    return {"measurement": "planted faults", **about(), "faults": found}
+    return {
+        "measurement": "planted faults",
+        **about(),
+        "caught_by": {each.fault.name: each.caught_by for each in verdicts},
+        "caught_by_private": [each.fault.name for each in verdicts if each.is_private],
+    }
 
 
 if __name__ == "__main__":
