@@ -8,6 +8,8 @@ and is summed in float32.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, TypeVar
 
 import llvmlite.binding
@@ -16,6 +18,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from lade.forward import words
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -280,11 +284,17 @@ def _like(kind: Any, element: Any) -> Any:
 
 
 def job(function: _F) -> Any:
-    """Compile to be called by threads that know nothing of Python; cache on disk if possible."""
+    """Compile to be called by threads that know nothing of Python; cache on disk if possible.
+
+    Of a change Numba's cache sees the function's own file and name, so that the name tells of the
+    other files whose functions and numbers are compiled with it.
+    """
     kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
     try:
+        others = b"".join(Path(file).read_bytes() for file in (__file__, words.__file__))
+        function.__qualname__ += f"_{sha256(others).hexdigest()[:16]}"
         return numba.cfunc(kind, cache=True, **options)(function)
-    except RuntimeError:  # Numba found no writable folder for its cache
+    except (OSError, RuntimeError):  # no source files; no writable folder for the cache
         return numba.cfunc(kind, **options)(function)
 
 

@@ -6,8 +6,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 import lade
 from lade.closeness import distance
 from lade.compat import CACHE
-from lade.forward import _tiles, fastest, linear
+from lade.forward import _tiles, fastest, linear, words
 from lade.forward import job as file
 from lade.forward.job import forwards_for
 from lade.openmp import runner
@@ -854,3 +856,23 @@ def test_models_may_answer_in_several_threads(ran: list[Ran]) -> None:
     ran.clear()
     _texts(models, 4)
     assert ran
+
+
+# --- what is kept on disk ---------------------------------------------------------------------
+
+
+def test_a_job_is_compiled_anew_when_a_file_that_it_is_made_of_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    words_file = tmp_path / "words.py"
+    monkeypatch.setattr(words, "__file__", str(words_file))
+
+    def num_hits() -> int:
+        def nothing(address: Any) -> None: ...
+
+        return int(_tiles.job(nothing).cache_hits)
+
+    for text, expected in [("A, B = range(2)", 0), ("A, B = range(2)", 1), ("B, A = range(2)", 0)]:
+        words_file.write_text(text)
+        assert num_hits() == expected
