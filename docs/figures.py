@@ -316,14 +316,15 @@ _FEWEST = 5  # prompts of a category that has a row of its own
 def headline(*files: str) -> str:
     """Return README's table: for each file all prompts, then the categories that the first has."""
     rows = []
-    groups = [OVERALL, *(name for name in _read(files[0])["summary"] if name != OVERALL)]
+    of_first = _read(files[0])["summary"]
+    groups = [OVERALL, *(name for name in of_first if name not in (OVERALL, LOOPS))]
     for file in files:
         content = _read(file)
         environment, settings = content["environment"], content["settings"]
         summary = content["summary"]
         for group in groups:
             num = summary[group]["plain"]["num_prompts"]
-            if num < _FEWEST or group == LOOPS:
+            if num < _FEWEST:
                 continue
             ratios = (summary[group].get(name, {}).get("speedup") for name in _COLUMNS)
             label = f"{group} ({num})"
