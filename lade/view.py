@@ -8,7 +8,7 @@ must differ.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import is_not
 from types import MethodType
@@ -53,7 +53,7 @@ def viewed(model: Model, change: Change) -> Model:
 def with_forward(model: Model, forward: Callable[..., Any]) -> Model:
     """Return a view with all modules of the model, but another forward, a function of the view."""
     twin = _twin_of(model, {})
-    vars(twin)["forward"] = vars(twin)[_BEFORE]["forward"] = MethodType(forward, twin)
+    vars(twin)["forward"] = vars(twin)[BEFORE]["forward"] = MethodType(forward, twin)
     return twin
 
 
@@ -104,6 +104,9 @@ def apart(model: Model) -> Model:
             for name, value in vars(module).items()
             if isinstance(value, dict | list | set)
         }
+        for name in HOOKS:
+            hooks = vars(module)[name]
+            copied[name] = OrderedDict(zip(hooks, hooks.values(), strict=True))
         copied["_buffers"] = {
             name: each.clone() if each is not None and _may_be_written(each) else each
             for name, each in module._buffers.items()
@@ -142,15 +145,15 @@ def keep_attributes(view: Model, model: Model) -> None:
         mine, theirs = left.pop()
         if mine is theirs:
             continue
-        before = vars(mine)[_BEFORE]
+        before = vars(mine)[BEFORE]
         for name, value in vars(mine).items():
-            if name != _BEFORE and before.get(name) is not value:
+            if name != BEFORE and before.get(name) is not value:
                 vars(theirs)[name] = value
         pairs = ((child, theirs._modules.get(name)) for name, child in mine._modules.items())
         left += [(child, other) for child, other in pairs if None not in (child, other)]
 
 
-_BEFORE = "_lade_before"  # all attributes of a view's module as of its creation
+BEFORE = "_lade_before"  # all attributes of a view's module as of its creation
 
 
 def _view_of(
@@ -178,10 +181,40 @@ def _view_of(
     return made[id(module)]
 
 
+class _HooksOf(Mapping[int, Any]):
+    """The hooks of a module for a twin of it: they get the module, and what they store stays.
+
+    Torch calls its items; its values are the hooks themselves.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._hooks = module, vars(module)[name]
+
+    def __getitem__(self, key: int) -> Any:
+        return partial(_given, self._hooks[key], self._module)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._hooks)
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+    def values(self) -> Any:
+        """Return the hooks."""
+        return self._hooks.values()
+
+
+def _given(hook: Any, module: nn.Module, _: nn.Module, *args: Any) -> Any:
+    return hook(module, *args)
+
+
 def _twin_of(module: nn.Module, changed: dict[str, Any]) -> nn.Module:
     """Return a copy of a module with some attributes changed and its bound methods rebound."""
     twin = object.__new__(type(module))
     attributes = {**vars(module), **changed}
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        if name not in changed and isinstance(attributes[name], dict):
+            attributes[name] = _HooksOf(module, name)
     for name, value in attributes.items():
         if type(value) is MethodType and value.__self__ is module:
             attributes[name] = MethodType(value.__func__, twin)
@@ -189,7 +222,7 @@ def _twin_of(module: nn.Module, changed: dict[str, Any]) -> nn.Module:
             # accelerate puts such a partial in place of the forward.
             args = [twin if part is module else part for part in value.args]
             attributes[name] = partial(value.func, *args, **value.keywords)
-    attributes[_BEFORE] = dict(attributes)
+    attributes[BEFORE] = dict(attributes)
     object.__setattr__(twin, "__dict__", attributes)
     return twin
 

@@ -26,7 +26,8 @@ from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profile, Profiles, profile_of
 from lade.probing.rules import refuse_encoder_decoder
-from lade.probing.selfcheck import Plain, check_tokens, unchanged_random_state
+from lade.probing.selfcheck import Plain, unchanged_random_state
+from lade.probing.state import check_tokens
 from lade.view import HOOKS, apart, viewed
 
 

@@ -1,7 +1,6 @@
 """Which of some ways to compute the same is the fastest, by the times of a few calls."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TypeVar
@@ -50,7 +49,7 @@ class Fastest:
 
         Args:
             run: runs one of them.
-            is_close: whether two results differ by rounding alone.
+            is_close: whether two results differ by rounding alone; says so where they do not.
             scale: what times are multiplied by, so that they can be held against others'.
         """
         rivals, is_known = self._rivals, self.best is not None
@@ -64,12 +63,6 @@ class Fastest:
                 self._sec[which] = min(self._sec[which], scale * (perf_counter() - start))
         result = results.pop(rivals[0])
         if not all(is_close(other, result) for other in results.values()):
-            warnings.warn(
-                "lade's kernels differ from torch's, which are used instead; please report this "
-                "with your CPU and model",
-                RuntimeWarning,
-                stacklevel=2,
-            )
             self.best, self._num_left = TORCHS, -1
             return result if rivals[0] == TORCHS else run(TORCHS)
         if is_known:

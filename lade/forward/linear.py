@@ -9,6 +9,7 @@ one is fastest is measured with the first calls, by format, size and number of r
 
 import ctypes
 import platform
+import warnings
 from collections import Counter
 from types import MethodType, ModuleType
 from typing import Any
@@ -40,6 +41,9 @@ _MANY_ROWS, _NUM_WIDENED = 65, 2**20
 # What asking which one is faster takes for each layer, with its share of making the view that asks.
 # Where lade's products save less in a forward, only one such forward in so many asks.
 _ASKING_SEC, _ASKED_EVERY = 10e-6, 64
+#: What users are asked for where kernels are wrong.
+REPORT = "please report this with your CPU and model"
+
 # Both round; what differs by more than such a share of the largest result is wrong.
 _TOLERANCE = {torch.float32: 256 * 2**-23, torch.bfloat16: 4 * 2**-7, torch.float16: 4 * 2**-10}
 
@@ -252,4 +256,11 @@ def _is_close(mine: Tensor, theirs: Tensor) -> bool:
     """Return whether two results differ by rounding alone."""
     tolerance, mine, theirs = _TOLERANCE[theirs.dtype], mine.double(), theirs.double()
     most = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max())
-    return torch.allclose(mine, theirs, rtol=0.0, atol=tolerance * most, equal_nan=True)
+    if torch.allclose(mine, theirs, rtol=0.0, atol=tolerance * most, equal_nan=True):
+        return True
+    warnings.warn(
+        f"lade's kernels differ from torch's, which are used instead; {REPORT}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False

@@ -21,7 +21,7 @@ _POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the forward that is watched
 _WATCHED = "lade_watched"
 _sdpa = AttentionInterface()["sdpa"]
 
-# What a module tells attention that is honoured, or says nothing of the result.
+# What a module tells attention that a plan has, or says nothing of the result.
 _HONOURED = {
     *("dropout", "scaling", "softcap", "s_aux", "sliding_window", "is_causal", "position_ids"),
     *("use_cache", "output_attentions", "output_hidden_states", "cache_position", "return_dict"),
@@ -190,7 +190,9 @@ def read(model: Model) -> DecoderPlan:
             hooked.add(module)
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-        require("forward" not in vars(module), "a module has a forward of its own")
+        forward = vars(module).get("forward", module.forward)
+        is_usual = getattr(forward, "__func__", None) is type(module).forward
+        require(is_usual, "a module has a forward of its own")
         module.register_forward_hook(
             lambda module, args, kwargs, out: calls.setdefault(module, []).append(
                 _Call(args, kwargs, out)
@@ -583,9 +585,12 @@ def _settings_of(
     unknown = [
         name
         for name, each in settings.items()
-        if name not in _HONOURED and not isinstance(each, bool | dict)
+        if name not in _HONOURED and each is not False and not isinstance(each, dict)
     ]
     unknown += ["dropout"] * bool(settings.get("dropout"))
+    # What a module says of itself holds where nothing is passed.
+    is_causal = settings.get("is_causal", getattr(attended.module, "is_causal", True))
+    require(is_causal is True, "its tokens see those behind them")
     require(not unknown, f"its attention is told of {unknown}")
     sinks = settings.get("s_aux")
     is_own = sinks is None or attended.module._parameters.get("sinks") is sinks

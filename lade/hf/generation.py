@@ -44,10 +44,10 @@ from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.stopping import Outputs, Report, StopRule, stopping
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
-from lade.probing.own_code import has_own_inputs, is_own, own_code_around
+from lade.probing.own_code import has_own_inputs, is_users, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import profile_of
-from lade.probing.proof import FIRST_DISTANCE, Distances, FlawError, Proof
+from lade.probing.proof import DISTANCE, Distances, FlawError, Proof
 from lade.probing.rules import Requirements, requirements_of
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
@@ -198,7 +198,7 @@ class Generation:
         if self._call.returns_states:
             return "hidden states or attentions are returned"
         watching = (*self._call.processors, *self._call.criteria)
-        if self._is_users_cache and any(map(is_own, watching)):
+        if self._is_users_cache and any(map(is_users, watching)):
             return "code of the caller's may look at the cache, which holds drafts during a step"
         return None if self._call.num_rows == 1 else self._why_plain_batch
 
@@ -305,7 +305,7 @@ class Generation:
             return None
         if self._own_code is not None:
             return Distances()
-        first = Distances(FIRST_DISTANCE)  # after the check
+        first = Distances(DISTANCE)  # after the check
         return self._profile.proofs.setdefault(verification.verification, first)
 
     # --- the call ----------------------------------------------------------------------------

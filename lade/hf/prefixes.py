@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicCache
 from lade.compat import CACHE, CHUNKS_GO_ON, MARKS_CACHES, Model, mesh_of
 from lade.hf.call import Arguments, Call
 from lade.hf.pools import pools_of
-from lade.probing.profile import Profile, Profiles, fingerprint_of
+from lade.probing.profile import Profile, Profiles, profile_of
 from lade.probing.rules import Lengths, lengths_of, why_not_reused
 from lade.probing.selfcheck import why_not_continued
 from lade.targets.inputs import is_text_alone
@@ -77,20 +77,14 @@ def reuse_of(call: Call, profile: Profile) -> Reuse | None:
 
 
 def state_of(model: Model) -> Hashable:
-    """Return what keys and values follow from besides tokens, as far as anybody can tell.
+    """Return what keys and values follow from besides tokens, as far as looking tells.
 
-    Besides the model's fingerprint, which adapters are in use, and how often each weight was
-    written to, and where it is. Who changes a model otherwise calls `lade.release`.
+    That is the model's state, and how often each weight was written to, and where it is. Who
+    changes a model otherwise calls `lade.release`.
     """
-    adapters = [
-        repr(vars(module).get(name))
-        for module in model.modules()
-        if "_active_adapter" in vars(module)
-        for name in ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-    ]
     weights = [*model.parameters(), *(each for each in model.buffers() if each.dim() > 1)]
     writes = [(each.data_ptr(), -1 if each.is_inference() else each._version) for each in weights]
-    return fingerprint_of(model), tuple(adapters), tuple(writes)
+    return profile_of(model).state, tuple(writes)
 
 
 def _is_plain_text(call: Call, cache: Any, lengths: Lengths) -> bool:

@@ -12,7 +12,7 @@ from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.gpu.fixed import widths_on
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import VerificationPlan
-from lade.probing.own_code import has_own_inputs, own_loop_of
+from lade.probing.own_code import has_own_inputs, makes_own_masks, own_loop_of
 from lade.probing.profile import (
     CacheKind,
     CheckKey,
@@ -111,8 +111,10 @@ def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
     reason = why_not_run(profile) or own_loop_of(model)
     if reason is not None:
         return dict.fromkeys(SPECULATING, reason)
-    why = "its prepare_inputs_for_generation is code of one's own"
-    return {"tree": why} if has_own_inputs(model) else {}
+    if has_own_inputs(model):
+        return {"tree": "its prepare_inputs_for_generation is code of one's own"}
+    # A tree brings a mask, which forwards of `generate` have made by these.
+    return {"tree": "its masks are made by code of one's own"} if makes_own_masks(model) else {}
 
 
 def why_not_run(profile: Profile) -> str | None:

@@ -2,35 +2,25 @@
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
+from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
 from lade.attempts import Attempt
 from lade.captures import free_unused
-from lade.compat import (
-    Model,
-    attention_of,
-    compiled_part_of,
-    device_of_inputs,
-    is_own_hook,
-    without_compiler,
-)
+from lade.compat import Model, compiled_part_of, device_of_inputs, without_compiler
 from lade.config import Verification
 from lade.forward.job import forwards_for
 from lade.forward.linear import products_for
 from lade.gpu.workspace import WorkspaceStore
-from lade.probing.own_code import code_of, functions_at_present, hooks_of, hooks_of_all, own_code_of
+from lade.probing.own_code import own_code_of
 from lade.probing.proof import Distances
+from lade.probing.state import ModelState
 from lade.targets.layout import TreeLayout, tree_layout
 from lade.targets.prefixes import PrefixStore
 from lade.view import FastViews
 
 _T = TypeVar("_T")
-_training = attrgetter("training")
 _UNKNOWN = object()
 
 CacheKind = Literal["dynamic", "static", "none"]
@@ -61,7 +51,7 @@ class CheckKey(NamedTuple):
 class Profile:
     """What is known about a model in one state."""
 
-    fingerprint: Hashable  # of the state that it holds for
+    state: ModelState  # that it holds for
     #: What of the user's own code runs in forwards, or None.
     own_code: str | None = None
     #: Which part of the model is compiled by torch, or None.
@@ -101,8 +91,13 @@ class Profile:
 
         def find() -> FastViews | None:
             # A job calls hooks of the model and of its layers, and no other code of the user's.
-            is_own = self.own_code is not None and own_code_of(model, besides_hooks=True)
-            return (None if is_own else forwards_for(model)) or products_for(model)
+            state = self.state
+            is_own = self.own_code and own_code_of(model, state.functions, besides_hooks=True)
+            if state.settings is None:
+                with Attempt():
+                    state.watch(model)
+            job = None if is_own else forwards_for(model, state.settings_hold)
+            return job or products_for(model)
 
         return self.once("products", find)
 
@@ -156,13 +151,15 @@ class Profiles:
 
     def present(self, model: Model) -> Profile:
         """Return the profile of the model in its present state, new if it has none."""
-        known, fingerprint = self._profiles, fingerprint_of(model)
-        found = [profile for profile in known if profile.fingerprint == fingerprint]
+        known = self._profiles
+        held = (profile for profile in known if profile.state.holds(model))
+        found = [*islice(held, 1)]
         if not found:
+            state = ModelState(model)
             own_code: str | None = "code that cannot be looked at"
             with Attempt():
-                own_code = own_code_of(model)
-            found = [Profile(fingerprint, own_code, compiled_part_of(model))]
+                own_code = own_code_of(model, state.functions)
+            found = [Profile(state, own_code, compiled_part_of(model))]
         if found != known[:1]:
             others = [other for other in known if other not in found]
             self._profiles = [*found, *others][:_MAX_PROFILES]
@@ -172,50 +169,6 @@ class Profiles:
         """Drop all profiles, and what was computed with the model."""
         self._profiles = []
         self.prefixes.clear()
-
-
-#: Attributes of a model that say nothing of its forwards.
-_UNRELATED = {"generate", "_lade_profiles", "_compiled_call"}
-_SETTINGS = {bool, int, float, str, list, tuple, dict, type(None)}
-
-
-def fingerprint_of(model: Model) -> Hashable:
-    """Return what decides whether the model is checked anew; takes a millisecond for 30 layers.
-
-    Its modules, their classes, modes and hooks, the code of both, and what it runs on and by. What
-    these hold is no part of it: each call proves itself.
-    """
-    modules, attention = [*model.modules()], attention_of(model)
-    settings = vars(model.config.get_text_config(decoder=True)).items()
-    hooks = [*enumerate(map(hooks_of, modules)), (-1, hooks_of_all())]
-    kind = device_of_inputs(model).type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return (
-        tuple(map(id, modules)),
-        tuple(map(type, modules)),
-        tuple(map(_training, modules)),
-        tuple(len(vars(module)) for module in modules[1:]),
-        frozenset(vars(model).keys() - _UNRELATED),
-        tuple(
-            (place, _code_of(hook))
-            for place, each in hooks
-            for hook in each
-            if not is_own_hook(hook)
-        ),
-        tuple(map(id, code_of({*map(type, modules)}))),
-        tuple(repr(item) for item in settings if type(item[1]) in _SETTINGS),
-        *(str(model.device), model.dtype, autocast, compiled_part_of(model)),
-        *(attention, ALL_ATTENTION_FUNCTIONS.get(attention), functions_at_present()),
-    )
-
-
-def _code_of(hook: Any) -> Hashable:
-    """Return what identifies a hook: its code, since PEFT makes new ones for every call."""
-    hook = getattr(hook, "func", hook)  # of a partial
-    hook = getattr(hook, "__func__", hook)  # of a bound method
-    code: Any = getattr(hook, "__code__", None) or type(hook)
-    known: Hashable = code
-    return known
 
 
 def profile_of(model: Model) -> Profile:

@@ -5,7 +5,7 @@ patched function or a number among its attributes does since, nobody can tell by
 the first draft of a call is believed, a token is run alone, the model's own way; its text is
 emitted as usual. Then the target goes back over it and the token before it and runs both once more,
 in front of the tree that they lead to. What it gives for them there must be what they gave before,
-or nothing of that tree is emitted. The same is done again at growing distances.
+or nothing of that tree is emitted. The same is done again after each so many steps.
 
 The model's own forward of one token takes as long as two or three of a compiled job
 (`lade.forward`). So where nobody's own code takes part in forwards, distances go on from call to
@@ -32,7 +32,8 @@ from lade.tree import Tree, starts
 # Tokens that are run once more in front of a tree. The second is neither the first of the forward
 # nor the last, as it was when it ran alone.
 NUM_BEFORE = 2
-FIRST_DISTANCE = 128  # steps with a draft
+# Steps with a draft from one proof to the next: one takes about as long as two of them.
+DISTANCE = 128
 # In half precision, logits of the same text differ by chance, and where experts are chosen by a
 # near-tie, by more than rounding: only so many failures in a row count.
 _MOST_WRONG = 3
@@ -44,14 +45,13 @@ class FlawError(Exception):
 
 @dataclass(slots=True)
 class Distances:
-    """Steps with a draft until the next proof, and from that one to the one after it."""
+    """Steps with a draft until the next proof."""
 
     num_left: int = 0
-    next: int = FIRST_DISTANCE
 
     def proved(self) -> None:
-        """Go on to the next proof, twice as far away as the last was."""
-        self.num_left, self.next = self.next, 2 * self.next
+        """Go on to the next proof."""
+        self.num_left = DISTANCE
 
 
 class Proof:
@@ -128,6 +128,9 @@ class Proof:
         if self._is_alone:
             return plan, self._run_alone(plan)
         logits = self._target.forward(inputs)
+        if plan.num_tokens > 1 and self._is_spoiled(plan, logits):
+            plan = self._taken_back(plan)
+            return plan, self._target.forward(self._target.inputs(plan.nodes()))
         if self.num_before:
             error = self._error(plan, logits)
             if error > self._limit:
@@ -179,23 +182,40 @@ class Proof:
                     alone.append(given)
         return distance(torch.stack(mine), torch.stack(alone).to(logits.device))
 
+    def _is_spoiled(self, plan: Plan, logits: Tensor) -> bool:
+        """Return whether a root has no numbers, as where a draft token gives none.
+
+        Even masked, a NaN among keys or values spreads in most attention to all that is run with
+        it. A device is not waited for to ask.
+        """
+        if not logits.is_cpu:
+            return False
+        trees = self._trees if self.num_before else plan.nodes()
+        roots = (logits[0, start + self.num_before, 0] for start in starts(trees))
+        return any(bool(each.isnan()) for each in roots)
+
     def _fail(self, plan: Plan, error: float) -> tuple[Plan, Tensor]:
         """Take a step back, run the roots alone, and return that; raise if it is no chance."""
-        target, num_before = self._target, self.num_before
-        target.discard()
-        self.num_before = 0
         self._num_wrong += 1
         if self._limit < EXACT or self._num_wrong >= _MOST_WRONG:
             raise FlawError(
                 f"its logits for a draft differ from those for the same token alone by {error:.2g} "
                 f"of their standard deviation (expected at most {self._limit:.2g})"
             )
-        before = [self._text.token_ids[row][-1 - num_before : -1] for row in plan.trees]
-        target.forward(target.inputs([Tree.build(ids[0], chain(ids[1:])) for ids in before]))
-        target.commit([[*range(num_before)]] * len(before))
-        self.num_forwards += 2
-        self._is_alone, plan = True, plan.without_drafts()
+        plan, self._is_alone = self._taken_back(plan), True
         return plan, self._run_alone(plan)
+
+    def _taken_back(self, plan: Plan) -> Plan:
+        """Discard the last forward but the tokens before its trees; return the plan's roots."""
+        target, num_before = self._target, self.num_before
+        target.discard()
+        self.num_before = 0
+        if num_before:
+            before = [self._text.token_ids[row][-1 - num_before : -1] for row in plan.trees]
+            target.forward(target.inputs([Tree.build(ids[0], chain(ids[1:])) for ids in before]))
+            target.commit([[*range(num_before)]] * len(before))
+        self.num_forwards += 1 + (num_before > 0)
+        return plan.without_drafts()
 
 
 def _behind(token_ids: Sequence[int], tree: Tree) -> Tree:

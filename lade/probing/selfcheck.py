@@ -22,8 +22,9 @@ from lade.drafting.drafts import draft_of, narrowed
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
-from lade.probing.own_code import is_own, is_patched
+from lade.probing.own_code import is_patched, is_users
 from lade.probing.profile import CacheKind, CheckKey, CheckResult, Profile, Widths, profile_of
+from lade.probing.state import check_tokens
 from lade.targets.base import Target
 from lade.targets.layout import takes_parts
 from lade.targets.trees import MASK_IS_ADDED
@@ -36,7 +37,6 @@ from ngram_pool import Draft
 # the scale, SmolLM2-135M differs by 1.1 (paths) to 1.8 (trees) and is refused: by this measure it
 # is not to be told from a model whose positions are wrong.
 _DRAFTING_LIMIT = 1.0
-_FEW_TOKENS = 64  # in a vocabulary
 _NUM_RUNS = 3  # of which each left another random state, where other threads may draw, too
 
 
@@ -70,9 +70,8 @@ def reason_of_layers(model: Model, profile: Profile) -> str | None:
     """Return why the layers of a model let no method be exact, or None."""
 
     def find() -> str | None:
-        plain = Plain(model, check_tokens(model)[:2])
-        plain.generate(num_new=1)  # some formats unpack their weights at the first forward
-        return why_not_exact(plain.model)
+        # Some formats unpack their weights at the first forward.
+        return why_not_exact(profile.state.watch(model))
 
     with Attempt(), unchanged_random_state(model, profile):
         return profile.once("why_not_exact", find)
@@ -90,7 +89,7 @@ def _attentions_for(
         # Its cost depends on the keys that exist, not on the slots shown.
         return [TREE_ATTENTION, *_attentions_for(model)]
     takes_no_mask = own is not None and own not in MASK_IS_ADDED
-    if takes_no_mask and is_own(ALL_ATTENTION_FUNCTIONS.get(own)):
+    if takes_no_mask and is_users(ALL_ATTENTION_FUNCTIONS.get(own)):
         return [None, "sdpa", "eager"]  # what the user's does, others may not do
     others: list[str | None] = ["sdpa", "eager"] if takes_no_mask else [None]
     device = device_of_inputs(model)
@@ -438,13 +437,3 @@ def forced(token_ids: Tensor, num_before: int, input_ids: Tensor, scores: Tensor
     """
     due = token_ids[:, input_ids.shape[1] - num_before, None]
     return torch.full_like(scores, -torch.inf).scatter_(1, due.to(scores.device), 0.0)
-
-
-def check_tokens(model: Model) -> list[int]:
-    """Return 16 token ids, all different in the vocabulary of any real model."""
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    # Avoids special tokens, which have a meaning in some models: images, padding.
-    first = min(1000, vocab_size // 4)
-    # Where there are few, no two in a row are the same: attention to one token is blind.
-    num = vocab_size // 2 if vocab_size >= _FEW_TOKENS else vocab_size - first
-    return [first + (7919 * (i + 1)) % num for i in range(16)]

@@ -527,7 +527,7 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("ignore", lade.PlainDecodingWarning)
         warnings.simplefilter("ignore", lade.EagerExecutionWarning)
         warnings.simplefilter("error", lade.DrafterWarning)
-        warnings.filterwarnings("error", "lade's kernels differ", RuntimeWarning)
+        warnings.filterwarnings("error", "lade's (kernels|compiled)", RuntimeWarning)
         yield
 
 

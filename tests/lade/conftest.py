@@ -59,7 +59,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take code of the tests for lade's own, which asks for no check: hooks that note what runs."""
-    monkeypatch.setattr(own_code, "_PACKAGES", {*own_code._PACKAGES, "tests"})
+    monkeypatch.setattr(own_code, "_HOME", {*own_code._HOME, "tests"})
 
 
 @pytest.fixture(autouse=True)

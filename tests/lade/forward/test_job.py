@@ -255,10 +255,11 @@ class Prefilled(TreeTarget):
 
     def __init__(self, model: Any, input_ids: Tensor) -> None:
         profile = profile_of(model)
+        profile.state.watch(model)
         super().__init__(
             *(model, input_ids, {"attention_mask": torch.ones_like(input_ids)}),
             *(profile.layout_of(model), 64),
-            products=forwards_for(model),
+            products=forwards_for(model, profile.state.settings_hold),
         )
         self.kinds = profile.layout_of(model).kinds
         self.prefilled = self.prefill()
@@ -565,7 +566,8 @@ def test_additions_are_those_of_the_moment(change: str, ran: list[Ran]) -> None:
     assert is_close(after, target.run_plainly(parents))[0]
     assert change in ("turned", "merged") or not is_close(after, before)[0]
     ran.clear()
-    again: Any = target._products
+    again: Any = Prefilled(model, TEXT)._products
+    ran.clear()
     logits = again.view(model)(input_ids=TEXT, **{CACHE: target._make_cache(target.kinds, 33, 99)})
     assert ran
     with torch.no_grad():
@@ -735,7 +737,7 @@ def test_a_wrong_job_is_never_used(dtype: torch.dtype, monkeypatch: pytest.Monke
             expected = model.generate(TEXT, **given)
             got = lade.generate(model, TEXT, config=lade.Config(max_draft_tokens=0), **given)
             assert got.tolist() == expected.tolist()
-    told = [each for each in caught if "lade's kernels differ" in str(each.message)]
+    told = [each for each in caught if "compiled forward is not used" in str(each.message)]
     assert [each.category for each in told] == [RuntimeWarning]
     assert 1 <= num_run <= 2  # both arrangements of one forward
 
@@ -755,7 +757,7 @@ def test_a_job_that_becomes_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         return None if logits is None else logits + torch.linspace(0, 9, logits.shape[-1])
 
     monkeypatch.setattr(file.FusedForwards, "_by_job", wrong)
-    with pytest.warns(RuntimeWarning, match="lade's kernels differ"):
+    with pytest.warns(RuntimeWarning, match="compiled forward is not used"):
         logits = [target.run(parents) for _ in range(20)][-1]
     assert is_close(logits, target.run_plainly(parents))[0]
     assert "logits differ by" in (forwards.why_not or "")

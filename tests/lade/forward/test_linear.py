@@ -42,7 +42,7 @@ def no_grad() -> Any:
 @pytest.fixture(autouse=True)
 def by_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no job run whole forwards in which these products have no part."""
-    monkeypatch.setattr("lade.probing.profile.forwards_for", lambda _: None)
+    monkeypatch.setattr("lade.probing.profile.forwards_for", lambda *_: None)
 
 
 @pytest.fixture

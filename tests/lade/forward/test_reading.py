@@ -1,6 +1,7 @@
 """Reading a decoder: every family as it computes, and nothing that no plan has a place for."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -141,7 +142,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda *_: None),
     "a hook before": lambda model: model.lm_head.register_forward_pre_hook(lambda *_: None),
     "an own forward": lambda model: setattr(
-        model.model.layers[0].mlp, "forward", model.model.layers[0].mlp.forward
+        model.model.layers[0].mlp, "forward", partial(model.model.layers[0].mlp.forward)
+    ),
+    "sight of later tokens": lambda model: setattr(
+        model.model.layers[0].self_attn, "is_causal", False
     ),
     "training": lambda model: model.model.layers[0].train(),
     "a projection more": lambda model: setattr(

@@ -1,0 +1,374 @@
+"""What a model is, as far as looking tells: `ModelState`, looked at once a call.
+
+A verdict holds for the model that was checked. What is looked at follows from what lade replaces: a
+forward by lade stands in for all modules with their parameters, for each attribute that a watched
+forward has read, for the config, and for the functions of torch and transformers that forwards
+call. Where one of these differs, the model is another one, which is read and checked anew.
+"""
+
+import copy
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionMaskInterface, GenerationConfig, GenerationMixin, PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lade.compat import Model, attention_of, compiled_part_of, device_of_inputs, is_own_hook
+from lade.probing.own_code import around_now, functions_of
+from lade.view import BEFORE, apart
+
+_of_children, _of_parameters = attrgetter("_modules"), attrgetter("_parameters")
+_of_buffers, _of_mode = attrgetter("_buffers"), attrgetter("training")
+_of_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks")
+# Attributes that say nothing of forwards, or are looked at by themselves.
+_UNRELATED = (vars(nn.Module()).keys() | {BEFORE, "__dict__", "__class__"}) - {"training"}
+_UNRELATED_OF_MODEL = {"generate", "_lade_profiles", "_compiled_call"}
+_PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
+_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+_CHANGING = (Tensor, np.ndarray, dict, list, set, tuple)  # or may hold what changes in place
+_FEW_TOKENS = 64  # in a vocabulary
+_MOST_COMPARED = 2**12  # numbers of a tensor; of a larger one, whether it was written to
+
+
+class ModelState:
+    """A model as it was when this was made.
+
+    Attributes:
+        functions: the methods of its classes, and functions of their files.
+        settings: what its forwards read; None until one was watched.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._modules = _Modules(model)
+        self.functions = functions_of({*map(type, model.modules())})
+        self._configs = _Values((each, vars(each).keys()) for each in _configs_of(model))
+        self._around = _around(model)
+        self._hooks = _hooks_in(self._modules.now())
+        self._compiled = compiled_part_of(model)
+        self.settings: Settings | None = None
+
+    def holds(self, model: Model) -> bool:
+        """Return whether the model still is what it was; half a millisecond for 30 layers."""
+        modules, settings = self._modules.now(), self.settings
+        return (
+            self._modules.are_same(modules)
+            and self._around == _around(model)
+            and self._hooks == _hooks_in(modules)
+            and self._configs.are_same()
+            and self.functions.are_same()
+            and (self._is_nearly_same(model) if settings is None else settings.are_same())
+        )
+
+    @torch.no_grad()
+    def watch(self, model: Model) -> Model:
+        """Look at what two forwards of the model read; return the view of it that they ran in.
+
+        Raises:
+            Exception: of the model; then all numbers are taken for read.
+        """
+        view = apart(model)
+        view.generation_config = GenerationConfig()  # none of the model's own options
+        ids = torch.tensor([check_tokens(model)[:2]], device=device_of_inputs(model))
+        reads = None
+        try:
+            with watched(view) as noted:
+                GenerationMixin.generate(view, input_ids=ids, max_new_tokens=2, do_sample=False)
+            reads = noted
+        finally:
+            self.settings = Settings(model, view, reads)
+        return view
+
+    def settings_hold(self) -> bool:
+        """Return whether what forwards read of modules is what it was; unknown is no."""
+        return self.settings is not None and self.settings.are_same()
+
+    def _is_nearly_same(self, model: Model) -> bool:
+        """Return whether nothing has come or gone, where nobody knows what forwards read."""
+        return self._modules.have_as_many() and self._compiled == compiled_part_of(model)
+
+
+class _Modules:
+    """The modules of a model, none of which is held: their classes, modes, and slots of tensors."""
+
+    def __init__(self, model: Model) -> None:
+        modules = [*model.modules()]
+        self._refs = [*map(ref, modules)]
+        numbers = {id(module): number for number, module in enumerate(modules)}
+        children = [child for module in modules for child in module._modules.values()]
+        self._places = [numbers.get(id(child), -1) for child in children]  # -1: none
+        self._kinds, self._sizes = _kinds_of(modules), self._num_attributes(modules)
+
+    def now(self) -> list[Any]:
+        """Return all that are left, None for others."""
+        return [reference() for reference in self._refs]
+
+    def are_same(self, modules: list[Any]) -> bool:
+        """Return whether modules are those of before, with the same children."""
+        if None in modules:
+            return False
+        children = [*chain.from_iterable([each.values() for each in map(_of_children, modules)])]
+        before = map([*modules, None].__getitem__, self._places)
+        is_same = len(children) == len(self._places) and all(map(is_, children, before))
+        return is_same and self._kinds == _kinds_of(modules)
+
+    def have_as_many(self) -> bool:
+        """Return whether they have as many attributes as before."""
+        return self._sizes == self._num_attributes(self.now())
+
+    def _num_attributes(self, modules: list[Any]) -> list[Any]:
+        names = frozenset(vars(modules[0]).keys() - _UNRELATED_OF_MODEL)
+        return [names, *(len(vars(module)) for module in modules[1:])]
+
+
+def _kinds_of(modules: list[Any]) -> list[Any]:
+    """Return classes and modes, and which kind of tensor, if any, each slot has."""
+    slots = chain(map(_of_parameters, modules), map(_of_buffers, modules))
+    tensors = chain.from_iterable([each.values() for each in slots])
+    return [[*map(type, modules)], [*map(_of_mode, modules)], [*map(type, tensors)]]
+
+
+class _Values:
+    """Attributes of objects: numbers by value, tensors and arrays by what they hold, else which.
+
+    Args:
+        owners: objects, none of which is held, each with the names of its attributes.
+    """
+
+    def __init__(self, owners: Iterable[tuple[Any, Collection[str]]]) -> None:
+        self._plain: list[tuple[Any, Any]] = []
+        self._others: list[tuple[Any, Any]] = []
+        self._inside: list[tuple[Any, str]] = []
+        for owner, names in owners:
+            reference, held = ref(owner), vars(owner)
+            plain = [name for name in names if _is_plain(held[name])]
+            inside = [name for name in names if isinstance(held[name], _CHANGING)]
+            inside = [name for name in inside if name not in plain]
+            others = [name for name in names if name not in {*plain, *inside}]
+            for kind, found in ((self._plain, plain), (self._others, others)):
+                if found:  # the last once more, so that one alone makes a tuple, too
+                    kind.append((reference, itemgetter(*found, found[-1])))
+            self._inside += [(reference, name) for name in inside]
+        self._before = copy.deepcopy(_got(self._plain)), _got(self._others), self._seen()
+
+    def are_same(self) -> bool:
+        """Return whether they are what they were; what cannot be looked at is not."""
+        try:
+            plain, others, seen = self._before
+            now = [*chain.from_iterable(_got(self._others))]
+            return bool(
+                plain == _got(self._plain)
+                and all(map(is_, chain.from_iterable(others), now))
+                and seen == self._seen()
+            )
+        except Exception:  # one is gone, or has become something that cannot be compared
+            return False
+
+    def _seen(self) -> list[Any]:
+        return [_seen(vars(reference())[name]) for reference, name in self._inside]
+
+
+def _got(getters: list[tuple[Any, Any]]) -> list[Any]:
+    return [get(vars(reference())) for reference, get in getters]
+
+
+class Settings:
+    """What forwards of a model read of its modules' attributes, buffers included.
+
+    Args:
+        model: the model.
+        view: a view of it, all of whose modules are its own, as `apart` makes it.
+        reads: of `watched`, whose forwards ran in the view; None takes all numbers for read.
+    """
+
+    def __init__(self, model: Model, view: Model, reads: "Reads | None") -> None:
+        values, self._buffers, self._missing = [], list[tuple[Any, str]](), []
+        for module, twin in zip(model.modules(), view.modules(), strict=True):
+            held = vars(module)
+            numbers = {name for name, each in held.items() if _is_plain(each)}
+            names = numbers if reads is None else reads.of(twin)
+            names = names - _UNRELATED - (_UNRELATED_OF_MODEL if module is model else set())
+            present = [name for name in names if name in held]
+            elsewhere = held["_modules"].keys() | held["_parameters"].keys()
+            buffers = [name for name in names if name in held["_buffers"]]
+            self._buffers += [(ref(module), name) for name in buffers]
+            missing = names.difference(present, elsewhere, buffers)
+            if missing:
+                self._missing.append((ref(module), frozenset(missing)))
+            if present:
+                values.append((module, present))
+        self._values, self._seen = _Values(values), self._buffers_now()
+
+    def are_same(self) -> bool:
+        """Return whether all are what they were."""
+        return (
+            self._values.are_same()
+            and all(names.isdisjoint(vars(module())) for module, names in self._missing)
+            and self._seen == self._buffers_now()
+        )
+
+    def _buffers_now(self) -> list[Any]:
+        return [_seen(module()._buffers.get(name)) for module, name in self._buffers]
+
+
+class Reads:
+    """The names of the attributes that forwards have read and written, by module."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._read: dict[int, set[str]] = {}
+        self._written: dict[int, set[str]] = {}
+
+    def note(self, module: nn.Module, name: str, *, is_written: bool) -> None:
+        """Note a name."""
+        if self.is_on:
+            names = self._written if is_written else self._read
+            names.setdefault(id(module), set()).add(name)
+
+    def of(self, module: nn.Module) -> set[str]:
+        """Return what was read, but what forwards also write: that may differ any time."""
+        return self._read.get(id(module), set()) - self._written.get(id(module), set())
+
+
+@contextmanager
+def watched(view: Model) -> Iterator[Reads]:
+    """Note what the forwards of a view read meanwhile; all of its modules are its own."""
+    reads, modules = Reads(), [*view.modules()]
+    before, classes = [*map(type, modules)], dict[type, type]()
+    buffers = [{**module._buffers} for module in modules]
+    begin = view.register_forward_pre_hook(lambda *_: setattr(reads, "is_on", True))
+    end = view.register_forward_hook(lambda *_: setattr(reads, "is_on", False), always_call=True)
+    try:
+        for module, kind in zip(modules, before, strict=True):
+            if kind not in classes:
+                classes[kind] = _noting(kind, reads)
+            module.__class__ = classes[kind]
+        yield reads
+    finally:
+        begin.remove()
+        end.remove()
+        reads.is_on = True
+        for module, kind, held in zip(modules, before, buffers, strict=True):
+            module.__class__ = kind
+            for name in {*held, *module._buffers}:  # some are put there, and not assigned
+                if held.get(name) is not module._buffers.get(name):
+                    reads.note(module, name, is_written=True)
+
+
+def _noting(kind: Any, reads: Reads) -> type:
+    """Return a class that does what another does, and notes what is read of its objects."""
+
+    def read(self: Any, name: str) -> Any:
+        reads.note(self, name, is_written=False)
+        return kind.__getattribute__(self, name)
+
+    def write(self: Any, name: str, value: Any) -> None:
+        reads.note(self, name, is_written=True)
+        kind.__setattr__(self, name, value)
+
+    # transformers looks classes up by their names.
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), {**names, "__getattribute__": read, "__setattr__": write})
+
+
+def _configs_of(model: Model) -> list[Any]:
+    """Return the configs that modules refer to, and those that are part of one."""
+    found: dict[int, Any] = {}
+    left = [model.config, model.config.get_text_config(decoder=True)]
+    left += [vars(module).get("config") for module in model.modules()]
+    while left:
+        config = left.pop()
+        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            left += vars(config).values()
+    return [*found.values()]
+
+
+def _around(model: Model) -> tuple[Any, ...]:
+    """Return what surrounds the forwards of a model: where they run, and by which functions."""
+    kind, attention = device_of_inputs(model).type, attention_of(model)
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    functions, hooks = around_now()
+    return (
+        *(str(model.device), model.dtype, autocast, attention, functions),
+        *(ALL_ATTENTION_FUNCTIONS.get(attention), AttentionMaskInterface().get(attention)),
+        *map(_code_of, hooks),
+    )
+
+
+def _hooks_in(modules: list[Any]) -> list[tuple[int, Any]]:
+    """Return the code of all hooks but transformers' own, each with the number of its module."""
+    return [
+        (number, _code_of(hook))
+        for number, (hooks, pre_hooks) in enumerate(map(_of_hooks, modules))
+        if hooks or pre_hooks
+        for hook in (*hooks.values(), *pre_hooks.values())
+        if not is_own_hook(hook)
+    ]
+
+
+def _code_of(hook: Any) -> Any:
+    """Return what identifies a hook: its code, since PEFT makes new ones for every call."""
+    hook = getattr(hook, "func", hook)  # of a partial
+    hook = getattr(hook, "__func__", hook)  # of a bound method
+    return getattr(hook, "__code__", None) or type(hook)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number or text, or made of such, as PEFT tells what is active."""
+    if type(value) is dict:
+        value = [*value, *value.values()]
+    if type(value) in (list, tuple, set):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN or isinstance(value, np.generic)
+
+
+def _seen(value: Any, depth: int = 4) -> Any:
+    """Return what tells whether a tensor or an array, or what may hold some, was changed."""
+    if isinstance(value, Tensor):
+        version = -1 if value.is_inference() else value._version
+        is_small = type(value) in _TENSORS and value.numel() <= _MOST_COMPARED and value.is_cpu
+        held: Any = _Same(value), version
+        if is_small and value.layout is torch.strided and not value.is_quantized:
+            numbers = value.detach().resolve_conj().resolve_neg().reshape(-1)
+            held = numbers.view(torch.uint8).numpy().tobytes()  # a NaN equals itself there
+        return value.dtype, tuple(value.shape), held
+    if isinstance(value, np.ndarray):
+        is_small = value.size <= _MOST_COMPARED and not value.dtype.hasobject
+        return value.dtype.str, value.shape, value.tobytes() if is_small else _Same(value)
+    if depth and isinstance(value, dict):
+        return [(key, _seen(each, depth - 1)) for key, each in value.items()]
+    if depth and isinstance(value, list | tuple):
+        return [_seen(each, depth - 1) for each in value]
+    return value if _is_plain(value) else _Same(value)
+
+
+class _Same:
+    """Equal to what stands for the same object, which is not held."""
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._get: Any = ref(value)
+        except TypeError:
+            self._get = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._get() is not None and self._get() is other._get()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def check_tokens(model: Model) -> list[int]:
+    """Return 16 token ids, all different in the vocabulary of any real model."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    # Avoids special tokens, which have a meaning in some models: images, padding.
+    first = min(1000, vocab_size // 4)
+    # Where there are few, no two in a row are the same: attention to one token is blind.
+    num = vocab_size // 2 if vocab_size >= _FEW_TOKENS else vocab_size - first
+    return [first + (7919 * (i + 1)) % num for i in range(16)]
