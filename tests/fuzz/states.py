@@ -36,7 +36,8 @@ CALLS_PER_SESSION = 50
 FAMILIES = ("llama", "mistral", "qwen3")
 ALPHAS = (0.0, 0.0, 0.3, 1.0, 2.0)
 _HOOKS = [kind for kind in KINDS[: KINDS.index(states.attribute)] if kind is not states.on_the_head]
-_KNOWN: list[Kind] = [states.scaling, states.variance, states.rotary_scaling, states.weights]
+_SHOWN = KINDS[KINDS.index(states.scaling) :]
+_KNOWN: list[Kind] = [*_SHOWN, states.weights]
 _OTHERS = [kind for kind in KINDS if kind not in _HOOKS and kind not in _KNOWN]
 _CONFIGS = ("", "max_draft_tokens=4", "max_draft_tokens=8", "max_draft_tokens=8")
 _VERIFICATIONS = ("", "", "", "", "verification='chain'", "verification='chain'")
@@ -91,7 +92,7 @@ class Session:
         self.number = number
         self.model = _model_of(rng)
         kinds: list[Kind] = []
-        if rng.random() < 0.35:
+        if rng.random() < 0.6:
             kinds = rng.sample(_KNOWN, rng.choice([1, 2]))
         else:
             kinds = [rng.choice(_OTHERS)] if rng.random() < 0.6 else []
@@ -231,11 +232,11 @@ class Session:
 
 
 def _model_of(rng: Random) -> Any:
-    options: dict[str, Any] = {"head_dim": 8} if (family := rng.choice(FAMILIES)) == "qwen3" else {}
-    layers = 2
-    model = tiny_model(
-        family, seed=rng.randrange(5), hidden_size=SIZE, num_hidden_layers=layers, **options
-    )
+    """Return a model; half of them are in float32, with heads that compiled forwards take."""
+    family, is_compiled = rng.choice(FAMILIES), rng.random() < 0.5
+    options: dict[str, Any] = {"head_dim": 16 if is_compiled else 8, "num_hidden_layers": 2}
+    options["dtype"] = torch.float32 if is_compiled else torch.float64
+    model = tiny_model(family, seed=rng.randrange(5), hidden_size=SIZE, **options)
     if rng.random() < 0.7:
         model.generation_config.eos_token_id = None
     return model
@@ -256,6 +257,7 @@ def run_session(seed: int, number: int) -> list[Outcome]:
         finally:
             hooks.clear()
             hooks.update(before)
+            states.put_back()
     return outcomes
 
 

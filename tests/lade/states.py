@@ -9,9 +9,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrize
+from transformers import AttentionMaskInterface
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 SIZE = 32
@@ -28,10 +34,28 @@ def kind(make: Kind) -> Kind:
     return make
 
 
+#: Puts back what kinds have exchanged in torch and transformers, in every process.
+EXCHANGED: dict[tuple[Any, str], Any] = {}
+
+
+def exchange(holder: Any, name: str, function: Any) -> None:
+    """Put a function in the place of another until `put_back`."""
+    EXCHANGED.setdefault((holder, name), getattr(holder, name))
+    setattr(holder, name, function)
+
+
+def put_back() -> None:
+    """Put back all functions, and the mask of "sdpa"."""
+    while EXCHANGED:
+        (holder, name), before = EXCHANGED.popitem()
+        setattr(holder, name, before)
+    AttentionMaskInterface.register("sdpa", sdpa_mask)
+
+
 def steered(states: Tensor, alpha: float) -> Tensor:
     """Add to the newest position of a forward alone, as most steering code does."""
     states = states.clone()
-    states[:, -1] += alpha * STEERING
+    states[:, -1] += alpha * STEERING.to(states.dtype)
     return states
 
 
@@ -70,7 +94,7 @@ def exchanged(name: str, change: Callable[[Tensor, float], Tensor], where: Any =
 
 def _first(output: Tensor, alpha: float) -> Tensor:
     output = output.clone()
-    output[:, 0] += alpha * STEERING
+    output[:, 0] += alpha * STEERING.to(output.dtype)
     return output
 
 
@@ -81,7 +105,7 @@ def logits(output: Tensor, alpha: float) -> Tensor:
 
 
 def _single(output: Tensor, alpha: float) -> Tensor:
-    return output + alpha * STEERING if output.shape[1] == 1 else output
+    return output + alpha * STEERING.to(output.dtype) if output.shape[1] == 1 else output
 
 
 class Hook:
@@ -220,7 +244,7 @@ class LowRank(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         made: Tensor = self.inner(states)
-        return made + self.alpha * states @ self.delta.T if self.active else made
+        return made + self.alpha * states @ self.delta.T.to(states.dtype) if self.active else made
 
 
 @kind
@@ -348,3 +372,168 @@ def weights(model: Any) -> Set:
     weight = mlp_of(model).up_proj.weight
     before = weight.detach().clone()
     return lambda alpha: setattr(weight, "data", before * (1 + alpha))
+
+
+# --- what lade runs in the place of a model's own code --------------------------------------------
+
+
+def _biases(name: str, of_model: Callable[[Any], Any]) -> Kind:
+    """Add the kind of a bias that comes, and goes, after the first call."""
+
+    def put_in(model: Any) -> Set:
+        layer = of_model(model)
+        generator = torch.Generator().manual_seed(2)
+        bias = torch.randn(layer.weight.shape[0], generator=generator, dtype=torch.float64)
+
+        def put(alpha: float) -> None:
+            made = nn.Parameter((alpha * bias).to(layer.weight.dtype), requires_grad=False)
+            layer.bias = made if alpha else None
+
+        return put
+
+    put_in.__name__ = name
+    return kind(put_in)
+
+
+bias = _biases("bias", lambda model: model.model.layers[1].self_attn.o_proj)
+bias_of_values = _biases("bias_of_values", lambda model: model.model.layers[0].self_attn.v_proj)
+bias_of_the_mlp = _biases("bias_of_the_mlp", lambda model: mlp_of(model).down_proj)
+bias_of_the_head = _biases("bias_of_the_head", lambda model: model.lm_head)
+
+
+@kind
+def numpy_scaling(model: Any) -> Set:
+    attention = model.model.layers[1].self_attn
+    before = np.float64(attention.scaling)
+    return lambda alpha: setattr(attention, "scaling", before * np.float64(1 + alpha))
+
+
+@kind
+def scaling_in_place(model: Any) -> Set:
+    attention = model.model.layers[0].self_attn
+    before = attention.scaling
+    attention.scaling = torch.tensor(before)
+    return lambda alpha: attention.scaling.fill_(before * (1 + alpha))
+
+
+@kind
+def angles_in_place(model: Any) -> Set:
+    rotary = model.model.rotary_emb
+    before = rotary.inv_freq.clone()
+    return lambda alpha: rotary.inv_freq.copy_(before * (1 + alpha))
+
+
+@kind
+def sight(model: Any) -> Set:
+    attention = model.model.layers[0].self_attn
+    return lambda alpha: setattr(attention, "is_causal", not alpha)
+
+
+def _narrow(alpha: float, *args: Any, mask_function: Any = None, **given: Any) -> Any:
+    """Make masks of a window of six tokens, and of the first one."""
+    inner = mask_function or causal_mask_function
+
+    def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return inner(batch, head, query, key) & ((key > query - 6) | (key < 1))
+
+    given |= {"allow_is_causal_skip": False} if alpha else {}
+    return sdpa_mask(*args, mask_function=sees if alpha else inner, **given)
+
+
+def _masks(name: str, implementation: str) -> Kind:
+    """Add the kind of a mask function, under a name of its own or in the place of another."""
+
+    def put_in(model: Any) -> Set:
+        if implementation != "sdpa":
+            ALL_ATTENTION_FUNCTIONS.register(implementation, sdpa_attention_forward)
+
+        def put(alpha: float) -> None:
+            AttentionMaskInterface.register(implementation, partial(_narrow, alpha))
+
+        put(0.0)
+        if implementation != "sdpa":
+            model.set_attn_implementation(implementation)
+        return put
+
+    put_in.__name__ = name
+    return kind(put_in)
+
+
+registered_mask = _masks("registered_mask", "window_of_a_test")
+mask_of_sdpa = _masks("mask_of_sdpa", "sdpa")
+
+
+def _of_torch(name: str, holder: Any, function: str, change: Callable[[Tensor], Tensor]) -> Kind:
+    """Add the kind of a function of torch or transformers that is exchanged."""
+
+    def put_in(model: Any) -> Set:
+        before = EXCHANGED.get((holder, function), getattr(holder, function))
+
+        def put(alpha: float) -> None:
+            def changed(*args: Any, **given: Any) -> Any:
+                made = before(*args, **given)
+                return change(made) if torch.is_tensor(made) else tuple(map(change, made))
+
+            exchange(holder, function, changed if alpha else before)
+
+        return put
+
+    put_in.__name__ = name
+    return kind(put_in)
+
+
+def _coarse(made: Tensor) -> Tensor:
+    return (made * 4).round() / 4
+
+
+patched_silu = _of_torch("patched_silu", functional, "silu", _coarse)
+patched_rsqrt = _of_torch("patched_rsqrt", torch, "rsqrt", _coarse)
+patched_cat = _of_torch("patched_cat", torch, "cat", lambda made: made * 1.0)
+patched_cache = _of_torch("patched_cache", DynamicLayer, "update", _coarse)
+
+
+@kind
+def weights_by_a_hook(model: Any) -> Set:
+    layer, now = model.model.layers[1], 0.0
+    kept = {name: each.detach().clone() for name, each in layer.named_parameters()}
+
+    def bring(module: nn.Module, _: Any) -> None:
+        for name, parameter in module.named_parameters():
+            parameter.data = kept[name] * (1 + now)
+
+    def put(alpha: float) -> None:
+        nonlocal now
+        now = alpha
+
+    layer.register_forward_pre_hook(bring)
+    return put
+
+
+@kind
+def turned_states(model: Any) -> Set:
+    """A hook of a layer whose result lies in memory column by column."""
+    now = 0.0
+
+    def put(alpha: float) -> None:
+        nonlocal now
+        now = alpha
+
+    turn = torch.eye(SIZE, dtype=torch.float64) + torch.outer(STEERING, STEERING) / SIZE
+    model.model.layers[0].register_forward_hook(
+        lambda module, args, out: (turn.to(out.dtype) @ out.mT).mT * (1 + now) if now else out
+    )
+    return put
+
+
+@kind
+def what_a_hook_keeps(model: Any) -> Set:
+    """A hook of a layer that stores on its module what it saw, and what it is to add."""
+
+    def keep(module: Any, _: Any, out: Tensor) -> Tensor:
+        module.seen = out.detach()
+        return steered(out, module.alpha)
+
+    layer = model.model.layers[1]
+    layer.register_forward_hook(keep)
+    layer.alpha = 0.0
+    return partial(setattr, layer, "alpha")

@@ -51,6 +51,7 @@ def quietly() -> Iterator[None]:
         yield
     hooks.clear()
     hooks.update(before)
+    states.put_back()
 
 
 def wrapped(model: Any, **options: Any) -> Any:
