@@ -109,7 +109,7 @@ class Replaced:
         caches = (cache_utils, *_classes_in(cache_utils))
         others = (sdpa_attention, activations, modeling_rope_utils, *_classes_in(activations))
         self._others = Slots((torch.Tensor, *caches, masking_utils, *others))
-        self._layers = {**_layer_types()}
+        self._layers, self._is_users = {**_layer_types()}, is_users
         self._usual = {
             (id(slot.holder), slot.name): _MISSING if is_users(slot.function) else slot.function
             for slot in self._all()
@@ -129,8 +129,10 @@ class Replaced:
                 for slot in self._all()
                 if self._usual.get((id(slot.holder), slot.name)) is not slot.function
             )
-        if _layer_types() != self._layers:
-            slots += (Slot(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", None),)
+        # Files of transformers' models add layers of their own.
+        for kind, layer in _layer_types().items():
+            if self._layers.get(kind, layer) is not layer or self._is_users(layer):
+                slots += (Slot(cache_utils, kind, layer),)
         return slots
 
 

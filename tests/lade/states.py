@@ -483,12 +483,12 @@ def _of_torch(name: str, holder: Any, function: str, change: Callable[[Tensor], 
 
 
 def _coarse(made: Tensor) -> Tensor:
-    return (made * 4).round() / 4
+    return (made * 4).round() / 4 if made.is_floating_point() else made
 
 
 patched_silu = _of_torch("patched_silu", functional, "silu", _coarse)
 patched_rsqrt = _of_torch("patched_rsqrt", torch, "rsqrt", _coarse)
-patched_cat = _of_torch("patched_cat", torch, "cat", lambda made: made * 1.0)
+patched_cat = _of_torch("patched_cat", torch, "cat", _coarse)
 patched_cache = _of_torch("patched_cache", DynamicLayer, "update", _coarse)
 
 

@@ -1,0 +1,253 @@
+"""What lade replaces is watched: a model that differs from the one that was read is read anew."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import cache_utils
+from transformers.cache_utils import DynamicLayer
+
+import lade
+from lade.openmp import runner
+from lade.probing.profile import Profiles, profile_of
+from tests.grids import thinned
+from tests.lade import states
+from tests.lade.both import EIGHT, ONE, THREE, same_as_generate
+from tests.lade.forward.conftest import Ran
+from tests.lade.forward.families import adapted, model_of
+from tests.lade.states import KINDS, SIZE, Set
+from tests.lade.tiny import tiny_model
+
+pytestmark = pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here")
+
+LONG: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None}
+SHOWN = KINDS[KINDS.index(states.scaling) :]
+QUICK = [
+    *(states.bias, states.scaling_in_place, states.sight, states.mask_of_sdpa),
+    *(states.patched_rsqrt, states.patched_cache, states.weights_by_a_hook, states.turned_states),
+]
+# Masks of the user's are made by the model's own forward; angles are made by the model as it is.
+WITHOUT_JOBS = (states.registered_mask, states.mask_of_sdpa)
+
+
+def compiled(family: str = "llama", **options: Any) -> Any:
+    """Return a model whose forwards run by a job."""
+    model = tiny_model(
+        family, seed=3, dtype=torch.float32, hidden_size=SIZE, head_dim=16, **options
+    )
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
+        warnings.filterwarnings("ignore", "lade reuses no prefix", RuntimeWarning)
+        yield
+    states.put_back()
+
+
+@pytest.mark.parametrize("kind", thinned(SHOWN, *QUICK), ids=lambda kind: kind.__name__)
+def test_what_looking_shows_is_heeded_by_jobs(kind: Callable[[Any], Set], ran: list[Ran]) -> None:
+    model = compiled()
+    put = kind(model)
+    for alpha in (0.0, 1.0, 2.0, 0.0):
+        put(alpha)
+        lade.release(model)
+        for _ in range(2):
+            ran.clear()
+            same_as_generate(model, ONE, knows=True, config=EIGHT, **LONG)
+    assert ran or kind in WITHOUT_JOBS
+
+
+@pytest.mark.parametrize("where", ["norm", "base", "addition"])
+def test_a_bias_that_comes_is_added(where: str, ran: list[Ran]) -> None:
+    model = model_of("llama")
+    layers = adapted(model)
+    profile_of(model)
+    module: Any = model.model.layers[1].input_layernorm
+    if where != "norm":
+        module = layers[2].inner if where == "base" else layers[2].seconds["a"]
+    same_as_generate(model, ONE, accept=0.7, **LONG)
+    before = len([*Profiles.of(model)])
+    module.bias = nn.Parameter(torch.full((module.weight.shape[0],), 0.5), requires_grad=False)
+    same_as_generate(model, ONE, accept=0.7, **LONG)
+    assert len([*Profiles.of(model)]) == before + 1
+
+
+@pytest.mark.parametrize("value", [np.float64(4.0), np.float32(0.25), torch.tensor(4.0)], ids=repr)
+@pytest.mark.parametrize("name", ["logits_scaling", "embedding_multiplier"])
+def test_numbers_of_every_type_in_a_config_are_watched(
+    name: str, value: Any, ran: list[Ran]
+) -> None:
+    model = model_of("granite")
+    same_as_generate(model, ONE, accept=0.7, **LONG)
+    assert ran
+    # A config takes no tensor by its front door.
+    vars(model.config if name == "logits_scaling" else model.model)[name] = value
+    for _ in range(2):
+        same_as_generate(model, ONE, accept=0.7, **LONG)
+        if torch.is_tensor(value):
+            value.mul_(0.5)
+
+
+def test_what_no_forward_reads_is_not_watched(ran: list[Ran]) -> None:
+    """Neither what hooks keep, nor what a user notes on modules, makes a model another one."""
+    model = compiled()
+    for number in range(3):
+        model.model.layers[1].note = torch.full((3,), number)
+        model.notes = {"call": number}
+        model.generation_config.top_k = 5 + number
+        same_as_generate(model, ONE, knows=True, config=EIGHT, **LONG)
+    assert len([*Profiles.of(model)]) == 1
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "gpt2", "gemma3_text", "mamba", "falcon_h1"]
+)
+def test_an_unchanged_model_is_looked_at_once(family: str) -> None:
+    """Forwards that write to modules, as some do, change nothing of it either."""
+    model = model_of(family)
+    for _ in range(3):
+        same_as_generate(model, ONE, **LONG)
+    assert len([*Profiles.of(model)]) == 1
+
+
+class Evicting(DynamicLayer):  # type: ignore[misc]
+    """A cache layer of the user's own: the middle of a long text counts for nothing."""
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Any:
+        keys, values = super().update(key, value, *args, **given)
+        if values.shape[2] > 12:
+            values = values.clone()
+            values[:, :, 4:-4] = 0
+        return keys, values
+
+
+def _of_another_class(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cache_utils, "DynamicLayer", Evicting)
+
+
+def _by_type(patch: pytest.MonkeyPatch) -> None:
+    mapping = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
+    patch.setitem(mapping, "full_attention", Evicting)
+
+
+def _by_method(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DynamicLayer, "update", Evicting.update)
+
+
+def _update(self: Any, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Any:
+    """Keep coarse keys, as research on caches does."""
+    keys, values = _usual_update(self, key, value, *args, **given)
+    return (keys * 2).round() / 2, values
+
+
+_usual_update = cache_utils.Cache.update
+
+
+def _of_all_layers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cache_utils.Cache, "update", _update)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("patch", thinned([_of_another_class, _by_type, _of_all_layers], _by_type))
+def test_caches_of_the_users_are_used(
+    patch: Callable[[Any], None], is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = compiled()
+    if not is_first:
+        same_as_generate(model, ONE, knows=True, config=EIGHT, **LONG)
+    with monkeypatch.context() as patching:
+        patch(patching)
+        for ids in (ONE, THREE):
+            same_as_generate(model, ids, knows=True, config=EIGHT, **LONG)
+    _, got = same_as_generate(model, ONE, knows=True, config=EIGHT, **LONG)
+    assert got.stats.num_accepted_tokens > 0
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+def test_hooks_get_the_modules_of_the_model(ran: list[Ran]) -> None:
+    model, seen = compiled(), list[bool]()
+    layer = model.model.layers[1]
+
+    def keep(module: Any, *_: Any) -> None:
+        seen.append(module is layer or module is model)
+        module.num_seen = getattr(module, "num_seen", 0) + 1
+
+    layer.register_forward_hook(keep)
+    layer.register_forward_pre_hook(keep)
+    model.register_forward_hook(keep)
+    same_as_generate(model, ONE, knows=True, config=EIGHT, **LONG)  # with the check, by views apart
+    for _ in range(2):
+        seen.clear()
+        layer.num_seen = 0
+        lade.generate(model, ONE, pad_token_id=0, do_sample=False, config=EIGHT, **LONG)
+        assert {*seen} == {True}
+        assert layer.num_seen >= 2 * model.num_seen / 3 > 0
+        model.num_seen = 0
+    assert ran
+
+
+def test_a_bias_that_a_hook_brings_is_added(ran: list[Ran]) -> None:
+    model = compiled()
+    product = model.model.layers[1].self_attn.o_proj
+    bias = nn.Parameter(torch.linspace(-1, 1, SIZE), requires_grad=False)
+    model.model.layers[1].register_forward_pre_hook(lambda *_: setattr(product, "bias", bias))
+    model.model.layers[1].register_forward_hook(lambda *_: setattr(product, "bias", None))
+    for _ in range(3):
+        same_as_generate(model, ONE, knows=True, config=EIGHT, **LONG)
+
+
+def test_weights_live_while_they_are_read(ran: list[Ran]) -> None:
+    """Each layer has memory of its own for its weights only as long as it runs."""
+    model = compiled()
+    for layer in model.model.layers:
+        kept = {name: each.detach().clone() for name, each in layer.named_parameters()}
+
+        def bring(module: nn.Module, _: Any, kept: Any = kept) -> None:
+            for name, parameter in module.named_parameters():
+                parameter.data = kept[name].clone()
+
+        def spoil(module: nn.Module, *_: Any) -> None:
+            for parameter in module.parameters():
+                parameter.data.mul_(-3)
+
+        layer.register_forward_pre_hook(bring)
+        layer.register_forward_hook(spoil)
+    for _ in range(2):
+        _, got = same_as_generate(model, ONE, knows=True, config=EIGHT, **LONG)
+    assert got.stats.num_accepted_tokens > 0
+    assert ran
+
+
+# --- what is masked -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("special", [float("nan"), float("inf")])
+@pytest.mark.parametrize("ids", [ONE, THREE], ids=["one", "three"])
+def test_a_draft_token_without_numbers_spoils_no_other(
+    special: float, dtype: torch.dtype, ids: Tensor
+) -> None:
+    """A row of the embedding that was never trained, say; plain decoding never chooses it."""
+    model = tiny_model("llama", seed=3, dtype=dtype, hidden_size=SIZE, head_dim=16)
+    given: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **LONG}
+    mask = (ids != 0).long()
+    text = model.generate(ids, attention_mask=mask, **given)
+    unused = next(each for each in range(3, 96) if each not in text.flatten().tolist())
+    with torch.no_grad():
+        model.model.embed_tokens.weight[unused] = special
+    pool = lade.NGramPool()
+    for row in text.tolist():
+        for place in range(8, len(row)):
+            pool.observe([*row[place - 4 : place], unused, *row[place + 1 :]])
+    got = lade.generate(model, ids, attention_mask=mask, pool=pool, config=EIGHT, **given)
+    assert got.tolist() == text.tolist()
