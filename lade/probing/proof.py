@@ -1,15 +1,15 @@
 """Each call proves itself: lade's logits are held against the model's own, one token a forward.
 
-A check of the model (`selfcheck.py`) holds for the model as it was. What a hook, an adapter, a
-patched function or a number among its attributes does since, nobody can tell by looking. So before
+A check of the model (`selfcheck.py`) holds for the model as it was, and looking (`state.py`) shows
+what differs since. What a hook or a class of the user's holds elsewhere, nobody can see. So before
 the first draft of a call is believed, a token is run alone, the model's own way; its text is
 emitted as usual. Then the target goes back over it and the token before it and runs both once more,
 in front of the tree that they lead to. What it gives for them there must be what they gave before,
 or nothing of that tree is emitted. The same is done again after each so many steps.
 
 The model's own forward of one token takes as long as two or three of a compiled job
-(`lade.forward`). So where nobody's own code takes part in forwards, distances go on from call to
-call instead of beginning anew, the first of them after the check of the model.
+(`lade.forward`). So where no code of the user's takes part in forwards, the distance goes on from
+call to call instead of beginning anew, the first one after the check of the model.
 """
 
 from collections.abc import Sequence
