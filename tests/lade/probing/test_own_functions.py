@@ -1,8 +1,9 @@
 """Functions that somebody has put in place of others: lade calls what `generate` calls then."""
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -193,6 +194,49 @@ def test_own_methods_do_what_they_do_in_generate(
     got = model.generate(PROMPT, custom_generate=lade.decode, config=EIGHT, **OPTIONS)
     assert got.tolist() == expected.tolist()
     in_batcher(model)
+
+
+# --- whose code it is -----------------------------------------------------------------------------
+
+
+def of_a_checkpoint(model: Any) -> None:
+    """Give a model the class of a file that came with a checkpoint (`trust_remote_code`)."""
+    name = "transformers_modules.of_a_test.modeling"
+    file = sys.modules[name] = ModuleType(name)
+    code = """
+from transformers import LlamaForCausalLM
+class RemoteForCausalLM(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+"""
+    exec(code, vars(file))
+    model.__class__ = vars(file)["RemoteForCausalLM"]
+
+
+def bound(model: Any) -> None:
+    """Leave the model's own forward on it, as accelerate does behind a training."""
+    model.forward = MethodType(type(model).forward, model)
+
+
+def for_checkpointing(model: Any) -> None:
+    """Register transformers' own hook of the embedding."""
+    model.enable_input_require_grads()
+
+
+@pytest.mark.parametrize("change", [of_a_checkpoint, bound, for_checkpointing])
+def test_code_that_is_nobodys_costs_nothing(
+    change: Callable[[Any], None], recwarn: pytest.WarningsRecorder
+) -> None:
+    """No warning tells of plain decoding; batches draft, and what is kept is used."""
+    model, rows = tiny_model(seed=1), PROMPT[:, :9].repeat(3, 1)
+    change(model)
+    _, got = same_as_generate(model, rows, knows=True, config=EIGHT, **OPTIONS)
+    assert got.stats.num_accepted_tokens > 0
+    kept = lade.Config(reuses_prefix=True, max_draft_tokens=8)
+    for _ in range(2):
+        _, got = same_as_generate(model, PROMPT, accept=1.0, config=kept, **OPTIONS)
+    assert got.stats.num_accepted_tokens > 0
+    assert [str(each.message) for each in recwarn if "lade" in str(each.message)] == []
 
 
 # --- torch.compile --------------------------------------------------------------------------------
