@@ -17,7 +17,7 @@ from lade.attempts import Attempt
 from lade.compat import Model, device_of_inputs, without_compiler
 from lade.config import Config
 from lade.drafting.drafter import Drafter
-from lade.engine import EngineFuture, Engine
+from lade.engine import Engine, EngineFuture
 from lade.hf.api import check_ids, generate
 from lade.hf.pools import Pools
 from lade.openmp import release_workers
@@ -180,8 +180,9 @@ class Batcher:
     def run(self, call: Callable[[], _Result], num_tokens: int = 0) -> _Result:
         """Run a function that generates among the calls of the batcher, and wait for it.
 
-        What it draws goes on from the caller's random state, as in `generate`; of several functions
-        at once that holds for the first, and the others draw from seeds that nobody knows.
+        What it draws goes on from the caller's random state, as in `generate`, as long as no other
+        thread draws or seeds. Of several functions at once that holds for the first; the others
+        draw from seeds that nobody knows, unless they seed themselves.
 
         Args:
             call: the function, called in the batcher's thread. Whatever it runs besides forwards of
