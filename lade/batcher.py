@@ -159,6 +159,7 @@ class Batcher:
             options: everything else that `lade.generate` takes.
 
         Raises:
+            LadeError: the process ends, or is the child of one that was forked within a forward.
             RuntimeError: the batcher is closed.
             TypeError: `input_ids` is no tensor.
         """

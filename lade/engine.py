@@ -290,7 +290,8 @@ class Engine:
         """Begin calls that there is room for."""
         while (call := self._next()) is not None:
             self._waiting.remove(call)
-            if call.future.set_running_or_notify_cancel():
+            is_answered = call.future.done() and not call.future.cancelled()  # by somebody else
+            if not is_answered and call.future.set_running_or_notify_cancel():
                 call.begin()
                 self._held[call.owner] += call.num_tokens
                 self._running.append(call)

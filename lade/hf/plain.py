@@ -20,6 +20,7 @@ from lade.engine import aside
 from lade.hf.call import Call
 from lade.hf.stopping import Outputs, Report
 from lade.probing.selfcheck import forced
+from lade.sampling.processors import CheckedProcessors
 from lade.stats import DecodeStats, Step
 
 
@@ -117,9 +118,9 @@ def finish_plainly(
     Returns:
         What `generate` returns for the whole call, and counts and times of what was run for it.
     """
-    num_known, processors = text.longest - text.num_prompt, call.processors
+    num_known, processors = text.longest - text.num_prompt, CheckedProcessors(call.processors)
     if num_known:
-        processors = LogitsProcessorList([_Again(processors, text.sequences())])
+        processors = CheckedProcessors([_Again(processors, text.sequences())])
     watched = _Watched(call.criteria, text)
     stream = _Stream(report, watched, text.num_prompt)
     output = decode_plainly(

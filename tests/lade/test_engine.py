@@ -22,12 +22,12 @@ import lade
 from tests.grids import thinned
 from tests.lade.both import ONE
 from tests.lade.shared import shared_model
-from tests.lade.tiny import BLOOM, draft_of
+from tests.lade.tiny import BLOOM
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 12}
 SAMPLED: dict[str, Any] = {"do_sample": True, "eos_token_id": None, "max_new_tokens": 12}
 LONG: dict[str, Any] = {**SAMPLED, "max_new_tokens": 120}
-_SEC = 60  # that nothing here takes
+SEC = 60  # that nothing here takes
 
 
 def once(call: Callable[[], Any]) -> Callable[..., Any]:
@@ -73,7 +73,7 @@ def expected(model: Any, seed: int | None = None, **options: Any) -> list[list[i
 
 
 def texts(*requests: Any) -> list[list[list[int]]]:
-    return [request.result(_SEC).tolist() for request in requests]
+    return [request.result(SEC).tolist() for request in requests]
 
 
 # --- whose code runs --------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_what_a_callback_starts_is_no_part_of_its_call(
         requests = [batcher.submit(ONE, on_step=each, **GREEDY) for each in note]
         requests.append(batcher.submit(ONE, **GREEDY))
         assert texts(*requests) == [want] * 3
-        assert [found.get(timeout=_SEC).tolist() for _ in note] == [of_other] * 2
+        assert [found.get(timeout=SEC).tolist() for _ in note] == [of_other] * 2
         assert texts(batcher.submit(ONE, **GREEDY)) == [want]
 
 
@@ -156,7 +156,7 @@ def test_what_ends_one_call_is_told_to_whoever_waits_for_it(
         else:
             request = batcher.submit(ONE, **GREEDY, **CODE[where](fail))
             with pytest.raises(kind, match="of one call"):
-                request.result(_SEC)
+                request.result(SEC)
         after = batcher.submit(ONE, **GREEDY)
         assert texts(before, after) == [want] * 2
 
@@ -176,83 +176,10 @@ def test_a_done_callback_can_fail_nobodys_call(
         requests[1].add_done_callback(fail)
         requests[1].add_done_callback(told.put)
         assert texts(*requests, batcher.submit(ONE, **GREEDY)) == [expected(model)] * 4
-        assert told.get(timeout=_SEC) is requests[1]
+        assert told.get(timeout=SEC) is requests[1]
     assert "exception calling callback" in caplog.text
     with pytest.raises(SystemExit):  # in a thread of the caller's own
         requests[0].add_done_callback(lambda _: (_ for _ in ()).throw(SystemExit))
-
-
-@pytest.mark.parametrize("kind", [SystemExit, RuntimeError])
-def test_a_shared_forward_that_fails_once_fails_nobody(
-    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import lade.targets.joint as joint
-
-    model, run, num_run = shared_model(), joint.run_as_one, 0
-
-    def failing(parts: Any) -> Any:
-        nonlocal num_run
-        num_run += 1
-        if num_run == 2:
-            raise kind("once")
-        return run(parts)
-
-    monkeypatch.setattr(joint, "run_as_one", failing)
-    with lade.Batcher(model) as batcher:
-        assert texts(*(batcher.submit(ONE, **GREEDY) for _ in range(4))) == [expected(model)] * 4
-    assert num_run > 2
-    assert batcher.why_not_joint is None
-
-
-class Silent(lade.Drafter):
-    """Drafts nothing, and notes that a call has cleaned up."""
-
-    def __init__(self, cleaned: list[int]) -> None:
-        self._cleaned = cleaned
-
-    def open(self, prompt_ids: Any) -> int:
-        return 0
-
-    def draft(self, sequence: int, committed: Any, max_draft_tokens: int) -> lade.Draft:
-        return draft_of([], [])
-
-    def observe(self, sequence: int, token_ids: Any) -> None:
-        pass
-
-    def close(self, sequence: int) -> None:
-        self._cleaned.append(sequence)
-
-
-@pytest.mark.parametrize("place", ["_admit", "_resume", "_forward"])
-def test_after_a_defect_all_calls_fail_and_the_next_one_works(
-    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from lade.engine import Engine
-
-    model, own, num_left = shared_model(), getattr(Engine, place), 15
-    cleaned: list[int] = []
-
-    def defective(self: Any, *args: Any) -> Any:
-        nonlocal num_left
-        num_left -= 1
-        if num_left == 0:
-            raise ZeroDivisionError("a defect")
-        return own(self, *args)
-
-    want, sampled = expected(model), expected(model, 3, **SAMPLED)
-    with lade.Batcher(model, max_batch_size=3) as batcher:
-        batcher.submit(ONE, **GREEDY).result(_SEC)
-        monkeypatch.setattr(Engine, place, defective)
-        requests = [batcher.submit(ONE, **LONG, drafter=Silent(cleaned)) for _ in range(5)]
-        for request in requests:
-            with pytest.raises(lade.LadeError, match=r"defect.*ZeroDivisionError: a defect"):
-                request.result(_SEC)
-        assert num_left <= 0
-        after = [batcher.submit(ONE, **GREEDY), batcher.submit(ONE, seed=3, **SAMPLED)]
-        assert texts(*after) == [want, sampled]
-        assert batcher.engine.num_running + batcher.engine.num_waiting() == 0
-    assert cleaned  # what ran was broken off in order
-    assert "ended all its calls" in caplog.text
 
 
 def test_a_thread_that_cannot_start_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,13 +229,13 @@ def test_a_callback_may_wait_for_another_batcher() -> None:
     tokens: Queue[Any] = Queue()
     with lade.Batcher(models[0]) as first, lade.Batcher(models[1]) as second:
         # Through a queue, by its result, and with code of its own running in it.
-        slow = first.submit(ONE, seed=1, **SAMPLED, on_step=lambda _: tokens.get(timeout=_SEC))
+        slow = first.submit(ONE, seed=1, **SAMPLED, on_step=lambda _: tokens.get(timeout=SEC))
         fast = second.submit(ONE, seed=1, **SAMPLED, on_step=tokens.put)
         inner = partial(second.submit, ONE, seed=1, **SAMPLED)
-        by_processor = CODE["processor"](once(lambda: inner().result(_SEC)))
+        by_processor = CODE["processor"](once(lambda: inner().result(SEC)))
         waiting = first.submit(ONE, seed=1, **SAMPLED, **by_processor)
         assert texts(slow, fast, waiting) == [want[0], want[1], want[0]]
-        assert first.run(lambda: inner().result(_SEC)).tolist() == want[1]
+        assert first.run(lambda: inner().result(SEC)).tolist() == want[1]
 
 
 def unseeded(run: Callable[[Callable[[], Any]], Any], call: Callable[[], Any]) -> Any:
@@ -341,7 +268,7 @@ def test_functions_that_run_at_once_draw_differently() -> None:
     begun = threading.Barrier(4)
 
     def draw(batcher: Any) -> None:
-        begun.wait(_SEC)
+        begun.wait(SEC)
         drawn.put(batcher.run(partial(lade.generate, model, ONE, **SAMPLED)).tolist())
 
     with lade.Batcher(model) as batcher:
@@ -378,14 +305,14 @@ def test_a_batchers_own_thread_waits_for_no_result(wait: Callable[[Any], Any]) -
         later = batcher.submit(ONE, **LONG)
         request = batcher.submit(ONE, **GREEDY, on_step=lambda _: wait(later))
         with pytest.raises(lade.LadeError, match="add_done_callback"):
-            request.result(_SEC)
+            request.result(SEC)
         later.cancel()
         assert batcher.run(lambda: batcher.run(lambda: 3)) == 3
         found: Queue[Any] = Queue()
         done = batcher.submit(ONE, **GREEDY)
         run = partial(batcher.run, partial(lade.generate, model, ONE, **GREEDY))
         done.add_done_callback(lambda _: found.put(run()))
-        assert found.get(timeout=_SEC).tolist() == expected(model)
+        assert found.get(timeout=SEC).tolist() == expected(model)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, ValueError])
@@ -419,7 +346,7 @@ def forked(call: Callable[[], Any]) -> Any:
         os._exit(0)
     os.close(writing)
     try:
-        if not select.select([reading], [], [], _SEC)[0]:
+        if not select.select([reading], [], [], SEC)[0]:
             os.kill(child, signal.SIGKILL)
             raise TimeoutError("the child hangs")
         result, failure = pickle.loads(os.read(reading, 1 << 20))
@@ -476,24 +403,4 @@ def test_a_callback_may_fork(where: str, single_thread: None) -> None:
         beside = batcher.submit(ONE, seed=3, **SAMPLED)
         request = batcher.submit(ONE, **GREEDY, **CODE[where](once(fork)))
         assert texts(request, beside) == [expected(model), expected(model, 3, **SAMPLED)]
-        assert found.get(timeout=_SEC) == [expected(model)]
-
-
-@needs_fork
-def test_a_child_of_a_process_that_was_not_at_rest_says_so(
-    monkeypatch: pytest.MonkeyPatch, single_thread: None
-) -> None:
-    monkeypatch.setattr("lade.processes._REST_SEC", 0.05)
-    model, reached, ended = shared_model(), threading.Event(), threading.Event()
-
-    def wait() -> None:
-        reached.set()
-        ended.wait(_SEC)
-
-    with lade.Batcher(model) as batcher:
-        request = batcher.submit(ONE, **GREEDY, **CODE["processor"](once(wait)))
-        reached.wait(_SEC)
-        with pytest.raises(lade.LadeError, match=r"forked while a forward ran.*spawn"):
-            forked(lambda: batcher.submit(ONE, **GREEDY))
-        ended.set()
-        assert texts(request) == [expected(model)]
+        assert found.get(timeout=SEC) == [expected(model)]
