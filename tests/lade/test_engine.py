@@ -109,7 +109,7 @@ def in_own_loop(call: Callable[[], Any], found: Queue[Any]) -> None:
     asyncio.run(follow_up())
 
 
-@pytest.mark.parametrize("of_other_model", [True, False], ids=["other", "same"])
+@pytest.mark.parametrize("of_other_model", thinned([True, False], True), ids=["other", "same"])
 @pytest.mark.parametrize("way", ["thread", "task", "to_thread", "greenlet", "loop"])
 def test_what_a_callback_starts_is_no_part_of_its_call(
     way: str, of_other_model: bool, loop: Any
@@ -138,7 +138,9 @@ def test_what_a_callback_starts_is_no_part_of_its_call(
 
 
 @pytest.mark.parametrize("where", thinned([*CODE, "function"], "processor", "function"))
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize(
+    "kind", thinned([SystemExit, KeyboardInterrupt, GeneratorExit], SystemExit, KeyboardInterrupt)
+)
 def test_what_ends_one_call_is_told_to_whoever_waits_for_it(
     where: str, kind: type[BaseException]
 ) -> None:
@@ -190,6 +192,18 @@ def test_a_thread_that_cannot_start_is_told_at_once(monkeypatch: pytest.MonkeyPa
             with pytest.raises(KeyError, match="no thread"):
                 batcher.submit(ONE, **GREEDY)
         assert texts(batcher.submit(ONE, **GREEDY)) == [expected(model)]
+
+
+def test_a_request_that_somebody_else_answers_ends_no_other() -> None:
+    model = shared_model()
+    with lade.Batcher(model, max_batch_size=2) as batcher:
+        requests = [batcher.submit(ONE, **LONG) for _ in range(2)]
+        next(iter(requests[0]))
+        requests += [batcher.submit(ONE, **GREEDY) for _ in range(2)]
+        for request in requests[1:3]:  # one that runs, and one that waits
+            request.set_result(3)
+        assert texts(requests[3]) == [expected(model)]
+        assert [request.result() for request in requests[1:3]] == [3, 3]
 
 
 # --- random states ----------------------------------------------------------------------------
