@@ -33,7 +33,7 @@ help:
 	@echo "make docs         build the documentation site in docs/_build"
 	@echo "make coverage     run the quick tests and report which lines and branches they miss"
 	@echo "make fuzz         compare 20 000 random calls with plain generate (about half an hour)"
-	@echo "make stress       interrupt calls, and call from threads, some ten thousand times (20 minutes)"
+	@echo "make stress       interrupt calls, call from threads, end processes in calls, some ten thousand times (25 minutes)"
 	@echo "make load         have 1 000 clients ask a server at once (20 minutes)"
 	@echo "make attacks      send a server what takes much, beside honest clients (20 minutes)"
 	@echo "make engines      install vLLM and Ray, hold vLLM's texts with our drafts against those without, and compare speed"
@@ -121,6 +121,7 @@ stress: $(VENV)/.dev
 	for what in functions interrupts "threads --kind tree" "threads --kind sparse" "threads --kind gemma2"; do \
 		$(TEST) $(VENV)/bin/python -m tests.stress $$what --calls 10000 \
 		--out docs/results/stress.json || exit 1; done
+	$(TEST) $(VENV)/bin/python -m tests.stress processes --calls 200 --out docs/results/stress.json
 
 load: $(VENV)/.dev
 	$(TEST) $(VENV)/bin/python -m tests.load --clients 1000 --seconds 1200 --out docs/results/load.json

@@ -3,11 +3,11 @@
 import secrets
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from lade.attempts import Attempt
 from lade.compat import Model, device_of_inputs, without_compiler
 from lade.config import Config
 from lade.drafting.drafter import Drafter
-from lade.engine import Engine
+from lade.engine import Engine, EngineFuture
 from lade.hf.api import check_ids, generate
 from lade.hf.pools import Pools
 from lade.openmp import release_workers
@@ -30,7 +30,7 @@ _SHARE_OF_MEMORY = 0.5
 _USUAL_LENGTH = 20  # new tokens where nobody says how many, as in transformers
 
 
-class Request(Future[Any]):
+class Request(EngineFuture):
     """A call that was submitted: a `Future` whose tokens can be had one by one.
 
     Its result is that of `lade.generate`. Iterating yields the emitted tokens of its first row as
@@ -41,7 +41,7 @@ class Request(Future[Any]):
         super().__init__()
         self._tokens: SimpleQueue[int | None] = SimpleQueue()
         self._is_cancelled = False
-        self.add_done_callback(lambda _: self._tokens.put(None))  # there are no more
+        self.add_done_callback(lambda request: request._tokens.put(None))  # there are no more
 
     def cancelled(self) -> bool:
         """Return whether `cancel` has ended the call, also while it ran."""
@@ -59,10 +59,16 @@ class Request(Future[Any]):
         Raises:
             BaseException: what the call raised.
         """
-        while (token_id := self._tokens.get()) is not None:
+        while (token_id := self._next()) is not None:
             yield token_id
         self._tokens.put(None)  # for whoever iterates again
         self.result()
+
+    def _next(self) -> int | None:
+        with suppress(Empty):
+            return self._tokens.get_nowait()
+        with self.waiting():
+            return self._tokens.get()
 
     def _check(self) -> None:
         if self._is_cancelled:
@@ -86,7 +92,9 @@ class Batcher:
     Each has options, pool and random numbers of its own, and the text it would have alone. All
     methods may be called from any thread. Calls of models whose forwards cannot run together are
     answered one after the other; `why_not_joint` says why. Whatever code of yours a call has, such
-    as `on_step` or processors, runs in the batcher's thread, which ends with the process.
+    as `on_step` or processors, runs in the batcher's thread; whatever it raises ends its call
+    alone. The thread ends with the process, and calls that run then end before their next step. A
+    forked child has none of the calls, and a batcher that takes new ones.
 
     Args:
         model: a transformers causal LM. Nobody else may run it meanwhile.
@@ -146,11 +154,12 @@ class Batcher:
         Args:
             input_ids: int64 [num_rows, num_tokens].
             seed: of what the call draws: its tokens are those of `generate` after
-                `torch.manual_seed(seed)`, as long as no thread but those of the batcher draws from
+                `torch.manual_seed(seed)`, as long as no thread but those of batchers draws from
                 torch's default generator. None for one that nobody knows.
             options: everything else that `lade.generate` takes.
 
         Raises:
+            LadeError: the process ends, or is the child of one that was forked within a forward.
             RuntimeError: the batcher is closed.
             TypeError: `input_ids` is no tensor.
         """
@@ -172,6 +181,10 @@ class Batcher:
     def run(self, call: Callable[[], _Result], num_tokens: int = 0) -> _Result:
         """Run a function that generates among the calls of the batcher, and wait for it.
 
+        What it draws goes on from the caller's random state, as in `generate`, as long as no other
+        thread draws or seeds. Of several functions at once that holds for the first; the others
+        draw from seeds that nobody knows, unless they seed themselves.
+
         Args:
             call: the function, called in the batcher's thread. Whatever it runs besides forwards of
                 lade's, others wait for; so it must not wait for another request.
@@ -180,14 +193,16 @@ class Batcher:
         return self.engine.run(call, num_tokens)
 
     def close(self) -> None:
-        """Refuse further calls, and wait for those submitted."""
+        """Refuse further calls, and wait for those submitted; in a callback, wait for none."""
         self._is_closed = True
         self.engine.wait()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            self.engine.end()  # an interrupt waits for no answers
         self.close()
 
     def _answer(

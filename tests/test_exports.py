@@ -31,6 +31,8 @@ ORDER = [
         "compat",
         "closeness",
         "captures",
+        "turns",
+        "processes",
         "transfer",
         "view",
         "tree",
@@ -113,7 +115,7 @@ CATCHES_ANYTHING = {
     "lade/cli/__init__.py": 1,
     "lade/decoder.py": 1,
     "lade/drafting/sources.py": 2,
-    "lade/engine.py": 4,
+    "lade/engine.py": 6,
     "lade/engines/vllm.py": 1,
     "lade/errors.py": 1,
     "lade/gpu/graphs.py": 1,
@@ -124,6 +126,7 @@ CATCHES_ANYTHING = {
     "lade/prewarming/tables.py": 1,
     "lade/server/limits.py": 1,
     "lade/targets/joint.py": 1,
+    "lade/turns.py": 1,
     "ngram_pool/compiling.py": 1,
 }
 

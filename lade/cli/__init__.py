@@ -7,8 +7,10 @@ runs.
 import signal
 import sys
 import warnings
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from lade.errors import LadeError, MissingExtraError
 
@@ -19,6 +21,7 @@ _PACKAGE = Path(__file__).parents[1]
 def main() -> None:
     """Run the command line; errors meant for the user print one line, others their traceback."""
     _leave_at_the_second_interrupt()
+    replacing(sys.stdout)
     _show_warnings_as_notes()
     asked: dict[str, bool] = {}  # by typer: whether errors are to have their traceback
     try:
@@ -40,6 +43,13 @@ def main() -> None:
         if end.code == _INTERRUPTED:  # typer caught the interrupt
             _say_stopped()
         raise
+
+
+def replacing(stream: TextIO) -> TextIO:
+    """Have a stream write "?" for characters that its encoding lacks; return it."""
+    if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="replace")
+    return stream
 
 
 def line_of(error: Exception) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import lade
+from lade.cli import replacing
 from lade.cli.loading import check, console
 from lade.cli.options import DraftOptions
 from lade.cli.prompting import room_for
@@ -67,4 +68,5 @@ def run(
 
 def _show(text: str) -> None:
     """Print a part of an answer to standard output, letter by letter into a file or pipe."""
-    print(without_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
+    out = replacing(sys.stdout)
+    print(without_controls(text) if out.isatty() else text, end="", flush=True, file=out)

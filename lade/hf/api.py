@@ -34,7 +34,7 @@ from lade.compat import (
 from lade.config import Config
 from lade.drafters.merged import takes_pool
 from lade.drafting.drafter import Drafter
-from lade.engine import current_call
+from lade.engine import at_turn, current_call
 from lade.errors import LadeError, PlainDecodingWarning, in_one_line
 from lade.hf.assistance import exiting_early, take_assistant
 from lade.hf.call import Arguments, Call, OnStep, Predicted
@@ -158,8 +158,11 @@ def _run(call: Call) -> Any:
     refuse_unsupported_options(call.model, call.options)
     if call.input_ids.dtype not in _TYPES_OF_IDS:
         raise TypeError(f"expected input_ids of int64 or int32, got {call.input_ids.dtype}")
+    if not len(call.input_ids):
+        raise ValueError(f"expected input_ids of one row or more, got {[*call.input_ids.shape]}")
     try:
-        return Generation(call).run()
+        with at_turn():  # in a callback of a call, too
+            return Generation(call).run()
     finally:
         if current_call() is None:
             release_workers()  # the next call may come in another thread

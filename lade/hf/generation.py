@@ -24,7 +24,7 @@ from lade.drafters.prediction import Prediction
 from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
 from lade.drafting.sources import PoolDrafter, Source
 from lade.drafting.speculator import Speculator
-from lade.engine import current_call
+from lade.engine import current_call, is_in_event_loop
 from lade.errors import (
     EagerExecutionWarning,
     LadeError,
@@ -97,8 +97,10 @@ class Generation:
         self._report = Report(call.streamer, call.arguments.on_step, self._text)
         # Code of the user's own in forwards is to see this call's alone; autocast is of a thread.
         # What a `generate` of a class's own sets in the model holds until the end of its call.
+        # So is a loop of asyncio, which others' callbacks may want to run, too.
         is_apart = (
             self._own_code is not None
+            or is_in_event_loop()
             or torch.is_autocast_enabled(call.input_ids.device.type)
             or has_own_generate(call.model)
             or has_own_inputs(call.model)
@@ -118,7 +120,8 @@ class Generation:
     def _reused(self) -> Reuse | None:
         """Fill the cache with what is kept of the prompt, where that was asked for."""
         is_plain = why_not_run(self._profile) is not None or not self._has_time
-        if is_plain or not self._config.reuses_prefix:
+        # Keys by PEFT's adapters of rows are of no later call, and of no model that anybody knows.
+        if is_plain or not self._config.reuses_prefix or has_adapters_by_row(self._model):
             return None
         if self._own_code is not None:
             what = f"{type(self._model).__name__}: {self._own_code} is code of one's own"

@@ -16,9 +16,11 @@ from transformers.generation.streamers import BaseStreamer
 from lade.batch import Text
 from lade.captures import put_back, random_states
 from lade.compat import decode_plainly
+from lade.engine import aside
 from lade.hf.call import Call
 from lade.hf.stopping import Outputs, Report
 from lade.probing.selfcheck import forced
+from lade.sampling.processors import CheckedProcessors
 from lade.stats import DecodeStats, Step
 
 
@@ -79,12 +81,19 @@ class _Stream(BaseStreamer):  # type: ignore[misc]
 
     def put(self, value: Tensor) -> None:
         """Take the next token of every row, int64 [rows]."""
-        now, report, num_new = perf_counter(), self._report, self._length - self._num_prompt
+        now, num_new = perf_counter(), self._length - self._num_prompt
         stage = "forward_sec" if num_new else "prefill_sec"
         setattr(self.stats, stage, getattr(self.stats, stage) + now - self._since)
+        self.stats.num_steps += num_new > 0
+        with aside():
+            self._tell(value, num_new)
+        self._length += 1
+        self._since = perf_counter()
+
+    def _tell(self, value: Tensor, num_new: int) -> None:
+        report = self._report
         if report.streamer is not None and self._length >= report.num_put:
             report.streamer.put(value)
-        self.stats.num_steps += num_new > 0
         # Newer versions of transformers call the criteria before putting a token, older ones after.
         has_ended = self._watched.is_finished[num_new - 1] if num_new else [False] * len(value)
         for row, token_id in enumerate(value.tolist()):
@@ -95,8 +104,6 @@ class _Stream(BaseStreamer):  # type: ignore[misc]
                 self.stats.count_row_step(step)
             if report.on_step is not None:
                 report.on_step(step)
-        self._length += 1
-        self._since = perf_counter()
 
     def end(self) -> None:
         """End the streamer."""
@@ -111,9 +118,9 @@ def finish_plainly(
     Returns:
         What `generate` returns for the whole call, and counts and times of what was run for it.
     """
-    num_known, processors = text.longest - text.num_prompt, call.processors
+    num_known, processors = text.longest - text.num_prompt, CheckedProcessors(call.processors)
     if num_known:
-        processors = LogitsProcessorList([_Again(processors, text.sequences())])
+        processors = CheckedProcessors([_Again(processors, text.sequences())])
     watched = _Watched(call.criteria, text)
     stream = _Stream(report, watched, text.num_prompt)
     output = decode_plainly(

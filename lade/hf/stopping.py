@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.batch import Text
 from lade.compat import STOPS_FIRST
+from lade.engine import aside
 from lade.hf.call import OnStep
 from lade.sampling.choice import OnChoice
 from lade.stats import Step
@@ -120,15 +121,17 @@ class Report:
         """Tell of steps."""
         if self.streamer is not None:
             self.put()
-        for step in steps:
-            self.num_told[step.row] += len(step.token_ids)
-            if self.on_step is not None:
-                self.on_step(step)
+        with aside():
+            for step in steps:
+                self.num_told[step.row] += len(step.token_ids)
+                if self.on_step is not None:
+                    self.on_step(step)
 
     def end(self) -> None:
         """End the streamer."""
         if self.streamer is not None:
-            self.streamer.end()
+            with aside():
+                self.streamer.end()
 
     def put(self) -> None:
         """Put every column that is complete, int64 [rows] each, on the CPU."""
@@ -143,7 +146,8 @@ class Report:
                     column.append(padding)
                 else:
                     return
-            self.streamer.put(torch.tensor(column))
+            with aside():
+                self.streamer.put(torch.tensor(column))
             self.num_put += 1
 
 

@@ -46,6 +46,24 @@ _ROW_BY_ROW = (
 )
 
 
+class CheckedProcessors(LogitsProcessorList):  # type: ignore[misc]
+    """Processors, each of which has to return scores."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        """Process scores, float32 [n, vocab_size].
+
+        Raises:
+            TypeError: a processor returns something else.
+        """
+        for processor in self:
+            processed: Any = LogitsProcessorList([processor])(input_ids, scores, **kwargs)
+            if not isinstance(processed, Tensor):
+                name, got = type(processor).__name__, type(processed).__name__
+                raise TypeError(f"expected {name} to return scores, a tensor, got {got}")
+            scores = processed
+        return scores
+
+
 class Processors:
     """The logits processors of one call.
 
@@ -62,11 +80,11 @@ class Processors:
         self.sort = any(kind in _SORTING for kind in kinds)
         self.need_prefix = any(kind not in _PREFIX_INDEPENDENT for kind in kinds)
         self.takes_rows = all(kind in _ROW_BY_ROW for kind in kinds)
-        self._all = LogitsProcessorList(processors)
+        self._all = CheckedProcessors(processors)
         self.of_row = [self._all] * num_rows
         if num_rows > 1 and self.need_prefix:
             self.of_row = [
-                LogitsProcessorList([_for_row(processor, row) for processor in processors])
+                CheckedProcessors([_for_row(processor, row) for processor in processors])
                 for row in range(num_rows)
             ]
 

@@ -79,6 +79,7 @@ class JointForwards:
         self.why_not: str | None = None
         self.num_run = 0
         self.price: float | None = None
+        self._failure: str | None = None  # of the last forward of several calls
         self._costs = JointCosts()
 
     def __call__(self, parts: Sequence[Part]) -> list[Any]:
@@ -96,20 +97,23 @@ class JointForwards:
             return [_run_alone(part) for part in parts]
         self.num_run += 1
         together: list[Any] = []
-        # Without memory for all there may be enough for one after the other.
-        with suppress(torch.OutOfMemoryError), Attempt() as attempt:
+        # Without memory for all there may be enough for one after the other; what else is no
+        # `Exception`, such as an exit, is of one call, which raises it again.
+        with suppress(BaseException), Attempt() as attempt:
             begin = perf_counter()
             kept = [part.num_kept for part in parts]
             together = [*torch.split(run_as_one(parts), kept, dim=1)]
             self._learn(parts, perf_counter() - begin)
         if together:
+            self._failure = None
             return together
         for part in parts:
             part.undo()
         alone = [_run_alone(part) for part in parts]
         # What also fails alone, such as an unknown token, is that call's affair.
-        if not any(isinstance(each, Exception) for each in alone):
-            self.why_not = self.why_not or attempt.failure
+        if not any(isinstance(each, BaseException) for each in alone):
+            self.why_not = self._failure and attempt.failure  # twice in a row
+            self._failure = attempt.failure
         if self.why_not is not None:
             self.price = None
         return alone
@@ -128,7 +132,7 @@ def _run_alone(part: Part) -> Any:
         with part.mode():
             kept = {LOGITS_KEPT: 1} if part.is_prompt else {}
             return part.view(**part.inputs, **kept).logits
-    except Exception as failure:  # of this call alone
+    except BaseException as failure:  # of this call alone
         return failure
 
 

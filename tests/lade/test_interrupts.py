@@ -3,7 +3,11 @@
 `python -m tests.stress` does the same many times more.
 """
 
+import json
+import os
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -64,3 +68,13 @@ def test_what_is_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     result = interrupt_between(15, ["tree"])
     assert result.left > 0
     assert "model: hooks differs" in " ".join(result.told)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_processes_that_end_in_the_middle_of_calls_have_their_own_status() -> None:
+    """Of each way to end one; a program makes them, for a test is none that may end."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.stress", "processes", "--calls", "7"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["left"], told["told"]) == (0, 0, []), told
+    assert (told["calls"], told["interrupted"]) == (7, 2)

@@ -15,14 +15,17 @@ import transformers
 
 from tests.about import about
 from tests.stress.interrupts import call_from_threads, interrupt_between, interrupt_by_signals
+from tests.stress.processes import end_processes
 from tests.stress.uses import USES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 1 where anything was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.stress", description=__doc__)
-    kinds = ("functions", "interrupts", "threads")
-    what = "interrupt calls where functions begin or by signals, or call from threads"
+    kinds = ("functions", "interrupts", "threads", "processes")
+    what = (
+        "interrupt calls where functions begin or by signals, call from threads, or end processes"
+    )
     parser.add_argument("what", choices=kinds, help=what)
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--kind", choices=USES, help="what threads call")
@@ -35,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     start = time.perf_counter()
-    if asked.what == "threads":
+    if asked.what == "processes":
+        result = end_processes(asked.calls, asked.seed)
+    elif asked.what == "threads":
         result = call_from_threads(asked.kind or "tree", asked.calls, asked.threads)
     else:
         between = asked.what == "functions"

@@ -41,6 +41,7 @@ def run(
     given: str | bytes = b"",
     screen: io.StringIO | None = None,
     columns: int = 150,
+    encoding: str = "utf-8",
     **env: str,
 ) -> Done:
     """Run `lade` with some arguments.
@@ -49,9 +50,13 @@ def run(
         given: standard input.
         screen: of a terminal, in place of standard input and output.
         columns: of the window.
+        encoding: of standard output and error.
         env: environment variables.
     """
-    streams: list[Any] = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
+    streams: list[Any] = [
+        io.TextIOWrapper(io.BytesIO(), encoding, errors)
+        for errors in ("strict", "backslashreplace")
+    ]
     data = given.encode() if isinstance(given, str) else given
     handler = signal.getsignal(signal.SIGINT)
     with pytest.MonkeyPatch.context() as patch:
@@ -74,4 +79,4 @@ def run(
             signal.signal(signal.SIGINT, handler)
     for stream in streams:
         stream.flush()
-    return Done(code, *(stream.buffer.getvalue().decode() for stream in streams))
+    return Done(code, *(stream.buffer.getvalue().decode(encoding) for stream in streams))

@@ -40,6 +40,13 @@ def test_the_answer_is_that_of_generate_with_its_speed_behind_it(folder: str) ->
     assert answered(folder, prompt="-", given="abcabc").out == done.out
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_what_an_encoding_lacks_is_replaced(folder: str, encoding: str) -> None:
+    expected = plain_text(folder, "abcabc", do_sample=False).encode(encoding, "replace")
+    assert b"?" in expected
+    assert answered(folder, encoding=encoding).out == expected.decode(encoding) + "\n"
+
+
 def test_samples_are_those_of_generate_with_the_same_seed(folder: str) -> None:
     done = answered(folder, "--temperature", 1.5, "--top-p", 0.9, "--top-k", 50, "--seed", 7)
     torch.manual_seed(7)

@@ -117,3 +117,19 @@ def test_samples_of_one_prompt_share_its_prefill() -> None:
     by = partial(_after, shapes.clear)
     same_as_generate(model, prompt, by=by, do_sample=True, num_return_sequences=5, **TOKENS)
     assert shapes[0] == [1, prompt.shape[1]]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("way", ["generate", "wrap", "batcher"])
+def test_a_batch_of_no_rows_is_refused_by_name(way: str, family: str) -> None:
+    model, ids = tiny_model(family), torch.zeros((0, 4), dtype=torch.long)
+    with lade.Batcher(model) as batcher:
+        ways: dict[str, Callable[..., Any]] = {
+            "generate": partial(lade.generate, model),
+            "wrap": lambda *args, **options: lade.wrap(model).generate(*args, **options),
+            "batcher": lambda *args, **options: batcher.submit(*args, **options).result(),
+        }
+        with pytest.raises(
+            ValueError, match=r"expected input_ids of one row or more, got \[0, 4\]"
+        ):
+            ways[way](ids, attention_mask=ids, max_new_tokens=3, do_sample=False)

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -200,19 +199,22 @@ def test_copies_of_a_model_carry_no_text_and_a_new_check_begins_with_none() -> N
     assert Chat(model, pool=chat.pool).ask(chat.ids) == 0
 
 
-def test_peft_goes_on_from_no_other_adapters_keys() -> None:
+@pytest.mark.parametrize("names", [["first", "second"], ["second", "__base__"], [None, "second"]])
+@pytest.mark.filterwarnings("ignore::lade.PlainDecodingWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_of_rows_keep_no_keys_and_use_none(names: list[str | None]) -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
-    config = peft.LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(model_of(), config, "first")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model_of(dtype=torch.float32), config, "first")
     model.add_adapter("second", config)
-    model.double().eval()
-    shared, num_reused = lade.NGramPool(), []
-    for name in ("first", "first", "second", "__base__", "first"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", lade.PlainDecodingWarning)
-            chat = Chat(model, lade.Config(reuses_prefix=True), pool=shared, adapter_names=[name])
-            num_reused.append(chat.ask(OPENING))
-    assert num_reused == [0, len(OPENING) - 1, 0, 0, len(OPENING) - 1]
+    chat = Chat(model.eval())
+    for number, name in enumerate([*names, *names]):
+        chat.options.pop("adapter_names", None)
+        if name is not None:
+            chat.options["adapter_names"] = [name]
+        reused = chat.ask(OPENING)
+        # Calls of the model's own adapter go on from their own keys alone.
+        assert bool(reused) == (name is None and number > 0)
 
 
 # --- calls that fail, and threads -------------------------------------------------------------

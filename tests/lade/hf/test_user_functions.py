@@ -188,3 +188,24 @@ def test_a_streamer_ends_a_text_where_generate_would(kind: str) -> None:
     got = lade.generate(model, ONE, pool=pool, config=config, **fresh(), **options)
     assert got.tolist() == plain.tolist()
     assert plain.shape[1] < expected.shape[1]
+
+
+class Forgetful(LogitsProcessor):  # type: ignore[misc]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        scores.add_(1.0)  # and returns nothing
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("num_others", [0, 1], ids=["alone", "before another"])
+@pytest.mark.parametrize("ids", [ONE, TWO], ids=["one", "two"])
+@pytest.mark.parametrize("way", ["generate", "batcher"])
+@pytest.mark.filterwarnings("ignore::lade.PlainDecodingWarning")  # batches are plain
+def test_a_processor_that_returns_nothing_is_named(
+    way: str, ids: Tensor, num_others: int, do_sample: bool
+) -> None:
+    others = Log().options()["logits_processor"]
+    processors = LogitsProcessorList([Forgetful(), *others[:num_others]])
+    with pytest.raises(TypeError, match="expected Forgetful to return scores, a tensor, got None"):
+        WAYS[way](
+            shared_model(), ids, do_sample=do_sample, max_new_tokens=5, logits_processor=processors
+        )
