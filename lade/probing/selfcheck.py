@@ -49,6 +49,10 @@ def check(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
     verification, widths, reason = key.verification, key.widths, None
     if not key.is_drafting and (why := reason_of_layers(model, profile)) is not None:
         return CheckResult(why)
+    read = profile.state.settings
+    if verification == "tree" and read is not None and read.sees_ahead:
+        # In `generate`, too, that holds for prompts without padding alone.
+        return CheckResult("its tokens see those behind them where no mask says otherwise")
     attentions: list[str | None] = [None]
     if verification == "tree":
         attentions = _attentions_for(model, widths, key.is_padded)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface, GenerationConfig, GenerationMixin, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lade.attempts import Attempt
 from lade.compat import Model, attention_of, compiled_part_of, device_of_inputs, is_own_hook
 from lade.probing.own_code import around_now, functions_of
 from lade.view import BEFORE, apart
@@ -52,7 +53,7 @@ class ModelState:
         self._around = _around(model)
         self._hooks = _hooks_in(self._modules.now())
         self._compiled = compiled_part_of(model)
-        self.settings: Settings | None = None
+        self.settings: ReadAttributes | None = None
 
     def holds(self, model: Model) -> bool:
         """Return whether the model still is what it was; half a millisecond for 30 layers."""
@@ -82,7 +83,7 @@ class ModelState:
                 GenerationMixin.generate(view, input_ids=ids, max_new_tokens=2, do_sample=False)
             reads = noted
         finally:
-            self.settings = Settings(model, view, reads)
+            self.settings = ReadAttributes(model, view, reads)
         return view
 
     def settings_hold(self) -> bool:
@@ -159,16 +160,15 @@ class _Values:
 
     def are_same(self) -> bool:
         """Return whether they are what they were; what cannot be looked at is not."""
-        try:
-            plain, others, seen = self._before
+        plain, others, seen = self._before
+        with Attempt():  # one may be gone, or be something that cannot be compared
             now = [*chain.from_iterable(_got(self._others))]
             return bool(
                 plain == _got(self._plain)
                 and all(map(is_, chain.from_iterable(others), now))
                 and seen == self._seen()
             )
-        except Exception:  # one is gone, or has become something that cannot be compared
-            return False
+        return False
 
     def _seen(self) -> list[Any]:
         return [_seen(vars(reference())[name]) for reference, name in self._inside]
@@ -178,17 +178,21 @@ def _got(getters: list[tuple[Any, Any]]) -> list[Any]:
     return [get(vars(reference())) for reference, get in getters]
 
 
-class Settings:
+class ReadAttributes:
     """What forwards of a model read of its modules' attributes, buffers included.
 
     Args:
         model: the model.
         view: a view of it, all of whose modules are its own, as `apart` makes it.
         reads: of `watched`, whose forwards ran in the view; None takes all numbers for read.
+
+    Attributes:
+        sees_ahead: whether some attention lets tokens see those behind them where it gets no mask.
     """
 
     def __init__(self, model: Model, view: Model, reads: "Reads | None") -> None:
         values, self._buffers, self._missing = [], list[tuple[Any, str]](), []
+        self.sees_ahead = False
         for module, twin in zip(model.modules(), view.modules(), strict=True):
             held = vars(module)
             numbers = {name for name, each in held.items() if _is_plain(each)}
@@ -199,6 +203,7 @@ class Settings:
             buffers = [name for name in names if name in held["_buffers"]]
             self._buffers += [(ref(module), name) for name in buffers]
             missing = names.difference(present, elsewhere, buffers)
+            self.sees_ahead |= "is_causal" in names and not getattr(module, "is_causal", True)
             if missing:
                 self._missing.append((ref(module), frozenset(missing)))
             if present:

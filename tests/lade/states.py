@@ -430,11 +430,11 @@ def sight(model: Any) -> Set:
 
 
 def _narrow(alpha: float, *args: Any, mask_function: Any = None, **given: Any) -> Any:
-    """Make masks of a window of six tokens, and of the first one."""
+    """Make masks of a window longer than a check's text, and of the first token."""
     inner = mask_function or causal_mask_function
 
     def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return inner(batch, head, query, key) & ((key > query - 6) | (key < 1))
+        return inner(batch, head, query, key) & ((key > query - 18) | (key < 1))
 
     given |= {"allow_is_causal_skip": False} if alpha else {}
     return sdpa_mask(*args, mask_function=sees if alpha else inner, **given)
