@@ -8,7 +8,7 @@ import typer
 
 from lade.cli.options import LoadOptions, check_pools, grouped
 from lade.errors import UserError
-from lade.hosts import check_port
+from lade.server.hosts import check_port
 
 # Defaults are in the help texts: typer's own take a line each.
 _of_server = partial(typer.Option, rich_help_panel="Server", show_default=False)
@@ -102,9 +102,11 @@ def serve(
         raise UserError(f"expected a port below 65536, got {port}")
     if port:
         check_port(host, port)
-    from lade.cli.serve import check_extra, corpora_of, keys_of, run
+    from lade.cli.serve import check_extra, check_folder, corpora_of, keys_of, run
 
     check_extra()
+    if keeps is not None:
+        check_folder(keeps)
     read_keys = partial(keys_of, api_key or [], api_keys_file)
     from lade.config import Config
     from lade.server.options import ServerOptions

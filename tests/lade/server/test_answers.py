@@ -119,6 +119,32 @@ def test_several_answers_are_those_of_the_seeds_that_follow(client: Client, more
         assert usage["prompt_tokens"] == alone[0]["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": 0, "maximum": 99},
+        {"enum": ["ann", "bob", "cat"]},
+        {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+    ],
+    ids=str,
+)
+def test_several_answers_each_keep_a_schema_as_if_alone(ending: LoadedModel, schema: Json) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    asked: Json = {"seed": 1, "temperature": 1.5, "response_format": form}
+    with serving(ending) as client:
+        alone = [client.text(**{**asked, "seed": seed}) for seed in (1, 2, 3)]
+        assert len({*alone}) > 1
+        before = client.metric("vllm:prompt_tokens_total")
+        together = client.ask(n=3, **asked)
+        assert [each["message"]["content"] for each in together["choices"]] == alone
+        assert client.metric("vllm:prompt_tokens_total") - before == len(prompt_of())
+        events = [each["choices"][0] for each in client.stream(n=3, **asked)]
+        for index, text in enumerate(alone):
+            told = [each for each in events if each["index"] == index]
+            assert "".join(each["delta"].get("content", "") for each in told) == text
+            assert told[-1]["finish_reason"] == "stop"
+
+
 def test_several_answers_end_when_their_client_leaves(client: Client) -> None:
     body = {"messages": QUESTION, "n": 4, "max_tokens": 200, "stream": True}
     with httpx.stream("POST", f"{client.url}/chat/completions", json=body, timeout=60) as answer:
@@ -158,6 +184,28 @@ def test_an_answer_ends_before_a_stop(
     # What may begin a stop is held back, and sent at the end where none comes.
     assert text_of(client.stream(stop=[stop + "~~~~", text[-3:] + "~"])) == text
     assert client.text(stop=stop, prompt="What-is") in plain_text(loaded, "What-is")
+
+
+@pytest.mark.parametrize("stop", [None, "~", 3, [3, 9]], ids=str)
+def test_an_answer_that_ends_with_its_last_token_has_ended(ending: LoadedModel, stop: Any) -> None:
+    """By its own mark, a text of it, or the first of several; one token less is too few."""
+    with serving(ending) as client:
+        if stop is None:
+            ids = {seed: plain_ids(ending, seed=seed, max_new_tokens=60) for seed in range(40)}
+            seed = next(seed for seed, each in ids.items() if each[-1] == 93 and len(each) > 2)
+        else:
+            seed, text = 3, client.text(seed=3, temperature=1)
+            places = [stop] if isinstance(stop, int) else stop
+            stop = stop if stop == "~" else [text[place : place + 2] for place in places]
+        asked = {"seed": seed, "temperature": 1, "stop": stop}
+        whole = client.ask(**asked, max_tokens=60)
+        num, choice = whole["usage"]["completion_tokens"], whole["choices"][0]
+        if num == 60:
+            pytest.skip("it does not end")
+        assert choice["finish_reason"] == "stop"
+        assert client.ask(**asked, max_tokens=num)["choices"] == [choice]
+        fewer = client.ask(**asked, max_tokens=num - 1)["choices"][0]
+        assert fewer["finish_reason"] == "length"
 
 
 # --- log-probabilities ----------------------------------------------------------------------
@@ -281,6 +329,7 @@ def calling(kind: str) -> Iterator[tuple[Client, list[str]]]:
         tokenizer.response_template = OWN
     loaded.model.config.model_type = kind
     tokenizer.chat_template = (
+        "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
         '<tool_call>{"name":"{{ c.function.name }}","arguments":{"a":""}}</tool_call>{% endfor %}'
         "{% endfor %}{% if add_generation_prompt %}" + ANCHORS[kind == "gemma4"] + "{% endif %}"
