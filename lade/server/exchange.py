@@ -73,12 +73,12 @@ class Exchange:
     def __post_init__(self) -> None:
         message = f"the answer took longer than {self.timeout_sec:g} seconds"
         late = ApiError(504, message, code="timeout", closes=True)
-        self._timer = self.loop.call_later(self.timeout_sec, self.end, late)
+        self._timer, self._num_left = self.loop.call_later(self.timeout_sec, self.end, late), 0
 
     def make_answers(self) -> None:
         """Begin as many as were asked for, each as if it were alone, with the next seed."""
-        seed = self.asked.seed
-        for index in range(self.asked.n or 1):
+        seed, self._num_left = self.asked.seed, self.asked.n or 1
+        for index in range(self._num_left):
             grammar = None if self.grammar is None else self.grammar.deep_copy()
             of_answer = None if seed is None else seed + index
             self.answers.append(Answer(index, of_answer, grammar, deepcopy(self.parser)))
@@ -92,8 +92,9 @@ class Exchange:
         self.in_loop(self.choices.put_nowait, None)
 
     def finish(self) -> None:
-        """Be over once nothing more is computed. Called in the event loop."""
-        if all(future.done() for future in self.futures) and not self._timer.cancelled():
+        """Be over once all answers are, if there are any. Called in the event loop for each."""
+        self._num_left -= 1
+        if self._num_left <= 0:
             self._timer.cancel()
             if self.watch is not None:
                 self.watch.cancel()

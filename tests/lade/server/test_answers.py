@@ -41,6 +41,12 @@ def ending() -> LoadedModel:
     return loaded_model(eos_token_id=93)
 
 
+@pytest.fixture(scope="module")
+def ends(ending: LoadedModel) -> Iterator[Client]:
+    with serving(ending) as client:
+        yield client
+
+
 # --- texts ----------------------------------------------------------------------------------
 
 
@@ -123,26 +129,26 @@ def test_several_answers_are_those_of_the_seeds_that_follow(client: Client, more
     "schema",
     [
         {"type": "integer", "minimum": 0, "maximum": 99},
-        {"enum": ["ann", "bob", "cat"]},
-        {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+        {"type": "string", "pattern": "^[a-z]{4}$"},
+        {"type": "array", "items": {"enum": [*range(10)]}, "minItems": 2, "maxItems": 2},
     ],
     ids=str,
 )
-def test_several_answers_each_keep_a_schema_as_if_alone(ending: LoadedModel, schema: Json) -> None:
+def test_several_answers_each_keep_a_schema_as_if_alone(ends: Client, schema: Json) -> None:
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
-    asked: Json = {"seed": 1, "temperature": 1.5, "response_format": form}
-    with serving(ending) as client:
-        alone = [client.text(**{**asked, "seed": seed}) for seed in (1, 2, 3)]
-        assert len({*alone}) > 1
-        before = client.metric("vllm:prompt_tokens_total")
-        together = client.ask(n=3, **asked)
-        assert [each["message"]["content"] for each in together["choices"]] == alone
-        assert client.metric("vllm:prompt_tokens_total") - before == len(prompt_of())
-        events = [each["choices"][0] for each in client.stream(n=3, **asked)]
-        for index, text in enumerate(alone):
-            told = [each for each in events if each["index"] == index]
-            assert "".join(each["delta"].get("content", "") for each in told) == text
-            assert told[-1]["finish_reason"] == "stop"
+    asked: Json = {"seed": 1, "temperature": 2, "response_format": form}
+    alone = [ends.ask(**{**asked, "seed": seed})["choices"][0] for seed in (1, 2, 3)]
+    texts = [choice["message"]["content"] for choice in alone]
+    assert len({*texts}) > 1
+    before = ends.metric("vllm:prompt_tokens_total")
+    together = ends.ask(n=3, **asked)
+    assert [{**each, "index": 0} for each in together["choices"]] == alone
+    assert ends.metric("vllm:prompt_tokens_total") - before == len(prompt_of())
+    events = [each["choices"][0] for each in ends.stream(n=3, **asked)]
+    for index, text in enumerate(texts):
+        told = [each for each in events if each["index"] == index]
+        assert "".join(each["delta"].get("content", "") for each in told) == text
+        assert told[-1]["finish_reason"] == "stop"
 
 
 def test_several_answers_end_when_their_client_leaves(client: Client) -> None:
@@ -186,26 +192,24 @@ def test_an_answer_ends_before_a_stop(
     assert client.text(stop=stop, prompt="What-is") in plain_text(loaded, "What-is")
 
 
-@pytest.mark.parametrize("stop", [None, "~", 3, [3, 9]], ids=str)
-def test_an_answer_that_ends_with_its_last_token_has_ended(ending: LoadedModel, stop: Any) -> None:
-    """By its own mark, a text of it, or the first of several; one token less is too few."""
-    with serving(ending) as client:
-        if stop is None:
-            ids = {seed: plain_ids(ending, seed=seed, max_new_tokens=60) for seed in range(40)}
-            seed = next(seed for seed, each in ids.items() if each[-1] == 93 and len(each) > 2)
-        else:
-            seed, text = 3, client.text(seed=3, temperature=1)
-            places = [stop] if isinstance(stop, int) else stop
-            stop = stop if stop == "~" else [text[place : place + 2] for place in places]
-        asked = {"seed": seed, "temperature": 1, "stop": stop}
-        whole = client.ask(**asked, max_tokens=60)
-        num, choice = whole["usage"]["completion_tokens"], whole["choices"][0]
-        if num == 60:
-            pytest.skip("it does not end")
-        assert choice["finish_reason"] == "stop"
-        assert client.ask(**asked, max_tokens=num)["choices"] == [choice]
-        fewer = client.ask(**asked, max_tokens=num - 1)["choices"][0]
-        assert fewer["finish_reason"] == "length"
+@pytest.mark.parametrize("places", [[], [9], [15, 9]], ids=str)
+def test_an_answer_that_ends_with_its_last_token_has_ended(
+    ending: LoadedModel, ends: Client, places: list[int]
+) -> None:
+    """By its own mark, by a text of it, or by the first of two; one token less is too few."""
+    asked: Json = {"seed": 3, "temperature": 0.9}
+    if places:
+        text = ends.text(**asked, max_tokens=24)
+        asked["stop"] = [text[place : place + 3] for place in places]
+    else:
+        sampling: Json = {"temperature": 0.9, "max_new_tokens": 24}
+        ids = {seed: plain_ids(ending, seed=seed, **sampling) for seed in range(9)}
+        asked["seed"] = next(seed for seed, each in ids.items() if each[-1] == 93)
+    whole = ends.ask(**asked, max_tokens=30)
+    num, choice = whole["usage"]["completion_tokens"], whole["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert ends.ask(**asked, max_tokens=num)["choices"] == [choice]
+    assert ends.ask(**asked, max_tokens=num - 1)["choices"][0]["finish_reason"] == "length"
 
 
 # --- log-probabilities ----------------------------------------------------------------------
