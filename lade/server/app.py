@@ -68,11 +68,9 @@ class Server(uvicorn.Server):
         with ExitStack() as stack:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = stack.enter_context(socket.create_server((host, port), family=family))
-            # Hangs up on clients that never read, and holds little that they have not read.
-            stall = int(1000 * options.timeout_sec)
-            for option, value in (("TCP_USER_TIMEOUT", stall), ("TCP_NOTSENT_LOWAT", 2**14)):
-                if hasattr(socket, option):
-                    self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # hangs up on clients that never read
+                stall = int(1000 * options.timeout_sec)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall)
             sizes = options.max_batch_size, options.max_batch_tokens
             batcher = Batcher(loaded.model, max_batch_size=sizes[0], max_batch_tokens=sizes[1])
             batcher.run(partial(warm_up, loaded.model, num_rows=2, config=options.config))

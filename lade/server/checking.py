@@ -21,17 +21,13 @@ _MEMORY_BYTES = 2**30
 _NICENESS = 5  # the model, which all wait for, goes before
 
 
+@lru_cache(1024)  # of those without a fault
 def check(grammar: str, tenant: str) -> None:
-    """Look at a grammar, once for each tenant; each time for nobody, "".
+    """Look at a grammar, once for each tenant.
 
     Raises:
         ValueError: there is something wrong with it, or it takes too much.
     """
-    (_check_once if tenant else _check_once.__wrapped__)(grammar, tenant)
-
-
-@lru_cache(1024)  # of those without a fault
-def _check_once(grammar: str, tenant: str) -> None:
     command = [sys.executable, "-P", "-m", __name__]
     try:
         # Without standard error: warnings tell what was asked for.

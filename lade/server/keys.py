@@ -37,9 +37,7 @@ class ApiKeys:
         owners = [_owner_of(line, number) for number, line in enumerate(lines, 1)]
         known = {owner.key: owner for owner in owners}
         if len(known) < len(owners):  # which of its rights would hold?
-            given = [owner.key for owner in owners]
-            again = next(at for at, key in enumerate(given) if key in given[:at])
-            raise UserError(f"expected each API key once, got key {again + 1} again")
+            raise UserError("expected each API key once, got one again")
         self._known = known
 
     def identify(self, headers: Mapping[str, str]) -> KeyOwner:

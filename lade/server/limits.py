@@ -52,12 +52,11 @@ class Preparing:
             exchange.prediction = self._predicted(text)
         try:
             exchange.inputs = self._encoded(asked)
-        except UserError as error:
-            raise ApiError(400, str(error)) from error
         except ApiError:
             raise
         except Exception as error:  # whatever templates and tokenizers raise of a request
-            raise ApiError(400, "expected a request that makes a prompt") from error
+            message = "expected a request that makes a prompt"
+            raise ApiError(400, str(error) if isinstance(error, UserError) else message) from error
         prompt_ids = exchange.inputs["input_ids"][0]
         exchange.num_prompt_tokens = len(prompt_ids)
         exchange.options = self._generation(asked, exchange.num_prompt_tokens)

@@ -79,10 +79,7 @@ class Metrics:
         self._requests.labels(self._name, str(status)).inc()
 
     def count(self, exchange: Exchange) -> None:
-        """Count an exchange that is over: its prompt once, and each of its answers."""
-        if any(one.first_token is not None for one in exchange.answers):
-            self._counters["prompt_tokens"].inc(exchange.num_prompt_tokens)
-            self._times["e2e_request_latency"].observe(perf_counter() - exchange.arrived)
+        """Count an exchange that is over."""
         for one in exchange.answers:
             self._count(exchange, one)
 
@@ -97,6 +94,9 @@ class Metrics:
         if num_tokens > 1:
             times["request_time_per_output_token"].observe((last - first) / (num_tokens - 1))
         counts = {"generation_tokens": num_tokens}
+        if one.index == 0:  # of all, the request's and the prompt's are the same
+            times["e2e_request_latency"].observe(perf_counter() - arrived)
+            counts["prompt_tokens"] = exchange.num_prompt_tokens
         if stats is not None:  # it has not ended early
             counts["spec_decode_num_drafts"] = stats.num_drafted_row_steps
             counts["spec_decode_num_draft_tokens"] = stats.num_draft_tokens

@@ -76,7 +76,7 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path) -> N
     keys["wide"].write_text("one\n", encoding="utf-16")
     keys["empty"].write_bytes(b"\xef\xbb\xbf")
     for words, said in (
-        (f"--api-keys-file {keys['twice']}", "expected each API key once, got key 3 again"),
+        (f"--api-keys-file {keys['twice']}", "expected each API key once, got one again"),
         (f"--api-keys-file {keys['wide']}", "as UTF-8, got another encoding"),
         (f"--api-keys-file {keys['empty']}", "a line each, got none"),
         (f"--pools {keys['twice']}/pools", "cannot keep pools in"),
