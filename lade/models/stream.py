@@ -59,16 +59,10 @@ class TextStream:
 
 
 class StopCutter:
-    """Cuts text off at the first of some strings, and holds back what may begin one.
-
-    Each character is looked at about twice for each string, whatever the strings are.
-
-    Source: Knuth, Morris, Pratt, "Fast pattern matching in strings" (SIAM J. Comput. 6, 1977).
-    """
+    """Cuts text off at the first of some strings, and holds back what may begin one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [(stop, _borders(stop)) for stop in stops]
-        self._begun = [0] * len(stops)  # characters of each that the text ends with
+        self._stops, self._longest = stops, max(map(len, stops), default=0)
         self._held = ""
         self.is_cut = False
 
@@ -76,32 +70,13 @@ class StopCutter:
         """Return what is in the answer for sure."""
         if self.is_cut:
             return ""
-        ends, num_held = list[int](), len(self._held)
-        for place, (stop, borders) in enumerate(self._stops):
-            num = self._begun[place]
-            for at, sign in enumerate(text, num_held + 1):
-                while num and stop[num] != sign:
-                    num = borders[num - 1]
-                num += stop[num] == sign
-                if num == len(stop):
-                    ends.append(at - num)
-                    break
-            self._begun[place] = num
         text = self._held + text
+        ends = [end for end in map(text.find, self._stops) if end >= 0]
         if ends:
             self.is_cut = True
             return text[: min(ends)]
-        num_sure = len(text) - (0 if is_last else max(self._begun, default=0))
+        places = range(max(0, len(text) - self._longest), 0 if is_last else len(text))
+        begun = (at for at in places if any(stop.startswith(text[at:]) for stop in self._stops))
+        num_sure = next(begun, len(text))
         self._held = text[num_sure:]
         return text[:num_sure]
-
-
-def _borders(text: str) -> list[int]:
-    """Return of each beginning of a text how long its longest other end is that begins it, too."""
-    found, num = [0] * len(text), 0
-    for place in range(1, len(text)):
-        while num and text[num] != text[place]:
-            num = found[num - 1]
-        num += text[num] == text[place]
-        found[place] = num
-    return found
