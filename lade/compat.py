@@ -54,6 +54,13 @@ def prefill(
     return model._prefill(input_ids, config, dict(model_kwargs))
 
 
+def parsed_template(template: str) -> Any:
+    """Return a chat template's syntax tree, as transformers has jinja2 read it."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template(template).environment.parse(template)
+
+
 def decode_plainly(
     model: Model,
     input_ids: Tensor,

@@ -25,7 +25,6 @@ ORDER = [
         "errors",
         "garbage",
         "openmp",
-        "hosts",
         "attempts",
         "config",
         "compat",

@@ -6,13 +6,14 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from lade.cli.loading import console, note
 from lade.cli.options import check_pools
 from lade.errors import MissingExtraError, UserError
-from lade.hosts import is_local
 from lade.models.loading import LoadedModel
+from lade.server.hosts import is_local
 from lade.server.options import ServerOptions
 
 # What the extra `serve` brings; each may be there without the others.
@@ -35,17 +36,34 @@ def keys_of(keys: Sequence[str], path: Path | None) -> list[str]:
 
     Raises:
         OSError: the file cannot be read.
-        UserError: the file has none.
+        UserError: the file has none, or is no text in UTF-8.
     """
     if path is None:
         return [*keys]
     if os.name == "posix" and path.stat().st_mode & 0o077:
         note(f"other users of this machine may read {path}; chmod 600 keeps them off")
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # with a byte order mark or without
+    except UnicodeDecodeError:
+        raise UserError(f"expected API keys in {path} as UTF-8, got another encoding") from None
+    lines = [line.strip() for line in text.splitlines()]
     found = [line for line in lines if line and not line.startswith("#")]
     if not found:
         raise UserError(f"expected API keys in {path}, a line each, got none")
     return [*keys, *found]
+
+
+def check_folder(path: Path) -> None:
+    """Make a folder for pools, and check that files can be made in it.
+
+    Raises:
+        UserError: they cannot.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise UserError(f"cannot keep pools in {path}: {error.strerror}") from None
 
 
 def corpora_of(asked: Sequence[str]) -> dict[str, Path]:

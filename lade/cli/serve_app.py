@@ -1,5 +1,6 @@
 """`lade serve`: its options and help texts, which fit a screen. Next file: `serve.py`."""
 
+import socket
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,6 @@ import typer
 
 from lade.cli.options import LoadOptions, check_pools, grouped
 from lade.errors import UserError
-from lade.hosts import check_port
 
 # Defaults are in the help texts: typer's own take a line each.
 _of_server = partial(typer.Option, rich_help_panel="Server", show_default=False)
@@ -101,10 +101,12 @@ def serve(
     if not 0 <= port < 2**16:
         raise UserError(f"expected a port below 65536, got {port}")
     if port:
-        check_port(host, port)
-    from lade.cli.serve import check_extra, corpora_of, keys_of, run
+        _check_port(host, port)
+    from lade.cli.serve import check_extra, check_folder, corpora_of, keys_of, run
 
     check_extra()
+    if keeps is not None:
+        check_folder(keeps)
     read_keys = partial(keys_of, api_key or [], api_keys_file)
     from lade.config import Config
     from lade.server.options import ServerOptions
@@ -127,3 +129,20 @@ def serve(
     )
     loaded = LoadOptions(device, dtype, threads, trust_remote_code).load(model)
     run(loaded, options, read_keys, host, port)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raise if a port is taken; 0 asks for a free one.
+
+    Raises:
+        UserError: another program listens there, or the address is none of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"cannot listen at {host}:{port}: {error.strerror}; --port names another port"
+            ) from None

@@ -2,12 +2,20 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
+from jinja2 import TemplateError, meta
+
+from lade.attempts import Attempt
+from lade.compat import parsed_template
 from lade.errors import ContextLengthError, UserError
 from lade.models.loading import LoadedModel
+
+# Fields of messages that ask for nothing where a template leaves them out: which call a result is
+# of shows in the order, and what was thought before is often left out on purpose.
+_ANYWAY = {"role", "content", "tool_call_id", "reasoning_content", "reasoning", "thinking"}
 
 
 def encode(tokenizer: Any, prompt: str, device: Any = None) -> dict[str, Any]:
@@ -70,15 +78,50 @@ def _as_text(messages: Sequence[Mapping[str, str]]) -> str:
     )
 
 
+def useless_field(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> str | None:
+    """Return the first field that changes no prompt, such as "messages.0.name"; None if all may.
+
+    Args:
+        tokenizer: with a chat template.
+        messages, options: that it takes, as for `encode_messages`; tools are always among them.
+    """
+    variables = _variables_of(tokenizer.get_chat_template(tools=options["tools"]))
+    for name in options.keys() - variables:
+        if name != "tools":
+            return f"chat_template_kwargs.{name}"
+        if options["tools"]:
+            return name
+    render = partial(
+        tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **options
+    )
+    places: dict[str, int] = {}
+    for place, each in enumerate(messages):
+        for field in each.keys() - _ANYWAY - ({"name"} if each["role"] == "tool" else set()):
+            places.setdefault(field, place)
+    for field, place in places.items():
+        without = [{name: each[name] for name in each if name != field} for each in messages]
+        with Attempt():  # a template may not do without it
+            if render(messages) == render(without):
+                return f"messages.{place}.{field}"
+    return None
+
+
+@lru_cache(8)
+def _variables_of(template: str) -> frozenset[str]:
+    return frozenset(meta.find_undeclared_variables(parsed_template(template)))
+
+
 @contextmanager
 def _refusals(what: str) -> Iterator[None]:
     """Tell of a chat template that raises as a fault of what it was given."""
-    from jinja2 import TemplateError
-
     try:
         yield
     except (TemplateError, TypeError, ValueError) as error:
-        raise UserError(f"{what} ({error})") from None
+        # What a template raises itself is in its own words, and for whoever wrote the messages.
+        why = error if type(error) is TemplateError else "it cannot read a role, content or call"
+        raise UserError(f"{what} ({why})") from error
 
 
 def check_system(loaded: LoadedModel, system: str) -> None:

@@ -17,14 +17,14 @@ _BLOCK_BYTES = 512
 Json = dict[str, Any]
 
 
-async def whole(exchanges: Sequence[Exchange]) -> Json:
-    """Wait for all answers to a request; return them as one object.
+async def whole(exchange: Exchange) -> str:
+    """Wait for all answers to a request; return them as one JSON object.
 
     Raises:
         ApiError: it has ended early.
     """
-    exchange, choices = exchanges[0], [Json() for _ in exchanges]
-    async for new in _choices(exchanges):
+    choices = [Json() for _ in exchange.answers]
+    async for new in _choices(exchange):
         add(choices[new["index"]], new)
     for choice in choices if exchange.asked.is_chat else ():
         choice["message"] = message = {"content": "", **choice.pop("delta")}
@@ -33,51 +33,52 @@ async def whole(exchanges: Sequence[Exchange]) -> Json:
                 message[name] = message[name].strip()
         for call in message.get("tool_calls", ()):
             del call["index"]  # which is of streams
-    return _told(exchange, choices=choices, **_figures(exchanges))
+    return _told(exchange, choices, **_figures(exchange))
 
 
-async def events(exchanges: Sequence[Exchange]) -> AsyncGenerator[str, None]:
+async def events(exchange: Exchange) -> AsyncGenerator[str, None]:
     """Yield answers as events, which are of a size that tells nothing unless asked not to be."""
-    exchange = exchanges[0]
     options = exchange.asked.stream_options
     try:
-        async for choice in _choices(exchanges):
-            yield _event(exchange, choices=[choice])
+        async for choice in _choices(exchange):
+            yield _event(exchange, [choice])
     except ApiError as error:
         yield f"{_EVENT}{json.dumps(error.body())}\n\n"
         return
     if options is not None and options.include_usage:
-        yield _event(exchange, choices=[], **_figures(exchanges))
+        yield _event(exchange, [], **_figures(exchange))
     yield _EVENT + "[DONE]\n\n"
 
 
-async def _choices(exchanges: Sequence[Exchange]) -> AsyncGenerator[Json, None]:
-    exchange, num_left = exchanges[0], len(exchanges)
-    for each in exchanges if exchange.asked.is_chat else ():
+async def _choices(exchange: Exchange) -> AsyncGenerator[Json, None]:
+    for each in exchange.answers if exchange.asked.is_chat else ():
         yield {"index": each.index, "delta": {"role": "assistant"}}
-    while num_left:
-        choice = await exchange.choices.get()
+    while (choice := await exchange.choices.get()) is not None:
         if choice:
             yield choice
-        elif choice is None:
-            num_left -= 1
-            error = next((each.error for each in exchanges if each.error), None)
-            if error is not None:
-                for each in exchanges:  # nobody waits for the others
-                    each.end(error)
-                raise error
+    exchange.check()
 
 
-def _told(exchange: Exchange, **told: Any) -> Json:
+def _told(exchange: Exchange, choices: Sequence[Json], **told: Any) -> str:
     kind = "text_completion"
     if exchange.asked.is_chat:
         kind = "chat.completion.chunk" if exchange.asked.stream else "chat.completion"
     named = {"object": kind, "created": exchange.created, "model": exchange.model}
-    return {"id": exchange.request_id, **named, **told}
+    text = json.dumps({"id": exchange.request_id, **named, **told})
+    return f'{text[:-1]}, "choices": [{", ".join(map(_written, choices))}]}}'
 
 
-def _event(exchange: Exchange, **told: Any) -> str:
-    text, options = json.dumps(_told(exchange, **told)), exchange.asked.stream_options
+def _written(choice: Json) -> str:
+    """Return a choice as JSON; of a chat's log-probabilities, each token is JSON already."""
+    tokens = choice.get("logprobs", {}).get("content")
+    if tokens is None:
+        return json.dumps(choice)
+    text = json.dumps({name: value for name, value in choice.items() if name != "logprobs"})
+    return f'{text[:-1]}, "logprobs": {{"content": [{", ".join(tokens)}]}}}}'
+
+
+def _event(exchange: Exchange, choices: Sequence[Json], **told: Any) -> str:
+    text, options = _told(exchange, choices, **told), exchange.asked.stream_options
     if options is not None and options.include_obfuscation is False:
         return f"{_EVENT}{text}\n\n"
     begin, end = f'{_EVENT}{text[:-1]}, "obfuscation": "', '"}\n\n'
@@ -85,16 +86,16 @@ def _event(exchange: Exchange, **told: Any) -> str:
     return begin + secrets.token_urlsafe(_BLOCK_BYTES)[:num_missing] + end
 
 
-def _figures(exchanges: Sequence[Exchange]) -> Json:
+def _figures(exchange: Exchange) -> Json:
     """Return usage and metrics: what was run, drafted, accepted and kept."""
-    exchange, stats = exchanges[0], DecodeStats()
-    for each in exchanges:
+    stats, answers = DecodeStats(), exchange.answers
+    for each in answers:
         assert each.stats is not None, "the answer is whole"
         stats.add(each.stats)
-    num_prompt, num_new = exchange.num_prompt_tokens, sum(len(each.token_ids) for each in exchanges)
+    num_prompt, num_new = exchange.num_prompt_tokens, sum(len(each.token_ids) for each in answers)
     # Tokens of the answer that were drafted from the client's prediction, and the rest of it.
     is_clients = getattr(exchange.asked, "prediction", None) is not None
-    num_predicted = len(exchanges) * len(exchange.prediction or ()) if is_clients else 0
+    num_predicted = len(answers) * len(exchange.prediction or ()) if is_clients else 0
     source = stats.sources.get("prediction")
     num_accepted = 0 if source is None else min(source.num_accepted_tokens, num_predicted)
     usage: Json = {

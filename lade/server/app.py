@@ -18,12 +18,12 @@ import uvicorn
 
 from lade.batcher import Batcher
 from lade.errors import UserError
-from lade.hosts import names_of
 from lade.models.loading import LoadedModel
 from lade.prewarming.warming import warm_up
-from lade.server.connections import guarded
+from lade.server.connections import END_SEC, HEADER_BYTES, guarded
+from lade.server.hosts import names_of
 from lade.server.options import ServerOptions
-from lade.server.routes import END_SEC, Routes
+from lade.server.routes import Routes
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class Server(uvicorn.Server):
         # Of a folder clients are told its name alone, not where it lies.
         name = Path(loaded.name).name if Path(loaded.name).exists() else loaded.name
         self.name = options.model_name or name
+        loaded = loaded._replace(name=self.name)
         self._grace_sec, self._thread = options.grace_sec, threading.Thread(target=self._run)
         with ExitStack() as stack:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -83,7 +84,8 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 self._routes,
-                http=guarded(options.max_connections),
+                http=guarded(options.max_connections, options.timeout_sec),
+                h11_max_incomplete_event_size=HEADER_BYTES,
                 ws="none",
                 lifespan="off",
                 log_config=None,

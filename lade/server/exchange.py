@@ -1,4 +1,4 @@
-"""One request and what comes of it."""
+"""One request, and the answers to it."""
 
 import asyncio
 import uuid
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter, time
 from typing import Any
 
@@ -19,11 +19,23 @@ from lade.stats import DecodeStats
 
 
 @dataclass(eq=False)
-class Exchange:
-    """A request that was let in, until its answer is complete.
+class Answer:
+    """One of the answers to a request, written by the thread that makes it until it is over."""
 
-    Written by the event loop before it is submitted, by the thread that answers until that is done.
-    """
+    index: int  # among those to the request
+    seed: int | None
+    grammar: Any  # that it keeps, and advances
+    parser: Any  # tells what is said, thought and called; None where all is said
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    token_ids: list[int] = field(default_factory=list)
+    stats: DecodeStats | None = None  # None unless it came to its end
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A request that was let in, until its answers are complete; written by the event loop."""
 
     owner: KeyOwner
     of_whom: str  # the key, or where it comes from: what is shared fairly
@@ -33,61 +45,61 @@ class Exchange:
     when_over: Callable[["Exchange"], None]  # called once, in the event loop
     created: int = field(default_factory=lambda: int(time()))
     request_id: str = field(default_factory=lambda: f"{uuid.uuid4()}")
-    config: Config = field(default_factory=Config)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    asked: Asked = field(default_factory=Asked)
-    grammar: Any = None  # that the answer keeps
     num_held: int = 0  # bytes of its body that count as held for a client
-    index: int = 0  # of its answer among `n` to one request
+    arrived: float = field(default_factory=perf_counter)
+    # What preparing makes of it, before it is submitted.
+    asked: Asked = field(default_factory=Asked)
+    config: Config = field(default_factory=Config)
     inputs: Any = None  # of the model: `input_ids` and `attention_mask`, [1, num_prompt_tokens]
+    num_prompt_tokens: int = 0
     options: Any = None  # a GenerationConfig
-    parser: Any = None  # tells what is said, thought and called; None where all is said
+    biases: Any = None  # float32 [vocab_size], to be added to logits
+    grammar: Any = None  # of its answers, at its begin
+    parser: Any = None  # of its answers, at their begin
+    tokens: Any = None  # knows the bytes of each, if log-probabilities are asked for
     prediction: list[int] | None = None  # its tokens; else those of calls of its tools
     pools: Pools | None = None
     is_private: bool = True  # whether no later request may know what this one was about
-    arrived: float = field(default_factory=perf_counter)
-    admitted: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
-    num_prompt_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)  # of the answer
-    answer: "Future[None] | None" = None  # of the engine
+    # What comes of it.
+    answers: list[Answer] = field(default_factory=list)
+    futures: list["Future[None]"] = field(default_factory=list)  # of the engine, one of each answer
     watch: "asyncio.Task[None] | None" = None  # on the client
-    # What is new with each step, as choices of a stream, of all answers to the request: one that is
-    # empty once the turn of one has come, and None where there are no more of it.
+    # What is new with each step, as choices of a stream, of all answers: one that is empty once the
+    # turn of one has come, and None where there are no more of any.
     choices: "asyncio.Queue[dict[str, Any] | None]" = field(default_factory=asyncio.Queue)
-    stats: DecodeStats | None = None
-    tokens: Any = None  # knows the bytes of each, if log-probabilities are asked for
     error: ApiError | None = None  # why it ends early
 
     def __post_init__(self) -> None:
         message = f"the answer took longer than {self.timeout_sec:g} seconds"
         late = ApiError(504, message, code="timeout", closes=True)
-        self._timer = self.loop.call_later(self.timeout_sec, self.end, late)
+        self._timer, self._num_left = self.loop.call_later(self.timeout_sec, self.end, late), 0
 
-    def another(self, index: int) -> "Exchange":
-        """Return an exchange for another answer to the request, of another seed."""
-        asked, parser = self.asked, deepcopy(self.parser)
-        if asked.seed is not None:
-            asked = asked.model_copy(update={"seed": asked.seed + index})
-        own: dict[str, Any] = {"token_ids": [], "num_held": 0, "watch": None}
-        return replace(self, index=index, asked=asked, parser=parser, **own)
+    def make_answers(self) -> None:
+        """Begin as many as were asked for, each as if it were alone, with the next seed."""
+        seed, self._num_left = self.asked.seed, self.asked.n or 1
+        for index in range(self._num_left):
+            grammar = None if self.grammar is None else self.grammar.deep_copy()
+            of_answer = None if seed is None else seed + index
+            self.answers.append(Answer(index, of_answer, grammar, deepcopy(self.parser)))
 
     def end(self, error: ApiError) -> None:
         """End it before its next token, or its turn; the first reason stays."""
         if self.error is None:
             self.error = error
-        if self.answer is not None:
-            self.answer.cancel()
+        for future in self.futures:
+            future.cancel()
         self.in_loop(self.choices.put_nowait, None)
 
     def finish(self) -> None:
-        """Be over: nothing more is computed. Called in the event loop."""
-        self._timer.cancel()
-        if self.watch is not None:
-            self.watch.cancel()
-        self.choices.put_nowait(None)
-        self.when_over(self)
+        """Be over once all answers are, if there are any. Called in the event loop for each."""
+        self._num_left -= 1
+        if self._num_left <= 0:
+            self._timer.cancel()
+            if self.watch is not None:
+                self.watch.cancel()
+            self.choices.put_nowait(None)
+            self.when_over(self)
 
     def check(self) -> None:
         """Raise why it is to end, if it is."""

@@ -18,6 +18,8 @@ from lade.server.checking import LIMITS, check
 from lade.server.errors import ApiError
 
 _MAX_CHARS = 2**16
+# Words of llguidance's own grammars, which it leaves out of schemas without a word.
+_FOREIGN = {"%lark", "%json", "%regex"}
 # Without free blanks, which a model may write until its answer is full.
 _FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -35,7 +37,8 @@ class Grammars:
 
         Args:
             schema: of the answer.
-            tenant: who asks; for others it takes as long as if nobody had asked before.
+            tenant: who asks, for others it takes as long as if nobody had asked before; "" for
+                somebody who shares nothing, not even with requests of its own.
 
         Raises:
             ApiError: it is too long or takes too much, or is not one that grammars keep.
@@ -44,12 +47,12 @@ class Grammars:
             raise refusal("expected no schema, for the model has no token that ends an answer")
         if "x-guidance" in schema:  # which would loosen what is kept
             raise refusal("expected a schema without x-guidance")
-        text = json.dumps(json.loads(json.dumps(schema), object_hook=_told_apart))
+        text = json.dumps(json.loads(json.dumps(schema), object_hook=_read))
         if len(text) > _MAX_CHARS:
             raise refusal(f"expected a schema of at most {_MAX_CHARS} characters, got {len(text)}")
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_FORM)
-            check(grammar, tenant)
+            (check if tenant else check.__wrapped__)(grammar, tenant)
         except ValueError as error:  # one that is too deep is not even read
             raise refusal(f"expected a JSON schema that can be kept: {error}"[:300]) from None
         return llguidance.LLMatcher(self.tokens, grammar, log_level=0, limits=LIMITS)
@@ -88,11 +91,16 @@ class Kept(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
         return ahead.compute_ff_tokens()[:max_tokens]
 
 
-def _told_apart(part: dict[str, Any]) -> dict[str, Any]:
+def _read(part: dict[str, Any]) -> dict[str, Any]:
     """Have `anyOf` stand for the `oneOf` of a tagged union, whose parts exclude each other.
 
     A grammar does not find that out where they are references.
+
+    Raises:
+        ApiError: it has another grammar in it, which would not be kept.
     """
+    if foreign := _FOREIGN & part.keys():
+        raise refusal(f"expected a schema without {min(foreign)}")
     if isinstance(part.get("oneOf"), list) and "discriminator" in part and "anyOf" not in part:
         part["anyOf"] = part.pop("oneOf")
     return part

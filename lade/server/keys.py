@@ -26,7 +26,7 @@ class ApiKeys:
             and without anything kept, so that others who measure times learn nothing of the text.
 
     Raises:
-        UserError: something else is behind a key.
+        UserError: something else is behind a key, no client can send it, or it is there twice.
     """
 
     def __init__(self, lines: Sequence[str]) -> None:
@@ -35,7 +35,10 @@ class ApiKeys:
     def replace(self, lines: Sequence[str]) -> None:
         """Take other keys from now on; what is under way is ended for nobody."""
         owners = [_owner_of(line, number) for number, line in enumerate(lines, 1)]
-        self._known = {owner.key: owner for owner in owners}
+        known = {owner.key: owner for owner in owners}
+        if len(known) < len(owners):  # which of its rights would hold?
+            raise UserError("expected each API key once, got one again")
+        self._known = known
 
     def identify(self, headers: Mapping[str, str]) -> KeyOwner:
         """Return whose a request is.
@@ -59,6 +62,10 @@ def _owner_of(line: str, number: int) -> KeyOwner:
     key, *rights = line.split() or [""]
     if not key:
         raise UserError("expected API keys of one character or more, got ''")
+    if not (key.isascii() and key.isprintable()):  # a byte order mark, for instance
+        raise UserError(
+            f"expected API keys that a header may have, in ASCII, got another: key {number}"
+        )
     if not all(re.fullmatch("admin|alone|pools=.+", right) for right in rights):
         # What else is there may be a part of a key.
         raise UserError(f"expected nothing but pools=NAME,…, admin and alone behind key {number}")

@@ -8,9 +8,9 @@ from typing import Any
 
 from lade.attempts import Attempt
 from lade.config import Config
-from lade.errors import UserError, in_one_line
+from lade.errors import UserError
 from lade.models.loading import LoadedModel
-from lade.models.prompts import encode_messages, num_positions, tool_calls
+from lade.models.prompts import encode_messages, num_positions, tool_calls, useless_field
 from lade.models.responses import parser_of
 from lade.server.errors import ApiError
 from lade.server.exchange import Exchange
@@ -52,8 +52,10 @@ class Preparing:
             exchange.prediction = self._predicted(text)
         try:
             exchange.inputs = self._encoded(asked)
+        except ApiError:
+            raise
         except Exception as error:  # whatever templates and tokenizers raise of a request
-            message = f"expected a request that makes a prompt, got {in_one_line(error)}"
+            message = "expected a request that makes a prompt"
             raise ApiError(400, str(error) if isinstance(error, UserError) else message) from error
         prompt_ids = exchange.inputs["input_ids"][0]
         exchange.num_prompt_tokens = len(prompt_ids)
@@ -90,6 +92,10 @@ class Preparing:
                 raise UserError("expected a completion, for the model has no chat template")
             messages = [each.told() for each in asked.messages]
             options = {"tools": asked.tools or None, **(asked.chat_template_kwargs or {})}
+            useless = useless_field(self._tokenizer, messages, options)
+            if useless is not None:
+                message = "not supported: the model's chat template has no use for it"
+                raise ApiError(400, f"{useless}: {message}", param=useless, code="unsupported")
             return encode_messages(self._loaded, messages, options=options)
 
     def _generation(self, asked: Asked, num_prompt: int) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import prometheus_client as prometheus
 
 from lade.engine import Engine
-from lade.server.exchange import Exchange
+from lade.server.exchange import Answer, Exchange
 from lade.targets.prefixes import PrefixStore
 from ngram_pool import PoolStore
 
@@ -80,17 +80,23 @@ class Metrics:
 
     def count(self, exchange: Exchange) -> None:
         """Count an exchange that is over."""
-        num_tokens, stats, times = len(exchange.token_ids), exchange.stats, self._times
-        arrived, first, last = exchange.arrived, exchange.first_token, exchange.last_token
-        if exchange.admitted is not None:
-            times["request_queue_time"].observe(exchange.admitted - arrived)
+        for one in exchange.answers:
+            self._count(exchange, one)
+
+    def _count(self, exchange: Exchange, one: Answer) -> None:
+        num_tokens, stats, times = len(one.token_ids), one.stats, self._times
+        arrived, first, last = exchange.arrived, one.first_token, one.last_token
+        if one.admitted is not None:
+            times["request_queue_time"].observe(one.admitted - arrived)
         if first is None or last is None:
             return
         times["time_to_first_token"].observe(first - arrived)
-        times["e2e_request_latency"].observe(perf_counter() - arrived)
         if num_tokens > 1:
             times["request_time_per_output_token"].observe((last - first) / (num_tokens - 1))
-        counts = {"prompt_tokens": exchange.num_prompt_tokens, "generation_tokens": num_tokens}
+        counts = {"generation_tokens": num_tokens}
+        if one.index == 0:  # of all, the request's and the prompt's are the same
+            times["e2e_request_latency"].observe(perf_counter() - arrived)
+            counts["prompt_tokens"] = exchange.num_prompt_tokens
         if stats is not None:  # it has not ended early
             counts["spec_decode_num_drafts"] = stats.num_drafted_row_steps
             counts["spec_decode_num_draft_tokens"] = stats.num_draft_tokens

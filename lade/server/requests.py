@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import signature
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -59,13 +60,10 @@ class _Message(_Strict, extra="allow"):
     tool_calls: Annotated[list[Json], Field(fail_fast=True)] | None = None
 
     def told(self) -> Json:
-        """Return it as chat templates take it: its text whole, arguments of calls parsed."""
+        """Return it as chat templates take it: its text whole, without what asks for nothing."""
         text = " ".join(part.text for part in self.content or ())
-        told = self.model_dump(exclude_unset=True) | {"content": text}
-        for call in told.get("tool_calls") or ():
-            if isinstance(arguments := call["function"]["arguments"], str):
-                call["function"]["arguments"] = json.loads(arguments)
-        return told
+        told = self.model_dump(exclude_unset=True)
+        return {name: value for name, value in told.items() if value} | {"content": text}
 
 
 class _Prediction(_Strict):
@@ -154,6 +152,13 @@ class Chat(Asked):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
+        for place, tool in enumerate(self.tools or ()):
+            _check_function(tool, f"tools.{place}")
+        for place, each in enumerate(self.messages):
+            for number, call in enumerate(each.tool_calls or ()):
+                where = f"messages.{place}.tool_calls.{number}"
+                _check_function(call, where)
+                call["function"]["arguments"] = _arguments_of(call, f"{where}.function.arguments")
         if self.tool_choice == "none":
             self.tools = None
         if self.top_logprobs is not None and not self.logprobs:
@@ -164,7 +169,7 @@ class Chat(Asked):
         form = self.response_format
         if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
             raise _wrong("response_format", "expected json_schema with the type json_schema alone")
-        for name in (self.chat_template_kwargs or {}).keys() & _NOT_OF_TEMPLATES:
+        for name in sorted((self.chat_template_kwargs or {}).keys() & _NOT_OF_TEMPLATES):
             message = f"expected arguments of the chat template, got {name!r}"
             raise _wrong("chat_template_kwargs", message)
         return self
@@ -188,8 +193,29 @@ class Completion(Asked):
     echo: Literal[False] | None = None
 
 
-# Arguments of `apply_chat_template` that are not the template's.
-_NOT_OF_TEMPLATES = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+# Arguments of `apply_chat_template` that are not the template's, and what it calls the messages.
+_NOT_OF_TEMPLATES = {
+    *signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    "messages",
+}
+
+
+def _check_function(part: Json, where: str) -> None:
+    function = part.get("function")
+    if part.get("type", "function") != "function":
+        raise _wrong(f"{where}.type", "expected 'function'")
+    if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+        raise _wrong(f"{where}.function", "expected a function with a name")
+
+
+def _arguments_of(call: Json, where: str) -> Json:
+    found = call["function"].get("arguments")
+    if isinstance(found, str):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(found)
+    if not isinstance(found, dict):
+        raise _wrong(where, "expected a JSON object, {} for none")
+    return found
 
 
 def read(kind: type[Asked], data: bytes | bytearray, model: str) -> Asked:

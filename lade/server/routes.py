@@ -6,7 +6,7 @@ and is answered by `inference.py`; what is under way for a client that leaves is
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from functools import partial
 from time import perf_counter, time
 from typing import Any
@@ -18,16 +18,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lade.engine import Engine
-from lade.hosts import is_known
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
 from lade.server.answers import events, whole
 from lade.server.connections import Shares, origin_of
 from lade.server.errors import ApiError, failed
 from lade.server.exchange import Exchange
+from lade.server.hosts import is_known
 from lade.server.inference import answer, tell_end
 from lade.server.keys import ApiKeys, KeyOwner
 from lade.server.limits import Preparing
@@ -38,8 +38,6 @@ from lade.server.users import UserPools
 
 logger = logging.getLogger(__name__)
 
-# To end an answer or to tell a client of it: it may not read, and a prompt is run in one piece.
-END_SEC = 5.0
 _BODY_SEC = 60.0
 # What all, and one key, may have sent for requests whose turn has not come, in bodies of full size.
 _MAX_BODIES, _MAX_BODIES_OF_KEY = 64, 16
@@ -110,6 +108,8 @@ class Routes:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, and note in log and metrics what came of it."""
         begin, status = perf_counter(), 0
+        lengths = {b"content-length", b"transfer-encoding"} - {name for name, _ in scope["headers"]}
+        app: ASGIApp = self._app if lengths else _of_two_lengths
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -117,7 +117,7 @@ class Routes:
             await send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await app(scope, receive, noting)
         finally:  # of what fails, uvicorn writes the log
             exchange: Exchange | None = scope["state"].get("exchange")
             if exchange is not None and exchange.error is not None and exchange.error.status == 499:
@@ -130,34 +130,28 @@ class Routes:
     def end(self, even_running: bool = False) -> None:
         """End what waits, and what is under way if it is to end, too: the server stops."""
         for exchange in self._open:
-            if even_running or exchange.admitted is None:
+            if even_running or not any(one.admitted for one in exchange.answers):
                 exchange.end(ApiError(503, "the server is shutting down", code="shutting_down"))
 
     # --- one request ------------------------------------------------------------------------
 
     async def _complete(self, kind: type[Asked], request: Request) -> Response:
         exchange = self._let_in(request)
-        exchanges = [exchange]
         try:
             data = await self._body(request, exchange)
             exchange.arrived = perf_counter()
             exchange.watch = asyncio.create_task(_watch(exchange, request))
             await self._prepared(kind, exchange, data)
             del data
-            for index in range(1, exchange.asked.n or 1):
-                exchanges.append(other := exchange.another(index))
-                self._open.add(other)
-                other.watch = asyncio.create_task(_watch(other, request))
-            await self._begin(exchanges)
+            await self._begin(exchange)
             self._let_go(exchange)
             named = {"x-request-id": exchange.request_id}
             if exchange.asked.stream:
-                return StreamingResponse(events(exchanges), 200, named, "text/event-stream")
-            return JSONResponse(await whole(exchanges), headers=named)
+                return StreamingResponse(events(exchange), 200, named, "text/event-stream")
+            return Response(await whole(exchange), 200, named, "application/json")
         finally:
-            for each in exchanges:
-                if each.answer is None:  # else it is over when the engine has ended it
-                    each.finish()
+            if not exchange.futures:  # else it is over when the engine has ended it
+                exchange.finish()
 
     def _identified(self, request: Request) -> KeyOwner:
         """Return whose a request is, if it is somebody's and to a server of this name."""
@@ -169,11 +163,9 @@ class Routes:
     def _let_in(self, request: Request) -> Exchange:
         """Return a new exchange, if keys and headers are right."""
         headers, options, owner = request.headers, self._options, self._identified(request)
-        if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy may read another end of the body, and what follows as another's request.
-            raise ApiError(400, "expected one length of the body, got two", closes=True)
         # Pages of other sites may send any other type without asking first.
-        if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
             raise ApiError(415, "expected Content-Type: application/json")
         exchange = Exchange(
             owner,
@@ -221,14 +213,14 @@ class Routes:
         exchange.pools, tenant = self.pools.of(exchange.owner, asked)
         exchange.is_private = not tenant
         if isinstance(asked, Chat) and (schema := asked.schema_asked) is not None:
-            make = self._preparing.grammars.made
-            exchange.grammar = await self._lookers.run(exchange, make, schema, tenant)
+            make, who = self._preparing.grammars.made, tenant or exchange.of_whom
+            who = "" if exchange.owner.is_alone else who
+            exchange.grammar = await self._lookers.run(exchange, make, schema, who)
         await run(exchange, self._preparing.prepare, exchange)
 
-    async def _begin(self, exchanges: Sequence[Exchange]) -> None:
-        """Have all answered, unless too many of the key wait; return once a turn has come."""
-        engine, exchange, num = self._engine, exchanges[0], len(exchanges)
-        owner = exchange.of_whom
+    async def _begin(self, exchange: Exchange) -> None:
+        """Have it answered, unless too many of the key wait; return once a turn has come."""
+        engine, owner, num = self._engine, exchange.of_whom, exchange.asked.n or 1
         num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
         has_place = engine.num_running + num_before + num <= engine.num_places
         if num_waiting + num > self._options.max_queue and not has_place:
@@ -236,10 +228,11 @@ class Routes:
             raise ApiError(429, message, code="queue_full")
         exchange.check()
         num_tokens = exchange.num_prompt_tokens + exchange.options.max_new_tokens
-        for each in exchanges:
-            call = partial(answer, each, self._loaded, self._options.drafter)
-            each.answer = engine.submit(call, num_tokens, owner).future
-            each.answer.add_done_callback(partial(tell_end, each))
+        exchange.make_answers()
+        for one in exchange.answers:
+            call = partial(answer, exchange, one, self._loaded, self._options.drafter)
+            exchange.futures.append(future := engine.submit(call, num_tokens, owner).future)
+            future.add_done_callback(partial(tell_end, exchange))
         if await exchange.choices.get() is None:  # ended before its turn
             exchange.check()
 
@@ -288,9 +281,17 @@ def _left() -> ApiError:
     return ApiError(499, "the client has left")
 
 
+async def _of_two_lengths(scope: Scope, receive: Receive, send: Send) -> None:
+    """Refuse a request of which a proxy may read another end, and what follows as another's."""
+    error = ApiError(400, "expected one length of the body, got two", closes=True)
+    await (await _refused(Request(scope), error))(scope, receive, send)
+
+
 async def _refused(request: Request, error: Exception) -> Response:
     """Tell of any error in OpenAI's form."""
+    headers = {}
     if isinstance(error, HTTPException):
+        headers = {**(error.headers or {})}  # what methods there are
         asked = f"{request.method} {request.url.path}"[:200]
         message = f"expected a path and method that there is, got {asked}"
         error = ApiError(error.status_code, message)
@@ -298,4 +299,4 @@ async def _refused(request: Request, error: Exception) -> Response:
         error = failed()
     # What was raised holds the frames that hold a request, in cycles that are freed late.
     error.__traceback__ = error.__cause__ = error.__context__ = None
-    return JSONResponse(error.body(), error.status, error.headers())
+    return JSONResponse(error.body(), error.status, {**headers, **error.headers()})

@@ -27,7 +27,7 @@ import httpx
 import numpy as np
 
 from tests.about import about
-from tests.lade.server.hostile import BODIES
+from tests.lade.server.hostile import BODIES, FLOODS
 from tests.lade.server.serving import loaded_model, plain_text, process_of
 
 _KEYS = [f"key-{number}" for number in range(20)]
@@ -38,6 +38,16 @@ _FLOOD = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 24}
 _PLAIN = json.dumps(_FLOOD).encode()
 # Made once, or those who measure would wait for them.
 _CONTENTS = {name: json.dumps({**_FLOOD, **make()}).encode() for name, make in BODIES.items()}
+# What takes much of each token; the stops are those that look most as if they had begun.
+_COSTLY: dict[str, dict[str, Any]] = {
+    "log-probabilities": {"logprobs": True, "top_logprobs": 20},
+    "stops": {"stop": ["a" * 255 + end for end in "bcde"], "logit_bias": {"64": 100}},
+    "biases": {"logit_bias": {str(token): token / 100 for token in range(94)}},
+}
+_CONTENTS |= {
+    name: json.dumps({**_FLOOD, "max_tokens": 400, **more}).encode()
+    for name, more in _COSTLY.items()
+}
 
 
 class Load:
@@ -199,11 +209,15 @@ class Load:
 
 
 async def _attack(http: httpx.AsyncClient, rng: random.Random) -> str:
-    kind = rng.choice([*BODIES, "silence", "no end", "floods", "floods"])
-    if kind == "silence":
-        _, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+    kind = rng.choice([*_CONTENTS, *FLOODS, "silence", "no end", "floods", "floods"])
+    if kind == "silence" or kind in FLOODS:
+        reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
         try:
-            await asyncio.sleep(30)
+            for _ in range(200 if kind in FLOODS else 0):  # tens of megabytes, if they are taken
+                writer.write(FLOODS[kind])
+                await writer.drain()
+            async with asyncio.timeout(30):
+                return (await reader.read(64)).decode()[9:12] or "closed"
         finally:
             writer.close()
     content: Any = _endless() if kind == "no end" else _CONTENTS.get(kind, _PLAIN)

@@ -1,4 +1,4 @@
-"""Bodies made to take much of a server that looks at them before it refuses them."""
+"""Bodies and headers made to take much of a server that looks at them before it refuses them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,4 +36,12 @@ BODIES: dict[str, Callable[[], dict[str, Any]]] = {
     "deep JSON": lambda: {"chat_template_kwargs": {"a": nested(900)}},
     "5,000 digits": lambda: {"logit_bias": {"1" * 5_000: 1}},
     "a temperature of nearly 0": lambda: {"temperature": 1e-45},
+}
+
+_BEGIN = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+#: Headers without an end, by what they have.
+FLOODS = {
+    "many headers": _BEGIN + b"a: b\r\n" * 20_000,
+    "a long header": _BEGIN + b"a: " + b"b" * 120_000,
+    "a long path": b"GET /" + b"a" * 120_000,
 }

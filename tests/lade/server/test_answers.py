@@ -41,6 +41,12 @@ def ending() -> LoadedModel:
     return loaded_model(eos_token_id=93)
 
 
+@pytest.fixture(scope="module")
+def ends(ending: LoadedModel) -> Iterator[Client]:
+    with serving(ending) as client:
+        yield client
+
+
 # --- texts ----------------------------------------------------------------------------------
 
 
@@ -119,6 +125,32 @@ def test_several_answers_are_those_of_the_seeds_that_follow(client: Client, more
         assert usage["prompt_tokens"] == alone[0]["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": 0, "maximum": 99},
+        {"type": "string", "pattern": "^[a-z]{4}$"},
+        {"type": "array", "items": {"enum": [*range(10)]}, "minItems": 2, "maxItems": 2},
+    ],
+    ids=str,
+)
+def test_several_answers_each_keep_a_schema_as_if_alone(ends: Client, schema: Json) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    asked: Json = {"seed": 1, "temperature": 2, "response_format": form}
+    alone = [ends.ask(**{**asked, "seed": seed})["choices"][0] for seed in (1, 2, 3)]
+    texts = [choice["message"]["content"] for choice in alone]
+    assert len({*texts}) > 1
+    before = ends.metric("vllm:prompt_tokens_total")
+    together = ends.ask(n=3, **asked)
+    assert [{**each, "index": 0} for each in together["choices"]] == alone
+    assert ends.metric("vllm:prompt_tokens_total") - before == len(prompt_of())
+    events = [each["choices"][0] for each in ends.stream(n=3, **asked)]
+    for index, text in enumerate(texts):
+        told = [each for each in events if each["index"] == index]
+        assert "".join(each["delta"].get("content", "") for each in told) == text
+        assert told[-1]["finish_reason"] == "stop"
+
+
 def test_several_answers_end_when_their_client_leaves(client: Client) -> None:
     body = {"messages": QUESTION, "n": 4, "max_tokens": 200, "stream": True}
     with httpx.stream("POST", f"{client.url}/chat/completions", json=body, timeout=60) as answer:
@@ -158,6 +190,26 @@ def test_an_answer_ends_before_a_stop(
     # What may begin a stop is held back, and sent at the end where none comes.
     assert text_of(client.stream(stop=[stop + "~~~~", text[-3:] + "~"])) == text
     assert client.text(stop=stop, prompt="What-is") in plain_text(loaded, "What-is")
+
+
+@pytest.mark.parametrize("places", [[], [9], [15, 9]], ids=str)
+def test_an_answer_that_ends_with_its_last_token_has_ended(
+    ending: LoadedModel, ends: Client, places: list[int]
+) -> None:
+    """By its own mark, by a text of it, or by the first of two; one token less is too few."""
+    asked: Json = {"seed": 3, "temperature": 0.9}
+    if places:
+        text = ends.text(**asked, max_tokens=24)
+        asked["stop"] = [text[place : place + 3] for place in places]
+    else:
+        sampling: Json = {"temperature": 0.9, "max_new_tokens": 24}
+        ids = {seed: plain_ids(ending, seed=seed, **sampling) for seed in range(9)}
+        asked["seed"] = next(seed for seed, each in ids.items() if each[-1] == 93)
+    whole = ends.ask(**asked, max_tokens=30)
+    num, choice = whole["usage"]["completion_tokens"], whole["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert ends.ask(**asked, max_tokens=num)["choices"] == [choice]
+    assert ends.ask(**asked, max_tokens=num - 1)["choices"][0]["finish_reason"] == "length"
 
 
 # --- log-probabilities ----------------------------------------------------------------------
@@ -281,6 +333,7 @@ def calling(kind: str) -> Iterator[tuple[Client, list[str]]]:
         tokenizer.response_template = OWN
     loaded.model.config.model_type = kind
     tokenizer.chat_template = (
+        "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
         '<tool_call>{"name":"{{ c.function.name }}","arguments":{"a":""}}</tool_call>{% endfor %}'
         "{% endfor %}{% if add_generation_prompt %}" + ANCHORS[kind == "gemma4"] + "{% endif %}"

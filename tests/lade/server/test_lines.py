@@ -230,17 +230,6 @@ def test_addresses_that_a_client_writes_get_no_turns_of_their_own(
         assert sorted(each.result().status_code for each in asked) == [200, 200, 429, 429]
 
 
-def test_a_request_has_one_length(loaded: LoadedModel) -> None:
-    with serving(loaded) as client, connected(client) as connection:
-        connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-            b"Content-Type: application/json\r\nContent-Length: 4\r\n"
-            b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
-        )
-        answer = b"".join(iter(lambda: connection.recv(4096), b""))  # to its close
-        assert answer.startswith(b"HTTP/1.1 400")
-
-
 def test_who_never_reads_is_hung_up(loaded: LoadedModel) -> None:
     with serving(loaded, timeout_sec=0.5) as client:
         client.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -70,8 +70,17 @@ def test_the_help_fits_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gone not in shown
 
 
-def test_wrong_options_are_refused_before_a_model_is_loaded() -> None:
+def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    keys = {name: tmp_path / name for name in ("twice", "wide", "empty")}
+    keys["twice"].write_bytes(b"\xef\xbb\xbfone\ntwo\none admin\n")  # behind a byte order mark
+    keys["wide"].write_text("one\n", encoding="utf-16")
+    keys["empty"].write_bytes(b"\xef\xbb\xbf")
     for words, said in (
+        (f"--api-keys-file {keys['twice']}", "expected each API key once, got one again"),
+        (f"--api-keys-file {keys['wide']}", "as UTF-8, got another encoding"),
+        (f"--api-keys-file {keys['empty']}", "a line each, got none"),
+        (f"--pools {keys['twice']}/pools", "cannot keep pools in"),
+        ("--pools /proc/pools", "cannot keep pools in"),
         ("--corpus a", "expected --corpus NAME=FILE"),
         ("--corpus a=/no/such/file", "expected --corpus NAME=FILE"),
         (f"--corpus a={__file__}", "expected a file that NGramPool.save wrote"),

@@ -39,7 +39,39 @@ CHATS: list[tuple[Json, str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options: expected it with stream"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
-    ({"response_format": {"type": "json_object"}, "tools": [{}]}, "expected a schema or tools"),
+    (
+        {"response_format": {"type": "json_object"}, "tools": [{"function": {"name": "f"}}]},
+        "expected a schema or tools",
+    ),
+    ({"tools": [{"function": {"name": "f"}}]}, "tools: not supported: the model's chat template"),
+    ({"tools": [{"nonsense": 1}]}, "tools.0.function: expected a function with a name"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type: expected 'function'"),
+    ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs.a: not supported"),
+    ({"chat_template_kwargs": {"messages": []}}, "got 'messages'"),
+    *(
+        ({"messages": [*QUESTION, {"role": "user", "content": "a", **field}]}, f"messages.1.{said}")
+        for field, said in (
+            ({"images": ["aGk="]}, "images: not supported"),
+            ({"name": "ann"}, "name: not supported"),
+            ({"audio": {"id": "x"}}, "audio: not supported"),
+            ({"prefix": True}, "prefix: not supported"),
+            ({"function_call": {"name": "f", "arguments": "{}"}}, "function_call: not supported"),
+        )
+    ),
+    *(
+        (
+            {"messages": [*QUESTION, {"role": "assistant", "tool_calls": [call]}]},
+            f"messages.1.tool_calls{said}",
+        )
+        for call, said in (
+            ({"function": {"name": "f", "arguments": "{}"}}, ": not supported"),
+            ({"function": {"name": "f", "arguments": ""}}, ".0.function.arguments: expected a"),
+            ({"function": {"name": "f", "arguments": None}}, ".0.function.arguments: expected a"),
+            ({"function": {"name": "f", "arguments": "[1]"}}, ".0.function.arguments: expected a"),
+            ({"function": {"arguments": "{}"}}, ".0.function: expected a function with a name"),
+            ({"type": "custom"}, ".0.type: expected 'function'"),
+        )
+    ),
     ({"user": "a" * 257}, "user"),
     ({"chat_template_kwargs": {"tokenize": False}}, "expected arguments of the chat template"),
     (
@@ -110,6 +142,35 @@ def test_fields_that_ask_for_what_is_done_anyway_are_taken(
     assert text == plain_text(loaded, max_new_tokens=4)
 
 
+def test_fields_of_messages_that_ask_for_nothing_are_taken(
+    loaded: LoadedModel, client: Client
+) -> None:
+    """As clients send back what they were told, and what templates may leave out."""
+    empty: Json = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None}
+    said = {"role": "assistant", "content": "a", "reasoning_content": "hm", **empty}
+    found = {"role": "tool", "content": "b", "tool_call_id": "c", "name": "f"}
+    text = client.text(messages=[*QUESTION, said, found], max_tokens=4)
+    plain = [*QUESTION, {"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
+    assert text == plain_text(loaded, plain, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("template", "changes"),
+    [
+        ("{{ mood }}", {"chat_template_kwargs": {"mood": "good"}}),
+        ("{% if mood is not defined %}a{% endif %}", {"chat_template_kwargs": {"mood": None}}),
+        ("{{ messages[0].name }}", {"messages": [{**QUESTION[0], "name": "ann"}]}),
+        ("{{ messages | tojson }}", {"messages": [{**QUESTION[0], "name": "ann"}]}),
+        ("{{ tools[0].function.name }}", {"tools": [{"function": {"name": "f"}}]}),
+    ],
+)
+def test_fields_that_the_template_reads_are_taken(template: str, changes: Json) -> None:
+    loaded = loaded_model()
+    loaded.tokenizer.chat_template += template
+    with serving(loaded) as client:
+        client.ask(max_tokens=2, **changes)
+
+
 def test_what_is_no_request_is_refused(client: Client) -> None:
     surrogate = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
     deep = (b"[" * 10_000, b'{"a": ' * 2000 + b"1" + b"}" * 2000)
@@ -157,7 +218,11 @@ def test_large_bodies_are_refused_however_they_come(client: Client) -> None:
 def test_only_what_is_listed_can_be_asked_for(
     loaded: LoadedModel, client: Client, method: str, path: str, status: int
 ) -> None:
-    error_of(client.get(path, method=method), status)
+    answer = client.get(path, method=method)
+    error_of(answer, status)
+    allowed = "POST" if "completions" in path else "GET, HEAD"
+    found = answer.headers.get("allow", "")
+    assert sorted(found.split(", ")) == (allowed.split(", ") if status == 405 else [""])
     error = client.error(404, model="gpt")
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert client.text(max_tokens=4) == plain_text(loaded, max_new_tokens=4)
@@ -169,6 +234,13 @@ def test_pages_of_other_sites_can_send_nothing(loaded: LoadedModel) -> None:
         for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
             headers = {"content-type": kind}
             error_of(client.post(content=json.dumps({"messages": QUESTION}), headers=headers), 415)
+        for kind in (
+            "Application/JSON",
+            "application/json; charset=utf-8",
+            "APPLICATION/json ;a=b",
+        ):
+            body = {"messages": QUESTION, "max_tokens": 2}
+            assert client.post(json=body, headers={"content-type": kind}).status_code == 200
         for host in ("localhost", "127.0.0.1:8000", "[::1]:80", "LADE.example:443"):
             assert client.get("/v1/models", host=host).status_code == 200
         for host in ("evil.example", "localhost.evil.example", "127.0.0.1.nip.io"):

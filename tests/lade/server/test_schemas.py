@@ -71,6 +71,9 @@ NOT_KEPT: list[tuple[dict[str, Any], str]] = [
     ({**INTEGER, "if": {"const": 3}, "then": {"const": 4}}, '"if", "then"'),
     ({"$ref": "http://a.b/c"}, "http://a.b/c"),
     ({"type": "string", "format": "regex"}, "regex"),
+    ({"%lark": "start: /a+/"}, "%lark"),
+    ({"type": "string", "%lark": "start: /a+/"}, "%lark"),
+    ({"anyOf": [INTEGER, {"%regex": "a+"}]}, "%regex"),
 ]
 
 

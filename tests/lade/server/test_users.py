@@ -197,8 +197,10 @@ def test_of_a_key_alone_nothing_is_drafted_or_kept(loaded: LoadedModel, client: 
         assert [error["param"]] == [*change]
 
 
-@pytest.mark.parametrize("line", ["key word", "key pools=", "key admin=yes", " "])
+@pytest.mark.parametrize(
+    "line", ["key word", "key pools=", "key admin=yes", " ", "one admin", "\ufeffkey", "kéy"]
+)
 def test_what_is_no_key_or_right_is_refused(loaded: LoadedModel, line: str) -> None:
-    match = r"behind key 2$|one character or more"
+    match = r"behind key 2$|one character or more|got one again$|in ASCII, got another: key 2$"
     with pytest.raises(ValueError, match=match), serving(loaded, api_keys=["one", line]):
         pass

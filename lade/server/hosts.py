@@ -4,11 +4,8 @@ A name that somebody else owns may lead here (DNS rebinding), and a browser then
 served here for that site's own. Its requests name the other site as their host.
 """
 
-import socket
 from collections.abc import Container, Iterable
 from ipaddress import ip_address
-
-from lade.errors import UserError
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
@@ -42,20 +39,3 @@ def is_known(header: str, names: Container[str] | None) -> bool:
         return True
     end = header.find("]") + 1 if header.startswith("[") else header.find(":")
     return (header if end < 0 else header[:end]).lower() in names
-
-
-def check_port(host: str, port: int) -> None:
-    """Raise if a port is taken; 0 asks for a free one.
-
-    Raises:
-        UserError: another program listens there, or the address is none of this machine.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            raise UserError(
-                f"cannot listen at {host}:{port}: {error.strerror}; --port names another port"
-            ) from None
