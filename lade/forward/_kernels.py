@@ -297,8 +297,7 @@ def _mantissa(number, exponent):  # type: ignore[no-untyped-def]
 
     That leaves up to ln(2) / 2, for which six terms of the Taylor series are right to 1e-7.
     """
-    rest = _fused((exponent, _F(-0.693359375), number))
-    rest = _fused((exponent, _F(2.12194440e-4), rest))
+    rest = _fused((exponent, _F(-0.6931471805599453), number))
     series = _fused((_F(1 / 720), rest, _F(1 / 120)))
     for term in (_F(1 / 24), _F(1 / 6), _F(1 / 2), _F(1), _F(1)):
         series = _fused((series, rest, term))
@@ -412,19 +411,28 @@ def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
         peak[0] = new_peak
     for i in range(BLOCK):
         exponent = _exponent(scores[i])
-        weight = _mantissa(scores[i], exponent) * _scale(exponent - new_peak)
-        scores[i] = _F(0) if scores[i] == -np.inf else weight
+        relative = exponent - new_peak
+        bounded = relative if relative > _F(-126) else _F(-126)
+        power = _as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
+        weight = _mantissa(scores[i], exponent) * power
+        scores[i] = _F(0) if relative < _F(-126) else weight
+
+
+@_compiled
+def _num_seen(sees):  # type: ignore[no-untyped-def]
+    """Return how many keys a mask shows."""
+    num = 0
+    for each in sees:
+        num += each
+    return num
 
 
 @_compiled
 def _hide(scores, sees):  # type: ignore[no-untyped-def]
-    """Make scores of keys that are not seen minus infinity; return how many are seen."""
-    num_seen = 0
+    """Make scores of keys that are not seen minus infinity."""
     for i in range(len(sees)):
         score = scores[i]
         scores[i] = score if sees[i] else -_F(np.inf)
-        num_seen += sees[i]
-    return num_seen
 
 
 @_compiled
@@ -805,7 +813,7 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
     keys = place[w.KEYS] + head * place[w.KEY_HEAD]
     values = place[w.VALUES] + head * place[w.VALUE_HEAD]
     for key in range(0, num_seen, BLOCK):
-        num, num_hidden = min(BLOCK, num_seen - key), 0
+        num, num_hidden, num_seen_now = min(BLOCK, num_seen - key), 0, 0
         for row in range(num_rows):
             _fill(scores[row], _F(0))
         x = queries.ctypes.data, 4 * size, num_rows
@@ -823,7 +831,11 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
             if mask != 0:
                 of_token = mask + token * part[w.MASK_ROW] + key
                 sees = numba.carray(pointer(of_token), (num,), np.uint8)
-                num_hidden += num - _hide(of_row, sees)
+                if row == 0 or (start + row) % num_sharing == 0:
+                    num_seen_now = np.int64(_num_seen(sees))
+                num_hidden += num - num_seen_now
+                if num_seen_now < num:
+                    _hide(of_row, sees)
             else:
                 until = min(num, max(num_before + token + 1 - key, 0))
                 num_hidden += num - until
