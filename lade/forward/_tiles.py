@@ -353,7 +353,13 @@ def _sum_values(builder: Any, of: Any) -> None:
         case = builder.add(builder.mul(case, _INT64(8)), number)
     cases = {
         8 * (8 * (8 * of_format + rows) + vectors) + totals: partial(
-            _write_sums, builder, of_format, range(rows), range(vectors), range(totals * rows), given
+            _write_sums,
+            builder,
+            of_format,
+            range(rows),
+            range(vectors),
+            range(totals * rows),
+            given,
         )
         for of_format in _WIDTHS
         for rows in range(1, ROWS + 1)
