@@ -438,14 +438,15 @@ def _hide(scores, sees):  # type: ignore[no-untyped-def]
 @_compiled
 def _are_finite(address, num, format_):  # type: ignore[no-untyped-def]
     """Return whether no number of a format is infinite, or none."""
-    most = 0
+    most = np.int32(0)
     if format_ == FLOAT32:
+        highest = np.int32(0x7F800000)
         for bits in numba.carray(pointer(address), (num,), np.int32):
-            most = max(most, bits & 0x7F800000)
-        return most < 0x7F800000
-    highest = 0x7F80 if format_ == BFLOAT16 else 0x7C00
-    for bits in numba.carray(pointer(address), (num,), np.uint16):
-        most = max(most, np.int32(bits) & highest)
+            most = max(most, np.int32(bits & highest))
+    else:
+        highest = np.int32(0x7F80 if format_ == BFLOAT16 else 0x7C00)
+        for narrow in numba.carray(pointer(address), (num,), np.uint16):
+            most = max(most, np.int32(narrow & highest))
     return most < highest
 
 
@@ -832,7 +833,7 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
                 of_token = mask + token * part[w.MASK_ROW] + key
                 sees = numba.carray(pointer(of_token), (num,), np.uint8)
                 if row == 0 or (start + row) % num_sharing == 0:
-                    num_seen_now = np.int64(_num_seen(sees))
+                    num_seen_now = _num_seen(sees)
                 num_hidden += num - num_seen_now
                 if num_seen_now < num:
                     _hide(of_row, sees)

@@ -6,7 +6,6 @@ prefix.
 """
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,16 +20,15 @@ import lade
 from lade.attention.packed import Calls, with_calls
 from lade.compat import CACHE
 from lade.forward import _tiles
-from lade.forward import job as file
 from lade.forward.job import FusedForwards, forwards_for
 from lade.openmp import runner
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache, kind_of
 from tests.grids import thinned
 from tests.lade.forward.conftest import Ran
-from tests.lade.forward.families import READABLE, adapted, model_of
+from tests.lade.forward.families import adapted, model_of
 from tests.lade.forward.lanes import kernels_with
-from tests.lade.forward.test_job import TEXT, Forgiving
+from tests.lade.forward.test_job import SERVED, TEXT, Forgiving
 
 pytestmark = pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here")
 
@@ -42,6 +40,9 @@ WAYS = {
 }
 QUICK = "llama", "gemma2", "olmo2", "starcoder2"
 HOWS = "piece", "tree", "parts", "kept"
+# Wide enough for what is rounded to 16 bits to show in which order it was summed.
+MIDDLE: dict[str, Any] = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 32}
+MIDDLE |= {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 4, "vocab_size": 997}
 LENGTH = 150  # more than two blocks of keys, and than a piece of a prompt
 
 
@@ -50,20 +51,25 @@ class Way(NamedTuple):
     has_dots: bool
 
 
-@pytest.fixture(params=thinned(WAYS, *WAYS))
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+def force(name: str, monkeypatch: pytest.MonkeyPatch) -> Way:
     """Run every forward by a job, and fail where none can."""
-    dtype, has_dots = WAYS[request.param]
-    if has_dots and not _tiles.HAS_DOTS:
-        pytest.skip("this CPU multiplies no pairs of bfloat16")
+    way = Way(*WAYS[name])
 
     def choose(self: Any, request: Any, _: Any, cache: Any) -> Any:
-        logits = self._by_job(request, has_dots and self._has_dots)
+        logits = self._by_job(request, way.has_dots and self._has_dots)
         assert logits is not None
         return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 
     monkeypatch.setattr(FusedForwards, "_choose", choose)
-    return Way(dtype, has_dots)
+    return way
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    """Run every forward of a test in a way, by jobs."""
+    if request.param == "dots" and not _tiles.HAS_DOTS:
+        pytest.skip("this CPU multiplies no pairs of bfloat16")
+    return force(request.param, monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +218,7 @@ def same_bits(mine: Tensor, theirs: Tensor) -> bool:
 # --- the bits ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", thinned([each for each in READABLE if each != "mllama"], *QUICK))
+@pytest.mark.parametrize("family", thinned(SERVED, *QUICK))
 def test_a_token_has_the_same_bits_in_any_forward(family: str, way: Way) -> None:
     texts = Texts(model_of(family, way.dtype))
     for seed in range(2):
@@ -264,14 +270,16 @@ def test_threads_change_no_bit(family: str, way: Way) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("num_lanes", [8, 16])
 def test_vectors_of_either_length_keep_the_order(
-    num_lanes: int, way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of this machine are one of the two."""
     run, kernels = runner(), kernels_with(num_lanes, tmp_path, monkeypatch)
     assert run is not None
-    for options in ({}, *SHAPES):
-        model = model_of("llama", way.dtype, **options)
-        assert Texts(model, FusedForwards(model, kernels, run)).differences(0) == []
+    for name in WAYS:
+        way = force(name, monkeypatch)
+        for options in (MIDDLE, *SHAPES):
+            model = model_of("llama", way.dtype, **options)
+            assert Texts(model, FusedForwards(model, kernels, run)).differences(0) == []
 
 
 # --- what is hidden ---------------------------------------------------------------------------
@@ -282,7 +290,7 @@ def test_what_is_hidden_adds_nothing_whatever_it_holds(value: float, way: Way) -
     """Neither rejected siblings, nor what follows in the same piece; what is seen counts."""
     model = model_of("llama", way.dtype)
     texts = Texts(model)
-    texts._ids[texts._ids.index(7) :] = []
+    texts._ids = [*range(10, 20)]
     embedding: nn.Embedding = model.get_input_embeddings()
     embedding.weight[7] = value
     siblings = Nodes([5, 7, 6, 7, 8], [0, 1, 1, 2, 2], torch.eye(5, dtype=torch.bool), [0, 2, 4])
@@ -298,13 +306,6 @@ def test_what_is_hidden_adds_nothing_whatever_it_holds(value: float, way: Way) -
     assert same_bits(got[[0, 2, 4]], path[:3])
     whole = texts._run(texts._filled(1), [5, 6, 8, 7, 9], [1, 2, 3, 4, 5], None)
     assert whole.isnan().any(-1).tolist() == [False, False, False, True, True]
-
-
-# Wide enough for what is rounded to 16 bits to show in which order it was summed.
-MIDDLE: dict[str, Any] = {
-    **{"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 4, "vocab_size": 997},
-    **{"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 32},
-}
 
 
 # --- texts ------------------------------------------------------------------------------------
