@@ -83,6 +83,15 @@ def _to_half(builder: Any, number: Any) -> Any:
     return builder.bitcast(builder.fptrunc(number, ir.HalfType()), ir.IntType(16))
 
 
+@instruction(types.float32)
+def _fused(builder: Any, of: Any) -> Any:
+    """Return the product of two numbers, plus a third, rounded once where the CPU does that."""
+    first, second, third = cgutils.unpack_tuple(builder, of)
+    if "sse2" in FEATURES and not FEATURES.get("fma"):
+        return builder.fadd(builder.fmul(first, second), third)
+    return builder.fma(first, second, third)
+
+
 @instruction(types.float32, types.int32)
 def _as_float(builder: Any, bits: Any) -> Any:
     """Return the float32 of some bits."""
@@ -266,31 +275,55 @@ def _turn(row, cos, sin, straight, turned, how, format_):  # type: ignore[no-unt
     _round(row[:size], format_)
 
 
-@_summing
-def _exponential(number):  # type: ignore[no-untyped-def]
-    """Return e to the power of a number up to 87; of one below -87 about that of -87.
+# What follows is compiled without liberties: where a vector ends, of how many numbers it is, must
+# change no bit.
 
-    2 to the power of a whole number is a float's exponent, of the rest, which is up to a half, a
-    Taylor series of six terms up to 1e-7 of it.
+
+@_compiled
+def _within(number, bound):  # type: ignore[no-untyped-def]
+    """Return the nearest number up to a bound on both sides; one that is none stays."""
+    return -bound if number < -bound else bound if number > bound else number
+
+
+@_compiled
+def _exponent(number):  # type: ignore[no-untyped-def]
+    """Return the whole power of 2 that is nearest to e to the power of a number."""
+    return np.floor(_fused((number, _F(1.4426950408889634), _F(0.5))))
+
+
+@_compiled
+def _mantissa(number, exponent):  # type: ignore[no-untyped-def]
+    """Return e to the power of a number, divided by 2 to that of its exponent.
+
+    That leaves up to ln(2) / 2, for which six terms of the Taylor series are right to 1e-7.
     """
-    bounded = max(number * _F(1.4426950408889634), _F(-126))
-    whole = np.floor(bounded + _F(0.5))
-    rest = bounded - whole
-    series = _F(1.5403530e-4)
-    series = series * rest + _F(1.3333558e-3)
-    series = series * rest + _F(9.6181291e-3)
-    series = series * rest + _F(5.5504109e-2)
-    series = series * rest + _F(2.4022651e-1)
-    series = series * rest + _F(6.9314718e-1)
-    series = series * rest + _F(1)
-    return series * _as_float(np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)))
+    rest = _fused((exponent, _F(-0.6931471805599453), number))
+    series = _fused((_F(1 / 720), rest, _F(1 / 120)))
+    for term in (_F(1 / 24), _F(1 / 6), _F(1 / 2), _F(1), _F(1)):
+        series = _fused((series, rest, term))
+    return series
 
 
-@_summing
+@_compiled
+def _scale(exponent):  # type: ignore[no-untyped-def]
+    """Return 2 to the power of a whole number from -126 on; of one below, 0."""
+    bounded = exponent if exponent > _F(-126) else _F(-126)
+    power = _as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
+    return _F(0) if exponent < _F(-126) else power
+
+
+@_compiled
+def _exponential(number):  # type: ignore[no-untyped-def]
+    """Return e to the power of a number of at most 87."""
+    exponent = _exponent(number)
+    return _mantissa(number, exponent) * _scale(exponent)
+
+
+@_compiled
 def _squash(row):  # type: ignore[no-untyped-def]
     """Replace each number by its hyperbolic tangent."""
     for i in range(len(row)):
-        bounded = min(max(row[i], _F(-10)), _F(10))
+        bounded = _within(row[i], _F(10))
         power = _exponential(_F(2) * bounded)
         # Near 0 the difference would lose what the series keeps.
         square = bounded * bounded
@@ -299,11 +332,10 @@ def _squash(row):  # type: ignore[no-untyped-def]
         row[i] = near if square < _F(1e-3) else far
 
 
-@_summing
+@_compiled
 def _silu(row):  # type: ignore[no-untyped-def]
     for i in range(len(row)):
-        bounded = min(max(-row[i], _F(-87)), _F(87))
-        row[i] = row[i] / (_F(1) + _exponential(bounded))
+        row[i] = row[i] / (_F(1) + _exponential(_within(-row[i], _F(87))))
 
 
 @_compiled
@@ -332,7 +364,8 @@ def _activate(row, how, wide):  # type: ignore[no-untyped-def]
 
 # --- a softmax, block by block -------------------------------------------------------------------
 # It is renormalised with each block of keys, so that keys and values are read once, for all rows.
-# Source: FlashAttention (arXiv 2205.14135), algorithm 1.
+# Source: FlashAttention (arXiv 2205.14135), algorithm 1. But by powers of 2 alone, which round
+# nothing: where blocks begin, and what is hidden between the keys that a row sees, moves no bit.
 
 
 @numba.njit(nogil=True, error_model="numpy", fastmath={*_FAST, "nnan"})
@@ -341,18 +374,6 @@ def _largest(scores):  # type: ignore[no-untyped-def]
     for score in scores:
         most = max(most, score)
     return most
-
-
-@_summing
-def _exponentiate(scores, peak):  # type: ignore[no-untyped-def]
-    """Replace each score by e to the power of what it has above the peak; return their sum."""
-    total = _F(0)
-    for i in range(len(scores)):
-        above = scores[i] - peak
-        result = _F(0) if above < _F(-87) else _exponential(above)
-        scores[i] = result
-        total += result
-    return total
 
 
 @_compiled
@@ -370,18 +391,63 @@ def _take_query(source, target, format_, scaling):  # type: ignore[no-untyped-de
 
 @_compiled
 def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
-    """Turn scores of a row into weights, and what it has summed so far into that of these."""
-    new_peak = max(peak[0], _largest(scores))
+    """Turn scores of a row into weights, and what it has summed so far into that of these.
+
+    Args:
+        scores: of a whole block; of keys that are hidden, or are none, minus infinity.
+        peak: exponent of the largest weight so far, by which all are divided.
+        total: of the weights so far.
+        sums: of the values so far.
+    """
+    new_peak = max(peak[0], _exponent(_largest(scores)))
     if new_peak == -np.inf:  # it has seen nothing yet
         _fill(scores, _F(0))
         return
     if new_peak > peak[0]:
-        shrink = _F(np.exp(peak[0] - new_peak))
+        shrink = _scale(peak[0] - new_peak)
         total[0] *= shrink
         for i in range(len(sums)):
             sums[i] *= shrink
         peak[0] = new_peak
-    total[0] += _exponentiate(scores, new_peak)
+    for i in range(BLOCK):
+        exponent = _exponent(scores[i])
+        relative = exponent - new_peak
+        bounded = relative if relative > _F(-126) else _F(-126)
+        power = _as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
+        weight = _mantissa(scores[i], exponent) * power
+        scores[i] = _F(0) if relative < _F(-126) else weight
+
+
+@_compiled
+def _num_seen(sees):  # type: ignore[no-untyped-def]
+    """Return how many keys a mask shows."""
+    num = 0
+    for each in sees:
+        num += each
+    return num
+
+
+@_compiled
+def _hide(scores, sees):  # type: ignore[no-untyped-def]
+    """Make scores of keys that are not seen minus infinity."""
+    for i in range(len(sees)):
+        score = scores[i]
+        scores[i] = score if sees[i] else -_F(np.inf)
+
+
+@_compiled
+def _are_finite(address, num, format_):  # type: ignore[no-untyped-def]
+    """Return whether no number of a format is infinite, or none."""
+    most = np.int32(0)
+    if format_ == FLOAT32:
+        highest = np.int32(0x7F800000)
+        for bits in numba.carray(pointer(address), (num,), np.int32):
+            most = max(most, np.int32(bits & highest))
+    else:
+        highest = np.int32(0x7F80 if format_ == BFLOAT16 else 0x7C00)
+        for narrow in numba.carray(pointer(address), (num,), np.uint16):
+            most = max(most, np.int32(narrow & highest))
+    return most < highest
 
 
 # --- pieces of a phase --------------------------------------------------------------------------
@@ -738,8 +804,9 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
         peaks[row], totals[row] = -np.inf, _F(0)
         if layer[w.SINKS] != 0:
             sink = layer[w.SINKS] + width * (head * num_sharing + query)
-            _load(sink, peaks[row : row + 1], format_)
-            totals[row] = _F(1)
+            _load(sink, totals[row : row + 1], format_)
+            peaks[row] = _exponent(totals[row])
+            totals[row] = _mantissa(totals[row], peaks[row])
     mask, num_before = part[w.MASK], place[w.NUM_KEYS] - part[w.NUM_NEW]
     num_seen = place[w.NUM_KEYS]
     if mask == 0:
@@ -747,30 +814,48 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
     keys = place[w.KEYS] + head * place[w.KEY_HEAD]
     values = place[w.VALUES] + head * place[w.VALUE_HEAD]
     for key in range(0, num_seen, BLOCK):
-        num = min(BLOCK, num_seen - key)
+        num, num_hidden, num_seen_now = min(BLOCK, num_seen - key), 0, 0
         for row in range(num_rows):
             _fill(scores[row], _F(0))
         x = queries.ctypes.data, 4 * size, num_rows
         of_keys = keys + width * key * size, width * size, num
         add_products(format_, x, of_keys, (scores.ctypes.data, 4 * BLOCK), size)
         for row in range(num_rows):
-            of_row, token = scores[row, :num], (start + row) // num_sharing
+            of_row, token = scores[row], (start + row) // num_sharing
             if softcap != _F(0):
-                for i in range(num):
+                for i in range(BLOCK):
                     of_row[i] = of_row[i] / softcap
                 _squash(of_row)
-                for i in range(num):
+                for i in range(BLOCK):
                     of_row[i] = of_row[i] * softcap
+            until = num
             if mask != 0:
                 of_token = mask + token * part[w.MASK_ROW] + key
                 sees = numba.carray(pointer(of_token), (num,), np.uint8)
-                for i in range(num):
-                    of_row[i] = of_row[i] if sees[i] else -_F(np.inf)
+                if row == 0 or (start + row) % num_sharing == 0:
+                    num_seen_now = _num_seen(sees)
+                num_hidden += num - num_seen_now
+                if num_seen_now < num:
+                    _hide(of_row, sees)
             else:
-                for i in range(max(num_before + token + 1 - key, 0), num):
-                    of_row[i] = -_F(np.inf)
+                until = min(num, max(num_before + token + 1 - key, 0))
+                num_hidden += num - until
+            _fill(of_row[until:], -_F(np.inf))
             _weigh(of_row, peaks[row : row + 1], totals[row : row + 1], sums[row])
-        add_values(format_, scores, num_rows, values + width * key * size, num, size, sums)
+        of_values = values + width * key * size
+        if num_hidden == 0 or _are_finite(of_values, num * size, format_):
+            add_values(format_, scores, num_rows, of_values, num, size, sums, totals)
+            continue
+        for row in range(num_rows):  # else what is hidden would count, for all its weight of 0
+            token = (start + row) // num_sharing
+            for i in range(num):
+                sees_it = key + i <= num_before + token
+                if mask != 0:
+                    of_token = mask + token * part[w.MASK_ROW] + key
+                    sees_it = numba.carray(pointer(of_token), (num,), np.uint8)[i] != 0
+                if sees_it:
+                    rest, of_key = scores[row:, i:], of_values + width * i * size
+                    add_values(format_, rest, 1, of_key, 1, size, sums[row:], totals[row:])
     whole = g[w.NUM_HEADS] * size
     width = 2 if g[w.ARRANGED] == w.NARROW else 4
     for row in range(num_rows):
