@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from greenlet import getcurrent, greenlet
 
+from lade.budget.seconds import Seconds
 from lade.captures import put_back, random_states
 from lade.openmp import release_workers
 
@@ -85,6 +86,7 @@ class Engine:
         self._room = self.piece  # what is left of these until the next forward
         self._num_allotted = 0  # of these, the tokens that the next forward has
         self._stall_sec = stall_sec
+        self._costs = Seconds()  # of forwards with pieces of prompts, by the tokens of these
 
     @property
     def num_running(self) -> int:
@@ -250,7 +252,10 @@ class Engine:
         self._ready += calls
         num, sec = self._num_allotted, perf_counter() - begin
         if num >= max(_LEAST_PIECE, self.piece // 2):  # of fewer, the rest takes most of it
-            self.piece = max(_LEAST_PIECE, int(_SAFE * self._stall_sec * num / sec))
+            self._costs.record(num, sec)
+            if self._costs.is_known:
+                most = self._costs.largest_within(_SAFE * self._stall_sec)
+                self.piece = max(_LEAST_PIECE, most)
         self._room = self.piece
         self._num_allotted = 0
 

@@ -117,6 +117,7 @@ class FusedForwards:
     def __init__(self, model: Model, compiled: ModuleType, run: Run) -> None:
         self._kernels, self._run, self._products = compiled, run, Products(compiled, run)
         self.why_not: str | None = None
+        self.compared_sec = 0.0
         # No module is held: what is replaced in the model is to be freed.
         self._leaves = [weakref.ref(each) for each in model.modules() if not each._modules]
         self._settings = _Settings(model.modules())
@@ -233,7 +234,9 @@ class FusedForwards:
         if choice.best is None or choice.is_due():
             if self._places(request) is None:
                 return plainly()  # once: windows may forget what the same tokens see again
-            return choice.compare(run, self._is_close, 2**size / num_tokens)
+            result = choice.compare(run, self._is_close, 2**size / num_tokens)
+            self.compared_sec += choice.extra_sec
+            return result
         return run(choice.best)
 
     def _is_close(self, mine: Any, theirs: Any) -> bool:
