@@ -58,3 +58,27 @@ def test_what_is_chosen_loses_2_percent_at_most_once_100_steps_were_measured_and
     early, late = np.mean(np.array(found) / np.array(ideal), axis=0)
     assert early >= 0.88
     assert late >= 0.91
+
+
+def test_more_tokens_never_take_less_and_a_few_measurements_tell_of_all_sizes() -> None:
+    """A time of 20 ms for 4 tokens was that of two ways; 16 take 16 ms."""
+    seconds = Seconds()
+    for size, sec in [(1, 0.020), (1, 0.010), (4, 0.5), (4, 0.020), (16, 0.5)]:
+        seconds.record(size, sec)
+    for _ in range(3):
+        seconds.record(16, 0.016)
+    curve = seconds.at(np.arange(1.0, 65.0))
+    assert (np.diff(curve) >= 0).all()
+    assert curve[3] <= curve[15]
+    assert 0.0155 < curve[15] < 0.0195
+    assert 0.016 < curve[63] < 0.064
+    assert seconds.largest_within(curve.item(15) + 1e-9) >= 16
+
+
+def test_where_larger_sizes_were_never_tried_a_size_is_reached_by_steps() -> None:
+    """On a machine that might be steep nothing is risked at once."""
+    seconds = Seconds()
+    assert seconds.choose(OPTIONS, OPTIONS) == 0, "the first is measured first"
+    for _ in range(2):
+        seconds.record(1, 0.01)
+    assert OPTIONS[seconds.choose(OPTIONS, OPTIONS)] == 6
