@@ -365,6 +365,63 @@ def run_predictions(
     run(loading.load(model), rounds, json)
 
 
+@app.command("budget")
+@grouped
+def run_budget(
+    *,
+    prompts: PromptsOption,
+    max_draft_tokens: SizesOption = "0,4,7,11,15,23,31",
+    dtypes: Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated.")] = (
+        "float32,bfloat16"
+    ),
+    processes: Annotated[
+        int, typer.Option(min=1, help="Fresh processes for each dtype, by jobs and by torch alone.")
+    ] = 5,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Begin no prompt after T minutes, shared by all processes."),
+    ] = None,
+    max_new_tokens: MaxNewTokensOption = 96,
+    limit: LimitOption = None,
+    half: HalfOption = None,
+    model: ModelOption = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Compare the budget's numbers of draft tokens with fixed ones, on a CPU.
+
+    A ratio is what the budget is of the best fixed number of its process, known afterwards; of the
+    first calls, what they are of the same calls later.
+    """
+    from benchmarks.budget import run
+    from benchmarks.methods import numbers
+
+    names = [name.strip() for name in dtypes.split(",")]
+    if wrong := {*names} - {"float32", "bfloat16"}:
+        raise ValueError(f"expected --dtypes float32 or bfloat16, got {', '.join(sorted(wrong))}")
+    shared = {"numbers": numbers(max_draft_tokens, 0), "max_new_tokens": max_new_tokens}
+    chosen = choose(prompts, limit, half)
+    run(model, chosen, {**shared, "threads": threads}, names, processes, minutes, json)
+
+
+@app.command("reliability")
+@grouped
+def run_reliability(
+    *,
+    prompts: PromptsOption,
+    max_new_tokens: MaxNewTokensOption = 96,
+    limit: LimitOption = None,
+    half: HalfOption = None,
+    model: ModelOption = None,
+    loading: LoadOptions,
+    json: JsonOption = None,
+) -> None:
+    """Hold what is promised and believed of draft tokens against what came of them."""
+    from benchmarks.budget import reliability
+
+    reliability(loading.load(model), choose(prompts, limit, half), max_new_tokens, json)
+
+
 @app.command("gpu")
 @grouped
 def run_gpu(

@@ -178,14 +178,14 @@ def named(text: str | None, known: Mapping[str, MethodInfo] | Sequence[str]) -> 
     return names
 
 
-def numbers(text: str) -> list[int]:
-    """Return the numbers above 0 in a comma-separated list.
+def numbers(text: str, least: int = 1) -> list[int]:
+    """Return the numbers in a comma-separated list.
 
     Raises:
         ValueError: one is not that, or stands twice, or there is none.
     """
     parts = [part.strip() for part in text.split(",")]
     found = [int(part) for part in parts if part.isdecimal()]
-    if len({*found}) < len(parts) or min(found) < 1:
-        raise ValueError(f"expected different numbers above 0, got {text!r}")
+    if len({*found}) < len(parts) or min(found) < least:
+        raise ValueError(f"expected different numbers above {least - 1}, got {text!r}")
     return found

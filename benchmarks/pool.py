@@ -112,13 +112,8 @@ def _time_steps(
         known = Successors(successors.token_ids[:num_run], successors.probs[:num_run])
         drafter.harvest(sequence, committed, token_ids, parents, known)
         drafter.observe(sequence, emitted)
-        budget.record(
-            num_rows=1,
-            num_nodes=len(verified),
-            forward_sec=0.03,
-            outcomes={0: (draft, emitted)},
-            num_emitted={0: len(us)},
-        )
+        budget.learn({0: (draft, emitted)}, {0: len(us)})
+        budget.record(1, len(verified), 0.03)
         us.append((perf_counter() - start_sec) * 1e6)
     drafter.close(sequence)
     return us

@@ -8,6 +8,7 @@ One step is plan, launch, choose, walk, observe, commit, finish:
 the target's own tokens, and `lade.hf.generation` turns a call of `generate` into a `Decoder`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -108,16 +109,16 @@ class Decoder:
             if not self._overlaps:  # nobody who reads along waits for what is learned of prompts
                 self._speculator.open_all()
             steps = self._observed(plan, paths)
-            self._end_step(partial(self._speculator.learn, plan, steps, successors))
+            self._end_step(partial(self._speculator.learn, plan, steps, successors, True))
         self._on_step(steps)
 
     def _step(self, emitting: Sequence[int]) -> None:
+        before = self.stats.sec
         with self.stats.timed("draft"):
             plan = self._speculator.plan(emitting)
             with self._verifying():
                 plan, inputs = self._proof.begin(plan)
             num_pending = self._target.num_pending
-        before = self.stats.forward_sec
         with self.stats.timed("forward"):
             with self._verifying():
                 plan, whole = self._proof.forward(plan, inputs)
@@ -144,10 +145,9 @@ class Decoder:
             self.stats.num_lookahead_tokens += num_beside
             for step in steps:
                 self.stats.count_row_step(step)
-            is_usual = self._target.is_timing_valid and not self._proof.is_busy
-            sec = self.stats.forward_sec - before if is_usual else None
-            learn = self._speculator.learn
-            self._end_step(partial(learn, plan, steps, successors, num_run, sec))
+            extra_sec = math.inf if self._proof.is_busy else self._target.extra_sec
+            self._end_step(partial(self._speculator.learn, plan, steps, successors, False))
+        self._speculator.record(len(plan.trees), num_run, self.stats.sec - before, extra_sec)
         self._on_step(steps)
 
     def _observed(self, plan: Plan, paths: Mapping[int, Sequence[int]]) -> list[Step]:

@@ -23,6 +23,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from greenlet import getcurrent, greenlet
 
+from lade.budget.seconds import Seconds
 from lade.captures import put_back, random_states
 from lade.errors import LadeError, in_one_line
 from lade.openmp import release_workers
@@ -87,6 +88,7 @@ class Engine:
         #: Tokens of prompts that run between two steps, or with one, by the time that they take.
         self.piece = _FIRST_PIECE
         self._stall_sec = stall_sec
+        self._costs = Seconds()  # of forwards with pieces of prompts, by the tokens of these
         self._calls = set[EngineCall]()  # all that have not ended; under the lock
         self.begin_anew()
         look_after(self)
@@ -359,7 +361,10 @@ class Engine:
         self._ready += calls
         num, sec = self._num_allotted, perf_counter() - begin
         if num >= max(_LEAST_PIECE, self.piece // 2):  # of fewer, the rest takes most of it
-            self.piece = max(_LEAST_PIECE, int(_SAFE * self._stall_sec * num / sec))
+            self._costs.record(num, sec)
+            if self._costs.is_known:
+                most = self._costs.largest_within(_SAFE * self._stall_sec)
+                self.piece = max(_LEAST_PIECE, most)
         self._room = self.piece
         self._num_allotted = 0
 

@@ -56,6 +56,31 @@ class SourceStats:
 
 
 @dataclass(slots=True)
+class WidthStats:
+    """What some number of draft tokens in every step would have given, as believed at each step.
+
+    Attributes:
+        num_steps: Steps that verified so many, or more but fewer than the next number told of.
+        num_tokens: Expected tokens of all steps if each had verified so many.
+        sec: What these would have taken, by the seconds measured until then.
+    """
+
+    num_steps: int = 0
+    num_tokens: float = 0.0
+    sec: float = 0.0
+
+    @property
+    def tokens_per_sec(self) -> float:
+        """Expected tokens per second."""
+        return _ratio(self.num_tokens, self.sec)
+
+    def add(self, other: "WidthStats") -> None:
+        """Add the counts and times of `other`."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass(slots=True)
 class DecodeStats:
     """Counts and times of one or more generations.
 
@@ -75,6 +100,8 @@ class DecodeStats:
         num_drafted_row_steps: Row steps that verified at least one draft token.
         accepted_by_depth: Accepted draft tokens by depth in the tree, from depth 1.
         sources: By name, what each source of drafts did, where a drafter has several or is a model.
+        widths: By number of draft tokens, how often the budget chose it, and what it expected of it
+            in all of its steps; empty where the number was fixed, or decided by other calls.
         prefill_sec: Time of the prefills, until their choices are on the host.
         draft_sec: Time of asking the drafter and the budget, and of building the tree's tensors.
         forward_sec: Time of the target's forwards, until their choices are on the host.
@@ -94,6 +121,7 @@ class DecodeStats:
     num_drafted_row_steps: int = 0
     accepted_by_depth: list[int] = field(default_factory=list)
     sources: dict[str, SourceStats] = field(default_factory=dict)
+    widths: dict[int, WidthStats] = field(default_factory=dict)
     prefill_sec: float = 0.0
     draft_sec: float = 0.0
     forward_sec: float = 0.0
@@ -190,10 +218,12 @@ class DecodeStats:
     def add(self, other: "DecodeStats") -> None:
         """Add the counts and times of `other`."""
         for name in self.__dataclass_fields__:
-            if name not in ("accepted_by_depth", "sources"):
+            if name not in ("accepted_by_depth", "sources", "widths"):
                 setattr(self, name, getattr(self, name) + getattr(other, name))
         for name, of_source in other.sources.items():
             self.sources.setdefault(name, SourceStats()).add(of_source)
+        for width, of_width in other.widths.items():
+            self.widths.setdefault(width, WidthStats()).add(of_width)
         self._add_depths(other.accepted_by_depth)
 
     def _add_depths(self, more: Sequence[int]) -> None:

@@ -8,25 +8,20 @@ each call learns it anew. What a draft costs is kept. A model's draft goes on by
 
 from bisect import bisect_right
 
-from lade.budget.costs import BackOff
+from lade.budget.seconds import SHARE_OF_TRIALS, Seconds
 
 # Tokens that cheaper sources are expected to yield, where one level ends and the next begins.
 _LEVELS = (0.3, 1.0, 2.5)
 MEMORY = 32.0  # measurements that a mean goes back to, or steps
 _WEIGHT_OF_ALL = 2.0  # as if a source had added at each level twice what it added at all of them
-# Of the time, what asking may take where it does not pay; and so many drafts, at most a step's time
-# at first, that it may take at once.
-_SHARE_OF_TRIALS = 0.005
+# Drafts, at most a step's time at first, that asking where it does not pay may take at once.
 _NUM_TRIALS = 4.0
-# Tokens of the text that a source has not seen are run in about the time of one, up to so many.
-# Where there are more, as at its first draft, what it promises must be worth the time that they
-# take; so many times, as long as it was not measured, and never before a few steps. Of simulated
-# calls of 64 tokens, a source that does not pay took up to 10 % with factors of 1 and 0.5 steps,
-# and 4 % with these.
+# Where a source has more tokens of the text to run first, as at its first draft, what it promises
+# must be worth the time that they take; so many times, as long as it was not measured, and never
+# before a few steps. Of simulated calls of 64 tokens, a source that does not pay took up to 10 %
+# with a factor of 1, and 4 % with this.
 FEW_BEHIND = 16
 _DOUBT = 9.0
-_OUTLIER = 4.0  # a time may be this many times the mean: others use the machine, or the user pauses
-_NUM_FIRST = 3  # of the first few times, the shortest counts: libraries prepare kernels
 
 
 class Mean:
@@ -47,35 +42,38 @@ class Mean:
         self.value += (value - self.value) / num
         self.num = num  # last, for calls of other threads
 
-    def add_sec(self, sec: float) -> None:
-        """Take a time into account, which may be too long, but hardly too short."""
-        if 0 < self.num < _NUM_FIRST:
-            self.num, self.value = self.num + 1, min(self.value, sec)
-        else:
-            self.add(min(sec, _OUTLIER * self.value) if self.num else sec)
+
+class BackOff:
+    """Lets what does not pay be tried for a small share of what passes without it.
+
+    Steps or seconds, as its user counts. Nothing is drawn at random.
+
+    Args:
+        share: of what passes that trials may take.
+        first: what they may take before any has passed.
+        most: what is saved up for them at most.
+    """
+
+    def __init__(self, share: float, first: float, most: float) -> None:
+        self.left = first
+        self._share = share
+        self._most = most
+
+    def passed(self, amount: float) -> None:
+        """Save up for trials."""
+        if self.left < self._most:
+            self.left = min(self._most, self.left + self._share * amount)
+
+    def spent(self, amount: float) -> None:
+        """Take a trial into account that did not pay."""
+        self.left -= amount
+
+    def granted(self, amount: float) -> None:
+        """Let trials take so much, at least: what is tried looks promising."""
+        self.left = max(self.left, amount)
 
 
 # --- whether it is asked --------------------------------------------------------------------
-
-
-class SourceCosts:
-    """Seconds of a source: all that a call leaves to later ones, which may share it."""
-
-    def __init__(self) -> None:
-        self.draft_sec = Mean()
-        self.behind_sec = Mean()  # of one that had to run much of the text before, per token of it
-
-    @property
-    def are_known(self) -> bool:
-        """Whether they were measured often enough, also where all answers are short."""
-        return self.draft_sec.num > 0 or self.behind_sec.num > 1
-
-    def record(self, sec: float, num_behind: int) -> None:
-        """Learn the seconds of a draft by a source that had to run so many tokens before."""
-        if num_behind <= FEW_BEHIND:
-            self.draft_sec.add_sec(sec)
-        else:
-            self.behind_sec.add_sec(max(0.0, sec - self.draft_sec.value) / num_behind)
 
 
 class Pace:
@@ -84,14 +82,12 @@ class Pace:
     def __init__(self) -> None:
         self._sec = self._num_tokens = self._num_steps = 0.0  # decayed sums
 
-    def record(self, sec: float, num_tokens: int, num_steps: float = 1.0) -> None:
-        """Learn what steps took, drafting included, and how many tokens all rows emitted."""
-        if self.is_settled:
-            sec = min(sec, _OUTLIER * num_steps * self.step_sec)
+    def record(self, sec: float, num_tokens: int) -> None:
+        """Learn what a step took, drafting included, and how many tokens all rows emitted."""
         kept = 1 - 1 / MEMORY
         self._sec = kept * self._sec + sec
         self._num_tokens = kept * self._num_tokens + num_tokens
-        self._num_steps = kept * self._num_steps + num_steps
+        self._num_steps = kept * self._num_steps + 1.0
 
     @property
     def is_settled(self) -> bool:
@@ -119,11 +115,12 @@ class Asking:
     Decisions depend on what was recorded alone; nothing is drawn at random.
 
     Args:
-        costs: of its drafts; measured on.
+        costs: what a draft takes, by the tokens that the source has to run, the newest included;
+            measured on.
         pace: of the call.
     """
 
-    def __init__(self, costs: SourceCosts, pace: Pace) -> None:
+    def __init__(self, costs: Seconds, pace: Pace) -> None:
         self.costs = costs
         self._pace = pace
         self._gain = Mean(1.0, 1.0)  # tokens added; as if it had been one, once
@@ -142,19 +139,19 @@ class Asking:
         is_behind = num_behind > FEW_BEHIND
         if is_behind and not pace.is_settled:
             return False
-        if not pace.token_sec or not costs.are_known:
+        if not pace.token_sec or not costs.is_known:
             return True
-        behind_sec = num_behind * costs.behind_sec.value if is_behind else 0.0
-        asking_sec = costs.draft_sec.value + behind_sec
+        draft_sec, asking_sec = costs.at(1.0), float(costs.at(1.0 + num_behind))
+        behind_sec = asking_sec - float(draft_sec) if is_behind else 0.0
         net, doubt = self._net_gain(num_expected), 1.0 if self._gain.num > 1 else _DOUBT
         if net > 0 and net * pace.steps_of(num_to_come) >= behind_sec * doubt:
             return True
         if self._back_off is None:
-            first = min(_NUM_TRIALS * costs.draft_sec.value, pace.step_sec)
-            self._back_off = BackOff(_SHARE_OF_TRIALS, first, _NUM_TRIALS * asking_sec)
+            first = min(_NUM_TRIALS * float(draft_sec), pace.step_sec)
+            self._back_off = BackOff(SHARE_OF_TRIALS, first, _NUM_TRIALS * asking_sec)
         left = self._back_off.left
         if self._gain.num <= _NUM_TRIALS:  # these may take what all of the call would save up
-            left += _SHARE_OF_TRIALS * num_to_come * pace.token_sec
+            left += SHARE_OF_TRIALS * num_to_come * pace.token_sec
         return left >= asking_sec
 
     def record_gain(self, num_expected: float, num_added: float, sec: float) -> None:
@@ -181,4 +178,4 @@ class Asking:
         here = self._gains[bisect_right(_LEVELS, num_expected)]
         of_all = _WEIGHT_OF_ALL * self._gain.value
         gain = (here.num * here.value + of_all) / (here.num + _WEIGHT_OF_ALL)
-        return gain * self._pace.token_sec - self.costs.draft_sec.value
+        return gain * self._pace.token_sec - float(self.costs.at(1.0))

@@ -186,6 +186,13 @@ def bench(
     model: ModelOption = None,
     loading: LoadOptions,
     temperature: TemperatureOption = 0.0,
+    budget: Annotated[
+        bool,
+        typer.Option(
+            "--budget",
+            help="Show how many draft tokens lade chose to verify, and what it expected of others.",
+        ),
+    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
@@ -205,7 +212,7 @@ def bench(
 
     settings = Settings(max_new_tokens, temperature)
     chosen = read_prompts(prompts or DEMO_PROMPTS)
-    compare(loading.load(model), chosen, settings, json)
+    compare(loading.load(model), chosen, settings, json, shows_budget=budget)
 
 
 @app.command(rich_help_panel=_PREPARE)

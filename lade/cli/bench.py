@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 
 
 def compare(
-    loaded: LoadedModel, prompts: Sequence[Prompt], settings: Settings, file: Path | None
+    loaded: LoadedModel,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    file: Path | None,
+    *,
+    shows_budget: bool = False,
 ) -> None:
-    """Run every method of `lade bench`."""
+    """Run every method of `lade bench`; also show what its budget chose where that is asked for."""
     from lade.bench.methods import METHODS
-    from lade.bench.report import groups, table
-    from lade.bench.run import Contest, summarise, warm_up
+    from lade.bench.report import budget_table, groups, table
+    from lade.bench.run import Contest, stats_of, summarise, warm_up
     from lade.probing.plan import probe
 
     inputs = encode_prompts(loaded, [each.text for each in prompts], settings.max_new_tokens)
@@ -47,6 +52,9 @@ def compare(
     caption = f"verification: {verification}"
     made = table(results, [*METHODS], settings.describe(), caption)
     Console(highlight=False).print(made, crop=False)
+    if shows_budget:
+        widths = stats_of(result.answers["lade"] for result in results).widths
+        Console(highlight=False).print(budget_table(widths), crop=False)
     if file is not None:
         summary = {
             group: {name: summarise(part, name)._asdict() for name in METHODS}

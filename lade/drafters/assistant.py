@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from lade.budget.asking import Mean
+from lade.budget.seconds import Seconds
 from lade.compat import Model
 from lade.config import check_integer
 from lade.drafters.model_drafter import ModelDrafter
@@ -51,7 +51,7 @@ class AssistantModel(Drafter):
         if tokenizer is not None and target_tokenizer is not None:
             size = model.config.get_text_config(decoder=True).vocab_size
             self._shares_ids = _shares_ids(target_tokenizer, tokenizer, size)
-        self._length, self._forward_sec = length, Mean()
+        self._length, self._forward_sec = length, Seconds()
 
     def for_call(self, call: DraftingCall) -> Drafter:
         """Return a drafter for one call.

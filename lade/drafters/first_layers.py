@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lade.attempts import Attempt
-from lade.budget.asking import Mean
+from lade.budget.seconds import Seconds
 from lade.compat import Model, mesh_of
 from lade.config import check_integer
 from lade.drafters.model_drafter import ModelDrafter
@@ -55,7 +55,7 @@ class FirstLayers(Drafter):
             check_integer("length", length, 1)
         self.num_layers = num_layers
         self.name = name
-        self._length, self._forward_sec = length, Mean()
+        self._length, self._forward_sec = length, Seconds()
 
     def for_call(self, call: DraftingCall) -> Drafter:
         """Return a drafter for one call.

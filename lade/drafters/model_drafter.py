@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lade.budget.asking import FEW_BEHIND, Mean
 from lade.budget.budget import Calibration
-from lade.budget.costs import Floats
+from lade.budget.seconds import Floats, Seconds
 from lade.drafters.runner import ModelRunner
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import draft_of, matched_depth
@@ -58,7 +58,7 @@ class Rule:
         step_sec: returns the seconds of a step that verifies so many nodes, 0 where unknown.
     """
 
-    def __init__(self, forward_sec: Mean | None, step_sec: Callable[[int], float]) -> None:
+    def __init__(self, forward_sec: Seconds | None, step_sec: Callable[[int], float]) -> None:
         self._forward_sec, self._step_sec = forward_sec, step_sec
         #: How often a level was right, given the one before, of late; at first, a guess.
         self.right = Mean(0.7, 4.0)
@@ -68,7 +68,8 @@ class Rule:
         """Return whether another level is worth a forward, after these; at least one."""
         if self._forward_sec is None:
             return True
-        forward_sec, num_nodes = self._forward_sec.value, sum(each[2] for each in levels)
+        forward_sec = float(self._forward_sec.at(1.0)) if self._forward_sec.is_known else 0.0
+        num_nodes = sum(each[2] for each in levels)
         step_sec = self._step_sec(num_nodes)
         if not forward_sec or not step_sec:
             return levels[-1].token_prob >= _SURE
@@ -276,7 +277,7 @@ class ModelDrafter(Drafter):
         call: DraftingCall,
         open_runner: Callable[[], ModelRunner],
         length: int | None,
-        forward_sec: Mean,
+        forward_sec: Seconds,
         max_length: int | None = None,
     ) -> None:
         self.is_measured = length is None
@@ -365,6 +366,6 @@ class ModelDrafter(Drafter):
         probs = (best.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
         ids, on_host = HostCopy(best.indices, probs).get()
         if len(committed) - state.num_followed <= FEW_BEHIND:
-            self._forward_sec.add_sec(perf_counter() - start)
+            self._forward_sec.record(1, perf_counter() - start)
         state.num_followed = len(committed)
         return ids.numpy(), on_host.numpy().astype(np.float64)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lade.budget.asking import SourceCosts
 from lade.budget.budget import Calibration
+from lade.budget.seconds import Seconds
 from lade.captures import put_back, random_states
 from lade.config import check_integer
 from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
@@ -200,7 +200,7 @@ class Source:
         self.is_part = is_part
         self.stats = SourceStats()
         self.calibration = Calibration()
-        self.costs = SourceCosts()
+        self.costs = Seconds()
         self.num_successors = 0
         self.learns_ngrams = self.is_free = False
         # Whether it draws when it is told how much, or at once, where drafts are drawn.

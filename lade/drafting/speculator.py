@@ -150,10 +150,8 @@ class Speculator:
         explores = call.max_candidates is None and call.rngs is None
         self._explorer = next((s for s in sources if s.is_pool and explores), None)
         self._rows: dict[int, _DraftedRow] = {}
-        # The step under way: when its first draft was asked for, rows drafted for, rows observed
-        # and tokens emitted since.
-        self._begun: float | None = None
-        self._num_drafted = self._num_observed = self._num_emitted = 0
+        # Of the step under way: seconds of asking sources, and tokens emitted.
+        self._asking_sec, self._num_emitted = 0.0, 0
 
     def sources(self) -> dict[str, SourceStats]:
         """Return what each source did, where there are several or models."""
@@ -254,7 +252,6 @@ class Speculator:
             source = self._sources[0]
             alone: Draft = source.ask(source.draft, draft, row, context, most)
             return alone
-        self._begin_step(perf_counter())
         draws, drafts = self._call.rngs is not None, list[Draft]()
         length = len(context) - len(state.forced)
         num_to_come = max(0, self._call.max_length - length)
@@ -281,38 +278,25 @@ class Speculator:
                 draft = joined(drafts, most)
             sec = perf_counter() - start
             state.asked.append(_Asked(source, before, draft, found, sec))
-            source.costs.record(sec, num_behind)
+            source.costs.record(1 + num_behind, sec)
+            self._asking_sec += sec
             source.num_run[row] = length
             source.stats.num_asked += 1
             source.stats.num_draft_tokens += len(found)
             source.stats.sec += sec
             if draws and source.is_made:
                 break
-        self._num_drafted += 1
         return draft
 
     def _order(self) -> list[Source]:
         """Return the sources in the order in which they are asked, the cheapest first."""
         working = [source for source in self._sources if not source.has_failed]
         if not self._asks_all:
-            working.sort(key=lambda source: source.costs.draft_sec.value or float("inf"))
+            working.sort(key=lambda s: s.costs.at(1.0) if s.costs.is_known else np.inf)
         if self._call.rngs is not None:
             # First a prediction, then those that are not drawn from yet.
             working.sort(key=lambda s: (not s.is_free or s.is_pool, s.is_made))
         return working
-
-    def _begin_step(self, now: float) -> None:
-        """Learn how long the last step took, and begin another."""
-        if self._begun is not None and not self._num_observed:
-            return  # another row is drafted for
-        if self._begun is not None:
-            # A budget may rest for some steps; rows that share a step share its seconds.
-            sec, num_steps = now - self._begun, self._num_observed / max(1, self._num_drafted)
-            self._pace.record(sec, self._num_emitted, num_steps)
-            for asking in self._asking.values():
-                asking.passed(sec)
-        self._begun = now
-        self._num_drafted = self._num_observed = self._num_emitted = 0
 
     def _with_explored(
         self, row: int, others: Sequence[NDArray[np.int32]], max_draft_tokens: int
@@ -416,7 +400,6 @@ class Speculator:
             if row in source.handles:
                 source.ask("observe", None, source.handles[row], token_ids)
         self._num_emitted += len(token_ids)
-        self._num_observed += 1
         emitted = [*token_ids[len(state.forced) :]]
         draws = self._call.rngs is not None
         # Of a draft that was not drawn from, nobody knows how much would have been verified.
@@ -442,22 +425,15 @@ class Speculator:
                 source.ask("harvest", None, *args)
 
     def learn(
-        self,
-        plan: Plan,
-        steps: Sequence[Step],
-        successors: HostCopy | None,
-        num_tokens: float | None = None,
-        sec: float | None = None,
+        self, plan: Plan, steps: Sequence[Step], successors: HostCopy | None, is_prefill: bool
     ) -> None:
-        """Learn from the last committed step: what followed all of its nodes, and what it cost.
+        """Learn from the last committed step: what followed all of its nodes.
 
         Args:
             plan: what it ran.
             steps: of the rows that emitted.
             successors: of the nodes, on their way to the host; None where nobody asks for them.
-            num_tokens: of its forward per row, besides the root; their mean where rows have no
-                padding, None for the prefill.
-            sec: seconds of its forward; None where not representative of other forwards.
+            is_prefill: whether it had no drafts as it was the first.
         """
         batch, trees, emitted = self._batch, plan.trees, dict[int, Sequence[int]]()
         for step in steps:
@@ -469,17 +445,28 @@ class Speculator:
                 if length and row in self._rows:
                     context = batch.contexts[row][:length]
                     self.harvest(row, context, tree, of_rows.of_tree(start, len(tree)))
-        if num_tokens is not None:
+        if not is_prefill:
             outcomes = {
                 row: (plan.proposed[row], emitted[row]) for row in emitted if row in plan.proposed
             }
-            self._budget.record(
-                num_rows=len(trees),
-                num_nodes=num_tokens,
-                forward_sec=sec,
-                outcomes=outcomes,
-                num_emitted={row: batch.text.num_emitted(row) for row in batch.rows},
-            )
+            self._budget.learn(outcomes, {row: batch.text.num_emitted(row) for row in batch.rows})
+
+    def record(self, num_rows: int, num_tokens: float, sec: float, extra_sec: float) -> None:
+        """Learn what a step took.
+
+        Args:
+            num_rows: rows of the batch.
+            num_tokens: of its forward per row, besides the root; their mean where rows have no
+                padding.
+            sec: of the whole step.
+            extra_sec: of these, what other steps of its size do not take; infinite if unknown.
+        """
+        self._pace.record(sec, self._num_emitted)
+        for asking in self._asking.values():
+            asking.passed(sec)
+        if extra_sec < sec:  # what sources take is known by source
+            self._budget.record(num_rows, num_tokens, sec - extra_sec - self._asking_sec)
+        self._asking_sec, self._num_emitted = 0.0, 0
 
     def close(self, rows: Sequence[int]) -> None:
         """End rows."""

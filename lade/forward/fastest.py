@@ -29,10 +29,12 @@ class Fastest:
 
     Attributes:
         best: None as long as it is not known.
+        extra_sec: what the last comparison took, besides the fastest way.
     """
 
     def __init__(self, num_ways: int, is_large: bool = False) -> None:
         self.best: int | None = None
+        self.extra_sec = 0.0
         self._is_large = is_large
         self._sec = [math.inf] * num_ways  # the shortest of each
         self._rivals: Sequence[int] = range(num_ways)  # that run when they are compared
@@ -53,18 +55,21 @@ class Fastest:
             scale: what times are multiplied by, so that they can be held against others'.
         """
         rivals, is_known = self._rivals, self.best is not None
+        begin, least = perf_counter(), math.inf
         self._place = (self._place + 1) % len(rivals)
         first = rivals[self._place]
         results = {}
         for which in [first, *(each for each in rivals if each != first)]:
             start = perf_counter()
             results[which] = run(which)
+            least = min(least, perf_counter() - start)
             if which == first or self._is_large:
                 self._sec[which] = min(self._sec[which], scale * (perf_counter() - start))
         result = results.pop(rivals[0])
         if not all(is_close(other, result) for other in results.values()):
             self.best, self._num_left = TORCHS, -1
             return result if rivals[0] == TORCHS else run(TORCHS)
+        self.extra_sec = perf_counter() - begin - least
         if is_known:
             self._choose()
         elif self._is_large or self._place == 0:

@@ -128,6 +128,7 @@ class FusedForwards:
     ) -> None:
         self._kernels, self._run, self._products = compiled, run, Products(compiled, run)
         self.why_not: str | None = None
+        self.compared_sec = 0.0
         plan = read(model)
         self._sizes = sizes = plan.sizes
         is_whole = sizes.head_size % compiled.LANES == 0
@@ -222,7 +223,9 @@ class FusedForwards:
         if choice.best is None or choice.is_due():
             if self._places(request) is None:
                 return plainly()  # once: windows may forget what the same tokens see again
-            return choice.compare(run, self._is_close, 2**size / num_tokens)
+            result = choice.compare(run, self._is_close, 2**size / num_tokens)
+            self.compared_sec += choice.extra_sec
+            return result
         return run(choice.best)
 
     def _is_close(self, mine: Any, theirs: Any) -> bool:

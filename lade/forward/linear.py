@@ -69,6 +69,7 @@ class Products:
         # By dtype and size of the weights, and about the number of rows.
         self._choices: dict[tuple[torch.dtype, int, int, int], Fastest] = {}
         self._num_layers: Counter[tuple[torch.dtype, int, int]] = Counter()  # of the last view
+        self.compared_sec = 0.0
         self._num_apart = Counter[int]()  # forwards without them, by about their number of rows
 
     def view(self, model: Model) -> Model:
@@ -136,9 +137,11 @@ class Products:
             # What many rows take grows with them: torch's product gains on lade's, so that the few
             # of a class must not speak for the many.
             scale = 2**size / num_rows if num_rows >= _MANY_ROWS else 1.0
-            return choice.compare(
+            result = choice.compare(
                 lambda which: self._by(which, inputs, weight, bias), _is_close, scale
             )
+            self.compared_sec += choice.extra_sec
+            return result
         return self._by(choice.best, inputs, weight, bias)
 
     def _by(self, which: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ positions are computed on the device from one small buffer that the host fills. 
 be recorded as a CUDA graph and replayed (`graphs.py`). On other devices the same path runs eagerly.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -120,10 +121,10 @@ class FixedTarget(TreeTarget):
             workspace.graphs, workspace.dependencies = self._settings.new_graphs(), dependencies
 
     @property
-    def is_timing_valid(self) -> bool:
-        """Whether the last forward took as long as later ones of its shape will."""
+    def extra_sec(self) -> float:
+        """Seconds of the last forward that others of its shape do not take, as recordings do."""
         graphs = self._workspace.graphs
-        return graphs is None or graphs.is_timing_valid
+        return 0.0 if graphs is None or graphs.is_timing_valid else math.inf
 
     @property
     def why_not_recorded(self) -> str | None:

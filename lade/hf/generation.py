@@ -15,7 +15,7 @@ from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS
 from lade.batch import Batch, Text
 from lade.budget.budget import Budget
-from lade.budget.costs import ForwardCosts
+from lade.budget.seconds import Seconds
 from lade.compat import CACHE, has_adapters_by_row, has_own_generate, may_be_users, mesh_of
 from lade.config import SPECULATING
 from lade.decoder import Decoder, VerificationError
@@ -299,7 +299,7 @@ class Generation:
         temperature = 1.0 if options.temperature is None else options.temperature
         temperature = temperature if options.do_sample else 0.0
         key = "costs", verification.verification, verification.execution, verification.products
-        costs = self._profile.once(key, ForwardCosts)
+        costs = self._profile.once(key, dict[int, Seconds])
         return Budget(costs, temperature, asked)
 
     def _distances(self, verification: VerificationPlan) -> Distances | None:
@@ -373,7 +373,7 @@ class Generation:
             with suppress(Exception):  # what cannot be kept for the next call is dropped
                 target.release()
             raise
-        stats.sources = speculator.sources()
+        stats.sources, stats.widths = speculator.sources(), budget.widths
         credit(self._call.arguments.pool, stats.num_accepted_tokens)
         if decoder.failure is not None:
             target.undo()

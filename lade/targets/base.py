@@ -1,5 +1,6 @@
 """The interface between the decoding loop and a model."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -28,9 +29,9 @@ class Target(ABC):
     _had_company = False  # whether there were other calls when the last forward ran
 
     @property
-    def is_timing_valid(self) -> bool:
-        """Whether the last forward's time is representative of its size."""
-        return not self._had_company
+    def extra_sec(self) -> float:
+        """Seconds of the last forward that others of its size do not take; infinite if unknown."""
+        return math.inf if self._had_company else 0.0
 
     @property
     def price(self) -> float | None:

@@ -18,11 +18,12 @@ from transformers.cache_utils import Cache
 
 from lade.attempts import Attempt
 from lade.attention.packed import Calls, with_calls, with_held
-from lade.budget.joint import JointCosts
+from lade.budget.seconds import Seconds
 from lade.compat import CACHE, Model
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
 from lade.transfer import integers_on
+from lade.view import FastViews
 
 
 @dataclass(eq=False)
@@ -35,6 +36,7 @@ class Part:
         inputs: of its forward, one row.
         undo: makes the cache forget what the forward has written.
         num_committed: tokens that the call usually commits in a step.
+        products: what the view was made by, if it runs anything faster than the model.
         is_prompt: whether it is a piece of a prompt, of which the last token alone has logits.
         is_inference: whether the call is in torch's inference mode, which belongs to its thread.
     """
@@ -44,6 +46,7 @@ class Part:
     inputs: dict[str, Any]
     undo: Callable[[], None]
     num_committed: float
+    products: FastViews | None = None
     is_prompt: bool = False
     is_inference: bool = False
 
@@ -80,7 +83,7 @@ class JointForwards:
         self.num_run = 0
         self.price: float | None = None
         self._failure: str | None = None  # of the last forward of several calls
-        self._costs = JointCosts()
+        self._costs = Seconds()
 
     def __call__(self, parts: Sequence[Part]) -> list[Any]:
         """Run parts; return for each its logits, or the exception that it raised."""
@@ -100,10 +103,14 @@ class JointForwards:
         # Without memory for all there may be enough for one after the other; what else is no
         # `Exception`, such as an exit, is of one call, which raises it again.
         with suppress(BaseException), Attempt() as attempt:
+            products = parts[0].products
+            before = 0.0 if products is None else products.compared_sec
             begin = perf_counter()
             kept = [part.num_kept for part in parts]
             together = [*torch.split(run_as_one(parts), kept, dim=1)]
-            self._learn(parts, perf_counter() - begin)
+            sec = perf_counter() - begin
+            extra_sec = 0.0 if products is None else products.compared_sec - before
+            self._learn(parts, sec - extra_sec)
         if together:
             self._failure = None
             return together
@@ -124,7 +131,7 @@ class JointForwards:
         if steps := [part for part in parts if not part.is_prompt]:
             num_tokens = sum(part.num_tokens for part in steps)
             num_committed = sum(part.num_committed for part in steps)
-            self.price = self._costs.price(num_tokens, num_committed)
+            self.price = num_committed * self._costs.price(num_tokens)
 
 
 def _run_alone(part: Part) -> Any:

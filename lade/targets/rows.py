@@ -145,6 +145,11 @@ class RowsTarget(Target):
             return run_as_one(parts)
         return torch.cat(self.ask(self._company, parts), dim=1)
 
+    @property
+    def extra_sec(self) -> float:
+        """Seconds of the last forward that others of its size do not take; infinite if unknown."""
+        return super().extra_sec + self._rows[0].extra_sec
+
     def join(self, company: EngineCall) -> None:
         """Run forwards together with those of other calls, where all rows may."""
         if all(target.may_join for target in self._all):

@@ -96,6 +96,7 @@ class TreeTarget(Target):
             self._padding = mask.bool().to(self.device)
             self._num_padding = (self._padding.cumsum(dim=-1) == 0).sum(dim=-1)
         self._products = products
+        self._compared_before = self._compared_sec  # as the last forward began
         #: Whether its forwards may run together with those of other calls.
         self.may_join = takes_parts(model, layout, attention) and (
             self._padding is None or bool(self._padding.all())
@@ -241,6 +242,7 @@ class TreeTarget(Target):
     def forward(self, inputs: Any) -> Tensor:
         """Run the model on the inputs, together with other calls where there are some."""
         view = self._view_for(inputs["input_ids"].shape[1])
+        self._compared_before = self._compared_sec
         logits: Tensor
         if self._company is None:
             logits = view(**inputs).logits
@@ -248,15 +250,26 @@ class TreeTarget(Target):
             (logits,) = self.ask(self._company, [self._as_part(view, inputs)])
         return logits
 
+    @property
+    def extra_sec(self) -> float:
+        """Seconds of the last forward that others of its size do not take; infinite if unknown."""
+        return super().extra_sec + self._compared_sec - self._compared_before
+
+    @property
+    def _compared_sec(self) -> float:
+        return 0.0 if self._products is None else self._products.compared_sec
+
     def part(self, inputs: dict[str, Any]) -> Part:
         """Return a step as a part of a forward."""
+        self._compared_before = self._compared_sec
         return self._as_part(self._view, inputs)
 
     def _as_part(self, view: Model, inputs: dict[str, Any], is_prompt: bool = False) -> Part:
         is_inference = torch.is_inference_mode_enabled()
         shape = inputs["position_ids"].dim(), *sorted(inputs)
         kind = (id(self._model), self.attention, self._products, is_inference, *shape)
-        return Part(kind, view, inputs, self.discard, self._num_committed, is_prompt, is_inference)
+        habits = self._num_committed, self._products
+        return Part(kind, view, inputs, self.discard, *habits, is_prompt, is_inference)
 
     def join(self, company: EngineCall) -> None:
         """Run forwards together with those of other calls of the model, where that is exact."""

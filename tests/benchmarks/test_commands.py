@@ -292,6 +292,33 @@ def test_forwards_are_timed_with_both_products(
         run("forwards", "--context", 20)
 
 
+def test_the_budget_is_held_against_the_best_fixed_number_of_each_process(
+    options: list[Any], results: Callable[..., Any]
+) -> None:
+    given = [each for each in options if each not in ("--dtype", "float32")]
+    more = ["--dtypes", "float32", "--processes", 1, "--max-draft-tokens", "0,3", "--threads", 1]
+    found = results("budget", *given, *more, "--minutes", 0)
+    assert {*found["summary"]} == {"float32, a job", "float32, torch alone"}
+    for (only,) in found["processes"].values():
+        assert only["num_prompts"] == 1  # no other begins where no time is left
+        rates = only["tokens_per_sec"]
+        assert {*rates} == {"auto", "0", "3"}
+        assert only["ratio"] == pytest.approx(rates["auto"] / max(rates["0"], rates["3"]))
+        assert only["ratio_of_first"] > 0
+
+
+def test_what_is_believed_of_drafts_is_held_against_what_came(
+    options: list[Any], results: Callable[..., Any]
+) -> None:
+    found = results("reliability", *options, "--max-new-tokens", 40)
+    for part in ("the first 20 tokens", "after"):
+        *intervals, of_all = found[part]
+        assert of_all["num"] == sum(each["num"] for each in intervals) > 0
+        assert all(0 <= each["came"] <= 1 for each in intervals)
+        low, high = map(float, intervals[-1]["of"].split(" to "))
+        assert low <= intervals[-1]["promised"] <= high
+
+
 def test_a_full_pool_is_timed_and_an_interruption_keeps_its_sizes(
     results: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import doctest
 import sys
 
 from lade import DecodeStats, Step
+from lade.stats import WidthStats
 
 
 def test_the_example_holds() -> None:
@@ -53,3 +54,13 @@ def test_stats_count_and_add_up() -> None:
     assert other.accepted_by_depth == [1, 1, 1]
     assert stats.as_dict()["mean_accepted_tokens"] == 8 / 3
     assert DecodeStats().mean_accepted_tokens == 0.0
+
+
+def test_sums_of_statistics_have_what_was_expected_of_each_number_of_draft_tokens() -> None:
+    total = DecodeStats()
+    for num_steps in (1, 2):
+        widths = {0: WidthStats(num_steps, 3.0, 0.5), 7: WidthStats(0, 6.0, 0.75)}
+        total.add(DecodeStats(widths=widths))
+    assert total.widths == {0: WidthStats(3, 6.0, 1.0), 7: WidthStats(0, 12.0, 1.5)}
+    assert total.widths[7].tokens_per_sec == 8.0
+    assert total.as_dict()["widths"][7]["sec"] == 1.5

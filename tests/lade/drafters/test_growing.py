@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lade.budget.asking import Mean
+from lade.budget.seconds import Seconds
 from lade.drafters.model_drafter import TREE_WIDTH, GrowingTree, Level, RankedTokens, Rule
 from ngram_pool import Draft, SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
@@ -134,9 +134,9 @@ def test_measured_drafts_are_as_long_as_is_fastest(
     right: float, forward: float, promised: float
 ) -> None:
     """Where levels are as likely, whatever is promised, the best length is found by trying all."""
-    forward_sec = Mean()
+    forward_sec = Seconds()
     for sec in (1.5, forward, forward, forward):  # libraries prepare kernels in the first one
-        forward_sec.add_sec(sec)
+        forward_sec.record(1, sec)
     rule = Rule(forward_sec, lambda num_nodes: 0.1 + 0.002 * num_nodes)
     rng, lengths = np.random.default_rng(0), []
     for _ in range(600):

@@ -1,0 +1,53 @@
+"""Which times are learned as those of steps."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lade.budget.budget import Budget
+from lade.forward import fastest
+from lade.forward.fastest import Fastest
+from lade.hf.api import generate
+from lade.targets.trees import TreeTarget
+from tests.lade.shared import shared_model
+
+
+def test_a_comparison_tells_what_it_took_besides_the_fastest_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(fastest, "perf_counter", lambda: now[0])
+
+    def run(which: int) -> int:
+        now[0] += (5.0, 2.0, 3.0)[which]
+        return 0
+
+    choice = Fastest(3, is_large=True)
+    choice.compare(run, lambda mine, theirs: True)
+    assert choice.extra_sec == 8.0
+
+
+@pytest.mark.parametrize(
+    ("extra_sec", "is_learned"), [(0.0, True), (1e-6, True), (math.inf, False)]
+)
+def test_a_step_is_learned_without_what_others_of_its_size_do_not_take(
+    extra_sec: float, is_learned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = list[float]()
+
+    def record(self: Any, num_rows: int, num_nodes: float, sec: float) -> None:
+        recorded.append(sec)
+
+    monkeypatch.setattr(Budget, "record", record)
+    monkeypatch.setattr(TreeTarget, "extra_sec", property(lambda self: extra_sec))
+    model = shared_model("llama")
+    options: Any = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    stats = generate(model, torch.tensor([[5, 6, 7, 5, 6, 7]]), **options).stats
+    if is_learned:
+        # All of a step counts, not its forward alone; but for those that prove themselves.
+        assert stats.num_steps - 4 <= len(recorded) <= stats.num_steps
+        assert 0 < sum(recorded) <= stats.sec - stats.prefill_sec
+    else:
+        assert recorded == []
