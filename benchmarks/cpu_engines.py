@@ -1,5 +1,6 @@
 """`cpu-engines`: lade beside transformers, OpenVINO GenAI and llama.cpp, on the same weights.
 
+Of a GGUF file, all read the file itself; plain `generate` has lade's layers there.
 All methods answer each prompt in turn, greedily, each time beginning with another one; while one
 answers, the processes of the others wait. First of all, each answers another short prompt.
 """
@@ -28,6 +29,7 @@ from lade.bench.methods import new_rows
 from lade.cli.bench import describe_model
 from lade.cli.prompting import encode_prompts
 from lade.models import LoadedModel, encode
+from lade.models.gguf import gguf_in
 from lade.models.settings import Settings
 
 #: What is told of a method: sums over all prompts divided; medians, of speeds over plain's and of
@@ -88,8 +90,9 @@ def elsewhere(
         return process.submit(ask, name, start, token_ids, max_new_tokens).result()
 
     for name in names:
-        path = folder / f"{name}.gguf"
-        write_gguf(loaded.model, loaded.tokenizer, path, ENGINES[name].dtype or start.dtype)
+        path = gguf_in(loaded.name) or folder / f"{name}.gguf"
+        if path.parent == folder:
+            write_gguf(loaded.model, loaded.tokenizer, path, ENGINES[name].dtype or start.dtype)
         for drafts in (False, True):
             process = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
             begin = start._replace(path=str(path), drafts=drafts)

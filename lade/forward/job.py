@@ -33,6 +33,7 @@ from lade.compat import CACHE, Model, has_hook
 from lade.forward import words
 from lade.forward.fastest import Fastest, about
 from lade.forward.linear import FORMATS, MOST_TOKENS, REPORT, Products, is_plain, kernels
+from lade.forward.packed import PackedLinear, function_of, made_whole
 from lade.forward.reading import (
     AdditionPlan,
     DecoderPlan,
@@ -133,7 +134,8 @@ class FusedForwards:
         self._sizes = sizes = plan.sizes
         is_whole = sizes.head_size % compiled.LANES == 0
         require(is_whole, "its heads are no whole number of vectors")
-        self._dtype = plan.head.weight.dtype
+        is_packed = type(plan.head) is PackedLinear
+        self._dtype = torch.float32 if is_packed else plan.head.weight.dtype
         self._limit = limit_of(model)
         names = {module: name for name, module in model.named_modules()}
         self._names = [names[each] for each in (plan.head, *plan.modules)]
@@ -216,7 +218,8 @@ class FusedForwards:
                 result = run(_PLAINLY)
                 self.why_not = attempt.failure  # unless that fails, too
                 return result
-            return plainly()
+            with made_whole():  # packed weights: else a job would be held against itself
+                return plainly()
 
         if self.why_not is not None:
             return plainly()
@@ -287,6 +290,8 @@ class FusedForwards:
             raise ValueError(f"states of a layer have become {states.dtype} {[*states.shape]}")
         if number == last:
             head = self._weights.head()
+            if type(head) is PackedLinear:
+                return head.forward(states)
             return self._products.by_job(states, head.weight, head.bias)
         wide = _wide(states)
         if number > 0 and not hooked[number] and not hooked[number - 1]:
@@ -654,7 +659,16 @@ class _Weights:
     ) -> None:
         """Add the weight and the bias of a linear layer, from a column of the results on."""
         start = column * dtype.itemsize
-        self._add(number, place, module, "weight", dtype, start * module.in_features)
+        if type(module) is PackedLinear:
+            function = function_of(module.weight, module.ggml_type)
+            is_known = function is not None and dtype is torch.float32
+            half, of_row = module.half_head, module.weight.shape[1]
+            require(is_known and not (column and half), "its weights are packed otherwise")
+            packed = function.address, of_row, half  # type: ignore[union-attr]
+            self._table[number, place + words.PACKED : place + words.HALF + 1] = packed
+            self._add(number, place, module, "weight", torch.uint8, column * of_row)
+        else:
+            self._add(number, place, module, "weight", dtype, start * module.in_features)
         self._add(number, place + words.BIAS, module, "bias", dtype, start)
 
     def _add(

@@ -149,9 +149,21 @@ class Products:
             return linear(inputs, weight, bias)
         return (self.by_job if which == _OURS else _widened)(inputs, weight, bias)
 
-    def by_job(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return a product by lade's kernels."""
-        num_columns, num_inputs = weight.shape
+    def by_job(
+        self,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        packed: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Return a product by lade's kernels.
+
+        Args:
+            inputs, weight, bias: as for `product`.
+            packed: of a weight that is uint8 in blocks, the words PACKED and HALF; results are
+                float32 then, as the inputs are.
+        """
+        num_columns, num_inputs = len(weight), inputs.shape[-1]
         num_rows, dtype = inputs.numel() // num_inputs, inputs.dtype
         given = (inputs if dtype is torch.float32 else inputs.float()).contiguous()
         results = inputs.new_empty((*inputs.shape[:-1], num_columns))
@@ -174,6 +186,9 @@ class Products:
             job[words.HEAD + words.WEIGHT] = weight.data_ptr()
             job[words.HEAD + words.BIAS] = 0 if bias is None else bias.data_ptr()
             job[words.HEAD + words.NUM_COLUMNS] = num_columns
+            if packed is not None:
+                job[words.HEAD + words.PACKED], job[words.HEAD + words.HALF] = packed
+                job[words.HEAD + words.ROW_BYTES] = weight.shape[1]
             self._run(self._kernels.run_forward.address, place, num_threads)
         return results
 

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lade.compat import Model, attention_of, is_own_hook, placeholders_of
 from lade.forward import words
+from lade.forward.packed import PackedLinear
 from lade.view import apart, with_attention
 
 _POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the forward that is watched
@@ -26,6 +27,7 @@ _HONOURED = {
     *("dropout", "scaling", "softcap", "s_aux", "sliding_window", "is_causal", "position_ids"),
     *("use_cache", "output_attentions", "output_hidden_states", "cache_position", "return_dict"),
 }
+_LINEARS = (nn.Linear, PackedLinear)
 _NOTHING = (nn.Dropout, nn.Identity)  # done by these when a text is generated
 _OUTS = ("o_proj", "out_proj", "dense", "c_proj")
 _FUNCTIONS: dict[int, Callable[[Tensor], Tensor]] = {
@@ -278,7 +280,7 @@ class _Reader:
             layer, states = self._layer(each, states, sizes)
             layers.append(layer)
         head = self._view.get_output_embeddings()
-        require(type(head) is nn.Linear and head in self._calls, "its head is not a linear layer")
+        require(type(head) in _LINEARS and head in self._calls, "its head is not a linear layer")
         given, results = self._io(head)
         self._norms = [(each, *self._io(each)) for each in self._calls if _is_norm(each)]
         norm = self._norm_between(states, given)
@@ -418,7 +420,7 @@ class _Reader:
         """Return some columns of a linear layer, by default all."""
         linear, added = self._adapted.get(module, (module, ()))
         name = type(module).__name__
-        require(type(linear) is nn.Linear, f"{name} is not a plain linear layer")
+        require(type(linear) in _LINEARS, f"{name} is not a plain linear layer")
         return ProductPlan(linear, first, num or linear.out_features, module, added)
 
     def _additions(self, module: nn.Module) -> tuple[nn.Linear, tuple[AdditionPlan, ...]] | None:
@@ -429,7 +431,7 @@ class _Reader:
             for each in self._calls
             if each in inside and not each._modules and not isinstance(each, _NOTHING)
         ]
-        if not called or any(type(each) is not nn.Linear for each in called):
+        if not called or any(type(each) not in _LINEARS for each in called):
             return None
         if any(len(self._calls.get(each, ())) != 1 for each in (module, *called)):
             return None

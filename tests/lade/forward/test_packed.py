@@ -1,0 +1,187 @@
+"""Packed weights: products are those of GGML's own numbers, in one order, whatever runs beside."""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lade
+from lade.forward import job
+from lade.forward import packed as file
+from lade.forward.job import forwards_for
+from lade.forward.linear import kernels
+from lade.forward.packed import FORMATS, PackedEmbedding, PackedLinear, made_whole
+from lade.models.gguf import load_gguf
+from lade.openmp import runner
+from tests.grids import thinned
+from tests.lade.forward.conftest import Ran
+from tests.lade.forward.lanes import kernels_with
+from tests.lade.forward.test_job import TEXT, Apart, Prefilled, compared, with_drafts  # noqa: F401
+from tests.lade.models.gguf_files import blocks, whole, write
+
+pytestmark = [
+    pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here"),
+    pytest.mark.xdist_group("products"),  # compiled once
+]
+NUMBERS = {name: number for number, name in FORMATS.items()}
+# More than a depth of inputs, columns that no tile has, and blocks by one, where there are such.
+SIZES = ((9, 256), (37, 1536), (18, 1120), (10, 96))
+NUM_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 40)
+
+
+def product(function: Any, inputs: Any, weight: Any, num: int, strip_size: int) -> Any:
+    """Return products of rows [rows, inputs] and packed weights; of no row, the weights."""
+    num_rows, num_inputs = inputs.shape
+    made = np.zeros((num_rows, len(weight)) if num_rows else (len(weight), num), np.float32)
+    strip = np.zeros(strip_size, np.float32)
+    given = inputs.ctypes.data if num_rows else 0, 4 * num_inputs, num_rows
+    packed = weight.ctypes.data, weight.shape[1], len(weight)
+    words = (*given, *packed, made.ctypes.data, made.strides[0], num, strip.ctypes.data)
+    function((ctypes.c_int64 * len(words))(*words))
+    return made
+
+
+@pytest.mark.parametrize("lanes", [None, 8])
+@pytest.mark.parametrize("name", thinned(NUMBERS, "Q4_1", "Q6_K"))
+def test_products_are_exact_and_add_in_one_order(
+    name: str, lanes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to rounding; a row's last bit does not depend on how many are beside it."""
+    from lade.forward import _packed
+
+    module: Any = kernels_with(lanes, tmp_path, monkeypatch, is_packed=True) if lanes else _packed
+    function = module.product_of(NUMBERS[name]).ctypes
+    size = module.BLOCKS[NUMBERS[name]][0]
+    rng = np.random.default_rng(1)
+    for num_columns, num in ((n, k) for n, k in SIZES if k % size == 0):
+        weight = blocks(name, num_columns, num)
+        exact = whole(weight, name)
+        nothing = np.zeros((0, num), np.float32)
+        assert np.array_equal(product(function, nothing, weight, num, module.STRIP), exact)
+        inputs = rng.standard_normal((max(NUM_ROWS), num)).astype(np.float32)
+        of_all = product(function, inputs, weight, num, module.STRIP)
+        right = inputs.astype(np.float64) @ exact.astype(np.float64).T
+        assert np.abs(of_all - right).max() <= 1e-6 * np.abs(right).max()
+        for num_rows in NUM_ROWS:
+            some = product(function, inputs[:num_rows], weight, num, module.STRIP)
+            assert np.array_equal(some, of_all[:num_rows]), (num_columns, num, num_rows)
+
+
+def layer_of(name: str, half: int = 0, num: int = 256) -> PackedLinear:
+    weight = nn.Parameter(torch.from_numpy(blocks(name, 64, num)), requires_grad=False)
+    bias = nn.Parameter(torch.arange(64.0), requires_grad=False)
+    return PackedLinear(weight, NUMBERS[name], num, bias, half)
+
+
+@pytest.mark.parametrize("half", [0, 8])
+def test_a_layer_gives_what_its_whole_weight_gives(half: int) -> None:
+    layer = layer_of("Q4_K", half)
+    exact = torch.from_numpy(whole(layer.weight.numpy(), "Q4_K"))
+    if half:  # rows of a file: by turns one of each half
+        exact = exact.view(4, half, 2, 256).transpose(1, 2).reshape(64, 256)
+    inputs = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(0))
+    right = nn.functional.linear(inputs.double(), exact.double(), layer.bias.double())
+    assert layer(inputs.requires_grad_()).requires_grad  # by torch
+    with torch.no_grad():
+        of_kernels = layer(inputs)
+        with made_whole():
+            of_torch = layer(inputs)
+        assert layer(inputs.bfloat16()).dtype is torch.bfloat16
+    for made in (of_kernels, of_torch, layer(inputs)):
+        assert torch.allclose(made.double(), right, atol=1e-5, rtol=0)
+    assert not torch.equal(of_kernels, of_torch)  # else one of them was not asked
+    assert "format=Q4_K" in str(layer)
+
+
+def test_an_embedding_gives_rows_of_its_whole_table() -> None:
+    weight = nn.Parameter(torch.from_numpy(blocks("Q6_K", 20, 256)), requires_grad=False)
+    table = torch.from_numpy(whole(weight.numpy(), "Q6_K"))
+    ids = torch.tensor([[3, 0], [19, 3]])
+    assert torch.equal(PackedEmbedding(weight, NUMBERS["Q6_K"], 256)(ids), table[ids])
+    scaled = PackedEmbedding(weight, NUMBERS["Q6_K"], 256, torch.tensor(16.0))
+    assert torch.equal(scaled(ids), 16 * table[ids])
+
+
+def test_where_kernels_cannot_run_or_are_wrong_torch_runs_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, inputs = layer_of("Q8_0"), torch.randn(3, 256)
+    expected = layer._by_torch(inputs)
+    monkeypatch.setattr(file, "_functions", {})
+    by_reference = file._by_reference
+    monkeypatch.setattr(file, "_by_reference", lambda *of: by_reference(*of) + 1e-7)
+    with torch.no_grad():
+        made = layer(inputs)
+    assert file._functions == {NUMBERS["Q8_0"]: None}
+    assert torch.allclose(made, expected, atol=1e-4)
+    assert file.unpacked(layer.weight[:0], NUMBERS["Q8_0"]).shape[0] == 0
+
+
+@pytest.mark.parametrize(
+    "formats", thinned([*((name,) for name in NUMBERS), ("Q4_K", "Q6_K")], ("Q4_K", "Q6_K"))
+)
+def test_a_job_runs_packed_weights(
+    formats: tuple[str, ...],
+    tmp_path: Path,
+    compared: list[Apart],  # noqa: F811
+) -> None:
+    """Each forward is held against torch's on weights made whole."""
+    expected = write(tmp_path, "llama", *formats)
+    model = load_gguf(tmp_path / "model.gguf")
+    with_drafts(model, TEXT, max_new_tokens=40)
+    assert [each for each in compared if not each.is_close] == []
+    assert {1, TEXT.shape[1]} < {each.num_tokens for each in compared}
+    with torch.no_grad():
+        assert torch.allclose(model(TEXT).logits, expected(TEXT).logits, atol=1e-4)
+
+
+def test_a_job_is_never_held_against_packed_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If both were by the same kernels, one that is wrong would agree with itself."""
+    write(tmp_path, "llama", "Q8_0")
+    model = load_gguf(tmp_path / "model.gguf")
+    times: list[int] = []
+
+    def noted() -> Any:
+        times.append(1)
+        return made_whole()
+
+    monkeypatch.setattr(job, "made_whole", noted)
+    options: Any = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+    lade.generate(model, TEXT, attention_mask=torch.ones_like(TEXT), **options)
+    assert len(times) >= 2  # a prompt, and a single token
+
+
+def test_a_prompt_in_pieces_is_that_of_the_model_made_whole(ran: list[Ran], tmp_path: Path) -> None:
+    """The first pieces have no token whose logits are wanted."""
+    whole_model, text = write(tmp_path, "llama", "Q4_0"), TEXT.repeat(1, 9)
+    model = load_gguf(tmp_path / "model.gguf")
+    options: Any = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(text)
+    answer = lade.generate(model, text, **options)
+    assert max(each.num_tokens for each in ran) == text.shape[1]
+    assert torch.equal(answer, whole_model.generate(text, **options))
+
+
+def test_hooked_layers_and_a_head_of_packed_weights_run(
+    compared: list[Apart],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, "llama", "Q8_0")
+    model = load_gguf(tmp_path / "model.gguf")
+    model.model.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
+    with torch.no_grad():
+        Prefilled(model, TEXT)
+    assert [each.is_close for each in compared] == [True]
+
+
+def test_activations_in_16_bits_leave_packed_weights_to_their_layers(tmp_path: Path) -> None:
+    write(tmp_path, "llama", "Q8_0", "F32")
+    model = load_gguf(tmp_path / "model.gguf").to(torch.bfloat16)
+    assert kernels() is not None
+    assert forwards_for(model) is None

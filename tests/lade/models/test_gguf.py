@@ -1,0 +1,185 @@
+"""GGUF files as they are: the numbers and texts of the same model made whole, and nothing else."""
+
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import lade
+from lade.errors import UserError
+from lade.models import gguf as file
+from lade.models import load
+from tests.grids import thinned
+from tests.lade.models.gguf_files import ARCHITECTURES, WITH_CONFIG, write
+from tests.lade.tiny import byte_tokenizer
+
+TEXT = torch.tensor([[5, 6, 7, 8, 9, 10] * 5 + [5, 6, 7]])
+GIVEN: dict[str, Any] = {
+    "attention_mask": torch.ones_like(TEXT),
+    "do_sample": False,
+    "max_new_tokens": 24,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize("family", thinned(ARCHITECTURES, "llama", "gemma3_text", "granite"))
+def test_texts_are_those_of_the_model_made_whole(family: str, tmp_path: Path) -> None:
+    whole = write(tmp_path, family, "Q8_0", "Q4_1")
+    model = file.load_gguf(tmp_path / "model.gguf")
+    with torch.no_grad():
+        assert torch.allclose(model(TEXT).logits, whole(TEXT).logits, atol=1e-4)
+    expected: Tensor = whole.generate(TEXT, **GIVEN)
+    assert torch.equal(model.generate(TEXT, **GIVEN), expected)
+    assert torch.equal(lade.generate(model, TEXT, **GIVEN), expected)
+    if family not in WITH_CONFIG:
+        theirs = AutoModelForCausalLM.from_pretrained(
+            tmp_path, gguf_file="model.gguf", dtype=torch.float32
+        )
+        for name, each in theirs.named_parameters():
+            assert torch.equal(each, whole.get_parameter(name)), name
+
+
+def test_weights_are_the_files_own_bytes(tmp_path: Path) -> None:
+    write(tmp_path, "llama", "Q8_0", "F32", tie_word_embeddings=True)
+    model = file.load_gguf(tmp_path / "model.gguf")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.model.embed_tokens.weight.dtype is torch.uint8
+    sizes = [each.untyped_storage().nbytes() for each in model.parameters() if each.dim() == 2]
+    assert sizes.count((tmp_path / "model.gguf").stat().st_size) >= len(sizes) - 4  # q and k in F32
+    assert model.dtype is torch.float32
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_file_is_a_model_by_its_name_or_that_of_its_folder(
+    is_folder: bool, tmp_path: Path
+) -> None:
+    whole = write(tmp_path, "llama")
+    byte_tokenizer().save_pretrained(tmp_path)
+    model, tokenizer, name = load(str(tmp_path if is_folder else tmp_path / "model.gguf"))
+    assert (name, len(tokenizer)) == (str(tmp_path / ("" if is_folder else "model.gguf")), 256)
+    assert torch.equal(lade.generate(model, TEXT, **GIVEN), whole.generate(TEXT, **GIVEN))
+    assert "PackedLinear" in str(model)
+    made_whole = load(name, dtype="bfloat16").model
+    assert made_whole.dtype is torch.bfloat16
+    assert "PackedLinear" not in str(made_whole)
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 7, "pad_token_id": 3}')
+    assert load(name).model.generation_config.max_new_tokens == 7
+    (tmp_path / "other.gguf").write_bytes(b"")
+    if is_folder:
+        with pytest.raises(UserError, match=r"got model\.gguf, other\.gguf$"):
+            load(name)
+
+
+def test_a_tokenizer_that_is_missing_is_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, "llama", without=("tokenizer_model", "token_list", "token_types"))
+    with pytest.raises(UserError, match=r"no tokenizer in .*model\.gguf; put one beside it"):
+        load(str(tmp_path / "model.gguf"))
+
+
+# --- damaged files --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("whole")
+    write(folder, "llama", "Q8_0", "Q4_1", num_hidden_layers=2)
+    return (folder / "model.gguf").read_bytes()
+
+
+def damaged(rng: np.random.Generator, whole: bytes) -> bytes:
+    """Cut a file off, or overwrite some words of its settings and tensors' places."""
+    made = bytearray(whole)
+    first, lists = whole.index(b"blk.0.ffn_norm") + 200, whole.index(b"tokenizer.ggml.tokens")
+    if rng.random() < 0.2:
+        return bytes(made[: rng.integers(len(made))])
+    for _ in range(rng.integers(1, 4)):
+        start, stop = (4, lists) if rng.random() < 0.5 else (first - 1500, first)
+        at, size = int(rng.integers(start, stop)), int(rng.choice([1, 4, 8]))
+        values = (
+            0,
+            1,
+            2**31,
+            2**63 - 1,
+            2**64 - 1,
+            int(rng.integers(256)),
+            int(rng.integers(2**16)),
+        )
+        word = values[rng.integers(len(values))]
+        made[at : at + size] = struct.pack("<Q", word)[:size]
+    return bytes(made)
+
+
+@pytest.mark.parametrize("num", thinned([60, 2000], 60))
+def test_damaged_files_are_refused_or_hold_a_model(
+    num: int, whole_file: bytes, tmp_path: Path
+) -> None:
+    path, num_refused = tmp_path / "damaged.gguf", 0
+    for seed in range(num):
+        path.write_bytes(damaged(np.random.default_rng(seed), whole_file))
+        with suppress(UserError), torch.no_grad():
+            file.load_gguf(path)(TEXT)
+            num_refused -= 1
+        num_refused += 1
+    assert num / 3 < num_refused < num
+
+
+def forged(tmp_path: Path, change: Any) -> str:
+    """Return why a file is refused, whose tensors were described otherwise."""
+    write(tmp_path, "llama", "Q8_0")
+    path = tmp_path / "model.gguf"
+    made = bytearray(path.read_bytes())
+    place = made.index(b"blk.1.ffn_up.weight") + len("blk.1.ffn_up.weight")
+    change(made, place)
+    path.write_bytes(made)
+    with pytest.raises(UserError) as caught:
+        load(str(path))
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def put(kind: str, at: int, value: int) -> Any:
+    return lambda made, place: struct.pack_into(f"<{kind}", made, place + at, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (put("I", 0, 2**31), "'blk.1.ffn_up.weight' has 2,147,483,648 dimensions"),
+        (put("Q", 4, 2**40), "'blk.1.ffn_up.weight' of shape [512, 1099511627776] has"),
+        (put("Q", 4, 250), "'blk.1.ffn_up.weight' of shape [512, 250] has"),
+        (put("Q", 12, 0), "'blk.1.ffn_up.weight' of shape [0, 256] has"),
+        (put("Q", 12, 511), "'blk.1.ffn_up.weight' of shape [512, 256]"),
+        (put("I", 20, 10), "'blk.1.ffn_up.weight' is of GGML's type Q2_K (10), and F32, F16, Q4_0"),
+        (put("I", 20, 99), "'blk.1.ffn_up.weight' is of GGML's type an unknown one (99)"),
+        (put("Q", 24, 2**62), "'blk.1.ffn_up.weight' of shape [512, 256] has 139,264 bytes from"),
+        (put("Q", 24, 17), "'blk.1.ffn_up.weight' of shape [512, 256] has"),
+        (lambda made, place: made.__delitem__(slice(-100, None)), "bytes from"),
+        (lambda made, place: made.__delitem__(slice(1000, None)), "ends beyond the file"),
+        (lambda made, place: made.clear(), "of 0 bytes"),
+        (lambda made, place: struct.pack_into("<I", made, 4, 1), "version 2 or 3"),
+        (lambda made, place: struct.pack_into("<Q", made, 8, 2**40), "1,099,511,627,776 tensors"),
+        (lambda made, place: struct.pack_into("<4s", made, place - 6, b"wuig"), "no place for"),
+        (
+            lambda made, place: struct.pack_into("<I", made, made.index(b"block_count") + 15, 9),
+            "expected 9 layers",
+        ),
+    ],
+)
+def test_forged_files_are_refused_by_what_is_wrong(change: Any, told: str, tmp_path: Path) -> None:
+    assert told in forged(tmp_path, change)
+
+
+def test_a_part_of_a_file_says_how_parts_are_joined(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model-00001-of-00002.gguf", "llama")
+    writer.add_uint16("split.count", 2)
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, step)()
+    with pytest.raises(UserError, match="join the parts with llama-gguf-split --merge"):
+        load(str(tmp_path))
