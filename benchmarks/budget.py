@@ -50,7 +50,7 @@ class Job(NamedTuple):
     sec: float | None  # after which no prompt is begun
 
 
-class Found(NamedTuple):
+class Measured(NamedTuple):
     """What came of a process."""
 
     first: list[tuple[int, float]]  # of the first prompts, before anything else
@@ -58,7 +58,7 @@ class Found(NamedTuple):
     widths: "dict[int, WidthStats]"  # what the budget chose and expected
 
 
-def measure(job: Job) -> Found:
+def measure(job: Job) -> Measured:
     """Answer prompts with every number of draft tokens in turn, in this process."""
     from lade.bench.methods import Lade
     from lade.cli.options import LoadOptions
@@ -89,10 +89,10 @@ def measure(job: Job) -> Found:
         start = number % len(names)
         found = {name: answer(text, name) for name in (*names[start:], *names[:start])}
         times.append({name: found[name] for name in names})
-    return Found(first, times, stats.widths)
+    return Measured(first, times, stats.widths)
 
 
-def summarised(found: Found, categories: Sequence[str]) -> dict[str, Any]:
+def summarised(found: Measured, categories: Sequence[str]) -> dict[str, Any]:
     """Return what a process found: tokens a second of each number, and what the budget is of them.
 
     Args:

@@ -297,6 +297,23 @@ def forwards(*files: str) -> str:
 
 
 @_figure
+def budget(file: str) -> str:
+    """Return tokens a second of the budget and of fixed numbers, medians of fresh processes."""
+    summary = _read(file)["summary"]
+    numbers = [*next(iter(summary.values()))["tokens_per_sec"]]
+    ratios = ("ratio", "least_ratio", "least_of_categories", "ratio_of_first")
+    rows = [
+        (
+            *(way, *(f"{each['tokens_per_sec'][number]:.1f}" for number in numbers)),
+            *(f"{each[ratio]:.2f}" for ratio in ratios),
+        )
+        for way, each in summary.items()
+    ]
+    told = ("of the best", "lowest process", "lowest category", "first calls")
+    return _table(("tokens a second", *numbers, *told), 1, rows)
+
+
+@_figure
 def cpu_engines(file: str, run: str) -> str:
     """Return what engines did with the same weights, in one dtype and with so many threads."""
     rows = [(_NAMES[name], *cells_of(row)) for name, row in _read(file)["runs"][run].items()]
