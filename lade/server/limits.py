@@ -16,7 +16,7 @@ from lade.server.errors import ApiError
 from lade.server.exchange import Exchange
 from lade.server.grammars import Grammars
 from lade.server.options import ServerOptions
-from lade.server.requests import Asked, Chat, Completion
+from lade.server.requests import Asked, Chat, Completion, wrong
 
 # Of a token in the mean, and of a body beside its prompt: megabytes of more are refused before they
 # are made tokens.
@@ -94,8 +94,7 @@ class Preparing:
             options = {"tools": asked.tools or None, **(asked.chat_template_kwargs or {})}
             useless = useless_field(self._tokenizer, messages, options)
             if useless is not None:
-                message = "not supported: the model's chat template has no use for it"
-                raise ApiError(400, f"{useless}: {message}", param=useless, code="unsupported")
+                raise wrong(useless, "not supported: the model's chat template has no use for it")
             return encode_messages(self._loaded, messages, options=options)
 
     def _generation(self, asked: Asked, num_prompt: int) -> Any:

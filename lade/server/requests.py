@@ -18,7 +18,8 @@ _MAX_VALUES = 50_000
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
-def _wrong(param: str | None, message: str) -> ApiError:
+def wrong(param: str | None, message: str) -> ApiError:
+    """Return what a client is told of a field that cannot be taken."""
     told = message if param is None else f"{param}: {message}"
     return ApiError(400, told, param=param, code="unsupported_or_invalid")
 
@@ -117,9 +118,9 @@ class Asked(_Strict):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise _wrong("stream_options", "expected it with stream alone")
+            raise wrong("stream_options", "expected it with stream alone")
         if self.temperature and self.temperature < _LOWEST_TEMPERATURE:
-            raise _wrong("temperature", f"expected 0 or at least {_LOWEST_TEMPERATURE}")
+            raise wrong("temperature", f"expected 0 or at least {_LOWEST_TEMPERATURE}")
         return self
 
     @property
@@ -162,16 +163,16 @@ class Chat(Asked):
         if self.tool_choice == "none":
             self.tools = None
         if self.top_logprobs is not None and not self.logprobs:
-            raise _wrong("top_logprobs", "expected it with logprobs alone")
+            raise wrong("top_logprobs", "expected it with logprobs alone")
         if self.schema_asked is not None and self.tools:
             message = "expected a schema or tools, got both: calls are not of the schema"
-            raise _wrong("response_format", message)
+            raise wrong("response_format", message)
         form = self.response_format
         if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
-            raise _wrong("response_format", "expected json_schema with the type json_schema alone")
+            raise wrong("response_format", "expected json_schema with the type json_schema alone")
         for name in sorted((self.chat_template_kwargs or {}).keys() & _NOT_OF_TEMPLATES):
             message = f"expected arguments of the chat template, got {name!r}"
-            raise _wrong("chat_template_kwargs", message)
+            raise wrong("chat_template_kwargs", message)
         return self
 
     @property
@@ -203,9 +204,9 @@ _NOT_OF_TEMPLATES = {
 def _check_function(part: Json, where: str) -> None:
     function = part.get("function")
     if part.get("type", "function") != "function":
-        raise _wrong(f"{where}.type", "expected 'function'")
+        raise wrong(f"{where}.type", "expected 'function'")
     if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-        raise _wrong(f"{where}.function", "expected a function with a name")
+        raise wrong(f"{where}.function", "expected a function with a name")
 
 
 def _arguments_of(call: Json, where: str) -> Json:
@@ -214,7 +215,7 @@ def _arguments_of(call: Json, where: str) -> Json:
         with suppress(ValueError, RecursionError):
             found = json.loads(found)
     if not isinstance(found, dict):
-        raise _wrong(where, "expected a JSON object, {} for none")
+        raise wrong(where, "expected a JSON object, {} for none")
     return found
 
 
@@ -234,7 +235,7 @@ def read(kind: type[Asked], data: bytes | bytearray, model: str) -> Asked:
         param = ".".join(map(str, first["loc"]))[:200] or None
         message = "not supported" if first["type"] == "extra_forbidden" else first["msg"][:300]
         message += "; calls cannot be forced" if param == "tool_choice" else ""
-        raise _wrong(param, message) from None
+        raise wrong(param, message) from None
     if asked.model not in (None, model):
         message = f"expected the model {model!r}, got {asked.model!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
