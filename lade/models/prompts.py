@@ -6,10 +6,6 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
-from jinja2 import TemplateError, meta
-
-from lade.attempts import Attempt
-from lade.compat import parsed_template
 from lade.errors import ContextLengthError, UserError
 from lade.models.loading import LoadedModel
 
@@ -87,6 +83,8 @@ def useless_field(
         tokenizer: with a chat template.
         messages, options: that it takes, as for `encode_messages`; tools are always among them.
     """
+    from lade.attempts import Attempt  # which takes torch
+
     variables = _variables_of(tokenizer.get_chat_template(tools=options["tools"]))
     for name in options.keys() - variables:
         if name != "tools":
@@ -110,12 +108,18 @@ def useless_field(
 
 @lru_cache(8)
 def _variables_of(template: str) -> frozenset[str]:
+    from jinja2 import meta
+
+    from lade.compat import parsed_template
+
     return frozenset(meta.find_undeclared_variables(parsed_template(template)))
 
 
 @contextmanager
 def _refusals(what: str) -> Iterator[None]:
     """Tell of a chat template that raises as a fault of what it was given."""
+    from jinja2 import TemplateError
+
     try:
         yield
     except (TemplateError, TypeError, ValueError) as error:

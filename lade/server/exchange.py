@@ -19,7 +19,7 @@ from lade.stats import DecodeStats
 
 
 @dataclass(eq=False)
-class Answer:
+class OneAnswer:
     """One of the answers to a request, written by the thread that makes it until it is over."""
 
     index: int  # among those to the request
@@ -62,7 +62,7 @@ class Exchange:
     pools: Pools | None = None
     is_private: bool = True  # whether no later request may know what this one was about
     # What comes of it.
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[OneAnswer] = field(default_factory=list)
     futures: list["Future[None]"] = field(default_factory=list)  # of the engine, one of each answer
     watch: "asyncio.Task[None] | None" = None  # on the client
     # What is new with each step, as choices of a stream, of all answers: one that is empty once the
@@ -81,7 +81,7 @@ class Exchange:
         for index in range(self._num_left):
             grammar = None if self.grammar is None else self.grammar.deep_copy()
             of_answer = None if seed is None else seed + index
-            self.answers.append(Answer(index, of_answer, grammar, deepcopy(self.parser)))
+            self.answers.append(OneAnswer(index, of_answer, grammar, deepcopy(self.parser)))
 
     def end(self, error: ApiError) -> None:
         """End it before its next token, or its turn; the first reason stays."""

@@ -24,7 +24,7 @@ from lade.models.responses import parts_of
 from lade.models.stream import StopCutter, TextStream
 from lade.server.answers import Json, add
 from lade.server.errors import ApiError, failed
-from lade.server.exchange import Answer, Exchange
+from lade.server.exchange import Exchange, OneAnswer
 from lade.server.grammars import Kept
 from lade.stats import Step
 
@@ -49,7 +49,9 @@ def tell_end(exchange: Exchange, future: Future[None]) -> None:
     exchange.in_loop(exchange.finish)
 
 
-def answer(exchange: Exchange, one: Answer, loaded: LoadedModel, drafter: Drafter | None) -> None:
+def answer(
+    exchange: Exchange, one: OneAnswer, loaded: LoadedModel, drafter: Drafter | None
+) -> None:
     """Generate as `model.generate` does with the answer's seed."""
     exchange.check()
     one.admitted = perf_counter()
@@ -109,7 +111,7 @@ class _Relay:
     minutes where a string is made for it.
     """
 
-    def __init__(self, exchange: Exchange, one: Answer, tokenizer: Any) -> None:
+    def __init__(self, exchange: Exchange, one: OneAnswer, tokenizer: Any) -> None:
         self._exchange, self._answer, self._parser = exchange, one, one.parser
         self._is_chat = exchange.asked.is_chat
         self._stream = TextStream(tokenizer, skips_special=self._parser is None)

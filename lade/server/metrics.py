@@ -7,7 +7,7 @@ from typing import Any
 import prometheus_client as prometheus
 
 from lade.engine import Engine
-from lade.server.exchange import Answer, Exchange
+from lade.server.exchange import Exchange, OneAnswer
 from lade.targets.prefixes import PrefixStore
 from ngram_pool import PoolStore
 
@@ -83,7 +83,7 @@ class Metrics:
         for one in exchange.answers:
             self._count(exchange, one)
 
-    def _count(self, exchange: Exchange, one: Answer) -> None:
+    def _count(self, exchange: Exchange, one: OneAnswer) -> None:
         num_tokens, stats, times = len(one.token_ids), one.stats, self._times
         arrived, first, last = exchange.arrived, one.first_token, one.last_token
         if one.admitted is not None:
