@@ -11,7 +11,6 @@ its arguments: on cards of compute capability 9 and 10, in 16 bits, that of cuDN
 plan for each new shape (tens to hundreds of milliseconds), and nearly every tree has a new one.
 """
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -130,13 +129,6 @@ def packed_sdpa(
         scaling,
     )
     of_heads = packed.reshape(rows, num_heads, num_queries, value.shape[-1])
-    if _may_be_spoiled(attention_mask, of_heads):
-        for row, node in (~of_heads.isfinite()).any(-1).any(1).nonzero().tolist():
-            sees = attention_mask[row, 0, node]  # type: ignore[index]
-            states = query[row, :, node, None], key[row][:, sees], value[row][:, sees]
-            of_heads[row, :, node, None] = functional.scaled_dot_product_attention(
-                *states, dropout_p=dropout, scale=scaling, enable_gqa=num_sharing > 1
-            )
     return of_heads.transpose(1, 2).contiguous(), None
 
 
@@ -168,20 +160,6 @@ def _attended(
         query, key, value, added, False, scale=scaling
     )[0]
     return attended
-
-
-def _may_be_spoiled(mask: Tensor | None, attended: Tensor) -> bool:
-    """Return whether keys or values that are hidden may have counted, for they are no numbers.
-
-    A weight of 0 times NaN is NaN. On other devices than a CPU it would be waited for.
-    """
-    return (
-        mask is not None
-        and mask.dtype is torch.bool
-        and mask.is_cpu
-        and not torch.compiler.is_compiling()
-        and not math.isfinite(attended.sum(dtype=torch.float32))
-    )
 
 
 _ALIGNMENT = 16  # bytes between heads, for the kernel; and numbers between the rows of its mask

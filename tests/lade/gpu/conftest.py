@@ -10,9 +10,10 @@ from torch import Tensor
 
 from lade.attention import packed
 from lade.hf.generation import Generation
-from lade.probing import factory
+from lade.probing import factory, own_code
 from lade.probing.profile import profile_of
 from lade.probing.proof import Distances
+from lade.probing.slots import Replaced
 from lade.targets.kv_cache import TreeCache
 from tests.lade.recorder import CpuRecorder, RecordingPolicy
 
@@ -52,6 +53,8 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return real(self, shape, **options)
 
     monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
+    # It stands in for a device, and is no code of the user's.
+    monkeypatch.setattr(own_code, "_REPLACED", Replaced(lambda _: False))
     return limit
 
 
