@@ -99,6 +99,7 @@ def test_a_request_has_one_length(client: Client, line: str, key: str) -> None:
 # --- times ----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     "body",
     [
@@ -109,9 +110,8 @@ def test_a_request_has_one_length(client: Client, line: str, key: str) -> None:
     ids=str,
 )
 def test_an_answer_that_nobody_reads_does_not_outlive_the_timeout(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, body: Json
+    loaded: LoadedModel, body: Json
 ) -> None:
-    monkeypatch.setattr("lade.server.connections.END_SEC", 1.0)
     with serving(loaded, timeout_sec=3) as client:
         client.text(max_tokens=4)
         client.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
