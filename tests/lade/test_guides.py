@@ -20,6 +20,7 @@ _MADE = re.compile(r"<!-- figures: (?:example|reference|command_line) .*?<!-- en
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 _CALLING = (
+    "{% for t in tools or [] %}<tool>{{ t | tojson }}{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
     "<call>{{ c.function | tojson }}{% endfor %}{% endfor %}<assistant>"
 )
