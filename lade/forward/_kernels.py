@@ -37,7 +37,7 @@ from lade.forward._tiles import (
     take,
 )
 
-_MOST_ROWS = 64  # of a piece of attention
+_MOST_ROWS = BLOCK  # of a piece of attention
 _UNIT, _MOST_COLUMNS = (32, 192) if LANES == 16 else (48, 192)
 _SPINS, _YIELDS = 2000, 20  # until a thread that waits yields, and then sleeps
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
@@ -424,7 +424,7 @@ def _num_seen(sees):  # type: ignore[no-untyped-def]
     """Return how many keys a mask shows."""
     num = 0
     for each in sees:
-        num += each
+        num += 1 if each else 0
     return num
 
 
@@ -814,14 +814,15 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
     sums = numba.carray(pointer(scratch), (_MOST_ROWS, size), np.float32)
     scratch += 4 * _MOST_ROWS * size
     peaks = _row(scratch, _MOST_ROWS)
-    totals = _row(scratch + 4 * _MOST_ROWS, _MOST_ROWS)
+    totals = _row(scratch + 4 * _MOST_ROWS, 2 * _MOST_ROWS)
+    _fill(totals, _F(0))
     scaling, softcap = _number(layer, w.SCALING), _number(layer, w.SOFTCAP)
     for row in range(num_rows):
         token, query = divmod(start + row, num_sharing)
         index = (part[w.FIRST] + token) * g[w.NUM_HEADS] + head * num_sharing + query
         _take_query(_row(g[w.QUERIES] + 4 * index * size, size), queries[row], format_, scaling)
         _fill(sums[row], _F(0))
-        peaks[row], totals[row] = -np.inf, _F(0)
+        peaks[row] = -np.inf
         if layer[w.SINKS] != 0:
             sink = layer[w.SINKS] + width * (head * num_sharing + query)
             _load(sink, totals[row : row + 1], format_)
@@ -864,7 +865,8 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
             _weigh(of_row, peaks[row : row + 1], totals[row : row + 1], sums[row])
         of_values = values + width * key * size
         if num_hidden == 0 or _are_finite(of_values, num * size, format_):
-            add_values(format_, scores, num_rows, of_values, num, size, sums, totals)
+            places = sums.ctypes.data, totals.ctypes.data
+            add_values(format_, scores.ctypes.data, num_rows, of_values, num, size, *places)
             continue
         for row in range(num_rows):  # else what is hidden would count, for all its weight of 0
             token = (start + row) // num_sharing
@@ -874,8 +876,9 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
                     of_token = mask + token * part[w.MASK_ROW] + key
                     sees_it = numba.carray(pointer(of_token), (num,), np.uint8)[i] != 0
                 if sees_it:
-                    rest, of_key = scores[row:, i:], of_values + width * i * size
-                    add_values(format_, rest, 1, of_key, 1, size, sums[row:], totals[row:])
+                    weight = scores.ctypes.data + 4 * (BLOCK * row + i)
+                    places = sums[row].ctypes.data, totals.ctypes.data + 4 * row
+                    add_values(format_, weight, 1, of_values + width * i * size, 1, size, *places)
     whole = g[w.NUM_HEADS] * size
     width = 2 if g[w.ARRANGED] == w.NARROW else 4
     for row in range(num_rows):
@@ -968,7 +971,7 @@ def run_forward(address: Any) -> None:
 def scratch_size(num_tokens: int, hidden: int, num_heads: int, head_size: int, between: int) -> int:
     """Return how many bytes each thread needs."""
     of_rows = 2 * max(hidden, (num_heads + 1) * head_size)
-    of_attention = _MOST_ROWS * (BLOCK + 2 * head_size + 2)
+    of_attention = _MOST_ROWS * (BLOCK + 2 * head_size + 3)
     of_products = (num_tokens + 2) * _MOST_COLUMNS + between * (_MOST_COLUMNS + 1) + DEPTH
     of_products += STRIP + 16
     return -(-4 * max(of_rows, of_attention, of_products) // 4096) * 4096

@@ -339,37 +339,25 @@ def _sum_values(builder: Any, of: Any) -> None:
 
     Args:
         builder: LLVM's.
-        of: format of the values; number of rows, 1 to ROWS, and of vectors, _VECTORS or 1; whether
-            to add the weights to the totals, 1 or 0; address of the first weight, float32, and
-            bytes from one row to the next; address of the first value, and bytes from one to the
-            next; address of the first result, and bytes from one row to the next; number of values;
-            address of the totals, float32.
+        of: format of the values; number of rows, 1 to ROWS, and of vectors, _VECTORS or 1; address
+            of the first weight, float32, and bytes from one row to the next; address of the first
+            value, and bytes from one to the next; address of the first result, and bytes from one
+            row to the next; number of values; address of the sums of the weights alone.
     """
-    format_, num_rows, num_vectors, has_totals, *given = cgutils.unpack_tuple(builder, of)
-    case = format_
-    for number in (num_rows, num_vectors, has_totals):
-        case = builder.add(builder.mul(case, _INT64(8)), number)
+    format_, num_rows, num_vectors, *given = cgutils.unpack_tuple(builder, of)
+    size = builder.add(builder.mul(num_rows, _INT64(8)), num_vectors)
     cases = {
-        8 * (8 * (8 * of_format + rows) + vectors) + totals: partial(
-            _write_sums,
-            builder,
-            of_format,
-            range(rows),
-            range(vectors),
-            range(totals * rows),
-            given,
+        64 * of_format + 8 * rows + vectors: partial(
+            _write_sums, builder, of_format, range(rows), range(vectors), given
         )
         for of_format in _WIDTHS
         for rows in range(1, ROWS + 1)
         for vectors in (1, _VECTORS)
-        for totals in (0, 1)
     }
-    by_case(builder, case, cases)
+    by_case(builder, builder.add(builder.mul(format_, _INT64(64)), size), cases)
 
 
-def _write_sums(
-    build: Any, format_: int, rows: range, vectors: range, summed: range, given: Any
-) -> None:
+def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: Any) -> None:
     """Write the code of `_sum_values` for one format and size, given the rest of what it takes.
 
     Value comes to value, in their order: a weight of 0 moves no sum, wherever it stands.
@@ -387,8 +375,8 @@ def _write_sums(
         for of_row in places
     ]
     of_rows = [build.add(weights, build.mul(weight_step, _INT64(row))) for row in rows]
-    ends = [at(build, totals, _INT64(row), 4, _FLOAT) for row in summed]
-    so_far = [cgutils.alloca_once_value(build, build.load(place, align=4)) for place in ends]
+    of_totals = [at(build, totals, _INT64(row), 4, _FLOAT) for row in rows]
+    added = [cgutils.alloca_once_value(build, build.load(place, align=4)) for place in of_totals]
     nothing = ir.Constant(_FLOATS, ir.Undefined)
     everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
     with cgutils.for_range(build, num_values) as loop:
@@ -396,10 +384,9 @@ def _write_sums(
         wide = [
             _load_wide(build, format_, line, _INT64(LANES * vector), _FLOATS) for vector in vectors
         ]
-        for row, (of_row, sums_of_row) in enumerate(zip(of_rows, sums, strict=True)):
+        for of_row, total, sums_of_row in zip(of_rows, added, sums, strict=True):
             weight = build.load(at(build, of_row, loop.index, 4, _FLOAT), align=4)
-            for total in so_far[row : row + 1]:
-                build.store(build.fadd(build.load(total), weight), total)
+            build.store(build.fadd(build.load(total), weight), total)
             one = build.insert_element(nothing, weight, ir.IntType(32)(0))
             alike = build.shuffle_vector(one, nothing, everywhere)
             for vector, place in zip(wide, sums_of_row, strict=True):
@@ -408,15 +395,16 @@ def _write_sums(
     for of_row, sums_of_row in zip(places, sums, strict=True):
         for place, total in zip(of_row, sums_of_row, strict=True):
             build.store(build.load(total), place, align=4)
-    for place, total in zip(ends, so_far, strict=True):
+    for place, total in zip(of_totals, added, strict=True):
         build.store(build.load(total), place, align=4)
 
 
 @numba.njit(nogil=True, error_model="numpy")
-def add_values(format_, scores, num_rows, values, num_values, size, results, totals):  # type: ignore[no-untyped-def]
-    """Add values, weighted by scores [num_rows, BLOCK], to results [num_rows, size].
+def add_values(format_, weights, num_rows, values, num_values, size, results, totals):  # type: ignore[no-untyped-def]
+    """Add values, times weights [num_rows, BLOCK], to results [num_rows, size].
 
-    The weights themselves are added to totals [num_rows].
+    All are addresses. The weights themselves are added to totals [2, BLOCK], in the first row once,
+    in the second with all further columns, where nobody looks: to leave them out takes other code.
     """
     width, start = 4 if format_ == FLOAT32 else 2, 0
     while start < size:
@@ -426,15 +414,14 @@ def add_values(format_, scores, num_rows, values, num_values, size, results, tot
                 format_,
                 min(ROWS, num_rows - row),
                 num_vectors,
-                1 if start == 0 else 0,
-                scores.ctypes.data + 4 * row * BLOCK,
+                weights + 4 * row * BLOCK,
                 4 * BLOCK,
                 values + width * start,
                 width * size,
-                results.ctypes.data + 4 * (row * size + start),
+                results + 4 * (row * size + start),
                 4 * size,
                 num_values,
-                totals.ctypes.data + 4 * row,
+                totals + 4 * (row if start == 0 else BLOCK + row),
             )
             _sum_values(of_sums)
         start += LANES * num_vectors
