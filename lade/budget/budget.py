@@ -121,10 +121,6 @@ class Budget:
             is left to chance, the less is expected of drafts.
         most: maximum number of draft tokens to verify in a step; None for no other than the usual.
         fixed: for reproducible runs, how many to verify in each step, whatever they cost.
-
-    Attributes:
-        widths: by number of draft tokens, how often it was chosen, and what it would have given in
-            all steps of a call alone, by what was believed then.
     """
 
     def __init__(
@@ -146,7 +142,18 @@ class Budget:
         self._num_emitted: Mapping[int, int] = {}
         self._has_refused = False  # whether the step verifies nothing, as nothing is worth its cost
         self._back_off = BackOff(1 / _DRAFTS_BEFORE_REST, _DRAFTS_BEFORE_REST, 1.0)
-        self.widths: dict[int, WidthStats] = {}
+        # Of `widths`: steps, tokens and seconds, by number of draft tokens.
+        self._told = np.zeros((3, len(WIDTHS)))
+
+    @property
+    def widths(self) -> dict[int, WidthStats]:
+        """What numbers of draft tokens would have given, by the lowest of those told together.
+
+        How often each was chosen, and what it would have given in all steps of a call alone, by
+        what was believed then; empty where nothing was chosen.
+        """
+        told = zip(WIDTHS.tolist(), self._told.T.tolist(), strict=True) if self._told.any() else ()
+        return {width: WidthStats(int(num), *rest) for width, (num, *rest) in told}
 
     @property
     def max_draft_tokens(self) -> int:
@@ -253,13 +260,9 @@ class Budget:
     ) -> None:
         """Add a step to `widths`."""
         nums = np.minimum(WIDTHS * num_rows, len(gains) - 1)
-        sec = costs.at(1.0 + num_pending + nums / num_rows).tolist()
-        here = int(WIDTHS.searchsorted(chosen / num_rows, "right")) - 1
-        for place, (width, of_width) in enumerate(zip(WIDTHS.tolist(), sec, strict=True)):
-            told = self.widths.setdefault(width, WidthStats())
-            told.num_steps += place == here
-            told.num_tokens += num_rows * gains.item(nums[place])
-            told.sec += of_width
+        self._told[0, int(WIDTHS.searchsorted(chosen / num_rows, "right")) - 1] += 1
+        self._told[1] += num_rows * gains[nums]
+        self._told[2] += costs.at(1.0 + num_pending + nums / num_rows)
 
     def _calibration(self, row: int) -> Calibration:
         if row not in self._calibrations:

@@ -12,11 +12,15 @@ doubt grows about sizes that were not measured of late. Nothing is drawn at rand
 """
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lade.budget import _kernels
+from ngram_pool.compiling import compile_by
 
 Floats = NDArray[np.float64]
 
@@ -36,10 +40,12 @@ SHARE_OF_TRIALS = 0.005
 # texts. The slope of which nothing is known, and standard deviations of logarithms: of the level,
 # the slope, and the deviation from a size to one e times as large.
 _SLOPE = 0.04
-_LEVEL_SD, _SLOPE_SD, _DEVIATION_SD = 2.0, 1.0, 0.12
+_LEVEL_SD, _SLOPE_SD, _DEVIATION_SD = 2.0, 1.1, 0.12
 _FORGOTTEN = 0.001  # of what is known, with each measurement
-# Of a measurement, at first; later as measured, with this weight of the last.
-_NOISE_SD, _NEWEST = 0.06, 0.02
+# Of a measurement, at first; later as measured, with this weight of the last. What is too long has
+# more of it, by this share of the square of what it is too long by: else one such time among the
+# first ones kept one of eight simulated batches from drafting for good.
+_NOISE_SD, _NEWEST, _SHARE_OF_EXCESS = 0.06, 0.02, 0.03
 _LEAST_NOISE_SD = 0.02
 _ALL_COMPUTE = 64  # tokens, from which on deviations are the same
 _OUTLIER = 2.5  # standard deviations; what lies further off counts as this
@@ -67,14 +73,15 @@ class Seconds:
     """
 
     def __init__(self, num_alike: int = 1) -> None:
+        compile_kernels()
         mean = np.zeros(2 + len(KNOTS))
         mean[1] = math.log(_SLOPE * num_alike)
         self._unknown = mean
-        self._belief = _Belief(mean, _PRIOR, _NOISE_SD**2, np.exp(_logarithms(mean)))
+        self._believe(mean, _PRIOR, _NOISE_SD**2)
         self._seen: set[int] = set()  # about which sizes have run
         self._largest = 1.0  # measured
         self._num_asked = 0
-        self._left = 0.0  # seconds that trials may lose
+        self._left = np.zeros(1)  # seconds that trials may lose
         #: Whether there is a measurement.
         self.is_known = False
 
@@ -109,23 +116,16 @@ class Seconds:
             return 0
         most = _REACH * max(self._largest, sizes.item(0))
         num = max(1, int(sizes.searchsorted(most, "right")))
-        sizes, gains = sizes[:num], gains[:num]
-        sec = self.at(sizes)
-        rates = gains / sec
-        best = int(rates.argmax())
-        rate = rates.item(best)
-        hoped = gains - rate * sec * np.exp(-_HOPE * self._doubts(sizes, sizes.item(best)))
-        tried = int(hoped.argmax())
-        lost = sec.item(tried) - gains.item(tried) / rate
-        if tried == best or lost > self._left:
-            return best
-        self._left -= lost
-        return tried
+        mean, covariance, _, curve = self._belief
+        scratch = np.empty((2, len(mean)))
+        belief = mean, covariance, curve, KNOTS
+        return int(_kernels.choose(*belief, sizes[:num], gains[:num], _HOPE, self._left, scratch))
 
     def record(self, size: float, sec: float) -> None:
         """Learn from a measurement."""
         mean, covariance, noise, _ = self._belief
-        row, expected = _linear(mean, size)
+        row, of_row = np.zeros((2, len(mean)))
+        expected = _kernels.add_row(mean, KNOTS, float(size), 1.0, row)
         log_sec = math.log(max(sec, 1e-9))  # a coarse clock may not have advanced
         place = bisect_left(SIZES, size)
         is_first = place not in self._seen
@@ -139,34 +139,24 @@ class Seconds:
             self._believe(mean, covariance, noise)
             return
         self._largest = max(self._largest, size)
-        of_row = covariance @ row
-        variance = float(row @ of_row) + noise
+        variance = _kernels.project(covariance, row, of_row) + noise
         most = _OUTLIER * math.sqrt(variance)
         surprise = min(log_sec - expected, most)  # a time may be too long, but hardly too short
         seen = max(surprise, -most) ** 2
         noise = max(_LEAST_NOISE_SD**2, noise + _NEWEST * (seen - variance))
-        mean = mean + of_row * (surprise / variance)
-        mean[1:] += _FORGOTTEN * (self._unknown[1:] - mean[1:])
-        covariance = covariance - np.outer(of_row, of_row / variance)
-        covariance *= 1.0 - _FORGOTTEN
-        covariance += _FORGOTTEN * _PRIOR
-        self._believe(mean, covariance, noise)
-        saved = self._left + SHARE_OF_TRIALS * sec if self.is_known else math.inf
-        self._left = min(saved, _MOST_TRIALS * self._belief.curve.item(0))
+        variance += _SHARE_OF_EXCESS * max(0.0, surprise) ** 2
+        known, learned = (mean, covariance), (np.empty_like(mean), np.empty_like(covariance))
+        told = surprise, variance, _FORGOTTEN
+        _kernels.correct(*known, self._unknown, _PRIOR, of_row, *told, *learned)
+        self._believe(*learned, noise)
+        saved = self._left.item() + SHARE_OF_TRIALS * sec if self.is_known else math.inf
+        self._left[0] = min(saved, _MOST_TRIALS * self._belief.curve.item(0))
         self.is_known = True
 
     def _believe(self, mean: Floats, covariance: Floats, noise: float) -> None:
-        # A larger size takes no less: if it seems to, the smaller one was measured in a bad time.
-        curve = np.exp(np.minimum.accumulate(_logarithms(mean)[::-1])[::-1])
+        curve = np.empty(len(KNOTS))
+        _kernels.write_curve(mean, KNOTS, curve)
         self._belief = _Belief(mean, covariance, noise, curve)
-
-    def _doubts(self, sizes: Floats, other: float) -> Floats:
-        """Return how far off the ratios of sizes to another one may be: standard deviations."""
-        mean, covariance, *_ = self._belief
-        rows = _rows(mean) - _linear(mean, other)[0]
-        variances = np.einsum("ij,ij->i", rows @ covariance, rows)
-        doubts: Floats = np.interp(sizes, KNOTS, np.sqrt(np.maximum(0.0, variances)))
-        return doubts
 
 
 def _prior() -> Floats:
@@ -183,27 +173,17 @@ def _prior() -> Floats:
 _PRIOR = _prior()
 
 
-def _logarithms(mean: Floats) -> Floats:
-    """Return the logarithms of the seconds of the sizes `KNOTS`."""
-    logarithms: Floats = mean[0] + np.log1p(math.exp(mean[1]) * (KNOTS - 1.0)) + mean[2:]
-    return logarithms
+@cache
+def compile_kernels() -> None:
+    """Compile the kernels of budgets, so that no step waits for them or fails by them."""
+    compile_by(_run_kernels, _kernels)
 
 
-def _rows(mean: Floats) -> Floats:
-    """Return how much each of `mean` moves the logarithm of each size: a row for each."""
-    grown = math.exp(mean[1]) * (KNOTS - 1.0)
-    rows = np.eye(len(KNOTS), 2 + len(KNOTS), 2)
-    rows[:, 0], rows[:, 1] = 1.0, grown / (1.0 + grown)
-    return rows
-
-
-def _linear(mean: Floats, size: float) -> tuple[Floats, float]:
-    """Return how much each of `mean` moves the logarithm of a size, and that logarithm."""
-    size = min(max(size, 1.0), SIZES[-1])
-    place = min(bisect_right(SIZES, size), len(SIZES) - 1)
-    share = (size - SIZES[place - 1]) / (SIZES[place] - SIZES[place - 1])
-    grown = math.exp(mean[1]) * (size - 1.0)
-    row = np.zeros(len(mean))
-    row[0], row[1], row[1 + place], row[2 + place] = 1.0, grown / (1.0 + grown), 1.0 - share, share
-    deviation = (1.0 - share) * mean.item(1 + place) + share * mean.item(2 + place)
-    return row, mean.item(0) + math.log1p(grown) + deviation
+def _run_kernels() -> None:
+    curve, left = np.ones(len(KNOTS)), np.zeros(1)
+    mean, scratch = np.zeros(len(_PRIOR)), np.zeros((2, len(_PRIOR)))
+    _kernels.write_curve(mean, KNOTS, curve)
+    _kernels.choose(mean, _PRIOR, curve, KNOTS, curve, curve, _HOPE, left, scratch)
+    expected = _kernels.add_row(mean, KNOTS, 1.0, 1.0, scratch[0])
+    told = expected, _kernels.project(_PRIOR, *scratch), _FORGOTTEN
+    _kernels.correct(mean, _PRIOR, mean, _PRIOR, scratch[1], *told, mean, np.empty_like(_PRIOR))

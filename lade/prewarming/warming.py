@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
+from lade.budget.seconds import compile_kernels as compile_budgets
 from lade.compat import Model, without_compiler
 from lade.config import Config
-from lade.drafting.successors import compile_kernels
+from lade.drafting.successors import compile_kernels as compile_ranks
 from lade.forward.linear import kernels as compile_forwards
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import with_products
@@ -53,6 +54,7 @@ def kernels() -> Mapping[str, Callable[[], Any]]:
     """Return functions that compile the kernels of all models, or load them, by what these are."""
     return {
         "the pool": lambda: NGramPool(1),
-        "the ranks of tokens": compile_kernels,
+        "the ranks of tokens": compile_ranks,
+        "budgets": compile_budgets,
         "forwards": compile_forwards,
     }

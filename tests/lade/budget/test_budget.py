@@ -125,7 +125,7 @@ def rates(costs: dict[int, float], *texts: Text, num_machines: int = 4) -> list[
         known, machine = dict[int, Seconds](), Machine(costs, seed)
         drafters = [Drafting(text, 100 * seed + row) for row, text in enumerate(texts)]
         each = [answer(Budget(known), machine, drafters) for _ in range(5)]
-        assert each[0] >= 0.9  # the first one learns the costs
+        assert each[0] >= (0.9 if len(texts) == 1 else 0.75)  # the first one learns the costs
         found.append(harmonic_mean(each[1:]))
     return found
 
@@ -157,10 +157,10 @@ def test_a_budget_is_as_fast_as_the_best_fixed_size_and_never_slower_than_plain(
 @pytest.mark.parametrize("costs", thinned([BFLOAT16, FLOAT32], BFLOAT16))
 def test_a_batch_does_not_lose_by_its_slowest_row(costs: dict[int, float]) -> None:
     """Of 8 rows some are random; they are done last, and what the others gain is of no use."""
-    for num_random, other, least in ((1, MIXED, 0.96), (4, PREDICTABLE, 0.96), (8, RANDOM, 0.98)):
+    for num_random, other, least in ((1, MIXED, 0.92), (4, PREDICTABLE, 0.96), (8, RANDOM, 0.98)):
         texts = [RANDOM] * num_random + [other] * (8 - num_random)
-        assert np.mean(rates(costs, *texts, num_machines=1)) >= least
-    assert np.mean(rates(costs, *[PREDICTABLE] * 8, num_machines=1)) >= 1.3
+        assert np.mean(rates(costs, *texts)) >= least
+    assert np.mean(rates(costs, *[PREDICTABLE] * 8)) >= 1.4
 
 
 @pytest.mark.parametrize("costs", [BFLOAT16, FLOAT32])

@@ -56,8 +56,8 @@ def test_what_is_chosen_loses_2_percent_at_most_once_100_steps_were_measured_and
     assert early >= 0.94
     assert late >= 0.98
     early, late = np.mean(np.array(found) / np.array(ideal), axis=0)
-    assert early >= 0.88
-    assert late >= 0.91
+    assert early >= 0.86
+    assert late >= 0.9
 
 
 def test_more_tokens_never_take_less_and_a_few_measurements_tell_of_all_sizes() -> None:
