@@ -17,9 +17,10 @@ from lade.cli.options import LoadOptions
 from lade.compat import Model
 from lade.drafting.drafts import draft_of
 from lade.models.loading import LoadedModel
-from lade.probing.factory import make_target, with_products
+from lade.probing.factory import make_target
 from lade.probing.plan import choose_verification
 from lade.probing.profile import profile_of
+from lade.probing.selfcheck import with_products
 from lade.targets.base import Target
 from lade.tree import Tree
 

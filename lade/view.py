@@ -32,14 +32,18 @@ Change = Callable[[nn.Module], dict[str, Any] | None]
 class FastViews(Protocol):
     """Makes views of a model whose forwards are faster than its own."""
 
-    #: Seconds that comparing ways has taken so far, besides the fastest of them each time.
+    #: Seconds that comparing ways has taken so far, besides the one that is used.
     compared_sec: float
+
+    @property
+    def has_one_way(self) -> bool:
+        """Whether all forwards give a token the same bits, in a dtype where torch's do not."""
 
     def view(self, model: Model) -> Model:
         """Return a view of a model, or of a view of it; itself where nothing is faster."""
 
     def pays(self, num_rows: int) -> bool:
-        """Return whether the next forward over so many tokens is to run by a view."""
+        """Return whether a prompt or a step of so many tokens is to run by a view."""
 
 
 def viewed(model: Model, change: Change) -> Model:

@@ -10,11 +10,11 @@ from torch import Tensor
 from lade.compat import Model
 from lade.drafting.drafts import draft_of, path_along
 from lade.errors import UnsupportedModelError
-from lade.probing.factory import VerificationPlan, make_target, with_products
+from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.plan import choose_for_drafting
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
-from lade.probing.selfcheck import Plain
+from lade.probing.selfcheck import Plain, with_products
 from lade.tree import Tree
 
 _training = attrgetter("training")

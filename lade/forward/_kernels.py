@@ -25,6 +25,7 @@ from lade.forward._tiles import (
     FEATURES,
     FLOAT16,
     FLOAT32,
+    HAS_AMX,  # noqa: F401 — of the CPU
     HAS_DOTS,  # noqa: F401 — of what is compiled here
     LANES,
     PER_LINE,

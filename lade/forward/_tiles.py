@@ -30,6 +30,7 @@ llvmlite.binding.initialize_native_asmparser()
 FEATURES = llvmlite.binding.get_host_cpu_features()
 LANES = 16 if FEATURES.get("avx512f") else 8
 HAS_DOTS = LANES == 16 and bool(FEATURES.get("avx512bf16"))
+HAS_AMX = bool(FEATURES.get("amx-bf16"))  # which torch uses
 # A tile is the sums of so many rows and columns, which registers hold, of which AVX-512 has 32 and
 # AVX2 16: one load of a vector serves several products. So many inputs are summed at once, which
 # the first cache holds for these rows.

@@ -3,8 +3,9 @@
 Between products torch spends as long on a CPU as on them: a layer is thirty calls, each of which
 wakes all threads. A job (`_kernels.py`) does the whole forward on the weights as they are, of any
 number of parts: tokens that follow one cache, such as a prompt, a tree, or those of one of several
-calls. What a model computes is read from it (`reading.py`); the first forwards of each size are
-held against the model's own, and the faster of both is used. Figures are in
+calls. What a model computes is read from it (`reading.py`), and the first forward of each size is
+held against the model's own. Whether jobs are faster is found out once, before a text begins: all
+forwards run by them then, so that a token has the same bits in each. Figures are in
 docs/internals/forward.md.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import getitem, is_
+from time import perf_counter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -31,7 +33,7 @@ from lade.attention.packed import Calls
 from lade.closeness import distance, limit_of
 from lade.compat import CACHE, Model, has_hook
 from lade.forward import words
-from lade.forward.fastest import Fastest, about
+from lade.forward.fastest import about
 from lade.forward.linear import FORMATS, MOST_TOKENS, REPORT, Products, is_plain, kernels
 from lade.forward.packed import PackedLinear, function_of, made_whole
 from lade.forward.reading import (
@@ -53,7 +55,11 @@ from lade.targets.kv_cache import TreeCache, TreeCacheLayer
 from lade.targets.rows import MOST_AT_ONCE
 from lade.view import viewed, with_forward
 
-_PLAINLY, _BY_JOB, _BY_DOTS = range(3)
+# Tokens of the forwards by which it is found out whether jobs are faster. As texts must not depend
+# on a busy machine, the model's own have to be so much faster.
+_TRIED, _CLEAR = (1, 8), 0.8
+#: Prompts of more tokens may run by the model's own forwards, where these are faster there.
+MANY_TOKENS = 64
 _FAULTY = 10  # times the limit: no model amplifies rounding so far
 _GIVEN = {
     *("input_ids", "position_ids", "attention_mask", "return_dict", "use_cache"),
@@ -115,6 +121,9 @@ class FusedForwards:
 
     Attributes:
         why_not: why jobs are not used any more; None if they may be.
+        compared_sec: seconds of the model's own forwards that jobs were held against.
+        has_one_way: whether all forwards give a token the same bits, in a dtype where the model's
+            own do not.
 
     Raises:
         UnsupportedForwardError: the model computes something that a plan has no place for.
@@ -134,15 +143,18 @@ class FusedForwards:
         self._sizes = sizes = plan.sizes
         is_whole = sizes.head_size % compiled.LANES == 0
         require(is_whole, "its heads are no whole number of vectors")
-        is_packed = type(plan.head) is PackedLinear
-        self._dtype = torch.float32 if is_packed else plan.head.weight.dtype
+        self._is_packed = type(plan.head) is PackedLinear
+        self._dtype = torch.float32 if self._is_packed else plan.head.weight.dtype
         self._limit = limit_of(model)
         names = {module: name for name, module in model.named_modules()}
         self._names = [names[each] for each in (plan.head, *plan.modules)]
         self._kinds = sorted({*plan.kinds})
         shape = (1, sizes.num_key_heads, 1, sizes.head_size)
         self._states = torch.empty(shape, dtype=self._dtype)
-        self._choices: dict[int, Fastest] = {}
+        #: By size, seconds of the model's own forward and of the job held against it: the least.
+        self._sec: dict[int, tuple[float, float]] = {}
+        self._checked = set[int]()  # sizes that were held against the model's own
+        self._is_slow = self._is_slow_for_prompts = False
         self._workspaces: list[_Workspace] = []
         self._weights = _Weights(plan, self._kinds, self._dtype)
         require(self._weights.fit(), "its weights are no plain matrices")
@@ -152,6 +164,39 @@ class FusedForwards:
         # Rows of whole lines stay in bfloat16.
         may_dot = self._dtype is torch.bfloat16 and compiled.HAS_DOTS
         self._has_dots = may_dot and not any(width % compiled.PER_LINE for width in widths)
+
+    @property
+    def has_one_way(self) -> bool:
+        """Whether all forwards give a token the same bits, in a dtype where torch's do not."""
+        is_used = self.why_not is None and not self._is_slow
+        return is_used and self._dtype is not torch.float32
+
+    def settle(self, run: Callable[[int], Any]) -> None:
+        """Find out whether jobs are faster than the model's own forwards; once.
+
+        Args:
+            run: runs a forward over so many tokens by a view, and forgets it.
+        """
+        if self._is_packed:
+            return  # nothing is slower than making weights whole
+        self._is_slow = self._are_slow(_TRIED, run)
+        # Where the CPU multiplies pairs of bfloat16, jobs do, too, unless it multiplies tiles.
+        may_be = self._dtype is torch.bfloat16 and (not self._has_dots or self._kernels.HAS_AMX)
+        if may_be and not self._is_slow:
+            self._is_slow_for_prompts = self._are_slow((2 * MANY_TOKENS,), run)
+
+    def _are_slow(self, sizes: Sequence[int], run: Callable[[int], Any]) -> bool:
+        """Return whether jobs of some sizes are slower than the model's own forwards."""
+        theirs = mine = math.inf
+        for _ in range(2):  # what runs for the first time takes longer, and a machine may be busy
+            for num_tokens in sizes:
+                self._checked.discard(_size_of(num_tokens))
+                run(num_tokens)
+            sec = [self._sec[_size_of(num_tokens)] for num_tokens in sizes]
+            theirs, mine = map(sum, zip(*sec, strict=True))
+            if theirs > mine:
+                return False
+        return theirs < _CLEAR * mine
 
     def view(self, model: Model) -> Model:
         """Return a view whose forwards run by a job where one is faster; the model if none can.
@@ -191,45 +236,51 @@ class FusedForwards:
         return with_forward(model, forward)
 
     def pays(self, num_rows: int) -> bool:
-        """Return whether the next forward over so many tokens may run by a job."""
-        choice = self._choices.get(_size_of(num_rows))
-        return self.why_not is None and (choice is None or choice.best != _PLAINLY)
+        """Return whether a prompt of so many tokens is to run by a job."""
+        is_slow = self._is_slow or (self._is_slow_for_prompts and num_rows > MANY_TOKENS)
+        return self.why_not is None and not is_slow
 
     # --- what runs --------------------------------------------------------------------------------
 
     def _choose(self, request: _JobRequest, plainly: Callable[[], Any], cache: Any) -> Any:
-        """Run a forward in the fastest way, or in several to find out which that is."""
-        num_tokens = request.input_ids.shape[1]
-        size = _size_of(num_tokens)
-        choice = self._choices.get(size)
-        if choice is None:
-            choice = self._choices[size] = Fastest(3 if self._has_dots else 2, is_large=True)
-        layers = request.layers
+        """Run a forward by a job, unless that is slower; the first of a size in both ways."""
+        size, layers = _size_of(request.input_ids.shape[1]), request.layers
+        if self.why_not is not None or self._is_slow:
+            return plainly()
+        if size in self._checked:
+            return self._run_job(request, plainly, cache)
+        if self._places(request) is None:
+            return plainly()  # once: windows may forget what the same tokens see again
         pending = [layer.num_pending for layer in layers]
-
-        def run(which: int) -> Any:
+        sec, results, known = [], list[Any](), self._sec.get(size, (math.inf, math.inf))
+        for run in (partial(_own, plainly), partial(self._run_job, request, plainly, cache)):
             for layer, num in zip(layers, pending, strict=True):
                 layer.num_pending = num
-            if which != _PLAINLY:
-                with Attempt() as attempt:
-                    logits = self._by_job(request, which == _BY_DOTS)
-                    if logits is not None:
-                        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
-                result = run(_PLAINLY)
-                self.why_not = attempt.failure  # unless that fails, too
-                return result
-            with made_whole():  # packed weights: else a job would be held against itself
-                return plainly()
+            begin = perf_counter()
+            results.append(run())
+            sec.append(perf_counter() - begin)
+        self._sec[size] = min(sec[0], known[0]), min(sec[1], known[1])
+        self._checked.add(size)
+        self.compared_sec += sec[0]
+        if self.why_not is None and not self._is_close(results[1], results[0]):
+            for layer, num in zip(layers, pending, strict=True):
+                layer.num_pending = num
+            return plainly()  # once more, as the job has written keys and values of its own
+        return results[1]
 
-        if self.why_not is not None:
-            return plainly()
-        if choice.best is None or choice.is_due():
-            if self._places(request) is None:
-                return plainly()  # once: windows may forget what the same tokens see again
-            result = choice.compare(run, self._is_close, 2**size / num_tokens)
-            self.compared_sec += choice.extra_sec
-            return result
-        return run(choice.best)
+    def _run_job(self, request: _JobRequest, plainly: Callable[[], Any], cache: Any) -> Any:
+        """Run a forward by a job; by the model itself where that fails."""
+        layers = request.layers
+        pending = [layer.num_pending for layer in layers]
+        with Attempt() as attempt:
+            logits = self._by_job(request)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+        for layer, num in zip(layers, pending, strict=True):
+            layer.num_pending = num
+        result = _own(plainly)
+        self.why_not = attempt.failure  # unless that fails, too
+        return result
 
     def _is_close(self, mine: Any, theirs: Any) -> bool:
         """Return whether logits differ by rounding alone; in 16 bits single ones may by more."""
@@ -252,7 +303,7 @@ class FusedForwards:
         )
         return False
 
-    def _by_job(self, request: _JobRequest, has_dots: bool) -> Tensor | None:
+    def _by_job(self, request: _JobRequest) -> Tensor | None:
         """Return logits [num_rows, …, vocab_size]; None, with nothing written, if impossible."""
         sizes, num = self._sizes, request.input_ids.shape[1]
         states = self._weights.embedding()(request.input_ids)
@@ -262,7 +313,7 @@ class FusedForwards:
             return None
         # Of all pieces at once: some angles depend on how long the text is.
         angles = self._angles(states, request.positions)
-        pieces = self._pieces(request, angles, has_dots)
+        pieces = self._pieces(request, angles)
         if pieces is None:
             return None
         if request.by_layers is not None:
@@ -309,14 +360,13 @@ class FusedForwards:
         return wide.to(self._dtype)[None]
 
     def _pieces(
-        self, request: _JobRequest, angles: Sequence[tuple[Tensor, ...]], has_dots: bool
+        self, request: _JobRequest, angles: Sequence[tuple[Tensor, ...]]
     ) -> list[_Piece] | None:
         """Describe the tokens that run at once; None if it is impossible.
 
         Args:
             request: what is asked for.
             angles: cosines and sines, float32 [1, num_tokens, …], of each rotary module.
-            has_dots: whether by the instruction for pairs of bfloat16.
         """
         sizes, num, all_places = self._sizes, request.input_ids.shape[1], self._places(request)
         if all_places is None:
@@ -342,7 +392,7 @@ class FusedForwards:
             )
             arranged = words.PAIRS if self._dtype is torch.bfloat16 else words.PLAIN
             job[words.FORMAT] = FORMATS[self._dtype]
-            job[words.ARRANGED] = words.NARROW if has_dots else arranged
+            job[words.ARRANGED] = words.NARROW if self._has_dots else arranged
             job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
             job[words.PLACES] = places.ctypes.data
             job[words.BETWEEN_SIZE] = sizes.between
@@ -507,6 +557,12 @@ def _of_part(mask: Tensor | None, size: int, sees_all: bool) -> Tensor | None:
     require(len(of_tokens) == size, "a mask is of other tokens")
     sees = of_tokens if mask.dtype is torch.bool else of_tokens == 0
     return sees if sees.stride(1) == 1 else sees.contiguous()
+
+
+def _own(plainly: Callable[[], Any]) -> Any:
+    """Run the model's own forward."""
+    with made_whole():  # packed weights: else a job would be held against itself
+        return plainly()
 
 
 def _by_layers(model: Model, modules: Sequence[nn.Module]) -> tuple[Model, list[_RunLayer]]:

@@ -64,6 +64,8 @@ class Products:
         run: calls a function on several threads.
     """
 
+    has_one_way = False  # which product runs is measured by number of rows
+
     def __init__(self, compiled: ModuleType, run: Run) -> None:
         self._kernels, self._run, self._kept = compiled, run, _EVERY.ctypes.data
         # By dtype and size of the weights, and about the number of rows.

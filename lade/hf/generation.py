@@ -43,12 +43,13 @@ from lade.hf.pools import credit, opened
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.stopping import Outputs, Report, StopRule, stopping
 from lade.prewarming.tables import prewarmed_table_of
-from lade.probing.factory import VerificationPlan, make_target, with_products
+from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.own_code import has_own_inputs, is_users, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import profile_of
 from lade.probing.proof import DISTANCE, Distances, FlawError, Proof
 from lade.probing.rules import Requirements, requirements_of
+from lade.probing.selfcheck import with_products
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
 from lade.sampling.processors import Processors

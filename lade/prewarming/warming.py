@@ -11,10 +11,10 @@ from lade.config import Config
 from lade.drafting.successors import compile_kernels as compile_ranks
 from lade.forward.linear import kernels as compile_forwards
 from lade.gpu.policy import DevicePolicy
-from lade.probing.factory import with_products
 from lade.probing.plan import choose_verification, execution_of
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
+from lade.probing.selfcheck import with_products
 from ngram_pool import NGramPool
 
 

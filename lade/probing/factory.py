@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from lade.closeness import limit_of
-from lade.compat import Model, device_of_inputs, mesh_of
+from lade.compat import Model, device_of_inputs
 from lade.config import Execution, Verification
 from lade.gpu.compiled import CompiledModel
 from lade.gpu.fixed import FixedTarget, StepSettings, widths_on
@@ -80,17 +80,6 @@ def make_target(
         *(model, input_ids, model_kwargs, restores, generation_config),
         proves_inputs=has_own_inputs(model),
     )
-
-
-def with_products(chosen: VerificationPlan, model: Model, profile: Profile) -> VerificationPlan:
-    """Return a plan by which lade's own products may run linear layers, where they can.
-
-    What is verified by paths may have a state in its modules, which views would have twice.
-    """
-    is_usual = (chosen.verification, chosen.execution) == ("tree", "eager")
-    if not is_usual or device_of_inputs(model).type != "cpu" or mesh_of(model) is not None:
-        return chosen
-    return chosen._replace(products=profile.products_for(model) is not None)
 
 
 def _recording(model: Model, chosen: VerificationPlan, policy: DevicePolicy) -> dict[str, Any]:

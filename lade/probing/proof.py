@@ -162,13 +162,19 @@ class Proof:
     def _run_alone(self, plan: Plan) -> Tensor:
         """Run roots the model's own way, and remember what they give."""
         roots = [*plan.trees.values()]
-        logits = self._target.forward_plainly(roots, by_view=self._is_around)
+        target = self._target
+        logits = target.forward_plainly(roots, by_view=self._is_around)
         for column, row in enumerate(plan.trees):
             place = len(self._text.token_ids[row]) - 1
             known = self._alone.get(row, {})
             # A copy: later forwards may write to the same memory.
             of_last = {at: known[at] for at in (place - 1,) if at in known}
             self._alone[row] = {**of_last, place: logits[0, column].clone()}
+        if target.has_one_way and not self._is_around:
+            # The text must not depend on when a draft was to be proved.
+            target.discard()
+            self.num_forwards += 1
+            logits = target.forward(target.inputs(roots))
         return logits
 
     def _error(self, plan: Plan, logits: Tensor) -> float:

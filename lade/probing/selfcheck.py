@@ -16,10 +16,11 @@ from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
 from lade.captures import are_random_states, put_back, random_states
 from lade.closeness import distance, limit_of
-from lade.compat import CACHE, Model, attention_of, device_of_inputs
+from lade.compat import CACHE, Model, attention_of, device_of_inputs, mesh_of
 from lade.config import Execution
-from lade.drafting.drafts import draft_of, narrowed
+from lade.drafting.drafts import chain, draft_of, narrowed
 from lade.errors import UnsupportedModelError
+from lade.forward.job import MANY_TOKENS, FusedForwards
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
 from lade.probing.own_code import is_patched, is_users
@@ -27,7 +28,7 @@ from lade.probing.profile import CacheKind, CheckKey, CheckResult, Profile, Widt
 from lade.probing.state import check_tokens
 from lade.targets.base import Target
 from lade.targets.layout import takes_parts
-from lade.targets.trees import MASK_IS_ADDED
+from lade.targets.trees import MASK_IS_ADDED, TreeTarget
 from lade.tree import Tree, starts
 from lade.view import apart
 from ngram_pool import Draft
@@ -157,6 +158,39 @@ def _why_not_continued(model: Model, profile: Profile) -> str | None:
         f"its logits after a cached text differ from those of the whole text by {max(errors):.2g} "
         f"of their standard deviation (expected at most {limit:.2g})"
     )
+
+
+def with_products(chosen: VerificationPlan, model: Model, profile: Profile) -> VerificationPlan:
+    """Return a plan by which lade's own products may run linear layers, where they can.
+
+    What is verified by paths may have a state in its modules, which views would have twice.
+    """
+    is_usual = (chosen.verification, chosen.execution) == ("tree", "eager")
+    if not is_usual or device_of_inputs(model).type != "cpu" or mesh_of(model) is not None:
+        return chosen
+    products = profile.products_for(model)
+    if isinstance(products, FusedForwards):
+        profile.once("settled", partial(_settle, products, model, chosen, profile))
+    return chosen._replace(products=products is not None)
+
+
+def _settle(
+    forwards: FusedForwards, model: Model, chosen: VerificationPlan, profile: Profile
+) -> None:
+    """Let jobs find out whether they are faster, on a made-up text: before there is a real one."""
+    token_ids = check_tokens(model)
+    ids = torch.tensor([token_ids])
+
+    def run(num_tokens: int) -> None:
+        node = token_ids[0]
+        target.forward(target.inputs([Tree.build(node, chain([node] * (num_tokens - 1)))]))
+        target.discard()
+
+    with Attempt(), torch.no_grad(), unchanged_random_state(model, profile):
+        settings = GenerationConfig(), chosen.attention, forwards
+        target = TreeTarget(model, ids, {}, profile.layout_of(model), 2 * MANY_TOKENS, *settings)
+        target.prefill(is_plain=True)
+        forwards.settle(run)
 
 
 @contextmanager

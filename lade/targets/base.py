@@ -29,6 +29,11 @@ class Target(ABC):
     _had_company = False  # whether there were other calls when the last forward ran
 
     @property
+    def has_one_way(self) -> bool:
+        """Whether all forwards give a token the same bits, but not those of `forward_plainly`."""
+        return False
+
+    @property
     def extra_sec(self) -> float:
         """Seconds of the last forward that others of its size do not take; infinite if unknown."""
         return math.inf if self._had_company else 0.0

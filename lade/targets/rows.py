@@ -122,8 +122,7 @@ class RowsTarget(Target):
         """Return the logits of the prompts' last tokens, [1, 1, vocab_size] each."""
         targets, parts = [self._all[row] for row in rows], list[Part]()
         if len(rows) > 1 and self._company is None:  # else in pieces
-            num_tokens = sum(self._num_prompt[row] for row in rows)
-            of_rows = (target.prompt(num_tokens) for target in targets)
+            of_rows = (target.prompt() for target in targets)
             parts = [part for part in of_rows if part is not None]
         if len(parts) < len(rows):
             return [target.prefill(is_plain=is_plain) for target in targets]
@@ -144,6 +143,11 @@ class RowsTarget(Target):
         if self._company is None:
             return run_as_one(parts)
         return torch.cat(self.ask(self._company, parts), dim=1)
+
+    @property
+    def has_one_way(self) -> bool:
+        """Whether all forwards give a token the same bits, but not those of the model's own."""
+        return self._rows[0].has_one_way
 
     @property
     def extra_sec(self) -> float:

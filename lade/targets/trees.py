@@ -119,8 +119,9 @@ class TreeTarget(Target):
             logits = self._in_pieces(self._company)
         if logits is None:
             model, products = self._model, self._products
-            num_rows = max(self._input_ids.numel() - self.cache.length, 1)
-            if products is not None and not is_plain and products.pays(num_rows):
+            # By its whole length, so that it does not matter how much of it was kept.
+            num_tokens = max(self._input_ids.numel(), 1)
+            if products is not None and not is_plain and products.pays(num_tokens):
                 model = products.view(model)
             kwargs = self._model_kwargs
             output = prefill(model, self._input_ids, self._generation_config, kwargs)
@@ -163,16 +164,11 @@ class TreeTarget(Target):
             return None
         while start < num_tokens:
             num = company.allot(num_tokens - start)
-            part = self._piece(positions, start, num, self._prompt_view(num))
+            part = self._piece(positions, start, num)
             (logits,) = self.ask(company, [part])
             self.cache.keep([*range(num)])
             start += num
         return logits
-
-    def _prompt_view(self, num_tokens: int) -> Model:
-        """Return what runs prompts as parts of a forward of so many tokens."""
-        pays = self._products is not None and self._products.pays(num_tokens)
-        return self._view if pays else self._attending_view
 
     def _prompt_positions(self) -> Tensor | None:
         """Return the positions of a prompt that forwards of several may run; None for others."""
@@ -193,7 +189,7 @@ class TreeTarget(Target):
             return None
         return positions
 
-    def _piece(self, positions: Tensor, start: int, num: int, view: Model) -> Part:
+    def _piece(self, positions: Tensor, start: int, num: int) -> Part:
         """Return a piece of the prompt, whose last token has logits."""
         nodes, mask = slice(start, start + num), None  # each sees those before it
         token_ids = self._input_ids[:, nodes]
@@ -207,17 +203,19 @@ class TreeTarget(Target):
             "position_ids": positions[:, nodes],
             **self._of_forward(mask),
         }
-        part = self._as_part(view, inputs, is_prompt=True)
+        part = self._as_part(self._view, inputs, is_prompt=True)
         if not self._is_uniform:
             part.kind = self  # it runs alone: what has left a window cannot be put back
         return part
 
-    def prompt(self, num_tokens: int) -> Part | None:
-        """Return the whole prompt as a part of a forward of so many tokens; None if it is none."""
+    def prompt(self) -> Part | None:
+        """Return the whole prompt as a part of a forward; None if it is none."""
         positions, length = self._prompt_positions(), self._input_ids.shape[1]
         if positions is None or self._padding is not None or self.cache.get_seq_length():
             return None
-        return self._piece(positions, 0, length, self._prompt_view(num_tokens))
+        if self.has_one_way and self._products is not None and not self._products.pays(length):
+            return None  # alone it runs the model's own way
+        return self._piece(positions, 0, length)
 
     def follow(self, other: "TreeTarget") -> None:
         """Copy what another target has run of an equal prompt."""
@@ -249,6 +247,11 @@ class TreeTarget(Target):
         else:
             (logits,) = self.ask(self._company, [self._as_part(view, inputs)])
         return logits
+
+    @property
+    def has_one_way(self) -> bool:
+        """Whether all forwards give a token the same bits, but not those of the model's own."""
+        return self._products is not None and self._products.has_one_way
 
     @property
     def extra_sec(self) -> float:

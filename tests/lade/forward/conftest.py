@@ -22,9 +22,15 @@ class Ran(NamedTuple):
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
     """Use jobs wherever there is a choice; return what they will have run."""
+
+    def choose(self: Any, request: Any, plainly: Any, cache: Any) -> Any:
+        return self._run_job(request, plainly, cache) if self.why_not is None else plainly()
+
     monkeypatch.setattr(
         fastest.Fastest, "__init__", lambda self, *_, **__: self.__dict__.update(_ALWAYS)
     )
+    monkeypatch.setattr(file.FusedForwards, "settle", lambda self, run: None)
+    monkeypatch.setattr(file.FusedForwards, "_choose", choose)
     return noted(monkeypatch)
 
 
@@ -33,10 +39,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
     runs: list[Ran] = []
     by_job = file.FusedForwards._by_job
 
-    def noting(self: Any, request: Any, has_dots: bool) -> Tensor | None:
-        logits = by_job(self, request, has_dots)
+    def noting(self: Any, request: Any) -> Tensor | None:
+        logits = by_job(self, request)
         if logits is not None:
-            runs.append(Ran(request.input_ids.shape[1], len(request.parts), has_dots))
+            runs.append(Ran(request.input_ids.shape[1], len(request.parts), self._has_dots))
         return logits
 
     monkeypatch.setattr(file.FusedForwards, "_by_job", noting)

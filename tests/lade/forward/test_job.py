@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import lade
 from lade.closeness import distance
 from lade.compat import CACHE
-from lade.forward import _tiles, fastest, linear, words
+from lade.forward import _kernels, _tiles, linear, words
 from lade.forward import job as file
 from lade.forward.job import forwards_for
 from lade.openmp import runner
@@ -28,7 +28,7 @@ from lade.tree import Tree
 from ngram_pool import Draft
 from tests.grids import thinned
 from tests.lade.both import EIGHT, ONE, same_as_generate
-from tests.lade.forward.conftest import Ran
+from tests.lade.forward.conftest import Ran, noted
 from tests.lade.forward.families import FORMATS, QUICK, READABLE, LowRank, adapted, model_of
 from tests.lade.targets.test_tree import make_draft
 from tests.lade.tiny import BatchDrafter
@@ -66,7 +66,9 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Apart]:
         output = plainly()
         for has_dots in (False, True) if self._has_dots else (False,):
             again()
-            logits = self._by_job(request, has_dots)
+            with monkeypatch.context() as patch:
+                patch.setattr(self, "_has_dots", has_dots)
+                logits = self._by_job(request)
             if logits is None:
                 again()
                 return plainly()
@@ -739,52 +741,73 @@ def test_a_wrong_job_is_never_used(dtype: torch.dtype, monkeypatch: pytest.Monke
             assert got.tolist() == expected.tolist()
     told = [each for each in caught if "compiled forward is not used" in str(each.message)]
     assert [each.category for each in told] == [RuntimeWarning]
-    assert 1 <= num_run <= 2  # both arrangements of one forward
+    assert num_run == 1
 
 
-def test_a_job_that_becomes_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastest, "_LEAST_CALLS", 5)
-    monkeypatch.setattr(fastest, "_MOST_CALLS", 5)
-    forwards, target = _with_clock(monkeypatch, job=1.0, theirs=2.0)
-    parents: list[int] = []
+def test_a_job_that_is_wrong_for_some_sizes_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward of each size is held against the model's own."""
     by_job = file.FusedForwards._by_job
-    for _ in range(8):
-        target.run(parents)
-    assert forwards._choices[0].best == 1
 
-    def wrong(*args: Any) -> Tensor | None:
-        logits = by_job(*args)
-        return None if logits is None else logits + torch.linspace(0, 9, logits.shape[-1])
+    def wrong(self: Any, request: Any) -> Tensor:
+        logits = by_job(self, request)
+        is_large = request.input_ids.shape[1] > 8
+        assert logits is not None
+        moved: Tensor = logits + is_large * torch.linspace(0, 9, logits.shape[-1])
+        return moved
 
+    target = Prefilled(model_of("llama"), TEXT)
     monkeypatch.setattr(file.FusedForwards, "_by_job", wrong)
+    forwards: Any = target._products
+    for parents in ([], [-1, 0, 1]):
+        target.run(parents)
+    assert forwards.why_not is None
+    parents = [*range(-1, 11)]
     with pytest.warns(RuntimeWarning, match="compiled forward is not used"):
-        logits = [target.run(parents) for _ in range(20)][-1]
+        logits = target.run(parents)
     assert is_close(logits, target.run_plainly(parents))[0]
-    assert "logits differ by" in (forwards.why_not or "")
+    assert "logits differ by" in str(forwards.why_not)
     assert not forwards.pays(1)
 
 
-def _with_clock(monkeypatch: pytest.MonkeyPatch, job: float, theirs: float) -> Any:
-    """Return jobs that take so many seconds, and a target whose own forwards take as given."""
-    model = model_of("llama")
-    target = Prefilled(model, TEXT)
-    forwards = target._products
-    assert isinstance(forwards, file.FusedForwards)
+@pytest.mark.parametrize(
+    ("job", "theirs", "is_used"), [(1.0, 2.0, True), (2.0, 1.0, False), (1.1, 1.0, True)]
+)
+def test_whether_jobs_run_is_chosen_once_before_a_text_begins(
+    job: float, theirs: float, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And by no small difference, as the text in half precision depends on it."""
+    monkeypatch.setattr(_kernels, "HAS_AMX", True)
     now = 0.0
 
-    def passing(function: Any, sec: float) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal now
-            now += sec
-            return function(*args, **kwargs)
+    def by_job(self: Any, request: Any) -> Tensor | None:
+        nonlocal now
+        now += job if request.input_ids.shape[1] <= file.MANY_TOKENS else 9.0
+        return run_job(self, request)
 
-        return call
+    def own(plainly: Callable[[], Any]) -> Any:
+        nonlocal now
+        output = run_own(plainly)
+        now += theirs if output.logits.shape[1] <= file.MANY_TOKENS else 2.0
+        return output
 
-    monkeypatch.setattr(fastest, "perf_counter", lambda: now)
-    monkeypatch.setattr(file.FusedForwards, "_by_job", passing(file.FusedForwards._by_job, job))
-    monkeypatch.setattr(type(model.model), "forward", passing(type(model.model).forward, theirs))
-    forwards._choices.clear()
-    return forwards, target
+    run_job, run_own = file.FusedForwards._by_job, file._own
+    model = model_of("llama", torch.bfloat16)
+    monkeypatch.setattr(file, "perf_counter", lambda: now)
+    monkeypatch.setattr(file.FusedForwards, "_by_job", by_job)
+    monkeypatch.setattr(file, "_own", own)
+    runs = noted(monkeypatch)
+    given: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    lade.generate(model, TEXT, **given)
+    sizes = {each.num_tokens for each in runs}
+    assert sizes >= {1, 8}
+    assert (128 in sizes) == is_used
+    runs.clear()
+    lade.generate(model, TEXT, **given)
+    assert (runs != []) == is_used
+    runs.clear()
+    lade.generate(model, torch.cat([TEXT] * 3, dim=1), **given)
+    assert (runs != []) == is_used
+    assert all(each.num_tokens < file.MANY_TOKENS for each in runs), "prompts are not faster"
 
 
 def test_a_job_that_fails_is_given_up(ran: list[Ran], monkeypatch: pytest.MonkeyPatch) -> None:
