@@ -76,7 +76,8 @@ class Config:
             holds: all steps have one width (8 tokens, 32 on CUDA, more if `max_draft_tokens` or
             `lookahead` needs it) and attention sums in float64. Slower than without, and slower
             than plain decoding on unpredictable text; the text is no closer to that of `generate`.
-            Only for models verified by trees, without experts.
+            Only for models verified by trees, without experts. Of no use where forwards run as one
+            job on a CPU (`lade.forward`), which give each token the same bits in any case.
         lookahead: Window of lookahead decoding, run beside the draft in every forward; it teaches
             the pool n-grams that no text has contained yet. Only for models that verify whole
             trees. None runs no window.
