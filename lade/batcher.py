@@ -27,6 +27,7 @@ from ngram_pool.arrays import positive
 
 _Result = TypeVar("_Result")
 _SHARE_OF_MEMORY = 0.5
+_INTERRUPTED_SEC = 2.0  # that calls have to end before their next step
 _USUAL_LENGTH = 20  # new tokens where nobody says how many, as in transformers
 
 
@@ -201,9 +202,12 @@ class Batcher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        if kind is not None and not issubclass(kind, Exception):
-            self.engine.end()  # an interrupt waits for no answers
-        self.close()
+        if kind is None or issubclass(kind, Exception):
+            self.close()
+        else:  # an interrupt waits for no answers, nor long for code that is not lade's
+            self._is_closed = True
+            self.engine.end()
+            self.engine.wait(_INTERRUPTED_SEC)
 
     def _answer(
         self, request: Request, seed: int | None, call: dict[str, Any], mode: "_Mode"
