@@ -26,7 +26,7 @@ from lade.forward._tiles import (
     FLOAT16,
     FLOAT32,
     HAS_AMX,  # noqa: F401 — of the CPU
-    HAS_DOTS,  # noqa: F401 — of what is compiled here
+    HAS_DOTS,
     LANES,
     PER_LINE,
     add_products,
@@ -967,6 +967,11 @@ def run_forward(address: Any) -> None:
                 given = g[w.INNER], layer[w.INNER_SIZE]
                 products = layer[w.DOWN : w.DOWN + w.PRODUCT_SIZE]
             _run_products(g, phase, num_rows, layer, given, products, result, num_all, scratch)
+
+
+def may_dot(width: int) -> bool:
+    """Return whether products over so many bfloat16 may run by pairs: rows of whole lines."""
+    return HAS_DOTS and width % PER_LINE == 0
 
 
 def scratch_size(num_tokens: int, hidden: int, num_heads: int, head_size: int, between: int) -> int:

@@ -161,9 +161,7 @@ class FusedForwards:
         self._is_unchanged = is_unchanged if any(adapters_of(plan)) else None
         widths = {sizes.hidden, sizes.num_heads * sizes.head_size}
         widths |= {layer.inner for layer in plan.layers}
-        # Rows of whole lines stay in bfloat16.
-        may_dot = self._dtype is torch.bfloat16 and compiled.HAS_DOTS
-        self._has_dots = may_dot and not any(width % compiled.PER_LINE for width in widths)
+        self._has_dots = self._dtype is torch.bfloat16 and all(map(compiled.may_dot, widths))
 
     @property
     def has_one_way(self) -> bool:
@@ -343,7 +341,7 @@ class FusedForwards:
             head = self._weights.head()
             if type(head) is PackedLinear:
                 return head.forward(states)
-            return self._products.by_job(states, head.weight, head.bias)
+            return self._products.by_job(states, head.weight, head.bias, has_dots=self._has_dots)
         wide = _wide(states)
         if number > 0 and not hooked[number] and not hooked[number - 1]:
             return states  # it has run with those before it

@@ -157,6 +157,7 @@ class Products:
         weight: Tensor,
         bias: Tensor | None,
         packed: tuple[int, int] | None = None,
+        has_dots: bool = True,
     ) -> Tensor:
         """Return a product by lade's kernels.
 
@@ -164,12 +165,16 @@ class Products:
             inputs, weight, bias: as for `product`.
             packed: of a weight that is uint8 in blocks, the words PACKED and HALF; results are
                 float32 then, as the inputs are.
+            has_dots: whether pairs of bfloat16 may be multiplied by the CPU's own instruction.
         """
         num_columns, num_inputs = len(weight), inputs.shape[-1]
         num_rows, dtype = inputs.numel() // num_inputs, inputs.dtype
         given = (inputs if dtype is torch.float32 else inputs.float()).contiguous()
         results = inputs.new_empty((*inputs.shape[:-1], num_columns))
         most, num_threads = min(num_rows, _MOST_ROWS), torch.get_num_threads()
+        arranged = words.PAIRS if dtype is torch.bfloat16 else words.PLAIN
+        if arranged == words.PAIRS and has_dots and self._kernels.may_dot(num_inputs):
+            arranged = words.NARROW
         size = self._kernels.scratch_size(most, num_inputs, 0, 0, 0)
         memory = inputs.new_empty(size * num_threads + 4 * num_inputs * most, dtype=torch.uint8)
         for start in range(0, num_rows, most):
@@ -178,7 +183,7 @@ class Products:
             job[words.NUM_TOKENS] = job[words.NUM_KEPT] = min(most, num_rows - start)
             job[words.HIDDEN], job[words.VOCAB_SIZE] = num_inputs, num_columns
             job[words.NUM_THREADS], job[words.FORMAT] = num_threads, FORMATS[dtype]
-            job[words.ARRANGED] = words.PAIRS if dtype is torch.bfloat16 else words.PLAIN
+            job[words.ARRANGED] = arranged
             job[words.STATES] = given.data_ptr() + 4 * num_inputs * start
             job[words.LOGITS] = results.data_ptr() + dtype.itemsize * num_columns * start
             job[words.SCRATCH], job[words.SCRATCH_SIZE] = memory.data_ptr(), size
