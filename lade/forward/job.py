@@ -342,9 +342,9 @@ class FusedForwards:
             if type(head) is PackedLinear:
                 return head.forward(states)
             return self._products.by_job(states, head.weight, head.bias, has_dots=self._has_dots)
-        wide = _wide(states)
         if number > 0 and not hooked[number] and not hooked[number - 1]:
             return states  # it has run with those before it
+        wide = _wide(states)
         end = number + 1
         while end < last and not hooked[number] and not hooked[end]:
             end += 1
