@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import lade
 from lade.closeness import distance
 from lade.compat import CACHE
+from lade.drafting.drafts import draft_of
 from lade.forward import _kernels, _tiles, linear, words
 from lade.forward import job as file
 from lade.forward.job import forwards_for
@@ -767,6 +768,17 @@ def test_a_job_that_is_wrong_for_some_sizes_alone_is_found(monkeypatch: pytest.M
     assert is_close(logits, target.run_plainly(parents))[0]
     assert "logits differ by" in str(forwards.why_not)
     assert not forwards.pays(1)
+
+
+def test_a_job_is_not_held_against_a_forward_that_a_draft_spoiled() -> None:
+    """A token whose embedding is NaN leaves the model's own logits without numbers."""
+    model = model_of("llama")
+    target = Prefilled(model, TEXT)
+    forwards: Any = target._products
+    model.get_input_embeddings().weight[50] = math.nan
+    logits = target.forward(target.inputs([Tree.build(7, draft_of([8, 50], [-1, -1]))]))
+    assert bool(logits[0, :2, :50].isfinite().all())
+    assert forwards.why_not is None
 
 
 @pytest.mark.parametrize(
