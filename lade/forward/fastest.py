@@ -24,18 +24,15 @@ class Fastest:
 
     Args:
         num_ways: the first is torch's.
-        is_large: whether what a call reads is too much for caches, so that it does not matter which
-            way ran before; else only the first to run is timed.
 
     Attributes:
         best: None as long as it is not known.
         extra_sec: what the last comparison took, besides the fastest way.
     """
 
-    def __init__(self, num_ways: int, is_large: bool = False) -> None:
+    def __init__(self, num_ways: int) -> None:
         self.best: int | None = None
         self.extra_sec = 0.0
-        self._is_large = is_large
         self._sec = [math.inf] * num_ways  # the shortest of each
         self._rivals: Sequence[int] = range(num_ways)  # that run when they are compared
         self._place, self._num_rounds = 0, 0  # in a round, each of them is the first once
@@ -63,7 +60,7 @@ class Fastest:
             start = perf_counter()
             results[which] = run(which)
             least = min(least, perf_counter() - start)
-            if which == first or self._is_large:
+            if which == first:
                 self._sec[which] = min(self._sec[which], scale * (perf_counter() - start))
         result = results.pop(rivals[0])
         if not all(is_close(other, result) for other in results.values()):
@@ -72,7 +69,7 @@ class Fastest:
         self.extra_sec = perf_counter() - begin - least
         if is_known:
             self._choose()
-        elif self._is_large or self._place == 0:
+        elif self._place == 0:
             self._end_round()
         return result
 

@@ -16,7 +16,6 @@ class Ran(NamedTuple):
 
     num_tokens: int
     num_parts: int
-    has_dots: bool
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
     def noting(self: Any, request: Any) -> Tensor | None:
         logits = by_job(self, request)
         if logits is not None:
-            runs.append(Ran(request.input_ids.shape[1], len(request.parts), self._has_dots))
+            runs.append(Ran(request.input_ids.shape[1], len(request.parts)))
         return logits
 
     monkeypatch.setattr(file.FusedForwards, "_by_job", noting)
