@@ -830,7 +830,7 @@ def _hardware(file: str) -> str:
     made, settings = _read(file)["environment"], _read(file)["settings"]
     if made["gpu"] and "cuda" in str(settings.get("device")):
         return str(made["gpu"])
-    threads = f", {settings['threads']} threads" if "threads" in settings else ""
+    threads = f", {settings['threads']} threads" if settings.get("threads") else ""
     return f"{made['cpu']}, {made['num_cores']} cores{threads}"
 
 
