@@ -1,6 +1,6 @@
 """`DecodeStats`, the only place where acceptance is counted and named."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -51,8 +51,7 @@ class SourceStats:
 
     def add(self, other: "SourceStats") -> None:
         """Add the counts and times of `other`."""
-        for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        _add(self, other, self.__dataclass_fields__)
 
 
 @dataclass(slots=True)
@@ -76,8 +75,7 @@ class WidthStats:
 
     def add(self, other: "WidthStats") -> None:
         """Add the counts and times of `other`."""
-        for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        _add(self, other, self.__dataclass_fields__)
 
 
 @dataclass(slots=True)
@@ -217,9 +215,8 @@ class DecodeStats:
 
     def add(self, other: "DecodeStats") -> None:
         """Add the counts and times of `other`."""
-        for name in self.__dataclass_fields__:
-            if name not in ("accepted_by_depth", "sources", "widths"):
-                setattr(self, name, getattr(self, name) + getattr(other, name))
+        apart = {"accepted_by_depth", "sources", "widths"}
+        _add(self, other, self.__dataclass_fields__.keys() - apart)
         for name, of_source in other.sources.items():
             self.sources.setdefault(name, SourceStats()).add(of_source)
         for width, of_width in other.widths.items():
@@ -247,6 +244,12 @@ def ends_in_loop(token_ids: Sequence[int]) -> bool:
         if len(tail) == length and all(tail[i] == tail[i - period] for i in range(period, length)):
             return True
     return False
+
+
+def _add(stats: Any, other: Any, names: Iterable[str]) -> None:
+    """Add some counts and times of `other`."""
+    for name in names:
+        setattr(stats, name, getattr(stats, name) + getattr(other, name))
 
 
 def _ratio(part: float, whole: float) -> float:

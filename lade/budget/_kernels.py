@@ -10,20 +10,18 @@ from ngram_pool._kernels import Float64Array, inlined, kernel
 
 
 @kernel
-def place_of(knots: Float64Array, size: float) -> int:
-    """Return the index of the knot that a size lies behind or at."""
+def place_of(knots: Float64Array, size: float) -> tuple[int, float]:
+    """Return the index of the knot before a size, and the share of the way to the next one."""
     place = 0
     while place < knots.shape[0] - 2 and knots[place + 1] <= size:
         place += 1
-    return place
+    return place, (size - knots[place]) / (knots[place + 1] - knots[place])
 
 
 @inlined
 def interpolated(knots: Float64Array, curve: Float64Array, size: float) -> float:
     """Return the curve at a size, which lies on a line between two knots, or beyond them."""
-    size = min(max(size, knots[0]), knots[knots.shape[0] - 1])
-    place = place_of(knots, size)
-    share = (size - knots[place]) / (knots[place + 1] - knots[place])
+    place, share = place_of(knots, min(max(size, knots[0]), knots[knots.shape[0] - 1]))
     return float((1.0 - share) * curve[place] + share * curve[place + 1])
 
 
@@ -33,8 +31,7 @@ def add_row(
 ) -> float:
     """Add to a row how much each of `mean` moves a size's logarithm; return that logarithm."""
     size = min(max(size, knots[0]), knots[knots.shape[0] - 1])
-    place = place_of(knots, size)
-    share = (size - knots[place]) / (knots[place + 1] - knots[place])
+    place, share = place_of(knots, size)
     grown = math.exp(mean[1]) * (size - 1.0)
     row[0] += times
     row[1] += times * grown / (1.0 + grown)

@@ -93,6 +93,16 @@ class _JobRequest(NamedTuple):
         """All layers of all caches."""
         return [layer for part in self.parts for layer in part.cache.held]
 
+    def rewinding(self) -> Callable[[], None]:
+        """Return a function that makes the layers forget what is written from now on."""
+        before = [(layer, layer.num_pending) for layer in self.layers]
+
+        def rewind() -> None:
+            for layer, num_pending in before:
+                layer.num_pending = num_pending
+
+        return rewind
+
 
 _RunLayer = Callable[[int, Tensor], Tensor]  # by its number, on its states; the last is the head
 
@@ -122,8 +132,6 @@ class FusedForwards:
     Attributes:
         why_not: why jobs are not used any more; None if they may be.
         compared_sec: seconds of the model's own forwards that jobs were held against.
-        has_one_way: whether all forwards give a token the same bits, in a dtype where the model's
-            own do not.
 
     Raises:
         UnsupportedForwardError: the model computes something that a plan has no place for.
@@ -242,18 +250,17 @@ class FusedForwards:
 
     def _choose(self, request: _JobRequest, plainly: Callable[[], Any], cache: Any) -> Any:
         """Run a forward by a job, unless that is slower; the first of a size in both ways."""
-        size, layers = _size_of(request.input_ids.shape[1]), request.layers
+        size = _size_of(request.input_ids.shape[1])
         if self.why_not is not None or self._is_slow:
             return plainly()
         if size in self._checked:
             return self._run_job(request, plainly, cache)
         if self._places(request) is None:
             return plainly()  # once: windows may forget what the same tokens see again
-        pending = [layer.num_pending for layer in layers]
+        rewind = request.rewinding()
         sec, results, known = [], list[Any](), self._sec.get(size, (math.inf, math.inf))
         for run in (partial(_own, plainly), partial(self._run_job, request, plainly, cache)):
-            for layer, num in zip(layers, pending, strict=True):
-                layer.num_pending = num
+            rewind()
             begin = perf_counter()
             results.append(run())
             sec.append(perf_counter() - begin)
@@ -264,21 +271,18 @@ class FusedForwards:
         self._sec[size] = min(sec[0], known[0]), min(sec[1], known[1])
         self._checked.add(size)
         if self.why_not is None and not self._is_close(results[1], results[0]):
-            for layer, num in zip(layers, pending, strict=True):
-                layer.num_pending = num
+            rewind()
             return plainly()  # once more, as the job has written keys and values of its own
         return results[1]
 
     def _run_job(self, request: _JobRequest, plainly: Callable[[], Any], cache: Any) -> Any:
         """Run a forward by a job; by the model itself where that fails."""
-        layers = request.layers
-        pending = [layer.num_pending for layer in layers]
+        rewind = request.rewinding()
         with Attempt() as attempt:
             logits = self._by_job(request)
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
-        for layer, num in zip(layers, pending, strict=True):
-            layer.num_pending = num
+        rewind()
         result = _own(plainly)
         self.why_not = attempt.failure  # unless that fails, too
         return result

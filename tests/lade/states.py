@@ -492,37 +492,39 @@ patched_cat = _of_torch("patched_cat", torch, "cat", _coarse)
 patched_cache = _of_torch("patched_cache", DynamicLayer, "update", _coarse)
 
 
+class Now:
+    """An alpha that code of the user's looks up whenever it runs."""
+
+    alpha = 0.0
+
+    def put(self, alpha: float) -> None:
+        self.alpha = alpha
+
+
 @kind
 def weights_by_a_hook(model: Any) -> Set:
-    layer, now = model.model.layers[1], 0.0
+    layer, now = model.model.layers[1], Now()
     kept = {name: each.detach().clone() for name, each in layer.named_parameters()}
 
     def bring(module: nn.Module, _: Any) -> None:
         for name, parameter in module.named_parameters():
-            parameter.data = kept[name] * (1 + now)
-
-    def put(alpha: float) -> None:
-        nonlocal now
-        now = alpha
+            parameter.data = kept[name] * (1 + now.alpha)
 
     layer.register_forward_pre_hook(bring)
-    return put
+    return now.put
 
 
 @kind
 def turned_states(model: Any) -> Set:
     """A hook of a layer whose result lies in memory column by column."""
-    now = 0.0
-
-    def put(alpha: float) -> None:
-        nonlocal now
-        now = alpha
-
+    now = Now()
     turn = torch.eye(SIZE, dtype=torch.float64) + torch.outer(STEERING, STEERING) / SIZE
     model.model.layers[0].register_forward_hook(
-        lambda module, args, out: (turn.to(out.dtype) @ out.mT).mT * (1 + now) if now else out
+        lambda module, args, out: (
+            (turn.to(out.dtype) @ out.mT).mT * (1 + now.alpha) if now.alpha else out
+        )
     )
-    return put
+    return now.put
 
 
 @kind
