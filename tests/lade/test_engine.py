@@ -391,7 +391,9 @@ def test_a_child_has_a_batcher_that_works(num_running: int, single_thread: None)
             lambda: texts(batcher.submit(ONE, **GREEDY), batcher.submit(ONE, seed=7, **SAMPLED))
         )
         assert answers() == want
-        running = [batcher.submit(ONE, seed=3, **LONG) for _ in range(num_running)]
+        forks_are_done = threading.Event()  # until then each step takes a while
+        slowly = {"on_step": lambda _: forks_are_done.wait(0.1)}
+        running = [batcher.submit(ONE, seed=3, **LONG, **slowly) for _ in range(num_running)]
         for each in running[:1]:
             next(iter(each))
         assert forked(answers) == want
@@ -400,6 +402,7 @@ def test_a_child_has_a_batcher_that_works(num_running: int, single_thread: None)
                 with pytest.raises(lade.LadeError, match="forked while the call ran"):
                     forked(partial(wait, running[-1]))
         assert forked(batcher.close) is None
+        forks_are_done.set()
         assert texts(*running) == [expected(model, 3, **LONG)] * num_running
 
 
