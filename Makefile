@@ -44,13 +44,13 @@ help:
 	@echo "make clean        remove the environments and caches"
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/lade demo --dtype float32
+	$(VENV)/bin/lade demo
 
 chat: $(VENV)/.demo
 	$(VENV)/bin/lade chat
 
 web: $(VENV)/.web
-	$(VENV)/bin/python examples/chat_web.py --dtype float32
+	$(VENV)/bin/python examples/chat_web.py
 
 test: $(VENV)/.dev
 	$(VENV)/bin/$(COMPILE)

@@ -422,6 +422,50 @@ def run_reliability(
     reliability(loading.load(model), choose(prompts, limit, half), max_new_tokens, json)
 
 
+@app.command("sameness")
+@grouped
+def run_sameness(
+    *,
+    prompts: PromptsOption,
+    max_new_tokens: MaxNewTokensOption = 128,
+    limit: LimitOption = None,
+    half: HalfOption = None,
+    model: ModelOption = None,
+    loading: LoadOptions,
+    json: JsonOption = None,
+) -> None:
+    """Count the answers that drafts, pools, batches, threads and load leave as they are."""
+    from benchmarks.sameness import run
+
+    run(loading.load(model), choose(prompts, limit, half), max_new_tokens, json)
+
+
+@app.command("prewarming")
+@grouped
+def run_prewarming(
+    *,
+    prompts: PromptsOption,
+    minutes: Annotated[
+        str, typer.Option(metavar="T,…", help="Comma-separated: of a table, in rising order.")
+    ] = "1,2,5,10,30,60",
+    max_draft_tokens: SizesOption = "7,15",
+    max_new_tokens: MaxNewTokensOption = 96,
+    limit: LimitOption = None,
+    half: HalfOption = None,
+    model: ModelOption = None,
+    loading: LoadOptions,
+    json: JsonOption = None,
+) -> None:
+    """Make a table of the model's likely tokens, and tell what it brings as it grows."""
+    from benchmarks.methods import numbers
+    from benchmarks.prewarming import run
+
+    totals = sorted(float(each) for each in minutes.split(","))
+    chosen = choose(prompts, limit, half)
+    fixed = numbers(max_draft_tokens, 1)
+    run(loading.load(model), chosen, totals, fixed, max_new_tokens, json)
+
+
 @app.command("gpu")
 @grouped
 def run_gpu(

@@ -46,7 +46,7 @@ class ContextLengthError(LadeError, ValueError):
 
 
 class ModelFetchError(LadeError):
-    """An embedded model could not be fetched, checked, converted or stored."""
+    """An embedded model could not be fetched, checked, read or stored."""
 
 
 class MissingExtraError(LadeError, ImportError):

@@ -102,6 +102,7 @@ class Terminal:
         self.console = console
         self._history = history
         self._shows_drafted = False
+        self.is_waiting = False  # for a line to be typed
         self._has_left = False
         self._cancelled = threading.Event()  # by Ctrl-C, since a line was asked for
         self._typed = ""  # what stands in the next prompt to begin with
@@ -121,9 +122,8 @@ class Terminal:
         with _setting_at_interrupt(self._cancelled):
             while not self._has_left:
                 self._cancelled.clear()
-                typed, self._typed = self._typed, ""
                 try:
-                    line = session.prompt(default=typed)
+                    line = self._line(session)
                 except EOFError:
                     return
                 except KeyboardInterrupt:
@@ -136,6 +136,15 @@ class Terminal:
                 else:
                     is_warned = False
                     self.take(line)
+
+    def _line(self, session: "PromptSession[str]") -> str:
+        """Return what the user types."""
+        typed, self._typed = self._typed, ""
+        self.is_waiting = True
+        try:
+            return session.prompt(default=typed)
+        finally:
+            self.is_waiting = False
 
     def take(self, line: str) -> None:
         """Run a command or answer a question; errors are shown."""

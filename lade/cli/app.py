@@ -21,6 +21,7 @@ from lade.cli.options import (
     SystemOption,
     TemperatureOption,
     grouped,
+    of_drafting,
 )
 from lade.cli.pool import app as pool
 from lade.cli.serve_app import serve
@@ -128,6 +129,14 @@ def chat(
     *,
     max_new_tokens: MaxNewTokensOption = 1024,
     system: SystemOption = None,
+    prewarm: Annotated[
+        bool,
+        of_drafting(
+            "--prewarm",
+            help="Let the model write its table of likely tokens while it waits for you, as lade "
+            "prewarm does: half an hour in all, at the lowest priority.",
+        ),
+    ] = False,
     model: ModelOption = None,
     loading: LoadOptions,
     sampling: SamplingOptions,
@@ -145,7 +154,7 @@ def chat(
     system = None if system is None else read_typed(system)
     settings = sampling.settings(max_new_tokens)
     loaded = loading.load(model)
-    run(loaded, settings, system, drafting)
+    run(loaded, settings, system, drafting, prewarms=prewarm)
 
 
 app.command(rich_help_panel=_USE)(serve)

@@ -31,6 +31,7 @@ def compare(
     from lade.bench.methods import METHODS
     from lade.bench.report import budget_table, groups, table
     from lade.bench.run import Contest, stats_of, summarise, warm_up
+    from lade.cli.prewarm import tell_of_table
     from lade.probing.plan import probe
 
     inputs = encode_prompts(loaded, [each.text for each in prompts], settings.max_new_tokens)
@@ -49,6 +50,8 @@ def compare(
                 raise
             stopped = error
     verification = probe(loaded.model).verification
+    if verification != "plain":
+        tell_of_table(loaded)
     caption = f"verification: {verification}"
     made = table(results, [*METHODS], settings.describe(), caption)
     Console(highlight=False).print(made, crop=False)
@@ -74,9 +77,12 @@ def describe_model(loaded: LoadedModel) -> dict[str, Any]:
     """Return what results say of a model and how it is run."""
     import torch
 
+    from lade.forward.packed import formats_of
+
     return {
         "model": Path(loaded.name).name,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        **({"weights": ", ".join(formats)} if (formats := formats_of(loaded.model)) else {}),
         "device": str(loaded.model.device),
         "threads": torch.get_num_threads(),
     }

@@ -1,6 +1,7 @@
 """`lade chat`: a conversation in a terminal."""
 
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from lade.errors import MissingExtraError, UserError
@@ -20,9 +21,14 @@ def check_terminal() -> None:
 
 
 def run(
-    loaded: LoadedModel, settings: "Settings", system: str | None, drafting: "DraftOptions"
+    loaded: LoadedModel,
+    settings: "Settings",
+    system: str | None,
+    drafting: "DraftOptions",
+    *,
+    prewarms: bool = False,
 ) -> None:
-    """Chat until the user leaves."""
+    """Chat until the user leaves; prewarm the model while it waits, where that is asked for."""
     try:
         from lade.chat.terminal import Terminal, history_in
         from lade.chat.view import THEME
@@ -33,9 +39,17 @@ def run(
 
     from lade.chat.conversation import Conversation
     from lade.cli.loading import check
+    from lade.cli.prewarm import tell_of_idle
+    from lade.prewarming.idle import IdlePrewarming
 
     check(loaded)
     with drafting.open_pools(loaded) as pools:
         conversation = Conversation(loaded, settings=settings, pool=pools, system=system)
         history = history_in(user_data_path("lade", appauthor=False))
-        Terminal(conversation, Console(highlight=False, theme=THEME), history).run()
+        terminal = Terminal(conversation, Console(highlight=False, theme=THEME), history)
+        with ExitStack() as stack:
+            if prewarms:
+                idle = IdlePrewarming(loaded.model, lambda: terminal.is_waiting)
+                stack.callback(idle.close)
+                tell_of_idle(idle)
+            terminal.run()

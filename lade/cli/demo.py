@@ -20,6 +20,7 @@ from lade.bench.report import table
 from lade.bench.run import Contest, Result, warm_up
 from lade.cli.bench import describe_model
 from lade.cli.loading import console
+from lade.cli.prewarm import tell_of_table
 from lade.cli.prompting import encode_prompts, read_typed
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
@@ -84,12 +85,14 @@ def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int) -> None:
     out.print(table(results, names, settings.describe()), crop=False)
     if any(each.answers["lade"].rows != each.answers["plain"].rows for each in results):
         out.print(f"[dim]{why_different(model)}[/dim]")
+    if found.verification != "plain":
+        tell_of_table(loaded)
 
 
 def _tell_model(out: Console, loaded: LoadedModel, found: Probe) -> None:
     """Print what is known before anything is answered."""
     model = loaded.model
-    num_weights = sum(weight.numel() for weight in model.parameters())
+    num_bytes = sum(weight.nbytes for weight in model.parameters())
     described = describe_model(loaded)
     where = described["device"]
     if model.device.type == "cpu":
@@ -98,7 +101,8 @@ def _tell_model(out: Console, loaded: LoadedModel, found: Probe) -> None:
         where += f" ({torch.cuda.get_device_name(model.device)})"
     out.print(
         f"[bold]{escape(Path(loaded.name).name)}[/bold]: {type(model).__name__}, "
-        f"{num_weights / 1e6:,.1f} million weights, {described['dtype']}, {where}"
+        f"{num_bytes / 1e6:,.0f} MB of weights, {described.get('weights', described['dtype'])}, "
+        f"{where}"
     )
     versions = {"lade": __version__, "python": platform.python_version()}
     versions |= {name: metadata.version(name) for name in ("torch", "transformers", "numba")}

@@ -84,9 +84,10 @@ DtypeOption = Annotated[
     str | None,
     _of_model(
         metavar="NAME",
-        help="Number format: float32, bfloat16, float16 or float64. Without it, bfloat16 where the "
-        "hardware computes in it natively, else float32. float32 gives the text of plain generate; "
-        "in half precision, near-ties may fall the other way.",
+        help="Number format: float32, bfloat16, float16 or float64. Without it, a GGUF file as it "
+        "is, and else bfloat16 where the hardware computes in it natively, or float32. The first "
+        "and the last give the text of plain generate; in half precision, near-ties may fall the "
+        "other way.",
     ),
 ]
 ThreadsOption = Annotated[

@@ -1,12 +1,13 @@
-"""`lade prewarm`, with a progress bar."""
+"""`lade prewarm`, with a progress bar; and what other commands say of its tables."""
 
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
 
 from lade.cli.loading import bar, console, tell
 from lade.models.loading import LoadedModel
+from lade.prewarming.idle import IdlePrewarming
 from lade.prewarming.run import Prewarmed, prewarm
-from lade.prewarming.tables import path_of_table, read_table
+from lade.prewarming.tables import path_of_table, read_table, table_for
 
 
 def run(loaded: LoadedModel, seconds: float) -> None:
@@ -35,3 +36,23 @@ def run(loaded: LoadedModel, seconds: float) -> None:
                 "adds to it[/dim]",
                 soft_wrap=True,
             )
+
+
+def tell_of_idle(idle: IdlePrewarming) -> None:
+    """Say that a model is prewarmed while it waits, and for how long."""
+    text = "The table of its likely tokens is complete"
+    if left := idle.minutes_left:
+        text = f"While it waits, the model writes its table of likely tokens, for {left:.0f} "
+        text += "minutes in all, at the lowest priority"
+    console.print(f"[dim]{text}.[/dim]", soft_wrap=True)
+
+
+def tell_of_table(loaded: LoadedModel) -> None:
+    """Say what a table would bring, where the model has none."""
+    if table_for(loaded.model) is None:
+        console.print(
+            "[dim]This model has no table of its likely tokens yet. lade prewarm makes one, and "
+            "chat and serve do with --prewarm while they wait; seven minutes once let the default "
+            "model accept 16 % more tokens a step.[/dim]",
+            soft_wrap=True,
+        )

@@ -91,6 +91,7 @@ def run(
     port: int,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; SIGHUP reads the keys again."""
+    from lade.cli.prewarm import tell_of_idle
     from lade.server.app import Server
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
@@ -102,6 +103,8 @@ def run(
     console.print(
         f"{server.name} is served at {server.url}; Ctrl-C stops it", markup=False, soft_wrap=True
     )
+    if server.idle is not None:
+        tell_of_idle(server.idle)
     if not (options.api_keys or options.shares_pool):
         console.print(
             '[dim]A request profits from earlier ones if it has a "user" or a "cache_salt"; '

@@ -85,6 +85,9 @@ def serve(
     max_draft_tokens: Annotated[
         int | None, _of_drafting(help="Of a step; 0 drafts nothing.")
     ] = None,
+    prewarm: Annotated[
+        bool, _of_drafting("--prewarm", help="Prewarm the model while nobody asks.")
+    ] = False,
     model: Annotated[
         str | None, _of_model(metavar="ID", help="A Hugging Face id or a folder.")
     ] = None,
@@ -125,6 +128,7 @@ def serve(
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
         timeout_sec=timeout,
+        prewarms=prewarm,
         config=Config(max_draft_tokens=max_draft_tokens, max_prefix_bytes=max_prefix_bytes),
     )
     loaded = LoadOptions(device, dtype, threads, trust_remote_code).load(model)

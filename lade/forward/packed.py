@@ -123,6 +123,12 @@ class PackedEmbedding(nn.Embedding):
         return states if scale is None else states * scale
 
 
+def formats_of(model: nn.Module) -> list[str]:
+    """Return what formats of blocks the weights of a model have, if any."""
+    packed = (each for each in model.modules() if isinstance(each, PackedLinear | PackedEmbedding))
+    return sorted({FORMATS[each.ggml_type] for each in packed})
+
+
 def unpacked(weight: Tensor, format_: int) -> Tensor:
     """Return packed rows as float32 [rows, numbers of a row]."""
     has_rows = is_plain(weight, torch.uint8) and weight.numel() > 0

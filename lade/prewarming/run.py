@@ -10,9 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -35,6 +37,10 @@ _TEXT_LENGTH = 16
 # Doubled as long as they take no longer than this, for a run ends only between two forwards.
 _FEWEST_ROWS, _MOST_ROWS, _MOST_SEC = 64, 1024, 4.0
 _LEAST_MENTION = 1e-6  # of tokens that were never mentioned
+# Of a pair's probability, where the table has it: SmolLM2 then accepts after a minute as many
+# tokens as after 100 seconds without; a thirtieth is worse than a fifth.
+_SHARE_OF_KNOWN = 0.2
+_NUM_PAIRS = 16_777_213  # that are told apart, up to collisions; a prime number
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,63 +86,67 @@ def prewarm(
         raise ValueError(f"expected seconds to be above 0, got {seconds!r}")
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"expected max_tokens to be above 0, got {max_tokens!r}")
-    model = without_compiler(model)
-    refuse_encoder_decoder(model)
-    refuse_sharded(model)
-    path = path_of_table(model, folder)
-    stored = read_table(path, model)
-    view = apart(model).eval() if any(module.training for module in model.modules()) else model
-    found = probe(view)
-    if found.verification == "plain":
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
-        raise UnsupportedModelError(
-            f"lade decodes {found.model} plainly, so it would not use a table. {reasons}"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)  # fail now rather than after the work
+    writer, most_tokens = TableWriter(model, folder), max_tokens or math.inf
 
-    def told(made: StoredTable) -> Prewarmed:
-        return Prewarmed(path, len(made.table), made.num_tokens, made.seconds)
-
-    def tell(made: StoredTable) -> None:
+    def is_enough() -> bool:
+        made = writer.made
         if progress is not None:
-            progress(told(made))
+            progress(Prewarmed(writer.path, len(made.table), made.num_tokens, made.seconds))
+        return made.seconds >= seconds or made.num_tokens >= most_tokens
 
-    run = _Prewarming(view, stored.table, seconds, max_tokens or math.inf, tell)
     try:
         # Our own draws do not touch that state, but those of a model's forward may.
-        with unchanged_random_state(model), torch.no_grad():
-            run.work()
+        with unchanged_random_state(writer.model):
+            writer.work(is_enough)
     finally:
-        if run.made.num_tokens:
-            stored = merge_table(path, model, run.made)
-            for profile in Profiles.of(model):  # which look for their table anew
-                profile.found.pop("prewarmed", None)
-    return told(stored)
+        stored = writer.save()
+    return Prewarmed(writer.path, len(stored.table), stored.num_tokens, stored.seconds)
 
 
 class _Enough(Exception):  # noqa: N818 - it ends a run and is no error
-    """The time is up."""
+    """The work is to stop."""
 
 
-class _Prewarming:
-    """One run: `made` is a table of what it learned, and what went into it.
+class TableWriter:
+    """Has a model write texts, and keeps in its table what may follow their tokens.
 
-    The model writes by `generate`, so any causal LM will do. Tokens that `known` names often, the
-    table of the runs before, begin texts; `tell` is called after every forward.
+    The model writes by `generate`, so any causal LM will do. Tokens that the table in the file
+    names often begin texts.
+
+    Args:
+        model: a transformers causal LM, which is left as it is.
+        folder: of the tables; None for the user's cache.
+        most_rows: texts that are written at once.
+
+    Attributes:
+        path: of the table's file.
+        made: what was learned since the last `save`.
+        saved_sec: of all runs that the file had at the start.
+
+    Raises:
+        OSError, UnsupportedModelError, UnsupportedOptionError, ValueError: as `prewarm` does.
     """
 
     def __init__(
-        self,
-        model: Model,
-        known: SuccessorTable,
-        seconds: float,
-        max_tokens: float,
-        tell: Callable[[StoredTable], None],
+        self, model: Model, folder: Path | None = None, most_rows: int = _MOST_ROWS
     ) -> None:
+        self.model = model = without_compiler(model)
+        refuse_encoder_decoder(model)
+        refuse_sharded(model)
+        self.path = path_of_table(model, folder)
+        stored = read_table(self.path, model)
+        known, self.saved_sec = stored.table, stored.seconds
+        view = apart(model).eval() if any(each.training for each in model.modules()) else model
+        found = probe(view)
+        if found.verification == "plain":
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
+            raise UnsupportedModelError(
+                f"lade decodes {found.model} plainly, so it would not use a table. {reasons}"
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)  # fail now rather than after the work
         self.made = StoredTable(SuccessorTable(known.capacity, known.num_successors))
-        self._model = copy.copy(model)  # shares everything but the attribute set here
-        self._seconds, self._max_tokens, self._tell = seconds, max_tokens, tell
-        self._began = time.monotonic()
+        self._model = copy.copy(view)  # shares everything but the attribute set here
+        self._most_rows, self._num_rows = most_rows, min(_FEWEST_ROWS, most_rows)
         self._rng = np.random.default_rng()  # other texts in every run, and every process
         config = model.config.get_text_config(decoder=True)
         # Many models continue the very first token of a text unlike any other.
@@ -152,22 +162,36 @@ class _Prewarming:
         named = known.arrays()["token_ids"]
         counts = np.bincount(named[named >= 0], minlength=config.vocab_size)
         self._mentions = counts.astype(np.float64)
+        self._is_known = np.zeros(_NUM_PAIRS, np.bool_)
+        pairs = known.contexts().astype(np.int64)
+        self._is_known[self._numbers_of(pairs[:, 0], pairs[:, 1])[pairs[:, 0] >= 0]] = True
 
-    def work(self) -> None:
-        """Have the model write until the time is up."""
-        num_rows = _FEWEST_ROWS
-        with suppress(_Enough):
+    def work(self, should_stop: Callable[[], bool]) -> None:
+        """Have the model write until a function, called after every forward pass, returns True."""
+        self._should_stop, self._looked = should_stop, time.monotonic()
+        with suppress(_Enough), torch.no_grad():
             while True:
-                num_rows, began = min(num_rows, len(self._mentions)), time.monotonic()
+                self._num_rows, began = min(self._num_rows, len(self._mentions)), time.monotonic()
                 try:
-                    self._write(num_rows)
+                    self._write(self._num_rows)
                 except torch.OutOfMemoryError:
-                    if num_rows == 1:
+                    if self._num_rows == 1:
                         raise
-                    num_rows //= 2
+                    self._num_rows //= 2
                     continue
                 if 2 * (time.monotonic() - began) < _MOST_SEC:
-                    num_rows = min(2 * num_rows, _MOST_ROWS)
+                    self._num_rows = min(2 * self._num_rows, self._most_rows)
+
+    def save(self) -> StoredTable:
+        """Add what was learned since the last time to the file; return what that then holds."""
+        if not self.made.num_tokens:
+            return read_table(self.path, self.model)
+        stored = merge_table(self.path, self.model, self.made)
+        table = self.made.table
+        self.made = StoredTable(SuccessorTable(table.capacity, table.num_successors))
+        for profile in Profiles.of(self.model):  # which look for their table anew
+            profile.found.pop("prewarmed", None)
+        return stored
 
     def _write(self, num_rows: int) -> None:
         """Write a batch of texts.
@@ -200,14 +224,25 @@ class _Prewarming:
         token_ids, probs = (part.reshape(-1) for part in successors)
         self._mentions += np.bincount(token_ids, probs, minlength=len(self._mentions))
         made.num_tokens += len(scores)
-        made.seconds = time.monotonic() - self._began
-        self._tell(made)
-        if made.seconds >= self._seconds or made.num_tokens >= self._max_tokens:
+        now = time.monotonic()
+        made.seconds += now - self._looked
+        self._looked = now
+        if self._should_stop():
             raise _Enough
-        # Drawn by their probabilities.
-        sums = successors.probs.cumsum(axis=1)
+        # Drawn by their probabilities, pairs that are new first.
+        last = input_ids[:, -1:].cpu().numpy()
+        numbers = self._numbers_of(last, successors.token_ids.astype(np.int64))
+        shares = np.where(self._is_known[numbers], _SHARE_OF_KNOWN, 1.0)
+        sums = (successors.probs * shares).cumsum(axis=1)
         at = self._rng.random((len(sums), 1)) * sums[:, -1:]
         places = (sums <= at).sum(axis=1).clip(max=sums.shape[1] - 1)
-        chosen = successors.token_ids[np.arange(len(places)), places].astype(np.int64)
+        rows = np.arange(len(places))
+        self._is_known[numbers[rows, places]] = True
+        chosen = successors.token_ids[rows, places].astype(np.int64)
         at_chosen = torch.from_numpy(chosen)[:, None].to(scores.device)
         return scores.scatter_(1, at_chosen, torch.inf)  # generate passes a copy
+
+    def _numbers_of(self, first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:
+        """Return the numbers that pairs of tokens are marked under."""
+        numbers: NDArray[Any] = (first * len(self._mentions) + second) % _NUM_PAIRS
+        return numbers

@@ -19,6 +19,7 @@ import uvicorn
 from lade.batcher import Batcher
 from lade.errors import UserError
 from lade.models.loading import LoadedModel
+from lade.prewarming.idle import IdlePrewarming
 from lade.prewarming.warming import warm_up
 from lade.server.connections import END_SEC, HEADER_BYTES, guarded
 from lade.server.hosts import names_of
@@ -78,6 +79,10 @@ class Server(uvicorn.Server):
             self._routes = Routes(loaded, self.name, batcher.engine, options, hosts)
             self.keys, self._engine = self._routes.keys, batcher.engine
             stack.callback(self._routes.pools.close)
+            self.idle: IdlePrewarming | None = None
+            if options.prewarms:
+                self.idle = IdlePrewarming(loaded.model, lambda: self._routes.is_idle)
+                stack.callback(self.idle.close)
             self._stack = stack.pop_all()
         address, port, *_ = self._socket.getsockname()
         self.url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"

@@ -43,6 +43,7 @@ class ServerOptions:
         timeout_sec: of a request, from its first byte to the last of its answer.
         grace_sec: for answers that are under way when the server is told to stop.
         config: of all calls; prefixes are reused for those who have a pool, whatever it says.
+        prewarms: whether the model writes its table while nobody asks, as `lade.prewarm` does.
         drafter: drafts from a request's pools and whatever else it has, as a `lade.drafters.Merged`
             of a `CallPool` and others does; None for the pools alone.
 
@@ -70,6 +71,7 @@ class ServerOptions:
     timeout_sec: float = 600.0
     grace_sec: float = 30.0
     config: Config = field(default_factory=Config)
+    prewarms: bool = False
     drafter: Drafter | None = None
 
     def __post_init__(self) -> None:

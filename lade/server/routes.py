@@ -127,6 +127,11 @@ class Routes:
             path, sec = quote(scope["path"][:200]), perf_counter() - begin
             logger.info("%s %s %d %.3f s", scope["method"], path, status, sec)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return not self._open
+
     def end(self, even_running: bool = False) -> None:
         """End what waits, and what is under way if it is to end, too: the server stops."""
         for exchange in self._open:

@@ -292,6 +292,35 @@ def test_forwards_are_timed_with_both_products(
         run("forwards", "--context", 20)
 
 
+def test_a_table_is_measured_as_it_grows(options: list[Any], results: Callable[..., Any]) -> None:
+    found = results("prewarming", *options, "--minutes", "0.002,0.01", "--max-draft-tokens", 4)
+    without, first, second = found["rows"]
+    assert (without["minutes"], second["minutes"]) == (0.0, 0.01)
+    assert 0 < first["num_contexts"] < second["num_contexts"]
+    assert "num_contexts" not in without
+    for row in found["rows"]:
+        assert row["4"]["mean_accepted_tokens"] >= 1 <= row["auto"]["mean_accepted_tokens"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_answers_are_counted_that_stay_the_same(
+    dtype: str, options: list[Any], results: Callable[..., Any]
+) -> None:
+    options[options.index("--dtype") + 1] = dtype
+    found = results("sameness", *options)
+    assert len(found["of_lade_without_drafts"]) == 12
+    for name, counts in found["of_lade_without_drafts"].items():
+        assert counts["num"] == 3
+        assert (counts["num_same_logits"] is None) == name.startswith("batches")
+        if dtype == "float32":
+            assert counts["num_same_text"] == 3
+    assert {*found["of_generate"]} == {
+        "lade, of generate",
+        "generate, one thread",
+        "generate, eager",
+    }
+
+
 def test_the_budget_is_held_against_the_best_fixed_number_of_each_process(
     options: list[Any], results: Callable[..., Any]
 ) -> None:

