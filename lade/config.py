@@ -7,7 +7,7 @@ from typing import Literal, get_args
 Acceptance = Literal["exact", "rejection"]
 Verification = Literal["tree", "chain", "snapshot", "plain"]
 
-Execution = Literal["eager", "fixed", "graphs", "compiled"]
+Execution = Literal["eager", "fixed", "graphs"]
 
 VERIFICATIONS: tuple[Verification, ...] = get_args(Verification)  # best first
 SPECULATING = VERIFICATIONS[:-1]
@@ -68,10 +68,8 @@ class Config:
         execution: How forwards that verify trees are executed. "eager": each as large as it has to
             be. "fixed": padded to a few shapes, in memory that is kept with the model between calls
             (`lade.release`). "graphs": those shapes, recorded as CUDA graphs and replayed if the
-            model allows it. "compiled": the same for the output of `torch.compile`, without graphs
-            on devices other than CUDA; the first calls take minutes, and without graphs the
-            compiled model is not checked as the model itself is. None is "eager": neither graphs
-            nor the Triton kernels that all others use on CUDA have run on a GPU yet.
+            model allows it. None is "eager": neither graphs nor the Triton kernels that all others
+            use on CUDA have run on a GPU yet.
         stable_text: Whether a prompt gets the same text in half precision, too, whatever the pool
             holds: all steps have one width (8 tokens, 32 on CUDA, more if `max_draft_tokens` or
             `lookahead` needs it) and attention sums in float64. Slower than without, and slower

@@ -29,7 +29,7 @@ from lade.stats import DecodeStats
 _NUM_NODES = 32  # of each tree, the root included
 _MOST_PROMPTS, _LEAST_PROMPTS, _MAX_SEC = 6, 2, 20.0
 _SHORTER = 3  # tokens that each prompt has less than the one before: no shape comes twice
-_NUM_WARM_UPS = 2  # the first compiles or captures; with a compiled graph, the second records
+_NUM_WARM_UPS = 2  # the first compiles or captures
 _GREEDY: dict[str, Any] = {"do_sample": False}
 _SAMPLED = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0}
 _INSTALLED = lade.Config(uses_table=False)  # it would only be looked for
@@ -38,7 +38,6 @@ _CONFIGS = {
     "installed": _INSTALLED,
     "eager": replace(_ALL, execution="eager"),
     "graphs": replace(_ALL, execution="graphs"),
-    "compiled": replace(_ALL, execution="compiled"),
 }
 #: By name, in the order they run: what answers, how, and how many prompts at once.
 STAGES: dict[str, tuple[str, Mapping[str, Any], int]] = {
@@ -50,7 +49,6 @@ STAGES: dict[str, tuple[str, Mapping[str, Any], int]] = {
         for rows in (4, 8)
         for name in ("plain", "installed")
     },
-    "compiled": ("compiled", _GREEDY, 1),
 }
 
 

@@ -54,9 +54,6 @@ class StepSettings(NamedTuple):
     #: Returns an empty `Graphs` to record steps with; None to run all steps eagerly.
     new_graphs: Callable[[], Graphs] | None = None
     why_not_recorded: str | None = None  # although that was asked for
-    #: The compiled model that runs the steps, or, where steps are recorded, those that are; None
-    #: for the model itself.
-    call: Any = None
     variant: Hashable = None  # kind of recordings; a workspace of another one is not reused
     widths: Sequence[int] = WIDTHS  # to pad trees to; beyond the last one, its multiples
 
@@ -70,13 +67,11 @@ class FixedTarget(TreeTarget):
     """
 
     def __init__(self, *given: Any, settings: StepSettings) -> None:
-        self._settings, self._call = settings, settings.call
+        self._settings = settings
         super().__init__(*given)
-        # Our Triton attention reads only the keys that exist, however many slots are shown. What is
-        # compiled is compiled anew for another number of slots.
-        self._shows_all = self._call is not None or (
-            self.attention == TREE_ATTENTION and runs_in_triton(self.device, self._model.dtype)
-        )
+        # Our Triton attention reads only the keys that exist, however many slots are shown.
+        is_ours = self.attention == TREE_ATTENTION
+        self._shows_all = is_ours and runs_in_triton(self.device, self._model.dtype)
         windows = self.cache.windows
         self._places = {  # of the window of each reach
             reach: windows.index(reach.num_slots if reach.num_slots in windows else None)
@@ -98,10 +93,7 @@ class FixedTarget(TreeTarget):
             # and whenever memory moves, steps are recorded anew.
             config = self._model.config.get_text_config(decoder=True)
             longest = getattr(config, "max_position_embeddings", None) or 0
-            # In compiled steps, other attention than ours would run over all slots that there are.
-            takes_spare = self._call is None or self.attention == TREE_ATTENTION
-            spare = spare_bytes(self.device) if takes_spare else 0
-            most = max(room, max_slots, longest)
+            spare, most = spare_bytes(self.device), max(room, max_slots, longest)
             kept = Workspace(key, TreeCache(kinds, room, most, is_fixed=True, spare_bytes=spare))
         self._workspace = kept
         return kept.cache
@@ -226,7 +218,7 @@ class FixedTarget(TreeTarget):
 
     def _run(self, step: StaticInputs, is_recorded: bool) -> Tensor:
         """Compute positions and masks, and run the model."""
-        graphs, call, device = self._workspace.graphs, self._call, step.on_device()
+        device = step.on_device()
         num_cached = device["num_cached"]
         nodes = num_cached + torch.arange(step.shape.width, device=self.device)
         slots = {
@@ -235,20 +227,13 @@ class FixedTarget(TreeTarget):
                 zip(self.cache.windows, step.shape.num_shown, strict=True)
             )
         }
-        # Where steps are recorded, those that are not are run by the model itself, to compare with;
-        # but before a rehearsal, which refuses to wait, what is compiled has to be made.
-        is_plain = call is None or (graphs is not None and not is_recorded)
-        compiles = call is not None and is_plain and graphs is not None and graphs.reason is None
-        self.cache.fix(slots, num_cached[0] if is_recorded or compiles else None)
+        self.cache.fix(slots, num_cached[0] if is_recorded else None)
         try:
-            if compiles:
-                self._logits(call, step, device)
-                self.cache.fix(slots)
-            return self._logits(self._view if is_plain else call, step, device)
+            return self._logits(step, device)
         finally:
             self.cache.fix(slots)  # back to the length that the host knows
 
-    def _logits(self, call: Any, step: StaticInputs, device: dict[str, Tensor]) -> Tensor:
+    def _logits(self, step: StaticInputs, device: dict[str, Tensor]) -> Tensor:
         num_cached, depths = device["num_cached"], device["depths"]
         trees = TreeTensors(device["token_ids"], depths, device["ancestors"].bool())
         roots = (num_cached + device["position_offsets"])[..., None]
@@ -262,7 +247,7 @@ class FixedTarget(TreeTarget):
             for reach, place in self._places.items()
         }
         mask: Any = {name: masks[reach] for name, reach in self._reaches.items()}
-        logits: Tensor = call(
+        logits: Tensor = self._view(
             input_ids=trees.token_ids,
             position_ids=depths + roots,
             attention_mask=mask if len(masks) > 1 else next(iter(masks.values())),

@@ -124,13 +124,9 @@ class WorkspaceStore:
     """The workspaces of a model between calls, each for one call at a time.
 
     A copy of the model starts with an empty store: recordings belong to the weights they read.
-
-    Attributes:
-        compiled: the compiled model, by the attention implementation that steps use.
     """
 
     def __init__(self) -> None:
-        self.compiled: dict[str | None, Any] = {}
         self._kept: list[Workspace] = []  # the last used at the end
         self._lock = Lock()
 
@@ -161,8 +157,8 @@ class WorkspaceStore:
             self._kept = newest
 
     def clear(self) -> None:
-        """Drop the workspaces and the compiled models."""
-        self._kept, self.compiled = [], {}
+        """Drop the workspaces."""
+        self._kept = []
 
 
 def _most_kept(cache: TreeCache) -> int:

@@ -8,18 +8,15 @@ from transformers import GenerationConfig
 from lade.closeness import limit_of
 from lade.compat import Model, device_of_inputs
 from lade.config import Execution, Verification
-from lade.gpu.compiled import CompiledModel
 from lade.gpu.fixed import FixedTarget, StepSettings, widths_on
 from lade.gpu.graphs import Graphs, why_not_recorded
 from lade.gpu.policy import DevicePolicy
-from lade.gpu.workspace import WorkspaceStore
 from lade.probing.own_code import has_own_inputs
 from lade.probing.profile import Profile, Widths, profile_of
 from lade.targets.base import Target
 from lade.targets.paths import ChainTarget
 from lade.targets.rows import RowsTarget, split
 from lade.targets.trees import TreeTarget
-from lade.view import with_attention
 
 
 class VerificationPlan(NamedTuple):
@@ -65,11 +62,8 @@ def make_target(
         )
         if chosen.execution == "eager":
             return TreeTarget(*settings, known.products_for(model) if chosen.products else None)
-        workspace_store = known.workspace_store
-        compiled = chosen.execution == "compiled"
         of_steps = StepSettings(
-            workspace_store,
-            call=_compiled(model, chosen.attention, workspace_store) if compiled else None,
+            known.workspace_store,
             variant=(chosen.execution, chosen.widths),
             widths=chosen.widths or widths_on(device_of_inputs(model)),
             **_recording(model, chosen, policy or DevicePolicy()),
@@ -93,14 +87,6 @@ def _recording(model: Model, chosen: VerificationPlan, policy: DevicePolicy) -> 
     # Where the text must not depend on drafts, nor may it depend on what is recorded so far.
     limit = 0.0 if is_single(chosen.widths) else limit_of(model)
     return {"new_graphs": lambda: Graphs(policy.recorder(device), limit)}
-
-
-def _compiled(model: Model, attention: str | None, workspace_store: WorkspaceStore) -> Any:
-    """Return the compiled model with an attention implementation, from the store if possible."""
-    if attention not in workspace_store.compiled:
-        view = model if attention is None else with_attention(model, attention)
-        workspace_store.compiled[attention] = CompiledModel(view)
-    return workspace_store.compiled[attention]
 
 
 def is_single(widths: Widths) -> bool:

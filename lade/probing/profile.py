@@ -68,7 +68,7 @@ class Profile:
     draws: bool | None = None
     #: What was found out once, by name; the value may be that there is nothing.
     found: dict[Hashable, Any] = field(default_factory=dict)
-    #: Memory of the last call, steps recorded on it, and the compiled model.
+    #: Memory of the last call, and steps recorded on it.
     workspace_store: WorkspaceStore = field(default_factory=WorkspaceStore)
 
     def once(self, name: Hashable, find: Callable[[], _T]) -> _T:

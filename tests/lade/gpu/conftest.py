@@ -1,6 +1,5 @@
 """Devices that are not there, and their faults, for tests that use public names alone."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from lade.attention import packed
 from lade.hf.generation import Generation
-from lade.probing import factory, own_code
+from lade.probing import own_code
 from lade.probing.profile import profile_of
 from lade.probing.proof import Distances
 from lade.probing.slots import Replaced
@@ -80,23 +79,3 @@ def bend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
         profile_of(model).proofs["tree"] = Distances()
 
     return make_wrong
-
-
-@pytest.fixture
-def compiled_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Return what sets the model that runs compiled steps, also while they are recorded."""
-    return lambda compiled: monkeypatch.setattr(factory, "_compiled", lambda *_: compiled)
-
-
-@pytest.fixture
-def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the CPU for a device with kernels; their operators are plain torch there.
-
-    The answer is given by what a compiler cannot look into, as on a GPU.
-    """
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def has_kernels(device: torch.device) -> bool:
-        return importlib.util.find_spec("torch") is not None
-
-    monkeypatch.setattr("lade.attention.tree._has_kernels", has_kernels)

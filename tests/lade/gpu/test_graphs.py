@@ -287,31 +287,3 @@ def test_what_a_capture_that_failed_may_have_spoiled_is_dropped(
                 same(model)
     assert recorder.num_forgotten > before
     same(model)
-
-
-# --- of what is compiled --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_what_is_compiled_is_recorded_unless_it_is_wrong(
-    sign: int, recorder: CpuRecorder, compiled_as: Callable[[Any], None]
-) -> None:
-    model, num_calls = tiny_model("llama"), 0
-
-    def compiled(**inputs: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        return SimpleNamespace(logits=sign * model(**inputs).logits)
-
-    compiled_as(compiled)
-    config = lade.Config(execution="compiled", max_draft_tokens=7)
-    if sign < 0:
-        with pytest.warns(lade.EagerExecutionWarning, match="a recorded step differs"):
-            same(model, config)
-    else:
-        same(model, config)
-        assert recorder.num_replayed > 0
-    assert num_calls > 0
-    num_calls = 0
-    same(model)  # recorded apart
-    assert num_calls == 0
