@@ -7,7 +7,7 @@ whose accepted tokens no other work on the machine changes.
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import lade
 from benchmarks.environment import environment
 from benchmarks.report import Keeping, progress_bar, sheet, show
 from lade.bench.methods import Lade
+from lade.cli.bench import describe_model
 from lade.config import Config
 from lade.models.prompts import encode
 from lade.models.settings import Settings
@@ -47,7 +48,8 @@ def run(
     ways = {name: Lade(config) for name, config in configs.items()}
     ways[_WITHOUT] = Lade(replace(configs[AUTO], uses_table=False))
     inputs = [encode(loaded.tokenizer, each.text, loaded.model.device) for each in chosen.prompts]
-    options = Settings(max_new_tokens).options()
+    settings = Settings(max_new_tokens)
+    options = settings.options()
     rows: list[dict[str, Any]] = []
     with Keeping(rows) as kept, TemporaryDirectory() as folder, progress_bar() as bars:
         os.environ["XDG_CACHE_HOME"] = folder  # where tables are looked for
@@ -75,8 +77,12 @@ def run(
             bars.advance(task)
     content = {
         "environment": environment(),
-        "settings": {"max_new_tokens": max_new_tokens, "dtype": str(loaded.model.dtype)}
-        | {"prompts": chosen.described, "interrupted": kept.by is not None},
+        "settings": {
+            **describe_model(loaded),
+            **asdict(settings),
+            "prompts": chosen.described,
+            "interrupted": kept.by is not None,
+        },
         "rows": rows,
     }
     headings = ("", "minutes", "MB", *(f"MAT, {name}" for name in configs), "of none")

@@ -7,6 +7,7 @@ same answers, and against itself with another attention and on one thread.
 
 import multiprocessing
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,8 +18,10 @@ from torch.nn.functional import pad
 import lade
 from benchmarks.environment import environment
 from benchmarks.report import progress_bar, sheet, show
+from lade.cli.bench import describe_model
 from lade.compat import attention_of
 from lade.models.prompts import encode
+from lade.models.settings import Settings
 from lade.view import with_attention
 
 if TYPE_CHECKING:
@@ -101,10 +104,10 @@ def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path
     content = {
         "environment": environment(),
         "settings": {
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "max_new_tokens": max_new_tokens,
-        }
-        | {"threads": torch.get_num_threads(), "prompts": chosen.described},
+            **describe_model(loaded),
+            **asdict(Settings(max_new_tokens)),
+            "prompts": chosen.described,
+        },
         "of_lade_without_drafts": counts,
         "of_generate": of_generate,
     }

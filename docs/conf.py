@@ -8,7 +8,7 @@ copyright = author
 version = release = __version__
 
 extensions = ["myst_parser"]
-exclude_patterns = ["_build", "results", "support", "prompts", "notes"]
+exclude_patterns = ["_build", "results", "support", "prompts"]
 smartquotes = False  # they would turn options such as --json into prose
 html_theme = "furo"
 html_title = f"lade {release}"

@@ -314,6 +314,43 @@ def budget(file: str) -> str:
 
 
 @_figure
+def prewarming(*files: str) -> str:
+    """Return what tables of so many minutes bring, in all and of each number of draft tokens."""
+    rows = []
+    for file in files:
+        content = _read(file)
+        first = content["rows"][0]
+        names = [name for name, of in first.items() if isinstance(of, dict) and "," not in name]
+        for row in content["rows"]:
+            without = row["uses_table=False, auto"]
+            speed = row["auto"]["tokens_per_sec"] / without["tokens_per_sec"]
+            told = (f"{row[name]['mean_accepted_tokens']:.2f}" for name in names)
+            size = f"{row['megabytes']:.1f}" if "megabytes" in row else ""
+            rows.append(
+                (content["settings"]["dtype"], f"{row['minutes']:g}", size, *told, f"{speed:.2f}x")
+            )
+    headings = (f"MAT, {name}" for name in names)
+    return _table(("weights", "minutes", "MB", *headings, "of none"), 1, rows)
+
+
+@_figure
+def sameness(*files: str) -> str:
+    """Return how many answers of each way are those of lade without drafts, or of `generate`."""
+    columns, rows = [], dict[str, list[str]]()
+    for file in files:
+        content = _read(file)
+        columns.append(
+            f"{content['settings']['dtype']}, of {content['settings']['prompts']['num']}"
+        )
+        for part in ("of_lade_without_drafts", "of_generate"):
+            for name, counts in content[part].items():
+                texts, logits = counts["num_same_text"], counts["num_same_logits"]
+                told = f"{texts}" if logits in (None, texts) else f"{texts} ({logits})"
+                rows.setdefault(name, []).append(told)
+    return _table(("", *columns), 1, [(name, *cells) for name, cells in rows.items()])
+
+
+@_figure
 def cpu_engines(file: str, run: str) -> str:
     """Return what engines did with the same weights, in one dtype and with so many threads."""
     rows = [(_NAMES[name], *cells_of(row)) for name, row in _read(file)["runs"][run].items()]

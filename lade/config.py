@@ -130,8 +130,6 @@ class Config:
                 raise TypeError(f"expected Config({each.name}=…) to be a bool, got {got!r}")
         if self.stable_text:
             self._check_stable_text()
-        if self.verification == "rows":  # type: ignore[comparison-overlap]
-            raise ValueError("expected no Config(verification='rows'), which is gone: use 'chain'")
         for name, known in (
             ("acceptance", get_args(Acceptance)),
             ("verification", (*VERIFICATIONS, None)),

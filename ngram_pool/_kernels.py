@@ -108,8 +108,8 @@ _SOURCE = MAX_TOKEN_ID + 1
 HASH_MULTIPLIER = 0x5851F42D  # of tables, and of the text of a pool whose seed is 0
 
 # Probabilities of successors. All values below were fitted to recorded greedy answers of
-# SmolLM2-135M-Instruct (docs/notes/drafting.md); the optimum is flat: 10 % either way costs less
-# than 1 % of the mean accepted tokens.
+# SmolLM2-135M-Instruct; the optimum is flat: 10 % either way costs less than 1 % of the mean
+# accepted tokens.
 #
 # Share of the probability that the longest matching context leaves to unseen tokens: where all its
 # occurrences had the same successor, over 1 + its length; and where they differed. Multiplied by

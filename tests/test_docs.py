@@ -18,7 +18,7 @@ PAGES = sorted(
 )
 _CODE = re.compile(r"```(?P<language>\S*)[^\n]*\n(?P<code>.*?)```", re.DOTALL)
 _LINK = re.compile(r"\]\((?![a-z]+:)(?P<place>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
-# Of README and the site but for the notes, SUPPORT.md (written whole), and what is between markers.
+# Of README and the site, but SUPPORT.md (written whole), and what is between markers.
 _SPEED_UP = re.compile(r"\b\d+\.\d+x")
 
 
@@ -62,9 +62,8 @@ def test_tables_have_every_row_in_full(figures: ModuleType) -> None:
 
 def test_no_speed_up_is_typed_by_hand(figures: ModuleType) -> None:
     for path in figures.pages():
-        if "notes" not in path.parts:
-            text = re.sub(r"<!-- figures: .*?<!-- end -->", "", path.read_text(), flags=re.DOTALL)
-            assert not _SPEED_UP.findall(text), path.name
+        text = re.sub(r"<!-- figures: .*?<!-- end -->", "", path.read_text(), flags=re.DOTALL)
+        assert not _SPEED_UP.findall(text), path.name
 
 
 def test_results_say_what_code_they_are_of_and_are_small(figures: ModuleType) -> None:
@@ -115,7 +114,7 @@ def test_every_page_of_the_site_is_in_its_index() -> None:
     text = (DOCS / "index.md").read_text()
     for path in DOCS.rglob("*.md"):
         name = path.relative_to(DOCS).with_suffix("")
-        if name.parts[0] not in ("_build", "index", "notes"):
+        if name.parts[0] not in ("_build", "index"):
             assert re.search(rf"^({name}|{name.name})$", text, re.MULTILINE), name
 
 

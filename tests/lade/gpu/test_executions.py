@@ -211,5 +211,3 @@ def test_what_has_no_fixed_shape_is_run_eagerly_and_said_once() -> None:
 def test_graphs_are_to_be_asked_for_and_refused_where_there_are_none() -> None:
     with pytest.raises(lade.UnsupportedOptionError, match="CUDA graphs need a CUDA device"):
         same(tiny_model("llama"), lade.Config(execution="graphs"))
-    with pytest.raises(ValueError, match=r"verification='rows'.* is gone: use 'chain'"):
-        lade.Config(verification="rows")  # type: ignore[arg-type]
