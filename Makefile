@@ -16,6 +16,9 @@ COMPILE := lade compile
 # What to test, as make test-all TESTS=tests/lade/hf; without any, all.
 TESTS ?=
 PIP := python -m pip install --disable-pip-version-check --quiet
+# Where there is no NVIDIA GPU, torch is taken from here: 0.2 GB, and not 3 GB with CUDA. Empty, it
+# comes from your own package index, as it does where this one cannot be reached.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 
 .PHONY: help demo chat web test test-all test-bounds test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines gpu gpu-right gpu-steps gpu-rest gpu-bundle dist sbom check-release clean
 
@@ -195,15 +198,24 @@ $(GPU)/.gpu: pyproject.toml
 	$(PYTHON) -m benchmarks.gpu.prepare environment $(GPU) $(if $(WHEELS),--wheels $(WHEELS))
 	@touch $@
 
-$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.torch: constraints.txt | $(VENV)/bin/python
+	@echo "installing torch, transformers and others into $(VENV), about 1 GB, in one to five minutes"
+ifneq ($(TORCH_INDEX),)
+	@$(VENV)/bin/$(PIP) --constraint constraints.txt --retries 0 --timeout 5 --index-url $(TORCH_INDEX) torch 2> $@ \
+		&& echo "torch is the build for CPUs of $(TORCH_INDEX); make TORCH_INDEX= takes your package index's" \
+		|| echo "torch comes from your package index: $(TORCH_INDEX) cannot be reached"
+endif
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.torch
 	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[cli]"
 	@touch $@
 
-$(VENV)/.web: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.web: pyproject.toml constraints.txt | $(VENV)/.torch
 	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[web]"
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.torch
 	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 

@@ -3,6 +3,7 @@
 Everything that depends on Numba's internals is here; the kernels themselves are in `_kernels.py`.
 """
 
+import logging
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,8 @@ from numba.core.dispatcher import Dispatcher
 
 from ngram_pool import _kernels
 
+logger = logging.getLogger(__name__)
+
 
 def compile_by(run_all: Callable[[], object], module: ModuleType = _kernels) -> None:
     """Compile a module's kernels, or load them from the cache, with a function that runs each.
@@ -23,9 +26,15 @@ def compile_by(run_all: Callable[[], object], module: ModuleType = _kernels) -> 
     again in every process. So after an exception, the files are removed where possible, and this
     process compiles without them. What is raised then has another cause.
 
+    Before the pool's are compiled anew, a line of the log says that it takes a while.
+
     Warns:
         UserWarning: the cache is broken; names its folder.
     """
+    if module is _kernels and isinstance(_kernels.push, Dispatcher):
+        folder = cache_folder()
+        if folder is None or not any(folder.glob("*.nbi")):
+            logger.warning("The first run compiles kernels, for up to a minute")
     try:
         run_all()
         return

@@ -56,7 +56,7 @@ from ngram_pool.table import Rows, SuccessorTable, keys_of
 from ngram_pool.weights import first_weights
 
 DEFAULT_CAPACITY_TOKENS = 2**20
-# On greedy answers of SmolLM2-135M-Instruct, 6 accepted no more tokens than 5, and 4 up to 1 % fewer.
+# On greedy answers of SmolLM2, 6 accepted no more tokens than 5, and 4 up to 1 % fewer.
 DEFAULT_MAX_NGRAM_SIZE = 5
 _FIRST_NUM_ROWS = 2**12  # allocated first; doubled when full, up to the capacity
 _POSITION_LIMIT = MAX_TOKEN_ID  # positions are int32, too, and are lowered before they overflow

@@ -29,7 +29,7 @@ def compared(sides: Sequence[Side]) -> Iterator[str]:
     width = max(len(side.name) for side in sides)
     for side in sides:
         line = f"{side.name.ljust(width)}  {len(side.token_ids):,} tokens in {side.sec:.1f} s"
-        line += f", {side.tokens_per_sec:.1f} a second"
+        line += f", {side.tokens_per_sec:.1f} tokens a second"
         if side is not plain:
             gain = side.tokens_per_sec / plain.tokens_per_sec if plain.tokens_per_sec else 0.0
             pairs = zip_longest(plain.token_ids, side.token_ids)

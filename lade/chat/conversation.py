@@ -80,7 +80,8 @@ class Turn:
         num_tokens = len(self.token_ids)
         parts = ["stopped"] * (not self.is_complete) + ["plain"] * self.is_plain
         parts.append(f"{num_tokens:,} token{'s' * (num_tokens != 1)}")
-        parts += [f"{self.tokens_per_sec:.1f} a second", f"{self.mean_accepted_tokens:.2f} a step"]
+        parts += [f"{self.tokens_per_sec:.1f} tokens a second"]
+        parts += [f"{self.mean_accepted_tokens:.2f} tokens a step"]
         if self.first_token_sec is not None:
             parts.append(f"the first after {self.first_token_sec:.1f} s")
         if self.stats and (num_kept := self.stats.num_reused_tokens):

@@ -54,8 +54,9 @@ _COMMANDS = {
     "load": ("FILE", "go on with a saved conversation"),
     "clear": ("", "begin a new conversation; the pool keeps what it learned"),
     "help": ("", "show this list"),
-    "exit": ("", "leave, as Ctrl-D does"),
+    "exit": ("", "leave, as Ctrl-D, /quit and /bye do"),
 }
+_EXITS = {"exit", "quit", "bye"}  # as commands, or alone on a line
 
 
 def _usage(name: str) -> str:
@@ -71,6 +72,8 @@ def _parsed(line: str) -> tuple[str, str] | None:
     Raises:
         UserError: there is no such command, or its argument is missing or one too many.
     """
+    if line.strip().lower().removeprefix("/") in _EXITS:
+        return "exit", ""
     found = _COMMAND.fullmatch(line)
     if found is None:
         return None
@@ -302,7 +305,8 @@ class Terminal:
             return name
         limit, used = num_positions(loaded.model), len(turn.prompt_ids) + len(turn.token_ids)
         context = f"context {used:,}" + (f" of {limit:,}" if limit else "")
-        speed = f"{turn.tokens_per_sec:.1f} a second · {turn.mean_accepted_tokens:.2f} a step"
+        speed = f"{turn.tokens_per_sec:.1f} tokens a second"
+        speed += f" · {turn.mean_accepted_tokens:.2f} a step"
         return f"{speed} · {context} · {name}"
 
     def _say(self, text: str) -> None:

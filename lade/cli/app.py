@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from lade.cli.options import (
+    ChatSamplingOptions,
     DraftOptions,
     JsonOption,
     LoadOptions,
@@ -139,7 +140,7 @@ def chat(
     ] = False,
     model: ModelOption = None,
     loading: LoadOptions,
-    sampling: SamplingOptions,
+    sampling: ChatSamplingOptions,
     drafting: DraftOptions,
 ) -> None:
     """Chat with a model in this terminal.

@@ -60,8 +60,8 @@ def run(
         sec = perf_counter() - start
     stats = output.stats
     count = f"{stats.num_tokens} token{'s' * (stats.num_tokens != 1)}"
-    figures = [count, f"{stats.num_tokens / sec:.1f} a second"]
-    figures.append(f"{stats.mean_accepted_tokens:.2f} a step")
+    figures = [count, f"{stats.num_tokens / sec:.1f} tokens a second"]
+    figures.append(f"{stats.mean_accepted_tokens:.2f} tokens a step")
     figures += [f"seed {settings.seed}"] * (settings.temperature > 0)
     console.print(f"[dim]{', '.join(figures)}[/dim]")
 

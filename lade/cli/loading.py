@@ -32,9 +32,7 @@ def load_with_progress(model: str | None, **options: Any) -> "LoadedModel":
     """Load a model as `lade.models.load` does, showing progress."""
     from lade.models.loading import load
 
-    loaded = load(model, progress=tell, **options)
-    _tell_of_compiling()
-    return loaded
+    return load(model, progress=tell, **options)
 
 
 def check(loaded: "LoadedModel") -> None:
@@ -50,14 +48,4 @@ def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
     from lade.models.loading import load_tokenizer as load
 
     tell("Loading the tokenizer")
-    _tell_of_compiling()
     return load(model, trust_remote_code=trust_remote_code, progress=tell)
-
-
-def _tell_of_compiling() -> None:
-    """Say that kernels are compiled, where none of the pool are kept."""
-    from ngram_pool.compiling import cache_folder
-
-    folder = cache_folder()
-    if folder is None or not any(folder.glob("*.nbi")):
-        tell("The first run compiles kernels, for up to a minute")

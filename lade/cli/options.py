@@ -173,6 +173,13 @@ class SamplingOptions:
         return Settings(max_new_tokens, **{**vars(self), "seed": seed})
 
 
+@dataclass(frozen=True)
+class ChatSamplingOptions(SamplingOptions):
+    """How tokens of a chat are chosen: by sampling, as greedy small models end in loops."""
+
+    temperature: TemperatureOption = 0.7
+
+
 # --- what is told of files before any work is done -------------------------------------------
 
 

@@ -59,6 +59,9 @@ def serve(
         int, _of_server(metavar="N", help="The longest answer, 4096.")
     ] = 4096,
     timeout: Annotated[float, _of_server(metavar="T", help="Seconds for a request, 600.")] = 600.0,
+    grace_sec: Annotated[
+        float, _of_server(metavar="T", help="Seconds for answers at the end, 30.")
+    ] = 30.0,
     keeps: Annotated[
         Path | None,
         _of_drafting(
@@ -83,7 +86,7 @@ def serve(
         _of_drafting(metavar="NAME=FILE", help='A pool for requests whose "pools" name it.'),
     ] = None,
     max_draft_tokens: Annotated[
-        int | None, _of_drafting(help="Of a step; 0 drafts nothing.")
+        int | None, _of_drafting(min=0, help="Of a step; 0 drafts nothing.")
     ] = None,
     prewarm: Annotated[
         bool, _of_drafting("--prewarm", help="Prewarm the model while nobody asks.")
@@ -128,6 +131,7 @@ def serve(
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
         timeout_sec=timeout,
+        grace_sec=grace_sec,
         prewarms=prewarm,
         config=Config(max_draft_tokens=max_draft_tokens, max_prefix_bytes=max_prefix_bytes),
     )

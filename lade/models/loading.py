@@ -1,5 +1,6 @@
 """Load a model from a local folder, the hub or the package index, and say in a line why not."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from lade.openmp import release_workers
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _REACH_SEC = 4.0
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU in a period, and the period
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # What to say of errors of transformers that have one of these words.
 _CAUSES = {
@@ -56,7 +58,8 @@ def load(
             are then made whole; None for such a file as it is, with sums in float32, and else for
             bfloat16 where the device computes in it natively, or float32. Only float32, float64 and
             files as they are give the text of plain `generate` to the last token.
-        threads: to compute with on a CPU, in this process; None to leave that to torch.
+        threads: to compute with on a CPU, in this process; None for torch's own number, or for a
+            container's quota of cores where that is less.
         trust_remote_code: whether to run code that comes with the model, as in transformers.
         progress: told of long work before it begins, and of a model's terms of use.
 
@@ -75,16 +78,23 @@ def load(
     tell("Loading torch and transformers")  # which takes seconds
     with without_collection():
         import torch
+        from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
     with _telling_why(chosen):
         there = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(there)
+    quota = num_cores_allowed()
+    if threads is None and quota is not None and quota < torch.get_num_threads():
+        threads = quota
     if threads is not None:
         torch.set_num_threads(threads)
     if progress is not None:
-        logging.disable_progress_bar()  # of loading weights, which takes a second
+        shows_downloads = not are_progress_bars_disabled()
+        logging.disable_progress_bar()  # of loading weights, and with it the Hub's own
+        if shows_downloads:
+            enable_progress_bars()
     source = source_of(chosen, progress)
     file = gguf_in(source)
     tell(f"Loading {chosen}")
@@ -200,6 +210,15 @@ def _telling_why(name: str) -> Iterator[None]:
         causes = (cause for word, cause in _CAUSES.items() if word in str(error))
         told = next(causes, in_one_line(error))
         raise UserError(f"the model {name!r} could not be loaded: {told}") from error
+
+
+def num_cores_allowed() -> int | None:
+    """Return how many cores a container may use, rounded up; None without a quota."""
+    try:
+        cpu_time, period = _QUOTA.read_text().split()
+        return math.ceil(int(cpu_time) / int(period))
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
 
 
 def native_dtype(device: Any) -> Any:

@@ -5,6 +5,7 @@ Begin here; `routes.py` is what a request meets first.
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import threading
@@ -68,7 +69,13 @@ class Server(uvicorn.Server):
         self._grace_sec, self._thread = options.grace_sec, threading.Thread(target=self._run)
         with ExitStack() as stack:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._socket = stack.enter_context(socket.create_server((host, port), family=family))
+            # Nobody is heard before there is somebody to answer.
+            self._socket = stack.enter_context(socket.socket(family))
+            if os.name == "posix":
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            self._socket.bind((host, port))
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # hangs up on clients that never read
                 stall = int(1000 * options.timeout_sec)
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall)
@@ -83,6 +90,7 @@ class Server(uvicorn.Server):
             if options.prewarms:
                 self.idle = IdlePrewarming(loaded.model, lambda: self._routes.is_idle)
                 stack.callback(self.idle.close)
+            self._socket.listen()
             self._stack = stack.pop_all()
         address, port, *_ = self._socket.getsockname()
         self.url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"

@@ -63,7 +63,7 @@ def chat(saved_with: Callable[..., Path], tmp_path: Path) -> Callable[..., Chat]
 
     def begin(
         *keys: str,
-        options: tuple[object, ...] = (),
+        options: tuple[object, ...] = ("--temperature", 0),
         template: str | None = TEMPLATE,
         size: tuple[int, int] = (80, 400),
         watch: Callable[[Screen], object] = bool,

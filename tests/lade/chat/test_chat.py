@@ -77,7 +77,8 @@ def test_ctrl_c_clears_what_is_typed_and_leaves_the_second_time(chat: Begin, pat
     assert saved(path) == []
     assert got.shown.count("Ctrl-C again, or Ctrl-D, leaves.") == 2
     assert got.shown.count("10 tokens, ") == 1
-    assert "10 tokens" not in chat("/exit\r", "never\r").shown
+    for leave in ("/exit", "/quit", "/bye", "quit", "EXIT"):
+        assert "10 tokens" not in chat(f"{leave}\r", "never\r").shown
 
 
 def test_commands_and_files_are_completed(chat: Begin, tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ def test_ctrl_c_stops_an_answer_and_a_second_one_leaves(
                 os.kill(os.getpid(), signal.SIGINT)
 
     keys = ("abc\r", f"\x15/save {path}\r", CTRL_D)  # in place of what was taken back
-    got = chat(*keys, options=("--max-new-tokens", 400), watch=press)
+    got = chat(*keys, options=("--max-new-tokens", 400, "--temperature", 0), watch=press)
     if num_times == 1:
         assert "stopped" in got.shown
         assert got.done.code == 0
@@ -211,9 +212,18 @@ def test_system_and_temperature_are_shown_and_set(chat: Begin, path: Path) -> No
     assert (content["system"], content["settings"]["temperature"]) == ("be\nbrief", 0.7)
 
 
+def test_a_chat_samples_unless_told(chat: Begin) -> None:
+    assert "Temperature 0.7." in chat("/temperature\r", CTRL_D, options=()).shown
+
+
+def test_a_chat_prewarms_while_it_waits_where_that_is_asked_for(chat: Begin) -> None:
+    told = chat("/exit\r", options=("--prewarm",)).done.err
+    assert "While it waits, the model writes its table of likely tokens, for 30 minutes" in told
+
+
 def test_show_tells_drafted_tokens_apart_and_begins_with_the_last_answer(chat: Begin) -> None:
     keys = ("abcabc\r", "/show\r", "/show\r", CTRL_D)
-    options = ("--max-new-tokens", 100)
+    options = ("--max-new-tokens", 100, "--temperature", 0)
     shown = chat(*keys, options=options, TERM="dumb").shown
     assert "drafted by the n-gram pool and accepted, or the model's own token" in shown
     assert shown.endswith("Answers are shown as Markdown again.")

@@ -132,6 +132,7 @@ def open_window(folder: str, home: Path) -> Iterator[Callable[..., Window]]:
 
     def begin(*options: str, width: int = 80, height: int = 24) -> Window:
         arguments = ["chat", "--model", folder, "--dtype", "float32", "--threads", "1"]
+        arguments += ["--temperature", "0"]
         opened.append(Window([*arguments, *options], home, width, height))
         return opened[-1]
 

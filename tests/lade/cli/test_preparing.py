@@ -53,14 +53,9 @@ def test_compile_says_what_it_compiles_and_where_that_is_kept(folder: str) -> No
     assert " s for what LlamaForCausalLM takes" in done.err
 
 
-def test_without_a_folder_compile_says_what_to_set(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_folder_compile_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ngram_pool.compiling.cache_folder", lambda *_: None)
     assert "NUMBA_CACHE_DIR" in run("compile").told
-    monkeypatch.setattr("ngram_pool.compiling.cache_folder", lambda *_: tmp_path)
-    told = "The first run compiles kernels, for up to a minute …\n"
-    assert told in run("generate", "abc", "--model", folder, *SHORT).err
 
 
 # Runs a command, and writes which kernels its process has, for which types.

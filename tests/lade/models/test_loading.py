@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 
 from lade.models import load, tool_calls
 from tests.lade.tiny import byte_tokenizer, tiny_model
@@ -67,6 +68,26 @@ def test_a_model_that_is_not_here_is_looked_for_once(monkeypatch: pytest.MonkeyP
 
 
 # --- prompts ------------------------------------------------------------------------------------
+
+
+def test_downloads_show_their_bars_and_a_quota_of_cores_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, num_threads = str(save(tmp_path)), torch.get_num_threads()
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    monkeypatch.setattr("lade.models.loading._QUOTA", tmp_path / "cpu.max")
+    torch.set_num_threads(4)
+    try:
+        load(folder, progress=print)
+        assert torch.get_num_threads() == 2
+        load(folder, threads=3)
+        assert torch.get_num_threads() == 3
+        (tmp_path / "cpu.max").write_text("max 100000\n")
+        load(folder)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(num_threads)
+    assert not are_progress_bars_disabled()
 
 
 def test_tool_calls_are_written_by_the_chat_template() -> None:

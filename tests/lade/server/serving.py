@@ -86,10 +86,10 @@ def prompt_of(messages: Sequence[Json] = QUESTION) -> str:
 
 
 @contextmanager
-def serving(loaded: LoadedModel, **options: Any) -> Iterator[Client]:
+def serving(loaded: LoadedModel, *, port: int = 0, **options: Any) -> Iterator[Client]:
     """Serve a model, with drafts that are the same in every run; yield a client of it."""
     options = {"config": REPEATING, **options}
-    with Server(loaded, ServerOptions(**options), port=0) as server:
+    with Server(loaded, ServerOptions(**options), port=port) as server:
         key = next((line.split()[0] for line in options.get("api_keys", ())), "none")
         yield Client(server, server.url, key)
 

@@ -120,7 +120,7 @@ def test_answers_come_in_order_of_arrival_and_more_are_sent_away(
 def test_a_key_that_floods_turns_nobody_else_away(
     loaded: LoadedModel, threads: ThreadPoolExecutor
 ) -> None:
-    options = {"api_keys": KEYS, "max_queue": 5, "max_batch_size": 1}
+    options: dict[str, Any] = {"api_keys": KEYS, "max_queue": 5, "max_batch_size": 1}
     with serving(loaded, **options) as client, Paced() as pace:
         flood = [threads.submit(client.post, key="one", json=SHORT) for _ in range(12)]
         wait_until(lambda: sum(each.done() for each in flood) == 6)
@@ -152,7 +152,7 @@ def test_many_run_at_once_and_one_key_leaves_a_place_to_others(
 def test_bodies_of_those_who_wait_are_bounded(
     loaded: LoadedModel, threads: ThreadPoolExecutor
 ) -> None:
-    options = {"api_keys": KEYS, "max_body_bytes": 1000, "max_batch_size": 1}
+    options: dict[str, Any] = {"api_keys": KEYS, "max_body_bytes": 1000, "max_batch_size": 1}
     with serving(loaded, **options) as client, Paced() as pace:
         long = {**SHORT, "stop": ["x" * 250] * 3}
         first = threads.submit(client.post, key="one", json=SHORT)

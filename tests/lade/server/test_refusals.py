@@ -2,9 +2,12 @@
 
 import json
 import re
+import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import pytest
 
 from lade.models import LoadedModel
@@ -272,3 +275,19 @@ def test_what_would_take_long_is_refused_within_a_second(attacked: Client, name:
             break
     assert min(taken) < 1.3
     assert attacked.text(**schema_of({"enum": ["a"]})).startswith('"a')
+
+
+def test_nobody_is_heard_before_the_model_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = listener.getsockname()
+
+    def check(*_: object, **__: object) -> None:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(place)
+
+    monkeypatch.setattr("lade.server.app.warm_up", check)
+    dockerfile = (Path(__file__).parents[3] / "examples" / "Dockerfile").read_text()
+    asked = re.search(r"127\.0\.0\.1:8000(/\w+)'", dockerfile)
+    assert asked is not None
+    with serving(loaded_model(), port=place[1]) as client:
+        assert httpx.get(client.base + asked[1]).status_code == 200
