@@ -105,7 +105,13 @@ def run(
     )
     if server.idle is not None:
         tell_of_idle(server.idle)
-    if not (options.api_keys or options.shares_pool):
+    if options.is_for_one and not options.shares_pool:
+        console.print(
+            '[dim]One user is assumed: what requests without a "user" were about speeds up later '
+            "ones. --api-key tells users apart.[/dim]",
+            soft_wrap=True,
+        )
+    elif not (options.api_keys or options.shares_pool):
         console.print(
             '[dim]A request profits from earlier ones if it has a "user" or a "cache_salt"; '
             "--share-pool is for a machine with one user.[/dim]",

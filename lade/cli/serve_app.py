@@ -115,12 +115,14 @@ def serve(
         check_folder(keeps)
     read_keys = partial(keys_of, api_key or [], api_keys_file)
     from lade.config import Config
+    from lade.server.hosts import is_local
     from lade.server.options import ServerOptions
 
     options = ServerOptions(
         model_name=model_name,
         api_keys=read_keys(),
         shares_pool=share_pool,
+        is_for_one=is_local(host) and not read_keys(),
         layers=pool or [],
         corpora=corpora_of(corpus or []),
         pools=keeps,

@@ -59,7 +59,7 @@ def _encoded(
     if tokenizer.chat_template and not is_raw:
         named = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         asked = [dict(message) for message in messages]
-        encoded = tokenizer.apply_chat_template(asked, **named, **options)
+        encoded = tokenizer.apply_chat_template(asked, **{**named, **options})
     else:
         encoded = tokenizer(_as_text(messages), return_tensors="pt")
     # Some tokenizers add inputs, such as token types, that causal LMs do not need.

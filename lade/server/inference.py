@@ -58,6 +58,9 @@ def answer(
     exchange.in_loop(exchange.choices.put_nowait, {})
     asked, relay = exchange.asked, _Relay(exchange, one, loaded.tokenizer)
     processors = LogitsProcessorList()
+    penalties = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
+    if any(penalties):
+        processors.append(_Penalties(*penalties, exchange.num_prompt_tokens))
     if one.grammar is not None:
         processors.append(Kept(one.grammar, exchange.num_prompt_tokens))
 
@@ -101,6 +104,25 @@ class _Record(LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.rows.append(scores[0].float().log_softmax(-1))
         return scores
+
+
+class _Penalties(LogitsProcessor):  # type: ignore[misc]
+    """Lowers the logits of the answer's own tokens, once and by how often they came, as OpenAI's.
+
+    Args:
+        presence, frequency: what a token loses that is there, and each time that it is.
+        num_prompt_tokens: which do not count.
+    """
+
+    def __init__(self, presence: float, frequency: float, num_prompt_tokens: int) -> None:
+        self._presence, self._frequency, self._start = presence, frequency, num_prompt_tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        said = input_ids[:, self._start :]
+        counts = torch.zeros_like(scores).scatter_add_(
+            1, said, torch.ones_like(said, dtype=scores.dtype)
+        )
+        return scores - self._presence * (counts > 0) - self._frequency * counts
 
 
 class _Relay:

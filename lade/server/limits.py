@@ -6,6 +6,8 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from lade.attempts import Attempt
 from lade.config import Config
 from lade.errors import UserError
@@ -86,7 +88,7 @@ class Preparing:
     def _encoded(self, asked: Asked) -> dict[str, Any]:
         with self._lock:
             if isinstance(asked, Completion):
-                return encode_messages(self._loaded, [{"content": asked.prompt}], is_raw=True)
+                return self._encoded_text(asked.prompt)
             assert isinstance(asked, Chat)
             if not self._tokenizer.chat_template:
                 raise UserError("expected a completion, for the model has no chat template")
@@ -95,7 +97,22 @@ class Preparing:
             useless = useless_field(self._tokenizer, messages, options)
             if useless is not None:
                 raise wrong(useless, "not supported: the model's chat template has no use for it")
+            if asked.continue_final_message:
+                options |= {"add_generation_prompt": False, "continue_final_message": True}
             return encode_messages(self._loaded, messages, options=options)
+
+    def _encoded_text(self, prompt: str | list[int]) -> dict[str, Any]:
+        if isinstance(prompt, str):
+            return encode_messages(self._loaded, [{"content": prompt}], is_raw=True)
+        if max(prompt) >= (size := self._vocab_size):
+            raise wrong("prompt", f"expected ids of tokens below {size}, got {max(prompt)}")
+        ids = torch.tensor([prompt], device=self._loaded.model.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    @property
+    def _vocab_size(self) -> int:
+        size: int = self._loaded.model.config.get_text_config(decoder=True).vocab_size
+        return size
 
     def _generation(self, asked: Asked, num_prompt: int) -> Any:
         """Return the GenerationConfig of a call, if its prompt leaves room for the answer."""
@@ -112,15 +129,14 @@ class Preparing:
         options.return_dict_in_generate = True
         for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
             if (value := getattr(asked, name)) is not None:
-                setattr(options, name, value)
+                setattr(options, name, max(value, 0))
         if asked.temperature is not None:
             options.do_sample = asked.temperature > 0
             options.temperature = asked.temperature or None
         elif asked.top_p is not None:
             options.do_sample = True
         if biases := asked.logit_bias:  # transformers takes no empty dict
-            size = self._loaded.model.config.get_text_config(decoder=True).vocab_size
-            if max(biases) >= size:
+            if max(biases) >= (size := self._vocab_size):
                 message = f"expected ids of tokens below {size}, got {max(biases)}"
                 raise ApiError(400, message, param="logit_bias")
             options.sequence_bias = {(token,): float(bias) for token, bias in biases.items()}

@@ -25,6 +25,8 @@ class ServerOptions:
         api_keys: any of which a client must send, each with what its owner may do, as for
             `lade.server.keys.ApiKeys`; none let everybody in.
         shares_pool: whether all clients have one pool and one set of prefixes.
+        is_for_one: whether requests that say nothing of who asks are one user's, whose pool and
+            prefixes are kept; else nothing is kept of them.
         layers: files of pools that are only read, for all.
         corpora: files of pools by name, for requests that choose them.
         pools: folder that keeps the pools of clients; None for a temporary one.
@@ -54,6 +56,7 @@ class ServerOptions:
     model_name: str | None = None
     api_keys: Sequence[str] = ()
     shares_pool: bool = False
+    is_for_one: bool = False
     layers: Sequence[Path] = ()
     corpora: Mapping[str, Path] = field(default_factory=dict)
     pools: Path | None = None

@@ -24,11 +24,18 @@ def wrong(param: str | None, message: str) -> ApiError:
     return ApiError(400, told, param=param, code="unsupported_or_invalid")
 
 
-# Fields of OpenAI's that are accepted where they ask for what is done anyway.
-_Zero = Annotated[float, Field(ge=0, le=0)] | None
+# Fields of OpenAI's that are taken, and told of as without effect in a header of the answer.
+_WITHOUT_EFFECT = (
+    *("metadata", "parallel_tool_calls", "prompt_cache_key", "reasoning_effort"),
+    *("safety_identifier", "service_tier", "store", "verbosity"),
+)
 _LOWEST_TEMPERATURE = 1e-4  # below it, scores may exceed what float32 holds
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Name = Annotated[str, Field(max_length=256)]
-_Length = Annotated[int, Field(ge=1)]
+_Length = Annotated[
+    int | None, Field(ge=1), BeforeValidator(lambda value: None if value == -1 else value)
+]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class _Strict(BaseModel, extra="forbid", strict=True, allow_inf_nan=False, cache_strings="none"):
@@ -49,7 +56,7 @@ _Content = Annotated[
     list[_TextPart], Field(fail_fast=True), _listed(lambda text: {"type": "text", "text": text})
 ]
 _Stops = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=4), _listed(str)
+    list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16), _listed(str)
 ]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Biases = dict[Annotated[int, Field(ge=0, strict=False)], _Bias]
@@ -87,6 +94,7 @@ class _Schema(_Strict):
 class _Format(_Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
+    schema_: Annotated[Json | None, Field(alias="schema")] = None  # of llama.cpp, of an object
 
 
 class Asked(_Strict):
@@ -96,7 +104,7 @@ class Asked(_Strict):
     model: str | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    max_tokens: _Length | None = None
+    max_tokens: _Length = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -104,11 +112,19 @@ class Asked(_Strict):
     logit_bias: Annotated[_Biases, Field(max_length=1024)] | None = None
     user: _Name | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
-    frequency_penalty: _Zero = None
-    presence_penalty: _Zero = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    metadata: Any = None
+    parallel_tool_calls: Any = None
+    prompt_cache_key: Any = None
+    reasoning_effort: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    verbosity: Any = None
     # Of vLLM and transformers.
     cache_salt: _Name | None = None
-    top_k: _Length | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1 for all
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     # Ours: whether anything is drafted, and from which corpora; every draft looks into all.
@@ -124,6 +140,11 @@ class Asked(_Strict):
         return self
 
     @property
+    def without_effect(self) -> list[str]:
+        """Fields that were asked for and change nothing."""
+        return [name for name in _WITHOUT_EFFECT if getattr(self, name)]
+
+    @property
     def num_logprobs(self) -> int | None:
         """None for none, 0 for those of the answer alone."""
         asked: bool | int | None = getattr(self, "logprobs", None)
@@ -137,19 +158,18 @@ class Chat(Asked):
 
     is_chat = True
     messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: _Length | None = None
+    max_completion_tokens: _Length = None
     prediction: _Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     tools: Annotated[list[Json], Field(fail_fast=True)] | None = None
     response_format: _Format | None = None
-    parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: Json | None = None
+    # Of vLLM and transformers: whether an answer begins, or the last message goes on.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    metadata: Annotated[Json, Field(max_length=0)] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -170,6 +190,13 @@ class Chat(Asked):
         form = self.response_format
         if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
             raise wrong("response_format", "expected json_schema with the type json_schema alone")
+        if form is not None and form.schema_ is not None and form.type != "json_object":
+            raise wrong("response_format", "expected schema with the type json_object alone")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "expected no add_generation_prompt beside it"
+            raise wrong("continue_final_message", message)
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            raise wrong("add_generation_prompt", "expected true, or continue_final_message")
         for name in sorted((self.chat_template_kwargs or {}).keys() & _NOT_OF_TEMPLATES):
             message = f"expected arguments of the chat template, got {name!r}"
             raise wrong("chat_template_kwargs", message)
@@ -181,14 +208,14 @@ class Chat(Asked):
         form = self.response_format
         if form is None or form.type == "text":
             return None
-        return {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+        return form.json_schema.schema_ if form.json_schema else form.schema_ or {"type": "object"}
 
 
 class Completion(Asked):
     """A text that is to go on."""
 
     is_chat = False
-    prompt: str
+    prompt: Annotated[list[_TokenId], Field(min_length=1)] | str
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None

@@ -151,6 +151,8 @@ class Routes:
             await self._begin(exchange)
             self._let_go(exchange)
             named = {"x-request-id": exchange.request_id}
+            if ignored := exchange.asked.without_effect:
+                named["x-without-effect"] = ", ".join(ignored)
             if exchange.asked.stream:
                 return StreamingResponse(events(exchange), 200, named, "text/event-stream")
             return Response(await whole(exchange), 200, named, "application/json")

@@ -27,7 +27,7 @@ class UserPools:
     """
 
     def __init__(self, loaded: LoadedModel, options: ServerOptions) -> None:
-        self._shares = options.shares_pool
+        self._shares, self._is_for_one = options.shares_pool, options.is_for_one
         self._stack = ExitStack()
         folder = options.pools
         if folder is None:
@@ -54,8 +54,8 @@ class UserPools:
     def of(self, owner: KeyOwner, asked: Asked) -> tuple[Pools | None, str]:
         """Return the pools of a request, and the name that what is kept of it is found by.
 
-        A request that says nothing of who asks, and one of a key that is alone, has a pool of its
-        own, which ends with it, and the name "": nothing is kept of it.
+        A request that says nothing of who asks, where that is not one user's, and one of a key that
+        is alone have a pool of their own, which ends with them, and the name "".
 
         Raises:
             ApiError: it names a corpus that it may not draft from, or that there is not.
@@ -68,7 +68,8 @@ class UserPools:
                 raise ApiError(404, message, param="pools", code="pool_not_found")
         layers = [*map(self._corpora.__getitem__, chosen), *self._layers]
         key, user, salt = owner.key, asked.user, asked.cache_salt
-        is_nobody = not self._shares and not key and user is None and salt is None
+        knows_who = self._shares or self._is_for_one or key
+        is_nobody = not knows_who and user is None and salt is None
         if is_nobody or owner.is_alone:
             return layers or None, ""
         who = json.dumps([key, user, salt]).encode()

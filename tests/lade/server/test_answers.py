@@ -165,6 +165,41 @@ def test_options_of_sampling_are_generates(loaded: LoadedModel, client: Client) 
     assert client.text(logit_bias={"40": 100}, max_tokens=5) == "I" * 5
 
 
+def test_penalties_are_openais(loaded: LoadedModel, client: Client) -> None:
+    """The answer's own tokens count, and draft tokens are verified with them."""
+    plain = client.text()
+    assert len({*client.text(presence_penalty=2, frequency_penalty=2)}) > len({*plain})
+    assert len({*client.text(presence_penalty=-2, frequency_penalty=-2)}) <= len({*plain})
+    ids = loaded.tokenizer(prompt_of(), return_tensors="pt")["input_ids"]
+    said: list[int] = []
+    for _ in range(20):
+        logits = loaded.model(torch.cat([ids, torch.tensor([said]).long()], dim=1)).logits[0, -1]
+        for token_id in said:
+            logits[token_id] -= 0.7
+        logits[[*{*said}]] -= 1.5
+        said.append(int(logits.argmax()))
+    text = client.text(presence_penalty=1.5, frequency_penalty=0.7, max_tokens=20)
+    assert text == loaded.tokenizer.decode(said)
+
+
+def test_limits_that_are_none_are_taken(loaded: LoadedModel, client: Client) -> None:
+    limits: Json = {"top_k": -1, "seed": 3, "temperature": 1.0}
+    assert client.text(**limits, max_tokens=9) == client.text(
+        **{**limits, "top_k": 0}, max_tokens=9
+    )
+    assert len(client.text(max_tokens=-1, stop=["~"] * 16)) > 40
+
+
+def test_a_last_message_goes_on_and_prompts_may_be_tokens(
+    loaded: LoadedModel, client: Client
+) -> None:
+    begun = [*QUESTION, {"role": "assistant", "content": "it-is"}]
+    text = client.text(messages=begun, continue_final_message=True, add_generation_prompt=False)
+    assert text == plain_text(loaded, prompt_of() + "it-is")
+    ids = loaded.tokenizer("What-is")["input_ids"]
+    assert client.text(prompt=ids) == client.text(prompt="What-is")
+
+
 def test_an_answer_that_ends_itself_has_no_mark_of_its_end(ending: LoadedModel) -> None:
     sampling: Json = {"temperature": 0.9, "max_new_tokens": 24}
     ids = {seed: plain_ids(ending, seed=seed, **sampling) for seed in range(9)}
@@ -292,6 +327,8 @@ def test_a_schema_is_kept_and_what_it_forces_is_drafted(ending: LoadedModel) -> 
         assert answer["usage"]["completion_tokens_details"]["accepted_draft_tokens"] > 10
         assert json.loads(text_of(client.stream(response_format=form))) == found
         assert client.text(response_format={"type": "json_object"}).startswith("{")
+        of_llama_cpp = {"type": "json_object", "schema": SCHEMA}
+        assert json.loads(client.text(response_format=of_llama_cpp)) == found
 
 
 # By kinds of models whose tokenizers need not say how answers are read, and one that does.

@@ -16,11 +16,16 @@ from tests.lade.server.hostile import BODIES, schema_of
 from tests.lade.server.serving import loaded_model, plain_text, serving
 
 CHATS: list[tuple[Json, str]] = [
-    ({"frequency_penalty": 0.5}, "frequency_penalty: Input should be less than or equal to 0"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty: Input should be less than or equal to 2"),
+    ({"add_generation_prompt": False}, "add_generation_prompt: expected true, or continue_final"),
+    (
+        {"add_generation_prompt": True, "continue_final_message": True},
+        "continue_final_message: expected no add_generation_prompt",
+    ),
+    ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+    ({"top_k": -2}, "top_k: Input should be greater than or equal to -1"),
     ({"n": 17}, "n: Input should be less than or equal to 16"),
     ({"tool_choice": "required"}, "tool_choice: .*; calls cannot be forced"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls: Input should be True"),
-    ({"metadata": {"a": "b"}}, "metadata"),
     ({"generation_config": "{}"}, "generation_config: not supported"),
     ({"messages": []}, "messages"),
     ({"messages": [{"content": "a"}]}, "messages.0.role"),
@@ -33,13 +38,14 @@ CHATS: list[tuple[Json, str]] = [
     ({"temperature": 2.5}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"seed": 2**64}, "seed"),
-    ({"stop": ["a"] * 5}, "stop: .* at most 4 items"),
+    ({"stop": ["a"] * 17}, "stop: .* at most 16 items"),
     ({"stop": 3}, "stop: Input should be a valid array"),
     ({"stop": ""}, "stop"),
     ({"top_logprobs": 3}, "top_logprobs: expected it with logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logit_bias": {"94": 1}}, "expected ids of tokens below 94"),
     ({"stream_options": {"include_usage": True}}, "stream_options: expected it with stream"),
+    ({"response_format": {"type": "text", "schema": {}}}, "expected schema with the type json_obj"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     (
@@ -88,6 +94,8 @@ TEXTS: list[tuple[Json, str]] = [
     ({"echo": True}, "echo: Input should be False"),
     ({"suffix": "a"}, "suffix: not supported"),
     ({"prompt": ["a", "b"]}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [1, 94]}, "expected ids of tokens below 94, got 94"),
     ({"prompt": ""}, "expected a prompt of one token or more"),
     ({"prompt": "a" * 301}, "expected a prompt of at most 300 tokens, got 301"),
     ({"logprobs": 6}, "logprobs"),
@@ -122,6 +130,16 @@ def test_what_is_not_supported_is_named(
         assert error["type"] == "invalid_request_error"
         named = error["param"]
         assert named is None or named.split(".")[0] in changes
+
+
+def test_fields_without_effect_are_taken_and_told_of(client: Client) -> None:
+    body: Json = {"messages": QUESTION, "max_tokens": 4, "temperature": 0}
+    plain = client.post(json=body)
+    assert "x-without-effect" not in plain.headers
+    fields: Json = {"metadata": {"a": "b"}, "parallel_tool_calls": True, "store": False}
+    asked = client.post(json={**body, **fields, "reasoning_effort": "low"})
+    assert asked.headers["x-without-effect"] == "metadata, parallel_tool_calls, reasoning_effort"
+    assert asked.json()["choices"] == plain.json()["choices"]
 
 
 def test_fields_that_ask_for_what_is_done_anyway_are_taken(

@@ -81,6 +81,13 @@ def test_requests_of_nobody_are_kept_for_nobody(loaded: LoadedModel, tmp_path: P
         assert "prompt_tokens_details" not in client.ask(user="a")["usage"]
 
 
+def test_requests_of_nobody_are_one_users_where_there_is_but_one(loaded: LoadedModel) -> None:
+    with serving(loaded, is_for_one=True) as client:
+        first = client.drafted()
+        assert client.drafted() > first + 10
+        assert client.drafted(user="another") <= first + 2  # how long drafts are follows time
+
+
 def test_one_pool_is_shared_where_it_is_asked_for(loaded: LoadedModel) -> None:
     with serving(loaded, api_keys=KEYS, shares_pool=True) as client:
         first = client.drafted(key=ALICE)
