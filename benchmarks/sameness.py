@@ -85,10 +85,10 @@ def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path
         "beside a busy process": lambda: _beside_a_busy_process(by_lade()),
     }
     others: dict[str, Callable[[], list[Answer]]] = {
-        "generate, one thread": lambda: _on_one_thread(by_generate)
+        "one_thread": lambda: _on_one_thread(by_generate)
     }
     if attention_of(model) == "sdpa":
-        others["generate, eager"] = lambda: by_generate(with_attention(model, "eager"))
+        others["eager"] = lambda: by_generate(with_attention(model, "eager"))
     with progress_bar() as bars:
         task = bars.add_task("answering", total=len(ways) + len(others) + 2)
 
@@ -99,7 +99,7 @@ def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path
         alone = done(by_lade(0)())
         counts = {name: _counted(done(way()), alone) for name, way in ways.items()}
         plain = done(by_generate())
-        of_generate = {"lade, of generate": _counted(alone, plain)}
+        of_generate = {"lade": _counted(alone, plain)}
         of_generate |= {name: _counted(done(way()), plain) for name, way in others.items()}
     content = {
         "environment": environment(),

@@ -241,7 +241,7 @@ def test_python_code_in_the_readme_runs(
         exec(compile(block, "README.md", "exec"), names)
     said = capsys.readouterr().out
     assert said.startswith("When was it built")
-    assert said.endswith("tokens a forward\n")
+    assert said.endswith("tokens a forward pass\n")
 
 
 @pytest.mark.exhaustive
