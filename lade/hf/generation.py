@@ -125,7 +125,7 @@ class Generation:
         if is_plain or not self._config.reuses_prefix or has_adapters_by_row(self._model):
             return None
         if self._own_code is not None:
-            what = f"{type(self._model).__name__}: {self._own_code} is code of one's own"
+            what = f"{type(self._model).__name__}: {self._own_code} is your own code"
             self._warn_once(f"lade reuses no prefix of {what}, which may change", RuntimeWarning)
             return None
         with Attempt(even_memory=True) as attempt:  # weights may be of unusual classes
@@ -212,7 +212,10 @@ class Generation:
         call, config = self._call, self._config
         pad_token = call.options._pad_token_tensor
         reasons = (
-            (self._own_code is not None, "code of one's own runs in its forwards"),
+            (
+                self._own_code is not None,
+                f"your own code runs in its forward passes ({self._own_code})",
+            ),
             (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
             (not self._stop.takes_rows, "a stop criterion sees all rows"),
             (pad_token is not None and int(pad_token) < 0, "its padding is no token"),
@@ -464,7 +467,7 @@ class Generation:
         if others:
             told = "; ".join(f"{names}: {why}" for why, names in methods.items())
         name = type(self._model).__name__
-        text = f"lade decodes {name} plainly, one token a forward. {told}"
+        text = f"lade decodes {name} plainly, one token a forward pass. {told}"
         self._warn_once(text, PlainDecodingWarning)
 
     def _say_why_eager(self, verification: VerificationPlan, target: Target) -> None:

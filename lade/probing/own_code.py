@@ -105,7 +105,7 @@ def own_loop_of(model: Model) -> str | None:
     """Return what of the user's makes `generate` another loop than lade's, or None."""
     for name in _OF_LOOP:
         if _is_own_method(model, name):
-            return f"its {name} is code of one's own"
+            return f"its {name} is your own code"
     for slot in _REPLACED.exchanged():
         if (slot.holder, slot.name) in _CHOOSING or slot.path.startswith(_CACHES):
             return f"{slot.path} is patched"

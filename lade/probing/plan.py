@@ -112,9 +112,9 @@ def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
     if reason is not None:
         return dict.fromkeys(SPECULATING, reason)
     if has_own_inputs(model):
-        return {"tree": "its prepare_inputs_for_generation is code of one's own"}
+        return {"tree": "its prepare_inputs_for_generation is your own code"}
     # A tree brings a mask, which forwards of `generate` have made by these.
-    return {"tree": "its masks are made by code of one's own"} if makes_own_masks(model) else {}
+    return {"tree": "its masks are made by your own code"} if makes_own_masks(model) else {}
 
 
 def why_not_run(profile: Profile) -> str | None:

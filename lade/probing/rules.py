@@ -244,7 +244,7 @@ def requirements_of(
     is_padded = lengths.is_padded or len(input_ids) > 1
     why_eager = _why_eager(model, model_kwargs.get("attention_mask"))
     if own_code is not None:
-        own = f"code of one's own runs in its forwards ({own_code})"
+        own = f"your own code runs in its forward passes ({own_code})"
         why_eager = why_eager or own
         if mesh_of(model) is not None:
             exclude(f"{own}, and several processes run it together", *SPECULATING)
@@ -318,7 +318,7 @@ def _why_unusual(config: Any, cache: Any) -> str | None:
         cache: a `DynamicCache` or a `StaticCache`, which may be the caller's.
     """
     if any(is_code(value) for part in (cache, *cache.layers) for value in vars(part).values()):
-        return "its cache runs code of one's own"
+        return "your own code runs in its cache"
     is_static = type(cache) is StaticCache
     made = StaticCache(config, 1) if is_static else DynamicCache(config=config)
     for place, layer in enumerate(cache.layers):

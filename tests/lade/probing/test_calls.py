@@ -85,7 +85,7 @@ def windowed(window: int) -> Made:
 
 
 UNUSUAL: list[tuple[str, Callable[[], Made], str]] = [
-    ("llama", patched, "code of one's own"),
+    ("llama", patched, "is your own code"),
     ("mistral", partial(layered, *[Fading] * 3), "layers of Fading"),
     ("gpt2", partial(layered, DynamicLayer, DynamicLayer, Fading), "layers of Fading"),
     ("llama", partial(windowed, 8), "layers of DynamicSlidingWindowLayer"),
