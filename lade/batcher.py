@@ -62,7 +62,7 @@ class Request(EngineFuture):
         """
         while (token_id := self._next()) is not None:
             yield token_id
-        self._tokens.put(None)  # for whoever iterates again
+        self._tokens.put(None)  # for another iteration
         self.result()
 
     def _next(self) -> int | None:

@@ -58,9 +58,9 @@ class Together(Protocol):
 class Engine:
     """Runs calls of one model in a thread of its own, which lives while there are any.
 
-    Of those that wait, calls of whoever holds fewest tokens are next, and among equals of the one
-    who had some longest ago; one owner leaves a place to others. Calls that fit pass those that
-    wait for more, but each only by as many tokens as there are, so that its turn comes.
+    A waiting call is next if its owner holds the fewest tokens; among equal owners, the one that
+    last held any the longest ago is next. One owner leaves a place to others. A call that fits may
+    pass calls that wait for more memory, but at most `max_tokens` tokens pass each of them.
 
     Args:
         forwards: runs what calls ask for.
@@ -260,7 +260,7 @@ class Engine:
             release_workers()
 
     def _take_in(self) -> bool:
-        """Let those wait that have arrived; return whether there is anything to do."""
+        """Move new calls into the queue; return whether there is anything to do."""
         with self._lock:
             self._waiting += self._arrived
             self._arrived = []  # not cleared: others may count it
@@ -302,7 +302,7 @@ class Engine:
                 self._forget(call)
 
     def _next(self) -> "EngineCall | None":
-        """Return the next call that there is room for; those that it passes by take note."""
+        """Return the next call that fits, and count its tokens for the calls that it passes."""
         num_places, most = self.num_places, self._max_tokens
         if len(self._running) >= num_places:
             return None
@@ -348,7 +348,7 @@ class Engine:
             self._calls.discard(call)
 
     def _forward(self) -> None:
-        """Run what all ask for, theirs are the next turns; learn how long prompts take."""
+        """Run the forward pass that the calls ask for, and learn how long prompts take."""
         calls, self._asking = self._asking, []
         begin = perf_counter()
         with self._forwarding:
@@ -471,7 +471,7 @@ class EngineCall:
     draws_on: bool = False  # from the random state of the process, which goes on from its own
     states: list[torch.Tensor] | None = None  # those of generators, while others run
     num_turns: int | None = None  # that others had had when it last went aside
-    context: Context = field(default_factory=copy_context)  # of whoever submits it
+    context: Context = field(default_factory=copy_context)  # of the caller that submits it
     coroutine: Any = None  # once it has begun
     result: Any = None
     failure: BaseException | None = None

@@ -32,10 +32,10 @@ def runner() -> Run | None:
 def release_workers() -> None:
     """End the threads that run parallel loops of this one; the next loop starts new ones.
 
-    Each thread that has run a loop keeps workers of its own. GNU's OpenMP lets workers wait awake
-    for the next loop, but only while there are no more of them, with whom they work for, than
-    cores; else each loop wakes them up, which takes longer than a product of few rows. Takes 7 µs,
-    and 150 where there are workers.
+    Each thread that has run a loop keeps workers of its own. GNU's OpenMP lets workers spin
+    until the next loop, but only while the process has no more threads and workers than cores; else
+    each loop wakes its workers up, which takes longer than a product of few rows. A call takes
+    7 µs, and 150 where there are workers.
     """
     pause = _pause()
     if pause is not None and _has_workers():

@@ -48,7 +48,7 @@ class Turns:
             states: of the call; None for those of the process.
             num_turns: as `lend` returned it; if nobody had a turn since, the generators stay.
         """
-        with self._next:  # else whoever has just left would be back before others wake up
+        with self._next:  # else the thread that has just left would be back before others wake up
             self._turn.acquire()
         self._holder = get_ident()
         self._num_turns += 1

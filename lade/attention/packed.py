@@ -34,7 +34,7 @@ _sdpa = AttentionInterface()["sdpa"]
 
 
 class Calls:
-    """Which tokens of a forward are of which call, and what they see.
+    """The calls that the tokens of a forward pass belong to, and the keys that they see.
 
     Several calls in one row of tokens see the keys and values of their own call: a forward that is
     one job takes them as its parts (`lade.forward`), elsewhere one attends after the other.

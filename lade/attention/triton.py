@@ -1,6 +1,6 @@
 """Attention over trees on a GPU, in Triton: `attend` of `tree.py` without its costs.
 
-Flash decoding: the keys of a prefix are split among many programs, each of which holds the queries
+Flash decoding: the keys of a prefix are split among many programs. Each program holds the queries
 of all heads that share these keys; a second kernel merges the results. A split's bounds follow from
 the row's true length, which is read on the device, so a captured graph serves all lengths, each at
 its own cost. The tree follows the last part of the prefix, in the same program.
@@ -72,7 +72,7 @@ def attend(
         seen: where the prefix and the nodes lie, and which node sees what.
         scaling, softcap, sinks: as for `attend` of `tree.py`.
         num_processors: number of multiprocessors to split the work for; None for the device's own,
-            of which a CPU (in Triton's interpreter) has none.
+            a CPU (in Triton's interpreter) has none.
 
     Returns:
         [rows, num_nodes, num_heads, head_dim of values], in the dtype of the queries.
@@ -180,7 +180,7 @@ def _num_processors(device: torch.device) -> int:
 
 
 def _num_splits(num_programs: int, num_slots: int, at_once: int, min_slots: int) -> int:
-    """Return the number of splits, each of which is run by `num_programs` programs.
+    """Return the number of splits; `num_programs` programs run each of them.
 
     At most as many as run at once: the remainder would take as long as all the others. It depends
     only on shapes and the device, so that a captured graph stays valid.

@@ -24,7 +24,7 @@ class Side(NamedTuple):
 
 
 def compared(sides: Sequence[Side]) -> Iterator[str]:
-    """Yield a line for each side, the first of which is plain `generate`."""
+    """Yield a line for each side; the first one is plain `generate`."""
     plain = sides[0]
     width = max(len(side.name) for side in sides)
     for side in sides:

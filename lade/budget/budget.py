@@ -48,7 +48,8 @@ class Calibration:
     good. This is also how text that becomes predictable again is noticed without any probing.
 
     Args:
-        share: of what is promised that is expected to come, until outcomes tell.
+        share: of the drafts' probabilities that acceptance is expected to reach, until outcomes
+            are known.
     """
 
     def __init__(self, share: float = 1.0) -> None:
@@ -182,7 +183,7 @@ class Budget:
         """Return how many nodes of each row's draft to verify: the best ratio of tokens to cost.
 
         A forward costs what all its tokens together cost, so rows get as many as they are worth:
-        one of which little is known gets none, which lets another have more.
+        a row about which little is known gets none, and another row gets more.
 
         Args:
             probs: by row, the probabilities of its draft's nodes, best first.

@@ -37,8 +37,8 @@ KNOTS = np.array(SIZES, np.float64)
 SHARE_OF_TRIALS = 0.005
 
 # These were chosen on simulated machines (`tests/lade/budget/machines.py`) with drafts of recorded
-# texts. The slope of which nothing is known, and standard deviations of logarithms: of the level,
-# the slope, and the deviation from a size to one e times as large.
+# texts. The slope before any measurement, and standard deviations of logarithms: of the level, of
+# the slope, and of the deviation from a size to one e times as large.
 _SLOPE = 0.04
 _LEVEL_SD, _SLOPE_SD, _DEVIATION_SD = 2.0, 1.1, 0.12
 _FORGOTTEN = 0.001  # of what is known, with each measurement
@@ -160,7 +160,7 @@ class Seconds:
 
 
 def _prior() -> Floats:
-    """Return the covariance of which nothing is known: deviations of near sizes are alike."""
+    """Return the covariance before any measurement: deviations of near sizes are alike."""
     # Of its own is the second token, for which another way of computing begins.
     apart = np.log(np.minimum(KNOTS, _ALL_COMPUTE)) + (KNOTS > 1)
     steps = _DEVIATION_SD**2 * apart

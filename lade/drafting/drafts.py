@@ -17,7 +17,7 @@ def draft_of(
     parents: Sequence[int] | NDArray[np.int32],
     probs: Sequence[float] | Floats | float = 1.0,
 ) -> Draft:
-    """Return a draft of nodes, of which each comes after its parent, with their depths."""
+    """Return a draft of nodes, each after its parent, with their depths."""
     num_nodes = len(token_ids)
     parents = np.array(parents, np.int32).reshape(num_nodes)
     depths: list[int] = []

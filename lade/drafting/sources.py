@@ -41,7 +41,7 @@ class PoolDrafter(Drafter):
     name = "pool"
     num_successors = DEFAULT_NUM_SUCCESSORS
     learns_ngrams = True
-    is_free = True  # also because what pools know comes and goes too fast to measure
+    is_free = True  # also because the share of tokens that pools know changes too fast to measure
 
     def __init__(
         self,
@@ -164,11 +164,11 @@ class Source:
 
     The first exception becomes a warning, and it is not asked again. After each answer, torch's
     global random state is what it was before, on the CPU and on the target's device: text is drawn
-    from it. That takes 5 µs; looking whether the state has changed took 8 µs more.
+    from it. That takes 5 µs.
 
     The state is that of all threads, and what others draw in between is undone as well. So it is
-    left alone for drafters of lade's own, which draw nothing there. Neither are their drafts
-    checked: that took as long as half of drafting.
+    left alone for lade's drafters, which draw nothing there. Their drafts are not checked either,
+    as that takes half as long as drafting.
 
     Args:
         drafter: what the user gave, or a pool; or a logits processor that knows a grammar.

@@ -97,8 +97,8 @@ class _DraftedRow:
 class Speculator:
     """The drafts of a batch and the lookahead window of a single row: what to run and to learn.
 
-    Of each row all there is is proposed, so that a budget can decide how much of it to verify; that
-    much is taken, or drawn anew where drafts are random. The number of nodes drawn must not depend
+    All draft tokens of a row are proposed, and a budget decides how many of them to verify; that
+    many are taken, or drawn anew where drafts are random. The number of nodes drawn must not depend
     on the tokens drawn, or the text would no longer have the right distribution.
 
     Sources are asked in the order of their cost, where the tokens that they add are worth their

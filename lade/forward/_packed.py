@@ -348,7 +348,7 @@ class _Unpack:
 
 
 def _at_once(format_: int) -> int:
-    """Return how many blocks are unpacked in one turn of a loop, of which lines are fetched."""
+    """Return how many blocks one turn of a loop unpacks, whose cache lines it prefetches."""
     return 2 if BLOCKS[format_][0] == 32 and format_ != F32 else 1
 
 

@@ -31,8 +31,8 @@ FEATURES = llvmlite.binding.get_host_cpu_features()
 LANES = 16 if FEATURES.get("avx512f") else 8
 HAS_DOTS = LANES == 16 and bool(FEATURES.get("avx512bf16"))
 HAS_AMX = bool(FEATURES.get("amx-bf16"))  # which torch uses
-# A tile is the sums of so many rows and columns, which registers hold, of which AVX-512 has 32 and
-# AVX2 16: one load of a vector serves several products. So many inputs are summed at once, which
+# A tile is the sums of so many rows and columns. Registers hold them: AVX-512 has 32, AVX2 16. One
+# load of a vector serves several products. So many inputs are summed at once, which
 # the first cache holds for these rows.
 ROWS, COLUMNS, DEPTH = 4, 4 if LANES == 16 else 3, 1024
 BLOCK = 64  # keys that the first cache holds
@@ -47,7 +47,7 @@ _STORED = {FLOAT32: _FLOAT, BFLOAT16: _INT16, FLOAT16: ir.HalfType()}
 
 
 def instruction(result: Any, given: Any = None) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function of one argument for compiled code of one that writes LLVM's.
+    """Make a function for compiled code, of one argument, from one that emits LLVM instructions.
 
     Args:
         result: its type.

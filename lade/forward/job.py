@@ -1,6 +1,6 @@
 """Forwards of a model as one compiled job, where that is faster than module by module.
 
-Between products torch spends as long on a CPU as on them: a layer is thirty calls, each of which
+Between products torch spends as long on a CPU as on them: a layer is thirty calls, and each call
 wakes all threads. A job (`_kernels.py`) does the whole forward on the weights as they are, of any
 number of parts: tokens that follow one cache, such as a prompt, a tree, or those of one of several
 calls. What a model computes is read from it (`reading.py`), and the first forward of each size is
@@ -627,7 +627,7 @@ class _Held:
         self._memory: list[Tensor] = []
 
     def hold(self, weights: Sequence[Tensor], starts: NDArray[np.int64]) -> None:
-        """Hold the memory of weights, of which a job needs what begins after so many bytes."""
+        """Hold the memory of weights; a job reads each from an offset in bytes on."""
         self._memory = [*map(Tensor.detach, weights)]
         self.addresses = [*map(Tensor.data_ptr, self._memory)]
         self.words = np.array(self.addresses, np.int64) + starts

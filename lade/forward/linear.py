@@ -34,8 +34,8 @@ MOST_TOKENS = 128  # that a job takes at once; a longer prompt is run in pieces
 _MIN_ELEMENTS = 2**16
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TENSORS = (Tensor, nn.Parameter)
-# So many rows are worth widening weights for, of which so many elements are widened at once: little
-# memory, and the second cache holds most of it.
+# Weights are widened to float32 from so many rows on, and so many elements at once: they take
+# little memory, and the second cache holds most of them.
 _MANY_ROWS, _NUM_WIDENED = 65, 2**20
 
 # What asking which one is faster takes for each layer, with its share of making the view that asks.

@@ -2,7 +2,7 @@
 
 # A job is an int64 array: sizes; how many threads may come, what format numbers have, and how the
 # inputs of products are arranged; then addresses, of float32 unless it says otherwise; a norm and a
-# product. Places follow from the order, so that a word more moves the others.
+# product. An entry's position follows from this order.
 (
     NUM_TOKENS,
     HIDDEN,

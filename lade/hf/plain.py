@@ -71,7 +71,7 @@ class _Watched(StoppingCriteriaList):  # type: ignore[misc]
 
 
 class _Stream(BaseStreamer):  # type: ignore[misc]
-    """A streamer that passes on to a report's what this has not had, and counts as lade does."""
+    """Passes new tokens on to the streamer of a report, and counts them as lade does."""
 
     def __init__(self, report: Report, watched: _Watched, num_prompt: int) -> None:
         self.stats = DecodeStats()

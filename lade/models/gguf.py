@@ -244,7 +244,7 @@ def load_gguf(path: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def _check_sizes(path: Path, header: GgufHeader, config: Any) -> None:
-    """Refuse sizes that a model of which would be too large to be held against the tensors."""
+    """Refuse sizes of the config that no tensor of the file has, before a model is made of them."""
     largest = max(max(each.shape) for each in header.tensors.values())
     text = config.get_text_config(decoder=True)
     names = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads")

@@ -191,7 +191,7 @@ def _check_reachable(name: str) -> None:
         raise UserError(f"the model {name!r} could not be loaded: {error}") from error
     except HfHubHTTPError:
         return  # it says why not, when it is asked in earnest
-    except Exception as error:  # of whichever client the Hub's library has
+    except Exception as error:  # of the HTTP client that the Hub's library uses
         raise UserError(
             f"the model {name!r} could not be loaded: there is no folder of that name, and the "
             f"Hugging Face Hub cannot be reached ({error}); it is not needed for "

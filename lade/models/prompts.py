@@ -123,7 +123,7 @@ def _refusals(what: str) -> Iterator[None]:
     try:
         yield
     except (TemplateError, TypeError, ValueError) as error:
-        # What a template raises itself is in its own words, and for whoever wrote the messages.
+        # An error that a template raises itself is meant for the author of the messages.
         why = error if type(error) is TemplateError else "it cannot read a role, content or call"
         raise UserError(f"{what} ({why})") from error
 

@@ -9,7 +9,7 @@ from lade.errors import UserError
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of answers, any of which may change between two of them.
+    """Settings of answers; they may change between two answers.
 
     Raises:
         UserError: a value is out of range.

@@ -38,7 +38,7 @@ from ngram_pool import Draft
 # the scale, SmolLM2-135M differs by 1.1 (paths) to 1.8 (trees) and is refused: by this measure it
 # is not to be told from a model whose positions are wrong.
 _DRAFTING_LIMIT = 1.0
-_NUM_RUNS = 3  # of which each left another random state, where other threads may draw, too
+_NUM_RUNS = 3  # each with another random state afterwards: other threads may draw, too
 
 
 def check(model: Model, profile: Profile, key: CheckKey) -> CheckResult:

@@ -96,7 +96,7 @@ class ModelState:
 
 
 class _Modules:
-    """The modules of a model, none of which is held: their classes, modes, and slots of tensors."""
+    """The modules of a model, held weakly: their classes, modes, and slots of tensors."""
 
     def __init__(self, model: Model) -> None:
         modules = [*model.modules()]
@@ -139,7 +139,7 @@ class _Values:
     """Attributes of objects: numbers by value, tensors and arrays by what they hold, else which.
 
     Args:
-        owners: objects, none of which is held, each with the names of its attributes.
+        owners: objects, held weakly, each with the names of its attributes.
     """
 
     def __init__(self, owners: Iterable[tuple[Any, Collection[str]]]) -> None:

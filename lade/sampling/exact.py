@@ -73,7 +73,7 @@ class NoiseRace:
         return (probs / self._noise_of(rows, times, probs.shape[-1])).argmax(dim=-1)
 
     def begin_step(self, first_time: int) -> None:
-        """Forget the noise of times before `first_time`, of which no token is picked any more."""
+        """Forget the noise of times before `first_time`, at which no token is picked any more."""
         for times in (self._noise, self._states):
             for time in [time for time in times if time < first_time]:
                 del times[time]

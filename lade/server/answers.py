@@ -109,7 +109,7 @@ def _figures(exchange: Exchange) -> Json:
             "rejected_draft_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
         },
     }
-    # Without keys, whoever asks in another's name would read that one's prompt.
+    # Without keys, a client could name another user and read that user's prompt by this number.
     if exchange.knows_kept:
         usage["prompt_tokens_details"] = {"cached_tokens": stats.num_reused_tokens}
     return {"usage": usage, "metrics": {"speculative_decoding": speculation(stats)}}

@@ -50,8 +50,8 @@ class Shares:
 class GuardedProtocol(H11Protocol):
     """Bounds a connection: its headers in bytes and time, and each request up to its last byte.
 
-    uvicorn takes whatever parser is installed, of which httptools bounds nothing, and has a time
-    limit only for silence.
+    uvicorn takes the parser that is installed. httptools bounds nothing, and uvicorn itself has a
+    time limit for silence only.
     """
 
     shares: ClassVar[Shares]  # of connections, by where they come from

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 # What JSON has no number for.
 _LOWEST_LOGPROB = -9999.0
-# Tokens of which the likeliest is looked at first: 20 of 49,152 are found in 0.05 ms, not in 0.46.
+# Tokens of a block, whose maximum is looked at first: finding 20 of 49,152 takes 0.05 ms, not 0.46.
 _BLOCK = 128
 # Tokens whose names one answer has made; each takes some microseconds.
 _NAMED = 2**12

@@ -14,7 +14,7 @@ class KeyOwner(NamedTuple):
     key: str = ""  # of the API; "" where none is needed
     corpora: frozenset[str] | None = None  # that it may draft from; None for all
     administers: bool = False  # whether it may read the metrics
-    is_alone: bool = False  # whether its texts decide on no time that others may measure
+    is_alone: bool = False  # whether no time that others measure depends on its texts
 
 
 class ApiKeys:

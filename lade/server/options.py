@@ -22,7 +22,7 @@ class ServerOptions:
 
     Args:
         model_name: what clients call it; None for the name that it was loaded by.
-        api_keys: any of which a client must send, each with what its owner may do, as for
+        api_keys: keys; a client must send one of them. Each line has its owner's rights, as for
             `lade.server.keys.ApiKeys`; none let everybody in.
         shares_pool: whether all clients have one pool and one set of prefixes.
         is_for_one: whether requests that say nothing of who asks are one user's, whose pool and

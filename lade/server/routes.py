@@ -39,7 +39,7 @@ from lade.server.users import UserPools
 logger = logging.getLogger(__name__)
 
 _BODY_SEC = 60.0
-# What all, and one key, may have sent for requests whose turn has not come, in bodies of full size.
+# Bodies of full size that the server holds for waiting requests: of all keys, and of one key.
 _MAX_BODIES, _MAX_BODIES_OF_KEY = 64, 16
 
 
@@ -53,7 +53,7 @@ class Routes:
         hosts: names that clients may call the server by; None for any.
 
     Attributes:
-        keys, pools: of its users; whoever runs it closes the pools.
+        keys, pools: of its users; the server that runs it closes the pools.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ def _left() -> ApiError:
 
 
 async def _of_two_lengths(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuse a request of which a proxy may read another end, and what follows as another's."""
+    """Refuse a request with two lengths: a proxy might take its end for another request."""
     error = ApiError(400, "expected one length of the body, got two", closes=True)
     await (await _refused(Request(scope), error))(scope, receive, send)
 

@@ -37,7 +37,7 @@ class Part:
         undo: makes the cache forget what the forward has written.
         num_committed: tokens that the call usually commits in a step.
         products: what the view was made by, if it runs anything faster than the model.
-        is_prompt: whether it is a piece of a prompt, of which the last token alone has logits.
+        is_prompt: whether it is a prefill chunk, whose last token alone has logits.
         is_inference: whether the call is in torch's inference mode, which belongs to its thread.
     """
 

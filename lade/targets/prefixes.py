@@ -28,7 +28,7 @@ _MOST_ROOM = 1.5
 
 
 class Origin(NamedTuple):
-    """Of which model keys and values are, and who may find them."""
+    """The model that keys and values belong to, and the calls that may find them."""
 
     model: Hashable  # in one state; what is kept of any other is of no more use
     owner: object  # of those who may know of each other's text, as of `owner_of`, or a name
