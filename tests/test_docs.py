@@ -95,10 +95,9 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def anchors_of(path: Path) -> set[str]:
-    text = path.read_text()
-    headings = re.findall(r"^#+ (.+)$", _CODE.sub("", text), re.MULTILINE)
-    slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
-    return slugs | set(re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE))
+    """Return the anchors that GitHub makes of the headings of a page, as the site does."""
+    headings = re.findall(r"^#+ (.+)$", _CODE.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
 @pytest.mark.parametrize("page", names_of(PAGES))
@@ -108,6 +107,12 @@ def test_python_code_compiles(page: str) -> None:
             compile(block["code"], page, "exec")
         # Else it would not read on GitHub as on the site.
         assert block["language"][:1] != "{" or block["language"] == "{toctree}"
+
+
+@pytest.mark.parametrize("page", names_of(PAGES))
+def test_no_label_stands_before_a_heading(page: str) -> None:
+    labels = re.findall(r"^\([\w-]+\)=$", (ROOT / page).read_text(), re.MULTILINE)
+    assert labels == []  # GitHub shows them as text, and links to them lead to the page's top
 
 
 def test_every_page_of_the_site_is_in_its_index() -> None:
