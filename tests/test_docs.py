@@ -137,6 +137,14 @@ def test_every_public_name_is_in_the_reference() -> None:
         assert re.search(rf"^### (lade|ngram_pool)\.{name}$", text, re.MULTILINE), name
 
 
+def test_every_warning_is_explained() -> None:
+    import lade
+
+    text = (DOCS / "troubleshooting.md").read_text()
+    for name in lade.__all__:
+        assert "Warning" not in name or f"\n| `{name}` |" in text, name
+
+
 def test_the_reference_shows_how_things_are_called_and_what_they_say() -> None:
     text = (DOCS / "reference" / "api.md").read_text()
     part = text.split("\n### lade.generate\n")[1].split("\n### ")[0]
