@@ -33,7 +33,7 @@ _BATCH = 4
 _SEC = 600
 
 
-class Answer(NamedTuple):
+class TextAndLogits(NamedTuple):
     """The new tokens of an answer, and their logits, [num_tokens, vocab_size], where known."""
 
     token_ids: list[int]
@@ -48,32 +48,32 @@ def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path
     options |= {"eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
     used, kept = lade.NGramPool(), lade.NGramPool()
 
-    def by_lade(num: int | None = None, **given: Any) -> Callable[[], list[Answer]]:
+    def by_lade(num: int | None = None, **given: Any) -> Callable[[], list[TextAndLogits]]:
         given["config"] = lade.Config(max_draft_tokens=num)
         return lambda: [
             _answer(lade.generate(model, each, **options, **given), each) for each in prompts
         ]
 
-    def by_generate(of: Any = model) -> list[Answer]:
+    def by_generate(of: Any = model) -> list[TextAndLogits]:
         masks = map(torch.ones_like, prompts)
         return [
             _answer(of.generate(each, attention_mask=mask, **options), each)
             for each, mask in zip(prompts, masks, strict=True)
         ]
 
-    def after_a_prefix(prompt: Tensor) -> Answer:
+    def after_a_prefix(prompt: Tensor) -> TextAndLogits:
         config = lade.Config(reuses_prefix=True)
         given: dict[str, Any] = {"pool": kept, "config": config, **options}
         lade.generate(model, prompt[:, : prompt.shape[1] // 2], **given)
         return _answer(lade.generate(model, prompt, **given), prompt)
 
-    def of_requests() -> list[Answer]:
+    def of_requests() -> list[TextAndLogits]:
         with lade.Batcher(model, max_batch_size=8) as batcher:
             requests = [batcher.submit(each, **options) for each in prompts]
             pairs = zip(requests, prompts, strict=True)
             return [_answer(request.result(_SEC), prompt) for request, prompt in pairs]
 
-    ways: dict[str, Callable[[], list[Answer]]] = {
+    ways: dict[str, Callable[[], list[TextAndLogits]]] = {
         **{f"{num} draft tokens": by_lade(num) for num in _NUMBERS},
         "auto": by_lade(),
         "a pool of these texts": by_lade(pool=used),
@@ -84,7 +84,7 @@ def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path
         "one thread": lambda: _on_one_thread(by_lade()),
         "beside a busy process": lambda: _beside_a_busy_process(by_lade()),
     }
-    others: dict[str, Callable[[], list[Answer]]] = {
+    others: dict[str, Callable[[], list[TextAndLogits]]] = {
         "one_thread": lambda: _on_one_thread(by_generate)
     }
     if attention_of(model) == "sdpa":
@@ -92,7 +92,7 @@ def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path
     with progress_bar() as bars:
         task = bars.add_task("answering", total=len(ways) + len(others) + 2)
 
-        def done(answers: list[Answer]) -> list[Answer]:
+        def done(answers: list[TextAndLogits]) -> list[TextAndLogits]:
             bars.advance(task)
             return answers
 
@@ -122,13 +122,13 @@ def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path
     show(file, content, sheet(f"Same of {len(prompts)}", ("", "", "texts", "logits"), rows))
 
 
-def _answer(output: Any, prompt: Tensor) -> Answer:
+def _answer(output: Any, prompt: Tensor) -> TextAndLogits:
     new = output.sequences[0, prompt.shape[1] :].tolist()
-    return Answer(new, torch.stack(output.logits)[:, 0])
+    return TextAndLogits(new, torch.stack(output.logits)[:, 0])
 
 
-def _of_batches(model: Any, prompts: Sequence[Tensor], max_new_tokens: int) -> list[Answer]:
-    answers: list[Answer] = []
+def _of_batches(model: Any, prompts: Sequence[Tensor], max_new_tokens: int) -> list[TextAndLogits]:
+    answers: list[TextAndLogits] = []
     for start in range(0, len(prompts), _BATCH):
         some = prompts[start : start + _BATCH]
         longest = max(each.shape[1] for each in some)
@@ -140,11 +140,11 @@ def _of_batches(model: Any, prompts: Sequence[Tensor], max_new_tokens: int) -> l
         rows = lade.generate(
             model, ids, attention_mask=masks, max_new_tokens=max_new_tokens, **given
         )
-        answers += [Answer(row) for row in rows[:, longest:].tolist()]
+        answers += [TextAndLogits(row) for row in rows[:, longest:].tolist()]
     return answers
 
 
-def _on_one_thread(answer: Callable[[], list[Answer]]) -> list[Answer]:
+def _on_one_thread(answer: Callable[[], list[TextAndLogits]]) -> list[TextAndLogits]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -158,7 +158,7 @@ def _spin() -> None:
         pass
 
 
-def _beside_a_busy_process(answer: Callable[[], list[Answer]]) -> list[Answer]:
+def _beside_a_busy_process(answer: Callable[[], list[TextAndLogits]]) -> list[TextAndLogits]:
     process = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
     process.start()
     try:
@@ -168,7 +168,9 @@ def _beside_a_busy_process(answer: Callable[[], list[Answer]]) -> list[Answer]:
         process.join()
 
 
-def _counted(answers: Sequence[Answer], expected: Sequence[Answer]) -> dict[str, int | None]:
+def _counted(
+    answers: Sequence[TextAndLogits], expected: Sequence[TextAndLogits]
+) -> dict[str, int | None]:
     """Return how many are the same, of texts and, where known, of logits, bit for bit."""
     pairs = [*zip(answers, expected, strict=True)]
     texts = [mine.token_ids == theirs.token_ids for mine, theirs in pairs]

@@ -122,6 +122,7 @@ CATCHES_ANYTHING = {
     "lade/hf/generation.py": 1,
     "lade/models/embedded.py": 1,
     "lade/models/loading.py": 2,
+    "lade/prewarming/idle.py": 1,
     "lade/prewarming/tables.py": 1,
     "lade/server/limits.py": 1,
     "lade/targets/joint.py": 1,

@@ -184,6 +184,6 @@ def test_tables_leave_out_what_is_empty_or_said_above() -> None:
 def test_sides_are_held_against_plain() -> None:
     sides = [Side("plain", [1, 2, 3], 3.0), Side("lade", [1, 2, 3], 1.5), Side("x", [1, 2, 4], 6.0)]
     plain, lade, other = compared(sides)
-    assert plain == "plain  3 tokens in 3.0 s, 1.0 a second"
-    assert lade == "lade   3 tokens in 1.5 s, 2.0 a second, 2.00x plain, same text"
-    assert other == "x      3 tokens in 6.0 s, 0.5 a second, 0.50x plain, differs at token 3"
+    assert plain == "plain  3 tokens in 3.0 s, 1.0 tokens a second"
+    assert lade == "lade   3 tokens in 1.5 s, 2.0 tokens a second, 2.00x plain, same text"
+    assert other == "x      3 tokens in 6.0 s, 0.5 tokens a second, 0.50x plain, differs at token 3"

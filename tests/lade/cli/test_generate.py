@@ -110,7 +110,9 @@ def test_the_rate_shown_is_that_of_the_answer_alone(
 ) -> None:
     ticks = iter(range(100))
     monkeypatch.setattr("lade.cli.generate.perf_counter", lambda: float(next(ticks)))
-    assert "12 tokens, 12.0 a second" in answered(folder).err  # of a second, whatever came before
+    assert (
+        "12 tokens, 12.0 tokens a second" in answered(folder).err
+    )  # of a second, whatever came before
 
 
 # --- a pipe -------------------------------------------------------------------------------------

@@ -813,7 +813,7 @@ def test_whether_jobs_run_is_chosen_once_before_a_text_begins(
     runs.clear()
     lade.generate(model, torch.cat([TEXT] * 3, dim=1), **given)
     assert (runs != []) == is_used
-    assert all(each.num_tokens < file.MANY_TOKENS for each in runs), "prompts are not faster"
+    assert all(each.num_tokens <= file.MANY_TOKENS for each in runs), "prompts are not faster"
 
 
 def test_a_job_that_fails_is_given_up(ran: list[Ran], monkeypatch: pytest.MonkeyPatch) -> None:

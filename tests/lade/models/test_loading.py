@@ -39,7 +39,7 @@ def test_embedded_models_are_loaded_by_name_in_any_case(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", None)
     for name in ("smollm2-135m-instruct", "gemma-3-270m"):
-        save(tmp_path / "lade" / "models" / name)
+        save(tmp_path / "lade" / "models" / f"{name}-gguf")
     said: list[str] = []
     for asked in (None, "SmolLM2-135M-Instruct", "Gemma-3-270m"):
         said.clear()

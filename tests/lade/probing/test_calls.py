@@ -85,7 +85,7 @@ def windowed(window: int) -> Made:
 
 
 UNUSUAL: list[tuple[str, Callable[[], Made], str]] = [
-    ("llama", patched, "is your own code"),
+    ("llama", patched, "your own code runs in its cache"),
     ("mistral", partial(layered, *[Fading] * 3), "layers of Fading"),
     ("gpt2", partial(layered, DynamicLayer, DynamicLayer, Fading), "layers of Fading"),
     ("llama", partial(windowed, 8), "layers of DynamicSlidingWindowLayer"),
