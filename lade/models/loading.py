@@ -78,6 +78,7 @@ def load(
     tell("Loading torch and transformers")  # which takes seconds
     with without_collection():
         import torch
+        import transformers
         from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -108,6 +109,9 @@ def load(
         else:
             if file is not None:  # transformers makes it whole, or has kernels of its own
                 source, options["gguf_file"] = str(file.parent), file.name
+                packs = getattr(transformers, "GgufConfig", None)  # not in older releases
+                if there.type == "cpu" and packs is not None:
+                    options["quantization_config"] = packs(dequantize=True)
             model = AutoModelForCausalLM.from_pretrained(source, **options).to(there).eval()
             if file is not None and there.type == "cpu":
                 _forget_packing(model)
