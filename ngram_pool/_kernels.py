@@ -1322,7 +1322,7 @@ def find_worthwhile(
     return num
 
 
-# --- what is held, and forgetting some of it ---
+# --- what is held ---
 
 
 @kernel
@@ -1355,57 +1355,3 @@ def find_texts(pool: Int64Array, since: int, rows: Int32Array, bounds: Int32Arra
         num_sequences += 1
         bounds[num_sequences] = num_tokens
     return num_sequences
-
-
-@kernel
-def find_parts(
-    pool: Int64Array,
-    sought: Int64Array,
-    rows: Int32Array,
-    bounds: Int32Array,
-    is_part: NDArray[np.bool_],
-) -> int:
-    """Find every occurrence of tokens in a row, also of parts where a text begins or ends.
-
-    A text may begin with their last ones, or end with their first, because the rest is not held
-    with it. Such parts are not counted.
-
-    Args:
-        sought: int64 [at least 1].
-        rows, bounds: as `find_texts` fills them.
-        is_part: bool [num_rows], set where a row of the text is part of an occurrence.
-
-    Returns:
-        How many occurrences there are.
-    """
-    (text, _), size, num_found = text_of(pool), sought.shape[0], 0
-    for i in range(bounds.shape[0] - 1):
-        begin, end = int(bounds[i]), int(bounds[i + 1])
-        for start in range(begin - size + 1, end):
-            first, last = max(start, begin), min(start + size, end)
-            place = first
-            while place < last and text[rows[place], TOKEN] == sought[place - start]:
-                place += 1
-            if place < last or (first > start and last < start + size):
-                continue
-            num_found += 1 if last - first == size else 0
-            for place in range(first, last):
-                is_part[rows[place]] = True
-    return num_found
-
-
-@kernel
-def empty_rows(pool: Int64Array, is_forgotten: NDArray[np.bool_]) -> None:
-    """Empty some rows of the text, end sequences there, and rebuild the links."""
-    (text, links), heads = text_of(pool), heads_of(pool)
-    first, num_rows = first_of(pool), text.shape[0]
-    for row in range(num_rows):
-        for column in (PREVIOUS, NEXT):
-            other = int(text[row, column])
-            if is_forgotten[row] or (other >= first and is_forgotten[other % num_rows]):
-                text[row, column] = NONE
-        if is_forgotten[row]:
-            text[row, TOKEN] = NONE
-    heads[:, :] = NONE
-    links[:, :] = NONE
-    reindex(pool)
