@@ -1,4 +1,4 @@
-"""Keep a pool for each user on disk, draft for each from their own text alone, and forget some."""
+"""Keep a pool for each user on disk, draft for each from their own text alone, and delete one."""
 
 import tempfile
 
@@ -28,7 +28,7 @@ def main() -> None:
                 pool.observe(ids_of(text), None)
         show(store, "alice", "my password is")
         show(store, "bob", "my password is")
-        print("forgotten:", store.forget("alice", ids_of("password is swordfish")))
+        print("deleted:", store.delete("alice"))
         show(store, "alice", "my password is")
         print("still kept:", ", ".join(store.names()))
 

@@ -7,7 +7,7 @@ How the text is held. Each observed token gets the next *position*, 0, 1, 2, …
 position `p` is in row `p % num_rows`, so that the newest `num_rows` tokens are held and the oldest
 is overwritten first. `first` is the oldest position still held.
 
-    text      [num_rows, 3]     token id, previous position, next position; NONE where forgotten
+    text      [num_rows, 3]     token id, previous position, next position; NONE for none
     links     [num_rows, N]     by order: the next older position in the same bucket
     heads     [N, num_buckets]  by order: the newest position in each bucket
     counts    [4]               the next position, by how much positions were lowered so far, and
@@ -18,9 +18,9 @@ is overwritten first. `first` is the oldest position still held.
 Previous and next run along the token's own sequence (they differ from p-1 and p+1 only where
 sequences grow interleaved). The n-gram *ending* at `p` belongs to one bucket of its order, found by
 hashing; links lead from a bucket's head to ever older positions, as in the hash chains of LZ77
-matchers. Nothing is deleted as it gets old: a position older than `first` ends a chain. What is to
-be forgotten leaves its row empty, in no bucket and no sequence. Text and links are separate arrays
-because matching often reads the text of neighbouring positions, never their links.
+matchers. Nothing is deleted as it gets old: a position older than `first` ends a chain. Text and
+links are separate arrays because matching often reads the text of neighbouring positions, never
+their links.
 
 A kernel is handed a pool, a table, a sequence and scratch by their *headers*: int64 rows with the
 address and the shape of each of their arrays (`arrays.py`). So a kernel is compiled once, whatever
@@ -357,8 +357,6 @@ def append(
     """
     (text, _), counts, state = text_of(pool), counts_of(pool), state_of(sequence)
     num_rows = text.shape[0]
-    if state[TAIL] >= 0 and text[row_of(int(state[TAIL]), num_rows), TOKEN] == NONE:
-        state[TAIL] = NONE  # the last token was forgotten: the sequence begins anew
     for i in range(token_ids.shape[0]):
         token_id, position, tail = int(token_ids[i]), int(counts[NEXT_POSITION]), int(state[TAIL])
         state[PROMPT] = min(state[PROMPT], position)
@@ -383,10 +381,9 @@ def append(
 @kernel
 def reindex(pool: Int64Array) -> None:
     """Rebuild the links; links and heads must be empty."""
-    (text, _), first = text_of(pool), first_of(pool)
+    first = first_of(pool)
     for position in range(first, int(counts_of(pool)[NEXT_POSITION])):
-        if text[position % text.shape[0], TOKEN] != NONE:
-            index_position(pool, position, first)
+        index_position(pool, position, first)
 
 
 @kernel
@@ -1322,7 +1319,7 @@ def find_worthwhile(
     return num
 
 
-# --- what is held, and forgetting some of it ---
+# --- what is held ---
 
 
 @kernel
@@ -1339,7 +1336,7 @@ def find_texts(pool: Int64Array, since: int, rows: Int32Array, bounds: Int32Arra
     bounds[0] = 0
     for begin in range(first, end):
         row = begin % text.shape[0]
-        if text[row, PREVIOUS] >= first or text[row, TOKEN] == NONE:
+        if text[row, PREVIOUS] >= first:
             continue
         position = begin
         while position != NONE:
@@ -1355,57 +1352,3 @@ def find_texts(pool: Int64Array, since: int, rows: Int32Array, bounds: Int32Arra
         num_sequences += 1
         bounds[num_sequences] = num_tokens
     return num_sequences
-
-
-@kernel
-def find_parts(
-    pool: Int64Array,
-    sought: Int64Array,
-    rows: Int32Array,
-    bounds: Int32Array,
-    is_part: NDArray[np.bool_],
-) -> int:
-    """Find every occurrence of tokens in a row, also of parts where a text begins or ends.
-
-    A text may begin with their last ones, or end with their first, because the rest is not held
-    with it. Such parts are not counted.
-
-    Args:
-        sought: int64 [at least 1].
-        rows, bounds: as `find_texts` fills them.
-        is_part: bool [num_rows], set where a row of the text is part of an occurrence.
-
-    Returns:
-        How many occurrences there are.
-    """
-    (text, _), size, num_found = text_of(pool), sought.shape[0], 0
-    for i in range(bounds.shape[0] - 1):
-        begin, end = int(bounds[i]), int(bounds[i + 1])
-        for start in range(begin - size + 1, end):
-            first, last = max(start, begin), min(start + size, end)
-            place = first
-            while place < last and text[rows[place], TOKEN] == sought[place - start]:
-                place += 1
-            if place < last or (first > start and last < start + size):
-                continue
-            num_found += 1 if last - first == size else 0
-            for place in range(first, last):
-                is_part[rows[place]] = True
-    return num_found
-
-
-@kernel
-def empty_rows(pool: Int64Array, is_forgotten: NDArray[np.bool_]) -> None:
-    """Empty some rows of the text, end sequences there, and rebuild the links."""
-    (text, links), heads = text_of(pool), heads_of(pool)
-    first, num_rows = first_of(pool), text.shape[0]
-    for row in range(num_rows):
-        for column in (PREVIOUS, NEXT):
-            other = int(text[row, column])
-            if is_forgotten[row] or (other >= first and is_forgotten[other % num_rows]):
-                text[row, column] = NONE
-        if is_forgotten[row]:
-            text[row, TOKEN] = NONE
-    heads[:, :] = NONE
-    links[:, :] = NONE
-    reindex(pool)

@@ -101,11 +101,6 @@ class Scratch:
         self._sizes = 0, 0
         self.header = Header()
 
-    def wipe(self) -> None:
-        """Overwrite what the last calls left."""
-        for array in self.header.arrays:
-            array.fill(0)
-
     def row_for(self, num_nodes: int, num_layers: int) -> Int64Array:
         """Return the kernels' row of scratch for so many nodes and layers, or for more."""
         sizes = max(num_nodes, self._sizes[0]), max(num_layers, self._sizes[1])

@@ -10,4 +10,4 @@ class NewerPoolFileError(PoolFileError):
 
 
 class ReadOnlyPoolError(TypeError):
-    """A pool that is only read was to learn or to forget."""
+    """A pool that is only read was to learn."""

@@ -348,8 +348,8 @@ def check_text(
 ) -> None:
     """Raise unless a text is as the pool leaves it.
 
-    Ids are ids or places empty, every position is one that was observed, those before and after a
-    token name each other, and every chain leads to ever older positions.
+    Ids are ids, every position is one that was observed, those before and after a token name each
+    other, and every chain leads to ever older positions.
     """
     num_rows = len(text)
     first = max(0, num_observed - num_rows)
@@ -357,8 +357,7 @@ def check_text(
     rows = positions % num_rows
     ids, before, after = text[rows].T
     is_last = after == NONE
-    is_sound = (ids >= NONE) & (before >= NONE) & (before < positions)
-    is_sound &= (ids != NONE) | ((before == NONE) & is_last)  # forgotten
+    is_sound = (ids >= 0) & (before >= NONE) & (before < positions)
     is_sound &= is_last | ((positions < after) & (after < num_observed))
     is_sound &= is_last | (text[after % num_rows, PREVIOUS] == positions)
     is_sound &= (before < first) | (text[before % num_rows, NEXT] == positions)

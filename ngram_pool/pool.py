@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -27,10 +27,8 @@ from ngram_pool._kernels import (
     MAX_TOKEN_ID,
     MULTIPLIER,
     NEVER,
-    NEXT,
     NEXT_POSITION,
     NONE,
-    PREVIOUS,
     SEED,
     TOKEN,
     Float64Array,
@@ -52,7 +50,7 @@ from ngram_pool.compiling import compile_by
 from ngram_pool.draft import Draft, DraftChains, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
 from ngram_pool.files import ARRAYS, StoredPool, read_pool, write_pool
-from ngram_pool.table import Rows, SuccessorTable, keys_of
+from ngram_pool.table import Rows, SuccessorTable
 from ngram_pool.weights import first_weights
 
 DEFAULT_CAPACITY_TOKENS = 2**20
@@ -69,7 +67,7 @@ _SEED_BITS = 60
 _LEARNING_RATE = 0.003
 _NONE_DRAWN = np.empty(0, np.float64)  # the uniforms of a tree that is not drawn
 # Attributes that a copy of a pool has of its own.
-_NOT_COPIED = {"_lock", "_scratch", "_sequences", "_no_sequence", "_known", "_keeper"}
+_NOT_COPIED = {"_lock", "_scratch", "_sequences", "_no_sequence", "_known"}
 _NO_TABLE = SuccessorTable(1)
 
 
@@ -135,9 +133,6 @@ class NGramPool:
     >>> draft.token_ids.tolist(), draft.parents.tolist()
     ([7, 8], [-1, 0])
     """
-
-    #: Forgets in the file too, where the pool is that of a store.
-    _keeper: Callable[[Int64Array], int] | None = None
 
     def __init__(
         self,
@@ -223,7 +218,7 @@ class NGramPool:
     # --- what is held -----------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Return the number of tokens held, and of empty places; at most `capacity_tokens`."""
+        """Return the number of tokens held; at most `capacity_tokens`."""
         return min(self._counts.item(NEXT_POSITION), len(self._held.text))
 
     def __repr__(self) -> str:
@@ -262,7 +257,7 @@ class NGramPool:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether the pool never learns or forgets anything, so that it can be a layer."""
+        """Whether the pool never changes, so that it can be a layer."""
         return self._is_read_only
 
     @property
@@ -405,8 +400,8 @@ class NGramPool:
     def texts(self) -> Iterator[Int32Array]:
         """Return what is held, sequence by sequence, those that began first before others.
 
-        A sequence that is held in part, or that something was forgotten of, comes in the parts
-        that are held. Linear in the tokens held, at the call; what is observed later is not in it.
+        A sequence whose beginning is too old to be held comes without it. Linear in the tokens
+        held, at the call; what is observed later is not in it.
 
         >>> pool = NGramPool()
         >>> pool.observe([5, 6, 7])
@@ -469,60 +464,6 @@ class NGramPool:
                 f"successors of the model {other.model} are left out of a pool of {self.model}",
                 stacklevel=3,
             )
-
-    def forget(self, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
-        """Remove every occurrence of some tokens in a row, for good.
-
-        No sequence holds them afterwards; what stood before and behind each occurrence are two
-        sequences. Where a sequence begins with their last ones, or ends with their first, those go
-        too: the rest may be too old to be held. The places stay empty until new text takes them.
-
-        Of what was harvested, the contexts that occurrences were part of are dropped; a token that
-        no other text held has is dropped wherever it stands. What is left: how likely tokens that
-        other text has too are elsewhere, and the weights of the sources, which hold no tokens.
-        Read-only layers, copies and files made before are not touched, but a pool of a `PoolStore`
-        is forgotten of in its file as well.
-
-        Args:
-            token_ids: integers [num_tokens], at least one.
-
-        Returns:
-            How many occurrences there were, overlapping ones counted each.
-
-        Raises:
-            TypeError, ValueError: as for `observe`; there must be a token. The pool is unchanged
-                after such an error.
-
-        >>> pool = NGramPool()
-        >>> pool.observe([1, 2, 7, 8, 3, 7, 8])
-        >>> pool.forget([7, 8])
-        2
-        >>> [text.tolist() for text in pool.texts()]
-        [[1, 2], [3]]
-        """
-        ids = token_ids_of("token_ids", token_ids)
-        if not len(ids):
-            raise ValueError("expected token_ids to forget, got none")
-        return self._forget_here(ids) if self._keeper is None else self._keeper(ids)
-
-    def _forget_here(self, ids: Int64Array) -> int:
-        """Forget as `forget` does, but in no file."""
-        with self._lock:
-            self._check_learns("forget")
-            text, (rows, bounds) = self._held.text, self._rows_since(0)
-            is_forgotten = np.zeros(len(text), np.bool_)
-            num_found: int = _kernels.find_parts(
-                self._header().row, ids, rows, bounds, is_forgotten
-            )
-            distinct = np.unique(ids)
-            dropped = distinct[~np.isin(distinct, text[~is_forgotten, TOKEN])]
-            contexts = self._contexts_of(ids, np.flatnonzero(is_forgotten))
-            self._harvested.drop(contexts, dropped)
-            is_dropped = np.isin(self._unigrams.token_ids, dropped)
-            self._unigrams.token_ids[is_dropped], self._unigrams.counts[is_dropped] = NONE, 0.0
-            _kernels.empty_rows(self._header().row, is_forgotten)
-            self._scratch.wipe()  # which has the last drafts
-        return num_found
 
     # --- reading ----------------------------------------------------------------------------
 
@@ -892,33 +833,15 @@ class NGramPool:
         ids, floats = np.ascontiguousarray(token_ids, np.int32), np.ascontiguousarray(probs, "f4")
         _kernels.count_unigrams(self._header().row, ids, floats)
 
-    def _contexts_of(self, ids: Int64Array, rows: NDArray[np.intp]) -> Int64Array:
-        """Return the keys, sorted, of the contexts that tokens and rows of the text are part of."""
-        text, first = self._held.text, self._counts.item(NEXT_POSITION) - len(self)
-        pairs = [np.stack([np.full_like(ids, NONE), ids], 1), np.stack([ids[:-1], ids[1:]], 1)]
-        for column in (PREVIOUS, NEXT):
-            others = text[rows, column]
-            is_held = others >= first
-            there = text[rows[is_held], TOKEN]
-            beside = text[others[is_held] % len(text), TOKEN]
-            pair = (beside, there) if column == PREVIOUS else (there, beside)
-            pairs.append(np.stack(pair, 1).astype(np.int64))
-        return np.unique(keys_of(np.concatenate(pairs)))
-
     def _texts_since(self, num_observed: int) -> Iterator[Int32Array]:
         """Return what is held of the text observed after so many tokens."""
         with self._lock:
-            rows, bounds = self._rows_since(num_observed)
-            token_ids = self._held.text[rows, TOKEN]
-        return (token_ids[begin:end] for begin, end in pairwise(bounds.tolist()))
-
-    def _rows_since(self, num_observed: int) -> tuple[Int32Array, Int32Array]:
-        """Return rows of the text, sequence by sequence, and where each begins among them."""
-        since = num_observed - self._counts.item(LOWERED)
-        num_tokens = min(len(self), max(0, self._counts.item(NEXT_POSITION) - since))
-        rows, bounds = np.empty(num_tokens, np.int32), np.empty(num_tokens + 1, np.int32)
-        num = _kernels.find_texts(self._header().row, since, rows, bounds)
-        return rows[: bounds[num]], bounds[: num + 1]
+            since = num_observed - self._counts.item(LOWERED)
+            num_tokens = min(len(self), max(0, self._counts.item(NEXT_POSITION) - since))
+            rows, bounds = np.empty(num_tokens, np.int32), np.empty(num_tokens + 1, np.int32)
+            num = _kernels.find_texts(self._header().row, since, rows, bounds)
+            token_ids = self._held.text[rows[: bounds[num]], TOKEN]
+        return (token_ids[begin:end] for begin, end in pairwise(bounds[: num + 1].tolist()))
 
     def _grow(
         self,
@@ -987,9 +910,7 @@ class NGramPool:
         self.draft(nothing, 1, 1)
         self._count_unigrams(np.empty((0, 1)), np.empty((0, 1)))
         self.explore(1, nothing)
-        is_forgotten = np.zeros(len(self._held.text), np.bool_)
-        _kernels.find_parts(self._header().row, nothing, *self._rows_since(0), is_forgotten)
-        _kernels.empty_rows(self._header().row, is_forgotten)
+        self.texts()
         table = SuccessorTable(1)
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
         SuccessorTable.from_arrays(table.arrays())

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -24,12 +24,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-import numpy as np
 from filelock import FileLock
-from numpy.typing import NDArray
 from sortedcontainers import SortedKeyList
 
-from ngram_pool._kernels import Int64Array
 from ngram_pool.arrays import positive
 from ngram_pool.errors import NewerPoolFileError, PoolFileError
 from ngram_pool.files import stamp_of
@@ -74,7 +71,7 @@ class _Entry:
     pool: NGramPool | None = None
     mark: tuple[int, float] = 0, 0.0  # what of the pool is in the file
     stamp: str | None = None  # of the file, as we last read or wrote it; None for none
-    epoch: str = ""  # differs once something was forgotten elsewhere
+    epoch: str = ""  # differs once the name was deleted elsewhere
     is_behind: bool = False  # the file has text of others that the pool, being in use, has not
     num_saved_tokens: float = 0.0
     nbytes: int = 0  # when it was last closed
@@ -112,9 +109,9 @@ class PoolStore:
 
     Several processes may use a folder. Whoever saves a pool whose file another process changed
     takes that file and adds the text it observed itself since it last saved. A process that is
-    killed loses at most what came in the last `save_every_sec` seconds. What is forgotten or
-    deleted in one process does not come back from another: that one lets go of its copy, with what
-    it had not saved, when it next saves or once it is no longer in use.
+    killed loses at most what came in the last `save_every_sec` seconds. What is deleted in one
+    process does not come back from another: that one lets go of its copy, with what it had not
+    saved, when it next saves or once it is no longer in use.
 
     Methods may be called from several threads; a forked child makes a store of its own.
 
@@ -248,18 +245,6 @@ class PoolStore:
             if entry is not None:
                 entry.num_saved_tokens += num_tokens
 
-    def forget(self, name: str, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
-        """Remove tokens in a row from a pool and from its file, as `NGramPool.forget` does.
-
-        `pool.forget` does the same on a pool that is open. A damaged file that was set aside under
-        the name is removed, since nobody can tell what it holds.
-
-        Returns:
-            How many occurrences there were.
-        """
-        with self.open(name) as pool:
-            return pool.forget(token_ids)
-
     def delete(self, name: str) -> bool:
         """Remove a pool, its file and all that is kept of its name; return whether there was one.
 
@@ -274,7 +259,10 @@ class PoolStore:
                     with self._alone(entry):
                         is_there = entry.path.exists() or entry.has_learned
                         self._begin_epoch(entry)
-                        for path in (entry.path, *self._beside(entry)):
+                        # Nobody writes the unfinished ones, for the lock is held.
+                        unfinished = self.folder.glob(f"{entry.path.stem}.making-*")
+                        beside = entry.path.with_suffix(".damaged"), _name_path(entry.path)
+                        for path in (entry.path, *beside, *unfinished):
                             path.unlink(missing_ok=True)
                     self._let_go(entry)
                     return is_there
@@ -366,9 +354,8 @@ class PoolStore:
             return None
         if entry.pool is None:
             with self._alone(entry):
-                entry.epoch = self._epoch(entry)
-                self._hold(entry, self._read(entry))
-                entry.stamp = stamp_of(entry.path)
+                entry.epoch, pool = self._epoch(entry), self._read(entry)
+                entry.pool, entry.mark, entry.stamp = pool, pool._learned, stamp_of(entry.path)
         elif entry.num_users == 1 and (
             entry.is_behind
             or self._epoch(entry) != entry.epoch
@@ -414,8 +401,6 @@ class PoolStore:
             self._idle.discard(entry)
             if self._is_current(entry):
                 del self._entries[entry.path.stem]
-            if entry.pool is not None:
-                entry.pool._keeper = None
             entry.pool = None
 
     def _count(self, what: str, disk_bytes: int = 0) -> None:
@@ -430,19 +415,13 @@ class PoolStore:
     #
     # All of these are called with the lock of the entry.
 
-    def _sync(
-        self, entry: _Entry, is_free: bool = False, forgotten: Int64Array | None = None
-    ) -> int:
+    def _sync(self, entry: _Entry, is_free: bool = False) -> None:
         """Save what a pool learned, and take what others saved.
 
         Args:
             entry: with a pool.
             is_free: whether its pool may be exchanged for another: whoever has it open would not
                 notice.
-            forgotten: tokens to forget.
-
-        Returns:
-            How many occurrences of these there were.
         """
         pool = entry.pool
         assert pool is not None
@@ -452,7 +431,7 @@ class PoolStore:
             has_learned = mark != entry.mark
             latest = pool
             if epoch != entry.epoch:
-                # What was not saved here may hold what was forgotten elsewhere.
+                # What was not saved here may be of a pool that was deleted elsewhere.
                 latest, has_learned = self._read(entry), False
             elif entry.is_behind or (stamp is not None and stamp != entry.stamp):
                 read = self._read(entry)
@@ -462,38 +441,13 @@ class PoolStore:
                     latest = read
                     latest._take_since(pool, entry.mark[0])
                     latest._weights[:] = (latest._weights + pool._weights) / 2
-            num_forgotten = 0
-            if forgotten is not None:
-                num_forgotten = pool._forget_here(forgotten)
-                if latest is not pool:
-                    num_forgotten = latest._forget_here(forgotten)
-                mark = mark[0], pool._learned[1]
-                # Before the file: if we are killed between the two, others only read it anew.
-                epoch = self._begin_epoch(entry)
-                for path in self._beside(entry):
-                    path.unlink(missing_ok=True)
-            if has_learned or (forgotten is not None and stamp is not None):
+            if has_learned:
                 self._write(entry, latest)
             entry.stamp, entry.epoch = stamp_of(entry.path), epoch
-            if latest is not pool and is_free:
-                self._hold(entry, latest)
+            if is_free and latest is not pool:
+                entry.pool, entry.mark, entry.is_behind = latest, latest._learned, False
             else:
                 entry.is_behind, entry.mark = latest is not pool, mark
-        return num_forgotten
-
-    def _hold(self, entry: _Entry, pool: NGramPool) -> None:
-        if entry.pool is not None:
-            entry.pool._keeper = None
-
-        def forget(token_ids: Int64Array) -> int:
-            """Forget tokens of the pool, and of its file as long as it is that of the store."""
-            with entry.lock:
-                if entry.pool is pool and self._is_current(entry):
-                    return self._sync(entry, forgotten=token_ids)
-                return pool._forget_here(token_ids)
-
-        pool._keeper = forget
-        entry.pool, entry.mark, entry.is_behind = pool, pool._learned, False
 
     def _read(self, entry: _Entry) -> NGramPool:
         """Read a pool's file; a new pool if there is none, or a damaged one, which is set aside."""
@@ -538,12 +492,6 @@ class PoolStore:
         if path.stat().st_mtime < worth:
             os.utime(path, (worth, worth))
 
-    def _beside(self, entry: _Entry) -> list[Path]:
-        """Return the files, if they are there, that may hold text of a name beside its own."""
-        # Nobody writes the unfinished ones: that is done under the lock of the name.
-        unfinished = self.folder.glob(f"{entry.path.stem}.making-*")
-        return [entry.path.with_suffix(".damaged"), _name_path(entry.path), *unfinished]
-
     # --- other processes --------------------------------------------------------------------
 
     @contextmanager
@@ -567,19 +515,18 @@ class PoolStore:
         except FileNotFoundError:
             return ""
 
-    def _begin_epoch(self, entry: _Entry) -> str:
+    def _begin_epoch(self, entry: _Entry) -> None:
         """Tell other processes to let go of what they have of a name (and of some others)."""
         path, old, new = self._shared(entry, ".epoch"), self._epoch(entry), secrets.token_hex(16)
         write_whole(path, new.encode())
-        for other in list(self._entries.values()):  # of these, nothing was forgotten
+        for other in list(self._entries.values()):  # these were not deleted
             if other.epoch == old and self._shared(other, ".epoch") == path:
                 other.epoch = new
-        return new
 
     # --- regularly --------------------------------------------------------------------------
 
     def _save_all(self) -> list[Exception]:
-        """Save every pool that has learned, and let go of what was forgotten elsewhere."""
+        """Save every pool that has learned, and let go of what was deleted elsewhere."""
         errors: list[Exception] = []
         for entry in list(self._entries.values()):
             try:

@@ -251,22 +251,6 @@ class SuccessorTable:
         table._resize(Rows.of(keys, ids, costs, counts), num_rows)
         return table
 
-    def drop(self, keys: Int64Array, token_ids: Int64Array) -> None:
-        """Drop contexts by their keys, and some tokens wherever they stand."""
-        with self._lock:
-            held = self.held
-            before, last = np.divmod(held.keys, MAX_TOKEN_ID + 1)
-            is_gone = np.isin(held.keys, keys) | np.isin(last, token_ids)
-            left = np.where(is_gone | np.isin(before - 1, token_ids), NONE, held.keys)
-            # What is left of a context's successors comes first.
-            is_dropped = np.isin(held.token_ids, token_ids)
-            places = np.argsort(is_dropped, axis=1, kind="stable")
-            ids = np.take_along_axis(held.token_ids, places, axis=1)
-            costs = np.take_along_axis(held.costs, places, axis=1)
-            is_dropped = np.take_along_axis(is_dropped, places, axis=1)
-            ids[is_dropped], costs[is_dropped] = NONE, _kernels.MAX_COST
-            self._resize(Rows.of(left, ids, costs, held.counts), len(left))
-
     # --- inside -----------------------------------------------------------------------------
 
     def _empty(self, num_rows: int) -> Rows:
@@ -289,11 +273,6 @@ def _pairs_of(keys: Int64Array) -> Int64Array:
     """Return the contexts of keys, as `put` takes them."""
     previous, last = np.divmod(keys, MAX_TOKEN_ID + 1)
     return np.stack([previous - 1, last], axis=1)
-
-
-def keys_of(pairs: Int64Array) -> Int64Array:
-    """Return the keys of contexts, int64 [num_contexts]."""
-    return (pairs[:, 0] + 1) * (MAX_TOKEN_ID + 1) + pairs[:, 1]
 
 
 def _power_of_two(number: int) -> int:

@@ -7,7 +7,6 @@ that probabilities can be compared exactly.
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from ngram_pool import _kernels
@@ -43,8 +42,7 @@ class OraclePool:
         self.capacity = capacity
         self.max_ngram_size = max_ngram_size
         self.max_match = max(_kernels.MAX_MATCH, max_ngram_size)
-        self.arrivals: list[tuple[int, int | None]] = []  # (sequence, token id or forgotten)
-        self.indexed_anew = (0, 0)  # how many had arrived by then, and the first then held
+        self.arrivals: list[tuple[int, int]] = []  # (sequence, token id)
         self.open: dict[int | None, int] = {0: 0}  # handle -> a number no other sequence ever had
         self.num_sequences = 1
         self.starts: dict[int | None, list[float]] = {0: [math.inf] * 2, None: [math.inf] * 2}
@@ -88,56 +86,15 @@ class OraclePool:
             self.arrivals.append((self.open[handle], token_id))
             self.cached_spots = None
 
-    def held(self) -> list[tuple[int, int | None]]:
+    def held(self) -> list[tuple[int, int]]:
         return self.arrivals[-self.capacity :]
 
     def texts(self) -> list[list[int]]:
         """What is held, by sequence, in the order of their first tokens."""
         sequences: dict[int, list[int]] = {}
         for sequence, token_id in self.held():
-            if token_id is not None:
-                sequences.setdefault(sequence, []).append(token_id)
+            sequences.setdefault(sequence, []).append(token_id)
         return list(sequences.values())
-
-    def forget(self, token_ids: Sequence[int]) -> int:
-        first = len(self.arrivals) - len(self.held())
-        sought, num_found = list(token_ids), 0
-        forgotten: set[int] = set()
-        sequences: dict[int, list[tuple[int, int]]] = {}
-        for arrival, (sequence, token_id) in enumerate(self.arrivals):
-            if arrival >= first and token_id is not None:
-                sequences.setdefault(sequence, []).append((arrival, token_id))
-        for arrived in sequences.values():
-            for i in range(1 - len(sought), len(arrived)):  # in part, too, at either end
-                part = arrived[max(i, 0) : i + len(sought)]
-                cut = sought[max(-i, 0) :][: len(part)]
-                is_whole = len(part) == len(sought)
-                is_amid = i < 0 and len(part) < i + len(sought)
-                if [token_id for _, token_id in part] == cut and not is_amid:
-                    forgotten |= {arrival for arrival, _ in part}
-                    num_found += is_whole
-        contexts = {(-1, token_id) for token_id in sought} | set(pairwise(sought))
-        for sequence, arrived in sequences.items():
-            number = sequence  # of what goes on behind an occurrence: one more
-            for (arrival, token_id), after in zip(arrived, [*arrived[1:], None], strict=True):
-                if after is not None and {arrival, after[0]} & forgotten:
-                    contexts.add((token_id, after[1]))
-                if arrival in forgotten:
-                    number = self.num_sequences
-                    self.num_sequences += 1
-                    self.arrivals[arrival] = (number, None)
-                    number = self.num_sequences
-                    self.num_sequences += 1
-                else:
-                    self.arrivals[arrival] = (number, token_id)
-            for handle, its in self.open.items():
-                if its == sequence:
-                    self.open[handle] = number
-        self.indexed_anew = (len(self.arrivals), first)
-        self.cached_spots = None
-        gone = set(sought) - {token_id for _, token_id in self.held()}
-        self.harvested.drop(contexts, gone)
-        return num_found
 
     def merge(self, other: "OraclePool") -> None:
         for text in other.texts():
@@ -155,16 +112,13 @@ class OraclePool:
             sequences: dict[int, list[tuple[int, int]]] = {}
             for arrival, (sequence, token_id) in enumerate(self.arrivals):
                 # What came earlier nobody can know of.
-                if arrival > first - self.capacity and token_id is not None:
+                if arrival > first - self.capacity:
                     sequences.setdefault(sequence, []).append((arrival, token_id))
             spots = []
             for arrived in sequences.values():
                 for i, (arrival, _) in enumerate(arrived):
                     before = [t for a, t in arrived[: i + 1] if a >= first]
-                    num_then, first_then = self.indexed_anew
-                    oldest = first_then if arrival < num_then else 0
-                    oldest = max(oldest, arrival - self.capacity + 1)
-                    indexed = [t for a, t in arrived[: i + 1] if a >= oldest]
+                    indexed = [t for a, t in arrived[: i + 1] if a > arrival - self.capacity]
                     after = [t for _, t in arrived[i + 1 :]]
                     if arrival >= first:
                         spots.append(Spot(arrival, before, after, indexed))
@@ -379,8 +333,7 @@ class OraclePool:
 
     def learn(self, token_id: int, handle: int) -> None:
         """Take one step against the gradient of the log-loss, each kind of weight at its rate."""
-        own = [t for sequence, t in self.held() if sequence == self.open[handle]]
-        context = [t for t in own if t is not None]
+        context = [t for sequence, t in self.held() if sequence == self.open[handle]]
         if not context:
             return
         probs, features, rows = self.estimate(context, 1.0, handle)

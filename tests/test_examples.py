@@ -49,9 +49,9 @@ def test_pools_of_users(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines == [
         "alice: my password is -> swordfish",
         "bob: my password is -> green",
-        "forgotten: 2",
-        "alice: my password is -> called",
-        "still kept: alice, bob",
+        "deleted: True",
+        "alice: my password is ->",
+        "still kept: bob",
     ]
 
 

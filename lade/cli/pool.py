@@ -1,4 +1,4 @@
-"""`lade pool …`: build pools of text on disk, and have them forget some."""
+"""`lade pool …`: build pools of text on disk."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -80,35 +80,3 @@ def _tell_built(built: "Built", out: Path, num_held: int) -> None:
             f"the oldest {num_forgotten:,} tokens were forgotten, as there is room for "
             f"{num_held:,}; a larger --capacity-tokens holds all"
         )
-
-
-@app.command("forget")
-@grouped
-def pool_forget(
-    file: Annotated[Path, typer.Argument(help="The pool.", exists=True, dir_okay=False)],
-    texts: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="TEXT", help="What to remove; white space around it does not count."
-        ),
-    ],
-    model: ModelOption = None,
-    trust_remote_code: TrustOption = False,
-) -> None:
-    """Remove texts for good, however they were tokenised.
-
-    What is left is searched again until nothing is found.
-    """
-    from lade.cli.forgetting import forget
-
-    stripped = [text.strip() for text in texts]
-    if not all(stripped):
-        raise UserError("expected each TEXT to have more than white space, got ''")
-    tokenizer = load_tokenizer(model, trust_remote_code)
-    pool = lade.load_pool(file, tokenizer=tokenizer)
-    with console.status("searching"):
-        counts = [forget(pool, tokenizer, text) for text in stripped]
-    if any(counts):
-        pool.save(file)
-    for text, count in zip(stripped, counts, strict=True):
-        print(f"{count:,} of {text!r} removed from {file.name}" if count else f"no {text!r}")

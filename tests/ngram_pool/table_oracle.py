@@ -53,13 +53,6 @@ class OracleTable:
         likeliest = sorted(merged.items(), key=lambda item: -item[1])[: self.num_successors]
         self.known[context] = Known(count, [(t, cost_of(p)) for t, p in likeliest])
 
-    def drop(self, contexts: set[Context], token_ids: set[int]) -> None:
-        self.known = {
-            context: Known(known.count, [s for s in known.successors if s[0] not in token_ids])
-            for context, known in self.known.items()
-            if context not in contexts and not set(context) & token_ids
-        }
-
     def update(self, other: "OracleTable") -> None:
         """Put what another knows, bucket by bucket from the last one, oldest first."""
         contexts = sorted(other.known, key=lambda context: -other.bucket(context))

@@ -325,7 +325,7 @@ HOSTILE: dict[str, tuple[Callable[[Header, Arrays], None], str]] = {
     "contexts 4": (say("harvested.keys", shape=[4]), SIZES),
     "another dtype": (say("text", dtype="F32"), IS_ANOTHER),
     "offsets": (say("text", data_offsets=[0, 6000]), IS_ANOTHER),
-    "a token -2": (fill("text", (3, 0), -2), "part 'text', row 3: expected token ids and"),
+    "a token -1": (fill("text", (3, 0), -1), "part 'text', row 3: expected token ids and"),
     "after itself": (fill("text", (3, 2), 503), "part 'text', row [23]"),
     "a link below": (fill("links", (3, 0), -2), "part 'links', row 3"),
     "a head below": (fill("heads", (2, 7), -2), "part 'heads', row 2"),

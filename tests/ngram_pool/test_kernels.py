@@ -48,7 +48,6 @@ print(sorted(first), sorted(compiled() - first), sep="|")
     given.setflags(write=False)
     pool.draft_chains(given, [2], 3, [sequence], num_new=1)
     pool.sample([1, 2], 100, np.random.default_rng(0), max_candidates=3, sequence=sequence)
-    pool.forget([3, 1])
     for name, kernel in vars(_kernels).items():  # none is compiled twice, whoever calls it
         if isinstance(kernel, Dispatcher) and name != "hash_with":
             assert len(kernel.nopython_signatures) <= 1, name
@@ -110,7 +109,6 @@ def use(pool: NGramPool, layers: list[NGramPool]) -> None:
         assert (chains.lengths <= 6).all()
         with suppress(ValueError):  # of noise that is no token
             NGramPool(100).merge(pool)
-        pool.forget(TEXT[start : start + 1])
 
 
 # In a process of its own, because Numba's cache does not tell code with checks from other code, and

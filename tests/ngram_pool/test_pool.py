@@ -240,7 +240,6 @@ def test_a_pool_is_whole_after_asynchronous_exceptions() -> None:
                 pool.observe(text[:9], is_answer=True)
                 pool.harvest([[1, 2]], [[3]], [[0.5]])
                 pool.draft(text[:5], 20)
-                pool.forget(text[:2])
         except KeyboardInterrupt:
             pass
 

@@ -1,4 +1,4 @@
-"""Many pools in one folder: nothing lost, nothing mixed up, nothing forgotten that comes back.
+"""Many pools in one folder: nothing lost, nothing mixed up, nothing deleted that comes back.
 
 Two stores of one folder in one process are to each other what two processes are.
 """
@@ -296,42 +296,7 @@ def test_successors_of_both_are_kept(tmp_path: Path) -> None:
         assert [pool.draft([t], 1).token_ids.tolist() for t in (1, 2)] == [[9], [9]]
 
 
-def test_what_one_process_forgets_does_not_come_back_from_another(tmp_path: Path) -> None:
-    one, two = store_at(tmp_path), store_at(tmp_path)
-    observe(one, "a", [1, *SECRET, 2])
-    one.save()
-    assert texts_of(two, "a") == [[1, *SECRET, 2]]
-    with two.open("a") as pool:
-        pool.observe([3, *SECRET])  # not saved: it goes with what it may hold
-        assert one.forget("a", SECRET) == 1
-        assert files_with(tmp_path, SECRET) == []
-        two.save()
-        pool.observe([4])
-    two.save()
-    assert texts_of(two, "a") == [[1], [2], [4]]
-    two.close()
-    one.close()
-    assert files_with(tmp_path, SECRET) == []
-    assert texts_of(store_at(tmp_path), "a") == [[1], [2], [4]]
-
-
-def test_an_open_pool_forgets_in_its_file_too(tmp_path: Path) -> None:
-    one, two = store_at(tmp_path), store_at(tmp_path)
-    observe(one, "a", [1, *SECRET])
-    observe(two, "a", [2, *SECRET])
-    one.save()
-    with one.open("a") as pool:
-        two.save()  # this the open pool has not
-        assert files_with(tmp_path, SECRET) == ["a.pool"]
-        assert pool.forget(SECRET) == 2
-        assert files_with(tmp_path, SECRET) == []
-        assert texts_of(two, "a") == [[1], [2]]
-    kept = pool
-    kept.observe(SECRET)
-    assert kept.forget(SECRET) == 1  # also where it is that of a store no longer
-
-
-def test_what_lies_beside_a_file_is_forgotten_with_it(tmp_path: Path) -> None:
+def test_what_lies_beside_a_file_is_deleted_with_it(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     observe(store, "a", [1, *SECRET])
     observe(store, "b", [1, *SECRET])
@@ -339,7 +304,7 @@ def test_what_lies_beside_a_file_is_forgotten_with_it(tmp_path: Path) -> None:
     content = (tmp_path / "a.pool").read_bytes()
     (tmp_path / "a.damaged").write_bytes(content)
     (tmp_path / f"a.making-{'0' * 16}").write_bytes(content)  # of a process that was killed
-    assert store.forget("a", SECRET) == 1
+    assert store.delete("a")
     assert files_with(tmp_path, SECRET) == ["b.pool"]
     assert texts_of(store, "b") == [[1, *SECRET]]
 
@@ -353,12 +318,14 @@ def test_a_deleted_pool_is_gone_and_does_not_come_back(tmp_path: Path) -> None:
             pool.observe(SECRET)
             assert one.delete(name)
             mine.observe(SECRET)
-            assert mine.forget(SECRET) == 2
+            two.save()
+            assert texts_of(two, name) == [SECRET, SECRET]  # whoever has it open goes on
+            pool.observe([4], None)
         observe(two, name, [5])
         two.save()
         one.save()
         assert files_with(tmp_path, SECRET) == []
-        assert texts_of(one, name) == [[5]]
+        assert texts_of(one, name) == [[4], [5]]
     assert one.delete("X" * 200)
     assert one.delete("a")
     assert not one.delete("a")

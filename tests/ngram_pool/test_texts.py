@@ -1,124 +1,15 @@
-"""Texts as a whole: what is forgotten is nowhere, and a merged pool knows what both knew."""
+"""A merged pool knows what both knew."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from ngram_pool import NGramPool, ReadOnlyPoolError
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import noisy_text
-from tests.oracle import OraclePool
-
-SECRET = [70_001, 70_002, 70_003, 70_004]
-OTHER = noisy_text(300, alphabet=12)
-
-
-def arrays_of(thing: Any, seen: set[int]) -> list[NDArray[Any]]:
-    """Every array that an object holds, however deep, by what it is made of."""
-    if id(thing) in seen:
-        return []
-    seen.add(id(thing))
-    if isinstance(thing, np.ndarray):
-        return [thing] if thing.base is None else [thing, *arrays_of(thing.base, seen)]
-    if isinstance(thing, dict):
-        inner = list(thing.values())
-    elif isinstance(thing, list | tuple | set):
-        inner = list(thing)
-    else:
-        slots = [getattr(thing, name, None) for name in getattr(type(thing), "__slots__", ())]
-        inner = [*getattr(thing, "__dict__", {}).values(), *slots]
-    return [array for part in inner for array in arrays_of(part, seen)]
-
-
-def places_of(pool: NGramPool, token_ids: list[int]) -> list[str]:
-    """Where any of the token ids stands in any array of a pool, in whatever width."""
-    found = []
-    for array in arrays_of(pool, set()):
-        values = {int(value) for value in np.unique(array.view(array.dtype)) if value == value}
-        keys = {value >> 31 for value in values} | {value & 2**31 - 1 for value in values}
-        if array.dtype == np.int64:  # of contexts, among others; one more than the token before
-            values |= keys | {key - 1 for key in keys}
-        found += [f"{t} in {array.dtype} {array.shape}" for t in token_ids if t in values]
-    return found
-
-
-def told(secret: list[int]) -> NGramPool:
-    """A pool that was told a secret, had it drafted, and has seen what a target makes of it."""
-    pool = NGramPool(2000)
-    sequence = pool.open_sequence()
-    pool.observe(OTHER[:100])
-    pool.observe([*OTHER[:20], *secret, *OTHER[20:40]], sequence)
-    pool.observe([3, *secret[:2]], sequence, is_answer=True)
-    pool.observe(secret[2:], sequence, is_answer=True)
-    pool.harvest([[secret[0], secret[1]]], [[secret[2], 5]], [[0.9, 0.05]])
-    pool.harvest([[-1, secret[1]], [4, secret[0]]], [[secret[2], 5]] * 2, [[0.9, 0.05]] * 2)
-    pool.harvest([[1, 2], [-1, 2]], [[7, secret[3], 6]] * 2, [[0.5, 0.3, 0.1]] * 2)
-    pool.draft(secret[:2], 30, None, sequence)
-    pool.sample(secret[:2], 30, np.random.default_rng(0), None, sequence)
-    pool.explore(9)
-    return pool
-
-
-def test_a_secret_is_in_no_array_afterwards() -> None:
-    pool = told(SECRET)
-    assert pool.draft(SECRET[:2], 30).candidates()[0][:2] == SECRET[2:]
-    kinds = {place.split(" in ")[1].split()[0] for place in places_of(pool, SECRET)}
-    assert {"int32", "int64"} <= kinds  # the search finds it where it is
-    assert pool.forget(SECRET) == 2
-    assert places_of(pool, SECRET) == []
-    check_pool(pool)
-    assert pool._harvested.get(1, 2)[0].tolist() == [7, 6]  # type: ignore[index]
-    assert len(pool.draft(SECRET[:2], 30)) == 0
-
-
-@pytest.mark.parametrize("capacity", [7, 40])
-@given(
-    texts=st.lists(st.lists(st.integers(0, 2), max_size=30), max_size=4),
-    sought=st.lists(st.integers(0, 2), min_size=1, max_size=4),
-    more=st.lists(st.integers(0, 2), max_size=20),
-)
-def test_what_is_left_is_what_a_plain_search_leaves(
-    capacity: int, texts: list[list[int]], sought: list[int], more: list[int]
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ngram_pool.pool._FIRST_NUM_ROWS", 2)
-        patch.setattr("ngram_pool.pool._POSITION_LIMIT", 90)
-        pool, oracle = NGramPool(capacity, 3), OraclePool(capacity, 3)
-        for text in texts:
-            handle = pool.open_sequence()
-            oracle.open_sequence(handle)
-            for tokens, its in ((text, handle), (text[:5], 0)):
-                pool.observe(tokens, its)
-                oracle.observe(tokens, its)
-        for _ in range(2):
-            assert pool.forget(sought) == oracle.forget(sought)
-            assert [text.tolist() for text in pool.texts()] == oracle.texts()
-            check_pool(pool)
-            pool.observe(more)
-            oracle.observe(more)
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "error"), [([], ValueError), ([-1], ValueError), ([1.5], TypeError)]
-)
-def test_what_cannot_be_forgotten_is_refused(token_ids: Any, error: type[Exception]) -> None:
-    pool = told(SECRET)
-    with pytest.raises(error, match=r"^expected token_ids"):
-        pool.forget(token_ids)
-    assert sum(map(len, pool.texts())) == len(pool)
-
-
-# --- merging ---
-
 
 ONE, TWO = noisy_text(200, seed=1, alphabet=8), noisy_text(200, seed=2, alphabet=8)
-
-
 CONTEXTS = {1: [1], 2: [1, 2], 3: [3]}
 
 

@@ -16,10 +16,7 @@ from ngram_pool import PoolFileError
 from tests.lade.cli.command import SHORT, run
 
 HERE = Path(__file__).parent
-COMMANDS = [
-    *("generate", "chat", "serve", "demo", "bench", "prewarm", "compile"),
-    *("pool build", "pool forget"),
-]
+COMMANDS = ["generate", "chat", "serve", "demo", "bench", "prewarm", "compile", "pool build"]
 
 
 # --- help ---------------------------------------------------------------------------------------
@@ -68,7 +65,7 @@ def test_version_and_completion() -> None:
         (["check", "some/model"], "No such command 'check'"),
         (["pool", "merge", "a", "b"], "No such command 'merge'"),
         (["generate", "x", "--max-draft-tokens", "4"], "No such option: --max-draft-tokens"),
-        (["pool", "forget", "--debug"], "Missing argument"),
+        (["pool", "build", "--debug"], "Missing argument"),
     ],
 )
 def test_unknown_words_are_told_with_what_there_is(arguments: list[str], told: str) -> None:
@@ -112,7 +109,6 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], told: s
         (["chat"], "expected a terminal to chat in; lade generate - answers a question"),
         (["bench", "--json", "no/such/folder/x.json"], "no such folder: no/such/folder"),
         (["pool", "build", __file__, "--out", "no/a.pool"], "no such folder: no"),
-        (["pool", "forget", __file__, " "], "more than white space"),
         (["serve", "--host", "192.0.2.1", "--model", "y"], "cannot listen at 192.0.2.1:8000"),
     ],
 )
@@ -174,7 +170,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(
     place: int, folder: str, tmp_path: Path
 ) -> None:
     (tmp_path / "no.pool").write_text("text")
-    command = ["pool", "forget", str(tmp_path / "no.pool"), "text", "--model", folder]
+    command = ["generate", "x", "--pool", str(tmp_path / "no.pool"), "--model", folder]
     assert "no.pool" in run(*command).told
     with pytest.raises(PoolFileError):
         run(*command[:place], "--debug", *command[place:])

@@ -1,4 +1,4 @@
-"""`lade pool build` and `lade pool forget`: what is read of which files, and what is removed."""
+"""`lade pool build`: what is read of which files."""
 
 import gzip
 import json
@@ -6,12 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
-import lade
 from ngram_pool import NGramPool
 from tests.lade.cli.command import run
 from tests.lade.cli.conftest import TEMPLATE
@@ -149,45 +145,3 @@ def test_a_full_pool_holds_the_newest_and_says_so(folder: str, source: Path, out
     assert "the oldest 51 tokens were forgotten" in done.err
     assert "a larger --capacity-tokens holds all" in done.err.replace("\n", " ")
     assert "".join(texts(out)).endswith("Grüße aus Wien\n")
-
-
-# --- forget -------------------------------------------------------------------------------------
-
-
-def test_text_is_forgotten_for_good(folder: str, out: Path, tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("key: SECRET-1, key: SECRET-1; key: SECRET-2")
-    run("pool", "build", path, "--out", out, "--model", folder)
-    done = run("pool", "forget", out, " SECRET-1 ", "nothing", "--model", folder)
-    assert "2 of 'SECRET-1' removed from code.pool" in done.out
-    assert "no 'nothing'" in done.out
-    left = "".join(texts(out))
-    assert "SECRET-1" not in left
-    assert left.startswith("key: ")
-    assert left.endswith("ECRET-2")
-    assert np.array([*b"SECRET-1"], "<i4").tobytes() not in out.read_bytes()
-
-
-def test_a_text_of_many_bytes_is_found_across_what_is_searched_at_once(
-    folder: str, out: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("x" * 4090 + "ßßßß" + "y" * 40)  # 4096 tokens at a time, one a byte
-    run("pool", "build", path, "--out", out, "--model", folder)
-    done = run("pool", "forget", out, "ßßßß", "--model", folder)
-    assert "1 of 'ßßßß' removed from code.pool" in done.out
-
-
-def test_a_text_is_found_however_it_was_tokenised(tmp_path: Path) -> None:
-    tokens = {token: i for i, token in enumerate(["a", "b", "c", "_", "ab", "bc", "abc"])}
-    made = Tokenizer(models.BPE(tokens, [("a", "b"), ("b", "c"), ("ab", "c")]))
-    made.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
-    tokenizer.save_pretrained(tmp_path / "bpe")
-    pool = NGramPool()
-    pool.observe([6, 3, 4, 2, 3, 0, 5, 3, 0, 1, 2, 3, 0, 4] + [3, 0] * 3000)  # abc ab+c a+bc a+b+c
-    lade.save_pool(pool, tmp_path / "a.pool", tokenizer=tokenizer)
-    done = run("pool", "forget", tmp_path / "a.pool", "abc", "--model", tmp_path / "bpe")
-    assert "4 of 'abc' removed" in done.out
-    left = [token for ids in NGramPool.load(tmp_path / "a.pool").texts() for token in ids.tolist()]
-    assert sorted({*left}) == [0, 3, 4]
