@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.prompts import choose
 from benchmarks.serving import Reply, Round, as_json, ask_all
 from lade import LadeError
-from lade.bench.prompts import Prompt
 
 
 def chunk(**content: Any) -> str:
@@ -75,8 +75,14 @@ def serving(*parts: str, status: int = 200) -> Iterator[Server]:
             thread.join()
 
 
-def test_every_server_gets_all_turns_with_its_own_answers() -> None:
-    prompts = [Prompt("1", "a", "Hi", ("And?",)), Prompt("2", "a", "Ho")]
+def prompts_of(folder: Path, *turns: list[str]) -> Any:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(f"{json.dumps({'turns': each})}\n" for each in turns))
+    return choose(path, None, None).prompts
+
+
+def test_every_server_gets_all_turns_with_its_own_answers(tmp_path: Path) -> None:
+    prompts = prompts_of(tmp_path, ["Hi", "And?"], ["Ho"])
     with (
         serving(delta(None), delta("A"), delta("b"), USAGE, "data: [DONE]\n\n") as one,
         serving(delta("C"), USAGE) as two,
@@ -100,15 +106,15 @@ def test_every_server_gets_all_turns_with_its_own_answers() -> None:
     assert all(body["temperature"] == 0 and body["max_tokens"] == 7 for body in one.asked)
 
 
-def test_so_many_clients_ask_at_once() -> None:
+def test_so_many_clients_ask_at_once(tmp_path: Path) -> None:
     """And no more: an answer waits until as many are asked, and fails if one more is."""
-    prompts = [Prompt(str(number), "a", "Hi") for number in range(6)]
+    prompts = prompts_of(tmp_path, *[["Hi"]] * 6)
     with serving(delta("A"), USAGE) as one, serving(delta("A"), USAGE) as two:
         one.meeting = two.meeting = threading.Barrier(3, timeout=30)
         rounds = [*ask_all({"one": one.address, "two": two.address}, prompts, 7, [3])]
     assert [each[:2] for each in rounds] == [("one", 3), ("two", 3)]
     for server, each in zip((one, two), rounds, strict=True):
-        assert sorted(reply.prompt_id for reply in each.replies) == list("012345")
+        assert sorted(reply.prompt_id for reply in each.replies) == list("123456")
         assert server.most_at_once == 3
 
 
@@ -119,8 +125,10 @@ def test_so_many_clients_ask_at_once() -> None:
         ([delta("A")], 200, "'one' does not say how many tokens"),
     ],
 )
-def test_what_a_server_refuses_is_said(parts: list[str], status: int, message: str) -> None:
-    asked = [Prompt("1", "a", "Hi")]
+def test_what_a_server_refuses_is_said(
+    parts: list[str], status: int, message: str, tmp_path: Path
+) -> None:
+    asked = prompts_of(tmp_path, ["Hi"])
     with serving(*parts, status=status) as server, pytest.raises(LadeError, match=message):
         list(ask_all({"one": server.address}, asked, 7))
     with pytest.raises(LadeError, match=f"'one' at {server.address} cannot be asked"):
