@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 import lade
 from benchmarks.environment import environment
-from benchmarks.report import progress_bar, sheet, show
+from benchmarks.report import Keeping, progress_bar, sheet, show
 from lade.cli.bench import describe_model
 from lade.compat import attention_of
 from lade.models.prompts import encode
@@ -89,7 +89,9 @@ def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path
     }
     if attention_of(model) == "sdpa":
         others["eager"] = lambda: by_generate(with_attention(model, "eager"))
-    with progress_bar() as bars:
+    counts: dict[str, dict[str, int | None]] = {}
+    of_generate: dict[str, dict[str, int | None]] = {}
+    with Keeping(counts) as kept, progress_bar() as bars:
         task = bars.add_task("answering", total=len(ways) + len(others) + 2)
 
         def done(answers: list[TextAndLogits]) -> list[TextAndLogits]:
@@ -97,10 +99,12 @@ def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path
             return answers
 
         alone = done(by_lade(0)())
-        counts = {name: _counted(done(way()), alone) for name, way in ways.items()}
+        for name, way in ways.items():
+            counts[name] = _counted(done(way()), alone)
         plain = done(by_generate())
-        of_generate = {"lade": _counted(alone, plain)}
-        of_generate |= {name: _counted(done(way()), plain) for name, way in others.items()}
+        of_generate["lade"] = _counted(alone, plain)
+        for name, way in others.items():
+            of_generate[name] = _counted(done(way()), plain)
     content = {
         "environment": environment(),
         "settings": {
@@ -120,6 +124,7 @@ def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path
         for part, of in parts.items()
     ]
     show(file, content, sheet(f"Same of {len(prompts)}", ("", "", "texts", "logits"), rows))
+    kept.end(f"stopped after {len(counts)} of {len(ways)} ways")
 
 
 def _answer(output: Any, prompt: Tensor) -> TextAndLogits:
