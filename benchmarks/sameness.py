@@ -91,7 +91,7 @@ def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path
         others["eager"] = lambda: by_generate(with_attention(model, "eager"))
     counts: dict[str, dict[str, int | None]] = {}
     of_generate: dict[str, dict[str, int | None]] = {}
-    with Keeping(counts) as kept, progress_bar() as bars:
+    with Keeping(counts) as keeping, progress_bar() as bars:
         task = bars.add_task("answering", total=len(ways) + len(others) + 2)
 
         def done(answers: list[TextAndLogits]) -> list[TextAndLogits]:
@@ -124,7 +124,7 @@ def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path
         for part, of in parts.items()
     ]
     show(file, content, sheet(f"Same of {len(prompts)}", ("", "", "texts", "logits"), rows))
-    kept.end(f"stopped after {len(counts)} of {len(ways)} ways")
+    keeping.end(f"stopped after {len(counts)} of {len(ways)} ways")
 
 
 def _answer(output: Any, prompt: Tensor) -> TextAndLogits:
