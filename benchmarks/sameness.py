@@ -6,7 +6,7 @@ same answers, and against itself with another attention and on one thread.
 """
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,9 @@ _BATCH = 4
 _SEC = 600
 
 
+Prompt = Mapping[str, Any]  # of `generate`: input_ids and attention_mask
+
+
 class TextAndLogits(NamedTuple):
     """The new tokens of an answer, and their logits, [num_tokens, vocab_size], where known."""
 
@@ -43,33 +46,28 @@ class TextAndLogits(NamedTuple):
 def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path | None) -> None:
     """Count the answers of each way that are the same; print and write the counts."""
     model = loaded.model
-    prompts = [encode(loaded.tokenizer, each.text)["input_ids"] for each in chosen.prompts]
+    prompts = [encode(loaded.tokenizer, each.text) for each in chosen.prompts]
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
     options |= {"eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
     used, kept = lade.NGramPool(), lade.NGramPool()
 
     def by_lade(num: int | None = None, **given: Any) -> Callable[[], list[TextAndLogits]]:
-        given["config"] = lade.Config(max_draft_tokens=num)
-        return lambda: [
-            _answer(lade.generate(model, each, **options, **given), each) for each in prompts
-        ]
+        given = {**options, **given, "config": lade.Config(max_draft_tokens=num)}
+        return lambda: [_answer(lade.generate(model, **each, **given), each) for each in prompts]
 
     def by_generate(of: Any = model) -> list[TextAndLogits]:
-        masks = map(torch.ones_like, prompts)
-        return [
-            _answer(of.generate(each, attention_mask=mask, **options), each)
-            for each, mask in zip(prompts, masks, strict=True)
-        ]
+        return [_answer(of.generate(**each, **options), each) for each in prompts]
 
-    def after_a_prefix(prompt: Tensor) -> TextAndLogits:
+    def after_a_prefix(prompt: Prompt) -> TextAndLogits:
         config = lade.Config(reuses_prefix=True)
         given: dict[str, Any] = {"pool": kept, "config": config, **options}
-        lade.generate(model, prompt[:, : prompt.shape[1] // 2], **given)
-        return _answer(lade.generate(model, prompt, **given), prompt)
+        half = prompt["input_ids"].shape[1] // 2
+        lade.generate(model, **{name: part[:, :half] for name, part in prompt.items()}, **given)
+        return _answer(lade.generate(model, **prompt, **given), prompt)
 
     def of_requests() -> list[TextAndLogits]:
         with lade.Batcher(model, max_batch_size=8) as batcher:
-            requests = [batcher.submit(each, **options) for each in prompts]
+            requests = [batcher.submit(**each, **options) for each in prompts]
             pairs = zip(requests, prompts, strict=True)
             return [_answer(request.result(_SEC), prompt) for request, prompt in pairs]
 
@@ -127,24 +125,22 @@ def run(loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path
     keeping.end(f"stopped after {len(counts)} of {len(ways)} ways")
 
 
-def _answer(output: Any, prompt: Tensor) -> TextAndLogits:
-    new = output.sequences[0, prompt.shape[1] :].tolist()
+def _answer(output: Any, prompt: Prompt) -> TextAndLogits:
+    new = output.sequences[0, prompt["input_ids"].shape[1] :].tolist()
     return TextAndLogits(new, torch.stack(output.logits)[:, 0])
 
 
-def _of_batches(model: Any, prompts: Sequence[Tensor], max_new_tokens: int) -> list[TextAndLogits]:
+def _of_batches(model: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> list[TextAndLogits]:
     answers: list[TextAndLogits] = []
     for start in range(0, len(prompts), _BATCH):
         some = prompts[start : start + _BATCH]
-        longest = max(each.shape[1] for each in some)
-        ids, masks = (
-            torch.cat([pad(row, (longest - row.shape[1], 0)) for row in rows])
-            for rows in (some, [torch.ones_like(each) for each in some])
-        )
+        longest = max(each["input_ids"].shape[1] for each in some)
+        batch: dict[str, Any] = {
+            name: torch.cat([pad(each[name], (longest - each[name].shape[1], 0)) for each in some])
+            for name in some[0]
+        }
         given: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
-        rows = lade.generate(
-            model, ids, attention_mask=masks, max_new_tokens=max_new_tokens, **given
-        )
+        rows = lade.generate(model, **batch, max_new_tokens=max_new_tokens, **given)
         answers += [TextAndLogits(row) for row in rows[:, longest:].tolist()]
     return answers
 

@@ -52,7 +52,7 @@ def tell_of_table(loaded: LoadedModel) -> None:
     if table_for(loaded.model) is None:
         console.print(
             "[dim]This model has no table of its likely tokens yet. lade prewarm makes one, and "
-            "chat and serve do with --prewarm while they wait; seven minutes once let the default "
-            "model accept 16 % more tokens a step.[/dim]",
+            "chat and serve do with --prewarm while they wait; a minute of it lets the default "
+            "model accept a seventh more tokens a step.[/dim]",
             soft_wrap=True,
         )
