@@ -7,7 +7,8 @@ from lade.cli.loading import bar, console, tell
 from lade.models.loading import LoadedModel
 from lade.prewarming.idle import IdlePrewarming
 from lade.prewarming.run import Prewarmed, prewarm
-from lade.prewarming.tables import path_of_table, read_table, table_for
+from lade.prewarming.tables import path_of_table, prewarmed_table_of, read_table
+from lade.probing.profile import profile_of
 
 
 def run(loaded: LoadedModel, seconds: float) -> None:
@@ -49,7 +50,7 @@ def tell_of_idle(idle: IdlePrewarming) -> None:
 
 def tell_of_table(loaded: LoadedModel) -> None:
     """Say what a table would bring, where the model has none."""
-    if table_for(loaded.model) is None:
+    if prewarmed_table_of(loaded.model, profile_of(loaded.model)) is None:
         console.print(
             "[dim]This model has no table of its likely tokens yet. lade prewarm makes one, and "
             "chat and serve do with --prewarm while they wait; a minute of it lets the default "

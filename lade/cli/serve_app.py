@@ -118,11 +118,12 @@ def serve(
     from lade.server.hosts import is_local
     from lade.server.options import ServerOptions
 
+    keys = read_keys()
     options = ServerOptions(
         model_name=model_name,
-        api_keys=read_keys(),
+        api_keys=keys,
         shares_pool=share_pool,
-        is_for_one=is_local(host) and not read_keys(),
+        is_for_one=is_local(host) and not keys,
         layers=pool or [],
         corpora=corpora_of(corpus or []),
         pools=keeps,
