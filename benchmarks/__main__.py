@@ -1,12 +1,13 @@
 """`python -m benchmarks`: commands and their options. Each is `run` of the module of its name."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks.prompts import Half, choose
+from benchmarks.prompts import Chosen, Half, choose
 from lade.cli import line_of
 from lade.cli.options import (
     DraftOptions,
@@ -39,6 +40,21 @@ LimitOption = Annotated[
 HalfOption = Annotated[
     Half | None, typer.Option(help="Use one half of the file, told by the ids of prompts.")
 ]
+
+
+@dataclass(frozen=True)
+class PromptChoice:
+    """The prompts of a run."""
+
+    prompts: PromptsOption
+    limit: LimitOption = None
+    half: HalfOption = None
+
+    def chosen(self) -> Chosen:
+        """Read them."""
+        return choose(self.prompts, self.limit, self.half)
+
+
 MethodsOption = Annotated[
     str | None,
     typer.Option(metavar="NAMES", help="Comma-separated; an unknown name lists all."),
@@ -132,12 +148,10 @@ def publish_result(
 @grouped
 def run_arena(
     *,
-    prompts: PromptsOption,
+    asked: PromptChoice,
     methods: MethodsOption = None,
     max_draft_tokens: SizesOption = "8,16,32",
     max_new_tokens: MaxNewTokensOption = 96,
-    limit: LimitOption = None,
-    half: HalfOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
     json: JsonOption = None,
@@ -152,7 +166,7 @@ def run_arena(
     from benchmarks.methods import named, numbers
 
     names, sizes = named(methods, METHODS), numbers(max_draft_tokens)
-    chosen = choose(prompts, limit, half)
+    chosen = asked.chosen()
     loaded = LoadOptions(dtype=dtype).load(model)
     run(loaded, chosen, names, sizes, Settings(max_new_tokens), json)
 
@@ -312,10 +326,8 @@ def run_forwards(
 @grouped
 def run_cpu_engines(
     *,
-    prompts: PromptsOption,
+    asked: PromptChoice,
     max_new_tokens: MaxNewTokensOption = 96,
-    limit: LimitOption = None,
-    half: HalfOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
     threads: ThreadsOption = None,
@@ -331,7 +343,7 @@ def run_cpu_engines(
 
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"expected --dtype float32 or bfloat16, got {dtype}")
-    chosen = choose(prompts, limit, half)
+    chosen = asked.chosen()
     run(LoadOptions("cpu", dtype, threads).load(model), chosen, max_new_tokens, json)
 
 
@@ -369,7 +381,7 @@ def run_predictions(
 @grouped
 def run_budget(
     *,
-    prompts: PromptsOption,
+    asked: PromptChoice,
     max_draft_tokens: SizesOption = "0,4,7,11,15,23,31",
     dtypes: Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated.")] = (
         "float32,bfloat16"
@@ -382,8 +394,6 @@ def run_budget(
         typer.Option(min=0.0, help="Begin no prompt after T minutes, shared by all processes."),
     ] = None,
     max_new_tokens: MaxNewTokensOption = 96,
-    limit: LimitOption = None,
-    half: HalfOption = None,
     model: ModelOption = None,
     threads: ThreadsOption = None,
     json: JsonOption = None,
@@ -400,7 +410,7 @@ def run_budget(
     if wrong := {*names} - {"float32", "bfloat16"}:
         raise ValueError(f"expected --dtypes float32 or bfloat16, got {', '.join(sorted(wrong))}")
     shared = {"numbers": numbers(max_draft_tokens, 0), "max_new_tokens": max_new_tokens}
-    chosen = choose(prompts, limit, half)
+    chosen = asked.chosen()
     run(model, chosen, {**shared, "threads": threads}, names, processes, minutes, json)
 
 
@@ -408,10 +418,8 @@ def run_budget(
 @grouped
 def run_reliability(
     *,
-    prompts: PromptsOption,
+    asked: PromptChoice,
     max_new_tokens: MaxNewTokensOption = 96,
-    limit: LimitOption = None,
-    half: HalfOption = None,
     model: ModelOption = None,
     loading: LoadOptions,
     json: JsonOption = None,
@@ -419,17 +427,15 @@ def run_reliability(
     """Hold what is promised and believed of draft tokens against what came of them."""
     from benchmarks.budget import reliability
 
-    reliability(loading.load(model), choose(prompts, limit, half), max_new_tokens, json)
+    reliability(loading.load(model), asked.chosen(), max_new_tokens, json)
 
 
 @app.command("sameness")
 @grouped
 def run_sameness(
     *,
-    prompts: PromptsOption,
+    asked: PromptChoice,
     max_new_tokens: MaxNewTokensOption = 128,
-    limit: LimitOption = None,
-    half: HalfOption = None,
     model: ModelOption = None,
     loading: LoadOptions,
     json: JsonOption = None,
@@ -437,21 +443,19 @@ def run_sameness(
     """Count the answers that drafts, pools, batches, threads and load leave as they are."""
     from benchmarks.sameness import run
 
-    run(loading.load(model), choose(prompts, limit, half), max_new_tokens, json)
+    run(loading.load(model), asked.chosen(), max_new_tokens, json)
 
 
 @app.command("prewarming")
 @grouped
 def run_prewarming(
     *,
-    prompts: PromptsOption,
+    asked: PromptChoice,
     minutes: Annotated[
         str, typer.Option(metavar="T,…", help="Comma-separated: of a table, in rising order.")
     ] = "1,2,5,10,30,60",
     max_draft_tokens: SizesOption = "7,15",
     max_new_tokens: MaxNewTokensOption = 96,
-    limit: LimitOption = None,
-    half: HalfOption = None,
     model: ModelOption = None,
     loading: LoadOptions,
     json: JsonOption = None,
@@ -461,7 +465,7 @@ def run_prewarming(
     from benchmarks.prewarming import run
 
     totals = sorted(float(each) for each in minutes.split(","))
-    chosen = choose(prompts, limit, half)
+    chosen = asked.chosen()
     fixed = numbers(max_draft_tokens, 1)
     run(loading.load(model), chosen, totals, fixed, max_new_tokens, json)
 

@@ -32,8 +32,8 @@ LANES = 16 if FEATURES.get("avx512f") else 8
 HAS_DOTS = LANES == 16 and bool(FEATURES.get("avx512bf16"))
 HAS_AMX = bool(FEATURES.get("amx-bf16"))  # which torch uses
 # A tile is the sums of so many rows and columns. Registers hold them: AVX-512 has 32, AVX2 16. One
-# load of a vector serves several products. So many inputs are summed at once, which
-# the first cache holds for these rows.
+# load of a vector serves several products. The first cache holds the inputs of these rows that are
+# summed at once.
 ROWS, COLUMNS, DEPTH = 4, 4 if LANES == 16 else 3, 1024
 BLOCK = 64  # keys that the first cache holds
 _VECTORS = 4 if LANES == 16 else 2  # of values whose sums registers hold, for ROWS rows
