@@ -40,7 +40,7 @@ _LEAST_MENTION = 1e-6  # of tokens that were never mentioned
 # Of a pair's probability, where the table has it: SmolLM2 then accepts after a minute as many
 # tokens as after 100 seconds without; a thirtieth is worse than a fifth.
 _SHARE_OF_KNOWN = 0.2
-_NUM_PAIRS = 16_777_213  # that are told apart, up to collisions; a prime number
+_NUM_PAIRS = 16_777_213  # slots of a hash table, a prime number; pairs may share one
 
 
 @dataclass(frozen=True, slots=True)

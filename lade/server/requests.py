@@ -24,7 +24,7 @@ def wrong(param: str | None, message: str) -> ApiError:
     return ApiError(400, told, param=param, code="unsupported_or_invalid")
 
 
-# Fields of OpenAI's that are taken, and told of as without effect in a header of the answer.
+# Fields of OpenAI's that are accepted and have no effect; a header of the answer names them.
 _WITHOUT_EFFECT = (
     *("metadata", "parallel_tool_calls", "prompt_cache_key", "reasoning_effort"),
     *("safety_identifier", "service_tier", "store", "verbosity"),
