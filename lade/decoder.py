@@ -8,26 +8,16 @@ One step is plan, launch, choose, walk, observe, commit, finish:
 the target's own tokens, and `lade.hf.generation` turns a call of `generate` into a `Decoder`.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from lade.batch import Batch
 from lade.drafting.speculator import Plan, Speculator
-from lade.errors import in_one_line
-from lade.probing.proof import FlawError, Proof
+from lade.probing.proof import ProvedTarget, VerificationError
 from lade.sampling.choice import Choice
-from lade.stats import DecodeStats, Step
-from lade.targets.base import Target
+from lade.stats import DecodeStats, Laps, Step
 from lade.tree import ROOT, Tree
-
-
-class VerificationError(Exception):
-    """Drafts cannot be verified any more, because of a `FlawError` or as a forward failed.
-
-    The text so far is valid.
-    """
 
 
 class Decoder:
@@ -35,11 +25,10 @@ class Decoder:
 
     Args:
         batch: the rows.
-        target: the model, set up for the prompts, not yet run.
+        target: the model, set up for the prompts, not yet run; some of its steps are proved.
         speculator: decides what a step runs, and learns from it.
         choice: chooses the target's own tokens.
         on_step: called after each commit, the prefill included, with the steps of the rows.
-        proof: holds some steps against the model's own forwards of one token.
         overlaps: whether learning from a step is deferred until the next forward is on its way. If
             not, as when the host itself computes, it is done at once.
     """
@@ -47,11 +36,10 @@ class Decoder:
     def __init__(
         self,
         batch: Batch,
-        target: Target,
+        target: ProvedTarget,
         speculator: Speculator,
         choice: Choice,
         on_step: Callable[[Sequence[Step]], None],
-        proof: Proof,
         overlaps: bool = False,
     ) -> None:
         self.stats = DecodeStats(num_prefills=batch.text.num_rows)
@@ -62,7 +50,6 @@ class Decoder:
         self._speculator = speculator
         self._choice = choice
         self._on_step = on_step
-        self._proof = proof
         self._overlaps = overlaps
         self._learn: Callable[[], None] | None = None  # from the last step, until that is done
 
@@ -88,66 +75,55 @@ class Decoder:
                 stack.callback(self._speculator.close_all)
                 stack.callback(self._target.close)
                 stack.callback(self._choice.close)
-        self.stats.num_steps += self._proof.num_forwards
+        self.stats.num_steps += self._target.num_forwards
         return self.stats
 
     def _prefill(self) -> None:
         """Run the prompts: a first step without drafts, whose roots are already cached."""
-        plan = self._speculator.roots()
-        with self.stats.timed("prefill"):
-            with self._verifying():
-                logits = self._target.prefill(is_plain=self._proof.plain_prompts)
-            self._choice.look_at(logits, plan.trees)
+        plan, laps = self._speculator.roots(), Laps(self.stats)
+        logits = self._target.prefill()
+        self._choice.look_at(logits, plan.trees)
         if self._overlaps:
             self._speculator.open_all()  # while the device is busy
-        with self.stats.timed("prefill"):
-            self._choice.wait()
-            successors = self._speculator.rank(logits, self._choice.ranked)
-        with self.stats.timed("verify"):
-            paths = accepted_paths(plan.trees, self._choice, self._batch)
-        with self.stats.timed("commit"):
-            if not self._overlaps:  # nobody who reads along waits for what is learned of prompts
-                self._speculator.open_all()
-            steps = self._observed(plan, paths)
-            self._end_step(partial(self._speculator.learn, plan, steps, successors, True))
+        self._choice.wait()
+        successors = self._speculator.rank(logits, self._choice.ranked)
+        laps.end("prefill")
+        paths = accepted_paths(plan.trees, self._choice, self._batch)
+        laps.end("verify")
+        if not self._overlaps:  # nobody who reads along waits for what is learned of prompts
+            self._speculator.open_all()
+        steps = self._observed(plan, paths)
+        self._end_step(partial(self._speculator.learn, plan, steps, successors, True))
+        laps.end("commit")
         self._on_step(steps)
 
     def _step(self, emitting: Sequence[int]) -> None:
-        before = self.stats.sec
-        with self.stats.timed("draft"):
-            plan = self._speculator.plan(emitting)
-            with self._verifying():
-                plan, inputs = self._proof.begin(plan)
-            num_pending = self._target.num_pending
-        with self.stats.timed("forward"):
-            with self._verifying():
-                plan, whole = self._proof.forward(plan, inputs)
-            num_nodes = sum(len(tree.token_ids) for tree in plan.trees.values())
-            logits = whole[:, :num_nodes]  # a window and padding follow
-            num_run = logits.shape[1] / len(plan.trees) - 1
-            if len(plan.trees) == 1:  # with its padding
-                num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
-            self._choice.look_at(logits, plan.trees)
-            if self._overlaps:
-                successors = self._speculator.rank(logits, self._choice.ranked)
-                self._finish()
-            self._choice.wait()
-        with self.stats.timed("verify"):
-            paths = accepted_paths(plan.trees, self._choice, self._batch)
-        with self.stats.timed("commit"):
-            if not self._overlaps:
-                successors = self._speculator.rank(logits, self._choice.ranked)
-            num_beside = self._speculator.advance_window(plan, whole)
-            steps = self._observed(plan, paths)
-            with self._verifying():
-                self._target.commit([self._proof.path(paths[row]) for row in self._batch.rows])
-            self.stats.num_steps += 1
-            self.stats.num_lookahead_tokens += num_beside
-            for step in steps:
-                self.stats.count_row_step(step)
-            extra_sec = math.inf if self._proof.is_busy else self._target.extra_sec
-            self._end_step(partial(self._speculator.learn, plan, steps, successors, False))
-        self._speculator.record(len(plan.trees), num_run, self.stats.sec - before, extra_sec)
+        laps = Laps(self.stats)
+        plan = self._speculator.plan(emitting)
+        laps.end("draft")
+        plan, logits = self._target.run(plan)
+        of_trees = logits[:, : plan.num_nodes]  # a window and padding follow
+        self._choice.look_at(of_trees, plan.trees)
+        if self._overlaps:
+            successors = self._speculator.rank(of_trees, self._choice.ranked)
+            self._finish()
+        self._choice.wait()
+        laps.end("forward")
+        paths = accepted_paths(plan.trees, self._choice, self._batch)
+        laps.end("verify")
+        if not self._overlaps:
+            successors = self._speculator.rank(of_trees, self._choice.ranked)
+        num_beside = self._speculator.advance_window(plan, logits)
+        steps = self._observed(plan, paths)
+        self._target.commit([paths[row] for row in self._batch.rows])
+        self.stats.num_steps += 1
+        self.stats.num_lookahead_tokens += num_beside
+        for step in steps:
+            self.stats.count_row_step(step)
+        extra_sec = self._target.extra_sec
+        self._end_step(partial(self._speculator.learn, plan, steps, successors, False))
+        laps.end("commit")
+        self._speculator.record(len(plan.trees), self._target.num_run, laps.sec, extra_sec)
         self._on_step(steps)
 
     def _observed(self, plan: Plan, paths: Mapping[int, Sequence[int]]) -> list[Step]:
@@ -168,8 +144,7 @@ class Decoder:
         """Drop finished rows, and learn from the step now or during the next forward."""
         places, leaving = self._batch.drop_finished()
         if leaving:
-            with self._verifying():
-                self._target.select(places)
+            self._target.select(places)
         self._learn = learn
         if not self._overlaps:
             self._finish()
@@ -181,15 +156,6 @@ class Decoder:
         learn, self._learn = self._learn, None
         if learn is not None:
             learn()
-
-    @contextmanager
-    def _verifying(self) -> Iterator[None]:
-        """Convert errors of the target to `VerificationError`, which does not fail the call."""
-        try:
-            yield
-        except Exception as failure:  # the target is the user's model
-            is_flaw = isinstance(failure, FlawError)
-            raise VerificationError(str(failure) if is_flaw else in_one_line(failure)) from failure
 
 
 def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> dict[int, list[int]]:

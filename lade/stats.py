@@ -1,7 +1,6 @@
 """`DecodeStats`, the only place where acceptance is counted and named."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from time import perf_counter
@@ -197,13 +196,6 @@ class DecodeStats:
     def __str__(self) -> str:
         return self.summary()
 
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the time of the block to `<stage>_sec`."""
-        name, start = f"{stage}_sec", perf_counter()
-        yield
-        setattr(self, name, getattr(self, name) + perf_counter() - start)
-
     def count_row_step(self, step: Step) -> None:
         """Count a step after prefill of a row that was not finished."""
         self.num_row_steps += 1
@@ -230,6 +222,28 @@ class DecodeStats:
         """Return counts, times and ratios, ready for JSON."""
         derived = [name for name, of in vars(type(self)).items() if isinstance(of, property)]
         return asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+class Laps:
+    """The time of a step, stage by stage.
+
+    Args:
+        stats: grow by the time of each stage.
+
+    Attributes:
+        sec: of the stages that have ended.
+    """
+
+    def __init__(self, stats: DecodeStats) -> None:
+        self._stats, self._since = stats, perf_counter()
+        self.sec = 0.0
+
+    def end(self, stage: str) -> None:
+        """Add the time since the last stage ended to `<stage>_sec`."""
+        name, now = f"{stage}_sec", perf_counter()
+        sec, self._since = now - self._since, now
+        self.sec += sec
+        setattr(self._stats, name, getattr(self._stats, name) + sec)
 
 
 def ends_in_loop(token_ids: Sequence[int]) -> bool:

@@ -63,6 +63,11 @@ class Plan:
         num_beside = 0 if self.window is None else self.window.num_cells
         return max(len(tree.token_ids) for tree in self.trees.values()) + num_beside
 
+    @property
+    def num_nodes(self) -> int:
+        """Tokens of all trees."""
+        return sum(len(tree.token_ids) for tree in self.trees.values())
+
     def nodes(self) -> list[Tree]:
         """Return the trees followed by the window, which only the target sees."""
         trees, window = self.trees.values(), self.window

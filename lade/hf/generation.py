@@ -18,7 +18,7 @@ from lade.budget.budget import Budget
 from lade.budget.seconds import Seconds
 from lade.compat import CACHE, has_adapters_by_row, has_own_generate, may_be_users, mesh_of
 from lade.config import SPECULATING
-from lade.decoder import Decoder, VerificationError
+from lade.decoder import Decoder
 from lade.drafters.merged import CallPool, Merged, sources_of
 from lade.drafters.prediction import Prediction
 from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
@@ -47,7 +47,7 @@ from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.own_code import has_own_inputs, is_users, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import profile_of
-from lade.probing.proof import DISTANCE, Distances, FlawError, Proof
+from lade.probing.proof import DISTANCE, Distances, ProvedTarget, VerificationError
 from lade.probing.rules import Requirements, requirements_of
 from lade.probing.selfcheck import with_products
 from lade.sampling.choice import Choice
@@ -352,23 +352,16 @@ class Generation:
             max_lead=choice.max_lead,
         )
         speculator = Speculator(batch, sources, call, budget, target, grammar, config.lookahead)
-        decoder = Decoder(
-            batch,
+        proved = ProvedTarget(
+            self._model,
             target,
-            speculator,
-            choice,
-            report.add,
-            Proof(
-                self._model,
-                target,
-                text,
-                self._distances(verification),
-                may_repeat_prompts=is_text_alone(self._call.model_kwargs)
-                and sees_its_ends(self._call.model_kwargs.get("attention_mask")),
-                own_code=self._own_code,
-            ),
-            overlaps,
+            text,
+            self._distances(verification),
+            may_repeat_prompts=is_text_alone(self._call.model_kwargs)
+            and sees_its_ends(self._call.model_kwargs.get("attention_mask")),
+            own_code=self._own_code,
         )
+        decoder = Decoder(batch, proved, speculator, choice, report.add, overlaps)
         try:
             if self._reuse is not None:
                 decoder.stats.num_reused_tokens = self._reuse.num_tokens
@@ -496,7 +489,7 @@ class Generation:
             f"lade decodes the rest of a call of {type(self._model).__name__} plainly, one token a "
             f"forward: {failure}"
         )
-        if isinstance(failure.__cause__, FlawError):
+        if failure.is_flaw:
             text += "; the model is checked anew at the next call"
         self._warn_once(text, VerificationWarning)
 

@@ -1,4 +1,4 @@
-"""Each call proves itself: lade's logits are held against the model's own, one token a forward.
+"""A target around a target: lade's logits are held against the model's own, one token a forward.
 
 A check of the model (`selfcheck.py`) holds for the model as it was, and looking (`state.py`) shows
 what differs since. What a hook or a class of the user's holds elsewhere, nobody can see. So before
@@ -9,12 +9,15 @@ or nothing of that tree is emitted. The same is done again after each so many st
 
 The model's own forward of one token takes as long as two or three of a compiled job
 (`lade.forward`). So where no code of the user's takes part in forwards, the distance goes on from
-call to call instead of beginning anew, the first one after the check of the model.
+call to call instead of beginning anew, the first one after the check of the model, and of calls
+that run side by side one proves for all.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -25,39 +28,70 @@ from lade.closeness import EXACT, distance, limit_of
 from lade.compat import Model
 from lade.drafting.drafts import chain, draft_of
 from lade.drafting.speculator import Plan
+from lade.errors import in_one_line
 from lade.probing.own_code import AROUND
 from lade.targets.base import Target
 from lade.tree import Tree, starts
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # Tokens that are run once more in front of a tree. The second is neither the first of the forward
 # nor the last, as it was when it ran alone.
 NUM_BEFORE = 2
 # Steps with a draft from one proof to the next: one takes about as long as two of them.
-DISTANCE = 128
+DISTANCE = 112
+# Steps that other calls wait for the one that is to prove next, before another does.
+_MOST_LATE = 16
 # In half precision, logits of the same text differ by chance, and where experts are chosen by a
 # near-tie, by more than rounding: only so many failures in a row count.
 _MOST_WRONG = 3
 
 
-class FlawError(Exception):
-    """A step over drafts does not give what forwards of one token give."""
+class VerificationError(Exception):
+    """Drafts cannot be verified any more; the text so far is valid.
+
+    Attributes:
+        is_flaw: whether a step over drafts did not give what forwards of one token give. If not, a
+            forward failed, and the cause is its error.
+    """
+
+    is_flaw = False
 
 
-@dataclass(slots=True)
+class _FlawError(VerificationError):
+    is_flaw = True
+
+
+@dataclass(slots=True, eq=False)
 class Distances:
-    """Steps with a draft until the next proof."""
+    """Steps with a draft until the next proof, of the call that has gone farthest."""
 
     num_left: int = 0
-
-    def proved(self) -> None:
-        """Go on to the next proof."""
-        self.num_left = DISTANCE
+    num_proofs: int = 0
+    prover: "ProvedTarget | None" = None  # whose call is to prove next
 
 
-class Proof:
-    """The proofs of one call.
+def _verifying(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Convert errors of the target to `VerificationError`, which does not fail the call."""
+
+    @wraps(method)
+    def converted(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return method(*args, **kwargs)
+        except VerificationError:
+            raise
+        except Exception as failure:  # the target is the user's model
+            raise VerificationError(in_one_line(failure)) from failure
+
+    return converted
+
+
+class ProvedTarget:
+    """A target some of whose steps are proved, and all of whose errors are `VerificationError`s.
 
     Args:
+        target: the model, set up for the prompts, not yet run.
         text: the text of all rows; grows.
         distances: those of the call, or of all calls of the model; None where nothing is proved, as
             where several processes run a model together: all of them must or none. Nor is it where
@@ -68,11 +102,8 @@ class Proof:
             forwards, lade's of single tokens are as good as the model's own.
 
     Attributes:
-        plain_prompts: whether prompts, and before the first proof steps without drafts, are to be
-            run exactly as `generate` runs them: code of the user's takes part.
-        num_before: tokens before those of the plan that the present forward runs.
-        is_busy: whether the present forward is not as fast as others.
         num_forwards: those that were run for proofs alone.
+        num_run: tokens per row that the last forward ran besides the root, padding included.
     """
 
     def __init__(
@@ -86,32 +117,87 @@ class Proof:
     ) -> None:
         self._target, self._text, self._distances = target, text, distances
         self._may_repeat_prompts, self._is_around = may_repeat_prompts, own_code == AROUND
-        self.plain_prompts = own_code not in (None, AROUND)
+        # Prompts, and before the first proof steps without drafts, run exactly as in `generate`.
+        self._is_plain = own_code not in (None, AROUND)
         self._limit = limit_of(model)
         self._num_wrong = 0
+        self._num_left, self._num_proofs = DISTANCE, 0
+        if distances is not None:
+            self._num_left, self._num_proofs = distances.num_left, distances.num_proofs
         # By row, the places of tokens that were run alone of late, and what they gave.
         self._alone: dict[int, dict[int, Tensor]] = {}
         self._is_alone = False  # whether the present forward runs single tokens the model's own way
-        self.num_before = 0
-        self.num_forwards = 0
+        self._num_before = 0  # tokens before those of the plan that the present forward runs
+        self.num_forwards, self.num_run = 0, 0.0
 
     @property
-    def is_busy(self) -> bool:
-        """Whether the present forward is not as fast as others of its size."""
-        return self._is_alone or self.num_before > 0
+    def extra_sec(self) -> float:
+        """Seconds of the last forward that others of its size do not take; infinite if unknown."""
+        return math.inf if self._is_alone or self._num_before else self._target.extra_sec
 
-    def begin(self, plan: Plan) -> tuple[Plan, Any]:
+    @_verifying
+    def prefill(self) -> Tensor:
+        """Run the prompts; return logits of their last tokens, [1, num_rows, vocab_size]."""
+        return self._target.prefill(is_plain=self._is_plain)
+
+    @_verifying
+    def run(self, plan: Plan) -> tuple[Plan, Tensor]:
+        """Run a step; return what of its plan was run, and logits of its nodes.
+
+        Where a proof is due, or fails, the drafts of a plan may be left out.
+        """
+        plan, inputs = self._begin(plan)
+        num_pending = self._target.num_pending
+        plan, logits = self._forward(plan, inputs)
+        self.num_run = sum(map(len, plan.trees.values())) / len(plan.trees) - 1
+        if len(plan.trees) == 1:  # with its padding
+            self.num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
+        return plan, logits
+
+    @_verifying
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep the nodes of the last plan on each row's accepted path, root first."""
+        num = self._num_before
+        if num:
+            paths = [[*range(num), *(num + node for node in path)] for path in paths]
+        self._target.commit(paths)
+
+    @_verifying
+    def select(self, places: Sequence[int]) -> None:
+        """Continue with some rows only, given as ascending indices into the rows in use."""
+        self._target.select(places)
+
+    def close(self) -> None:
+        """End the generation; called once, also after an error."""
+        if self._distances is not None and self._distances.prover is self:
+            self._distances.prover = None
+        self._target.close()
+
+    def _is_due(self) -> bool:
+        """Return whether this call is to prove its next draft."""
+        distances = self._distances
+        if distances is None:
+            return False
+        if self._num_proofs != distances.num_proofs:  # another call has proved
+            self._num_proofs, self._num_left, self._alone = distances.num_proofs, DISTANCE, {}
+        if self._num_left > 0:
+            return False
+        if distances.prover is None or self._num_left <= -_MOST_LATE:
+            distances.prover = self
+        return distances.prover is self
+
+    def _begin(self, plan: Plan) -> tuple[Plan, Any]:
         """Return what of a plan is to be run, and the inputs of its forward."""
         target = self._target
-        self.num_before, self._is_alone = 0, False
-        is_due = self._distances is not None and self._distances.num_left <= 0
+        self._num_before, self._is_alone = 0, False
+        is_due = self._is_due()
         # Between a token alone and the proof, those without drafts are run alone, too.
-        may_wait = plan.num_tokens == 1 and not self._alone and not self.plain_prompts
+        may_wait = plan.num_tokens == 1 and not self._alone and not self._is_plain
         if not is_due or may_wait:
             return plan, target.inputs(plan.nodes())
         is_ready = plan.num_tokens > 1 and self._is_ready(plan)
         if is_ready and target.go_back(NUM_BEFORE):
-            self.num_before = NUM_BEFORE
+            self._num_before = NUM_BEFORE
             before = [self._text.token_ids[row][-1 - NUM_BEFORE : -1] for row in plan.trees]
             self._trees = [*map(_behind, before, plan.nodes())]
             return plan, target.inputs(self._trees)
@@ -119,34 +205,34 @@ class Proof:
         self._is_alone = not target.num_pending  # else these are run first
         return plan, None if self._is_alone else target.inputs(plan.nodes())
 
-    def forward(self, plan: Plan, inputs: Any) -> tuple[Plan, Tensor]:
-        """Run a step and return it with what of its plan it is; one that fails has no draft.
-
-        Raises:
-            FlawError: the target gives something else than the model for single tokens.
-        """
+    def _forward(self, plan: Plan, inputs: Any) -> tuple[Plan, Tensor]:
+        """Run a step and return it with what of its plan it is; one that fails has no draft."""
         if self._is_alone:
             return plan, self._run_alone(plan)
         logits = self._target.forward(inputs)
         if plan.num_tokens > 1 and self._is_spoiled(plan, logits):
             plan = self._taken_back(plan)
             return plan, self._target.forward(self._target.inputs(plan.nodes()))
-        if self.num_before:
+        if self._num_before:
             error = self._error(plan, logits)
             if error > self._limit:
                 return self._fail(plan, error)
-            assert self._distances is not None
-            self._distances.proved()
-            self._num_wrong, self._alone = 0, {}
-            logits = _without(logits, self._trees, self.num_before)
+            self._proved()
+            logits = _without(logits, self._trees, self._num_before)
         if plan.num_tokens > 1 and self._distances is not None:
-            self._distances.num_left -= 1
+            self._num_left -= 1
+            # Steps of calls that run side by side are counted once.
+            self._distances.num_left = min(self._distances.num_left, self._num_left)
         return plan, logits
 
-    def path(self, nodes: Sequence[int]) -> list[int]:
-        """Return a path of a plan's tree as one of the tree that was run."""
-        num = self.num_before
-        return [*range(num), *(num + node for node in nodes)]
+    def _proved(self) -> None:
+        """Go on to the next proof."""
+        distances = self._distances
+        assert distances is not None
+        distances.num_proofs += 1
+        distances.num_left, distances.prover = DISTANCE, None
+        self._num_left, self._num_proofs = DISTANCE, distances.num_proofs
+        self._num_wrong, self._alone = 0, {}
 
     def _is_ready(self, plan: Plan) -> bool:
         """Return whether what there is to compare with was run, and may be run once more."""
@@ -181,9 +267,9 @@ class Proof:
         """Return how far off the tokens before the trees are from what they gave alone."""
         mine, alone = [], []
         for row, start in zip(plan.trees, starts(self._trees), strict=True):
-            first = len(self._text.token_ids[row]) - 1 - self.num_before
+            first = len(self._text.token_ids[row]) - 1 - self._num_before
             for place, given in self._alone.get(row, {}).items():
-                if 0 <= place - first < self.num_before:
+                if 0 <= place - first < self._num_before:
                     mine.append(logits[0, start + place - first])
                     alone.append(given)
         return distance(torch.stack(mine), torch.stack(alone).to(logits.device))
@@ -196,15 +282,15 @@ class Proof:
         """
         if not logits.is_cpu:
             return False
-        trees = self._trees if self.num_before else plan.nodes()
-        roots = (logits[0, start + self.num_before, 0] for start in starts(trees))
+        trees = self._trees if self._num_before else plan.nodes()
+        roots = (logits[0, start + self._num_before, 0] for start in starts(trees))
         return any(bool(each.isnan()) for each in roots)
 
     def _fail(self, plan: Plan, error: float) -> tuple[Plan, Tensor]:
         """Take a step back, run the roots alone, and return that; raise if it is no chance."""
         self._num_wrong += 1
         if self._limit < EXACT or self._num_wrong >= _MOST_WRONG:
-            raise FlawError(
+            raise _FlawError(
                 f"its logits for a draft differ from those for the same token alone by {error:.2g} "
                 f"of their standard deviation (expected at most {self._limit:.2g})"
             )
@@ -213,9 +299,9 @@ class Proof:
 
     def _taken_back(self, plan: Plan) -> Plan:
         """Discard the last forward but the tokens before its trees; return the plan's roots."""
-        target, num_before = self._target, self.num_before
+        target, num_before = self._target, self._num_before
         target.discard()
-        self.num_before = 0
+        self._num_before = 0
         if num_before:
             before = [self._text.token_ids[row][-1 - num_before : -1] for row in plan.trees]
             target.forward(target.inputs([Tree.build(ids[0], chain(ids[1:])) for ids in before]))

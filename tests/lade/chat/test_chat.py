@@ -64,7 +64,7 @@ def test_samples_are_those_of_generate_with_seeds_that_are_told(
 ) -> None:
     options = ("--temperature", 0.9, "--top-p", 0.95, "--seed", 3)
     got = chat("abc\r", "def\r", f"/save {path}\r", CTRL_D, options=options)
-    assert re.findall(r"seed (\d+)", got.shown) == ["3", "4"]
+    assert re.findall(r"seed\s+(\d+)", got.shown) == ["3", "4"]
     texts = saved(path)
     for place, seed in ((1, 3), (3, 4)):
         torch.manual_seed(seed)

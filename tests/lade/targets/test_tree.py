@@ -280,6 +280,21 @@ def test_rows_are_proved_as_parts(family: str) -> None:
     assert answer.shape == (3, THREE.shape[1] + 24)
 
 
+def test_of_calls_side_by_side_one_proves_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, alone = tiny_model("llama"), []
+    profile_of(model).proofs["tree"] = Distances()
+    run = TreeTarget.forward_plainly
+    noting = lambda self, roots, **ways: alone.append(self) or run(self, roots, **ways)  # noqa: E731
+    call: dict[str, Any] = {"max_new_tokens": 48, "eos_token_id": None, "config": EIGHT}
+    lade.generate(model, THREE[:1], **call)  # what the first call checks is no proof
+    profile_of(model).proofs["tree"] = Distances(8)
+    monkeypatch.setattr(TreeTarget, "forward_plainly", noting)
+    with lade.Batcher(model) as batcher:
+        calls = [batcher.submit(THREE[:1] + shift, **call) for shift in range(8)]
+        assert {each.result().shape[1] for each in calls} == {THREE.shape[1] + 48}
+    assert 1 <= len({*map(id, alone)}) <= 3  # one, or whoever came in the place of one that ended
+
+
 def test_a_windowed_cache_is_taken_over_and_handed_over_as_it_is() -> None:
     config = tiny_model("mistral").config
     for length in (3, 20):
