@@ -59,7 +59,7 @@ def test_called_from_several_threads_nothing_is_left(name: str) -> None:
 def test_what_is_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Careless(lade.decoder.Decoder):
         def _prefill(self) -> None:
-            body: Any = self._target._model.model  # type: ignore[attr-defined]
+            body: Any = self._target._target._model.model  # type: ignore[attr-defined]
             handle = body.register_forward_hook(lambda *_: None)
             super()._prefill()
             handle.remove()
