@@ -49,9 +49,6 @@ _NAMES = {
     "no_drafts": "**lade**, no drafts",
     "lade": "**lade**",
     "lade_fresh": "**lade**",
-    "lade_untabled": "**lade**, without a table",
-    "lade_lookahead": "**lade**, with a lookahead window",
-    "lade_pool": "**lade**, with the pool",
     "lade_pool_fresh": "**lade**, with the pool",
     "openvino": "OpenVINO GenAI",
     "openvino_lookup": "OpenVINO GenAI's prompt lookup",
@@ -73,7 +70,6 @@ _NAMES = {
 _ENGINES = {
     "plain": "none",
     "ngram": "vLLM's `ngram`, 1 to 4 tokens",
-    "ngram_2": "vLLM's `ngram`, 2 to 4 tokens",
     "ngram_5": "vLLM's `ngram`, 5 tokens",
     "suffix": "vLLM's `suffix`",
     "pool": "**lade**, one pool for all",
@@ -81,7 +77,6 @@ _ENGINES = {
     "pool_prewarmed": "**lade**, one pool for all, after `lade prewarm`",
 }
 _PREWARMED = "**lade**, after `lade prewarm`"
-_OURS = ("lade", "lade_fresh")
 _ARENA = "results/arena/smollm2_bfloat16"  # what is plotted
 _MODELS = {"smollm2-135m-instruct": "SmolLM2-135M-Instruct", "gemma-3-270m": "Gemma 3 270M"}
 
@@ -217,11 +212,11 @@ def _hundreds(num_lines: int) -> str:
 
 @_figure
 def value(file: str, path: str, form: str = "") -> str:
-    """Return one number of a file, as `x` (1.50x), `%`, `,` (thousands), or so many decimals."""
+    """Return one number of a file, as it is, as `x` (1.50x) or as `,` (thousands)."""
     found: Any = _read(file)
     for key in path.split("/"):
-        found = found[int(key) if isinstance(found, list) else key]
-    return _formatted(found, form)
+        found = found[key]
+    return speedup_text(found) if form == "x" else f"{found:{form}}"
 
 
 _EDITS = {
@@ -241,38 +236,17 @@ _EDITED = {
 
 
 @_figure
-def edits(what: str) -> str:
-    """Return one figure of every edit by a prediction: steps, or the speed over lade without."""
+def edits() -> str:
+    """Return how many steps every edit took, with and without a prediction."""
     found = _read("results/predictions")["edits"]
-    rows = []
-    for name, label in _EDITS.items():
-        numbers = [found[name][place][method][what] for place, method in _EDITED]
-        cells = [speedup_text(n) if isinstance(n, float) else str(n) for n in numbers]
-        rows.append((label, str(found[name]["num_tokens"]), *cells))
-    return _table(("edit", "tokens", *_EDITED.values()), 1, rows)
-
-
-@_figure
-def overhead(file: str, method: str = "lade") -> str:
-    """Return the median over prompts of the share of a step that is not the model's forward."""
-    return f"{_read(file)['summary'][OVERALL][method]['overhead']:.1%}"
-
-
-@_figure
-def ratios(file: str, method: str, rivals: str) -> str:
-    """Return by how much a method's MAT exceeds the best rival's in an arena, at each budget."""
-    runs = _runs(rivals) | _runs(file)
-    sizes = sorted({size for _, size in runs})
-    best = [
-        max(
-            run["mean_accepted_tokens"]
-            for (name, each), run in runs.items()
-            if name.startswith("rival_") and each == size
+    rows = [
+        (
+            *(label, str(found[name]["num_tokens"])),
+            *(str(found[name][place][method]["num_steps"]) for place, method in _EDITED),
         )
-        for size in sizes
+        for name, label in _EDITS.items()
     ]
-    ours = [runs[method, size]["mean_accepted_tokens"] for size in sizes]
-    return " / ".join(f"{own / other:.2f}" for own, other in zip(ours, best, strict=True))
+    return _table(("edit", "tokens", *_EDITED.values()), 1, rows)
 
 
 # --- tables ---------------------------------------------------------------------------------
@@ -405,7 +379,7 @@ def methods(*files: str) -> str:
     for file in files:
         overall = _read(file)["summary"][OVERALL]
         for method, entry in overall.items():
-            for label, each in _each_pass(_label(file, method, overall), entry):
+            for label, each in _each_pass(_name(method), entry):
                 ratio = speedup_text(each["speedup"])
                 if (
                     len(entry.get("speedup_of_each_pass", [])) > 1
@@ -418,34 +392,22 @@ def methods(*files: str) -> str:
     return _table(headings, 1, rows)
 
 
-_UNMEASURED = "Not measured yet."
-
-
 @_figure
 def drafters(file: str) -> str:
-    """Return the methods of a run of drafters with their times and sources, and where from."""
-    if not _path(file).exists():
-        return _UNMEASURED
-    rows, sources = [], []
+    """Return the methods of a run of drafters, with their times."""
+    rows = []
     for method, entry in _read(file)["summary"][OVERALL].items():
-        name = _NAMES.get(method, f"`{method}`")
+        name = _name(method)
         share = share_text(entry.get("acceptance_rate"))
         drafting = msec_text(entry.get("draft_sec_per_step"))
         speed = (f"{entry['tokens_per_sec']:.1f}", speedup_text(entry["speedup"]))
         mat = f"{entry['mean_accepted_tokens']:.2f}"
         rows.append((name, *speed, mat, share, drafting, share_text(entry["same_text"])))
-        for part, each in entry.get("sources", {}).items():
-            counts = (each["num_asked"], each["num_draft_tokens"], each["num_accepted_tokens"])
-            sources.append((name, part, *(f"{n:,}" for n in counts), f"{each['sec']:.1f}"))
     headings = (
         *("decoding", "tokens/s", "speed-up", "MAT", "accepted"),
         *("draft ms/step", "same text"),
     )
-    tables = [_table(headings, 1, rows)]
-    if sources:
-        names = ("decoding", "source", "asked", "drafted", "accepted", "seconds")
-        tables.append(_table(names, 2, sources))
-    return "\n\n".join([*tables, source(file)])
+    return _table(headings, 1, rows)
 
 
 @_figure
@@ -460,7 +422,7 @@ def categories(file: str) -> str:
         )
         for group, of_methods in summary.items()
     ]
-    labels = [_label(file, name, summary[OVERALL]) for name in names]
+    labels = [_name(name) for name in names]
     return _table(("category (prompts)", *labels), 1, rows)
 
 
@@ -486,10 +448,8 @@ def arena(*files: str) -> str:
 
 
 _SERVERS = {
-    "transformers": "`transformers serve`",
     "continuous": "`transformers serve --continuous-batching`",
-    "plain": "`lade serve --verification plain`",
-    "before": "`lade serve`, before its forward was one job",
+    "before": "`lade serve`, before the compiled forward pass",
     "lade": "`lade serve`",
 }
 
@@ -504,6 +464,60 @@ def servers(file: str, what: str, digits: str) -> str:
         for name in names
     ]
     return _table(("clients", *found), 1, rows)
+
+
+_FUZZED = {
+    "fuzz": ("random calls, mostly in float64", "num_cases", "num_mismatches"),
+    "fuzz_float32": ("random calls in float32, compiled forward", "num_cases", "num_mismatches"),
+    "fuzz_batches": (
+        "requests of a `lade.Batcher` that join and leave",
+        "num_requests",
+        "num_wrong",
+    ),
+    "fuzz_states": ("calls of models that change, also during the call", "num_cases", "num_wrong"),
+}
+
+
+@_figure
+def fuzz() -> str:
+    """Return how many random calls were compared with `generate`, and how many differed."""
+    rows = []
+    for name, (what, total, wrong) in _FUZZED.items():
+        found = _read(f"results/{name}")
+        refused = f"{found['num_refused']:,}" if "num_refused" in found else ""
+        made = _made(found)
+        cells = (f"{found[total]:,}", refused, f"{found[wrong]:,}", made["date"], made["code"])
+        rows.append((what, *cells))
+    return _table(("compared", "calls", "refused", "different", "date", "code"), 1, rows)
+
+
+@_figure
+def load(*files: str) -> str:
+    """Return what a server did under load, a column for each run."""
+    rows: dict[str, list[str]] = {}
+    for file in files:
+        found, made = _read(file), _made(_read(file))
+        plan, seconds = found["plan"], found["first_token_sec"]
+        attackers = plan.get("num_attackers", plan.get("attackers"))
+        of_run = {
+            "": f"{attackers} attackers" if attackers else "no attackers",
+            "clients": f"{plan.get('num_clients', plan.get('clients')):,}",
+            "minutes": f"{found['sec'] / 60:.0f}",
+            "right answers": f"{found['num_right']:,}",
+            "wrong, another client's, or lost": "{num_wrong}, {num_mixed}, {num_lost}".format(
+                **found
+            ),
+            "clients that left": f"{found['num_left']:,}",
+            "first token, s: median, 99th percentile": "{p50:.2f}, {p99:.2f}".format(**seconds),
+            "memory, MB: after a tenth of the time, at the end": (
+                f"{found['memory_mb']['after_a_tenth']}, {found['memory_mb']['last']}"
+            ),
+            "date, code": f"{made['date'].split()[0]}, {made['code']}",
+        }
+        for name, cell in of_run.items():
+            rows.setdefault(name, []).append(cell)
+    headings = ("", *rows.pop(""))
+    return _table(headings, 1, [(name, *cells) for name, cells in rows.items()])
 
 
 @_figure
@@ -556,13 +570,6 @@ def engine_speeds(*files: str) -> str:
     return _table(("at once", "method", "tokens/s, pass 1", *passes, *times), 2, rows)
 
 
-@_figure
-def engine_ratio(file: str, method: str, other: str, num_pass: str) -> str:
-    """Return how many times another's mean accepted tokens a method has, in a pass."""
-    found = [_engine_rows(file)[name][int(num_pass) - 1]["mat"] for name in (method, other)]
-    return f"{found[0] / found[1]:.2f}"
-
-
 def _engine_rows(file: str, concurrency: int | None = None) -> dict[str, list[dict[str, Any]]]:
     """Return the passes of each method, with so many requests at once, or the first number."""
     rows = _read(file)["rows"]
@@ -575,27 +582,20 @@ def _engine_rows(file: str, concurrency: int | None = None) -> dict[str, list[di
 
 
 @_figure
-def pool(file: str = "results/pool") -> str:
+def pool(file: str) -> str:
     """Return what the pool takes alone, by the number of tokens it holds."""
-    timings = _read(file)["timings"]
-    has_steps, has_files = "step_us" in timings[0], "load_ms" in timings[0]
-    rows = []
-    for timing in timings:
-        cells = [
+    content = _read(file)
+    rows = [
+        (
             f"{timing['num_tokens']:,}",
             f"{timing['observe_prompt_us']:.2f}",
             f"{timing['draft_us']:.0f} ({timing['draft_p95_us']:.0f})",
-        ]
-        if has_steps:
-            cells.append(f"{timing['step_us']:.0f} ({timing['step_p95_us']:.0f})")
-        if has_files:
-            cells.append(f"{timing['load_ms']:.0f}")
-        rows.append((*cells, f"{timing['bytes_per_token']:.0f}"))
-    size = _read(file)["settings"]["max_draft_tokens"]
-    headings = ["tokens held", "observe, µs a token", f"draft of {size} tokens, µs (95 %)"]
-    headings += ["whole step, µs (95 %)"] * has_steps
-    headings += ["load and first draft, ms"] * has_files
-    return _table((*headings, "bytes a token"), 0, rows)
+            f"{timing['bytes_per_token']:.0f}",
+        )
+        for timing in content["timings"]
+    ]
+    draft = f"draft of {content['settings']['max_draft_tokens']} tokens, µs (95 %)"
+    return _table(("tokens held", "observe, µs a token", draft, "bytes a token"), 0, rows)
 
 
 def _by_release() -> list[str]:
@@ -664,22 +664,6 @@ def _reason(text: str) -> str:
     """Return why no better method will do, without what differs from model to model."""
     text = re.sub(r" by [\d.]+ of their standard deviation \(expected at most [\d.]+\)", "", text)
     return re.sub(r"(its forward fails) \([^;]*", r"\1", text)
-
-
-@_figure
-def weight_formats(file: str) -> str:
-    """Return what was found of each weight format, and why some were not made."""
-    content = _read(file)
-    made, rows = content["environment"], content["formats"]
-    missing = [(", ".join(filter(None, row[:2])), row[-1]) for row in rows if not row[2]]
-    packages = "".join(f"{package}, " for package in content["packages"])
-    parts = [
-        f"With transformers {made['transformers']}, torch {made['torch']}, {packages}and lade "
-        f"{made['lade']}; {made['cpu']}, {made['date']}, seed {content['settings']['seed']}.",
-    ]
-    if missing:
-        parts += ["Not made there:", _words(("format", "why"), missing)]
-    return "\n\n".join(parts)
 
 
 def _words(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -800,17 +784,6 @@ def _draw_arena(folder: Path, name: str, content: Any) -> None:
     _save(figure, axes, folder, name)
 
 
-def _draw_memory(folder: Path, name: str, content: Any) -> None:
-    megabytes = content["memory_mb"]["over_time"]
-    figure, axes = _new_figure()
-    step = content["sec"] / 60 / (len(megabytes) - 1)
-    axes.plot([step * place for place in range(len(megabytes))], megabytes, label="the server")
-    axes.set_xlabel("minutes")
-    axes.set_ylabel("memory, MB")
-    axes.set_ylim(bottom=0)
-    _save(figure, axes, folder, name)
-
-
 def _new_figure() -> tuple[Any, Any]:
     from matplotlib.figure import Figure  # not pyplot, which keeps figures and wants a display
 
@@ -826,7 +799,6 @@ def _save(figure: Any, axes: Any, folder: Path, name: str) -> None:
 # By name: the file that it is of, and what draws it.
 _PLOTS: dict[str, tuple[str, Callable[[Path, str, Any], None]]] = {
     "arena": (_ARENA, _draw_arena),
-    "memory": ("results/load", _draw_memory),
 }
 
 
@@ -875,19 +847,12 @@ def _hardware(file: str) -> str:
     made, settings = _read(file)["environment"], _read(file)["settings"]
     if made["gpu"] and "cuda" in str(settings.get("device")):
         return str(made["gpu"])
-    threads = f", {settings['threads']} threads" if settings.get("threads") else ""
+    number = settings.get("threads")
+    threads = f", {number} {'thread' if number == 1 else 'threads'}" if number else ""
     return f"{made['cpu']}, {made['num_cores']} cores{threads}"
 
 
-def _label(file: str, method: str, overall: Mapping[str, Any]) -> str:
-    # A table was there, or it was there and one method was told to leave it out.
-    uses_table = file.endswith("_prewarmed") or "lade_untabled" in overall
-    return _PREWARMED if uses_table and method in _OURS else _name(method, overall)
-
-
-def _name(method: str, overall: Mapping[str, Any]) -> str:
-    if method == "lade_untabled" and "lade" in overall:
-        return _NAMES["lade"]
+def _name(method: str) -> str:
     return _NAMES.get(method, f"`{method}`")
 
 
@@ -909,18 +874,6 @@ def _mat(entry: Mapping[str, Any]) -> str:
 
 def _counts(entry: Mapping[str, Any]) -> tuple[str, str, str]:
     return _mat(entry), f"{entry['draft_tokens_per_step']:.1f}", share_text(entry["same_text"])
-
-
-def _formatted(number: Any, form: str) -> str:
-    if form == "x":
-        return speedup_text(number)
-    if form.endswith("%"):
-        return f"{number:.{form[:-1] or 0}%}"
-    if form == ",":
-        return f"{number:,}"
-    if form == "MiB":
-        return f"{number / 2**20:.0f} MiB"
-    return f"{number:.{form}f}" if form else str(number)
 
 
 if __name__ == "__main__":

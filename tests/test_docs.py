@@ -18,7 +18,7 @@ PAGES = sorted(
 )
 _CODE = re.compile(r"```(?P<language>\S*)[^\n]*\n(?P<code>.*?)```", re.DOTALL)
 _LINK = re.compile(r"\]\((?![a-z]+:)(?P<place>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
-# Of README and the site, but SUPPORT.md (written whole), and what is between markers.
+# Of README and the site, outside of markers.
 _SPEED_UP = re.compile(r"\b\d+\.\d+x")
 
 

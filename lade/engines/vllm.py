@@ -1,6 +1,6 @@
 """`PoolProposer`: a pool that drafts for all requests of a vLLM worker.
 
-vLLM makes one by itself, from its dotted name (docs/guides/vllm.md); nothing of vLLM is imported
+vLLM makes one by itself, from its dotted name (docs/comparison.md); nothing of vLLM is imported
 here. Tried with vLLM 0.32. Next files: `options.py`, `requests.py`.
 """
 

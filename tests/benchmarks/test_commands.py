@@ -374,7 +374,7 @@ def test_what_is_published_is_read_as_before(tmp_path: Path) -> None:
     """Published again, results change in nothing."""
     for path in (
         *("new_pools/bfloat16", "arena/smollm2_bfloat16", "gpu/1b_cpu", "memory"),
-        "serving/short_float32",
+        "serving/questions_float32",
     ):
         source, out = RESULTS / f"{path}.json", tmp_path / "again.json"
         publish(source, out)

@@ -11,7 +11,7 @@ from tests.equality.pairs import Row, all_pairs
 from tests.fuzz.cases import Case, Rows
 from tests.support.tiny import VOCAB_SIZE
 
-#: Every kind of attention, position, cache and state that SUPPORT.md tells apart.
+#: Every kind of attention, position, cache and state that docs/models.md tells apart.
 FAMILIES = (
     *("llama", "qwen3", "olmo2", "phi3", "deepseek_v3", "mixtral"),  # rotary positions
     *("gpt2", "opt", "gpt_neox", "bloom", "mpt"),  # learned positions, ALiBi

@@ -84,6 +84,13 @@ def test_front_page(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_chat(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     run("guides/chat", names, "In your own program")
     assert capsys.readouterr().out.endswith(" tokens a second\n")
+    run("guides/chat", names, "Remembering answers")
+    assert names["again"].equal(names["first"])
+
+
+@pytest.mark.usefixtures("names")
+def test_files_of_4_bits() -> None:
+    assert run("guides/gguf", {})["model"].can_generate()
 
 
 @pytest.mark.usefixtures("names")
@@ -103,14 +110,14 @@ def test_drafters() -> None:
 
 def test_calls_of_tools(names: dict[str, Any]) -> None:
     names["tokenizer"].chat_template = _CALLING
-    made = run("guides/grammars", {})
+    made = run("guides/grammars", {}, "Tool calls")
     assert made["output"].shape[1] == made["inputs"]["input_ids"].shape[1] + 256
 
 
 def test_pools(names: dict[str, Any], tmp_path: Path) -> None:
     model, tokenizer = names["model"], names["tokenizer"]
     lade.save_pool(lade.NGramPool(), "work.pool", tokenizer=tokenizer, model=model)
-    made = run("guides/pools", {}, "Use it", "Share them between processes")
+    made = run("guides/pools", {}, "Use a pool", "Many pools: stores")
     assert (tmp_path / "mine.pool").exists()
     made["store"].close()
     with PoolStore("pools") as another, another.open("alice") as pool:
@@ -118,8 +125,8 @@ def test_pools(names: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_predicted_outputs(names: dict[str, Any]) -> None:
-    in_process, _ = blocks_of("guides/predicted_outputs")  # the other one asks a server
-    exec(compile(in_process, "predicted_outputs", "exec"), names)
+    in_process, _ = blocks_of("guides/grammars", "Predicted outputs")  # the other one asks a server
+    exec(compile(in_process, "grammars", "exec"), names)
     assert names["output"].stats.sources["prediction"].num_asked > 0
 
 
@@ -137,7 +144,7 @@ def test_prewarming(
 
 def test_rollouts(names: dict[str, Any]) -> None:
     plain = names["model"].generate(**names["inputs"], max_new_tokens=8)
-    run("guides/rollouts", names | {"trainer": SimpleNamespace(model=names["model"])})
+    run("guides/batches", names | {"trainer": SimpleNamespace(model=names["model"])})
     assert torch.equal(names["model"].generate(**names["inputs"], max_new_tokens=8), plain)
     lade.unwrap(names["model"])
 
@@ -158,7 +165,7 @@ def test_clients(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
             openai, "OpenAI", lambda base_url, api_key: made(base_url=server.url, api_key=api_key)
         )
         names: dict[str, Any] = {}
-        for block in blocks_of("guides/serving", "openai-python"):
+        for block in blocks_of("guides/serving", "Ask it"):
             block = block.replace("smollm2-135m-instruct", NAME)
             exec(compile(block, "serving", "exec"), names)
         names["client"].close()

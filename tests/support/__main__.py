@@ -4,7 +4,7 @@ python -m tests.support --json docs/support/transformers-5.24.0.json
 
 This prints how lade verifies drafts for each one, and whether its text is that of plain generate:
 greedy, sampled, batched, past the window. The exit code is 1 if one of them is wrong or fails. Of
-results in docs/support, `python docs/figures.py` writes docs/SUPPORT.md.
+results in docs/support, `python docs/figures.py` writes tables of docs/models.md.
 """
 
 import argparse
