@@ -112,7 +112,7 @@ CATCHES_ANYTHING = {
     "lade/chat/conversation.py": 1,
     "lade/chat/terminal.py": 1,
     "lade/cli/__init__.py": 1,
-    "lade/decoder.py": 1,
+    "lade/probing/proof.py": 1,
     "lade/drafting/sources.py": 2,
     "lade/engine.py": 6,
     "lade/engines/vllm.py": 1,
