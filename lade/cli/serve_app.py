@@ -3,7 +3,7 @@
 import socket
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,6 +14,7 @@ from lade.errors import UserError
 _of_server = partial(typer.Option, rich_help_panel="Server", show_default=False)
 _of_drafting = partial(typer.Option, rich_help_panel="Drafting", show_default=False)
 _of_model = partial(typer.Option, rich_help_panel="Model")
+_Unknown = Literal["refuse", "ignore"]
 _FILE = {"exists": True, "dir_okay": False}
 
 
@@ -62,6 +63,9 @@ def serve(
     grace_sec: Annotated[
         float, _of_server(metavar="T", help="Seconds for answers at the end, 30.")
     ] = 30.0,
+    unknown_fields: Annotated[
+        _Unknown, _of_server(metavar="WHAT", help="In requests: refuse, or ignore and tell.")
+    ] = "refuse",
     keeps: Annotated[
         Path | None,
         _of_drafting(
@@ -135,6 +139,7 @@ def serve(
         max_new_tokens=max_new_tokens,
         timeout_sec=timeout,
         grace_sec=grace_sec,
+        ignores_unknown=unknown_fields == "ignore",
         prewarms=prewarm,
         config=Config(max_draft_tokens=max_draft_tokens, max_prefix_bytes=max_prefix_bytes),
     )

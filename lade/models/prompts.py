@@ -74,10 +74,10 @@ def _as_text(messages: Sequence[Mapping[str, str]]) -> str:
     )
 
 
-def useless_field(
+def useless_fields(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-) -> str | None:
-    """Return the first field that changes no prompt, such as "messages.0.name"; None if all may.
+) -> Iterator[str]:
+    """Yield the fields that change no prompt, such as "messages.0.name".
 
     Args:
         tokenizer: with a chat template.
@@ -88,9 +88,9 @@ def useless_field(
     variables = _variables_of(tokenizer.get_chat_template(tools=options["tools"]))
     for name in options.keys() - variables:
         if name != "tools":
-            return f"chat_template_kwargs.{name}"
-        if options["tools"]:
-            return name
+            yield f"chat_template_kwargs.{name}"
+        elif options["tools"]:
+            yield name
     render = partial(
         tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **options
     )
@@ -100,10 +100,11 @@ def useless_field(
             places.setdefault(field, place)
     for field, place in places.items():
         without = [{name: each[name] for name in each if name != field} for each in messages]
+        is_used = True
         with Attempt():  # a template may not do without it
-            if render(messages) == render(without):
-                return f"messages.{place}.{field}"
-    return None
+            is_used = render(messages) != render(without)
+        if not is_used:
+            yield f"messages.{place}.{field}"
 
 
 @lru_cache(8)

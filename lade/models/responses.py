@@ -1,10 +1,12 @@
 """What tells the parts of a model's answers: what is said, thought and called."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from lade.models.loading import LoadedModel
 
@@ -12,6 +14,9 @@ Json = dict[str, Any]
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as templates call them
 _NAMED = {"name": "{name}", "arguments": "{content}"}
+# A call that the chat template is asked to write, to see how it writes any.
+_CALL: Json = {"name": "lade_function", "arguments": {"lade_argument": ""}}
+_WRITTEN = re.compile(r'(.*?)lade_function(.*?)\{\s*"lade_argument"\s*:\s*""\s*\}(.*)', re.DOTALL)
 
 
 def _template(start: str | list[str], thoughts: Json, calls: Json, ends: Json) -> Json:
@@ -58,12 +63,69 @@ _TEMPLATES = {"qwen2": _HERMES, "qwen3": _HERMES, "qwen3_5": _XML, "gemma4": _GE
 
 def parser_of(loaded: LoadedModel, prefix: str, tools: list[Json] | None) -> Any:
     """Return what reads an answer to a prompt; None where a model's answers are text alone."""
+    template = _template_of(loaded)
+    return template and ResponseParser(template, prefix=prefix, tools=tools)
+
+
+def _template_of(loaded: LoadedModel) -> Json | None:
     template: Json | None = getattr(loaded.tokenizer, "response_template", None)
     kind = loaded.model.config.model_type
     known = [name for name in _TEMPLATES if kind.startswith(name)]
     if template is None and known:
         template = _TEMPLATES[max(known, key=len)]
-    return template and ResponseParser(template, prefix=prefix, tools=tools)
+    return template
+
+
+class CallForm(NamedTuple):
+    """How a model's answers call functions, with a JSON object as arguments."""
+
+    begin: str  # in front of the name
+    middle: str  # between name and arguments
+    end: str  # behind the arguments
+    between: str | None  # two calls; None where an answer has but one
+    thoughts: tuple[str, str] | None  # around what may be thought before; None for nothing
+
+
+def call_form_of(loaded: LoadedModel) -> CallForm | None:
+    """Return how the chat template writes calls; None where it does not, or the parser reads none.
+
+    Raises:
+        Exception: whatever a chat template raises that refuses calls.
+    """
+    template = _template_of(loaded)
+    if template is None:
+        return None
+    spec = load_response_template(template)
+    call = {"type": "function", "function": _CALL}
+    tool = {"type": "function", "function": {"name": _CALL["name"], "parameters": {}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    render = loaded.tokenizer.apply_chat_template
+    text = render([{"role": "user", "content": "?"}, said], tools=[tool], tokenize=False)
+    text, field = spec.truncate_past_last_anchor(text), spec.fields.get("tool_calls")
+    begun = field and field.open_re and field.close_re and field.open_re.search(text)
+    ended = begun and field.close_re.search(text, begun.end())
+    if not ended:
+        return None
+    one, rest = text[begun.start() : ended.end()].lstrip(), text[ended.end() :]
+    parser, found = ResponseParser(spec, prefix=""), _WRITTEN.fullmatch(one)
+    read = [*parts_of(parser.feed(one)), *parts_of(parser.finalize()[1])]
+    said = {**_CALL, "arguments": json.dumps(_CALL["arguments"])}
+    if found is None or read != [("tool_calls", said)]:
+        return None
+    thoughts = None
+    for name in spec.fields.keys() & {*_THOUGHTS}:
+        opens, closes = spec.fields[name].open_literals, spec.fields[name].close_literals
+        if opens and closes and opens[0] in loaded.tokenizer.get_chat_template(tools=[tool]):
+            thoughts = opens[0], closes[0]
+    begin, middle, end = found.groups()
+    between = rest.partition(one)[0] if one in rest else None
+    return CallForm(begin, middle, end, between, thoughts)
+
+
+def leaves_thoughts_open(parser: ResponseParser) -> bool | None:
+    """Return whether thoughts that a prompt begins have no end in it; None if it begins none."""
+    found = [event for event in parser.initial_events if event.get("field") in _THOUGHTS]
+    return found[-1]["type"] != "region_close" if found else None
 
 
 def parts_of(events: Iterable[Json]) -> Iterator[tuple[str, Any]]:

@@ -28,7 +28,7 @@ async def whole(exchange: Exchange) -> str:
         add(choices[new["index"]], new)
     for choice in choices if exchange.asked.is_chat else ():
         choice["message"] = message = {"content": "", **choice.pop("delta")}
-        for name in ("content", "reasoning_content") if exchange.parser else ():
+        for name in ("content", "reasoning_content") if exchange.prompts[0].parser else ():
             if name in message:  # blanks around marks are nobody's
                 message[name] = message[name].strip()
         for call in message.get("tool_calls", ()):

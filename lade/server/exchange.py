@@ -8,7 +8,8 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from time import perf_counter, time
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from lade.config import Config
 from lade.hf.pools import Pools
@@ -18,11 +19,25 @@ from lade.server.requests import Asked
 from lade.stats import DecodeStats
 
 
+class OnePrompt(NamedTuple):
+    """One of the prompts of a request."""
+
+    inputs: Any  # of the model: `input_ids` and `attention_mask`, [1, num_tokens]
+    options: Any  # a GenerationConfig
+    parser: Any = None  # of its answers, at their begin
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.inputs["input_ids"].shape[1])
+
+
 @dataclass(eq=False)
 class OneAnswer:
     """One of the answers to a request, written by the thread that makes it until it is over."""
 
     index: int  # among those to the request
+    prompt: OnePrompt
     seed: int | None
     grammar: Any  # that it keeps, and advances
     parser: Any  # tells what is said, thought and called; None where all is said
@@ -31,6 +46,9 @@ class OneAnswer:
     last_token: float | None = None
     token_ids: list[int] = field(default_factory=list)
     stats: DecodeStats | None = None  # None unless it came to its end
+
+
+_MOST_NAMES = 64  # fields that a header names, and the characters of each
 
 
 @dataclass(eq=False)
@@ -51,12 +69,9 @@ class Exchange:
     # What preparing makes of it, before it is submitted.
     asked: Asked = field(default_factory=Asked)
     config: Config = field(default_factory=Config)
-    inputs: Any = None  # of the model: `input_ids` and `attention_mask`, [1, num_prompt_tokens]
-    num_prompt_tokens: int = 0
-    options: Any = None  # a GenerationConfig
-    biases: Any = None  # float32 [vocab_size], to be added to logits
+    ignored: list[str] = field(default_factory=list)  # names of unknown fields
+    prompts: list[OnePrompt] = field(default_factory=list)
     grammar: Any = None  # of its answers, at its begin
-    parser: Any = None  # of its answers, at their begin
     tokens: Any = None  # knows the bytes of each, if log-probabilities are asked for
     prediction: list[int] | None = None  # its tokens; else those of calls of its tools
     pools: Pools | None = None
@@ -75,13 +90,32 @@ class Exchange:
         late = ApiError(504, message, code="timeout", closes=True)
         self._timer, self._num_left = self.loop.call_later(self.timeout_sec, self.end, late), 0
 
+    @property
+    def num_answers(self) -> int:
+        """Answers that it asks for, to all of its prompts."""
+        return len(self.prompts) * (self.asked.n or 1)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(prompt.num_tokens for prompt in self.prompts)
+
+    @property
+    def without_effect(self) -> str:
+        """Names of fields that were asked for and change nothing, as headers and logs may have."""
+        names = [*self.asked.without_effect, *self.ignored][:_MOST_NAMES]
+        return ", ".join(quote(name[:_MOST_NAMES]) for name in names)
+
     def make_answers(self) -> None:
         """Begin as many as were asked for, each as if it were alone, with the next seed."""
-        seed, self._num_left = self.asked.seed, self.asked.n or 1
-        for index in range(self._num_left):
-            grammar = None if self.grammar is None else self.grammar.deep_copy()
-            of_answer = None if seed is None else seed + index
-            self.answers.append(OneAnswer(index, of_answer, grammar, deepcopy(self.parser)))
+        seed, self._num_left = self.asked.seed, self.num_answers
+        for prompt in self.prompts:
+            for place in range(self.asked.n or 1):
+                grammar = None if self.grammar is None else self.grammar.deep_copy()
+                of_answer, parser = None if seed is None else seed + place, deepcopy(prompt.parser)
+                self.answers.append(
+                    OneAnswer(len(self.answers), prompt, of_answer, grammar, parser)
+                )
 
     def end(self, error: ApiError) -> None:
         """End it before its next token, or its turn; the first reason stays."""

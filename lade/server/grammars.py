@@ -1,8 +1,9 @@
-"""JSON schemas that answers keep to the letter; what they force is drafted for free."""
+"""JSON schemas and calls that answers keep to the letter; what they force is drafted for free."""
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import llguidance
@@ -14,6 +15,7 @@ from transformers import LogitsProcessor
 
 from lade.drafting.drafter import ForcedTokens
 from lade.models.loading import LoadedModel
+from lade.models.responses import CallForm
 from lade.server.checking import LIMITS, check
 from lade.server.errors import ApiError
 
@@ -21,6 +23,7 @@ _MAX_CHARS = 2**16
 # Words of llguidance's own grammars, which it leaves out of schemas without a word.
 _FOREIGN = {"%lark", "%json", "%regex"}
 # Without free blanks, which a model may write until its answer is full.
+_NAME = re.compile(r"[\w.-]+")
 _FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -43,19 +46,57 @@ class Grammars:
         Raises:
             ApiError: it is too long or takes too much, or is not one that grammars keep.
         """
+        text, make = _text_of(schema), llguidance.LLMatcher.grammar_from_json_schema
+        return self._checked(lambda _: make(text, overrides=_FORM), tenant)
+
+    def of_calls(
+        self,
+        form: CallForm,
+        functions: Sequence[Mapping[str, Any]],
+        tenant: str = "",
+        *,
+        is_thinking: bool = False,
+    ) -> llguidance.LLMatcher:
+        """Return the grammar of calls, at its begin; thoughts may come before.
+
+        Args:
+            form: how the model writes them.
+            functions: their names, and their parameters as JSON schemas.
+            tenant: as for `made`.
+            is_thinking: whether thoughts have begun.
+
+        Raises:
+            ApiError: as for `made`.
+        """
+        texts: dict[str, str] = {}
+        for each in functions:
+            schema = each.get("parameters") or {"additionalProperties": False}
+            is_object = isinstance(schema, dict) and schema.get("type", "object") == "object"
+            if not (is_object and _NAME.fullmatch(each["name"])):
+                raise refusal("expected functions with plain names and objects as parameters")
+            texts[each["name"]] = _text_of({"type": "object", **schema}, _FORM)
+        if sum(map(len, texts.values())) > _MAX_CHARS:
+            raise refusal(f"expected schemas of at most {_MAX_CHARS} characters together")
+        return self._checked(partial(_lark, form, texts, is_thinking), tenant)
+
+    def _checked(
+        self, write: Callable[[Mapping[str, int]], str], tenant: str
+    ) -> llguidance.LLMatcher:
+        """Return a grammar that is written by the special tokens there are, at its begin."""
         if not self._ends:
             raise refusal("expected no schema, for the model has no token that ends an answer")
-        if "x-guidance" in schema:  # which would loosen what is kept
-            raise refusal("expected a schema without x-guidance")
-        text = json.dumps(json.loads(json.dumps(schema), object_hook=_read))
-        if len(text) > _MAX_CHARS:
-            raise refusal(f"expected a schema of at most {_MAX_CHARS} characters, got {len(text)}")
-        try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_FORM)
-            (check if tenant else check.__wrapped__)(grammar, tenant)
+        try:  # by bytes alone, where no token is special
+            (check if tenant else check.__wrapped__)(write({}), tenant)
         except ValueError as error:  # one that is too deep is not even read
             raise refusal(f"expected a JSON schema that can be kept: {error}"[:300]) from None
+        grammar = write(self._specials)
         return llguidance.LLMatcher(self.tokens, grammar, log_level=0, limits=LIMITS)
+
+    @cached_property
+    def _specials(self) -> dict[str, int]:
+        """Tokens that are no text to a grammar, by what they look like."""
+        added = self._loaded.tokenizer.added_tokens_decoder
+        return {added[each].content: each for each in added if self.tokens.is_special_token(each)}
 
     @cached_property
     def tokens(self) -> llguidance.LLTokenizer:
@@ -89,6 +130,48 @@ class Kept(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
         ahead = self._grammar.deep_copy()
         ahead.consume_tokens([*committed[self._num_seen :]])
         return ahead.compute_ff_tokens()[:max_tokens]
+
+
+def _lark(
+    form: CallForm, texts: Mapping[str, str], is_thinking: bool, specials: Mapping[str, int]
+) -> str:
+    """Write a grammar of calls; texts are the JSON schemas of arguments, by name."""
+    longest = sorted(map(re.escape, specials), key=len, reverse=True)
+
+    def said(text: str) -> str:
+        parts = re.split(f"({'|'.join(longest)})", text) if longest else [text]
+        return " ".join(
+            f"<[{specials[part]}]>" if part in specials else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+
+    calls = (
+        f"{said(form.begin + name + form.middle)} %json {text} {said(form.end)}"
+        for name, text in texts.items()
+    )
+    rules = ["call: " + " | ".join(calls)]
+    more = "" if form.between is None else f" ({said(form.between)} call)*"
+    thought = ""
+    if form.thoughts is not None:
+        opening, closing = map(said, form.thoughts)
+        any_text, blank = r"/(.|\n)*/", r"/\s{0,4}/"
+        is_text = closing.startswith('"')  # which must not be taken for thoughts
+        rules.append(
+            f"rest[suffix={closing}]: {any_text}" if is_text else f"rest: {any_text} {closing}"
+        )
+        thought = f"rest {blank} " if is_thinking else f"({opening} rest {blank})? "
+    return "\n".join([f"start: {thought}call{more}", *rules])
+
+
+def _text_of(schema: Mapping[str, Any], form: Any = None) -> str:
+    """Return a JSON schema as text, with how instances are written where that is given."""
+    if "x-guidance" in schema:  # which would loosen what is kept
+        raise refusal("expected a schema without x-guidance")
+    text = json.dumps(json.loads(json.dumps(schema), object_hook=_read))
+    if len(text) > _MAX_CHARS:
+        raise refusal(f"expected a schema of at most {_MAX_CHARS} characters, got {len(text)}")
+    return text if form is None else f'{{"x-guidance": {json.dumps(form)}, {text[1:]}'
 
 
 def _read(part: dict[str, Any]) -> dict[str, Any]:

@@ -4,20 +4,22 @@ import json
 import logging
 import secrets
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache
+from itertools import repeat
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-from lade.compat import mark_as_new
+from lade.compat import CACHE, mark_as_new
 from lade.drafting.drafter import Drafter
+from lade.engine import current_call
 from lade.hf.api import decode
 from lade.models.loading import LoadedModel
 from lade.models.responses import parts_of
@@ -26,7 +28,8 @@ from lade.server.answers import Json, add
 from lade.server.errors import ApiError, failed
 from lade.server.exchange import Exchange, OneAnswer
 from lade.server.grammars import Kept
-from lade.stats import Step
+from lade.stats import DecodeStats, Step
+from lade.targets.joint import Part
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ logger = logging.getLogger(__name__)
 _LOWEST_LOGPROB = -9999.0
 # Tokens of a block, whose maximum is looked at first: finding 20 of 49,152 takes 0.05 ms, not 0.46.
 _BLOCK = 128
+_ROWS = 64  # of a prompt, whose logits are looked at together
 # Tokens whose names one answer has made; each takes some microseconds.
 _NAMED = 2**12
 
@@ -57,12 +61,18 @@ def answer(
     one.admitted = perf_counter()
     exchange.in_loop(exchange.choices.put_nowait, {})
     asked, relay = exchange.asked, _Relay(exchange, one, loaded.tokenizer)
+    if relay.echoes:
+        relay.echo(loaded.model)
+    if not one.prompt.options.max_new_tokens:
+        one.stats = DecodeStats()
+        relay.finish()
+        return
     processors = LogitsProcessorList()
     penalties = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
     if any(penalties):
-        processors.append(_Penalties(*penalties, exchange.num_prompt_tokens))
+        processors.append(_Penalties(*penalties, one.prompt.num_tokens))
     if one.grammar is not None:
-        processors.append(Kept(one.grammar, exchange.num_prompt_tokens))
+        processors.append(Kept(one.grammar, one.prompt.num_tokens))
 
     def run(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
         if asked.num_logprobs is not None:  # before penalties and grammars, which change scores
@@ -82,10 +92,10 @@ def answer(
     # Another request must not continue the random numbers of this one, which its client knows.
     torch.manual_seed(secrets.randbits(63) if one.seed is None else one.seed)
     output = loaded.model.generate(
-        **exchange.inputs,
-        generation_config=exchange.options,
+        **one.prompt.inputs,
+        generation_config=one.prompt.options,
         logits_processor=processors,
-        stopping_criteria=StoppingCriteriaList([relay] if asked.stop else []),
+        stopping_criteria=StoppingCriteriaList([relay] if relay.decides else []),
         custom_generate=run,
     )
     one.stats = output.stats
@@ -128,9 +138,13 @@ class _Penalties(LogitsProcessor):  # type: ignore[misc]
 class _Relay:
     """Takes every emitted token, tells what is new of a step, and ends a call that is to end.
 
-    Where strings may end the answer, it is also called as a stop criterion. transformers' own looks
-    at every token of the vocabulary first, which takes a server of many users 0.4 s a request, and
-    minutes where a string is made for it.
+    Where strings or a call may end the answer, it is also called as a stop criterion. transformers'
+    own looks at every token of the vocabulary first, which takes a server of many users 0.4 s a
+    request, and minutes where a string is made for it.
+
+    Attributes:
+        decides: whether it may end the answer.
+        echoes: whether the answer begins with its prompt.
     """
 
     def __init__(self, exchange: Exchange, one: OneAnswer, tokenizer: Any) -> None:
@@ -138,6 +152,9 @@ class _Relay:
         self._is_chat = exchange.asked.is_chat
         self._stream = TextStream(tokenizer, skips_special=self._parser is None)
         self._cutter = StopCutter(exchange.asked.stop or ())
+        self._calls_once = getattr(exchange.asked, "calls_once", False)
+        self.decides = bool(exchange.asked.stop or self._calls_once)
+        self.echoes = bool(getattr(exchange.asked, "echo", None))
         self._num_top = exchange.asked.num_logprobs
         self._special = frozenset(tokenizer.all_special_ids)
         self.record = _Record()
@@ -150,7 +167,7 @@ class _Relay:
         self._pending = ""  # text that no piece has told of
         self._delta: Json = {}
         self._num_calls = 0
-        ends = exchange.options.eos_token_id
+        ends = one.prompt.options.eos_token_id
         self._ends = frozenset([ends] if isinstance(ends, int) else ends or ())
         self._silent = frozenset[int]()  # tokens that are no text
         if self._parser is not None:  # which sees special tokens, but the answer's end
@@ -160,18 +177,46 @@ class _Relay:
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Take the last token of [1, num_tokens]; return whether the answer ends there."""
         self._put(int(input_ids[0, -1]))
-        return torch.full((1,), self._cutter.is_cut, device=input_ids.device)
+        return torch.full((1,), self._is_over, device=input_ids.device)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._cutter.is_cut or (self._calls_once and self._num_calls > 0)
+
+    @torch.no_grad()
+    def echo(self, model: Any) -> None:
+        """Begin with the prompt, of which each token but the first is foretold by those before."""
+        input_ids = self._answer.prompt.inputs["input_ids"]
+        first, *others = input_ids[0].tolist()
+        self._read(self._text_of(first))
+        asks = self._num_top is not None
+        if asks:
+            _, start, end = self._new.pop()
+            self._waiting.append((start, end, self._named(first)[0], (None, None)))
+        rows: Iterable[Any] = _logits_of(model, input_ids) if asks else repeat(None)
+        for token_id, row in zip(others, rows, strict=False):  # the last foretells the answer
+            self._read(self._text_of(token_id))
+            if asks:
+                self.record.rows.append(row.float().log_softmax(-1))
+            if len(self._new) == _ROWS:
+                self._exchange.check()
+                self._describe()
+        self._describe()
 
     def _put(self, token_id: int) -> None:
         self._exchange.check()
         one, now = self._answer, perf_counter()
         one.first_token, one.last_token = one.first_token or now, now
         one.token_ids.append(token_id)
+        self._read(self._cutter.feed(self._text_of(token_id)))
+
+    def _text_of(self, token_id: int) -> str:
+        """Return what is new with a token, which is noted."""
         text = "" if token_id in self._silent else self._stream.put(token_id)
         start, self._num_chars = self._num_chars, self._num_chars + len(text)
         if self._num_top is not None:
             self._new.append((token_id, start, self._num_chars))
-        self._read(self._cutter.feed(text))
+        return text
 
     def _describe(self) -> None:
         """Note what there is to say of a step's tokens, as OpenAI does."""
@@ -182,7 +227,8 @@ class _Relay:
         own = rows.gather(1, token_ids[:, None]).clamp_min(_LOWEST_LOGPROB).tolist()
         tops = _likeliest(rows, self._num_top or 0)
         for (token_id, start, end), (mine,), top in zip(self._new, own, tops, strict=True):
-            if token_id not in self._special:  # its text is not in the answer
+            # The text of others is not in the answer; clients count the tokens of a prompt.
+            if self.echoes or token_id not in self._special:
                 self._waiting.append((start, end, *self._told(token_id, mine, top)))
         self._new.clear()
 
@@ -227,7 +273,7 @@ class _Relay:
 
     def take(self, step: Step) -> None:
         """Take the tokens of a step that are new, and send what they say."""
-        for token_id in () if self._exchange.asked.stop else step.token_ids:
+        for token_id in () if self.decides else step.token_ids:
             self._put(token_id)
         self._tell()
 
@@ -242,7 +288,7 @@ class _Relay:
         if self._num_top is not None:
             choice["logprobs"] = self._logprobs(is_last)
         if is_last:
-            has_ended = self._cutter.is_cut or self._answer.token_ids[-1] in self._ends
+            has_ended = self._is_over or not self._ends.isdisjoint(self._answer.token_ids[-1:])
             why = "tool_calls" if self._num_calls else "stop" if has_ended else "length"
             choice["finish_reason"] = why
         self._delta = {}
@@ -274,6 +320,24 @@ class _Relay:
         self._read(self._cutter.feed(self._stream.end(), is_last=True))
         self._read("", is_last=True)
         self._tell(is_last=True)
+
+
+def _logits_of(model: Any, input_ids: Tensor) -> Iterator[Tensor]:
+    """Yield the model's own logits, [vocab_size], at each token of a prompt [1, num_tokens].
+
+    Where forwards of calls run together, others go on between its pieces.
+    """
+    call, num_tokens, start = current_call(), input_ids.shape[1], 0
+    if call is None or call.engine.num_places == 1:
+        yield from model(input_ids, use_cache=False).logits[0]
+        return
+    cache = DynamicCache(config=model.config)
+    while start < num_tokens:
+        num = call.allot(num_tokens - start)
+        inputs = {"input_ids": input_ids[:, start : start + num], CACHE: cache, "use_cache": True}
+        (logits,) = call.run([Part(object(), model, inputs, undo=cache.reset, num_committed=1)])
+        yield from logits[0]
+        start += num
 
 
 def _likeliest(rows: Tensor, num: int) -> list[list[tuple[int, float]]]:

@@ -4,18 +4,20 @@ import copy
 import math
 import threading
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
+import llguidance
 import torch
 
 from lade.attempts import Attempt
 from lade.config import Config
 from lade.errors import UserError
 from lade.models.loading import LoadedModel
-from lade.models.prompts import encode_messages, num_positions, tool_calls, useless_field
-from lade.models.responses import parser_of
+from lade.models.prompts import encode_messages, num_positions, tool_calls, useless_fields
+from lade.models.responses import CallForm, call_form_of, leaves_thoughts_open, parser_of
 from lade.server.errors import ApiError
-from lade.server.exchange import Exchange
+from lade.server.exchange import Exchange, OnePrompt
 from lade.server.grammars import Grammars
 from lade.server.options import ServerOptions
 from lade.server.requests import Asked, Chat, Completion, wrong
@@ -39,7 +41,7 @@ class Preparing:
         self._lock = threading.Lock()  # a tokenizer's settings are not made for threads
 
     def prepare(self, exchange: Exchange) -> None:
-        """Set config, prompt, prediction, parser and options of an exchange.
+        """Set config, prompts and prediction of an exchange.
 
         Raises:
             ApiError: no prompt can be made of it, or one that is too long.
@@ -48,20 +50,23 @@ class Preparing:
         chat = asked if isinstance(asked, Chat) else None
         exchange.config = self._config(asked)
         num_bytes = max(0, exchange.num_held - _OTHER_BYTES)
-        self._check_length(num_bytes // _MOST_BYTES, "prompt", " or more")
+        num_prompts = len(asked.prompt) if isinstance(asked, Completion) else 1
+        self._check_length(num_bytes // _MOST_BYTES // num_prompts, "prompt", " or more")
         if chat is not None and chat.prediction is not None:
             text = "".join(part.text for part in chat.prediction.content)
             exchange.prediction = self._predicted(text)
         try:
-            exchange.inputs = self._encoded(asked)
+            with self._lock:
+                given = self._encoded(asked, exchange.ignored)
         except ApiError:
             raise
         except Exception as error:  # whatever templates and tokenizers raise of a request
             message = "expected a request that makes a prompt"
             raise ApiError(400, str(error) if isinstance(error, UserError) else message) from error
-        prompt_ids = exchange.inputs["input_ids"][0]
-        exchange.num_prompt_tokens = len(prompt_ids)
-        exchange.options = self._generation(asked, exchange.num_prompt_tokens)
+        exchange.prompts = [
+            OnePrompt(inputs, self._generation(asked, inputs["input_ids"].shape[1]))
+            for inputs in given
+        ]
         if asked.num_logprobs is not None:
             exchange.tokens = self.grammars.tokens
         if chat is None:
@@ -70,7 +75,39 @@ class Preparing:
             with Attempt():  # templates may refuse what they are never asked to write
                 calls = tool_calls(self._tokenizer, chat.tools[:_MOST_TOOLS])
                 exchange.prediction = self._predicted(calls)
-        exchange.parser = parser_of(self._loaded, self._tokenizer.decode(prompt_ids), chat.tools)
+        (prompt,) = exchange.prompts
+        text = self._tokenizer.decode(prompt.inputs["input_ids"][0])
+        exchange.prompts = [prompt._replace(parser=parser_of(self._loaded, text, chat.tools))]
+
+    def grammar(self, exchange: Exchange, tenant: str) -> llguidance.LLMatcher:
+        """Return the grammar of a chat's schema, or of the calls that it forces.
+
+        Raises:
+            ApiError: it cannot be kept, or how the model writes calls is not known.
+        """
+        chat = exchange.asked
+        assert isinstance(chat, Chat)
+        if chat.tools_forced is None:
+            assert chat.schema_asked is not None
+            return self.grammars.made(chat.schema_asked, tenant)
+        form = self._call_form
+        if form is not None:  # which comes of a parser
+            thinks = leaves_thoughts_open(exchange.prompts[0].parser)
+            form = form._replace(thoughts=None) if thinks is False else form
+        if form is None or (thinks and form.thoughts is None):
+            told = "not supported: the model's chat template does not tell how calls are written"
+            raise wrong("tool_choice", told)
+        try:
+            return self.grammars.of_calls(form, chat.tools_forced, tenant, is_thinking=bool(thinks))
+        except ApiError as error:
+            error.param = "tools"
+            raise
+
+    @cached_property
+    def _call_form(self) -> CallForm | None:
+        with Attempt(), self._lock:  # templates may refuse what they are never asked to write
+            return call_form_of(self._loaded)
+        return None
 
     def _config(self, asked: Asked) -> Config:
         """Return the config of a call, unless fields contradict each other or the server's."""
@@ -85,21 +122,22 @@ class Preparing:
                 raise ApiError(400, f"expected no {name}, as nothing is drafted", param=name)
         return replace(config, lookahead=None, max_draft_tokens=0)
 
-    def _encoded(self, asked: Asked) -> dict[str, Any]:
-        with self._lock:
-            if isinstance(asked, Completion):
-                return self._encoded_text(asked.prompt)
-            assert isinstance(asked, Chat)
-            if not self._tokenizer.chat_template:
-                raise UserError("expected a completion, for the model has no chat template")
-            messages = [each.told() for each in asked.messages]
-            options = {"tools": asked.tools or None, **(asked.chat_template_kwargs or {})}
-            useless = useless_field(self._tokenizer, messages, options)
-            if useless is not None:
+    def _encoded(self, asked: Asked, ignored: list[str]) -> list[dict[str, Any]]:
+        """Return the inputs of each prompt; names of fields that it leaves out go to `ignored`."""
+        if isinstance(asked, Completion):
+            return [*map(self._encoded_text, asked.prompt)]
+        assert isinstance(asked, Chat)
+        if not self._tokenizer.chat_template:
+            raise UserError("expected a completion, for the model has no chat template")
+        messages = [each.told() for each in asked.messages]
+        options = {"tools": asked.tools or None, **(asked.chat_template_kwargs or {})}
+        for useless in useless_fields(self._tokenizer, messages, options):
+            if useless == "tools" or not self._options.ignores_unknown:
                 raise wrong(useless, "not supported: the model's chat template has no use for it")
-            if asked.continue_final_message:
-                options |= {"add_generation_prompt": False, "continue_final_message": True}
-            return encode_messages(self._loaded, messages, options=options)
+            ignored.append(useless)
+        if asked.continue_final_message:
+            options |= {"add_generation_prompt": False, "continue_final_message": True}
+        return [encode_messages(self._loaded, messages, options=options)]
 
     def _encoded_text(self, prompt: str | list[int]) -> dict[str, Any]:
         if isinstance(prompt, str):

@@ -94,7 +94,7 @@ class Metrics:
         if num_tokens > 1:
             times["request_time_per_output_token"].observe((last - first) / (num_tokens - 1))
         counts = {"generation_tokens": num_tokens}
-        if one.index == 0:  # of all, the request's and the prompt's are the same
+        if one.index == 0:  # of all, the request's and the prompts' are the same
             times["e2e_request_latency"].observe(perf_counter() - arrived)
             counts["prompt_tokens"] = exchange.num_prompt_tokens
         if stats is not None:  # it has not ended early
@@ -104,7 +104,7 @@ class Metrics:
             for position, number in enumerate(stats.accepted_by_depth):
                 self._accepted_at.labels(self._name, str(position)).inc(number)
             if not exchange.is_private:
-                counts["prefix_cache_queries"] = exchange.num_prompt_tokens
+                counts["prefix_cache_queries"] = one.prompt.num_tokens
                 counts["prefix_cache_hits"] = stats.num_reused_tokens
         for name, count in counts.items():
             self._counters[name].inc(count)

@@ -44,6 +44,8 @@ class ServerOptions:
         max_body_bytes: of a request.
         timeout_sec: of a request, from its first byte to the last of its answer.
         grace_sec: for answers that are under way when the server is told to stop.
+        ignores_unknown: whether unknown fields of requests are left out, and named in a header of
+            the answer and in the log; else such requests are refused.
         config: of all calls; prefixes are reused for those who have a pool, whatever it says.
         prewarms: whether the model writes its table while nobody asks, as `lade.prewarm` does.
         drafter: drafts from a request's pools and whatever else it has, as a `lade.drafters.Merged`
@@ -73,6 +75,7 @@ class ServerOptions:
     max_body_bytes: int = 2**22
     timeout_sec: float = 600.0
     grace_sec: float = 30.0
+    ignores_unknown: bool = False
     config: Config = field(default_factory=Config)
     prewarms: bool = False
     drafter: Drafter | None = None

@@ -15,6 +15,7 @@ from lade.server.errors import ApiError
 Json = dict[str, Any]
 # Of a request: a conversation of a thousand turns has some thousands.
 _MAX_VALUES = 50_000
+MOST_ANSWERS = 64  # to one request
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
@@ -26,15 +27,16 @@ def wrong(param: str | None, message: str) -> ApiError:
 
 # Fields of OpenAI's that are accepted and have no effect; a header of the answer names them.
 _WITHOUT_EFFECT = (
-    *("metadata", "parallel_tool_calls", "prompt_cache_key", "reasoning_effort"),
-    *("safety_identifier", "service_tier", "store", "verbosity"),
+    *("metadata", "prompt_cache_key", "reasoning_effort", "safety_identifier"),
+    *("service_tier", "store", "verbosity"),
 )
 _LOWEST_TEMPERATURE = 1e-4  # below it, scores may exceed what float32 holds
-_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_Name = Annotated[str, Field(max_length=256)]
-_Length = Annotated[
-    int | None, Field(ge=1), BeforeValidator(lambda value: None if value == -1 else value)
+_Tokens = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)
 ]
+_Name = Annotated[str, Field(max_length=256)]
+_unless_open = BeforeValidator(lambda value: None if value == -1 else value)
+_Length = Annotated[int | None, Field(ge=1), _unless_open]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -97,6 +99,18 @@ class _Format(_Strict):
     schema_: Annotated[Json | None, Field(alias="schema")] = None  # of llama.cpp, of an object
 
 
+class _Function(_Strict):
+    name: str
+
+
+class _Choice(_Strict):
+    type: Literal["none", "auto", "required", "function"]
+    function: _Function | None = None
+
+
+_as_choice = BeforeValidator(lambda how: {"type": how} if isinstance(how, str) else how)
+
+
 class Asked(_Strict):
     """What both endpoints take."""
 
@@ -115,7 +129,6 @@ class Asked(_Strict):
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     metadata: Any = None
-    parallel_tool_calls: Any = None
     prompt_cache_key: Any = None
     reasoning_effort: Any = None
     safety_identifier: Any = None
@@ -162,7 +175,8 @@ class Chat(Asked):
     prediction: _Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Annotated[_Choice | None, _as_choice] = None
+    parallel_tool_calls: bool | None = None
     tools: Annotated[list[Json], Field(fail_fast=True)] | None = None
     response_format: _Format | None = None
     chat_template_kwargs: Json | None = None
@@ -180,8 +194,13 @@ class Chat(Asked):
                 where = f"messages.{place}.tool_calls.{number}"
                 _check_function(call, where)
                 call["function"]["arguments"] = _arguments_of(call, f"{where}.function.arguments")
-        if self.tool_choice == "none":
+        choice = self.tool_choice
+        if choice is not None and (choice.type == "function") != (choice.function is not None):
+            raise wrong("tool_choice", "expected function with the type function alone")
+        if choice is not None and choice.type == "none":
             self.tools = None
+        if self.tools_forced == []:
+            raise wrong("tool_choice", "expected one of tools")
         if self.top_logprobs is not None and not self.logprobs:
             raise wrong("top_logprobs", "expected it with logprobs alone")
         if self.schema_asked is not None and self.tools:
@@ -203,6 +222,22 @@ class Chat(Asked):
         return self
 
     @property
+    def tools_forced(self) -> list[Json] | None:
+        """The tools of which one is to be called, whatever the model would say."""
+        choice = self.tool_choice
+        if choice is None or choice.type in ("none", "auto"):
+            return None
+        name = choice.function and choice.function.name
+        found = [tool["function"] for tool in self.tools or ()]
+        return [function for function in found if name in (None, function["name"])]
+
+    @property
+    def calls_once(self) -> bool:
+        """Whether its answer ends with its first call."""
+        is_named = self.tool_choice is not None and self.tool_choice.type == "function"
+        return bool(self.tools) and (is_named or self.parallel_tool_calls is False)
+
+    @property
     def schema_asked(self) -> Json | None:
         """The JSON schema of the answer."""
         form = self.response_format
@@ -212,13 +247,31 @@ class Chat(Asked):
 
 
 class Completion(Asked):
-    """A text that is to go on."""
+    """Texts that are to go on."""
 
     is_chat = False
-    prompt: Annotated[list[_TokenId], Field(min_length=1)] | str
+    prompt: Annotated[
+        list[_Tokens | str],
+        Field(min_length=1, max_length=MOST_ANSWERS, fail_fast=True),
+        BeforeValidator(lambda value: value if _are_several(value) else [value]),
+    ]
+    max_tokens: Annotated[int | None, Field(ge=0), _unless_open] = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise wrong("max_tokens", "expected at least 1, or echo")
+        if len(self.prompt) * (self.n or 1) > MOST_ANSWERS:
+            raise wrong("n", f"expected at most {MOST_ANSWERS} answers to all prompts together")
+        return self
+
+
+def _are_several(prompt: Any) -> bool:
+    """Return whether a value is a list of prompts, and not one of tokens."""
+    return isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
 
 
 # Arguments of `apply_chat_template` that are not the template's, and what it calls the messages.
@@ -246,8 +299,16 @@ def _arguments_of(call: Json, where: str) -> Json:
     return found
 
 
-def read(kind: type[Asked], data: bytes | bytearray, model: str) -> Asked:
+def read(
+    kind: type[Asked], data: bytes | bytearray, model: str, ignored: list[str] | None = None
+) -> Asked:
     """Read a request, as JSON, in time that is bounded by the number of its bytes.
+
+    Args:
+        kind: of request.
+        data: its body.
+        model: that is served.
+        ignored: takes the names of unknown fields; None where they are refused.
 
     Raises:
         ApiError: it is not JSON, or a field is unknown, of a wrong type or not supported.
@@ -256,14 +317,25 @@ def read(kind: type[Asked], data: bytes | bytearray, model: str) -> Asked:
     if sum(map(_STRINGS.sub(b"", data).count, (b",", b"[", b"{"))) > _MAX_VALUES:
         raise ApiError(400, f"expected at most {_MAX_VALUES} values in a request, got more")
     try:
-        asked = kind.model_validate_json(data)  # at most 200 deep
+        known = data if ignored is None else _known_of(kind, data, ignored)
+        asked = kind.model_validate_json(known)  # at most 200 deep
     except ValidationError as error:  # its first error as OpenAI would put it, without values
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = ".".join(map(str, first["loc"]))[:200] or None
         message = "not supported" if first["type"] == "extra_forbidden" else first["msg"][:300]
-        message += "; calls cannot be forced" if param == "tool_choice" else ""
         raise wrong(param, message) from None
     if asked.model not in (None, model):
         message = f"expected the model {model!r}, got {asked.model!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
     return asked
+
+
+def _known_of(kind: type[Asked], data: bytes | bytearray, ignored: list[str]) -> bytes | bytearray:
+    """Return a request without its unknown fields, whose names are added to a list."""
+    found: Any = None
+    with suppress(ValueError, RecursionError):  # which are told of where it is read
+        found = json.loads(data)
+    if not isinstance(found, dict):
+        return data
+    ignored += sorted(found.keys() - kind.model_fields.keys())
+    return json.dumps({name: found[name] for name in found if name not in ignored}).encode()

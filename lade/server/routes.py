@@ -125,7 +125,9 @@ class Routes:
             self._metrics.count_request(status)
             # A path may hold line breaks and escapes.
             path, sec = quote(scope["path"][:200]), perf_counter() - begin
-            logger.info("%s %s %d %.3f s", scope["method"], path, status, sec)
+            ignored = "" if exchange is None else exchange.without_effect
+            told = f", without effect: {ignored}" if ignored else ""
+            logger.info("%s %s %d %.3f s%s", scope["method"], path, status, sec, told)
 
     @property
     def is_idle(self) -> bool:
@@ -151,8 +153,8 @@ class Routes:
             await self._begin(exchange)
             self._let_go(exchange)
             named = {"x-request-id": exchange.request_id}
-            if ignored := exchange.asked.without_effect:
-                named["x-without-effect"] = ", ".join(ignored)
+            if ignored := exchange.without_effect:
+                named["x-without-effect"] = ignored
             if exchange.asked.stream:
                 return StreamingResponse(events(exchange), 200, named, "text/event-stream")
             return Response(await whole(exchange), 200, named, "application/json")
@@ -213,30 +215,31 @@ class Routes:
     async def _prepared(self, kind: type[Asked], exchange: Exchange, data: bytearray) -> None:
         """Do all that can be done before the turn."""
         run = self._workers.run
-        asked: Asked = await run(exchange, read, kind, data, self._name)
+        ignored = exchange.ignored if self._options.ignores_unknown else None
+        asked: Asked = await run(exchange, read, kind, data, self._name, ignored)
         if exchange.owner.is_alone:
             asked.speculation = False
         exchange.asked = asked
         exchange.pools, tenant = self.pools.of(exchange.owner, asked)
         exchange.is_private = not tenant
-        if isinstance(asked, Chat) and (schema := asked.schema_asked) is not None:
-            make, who = self._preparing.grammars.made, tenant or exchange.of_whom
-            who = "" if exchange.owner.is_alone else who
-            exchange.grammar = await self._lookers.run(exchange, make, schema, who)
         await run(exchange, self._preparing.prepare, exchange)
+        if isinstance(asked, Chat) and (asked.schema_asked or asked.tools_forced) is not None:
+            who = "" if exchange.owner.is_alone else tenant or exchange.of_whom
+            make = self._preparing.grammar
+            exchange.grammar = await self._lookers.run(exchange, make, exchange, who)
 
     async def _begin(self, exchange: Exchange) -> None:
         """Have it answered, unless too many of the key wait; return once a turn has come."""
-        engine, owner, num = self._engine, exchange.of_whom, exchange.asked.n or 1
+        engine, owner, num = self._engine, exchange.of_whom, exchange.num_answers
         num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
         has_place = engine.num_running + num_before + num <= engine.num_places
         if num_waiting + num > self._options.max_queue and not has_place:
             message = f"{num_waiting} requests are waiting already; try again later"
             raise ApiError(429, message, code="queue_full")
         exchange.check()
-        num_tokens = exchange.num_prompt_tokens + exchange.options.max_new_tokens
         exchange.make_answers()
         for one in exchange.answers:
+            num_tokens = one.prompt.num_tokens + one.prompt.options.max_new_tokens
             call = partial(answer, exchange, one, self._loaded, self._options.drafter)
             exchange.futures.append(future := engine.submit(call, num_tokens, owner).future)
             future.add_done_callback(partial(tell_end, exchange))

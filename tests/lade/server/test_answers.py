@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -297,7 +296,7 @@ def test_completions_have_logprobs_of_their_own(client: Client) -> None:
     assert [at for each in shown for at in each["text_offset"]] == told["text_offset"]
 
 
-# --- schemas and tools ----------------------------------------------------------------------
+# --- schemas ---------------------------------------------------------------------------------
 
 SCHEMA = {
     "type": "object",
@@ -305,15 +304,6 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
-        },
-    }
-]
 
 
 def test_a_schema_is_kept_and_what_it_forces_is_drafted(ending: LoadedModel) -> None:
@@ -329,134 +319,6 @@ def test_a_schema_is_kept_and_what_it_forces_is_drafted(ending: LoadedModel) -> 
         assert client.text(response_format={"type": "json_object"}).startswith("{")
         of_llama_cpp = {"type": "json_object", "schema": SCHEMA}
         assert json.loads(client.text(response_format=of_llama_cpp)) == found
-
-
-# By kinds of models whose tokenizers need not say how answers are read, and one that does.
-CALLS = {
-    "qwen3": '<think>hm</think><tool_call>{"name":"f","arguments":{"a":1}}</tool_call>',
-    "qwen3_5": "<think>hm</think><tool_call><function=f><parameter=a>1</parameter></function>"
-    "</tool_call>",
-    "gemma4": "<|channel>thought\nhm<channel|><|tool_call>call:f{a:1}<tool_call|>",
-    "own": '[hm]call(f,{"a":1})',
-}
-ANCHORS = ["<|im_start|>assistant\n", "<|turn>model\n"]
-OWN = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": ANCHORS[0],
-    "fields": {
-        "thinking": {"open": "[", "close": "]", "content": "text"},
-        "tool_calls": {
-            "open_pattern": r"call\((?P<name>\w+),",
-            "close": ")",
-            "repeats": True,
-            "content": "json",
-            "transform": {
-                "type": "function",
-                "function": {"name": "{name}", "arguments": "{content}"},
-            },
-        },
-        "content": {"close": "~", "content": "text"},
-    },
-}
-
-
-@contextmanager
-def calling(kind: str) -> Iterator[tuple[Client, list[str]]]:
-    """Serve a model that writes what stands in the list."""
-    loaded, written = loaded_model(eos_token_id=93, vocab_size=97), [CALLS[kind]]
-    tokenizer = loaded.tokenizer
-    tokenizer.add_tokens([*ANCHORS, "\n"])
-    if kind == "own":
-        tokenizer.response_template = OWN
-    loaded.model.config.model_type = kind
-    tokenizer.chat_template = (
-        "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
-        '<tool_call>{"name":"{{ c.function.name }}","arguments":{"a":""}}</tool_call>{% endfor %}'
-        "{% endfor %}{% if add_generation_prompt %}" + ANCHORS[kind == "gemma4"] + "{% endif %}"
-    )
-
-    class Writes:
-        """A logits processor."""
-
-        def __init__(self) -> None:
-            self.left = [*tokenizer("".join(written))["input_ids"]]
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            forced = torch.full_like(scores, -torch.inf)
-            forced[:, self.left.pop(0) if self.left else 93] = 0
-            return forced
-
-    def generate(**options: Any) -> Any:
-        options["logits_processor"].append(Writes())
-        return type(loaded.model).generate(loaded.model, **options)
-
-    with serving(loaded) as client:
-        loaded.model.generate = generate
-        yield client, written
-
-
-@pytest.mark.parametrize("kind", CALLS)
-def test_calls_and_thoughts_are_told_apart(kind: str) -> None:
-    with calling(kind) as (client, _):
-        choice = client.ask(tools=TOOLS, tool_choice="auto", max_tokens=99)["choices"][0]
-        assert choice["finish_reason"] == "tool_calls"
-        message = choice["message"]
-        assert message["reasoning_content"] == "hm"
-        assert message["content"].strip("~") == ""  # which is the end of no such model's answers
-        (call,) = message["tool_calls"]
-        function = {"name": "f", "arguments": '{"a": 1}'}
-        assert (call["type"], call["function"]) == ("function", function)
-        events = client.stream(tools=TOOLS, max_tokens=99)
-        deltas = [each["choices"][0]["delta"] for each in events]
-        assert "".join(each.get("reasoning_content", "") for each in deltas) == "hm"
-        (streamed,) = [call for each in deltas for call in each.get("tool_calls", ())]
-        assert (streamed["index"], streamed["function"]) == (0, function)
-        assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
-        told = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
-
-        def num_prompt(said: str) -> Any:
-            messages = [*QUESTION, {**message, "content": said}, told]
-            return client.ask(messages=messages, tools=TOOLS, max_tokens=9)["usage"][
-                "prompt_tokens"
-            ]
-
-        assert num_prompt("yes") == num_prompt("") + 3  # what was said beside a call is told, too
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        '<tool_call>{"name":</tool_call>so',
-        '<tool_call>{"name":"f"',
-        '<tool_call>{"name":"f"}</tool_call>',
-        "<tool_call>[1]</tool_call>and-more",
-    ],
-)
-def test_what_looks_like_a_call_and_is_none_is_text(broken: str) -> None:
-    with calling("qwen3") as (client, written):
-        written[:] = ["yes", broken]
-        choice = client.ask(tools=TOOLS, max_tokens=90)["choices"][0]
-        assert choice["message"]["content"] == "yes" + broken
-        events = client.stream(tools=TOOLS, max_tokens=90)
-        assert text_of(events) == "yes" + broken
-        assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "stop"
-
-
-def test_calls_of_tools_are_predicted() -> None:
-    """They change no text, and count as no prediction of the client's."""
-    with calling("qwen3") as (client, _):
-
-        def told(**options: Any) -> Any:
-            answer = client.ask(tools=TOOLS, max_tokens=90, **options)
-            return answer["usage"]["completion_tokens_details"]
-
-        details = told()
-        assert details["accepted_draft_tokens"] > 20
-        assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0
-        details = told(prediction={"type": "content", "content": "nothing-of-it"})
-        assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == 13
-        assert told(tool_choice="none")["accepted_draft_tokens"] < 20
 
 
 # --- predictions, usage, padding ------------------------------------------------------------

@@ -25,7 +25,7 @@ CHATS: list[tuple[Json, str]] = [
     ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
     ({"top_k": -2}, "top_k: Input should be greater than or equal to -1"),
     ({"n": 17}, "n: Input should be less than or equal to 16"),
-    ({"tool_choice": "required"}, "tool_choice: .*; calls cannot be forced"),
+    ({"tool_choice": "required"}, "tool_choice: expected one of tools"),
     ({"generation_config": "{}"}, "generation_config: not supported"),
     ({"messages": []}, "messages"),
     ({"messages": [{"content": "a"}]}, "messages.0.role"),
@@ -91,9 +91,13 @@ CHATS: list[tuple[Json, str]] = [
 ]
 TEXTS: list[tuple[Json, str]] = [
     ({"best_of": 2}, "best_of"),
-    ({"echo": True}, "echo: Input should be False"),
+    ({"echo": "yes"}, "echo: Input should be a valid boolean"),
+    ({"max_tokens": 0}, "max_tokens: expected at least 1, or echo"),
+    ({"prompt": ["a"] * 65}, "prompt: .* at most 64 items"),
+    ({"prompt": ["a"] * 9, "n": 8}, "n: expected at most 64 answers"),
+    ({"prompt": ["a", []]}, "prompt"),
+    ({"prompt": ["a", {"a": 1}]}, "prompt"),
     ({"suffix": "a"}, "suffix: not supported"),
-    ({"prompt": ["a", "b"]}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [1, 94]}, "expected ids of tokens below 94, got 94"),
     ({"prompt": ""}, "expected a prompt of one token or more"),
@@ -136,9 +140,9 @@ def test_fields_without_effect_are_taken_and_told_of(client: Client) -> None:
     body: Json = {"messages": QUESTION, "max_tokens": 4, "temperature": 0}
     plain = client.post(json=body)
     assert "x-without-effect" not in plain.headers
-    fields: Json = {"metadata": {"a": "b"}, "parallel_tool_calls": True, "store": False}
+    fields: Json = {"metadata": {"a": "b"}, "verbosity": "low", "store": False}
     asked = client.post(json={**body, **fields, "reasoning_effort": "low"})
-    assert asked.headers["x-without-effect"] == "metadata, parallel_tool_calls, reasoning_effort"
+    assert asked.headers["x-without-effect"] == "metadata, reasoning_effort, verbosity"
     assert asked.json()["choices"] == plain.json()["choices"]
 
 

@@ -1,0 +1,151 @@
+"""Requests as programs of others send them, word for word where it matters, and what these read."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lade.models import LoadedModel
+from tests.lade.server.client import QUESTION, Client, Json, text_of
+from tests.lade.server.serving import loaded_model, plain_text, serving
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return loaded_model(eos_token_id=93)
+
+
+@pytest.fixture(scope="module")
+def client(loaded: LoadedModel) -> Iterator[Client]:
+    with serving(loaded) as client:
+        yield client
+
+
+# --- lm-evaluation-harness ------------------------------------------------------------------
+
+PROMPTS = ["What-is-a-pool?It-is", "a-list-of-n-grams~or-not", "x-and-y"]
+
+
+def logprobs_of(loaded: LoadedModel, token_ids: list[int]) -> Any:
+    """Return the model's log-probabilities of each token but the first, [num_tokens - 1]."""
+    with torch.no_grad():
+        rows = loaded.model(torch.tensor([token_ids])).logits[0, :-1].float().log_softmax(-1)
+    return rows.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("is_text", [False, True], ids=["ids", "texts"])
+def test_lm_eval_scores_continuations(
+    loaded: LoadedModel, client: Client, max_tokens: int, is_text: bool
+) -> None:
+    """As `local-completions` sends them, and reads `token_logprobs[ctxlen:-1]`."""
+    ids: list[list[int]] = [loaded.tokenizer(text)["input_ids"] for text in PROMPTS]
+    body: Json = {"model": "tiny", "prompt": PROMPTS if is_text else ids, "temperature": 0}
+    body |= {"max_tokens": max_tokens, "logprobs": 1, "seed": 1234, "echo": True}
+    answer = client.ask(**body)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    for choice, text, token_ids in zip(answer["choices"], PROMPTS, ids, strict=True):
+        told = choice["logprobs"]
+        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+        found, end = told["token_logprobs"], len(token_ids)
+        assert len(found) == end + max_tokens
+        assert found[1:end] == pytest.approx(logprobs_of(loaded, token_ids).tolist(), abs=1e-4)
+        for logprob, top in zip(found[1:], told["top_logprobs"][1:], strict=True):
+            assert len(top) == 1
+            assert logprob <= max(top.values())
+        assert choice["text"].startswith(text.replace("~", ""))
+        assert choice["finish_reason"] in ("length", "stop")
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == sum(map(len, ids))
+    assert usage["completion_tokens"] == 3 * max_tokens
+
+
+def test_lm_eval_has_texts_go_on(loaded: LoadedModel, client: Client) -> None:
+    """As `generate_until` asks, several at once; each is as if alone, with its stops."""
+    body: Json = {"max_tokens": 24, "temperature": 0, "stop": ["e"], "seed": 1234}
+    answer = client.ask(prompt=PROMPTS, **body)
+    assert [each["text"] for each in answer["choices"]] == [
+        client.text(prompt=prompt, **body) for prompt in PROMPTS
+    ]
+
+
+def test_prompts_at_once_have_several_answers_each_in_order(client: Client) -> None:
+    asked: Json = {"n": 2, "seed": 5, "temperature": 0.9, "max_tokens": 9, "echo": True}
+    answer = client.ask(prompt=PROMPTS, logprobs=2, **asked)
+    alone = [
+        choice for prompt in PROMPTS for choice in client.ask(prompt=prompt, **asked)["choices"]
+    ]
+    assert [each["index"] for each in answer["choices"]] == [*range(6)]
+    assert [each["text"] for each in answer["choices"]] == [each["text"] for each in alone]
+    events = client.stream(prompt=PROMPTS, logprobs=2, **asked)
+    for choice in answer["choices"]:
+        of_it = [each for each in events if each["choices"][0]["index"] == choice["index"]]
+        assert text_of(of_it) == choice["text"]
+        shown = [each["choices"][0].get("logprobs") or {"tokens": []} for each in of_it]
+        assert [name for each in shown for name in each["tokens"]] == choice["logprobs"]["tokens"]
+
+
+def test_a_long_prompt_has_the_logprobs_of_one_forward(loaded: LoadedModel) -> None:
+    """It runs in pieces, between which others may go on."""
+    token_ids = [place * place % 90 for place in range(300)]
+    body: Json = {"max_tokens": 0, "echo": True, "logprobs": 0}
+    with serving(loaded) as client:
+        engine = client.server._engine
+        engine.piece = engine._room = 50  # tokens
+        choice = client.ask(prompt=token_ids, **body)["choices"][0]
+    expected = logprobs_of(loaded, token_ids).tolist()
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-3)
+    assert choice["logprobs"]["top_logprobs"][1:] == [{}] * 299
+
+
+# --- fields that only others know -----------------------------------------------------------
+
+# Of LiteLLM's proxy, with what its users hand on; and of Open WebUI, with settings of a chat.
+UNKNOWN: dict[str, Json] = {
+    "litellm": {"drop_params": True, "api_version": None, "user": "ann", "metadata": {"tags": []}},
+    "open-webui": {
+        "num_ctx": 8192,
+        "keep_alive": "5m",
+        "think": False,
+        "mirostat": 0,
+        "chat_id": "a1",
+        "session_id": "b2",
+        "features": {"web_search": False},
+        "messages": [{**QUESTION[0], "id": "c3", "timestamp": 1}],
+    },
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_fields_are_ignored_where_that_is_asked_for(
+    loaded: LoadedModel, client: Client, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields, plain = UNKNOWN[name], plain_text(loaded, max_new_tokens=9)
+    names = [each for each in fields if each not in ("user", "metadata", "messages", "api_version")]
+    named = client.error(**fields)["message"]
+    assert any(each in named for each in [*names, "messages.0"])
+    with serving(loaded, ignores_unknown=True) as lenient:
+        body: Json = {"messages": QUESTION, "max_tokens": 9, "temperature": 0, **fields}
+        with caplog.at_level(logging.INFO, "lade.server"):
+            answer = lenient.post(json=body)
+        assert answer.json()["choices"][0]["message"]["content"] == plain
+        told = answer.headers["x-without-effect"].split(", ")
+        assert {*names} <= {*told}
+        assert ("messages.0.timestamp" in told) == ("messages" in fields)
+        assert answer.headers["x-without-effect"] in caplog.text
+        assert "x-without-effect" not in lenient.post(json={"messages": QUESTION}).headers
+
+
+def test_what_is_ignored_neither_hides_mistakes_nor_breaks_headers(loaded: LoadedModel) -> None:
+    with serving(loaded, ignores_unknown=True) as client:
+        assert client.error(temperature=3, other=1)["param"] == "temperature"
+        assert client.error(tools=[{"function": {"name": "f"}}])["param"] == "tools"
+        fields = {"a\r\nb: c": 1, "é": 2, **{f"field{place}" * 99: 0 for place in range(99)}}
+        body: Any = {"messages": QUESTION, "max_tokens": 1, **fields}
+        told = client.post(json=body).headers["x-without-effect"]
+        assert told.startswith("a%0D%0Ab%3A%20c, ")
+        assert len(told) < 2**13
+        for content in (b"[1]", b"{", b'{"messages": NaN, "a": 1}', b"[" * 10_000):
+            assert client.post(content=content).status_code == 400

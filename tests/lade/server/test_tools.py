@@ -1,0 +1,314 @@
+"""Calls of tools and thoughts: told apart, forced where the template shows how, else refused."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lade.server.client import QUESTION, Client, Json, text_of
+from tests.lade.server.serving import loaded_model, serving
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+        },
+    }
+]
+# By kinds of models whose tokenizers need not say how answers are read, and one that does.
+CALLS = {
+    "qwen3": '<think>hm</think><tool_call>{"name":"f","arguments":{"a":1}}</tool_call>',
+    "qwen3_5": "<think>hm</think><tool_call><function=f><parameter=a>1</parameter></function>"
+    "</tool_call>",
+    "gemma4": "<|channel>thought\nhm<channel|><|tool_call>call:f{a:1}<tool_call|>",
+    "own": '[hm]call(f,{"a":1})',
+}
+ANCHORS = ["<|im_start|>assistant\n", "<|turn>model\n"]
+# As Qwen 2.5 and 3 write calls.
+CALL = """\
+{%- for c in m.tool_calls or [] %}{%- if not loop.first %}{{- '\\n' }}{%- endif %}
+{{- '<tool_call>\\n{"name": "' }}{{- c.function.name }}{{- '", "arguments": ' }}
+{{- c.function.arguments | tojson }}{{- '}\\n</tool_call>' }}{%- endfor %}"""
+OWN = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ANCHORS[0],
+    "fields": {
+        "thinking": {"open": "[", "close": "]", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"call\((?P<name>\w+),",
+            "close": ")",
+            "repeats": True,
+            "content": "json",
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+        "content": {"close": "~", "content": "text"},
+    },
+}
+
+
+@contextmanager
+def calling(
+    kind: str, *, writes: bool = True, marks: str = "", opens: str = "", more: str = ""
+) -> Iterator[tuple[Client, list[str]]]:
+    """Serve a model that writes what stands in the list, or what its random weights would.
+
+    Marks that are told, between blanks, are tokens; a prompt ends with what opens an answer, and
+    there is more in its template.
+    """
+    loaded, written = loaded_model(eos_token_id=93, vocab_size=99), [CALLS[kind]]
+    tokenizer = loaded.tokenizer
+    tokenizer.add_tokens([*ANCHORS, "\n", *marks.split()])
+    if kind == "own":
+        tokenizer.response_template = OWN
+    loaded.model.config.model_type = kind
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + CALL + "{% endfor %}"
+        "{% if add_generation_prompt %}" + ANCHORS[kind == "gemma4"] + opens + "{% endif %}" + more
+    )
+
+    class Writes:
+        """A logits processor."""
+
+        def __init__(self) -> None:
+            self.left = [*tokenizer("".join(written))["input_ids"]]
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            forced = torch.full_like(scores, -torch.inf)
+            forced[:, self.left.pop(0) if self.left else 93] = 0
+            return forced
+
+    def generate(**options: Any) -> Any:
+        options["logits_processor"] += [Writes()] if writes else []
+        return type(loaded.model).generate(loaded.model, **options)
+
+    with serving(loaded) as client:
+        loaded.model.generate = generate
+        yield client, written
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_calls_and_thoughts_are_told_apart(kind: str) -> None:
+    with calling(kind) as (client, _):
+        choice = client.ask(tools=TOOLS, tool_choice="auto", max_tokens=99)["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        message = choice["message"]
+        assert message["reasoning_content"] == "hm"
+        assert message["content"].strip("~") == ""  # which is the end of no such model's answers
+        (call,) = message["tool_calls"]
+        function = {"name": "f", "arguments": '{"a": 1}'}
+        assert (call["type"], call["function"]) == ("function", function)
+        events = client.stream(tools=TOOLS, max_tokens=99)
+        deltas = [each["choices"][0]["delta"] for each in events]
+        assert "".join(each.get("reasoning_content", "") for each in deltas) == "hm"
+        (streamed,) = [call for each in deltas for call in each.get("tool_calls", ())]
+        assert (streamed["index"], streamed["function"]) == (0, function)
+        assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+        told = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+
+        def num_prompt(said: str) -> Any:
+            messages = [*QUESTION, {**message, "content": said}, told]
+            return client.ask(messages=messages, tools=TOOLS, max_tokens=9)["usage"][
+                "prompt_tokens"
+            ]
+
+        assert num_prompt("yes") == num_prompt("") + 3  # what was said beside a call is told, too
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '<tool_call>{"name":</tool_call>so',
+        '<tool_call>{"name":"f"',
+        '<tool_call>{"name":"f"}</tool_call>',
+        "<tool_call>[1]</tool_call>and-more",
+    ],
+)
+def test_what_looks_like_a_call_and_is_none_is_text(broken: str) -> None:
+    with calling("qwen3") as (client, written):
+        written[:] = ["yes", broken]
+        choice = client.ask(tools=TOOLS, max_tokens=90)["choices"][0]
+        assert choice["message"]["content"] == "yes" + broken
+        events = client.stream(tools=TOOLS, max_tokens=90)
+        assert text_of(events) == "yes" + broken
+        assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "stop"
+
+
+def test_calls_of_tools_are_predicted() -> None:
+    """They change no text, and count as no prediction of the client's."""
+    with calling("qwen3") as (client, _):
+
+        def told(**options: Any) -> Any:
+            answer = client.ask(tools=TOOLS, max_tokens=90, **options)
+            return answer["usage"]["completion_tokens_details"]
+
+        details = told()
+        assert details["accepted_draft_tokens"] > 20
+        assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0
+        details = told(prediction={"type": "content", "content": "nothing-of-it"})
+        assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == 13
+        assert told(tool_choice="none")["accepted_draft_tokens"] < 20
+
+
+# --- forced ---------------------------------------------------------------------------------
+
+# As LangChain's `with_structured_output(Person, method="function_calling")` asks.
+PERSON: Json = {
+    "type": "function",
+    "function": {
+        "name": "Person",
+        "description": "Information about a person.",
+        "parameters": {
+            "properties": {
+                "name": {"description": "The name.", "enum": ["ann", "bob"], "type": "string"},
+                "age": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["name", "age"],
+            "type": "object",
+        },
+    },
+}
+STRUCTURED: Json = {
+    "tools": [PERSON],
+    "tool_choice": {"type": "function", "function": {"name": "Person"}},
+    "parallel_tool_calls": False,
+    "max_tokens": 99,
+}
+MARKS = "<tool_call> </tool_call>"
+
+
+def closed(schema: Json) -> Json:
+    """Return a tool whose parameters a model of random weights fills, and ends."""
+    parameters = {**schema["function"]["parameters"], "additionalProperties": False}
+    return {**schema, "function": {**schema["function"], "parameters": parameters}}
+
+
+@pytest.mark.parametrize("marks", ["", MARKS], ids=["text", "tokens"])
+def test_a_named_tool_is_called_as_langchain_asks(marks: str) -> None:
+    with calling("qwen3", writes=False, marks=marks) as (client, _):
+        asked = {**STRUCTURED, "tools": [closed(PERSON), *TOOLS]}
+        choice = client.ask(**asked)["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "Person"
+        found = json.loads(call["function"]["arguments"])
+        assert found.keys() == {"name", "age"}
+        assert found["name"] in ("ann", "bob")
+        assert 0 <= found["age"] <= 99
+        events = client.stream(**asked)
+        deltas = [each["choices"][0]["delta"] for each in events]
+        (streamed,) = [call for each in deltas for call in each.get("tool_calls", ())]
+        assert streamed["function"] == call["function"]
+        assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_some_tool_is_called_where_that_is_required() -> None:
+    with calling("qwen3", writes=False) as (client, _):
+        other = {"name": "f", "parameters": {"properties": {"a": {"enum": [1, 2]}}}}
+        tools = [closed(PERSON), closed({"type": "function", "function": other})]
+        asked: Json = {"tools": tools, "tool_choice": "required", "max_tokens": 200}
+        for seed in range(4):
+            message = client.ask(**asked, seed=seed, temperature=1)["choices"][0]["message"]
+            for call in message["tool_calls"]:
+                assert call["function"]["name"] in ("Person", "f")
+                assert isinstance(json.loads(call["function"]["arguments"]), dict)
+            one = client.ask(**asked, seed=seed, temperature=1, parallel_tool_calls=False)
+            (call,) = one["choices"][0]["message"]["tool_calls"]
+            assert call["function"] == message["tool_calls"][0]["function"]
+
+
+@pytest.mark.parametrize("marks", ["", "<think> </think>"], ids=["text", "tokens"])
+@pytest.mark.parametrize("opens", ["", "<think>"])
+def test_a_model_that_thinks_may_do_so_before_it_is_made_to_call(opens: str, marks: str) -> None:
+    may_think = "{# <think> #}"
+    with calling("qwen3", marks=marks, opens=opens, more=may_think) as (client, written):
+        call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+        written[:] = ["" if opens else "<think>", "hm</think>\n\n", call]
+        asked: Json = {"tools": [closed(TOOLS[0])], "tool_choice": "required", "max_tokens": 99}
+        message = client.ask(**asked)["choices"][0]["message"]
+        assert message["reasoning_content"] == "hm"
+        assert [each["function"]["name"] for each in message["tool_calls"]] == ["f"]
+
+
+def test_thoughts_that_the_prompt_has_ended_do_not_begin_anew() -> None:
+    with calling("qwen3", opens="<think>\n\n</think>\n\n", writes=False) as (client, _):
+        choice = client.ask(**{**STRUCTURED, "tools": [closed(PERSON)]})["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        assert not choice["message"].get("reasoning_content")
+
+
+def test_an_answer_ends_with_its_first_call_where_that_is_asked_for() -> None:
+    with calling("qwen3") as (client, written):
+        written[:] = ["so", CALLS["qwen3"].partition("</think>")[2] * 2, "and"]
+        for single in (False, True):
+            choice = client.ask(tools=TOOLS, parallel_tool_calls=not single, max_tokens=200)
+            (found,) = choice["choices"]
+            assert len(found["message"]["tool_calls"]) == 1 + (not single)
+            assert found["finish_reason"] == "tool_calls"
+            assert found["message"]["content"] == ("so" if single else "soand")
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "own"])
+def test_calls_are_forced_only_where_the_template_tells_how(kind: str) -> None:
+    with calling(kind) as (client, _):
+        error = client.error(tools=TOOLS, tool_choice="required")
+        assert (error["param"], "how calls are written" in error["message"]) == (
+            "tool_choice",
+            True,
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tool_choice": "required"}, "tool_choice: expected one of tools"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS},
+            "tool_choice: expected one of tools",
+        ),
+        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice: expected function"),
+        ({"tool_choice": "any", "tools": TOOLS}, "tool_choice.type: Input should be 'none'"),
+        ({"tool_choice": "required", "tools": [{"function": {"name": 'f"'}}]}, "plain names"),
+        (
+            {"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": [1]}}]},
+            "objects as parameters",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [{"function": {"name": "f", "parameters": {"x-guidance": {}}}}],
+            },
+            "x-guidance",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {"function": {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}}
+                ],
+            },
+            "not",
+        ),
+    ],
+    ids=str,
+)
+def test_choices_and_schemas_that_cannot_be_kept_are_named(
+    client_of_qwen: Client, changes: Json, said: str
+) -> None:
+    error = client_of_qwen.error(**changes)
+    assert said in error["message"]
+    assert error["param"].split(".")[0] in changes
+
+
+@pytest.fixture(scope="module")
+def client_of_qwen() -> Iterator[Client]:
+    with calling("qwen3", writes=False) as (client, _):
+        yield client
