@@ -24,6 +24,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStr
 import lade
 from lade.models import LoadedModel, load
 
+_EXAMPLE = "Why is the sky blue?"
 _FRAME_SEC = 0.1  # between two looks at an answer
 _BAR = 24  # characters of the longest bar of a race
 # System fonts only: Gradio's own themes fetch theirs from Google.
@@ -97,6 +98,7 @@ class Page:
                 temperature = gr.Slider(0, 2, 0, step=0.05, label="Temperature (0 is greedy)")
                 longest = gr.Slider(1, 4096, max_new_tokens, step=1, label="Longest answer, tokens")
             options = [system, temperature, longest]
+            gr.Markdown(f"**{self.name}** on this machine, decoded by lade", elem_id="model")
             with gr.Tab("Chat"):
                 figures = gr.Markdown(elem_id="figures", render=False)
                 chat = gr.ChatInterface(
@@ -105,6 +107,7 @@ class Page:
                     textbox=gr.Textbox(
                         placeholder="Ask something", container=False, elem_id="message"
                     ),
+                    examples=[[_EXAMPLE]],
                     additional_inputs=options,
                     additional_outputs=[figures],
                     concurrency_limit=None,
@@ -117,11 +120,17 @@ class Page:
                     "The same question, answered by plain `generate` and then by lade. Neither "
                     "knows anything of the chat or of earlier races."
                 )
-                question = gr.Textbox(label="Question", submit_btn="Start", stop_btn="Stop")
+                question = gr.Textbox(
+                    label="Question", placeholder=_EXAMPLE, submit_btn="Start", stop_btn="Stop"
+                )
                 result = gr.Markdown(elem_id="race")
                 with gr.Row():
-                    plain = gr.Markdown(container=True, elem_id="plain")
-                    with_lade = gr.Markdown(container=True, elem_id="lade")
+                    with gr.Column():
+                        gr.Markdown("**plain generate**")
+                        plain = gr.Markdown(container=True, elem_id="plain")
+                    with gr.Column():
+                        gr.Markdown("**lade**")
+                        with_lade = gr.Markdown(container=True, elem_id="lade")
                 shown = [result, plain, with_lade]
                 asked = [question, *options]
                 question.submit(self.race, asked, shown, concurrency_limit=None, **_QUIET)
@@ -190,7 +199,7 @@ class Page:
             figures += ", stopped"
         else:
             stats = call.result().stats
-            figures += f", {stats.mean_accepted_tokens:.2f} a step"
+            figures += f", {stats.mean_accepted_tokens:.2f} tokens a step"
             if stats.num_reused_tokens:
                 figures += f", {stats.num_reused_tokens:,} tokens of the prompt not run again"
         yield self.text(token_ids), figures
@@ -291,7 +300,7 @@ def _options(temperature: float, longest: float) -> dict[str, Any]:
 
 
 def _speed(num_tokens: int, sec: float) -> str:
-    return f"{num_tokens:,} tokens, {num_tokens / max(sec, 1e-3):.1f} a second"
+    return f"{num_tokens:,} tokens, {num_tokens / max(sec, 1e-3):.1f} tokens a second"
 
 
 def _bars(secs: dict[str, float]) -> str:

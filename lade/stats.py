@@ -249,11 +249,11 @@ class Laps:
 def ends_in_loop(token_ids: Sequence[int]) -> bool:
     """Return whether a text ends in the same few tokens over and over.
 
-    That is, it ends in a block of at most 32 tokens, three times or more, over 24 tokens or more.
+    That is, in a block of at most 32 tokens, three times or more, over `num_tokens` or more.
     Small models often loop in greedy decoding, which flatters every n-gram method.
     """
     for period in range(1, _LOOP_MAX_PERIOD + 1):
-        length = max(_LOOP_MIN_REPEATS * period, _LOOP_MIN_TOKENS)
+        length = max(_LOOP_MIN_REPEATS * period, num_tokens)
         tail = token_ids[-length:]
         if len(tail) == length and all(tail[i] == tail[i - period] for i in range(period, length)):
             return True

@@ -92,12 +92,12 @@ class Contest:
 
 def warm_up(
     loaded: LoadedModel, methods: Mapping[str, Callable[[], Method]], settings: Settings
-) -> None:
+) -> dict[str, Answer]:
     """Answer shortly with every method, so that the first prompt takes none longer than others."""
     hello = encode(loaded.tokenizer, _WARM_UP_PROMPT, loaded.model.device)
     num_tokens = min(_WARM_UP_TOKENS, settings.max_new_tokens)
-    for make in methods.values():
-        make()(loaded.model, hello, {**settings.options(), "max_new_tokens": num_tokens})
+    options = {**settings.options(), "max_new_tokens": num_tokens}
+    return {name: make()(loaded.model, hello, options) for name, make in methods.items()}
 
 
 def summarise(results: Sequence[Result], method: str) -> Summary:

@@ -306,7 +306,7 @@ class Terminal:
         limit, used = num_positions(loaded.model), len(turn.prompt_ids) + len(turn.token_ids)
         context = f"context {used:,}" + (f" of {limit:,}" if limit else "")
         speed = f"{turn.tokens_per_sec:.1f} tokens a second"
-        speed += f" · {turn.mean_accepted_tokens:.2f} a step"
+        speed += f" · {turn.mean_accepted_tokens:.2f} tokens a step"
         return f"{speed} · {context} · {name}"
 
     def _say(self, text: str) -> None:

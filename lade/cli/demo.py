@@ -1,12 +1,15 @@
 """`lade demo`: what lade does with a model, and prompts answered by `generate`, lookup and lade."""
 
 import platform
+import re
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from llvmlite.binding import get_host_cpu_name  # the microarchitecture, such as znver5
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -14,12 +17,12 @@ from rich.text import Text
 
 from lade._version import __version__
 from lade.bench.comparison import Side, compared, why_different
-from lade.bench.methods import Lade, Method, plain, prompt_lookup
+from lade.bench.methods import Answer, Lade, Method, plain, prompt_lookup
 from lade.bench.prompts import DEMO_PROMPTS, Prompt, read_prompts
 from lade.bench.report import table
 from lade.bench.run import Contest, Result, warm_up
 from lade.cli.bench import describe_model
-from lade.cli.loading import console
+from lade.cli.loading import tell
 from lade.cli.prewarm import tell_of_table
 from lade.cli.prompting import encode_prompts, read_typed
 from lade.models.loading import LoadedModel
@@ -31,6 +34,7 @@ from ngram_pool import NGramPool
 
 _DRAFTED = "bold green"
 _SHOWN = 300  # characters of a prompt
+_TIMES = 2.5  # as long as plain generate, prompt lookup and lade usually take together
 _LABELS = {
     "tree": "tree: all candidates in one forward",
     "chain": "chain: the best candidate alone, in one forward",
@@ -46,36 +50,29 @@ def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int) -> None:
     prompts = [*map(Prompt, titles, titles, texts)] or read_prompts(DEMO_PROMPTS)
     inputs = encode_prompts(loaded, [prompt.text for prompt in prompts], max_new_tokens)
     out, model, settings = Console(highlight=False), loaded.model, Settings(max_new_tokens)
-    with console.status("checking how the model verifies drafts …"):
-        found = probe(model)
+    tell("Checking how the model verifies drafts")
+    found = probe(model)
     _tell_model(out, loaded, found)
-    stream = TextStream(loaded.tokenizer)
-
-    def on_step(step: Step) -> None:
-        for i, token_id in enumerate(step.token_ids):
-            text = Text(without_controls(stream.put(token_id)))
-            out.print(text, style=_DRAFTED * (i < step.num_accepted), end="", soft_wrap=True)
-        out.file.flush()
-
-    others: dict[str, Callable[[], Method]] = {
+    tell("Warming up: each method answers shortly")
+    usual: dict[str, Callable[[], Method]] = {
         "plain": lambda: plain,
         "prompt_lookup": lambda: prompt_lookup,
     }
-    results: list[Result] = []
-    with console.status("warming up …"):
-        warm_up(loaded, {**others, "lade": Lade}, settings)
-    others["lade"] = lambda: Lade(pool=NGramPool(), on_step=on_step)
-    contest = Contest(model, others, settings)
-    out.print("\nText is shown as lade commits it: ", end="")
-    out.print(Text("drafted by the n-gram pool and accepted", style=_DRAFTED), end="")
-    out.print(", or the model's own token.\n")
+    warm_up(loaded, {**usual, "lade": Lade}, settings)
+    _tell_time(out, loaded, settings, len(prompts))
+    shown, results = _Shown(out, loaded.tokenizer), list[Result]()
+    methods = {
+        "plain": shown.by("plain generate", plain, streamer=shown),
+        "prompt_lookup": shown.by("prompt lookup", prompt_lookup, streamer=shown),
+        "lade": shown.by("lade", Lade(pool=NGramPool(), on_step=shown.step)),
+    }
+    contest = Contest(model, methods, settings)
     for prompt, given in zip(prompts, inputs, strict=True):
         out.rule(f"[bold]{prompt.id}", align="left")
         flat = without_controls(prompt.text.strip())
-        cut = flat if len(flat) <= _SHOWN else f"{flat[:_SHOWN].rstrip()} …"
-        out.print(Text(cut, style="dim"))
+        cut = flat if len(flat) <= _SHOWN else f"{flat[:_SHOWN].rpartition(' ')[0]} …"
+        out.print(Text(cut, style="italic"))
         results.append(contest.answer([prompt], given))
-        out.print(Text(without_controls(stream.end()), _DRAFTED))
         answers = results[-1].answers.items()
         sides = [Side(name, each.rows[0], each.sec) for name, each in answers]
         for line in compared(sides):
@@ -87,6 +84,66 @@ def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int) -> None:
         out.print(f"[dim]{why_different(model)}[/dim]")
     if found.verification != "plain":
         tell_of_table(loaded)
+
+
+class _Shown:
+    """Shows answers as they come, in lines that end between words; a streamer of `generate`."""
+
+    def __init__(self, out: Console, tokenizer: Any) -> None:
+        self._out, self._stream = out, TextStream(tokenizer)
+        self._word, self._column = Text(), 0  # what has not been printed yet, and where
+        self._has_prompt = False  # which `generate` gives to streamers first
+
+    def by(self, title: str, method: Method, **options: Any) -> Callable[[], Method]:
+        """Return what makes a method that shows its answers below a title."""
+
+        def answer(model: Any, inputs: dict[str, Any], given: dict[str, Any]) -> Answer:
+            self._out.print(f"\n[bold]{title}[/bold]")
+            self._has_prompt, self._column = False, 0
+            found = method(model, inputs, {**given, **options})
+            self._put(self._stream.end() + "\n", "")
+            return found
+
+        return lambda: answer
+
+    def put(self, value: torch.Tensor) -> None:
+        """Show tokens of `generate`'s, dimmed."""
+        for token_id in value.flatten().tolist() if self._has_prompt else ():
+            self._put(self._stream.put(token_id), "dim")
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Have no more tokens; the method's end shows the rest."""
+
+    def step(self, step: Step) -> None:
+        """Show the tokens of a step of lade's, those that were drafted in a colour."""
+        for place, token_id in enumerate(step.token_ids):
+            self._put(self._stream.put(token_id), _DRAFTED * (place < step.num_accepted))
+
+    def _put(self, text: str, style: str) -> None:
+        for part in re.split(r"(\s)", without_controls(text)):
+            if not part.isspace():
+                self._word.append(part, style)
+                continue
+            width = cell_len(self._word.plain)
+            if self._column and self._column + width > self._out.width:
+                self._out.print()
+                self._column = 0
+            self._out.print(self._word, part, sep="", end="", soft_wrap=True)
+            self._column = 0 if part == "\n" else self._column + width + 1
+            self._word = Text()
+        self._out.file.flush()
+
+
+def _tell_time(out: Console, loaded: LoadedModel, settings: Settings, num_prompts: int) -> None:
+    """Print what follows, and about how long it takes, by what plain generate takes now."""
+    timed = warm_up(loaded, {"plain": lambda: plain}, settings)["plain"]
+    sec = timed.sec / timed.num_tokens * settings.max_new_tokens * num_prompts * _TIMES
+    about = f"{sec:.0f} seconds" if sec < 100 else f"{sec / 60:.0f} minutes"
+    prompts = f"{num_prompts} prompts are" if num_prompts > 1 else "The prompt is"
+    told = f"{prompts} answered by three methods, which takes about {about}. lade's text is "
+    drafted = ("drafted by the n-gram pool and accepted", _DRAFTED)
+    out.print(Text.assemble("\n", told, drafted, ", or the model's own token."))
 
 
 def _tell_model(out: Console, loaded: LoadedModel, found: Probe) -> None:

@@ -191,6 +191,24 @@ def test_plain_answers_both_ways_and_compares(chat: Begin, path: Path) -> None:
     assert saved(path)[::2] == ["abc", "def", "ghi"]
 
 
+def test_an_answer_that_only_repeats_itself_is_ended_with_a_word(
+    chat: Begin, saved_with: Callable[..., Path], tmp_path: Path
+) -> None:
+    loaded = lade.models.load(str(saved_with()), dtype="float32", device="cpu")
+    with torch.no_grad():  # each token depends on the one before alone, so that they go round
+        for name, weights in loaded.model.named_parameters():
+            weights.mul_(not name.endswith(("o_proj.weight", "down_proj.weight")))
+    for each in (loaded.model, loaded.tokenizer):
+        each.save_pretrained(tmp_path / "looping")
+    options = ("--model", tmp_path / "looping", "--max-new-tokens", 450, "--temperature", 0)
+    shown = " ".join(chat("abc\r", "/plain\r", CTRL_D, options=options).shown.split())
+    lengths = re.findall(r"ended, as it repeats itself, (?:plain, )?(\d+) tokens", shown)
+    assert len(lengths) == 3
+    assert len({*lengths}) == 1
+    assert 320 <= int(lengths[0]) < 450
+    assert "plain, same text" in shown
+
+
 def test_retry_undo_and_clear(chat: Begin, path: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     keys = ("abc\r", f"/save {path}\r", "/retry\r", f"/save {other}\r")

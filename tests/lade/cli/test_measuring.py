@@ -29,7 +29,15 @@ def test_demo_tells_what_lade_does_and_what_that_gains(folder: str) -> None:
     prompt = ["--prompt", "naïve 日本 🙂 abcabc\x1b]0;title\x07", "--prompt", "xyxy"]
     done = run("demo", "--model", folder, *SHORT, *prompt)
     assert done.code == 0
-    flat = " ".join(done.out.split())
+    flat, said = " ".join(done.out.split()), done.err
+    assert said.index("Checking how the model") < said.index("Warming up: each method")
+    assert re.search(r"2 prompts are answered by three methods, which takes about \d+ sec", flat)
+    titles = re.findall("^(plain generate|prompt lookup|lade)$", done.out, re.MULTILINE)
+    plain, lookup, ours = "plain generate", "prompt lookup", "lade"
+    assert titles == [plain, lookup, ours, lookup, ours, plain]  # each begins once
+    texts = re.findall("^(?:plain generate|lade)\n([^\n]+)\n", done.out, re.MULTILINE)
+    assert len(texts) == 4
+    assert texts[0] == texts[1]
     for told in (
         "LlamaForCausalLM",
         "float32, cpu",
