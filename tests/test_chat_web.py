@@ -84,7 +84,7 @@ def test_tabs_chat_race_and_share_nothing(
     page, _ = served
     first, second = open_tab(), open_tab()
     expect(first.locator("#model")).to_contain_text("tiny on this machine")
-    expect(first.get_by_text("Why is the sky blue?")).to_be_visible()
+    expect(first.get_by_text("Why is the sky blue?").first).to_be_visible()
     for tab, question in ((first, "alpha <b>bold</b>"), (second, "omega")):
         tab.locator("#message textarea").fill(question)
         tab.locator("#message textarea").press("Enter")
@@ -102,7 +102,7 @@ def test_tabs_chat_race_and_share_nothing(
     second.get_by_label("Question").fill("abcabc")
     second.get_by_label("Question").press("Enter")
     expect(second.locator("#race")).to_contain_text(" times as fast. The texts are the same.")
-    expect(second.get_by_text("plain generate", exact=True)).to_be_visible()
+    expect(second.get_by_text("plain generate", exact=True).first).to_be_visible()
     assert second.locator("#plain").text_content() == second.locator("#lade").text_content()
 
     # A tab that is closed leaves nothing, and what runs for it ends.

@@ -1,11 +1,14 @@
 """The scripts in examples/ run and say what they promise."""
 
 import ast
+import configparser
 import json
 import re
 import runpy
+import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +38,34 @@ def test_examples_are_short_and_say_what_they_do() -> None:
         assert len(source.splitlines()) < 40 or path.name == "chat_web.py", path.name
         assert ast.get_docstring(ast.parse(source)), path.name
         assert f"({path.name})" in table, path.name
+
+
+def test_servers_are_deployed_by_files_that_parse_and_options_that_there_are() -> None:
+    import yaml
+    from typer.main import get_command
+
+    from lade.cli.app import app
+
+    command: Any = get_command(app)
+    known = {each for option in command.commands["serve"].params for each in option.opts}
+    service = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())["services"]["lade"]
+    unit = configparser.RawConfigParser(delimiters="=")
+    unit.read_string((EXAMPLES / "lade.service").read_text())
+    program, *words = shlex.split(unit["Service"]["ExecStart"])
+    assert (Path(program).name, words[0]) == ("lade", "serve")
+    nginx = re.sub("#.*", "", (EXAMPLES / "nginx.conf").read_text())
+    assert nginx.count("{") == nginx.count("}") == 2
+    statements = [each.split() for each in re.split("[;{}]", nginx) if each.strip()]
+    found = {name: values for name, *values in statements}
+    for given, stop in (
+        (words, unit["Service"]["TimeoutStopSec"]),
+        (service["command"], service["stop_grace_period"].removesuffix("s")),
+    ):
+        assert {word for word in given if word.startswith("-")} <= known
+        assert [given[given.index("--allowed-host") + 1]] == found["server_name"]
+        assert int(stop) > int(given[given.index("--grace-sec") + 1])
+    assert found["proxy_buffering"] == ["off"]
+    assert found["proxy_pass"] == ["http://lade:8000"]
 
 
 def test_pool_alone(capsys: pytest.CaptureFixture[str]) -> None:
