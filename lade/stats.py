@@ -246,7 +246,7 @@ class Laps:
         setattr(self._stats, name, getattr(self._stats, name) + sec)
 
 
-def ends_in_loop(token_ids: Sequence[int]) -> bool:
+def ends_in_loop(token_ids: Sequence[int], num_tokens: int = _LOOP_MIN_TOKENS) -> bool:
     """Return whether a text ends in the same few tokens over and over.
 
     That is, in a block of at most 32 tokens, three times or more, over `num_tokens` or more.

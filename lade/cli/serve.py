@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from lade._version import __version__
 from lade.cli.loading import console, note
 from lade.cli.options import check_pools
 from lade.errors import MissingExtraError, UserError
@@ -91,7 +92,10 @@ def run(
     port: int,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; SIGHUP reads the keys again."""
+    from lade.cli.bench import describe_model
     from lade.cli.prewarm import tell_of_idle
+    from lade.models.prompts import num_positions
+    from lade.probing.plan import probe
     from lade.server.app import Server
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
@@ -102,6 +106,14 @@ def run(
     server = Server(loaded, options, host=host, port=port)
     console.print(
         f"{server.name} is served at {server.url}; Ctrl-C stops it", markup=False, soft_wrap=True
+    )
+    described, context = describe_model(loaded), num_positions(loaded.model)
+    console.print(
+        f"[dim]lade {__version__}; {described.get('weights', described['dtype'])} on "
+        f"{described['device']}, {described['threads']} threads; a context of "
+        f"{f'{context:,}' if context else 'any number of'} tokens; drafts verified by "
+        f"{probe(loaded.model).verification}[/dim]",
+        soft_wrap=True,
     )
     if server.idle is not None:
         tell_of_idle(server.idle)

@@ -11,10 +11,12 @@ from lade.server.exchange import Exchange
 from lade.stats import DecodeStats
 
 _EVENT = "data: "
-# An event with the text of a step fits into one: 220 bytes and the model's name are of all events.
+# An event with the text of a step fits into one: 260 bytes and the model's name are of all events.
 _BLOCK_BYTES = 512
 
 Json = dict[str, Any]
+#: What OpenAI's clients expect of each choice, also where there is nothing to say.
+NULLS: Json = {"logprobs": None, "finish_reason": None}
 
 
 async def whole(exchange: Exchange) -> str:
@@ -27,7 +29,7 @@ async def whole(exchange: Exchange) -> str:
     async for new in _choices(exchange):
         add(choices[new["index"]], new)
     for choice in choices if exchange.asked.is_chat else ():
-        choice["message"] = message = {"content": "", **choice.pop("delta")}
+        choice["message"] = message = {"content": "", "refusal": None, **choice.pop("delta")}
         for name in ("content", "reasoning_content") if exchange.prompts[0].parser else ():
             if name in message:  # blanks around marks are nobody's
                 message[name] = message[name].strip()
@@ -52,7 +54,7 @@ async def events(exchange: Exchange) -> AsyncGenerator[str, None]:
 
 async def _choices(exchange: Exchange) -> AsyncGenerator[Json, None]:
     for each in exchange.answers if exchange.asked.is_chat else ():
-        yield {"index": each.index, "delta": {"role": "assistant"}}
+        yield {"index": each.index, "delta": {"role": "assistant"}, **NULLS}
     while (choice := await exchange.choices.get()) is not None:
         if choice:
             yield choice
@@ -70,7 +72,7 @@ def _told(exchange: Exchange, choices: Sequence[Json], **told: Any) -> str:
 
 def _written(choice: Json) -> str:
     """Return a choice as JSON; of a chat's log-probabilities, each token is JSON already."""
-    tokens = choice.get("logprobs", {}).get("content")
+    tokens = (choice["logprobs"] or {}).get("content")
     if tokens is None:
         return json.dumps(choice)
     text = json.dumps({name: value for name, value in choice.items() if name != "logprobs"})
@@ -119,9 +121,10 @@ def add(whole: Json, new: Json) -> None:
     """Put what is new behind what there is: texts and lists go on, other values are the last."""
     for name, value in new.items():
         if isinstance(value, dict):
-            add(whole.setdefault(name, {}), value)
+            whole[name] = whole.get(name) or {}
+            add(whole[name], value)
         else:
-            is_more = isinstance(value, str | list) and name in whole
+            is_more = isinstance(value, str | list) and whole.get(name)
             whole[name] = whole[name] + value if is_more else value
 
 

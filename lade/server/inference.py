@@ -24,7 +24,7 @@ from lade.hf.api import decode
 from lade.models.loading import LoadedModel
 from lade.models.responses import parts_of
 from lade.models.stream import StopCutter, TextStream
-from lade.server.answers import Json, add
+from lade.server.answers import NULLS, Json, add
 from lade.server.errors import ApiError, failed
 from lade.server.exchange import Exchange, OneAnswer
 from lade.server.grammars import Kept
@@ -284,7 +284,7 @@ class _Relay:
         if not (delta or is_last):
             return
         said: Json = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
-        choice = {"index": self._answer.index, **said}
+        choice = {"index": self._answer.index, **said, **NULLS}
         if self._num_top is not None:
             choice["logprobs"] = self._logprobs(is_last)
         if is_last:

@@ -101,6 +101,23 @@ def test_a_long_prompt_has_the_logprobs_of_one_forward(loaded: LoadedModel) -> N
     assert choice["logprobs"]["top_logprobs"][1:] == [{}] * 299
 
 
+# --- clients with strict types --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [{}, {"prompt": "What-is"}], ids=["chat", "text"])
+def test_answers_have_the_nulls_that_openais_schema_requires(client: Client, asked: Json) -> None:
+    (choice,) = client.ask(max_tokens=9, **asked)["choices"]
+    said = "text" if asked else "message"
+    assert choice.keys() == {"index", said, "logprobs", "finish_reason"}
+    assert choice["logprobs"] is None
+    assert asked or choice["message"]["refusal"] is None
+    *first, last = [event["choices"][0] for event in client.stream(max_tokens=9, **asked)]
+    assert first
+    assert {each["finish_reason"] for each in first} == {None}
+    assert last["finish_reason"] == "length"
+    assert {each["logprobs"] for each in (*first, last)} == {None}
+
+
 # --- fields that only others know -----------------------------------------------------------
 
 # Of LiteLLM's proxy, with what its users hand on; and of Open WebUI, with settings of a chat.

@@ -57,6 +57,7 @@ def test_pools_outlive_a_kill_and_a_stop_ends_well(tmp_path: Path) -> None:
         assert text_of(events) == plain_text(loaded, max_new_tokens=300)
         assert process.wait(60) == 0
     shown = log.read_text()
+    assert re.search(r"lade [\d.]+\S*; float32 on cpu, 1 threads; a context of 512 tokens; ", shown)
     assert "POST /v1/chat/completions 200" in shown
     assert not re.search("What-is|Traceback", shown)
     assert not any("alice" in path.name for path in pools.rglob("*"))
@@ -86,6 +87,7 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path) -> N
         (f"--corpus a={__file__}", "expected a file that NGramPool.save wrote"),
         ("--port 70000", "expected a port below 65536"),
         ("--chunk-interval 1", "No such option"),
+        ("--unknown-fields drop", "'refuse', 'ignore'"),
     ):
         done = run_command("serve", *words.split())
         assert done.exit_code != 0
