@@ -14,6 +14,7 @@ from lade.openmp import release_workers
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _REACH_SEC = 4.0
+_MOST_THREADS = 1024  # with tens of thousands, torch's kernels crash the process
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU in a period, and the period
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # What to say of errors of transformers that have one of these words.
@@ -69,10 +70,13 @@ def load(
     Raises:
         MissingExtraError: an embedded model needs a package that is not installed.
         ModelFetchError: the embedded model could not be fetched.
-        UserError: the device or dtype does not exist, or the model could not be loaded.
+        UserError: the device, the dtype or that many threads cannot be had, or the model could not
+            be loaded.
     """
     if dtype not in (None, *DTYPES):
         raise UserError(f"expected a dtype of {', '.join(DTYPES)}, got {dtype!r}")
+    if threads is not None and not 1 <= threads <= _MOST_THREADS:
+        raise UserError(f"expected 1 to {_MOST_THREADS} threads, got {threads}")
     chosen = find_model(name)
     tell = progress or (lambda what: None)
     tell("Loading torch and transformers")  # which takes seconds
@@ -83,8 +87,7 @@ def load(
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
-    with _telling_why(chosen):
-        there = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    there = _device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(there)
     quota = num_cores_allowed()
     if threads is None and quota is not None and quota < torch.get_num_threads():
@@ -121,6 +124,20 @@ def load(
         defaults.pad_token_id = eos[0] if isinstance(eos, list) else eos
     release_workers()  # calls may come in other threads
     return LoadedModel(model, tokenizer, chosen)
+
+
+def _device_of(name: str) -> Any:
+    """Return a device on which torch can compute here."""
+    import torch
+
+    try:
+        torch.zeros(1, device=name).item()
+        return torch.device(name)
+    except Exception as error:  # each device has errors of its own
+        raise UserError(
+            f"expected a device that torch can use on this machine, such as cpu, got {name!r} "
+            f"({in_one_line(error)})"
+        ) from error
 
 
 def _forget_packing(model: Any) -> None:

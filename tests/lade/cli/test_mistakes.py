@@ -82,6 +82,11 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], told: s
         (["generate", "x", "--model", ""], "got an empty text"),
         (["generate", "x", "--dtype", "bf16"], "bfloat16, float16, float64, got 'bf16'"),
         *(
+            (["generate", "x", "--device", name], f"such as cpu, got '{name}' (")
+            for name in ("gpu", "cuda:99", "meta")
+        ),
+        (["generate", "x", "--threads", "99999"], "expected 1 to 1024 threads, got 99999"),
+        *(
             (["generate", "x", "--model", name], f"no such folder: {name}")
             for name in ("./nofolder", "/no/folder", "no/such/folder", "~/nofolder")
         ),
