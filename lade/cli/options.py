@@ -138,7 +138,8 @@ class SamplingOptions:
     """How tokens are chosen.
 
     Raises:
-        UserError: a share of the likeliest tokens is asked for beside greedy decoding.
+        UserError: a share of the likeliest tokens is asked for beside greedy decoding, or the seed
+            is too large.
     """
 
     temperature: TemperatureOption = 0.0
@@ -160,6 +161,8 @@ class SamplingOptions:
     ] = None
 
     def __post_init__(self) -> None:
+        if self.seed is not None and self.seed >= 2**63:  # the most that torch's generator takes
+            raise UserError(f"expected a seed below 2**63, got {self.seed}")
         for name, off in (("top_p", 1.0), ("top_k", 0)):
             if self.temperature == 0 and (value := getattr(self, name)) != off:
                 raise UserError(

@@ -85,6 +85,7 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], told: s
             (["generate", "x", "--device", name], f"such as cpu, got '{name}' (")
             for name in ("gpu", "cuda:99", "meta")
         ),
+        (["generate", "x", "--seed", str(2**63)], "expected a seed below 2**63, got 92233720"),
         (["generate", "x", "--threads", "99999"], "expected 1 to 1024 threads, got 99999"),
         *(
             (["generate", "x", "--model", name], f"no such folder: {name}")
