@@ -77,8 +77,10 @@ def corpora_of(asked: Sequence[str]) -> dict[str, Path]:
     paths: dict[str, Path] = {}
     for each in asked:
         name, _, path = each.partition("=")
-        if not Path(path).is_file() or name in paths:
+        if not path or name in paths:
             raise UserError(f"expected --corpus NAME=FILE, once for each name, got {each!r}")
+        if not Path(path).is_file():
+            raise UserError(f"no such file: {path}")
         paths[name] = Path(path)
     check_pools([*paths.values()])
     return paths
