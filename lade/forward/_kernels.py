@@ -30,6 +30,7 @@ from lade.forward._tiles import (
     LANES,
     PER_LINE,
     add_products,
+    add_rows,
     add_values,
     by_case,
     instruction,
@@ -509,6 +510,28 @@ def _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_st
 
 
 @_compiled
+def _multiply_across(g, format_, inputs, num_inputs, num_rows, of, first, num, out, out_step):  # type: ignore[no-untyped-def]
+    """Add some columns of a product with a weight whose columns lie side by side, input by input.
+
+    Sums run along the columns, and take inputs in the order in which they are arranged.
+    """
+    step, result = of[w.ACROSS], (out, out_step)
+    weight = of[w.WEIGHT] + (4 if format_ == FLOAT32 else 2) * first
+    # Sums of the inputs themselves, which nobody looks at.
+    totals = (out + out_step * num_rows + 63) // 64 * 64
+    num_paired = num_inputs // PER_LINE * PER_LINE if g[w.ARRANGED] == w.PAIRS else 0
+    for k in range(0, num_paired, 2 * LANES):
+        for turn in range(2):
+            x = inputs + 4 * (k + LANES * turn), 4 * num_inputs, num_rows
+            values = weight + step * (k + turn), 2 * step, LANES
+            add_rows(format_, x, values, result, num, totals)
+    # Few at once: a power of 2 apart, more would push each other out of the first cache.
+    for k in range(num_paired, num_inputs, LANES):
+        x, size = (inputs + 4 * k, 4 * num_inputs, num_rows), min(LANES, num_inputs - k)
+        add_rows(format_, x, (weight + step * k, step, size), result, num, totals)
+
+
+@_compiled
 def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
     """Write some columns of a product of arranged inputs, and its bias, rounded to its format."""
     num, width = until - first, 4 if format_ == FLOAT32 else 2
@@ -517,6 +540,8 @@ def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, o
         _fill(_row(out + out_step * row, num), _F(0))
     if of[w.PACKED] != 0:
         _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_step)
+    elif of[w.ACROSS] != 0:
+        _multiply_across(g, format_, inputs, num_inputs, num_rows, of, first, num, out, out_step)
     elif format_ != g[w.FORMAT] and g[w.ARRANGED] != w.PLAIN:
         straight, of_input = out + out_step * num_rows, 2 if g[w.ARRANGED] == w.NARROW else 4
         for row in range(num_rows):
@@ -683,6 +708,11 @@ def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-d
     for i in range(size):
         states[i] = states[i] + added[i]
     _round(states, format_)
+    last = w.OF_MLP if norm == w.POST_MLP else w.OF_ATTENTION
+    of = layer[last : last + w.NORM_SIZE]
+    if of[w.FLAGS] & w.IS_NORM:
+        _normalize(states, of, added, wide, format_)
+        _copy(added, states)
 
 
 @_compiled
@@ -744,19 +774,24 @@ def _write_head(g, head, layer, places, part, token, scratch):  # type: ignore[n
     num_heads, num_key_heads = g[w.NUM_HEADS], g[w.NUM_KEY_HEADS]
     size, format_ = g[w.HEAD_SIZE], g[w.FORMAT]
     row = g[w.MIXED] + 4 * (num_heads + 2 * num_key_heads) * size * token
-    given, out = _row(row + 4 * head * size, size), _row(scratch, size)
     is_query, is_value = head < num_heads, head >= num_heads + num_key_heads
+    number = head if is_query else (head - num_heads) % num_key_heads
+    num_groups = layer[w.NUM_GROUPS]
+    group, within = divmod(number, (num_heads if is_query else num_key_heads) // num_groups)
+    first = layer[w.FIRST_QUERY if is_query else w.FIRST_VALUE if is_value else w.FIRST_KEY]
+    first += group * (num_heads + 2 * num_key_heads) // num_groups
+    given, out = _row(row + 4 * (first + within) * size, size), _row(scratch, size)
     norm = w.QUERY_NORM if is_query else w.KEY_NORM
     of = layer[norm : norm + w.NORM_SIZE]
     flags = 0 if is_value else of[w.FLAGS]
     if flags & w.IS_WHOLE:
-        first, num = (0, num_heads) if is_query else (num_heads, num_key_heads)
+        num = num_heads if is_query else num_key_heads
         whole = _row(row + 4 * first * size, num * size)
         normed = _row(scratch + 4 * size, num * size)
         wide = _row(scratch + 4 * (1 + num) * size, num * size)
         _normalize(whole, of, normed, wide, format_)
-        _copy(normed[(head - first) * size : (head - first + 1) * size], out)
-    elif flags & w.IS_NORM:
+        _copy(normed[number * size : (number + 1) * size], out)
+    elif flags & w.IS_NORM and not flags & w.AFTER_TURN:
         _normalize(given, of, out, _row(scratch + 4 * size, size), format_)
     else:
         _copy(given, out)
@@ -771,10 +806,19 @@ def _write_head(g, head, layer, places, part, token, scratch):  # type: ignore[n
             layer[w.TURN],
             format_,
         )
+    if flags & w.AFTER_TURN:
+        turned = _row(scratch + 4 * size, size)
+        _copy(out, turned)
+        _normalize(turned, of, out, _row(scratch + 8 * size, size), format_)
     if is_query:
+        if layer[w.SCALED] != 0:
+            factor = _row(g[w.FACTORS] + 4 * token, 1)[0]
+            for i in range(size):
+                out[i] = out[i] * factor
+            _round(out, format_)
         _copy(out, _row(g[w.QUERIES] + 4 * (num_heads * token + head) * size, size))
     else:
-        place, number = places[part[0]], (head - num_heads) % num_key_heads
+        place = places[part[0]]
         first, step = (w.VALUES, w.VALUE_HEAD) if is_value else (w.KEYS, w.KEY_HEAD)
         slot = place[w.NUM_KEYS] - part[2] + part[1]
         target = place[first] + number * place[step]

@@ -37,6 +37,9 @@ HAS_AMX = bool(FEATURES.get("amx-bf16"))  # which torch uses
 ROWS, COLUMNS, DEPTH = 4, 4 if LANES == 16 else 3, 1024
 BLOCK = 64  # keys that the first cache holds
 _VECTORS = 4 if LANES == 16 else 2  # of values whose sums registers hold, for ROWS rows
+# The same for one row; and of how many rows of values on they are fetched meanwhile: a tenth to a
+# half faster than none, 16 no faster, for a weight whose rows are each in another page.
+_OF_ONE, _AHEAD = 8, 8
 _LINE = 64  # bytes that memory hands over at once
 PER_LINE = _LINE // 2  # bfloat16
 
@@ -340,22 +343,23 @@ def _sum_values(builder: Any, of: Any) -> None:
 
     Args:
         builder: LLVM's.
-        of: format of the values; number of rows, 1 to ROWS, and of vectors, _VECTORS or 1; address
+        of: format of the values; number of rows, 1 to ROWS, and of vectors, _VECTORS or 1, or, for
+            one row, _OF_ONE; address
             of the first weight, float32, and bytes from one row to the next; address of the first
             value, and bytes from one to the next; address of the first result, and bytes from one
             row to the next; number of values; address of the sums of the weights alone.
     """
     format_, num_rows, num_vectors, *given = cgutils.unpack_tuple(builder, of)
-    size = builder.add(builder.mul(num_rows, _INT64(8)), num_vectors)
+    size = builder.add(builder.mul(num_rows, _INT64(16)), num_vectors)
+    sizes = [(rows, vectors) for rows in range(1, ROWS + 1) for vectors in (1, _VECTORS)]
     cases = {
-        64 * of_format + 8 * rows + vectors: partial(
+        128 * of_format + 16 * rows + vectors: partial(
             _write_sums, builder, of_format, range(rows), range(vectors), given
         )
         for of_format in _WIDTHS
-        for rows in range(1, ROWS + 1)
-        for vectors in (1, _VECTORS)
+        for rows, vectors in (*sizes, (1, _OF_ONE))
     }
-    by_case(builder, builder.add(builder.mul(format_, _INT64(64)), size), cases)
+    by_case(builder, builder.add(builder.mul(format_, _INT64(128)), size), cases)
 
 
 def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: Any) -> None:
@@ -378,10 +382,13 @@ def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: An
     of_rows = [build.add(weights, build.mul(weight_step, _INT64(row))) for row in rows]
     of_totals = [at(build, totals, _INT64(row), 4, _FLOAT) for row in rows]
     added = [cgutils.alloca_once_value(build, build.load(place, align=4)) for place in of_totals]
+    far = build.mul(value_step, _INT64(_AHEAD))
     nothing = ir.Constant(_FLOATS, ir.Undefined)
     everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
     with cgutils.for_range(build, num_values) as loop:
         line = build.add(values, build.mul(value_step, loop.index))
+        for start in range(0, LANES * len(vectors) * _WIDTHS[format_], _LINE):
+            fetch(build, build.add(build.add(line, far), _INT64(start)))
         wide = [
             _load_wide(build, format_, line, _INT64(LANES * vector), _FLOATS) for vector in vectors
         ]
@@ -407,20 +414,37 @@ def add_values(format_, weights, num_rows, values, num_values, size, results, to
     All are addresses. The weights themselves are added to totals [2, BLOCK], in the first row once,
     in the second with all further columns, where nobody looks: to leave them out takes other code.
     """
-    width, start = 4 if format_ == FLOAT32 else 2, 0
+    given = weights, 4 * BLOCK, num_rows
+    width = 4 if format_ == FLOAT32 else 2
+    add_rows(format_, given, (values, width * size, num_values), (results, 4 * size), size, totals)
+
+
+@numba.njit(nogil=True, error_model="numpy")
+def add_rows(format_, weights, values, results, size, totals):  # type: ignore[no-untyped-def]
+    """Add values, rows of so many numbers, a multiple of LANES, times weights, to results.
+
+    Weights and values are an address, bytes from one row to the next, and the number of rows;
+    results the first two; totals as for `add_values`.
+    """
+    weight, weight_step, num_rows = weights
+    value, value_step, num_values = values
+    result, result_step = results
+    width, start, most = 4 if format_ == FLOAT32 else 2, 0, _OF_ONE if num_rows == 1 else _VECTORS
     while start < size:
-        num_vectors = _VECTORS if start + LANES * _VECTORS <= size else 1
+        while most > 1 and start + LANES * most > size:
+            most = _VECTORS if most > _VECTORS else 1
+        num_vectors = most
         for row in range(0, num_rows, ROWS):
             of_sums = (
                 format_,
                 min(ROWS, num_rows - row),
                 num_vectors,
-                weights + 4 * row * BLOCK,
-                4 * BLOCK,
-                values + width * start,
-                width * size,
-                results + 4 * (row * size + start),
-                4 * size,
+                weight + weight_step * row,
+                weight_step,
+                value + width * start,
+                value_step,
+                result + result_step * row + 4 * start,
+                result_step,
                 num_values,
                 totals + 4 * (row if start == 0 else BLOCK + row),
             )

@@ -13,7 +13,7 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import getitem, is_
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.pytorch_utils import Conv1D
 
 from lade.attempts import Attempt
 from lade.attention.packed import Calls
@@ -37,15 +38,18 @@ from lade.forward.fastest import about
 from lade.forward.linear import FORMATS, MOST_TOKENS, REPORT, Products, is_plain, kernels
 from lade.forward.packed import PackedLinear, function_of, made_whole
 from lade.forward.reading import (
+    ACTIVATIONS,
     AdditionPlan,
+    CallPlan,
     DecoderPlan,
     DecoderSizes,
     NormPlan,
-    RotaryPlan,
+    TransformPlan,
     UnsupportedForwardError,
     adapters_of,
+    arranged,
+    given_to,
     read,
-    repeated,
     require,
 )
 from lade.openmp import Run
@@ -151,6 +155,10 @@ class FusedForwards:
         self._sizes = sizes = plan.sizes
         is_whole = sizes.head_size % compiled.LANES == 0
         require(is_whole, "its heads are no whole number of vectors")
+        products = [each for layer in plan.layers for each in layer.products if each is not None]
+        across = [each.module for each in products if isinstance(each.module, Conv1D)]
+        is_whole = all(each.nf % compiled.LANES == 0 for each in across)
+        require(is_whole, "its columns are no whole number of vectors")
         self._is_packed = type(plan.head) is PackedLinear
         self._dtype = torch.float32 if self._is_packed else plan.head.weight.dtype
         self._limit = limit_of(model)
@@ -169,7 +177,8 @@ class FusedForwards:
         self._is_unchanged = is_unchanged if any(adapters_of(plan)) else None
         widths = {sizes.hidden, sizes.num_heads * sizes.head_size}
         widths |= {layer.inner for layer in plan.layers}
-        self._has_dots = self._dtype is torch.bfloat16 and all(map(compiled.may_dot, widths))
+        may_dot = self._dtype is torch.bfloat16 and not across
+        self._has_dots = may_dot and all(map(compiled.may_dot, widths))
 
     @property
     def has_one_way(self) -> bool:
@@ -234,6 +243,8 @@ class FusedForwards:
                 bool(each._forward_hooks or each._forward_pre_hooks) and has_hook(each)
                 for each in layers
             ]
+            if any(hooked) and self._weights.transform is not None:
+                return plainly(**inputs)  # the rows of whose products would depend on each other
             if any(hooked):
                 run = partial(_run_by, *by_layers(), inputs)
                 request = request._replace(by_layers=run, hooked=tuple(hooked))
@@ -311,9 +322,7 @@ class FusedForwards:
     def _by_job(self, request: _JobRequest) -> Tensor | None:
         """Return logits [num_rows, …, vocab_size]; None, with nothing written, if impossible."""
         sizes, num = self._sizes, request.input_ids.shape[1]
-        states = self._weights.embedding()(request.input_ids)
-        if sizes.scale != 1.0:
-            states = states * sizes.scale
+        states = self._weights.embedded(request.input_ids, request.positions)
         if states.dtype is not self._dtype or states.shape != (1, num, sizes.hidden):
             return None
         # Of all pieces at once: some angles depend on how long the text is.
@@ -328,9 +337,14 @@ class FusedForwards:
             shape = (1, len(request.kept), sizes.vocab_size)
             logits = states.new_empty(shape, dtype=self._dtype)
             table, done = self._weights.table(request.held or _Held()), 0
+            transform = self._weights.transform
             for piece in pieces:
-                self._run_piece(piece, wide, table, whole, logits[0, done:])
+                of_piece = logits[0, done:] if transform is None else None
+                self._run_piece(piece, wide, table, whole, of_piece)
                 done += len(piece.kept)
+            if transform is not None:
+                last = wide[torch.from_numpy(request.kept)].to(self._dtype)[None]
+                logits = self._by_head(transform(last, self._product))
             logits = sizes.finish(logits)
         for part in request.parts:
             for layer in part.cache.held:
@@ -345,10 +359,7 @@ class FusedForwards:
         if states.dtype is not self._dtype or states.shape[0] != 1 or states.shape[2] != hidden:
             raise ValueError(f"states of a layer have become {states.dtype} {[*states.shape]}")
         if number == last:
-            head = self._weights.head()
-            if type(head) is PackedLinear:
-                return head.forward(states)
-            return self._products.by_job(states, head.weight, head.bias, has_dots=self._has_dots)
+            return self._by_head(states)
         if number > 0 and not hooked[number] and not hooked[number - 1]:
             return states  # it has run with those before it
         wide = _wide(states)
@@ -363,6 +374,16 @@ class FusedForwards:
         for piece in pieces:
             self._run_piece(piece, wide, table, (number, end))
         return wide.to(self._dtype)[None]
+
+    def _by_head(self, states: Tensor) -> Tensor:
+        head = self._weights.head()
+        return head.forward(states) if type(head) is PackedLinear else self._product(states, head)
+
+    def _product(self, states: Tensor, linear: nn.Linear) -> Tensor:
+        if not is_plain(linear.weight, self._dtype):
+            raise ValueError("weights are no plain matrices any more")
+        given = states, linear.weight, linear.bias
+        return self._products.by_job(*given, has_dots=self._has_dots)
 
     def _pieces(
         self, request: _JobRequest, angles: Sequence[tuple[Tensor, ...]]
@@ -401,6 +422,7 @@ class FusedForwards:
             job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
             job[words.PLACES] = places.ctypes.data
             job[words.BETWEEN_SIZE] = sizes.between
+            job[words.FACTORS] = at[-1, 0] if sizes.factors is not None else 0
             inside = request.kept[(request.kept >= start) & (request.kept < start + size)]
             pieces.append(_Piece(start, size, inside - start, job, at, (parts, places)))
         return pieces
@@ -462,18 +484,17 @@ class FusedForwards:
         return places
 
     def _angles(self, states: Tensor, positions: Tensor) -> list[tuple[Tensor, ...]]:
-        """Let the model make its angles: cosines and sines, float32 [1, num_tokens, …]."""
+        """Let the model make its angles: cosines and sines, float32 [1, num_tokens, …].
 
-        def put(value: Any) -> Any:
-            if value is words.STATES_GIVEN:
-                return states
-            return positions if value is words.POSITIONS_GIVEN else value
-
-        made = []
-        for module, rotary, repeats in self._weights.rotaries:
-            kwargs = {name: put(value) for name, value in rotary.kwargs.items()}
-            angles = module()(*map(put, rotary.args), **kwargs)
-            made.append(tuple(repeated(each, repeats).float().contiguous() for each in angles))
+        Factors of queries, twice, come last where there are some.
+        """
+        given = {words.STATES_GIVEN: states, words.POSITIONS_GIVEN: positions}
+        made = [
+            tuple(each.float().contiguous() for each in arranged(rotary(given), how))
+            for rotary, how in self._weights.rotaries
+        ]
+        if self._sizes.factors is not None:
+            made.append((self._sizes.factors(positions).to(self._dtype).float(),) * 2)
         return made
 
     def _workspace(self, num_tokens: int, num_threads: int) -> "_Workspace":
@@ -581,8 +602,7 @@ def _by_layers(model: Model, modules: Sequence[nn.Module]) -> tuple[Model, list[
             return None
 
         def forward(*args: Tensor, **inputs: Any) -> Tensor:
-            (states,) = args or (inputs["hidden_states"],)
-            return running[-1](number, states)
+            return running[-1](number, args[0] if args else inputs["hidden_states"])
 
         return {"forward": forward}
 
@@ -633,20 +653,52 @@ class _Held:
         self.words = np.array(self.addresses, np.int64) + starts
 
 
+def _calling(plan: CallPlan) -> Callable[[Mapping[Any, Any]], Any]:
+    """Return what calls a module, which is not held, with tensors for what stands for them."""
+    module, unheld = _reference(plan.module), plan._replace(module=None)
+
+    def call(tensors: Mapping[Any, Any]) -> Any:
+        args, kwargs = given_to(unheld, tensors)
+        return module()(*args, **kwargs)
+
+    return call
+
+
+def _transforming(plan: TransformPlan) -> Callable[[Tensor, Callable[[Tensor, Any], Tensor]], Any]:
+    """Return what transforms states by a plan, whose modules are not held."""
+    first, linear, last = map(_reference, (plan.first, plan.linear, plan.last))
+    activation, has_first = ACTIVATIONS[plan.activation], plan.first is not None
+
+    def transform(states: Tensor, product: Callable[[Tensor, Any], Tensor]) -> Any:
+        given = first()(states) if has_first else states
+        return last()(activation(product(given, linear())))
+
+    return transform
+
+
+def _reference(module: nn.Module | None) -> Callable[[], Any]:
+    return (lambda: None) if module is None else weakref.ref(module)
+
+
 class _Weights:
     """Where a plan's weights are, as the job takes it; looked up anew for each forward.
 
     Attributes:
-        embedding, head: weak references to what makes states of tokens, and logits of these.
+        head: a weak reference to what makes logits of states.
+        transform: makes of the last states those that the head gets, by the function that it is
+            given for products; None if a norm at most is between.
         of_kind: numbers of the layers that have a kind of mask.
-        rotaries: what makes angles, as a weak reference and a plan, and whether they repeat.
+        rotaries: what makes angles, and how these are arranged.
         turning: int64 [layers that have angles, 2], their numbers and those of what makes them.
     """
 
     def __init__(self, plan: DecoderPlan, kinds: Sequence[str], dtype: torch.dtype) -> None:
         self._dtype, end = dtype, len(plan.layers)
-        self.embedding: Callable[[], Any] = weakref.ref(plan.embedding)
+        calls, self._scale, first_norm = plan.embedding
+        self._lookups = [*map(_calling, calls)]
+        self._first_norm = _reference(first_norm)
         self.head: Callable[[], Any] = weakref.ref(plan.head)
+        self.transform = None if plan.transform is None else _transforming(plan.transform)
         products = [each for layer in plan.layers for each in layer.products if each is not None]
         num_rows = end + 1 + sum(len(each.added) for each in products)
         self._table = np.zeros((num_rows, words.LAYER_SIZE), np.int64)
@@ -657,18 +709,16 @@ class _Weights:
         self._slots: list[tuple[Any, ...]] = []
         self._absent: list[tuple[int, Callable[[], Any], str]] = []  # those that are None
         bounds = [0]  # the first slots of layers, and of what comes after them
-        self.rotaries: list[tuple[Callable[[], Any], RotaryPlan, bool]] = []
+        self.rotaries: list[tuple[Callable[[Mapping[Any, Any]], Any], int]] = []
         turning: list[tuple[int, int]] = []
-        known: dict[tuple[int, bool], int] = {}
+        known: dict[tuple[int, int], int] = {}
         num_added, ends = 0, range(words.INNER_SIZE)
         for number, layer in enumerate(plan.layers):
             row, between, rotary = self._table[number], 0, layer.rotary
             if rotary is not None:
-                which = known.setdefault((id(rotary), layer.repeats_angles), len(known))
+                which = known.setdefault((id(rotary), layer.arrangement), len(known))
                 if which == len(self.rotaries):
-                    module = weakref.ref(rotary.module)
-                    unheld = rotary._replace(module=None)
-                    self.rotaries.append((module, unheld, layer.repeats_angles))
+                    self.rotaries.append((_calling(rotary), layer.arrangement))
                 turning.append((number, which))
             for place, norm in zip(ends[: words.QUERY : words.NORM_SIZE], layer.norms, strict=True):
                 self._add_norm(number, place, norm)
@@ -688,7 +738,8 @@ class _Weights:
             row[words.TURNED], row[words.SEES] = layer.num_turned, places[number]
             row[words.SCALING] = _bits(layer.scaling)
             row[words.SOFTCAP], row[words.FACTOR] = _bits(layer.softcap), _bits(layer.factor)
-            row[words.IS_PARALLEL] = layer.is_parallel
+            row[words.IS_PARALLEL], row[words.SCALED] = layer.is_parallel, layer.is_scaled
+            row[words.NUM_GROUPS : words.LAYER_SIZE] = layer.order.num_groups, *layer.order.firsts
             if layer.sinks is not None:
                 self._add(number, words.SINKS, layer.sinks, "sinks", dtype)
             bounds.append(len(self._slots))
@@ -716,7 +767,12 @@ class _Weights:
         row[words.TIMES], row[words.OF_ADDED] = _bits(added.times), FORMATS[dtype]
 
     def _add_matrix(
-        self, number: int, place: int, module: nn.Linear, column: int, dtype: torch.dtype
+        self,
+        number: int,
+        place: int,
+        module: nn.Linear | Conv1D,
+        column: int,
+        dtype: torch.dtype,
     ) -> None:
         """Add the weight and the bias of a linear layer, from a column of the results on."""
         start = column * dtype.itemsize
@@ -728,6 +784,9 @@ class _Weights:
             packed = function.address, of_row, half  # type: ignore[union-attr]
             self._table[number, place + words.PACKED : place + words.HALF + 1] = packed
             self._add(number, place, module, "weight", torch.uint8, column * of_row)
+        elif isinstance(module, Conv1D):
+            self._table[number, place + words.ACROSS] = module.nf * dtype.itemsize
+            self._add(number, place, module, "weight", dtype, start)
         else:
             self._add(number, place, module, "weight", dtype, start * module.in_features)
         self._add(number, place + words.BIAS, module, "bias", dtype, start)
@@ -747,6 +806,15 @@ class _Weights:
         else:
             word = number * words.LAYER_SIZE + place
             self._slots.append((weakref.ref(module), name, word, start, (dtype, weight.shape)))
+
+    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the states of the first layer."""
+        given = {words.TOKENS_GIVEN: tokens, words.POSITIONS_GIVEN: positions}
+        states, *others = (look({**given, words.STATES_GIVEN: None}) for look in self._lookups)
+        states = sum(others, states if self._scale == 1.0 else states * self._scale)
+        norm = self._first_norm()
+        embedded: Tensor = states if norm is None else norm(states)
+        return embedded
 
     def fit(self, part: slice = slice(None)) -> bool:
         """Return whether all are plain matrices in memory, as they were when they were read."""
@@ -845,9 +913,22 @@ def forwards_for(
 
     The first time on a machine, kernels are compiled, for some seconds.
     """
-    compiled = kernels() if model.dtype in FORMATS else None
+    found = _found_for(model, is_unchanged)
+    return None if isinstance(found, str) else found
+
+
+def why_by_torch(model: Model) -> str | None:
+    """Return why no job can run forwards of a model, and which module is the reason, or None."""
+    found = _found_for(model, None)
+    return found if isinstance(found, str) else None
+
+
+def _found_for(model: Model, is_unchanged: Callable[[], bool] | None) -> FusedForwards | str:
+    if model.dtype not in FORMATS:
+        return f"its weights are {model.dtype}"
+    compiled = kernels()
     if compiled is None:
-        return None
-    with Attempt(even_memory=True):  # a forward that is watched may fail in ways of its own
+        return "compiled kernels do not run here"
+    with Attempt(even_memory=True) as attempt:  # what is watched may fail in ways of its own
         return FusedForwards(model, *compiled, is_unchanged)
-    return None
+    return str(attempt.failure).removeprefix(f"{UnsupportedForwardError.__name__}: ")

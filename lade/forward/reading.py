@@ -5,14 +5,17 @@ modules must be what the plan says it is. What does not fit raises `UnsupportedF
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.pytorch_utils import Conv1D
 
+from lade.attempts import Attempt
 from lade.compat import Model, attention_of, is_own_hook, placeholders_of
 from lade.forward import words
 from lade.forward.packed import PackedLinear
@@ -26,11 +29,22 @@ _sdpa = AttentionInterface()["sdpa"]
 _HONOURED = {
     *("dropout", "scaling", "softcap", "s_aux", "sliding_window", "is_causal", "position_ids"),
     *("use_cache", "output_attentions", "output_hidden_states", "cache_position", "return_dict"),
+    "logits_to_keep",
 }
 _LINEARS = (nn.Linear, PackedLinear)
+_PRODUCTS = (*_LINEARS, Conv1D)
 _NOTHING = (nn.Dropout, nn.Identity)  # done by these when a text is generated
-_OUTS = ("o_proj", "out_proj", "dense", "c_proj")
-_FUNCTIONS: dict[int, Callable[[Tensor], Tensor]] = {
+_MIXING = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
+# What cosines and sines are of what a module gives: sines come first, or turn back; only the first
+# half counts; neighbours share a number.
+_SINES_FIRST, _BACK, _HALVED, _SHARED = 1, 2, 4, 8
+_ARRANGEMENTS = [
+    how | sines
+    for how in (0, _HALVED | _SHARED, _SHARED)
+    for sines in (0, _SINES_FIRST, _BACK, _SINES_FIRST | _BACK)
+]
+#: By their numbers.
+ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
     words.SILU: functional.silu,
     words.GELU: functional.gelu,
     words.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
@@ -74,7 +88,7 @@ class AdditionPlan(NamedTuple):
 class ProductPlan(NamedTuple):
     """Some columns of a linear layer, with what is added to them."""
 
-    module: nn.Linear
+    module: nn.Linear | Conv1D
     first: int
     num: int
     around: nn.Module  # that gives the sum; the layer itself if nothing is added
@@ -83,27 +97,51 @@ class ProductPlan(NamedTuple):
     @property
     def num_inputs(self) -> int:
         """Numbers of a row of inputs."""
-        return self.module.in_features
+        return size_of(self.module)[1]
 
 
-class RotaryPlan(NamedTuple):
-    """A module that makes angles, and what it is called with besides states and positions."""
+class CallPlan(NamedTuple):
+    """A module, and what it is called with, besides what stands for tensors."""
 
     module: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
+class EmbeddingPlan(NamedTuple):
+    """What the states of the first layer are of tokens and positions."""
+
+    calls: tuple[CallPlan, ...]  # whose results are added up, that of tokens first
+    scale: float  # of what that gives
+    norm: nn.Module | None  # of the sum
+
+
+class HeadOrder(NamedTuple):
+    """In what order products give heads of queries, keys and values."""
+
+    num_groups: int  # of equal shares of each
+    firsts: tuple[int, ...]  # heads in a group before those of each kind
+
+    def heads(self, kind: int, num: int, num_all: int) -> list[int]:
+        """Return where the heads of a kind are, of which there are so many, among all."""
+        share = num // self.num_groups
+        starts = [num_all // self.num_groups * group for group in range(self.num_groups)]
+        return [start + self.firsts[kind] + each for start in starts for each in range(share)]
+
+
 class LayerPlan(NamedTuple):
     """A decoder layer."""
 
-    norms: tuple[NormPlan | None, ...]  # before and after attention, MLP; of queries, keys
-    products: tuple[ProductPlan | None, ...]  # query, key, value, out, gate, up, down
+    # Before and after attention, MLP; of queries, keys; of the states with either's result.
+    norms: tuple[NormPlan | None, ...]
+    products: tuple[ProductPlan | None, ...]  # query, or all three, key, value, out, gate, up, down
+    order: HeadOrder
     activation: int
-    rotary: RotaryPlan | None
+    rotary: CallPlan | None
     num_turned: int
     turn: int
-    repeats_angles: bool  # whether neighbours have one angle, given once
+    arrangement: int  # of the angles, see `arranged`
+    is_scaled: bool  # whether queries are multiplied by a number for each position
     scaling: float
     softcap: float
     sinks: nn.Module | None
@@ -114,6 +152,15 @@ class LayerPlan(NamedTuple):
     def inner(self) -> int:
         """Numbers of a token inside of the MLP."""
         return self.products[-1].num_inputs  # type: ignore[union-attr]
+
+
+class TransformPlan(NamedTuple):
+    """What the last states go through on their way to the head, instead of a norm alone."""
+
+    first: nn.Module | None  # a norm
+    linear: nn.Linear
+    activation: int
+    last: nn.Module  # a norm
 
 
 class DecoderSizes(NamedTuple):
@@ -127,8 +174,8 @@ class DecoderSizes(NamedTuple):
     vocab_size: int
     inner: int  # of the largest MLP
     between: int  # the factors of a layer's low-rank additions, at most
-    scale: float  # of what the embedding gives
     has_windows: bool  # whether layers see but the last of the tokens before
+    factors: Callable[[Tensor], Tensor] | None  # of queries, by positions
     finish: Callable[[Tensor], Tensor]  # of the head's results, to logits
 
 
@@ -137,9 +184,10 @@ class DecoderPlan(NamedTuple):
 
     sizes: DecoderSizes
     kinds: tuple[str, ...]  # of masks, by layer
-    embedding: nn.Module
+    embedding: EmbeddingPlan
     layers: tuple[LayerPlan, ...]
     norm: NormPlan | None
+    transform: "TransformPlan | None"
     head: nn.Linear
     modules: tuple[nn.Module, ...]  # of the layers
 
@@ -148,6 +196,27 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Any
+
+
+class _Way(NamedTuple):
+    """What states pass in a layer."""
+
+    states: Tensor
+    given: Tensor  # to attention
+    attention_out: Tensor
+    mlp_given: Tensor
+    mlp_out: Tensor
+    result: Tensor
+
+
+class _Turned(NamedTuple):
+    """What becomes of queries or keys: the norm, how they are turned, by which angles; a factor."""
+
+    norm: NormPlan | None
+    turn: int
+    arrangement: int
+    scale: float
+    is_scaled: bool  # by position
 
 
 class _Attention(NamedTuple):
@@ -160,11 +229,11 @@ class _Attention(NamedTuple):
 
 
 def _watched(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attend as `sdpa`, and note what of, in the module of the view that is watched."""
     kept = {name: each for name, each in kwargs.items() if name in ("scaling", "is_causal")}
-    out, _ = _sdpa(module, query, key, value, mask, **kept)
+    out, _ = _sdpa(module, query, key, value, attention_mask, **kept)
     noted = vars(module).setdefault(_WATCHED, [])
     noted.append(_Attention(module, query, key, value, out, kwargs))
     return out, None
@@ -205,9 +274,17 @@ def read(model: Model) -> DecoderPlan:
     taken = {*placeholders_of(model), getattr(text, "pad_token_id", None)}
     ids = [each for each in range(text.vocab_size // 2, text.vocab_size) if each not in taken]
     input_ids = torch.tensor([ids[: len(_POSITIONS)]])
-    # Some scale queries by their position, from thousands of tokens on.
-    positions = torch.tensor([_POSITIONS])
-    output = view(input_ids=input_ids, position_ids=positions, use_cache=False)
+    # Some scale queries by their position, from thousands of tokens on; others learn a state for
+    # each of some thousand.
+    last = getattr(text, "max_position_embeddings", None) or len(_POSITIONS)
+    for places in (_POSITIONS, [0, 1, 2, last - 2, last - 1]):
+        positions = torch.tensor([places])
+        calls.clear()
+        attended = [vars(module).pop(_WATCHED, ()) for module in view.modules()]
+        with Attempt() as attempt:
+            output = view(input_ids=input_ids, position_ids=positions, use_cache=False)
+            break
+    require(attempt.failure is None, f"its forward fails: {attempt.failure}")
     attended = [each for module in view.modules() for each in vars(module).get(_WATCHED, ())]
     for module in view.modules():
         module._forward_hooks.clear()
@@ -259,7 +336,8 @@ class _Reader:
             child: module for module in view.modules() for child in module._modules.values()
         }
         self._norms: list[tuple[nn.Module, Tensor, Tensor]] = []  # of the layer, not yet used
-        self._rotaries: dict[int, RotaryPlan] = {}
+        self._rotaries: dict[int, CallPlan] = {}
+        self._passed: dict[nn.Module, list[tuple[Tensor, Any]]] = {}
         # Linear layers inside of others, which may add something to their results.
         self._adapted: dict[nn.Module, tuple[nn.Linear, tuple[AdditionPlan, ...]]] = {}
         for module in view.modules():
@@ -274,16 +352,25 @@ class _Reader:
         )
         is_alike = all(each.value.shape[3] == sizes[2] for each in attended)
         require(is_alike and not others, "its layers have heads of different sizes")
-        embedding, scale, states = self._embedded(attended[0])
+        modules = tuple(self._layer_of(each.module) for each in attended)
+        states, _ = self._io(modules[0])
+        embedding = self._embedding(states)
+        names = {module: name for name, module in self._view.named_modules()}
         layers = []
-        for each in attended:
-            layer, states = self._layer(each, states, sizes)
+        for module, each in zip(modules, attended, strict=True):
+            try:
+                layer, states = self._layer(module, each, states, sizes)
+            except UnsupportedForwardError as error:
+                raise UnsupportedForwardError(f"{names[module]}: {error}") from None
             layers.append(layer)
         head = self._view.get_output_embeddings()
         require(type(head) in _LINEARS and head in self._calls, "its head is not a linear layer")
         given, results = self._io(head)
-        self._norms = [(each, *self._io(each)) for each in self._calls if _is_norm(each)]
-        norm = self._norm_between(states, given)
+        self._norms = self._norms_of(self._calls)
+        transform = self._transform(states, given)
+        norm = None if transform is not None else self._norm_between(states, given)
+        is_whole = transform is not None or head.in_features == states.shape[-1]
+        require(is_whole, "its head gets other states than its layers give")
         finish = _finish_of(results, logits, self._view)
         inner = max(layer.inner for layer in layers)
         has_windows = any(each.kwargs.get("sliding_window") for each in attended)
@@ -291,29 +378,108 @@ class _Reader:
             sum(added.first.out_features for each in layer.products if each for added in each.added)
             for layer in layers
         )
-        of_heads = (len(layers), head.in_features, *sizes, head.out_features)
-        decoder = DecoderSizes(*of_heads, inner, between, scale, has_windows, finish)
-        modules = tuple(self._parents[each.module] for each in attended)
-        return DecoderPlan(decoder, (), embedding, tuple(layers), norm, head, modules)
+        of_heads = (len(layers), states.shape[-1], *sizes, head.out_features)
+        decoder = DecoderSizes(
+            *of_heads, inner, between, has_windows, _factors_of(self._view), finish
+        )
+        return DecoderPlan(decoder, (), embedding, tuple(layers), norm, transform, head, modules)
 
-    def _embedded(self, first: _Attention) -> tuple[nn.Module, float, Tensor]:
-        """Return the embedding, the factor of what it gives, and states of the first layer."""
-        states = self._io(self._parents[first.module])[0]
-        for module, (call, *_) in self._calls.items():
-            if not isinstance(module, nn.Embedding) or call.out.shape != states.shape:
+    def _transform(self, states: Tensor, given: Tensor) -> TransformPlan | None:
+        """Return what is between the last states and those that the head gets, besides a norm."""
+        for last, mine, out in [*self._norms]:
+            if not torch.equal(out, given) or _is_near(mine, states):
                 continue
-            ratio = float((states.double() / call.out.double()).nanmedian())
-            for scale in (1.0, ratio, round(ratio, 6)):
-                if torch.equal(call.out * scale, states):
-                    return module, scale, states
+            for module in self._calls:
+                if type(module) is not nn.Linear or self._io(module)[1].shape != mine.shape:
+                    continue
+                got, results = self._io(module)
+                activation = _activation_of(results, 1.0, mine)
+                if activation is not None:
+                    first = self._norm_between(states, got)
+                    return TransformPlan(first and first.module, module, activation, last)
+        return None
+
+    def _layer_of(self, module: nn.Module) -> nn.Module:
+        """Return the module in a list of such that attention is part of."""
+        layer: nn.Module = self._parents[module]
+        while layer in self._parents and not isinstance(self._parents[layer], nn.ModuleList):
+            layer = self._parents[layer]
+        return layer
+
+    def _embedding(self, states: Tensor) -> EmbeddingPlan:
+        """Return what makes the states of the first layer."""
+        made: list[tuple[CallPlan, Tensor]] = []
+        for module, (call, *_) in self._calls.items():
+            if isinstance(call.out, Tensor) and call.out.shape == states.shape:
+                with Attempt():  # some look at more than tokens and positions
+                    made.append((self._call_of(module, call), call.out))
+        for called, out in made:
+            if words.TOKENS_GIVEN not in (*called.args, *called.kwargs.values()):
+                continue
+            ratio = float((states.double() / out.double()).nanmedian())
+            sums: list[tuple[tuple[CallPlan, ...], float, Tensor]] = [
+                *(((called,), scale, out * scale) for scale in (1.0, ratio, round(ratio, 6))),
+                *(((called, other), 1.0, out + of_other) for other, of_other in made),
+            ]
+            for calls, scale, total in sums:
+                if torch.equal(total, states):
+                    return EmbeddingPlan(calls, scale, None)
+                for norm, given, normed in self._norms_of(self._calls):
+                    if torch.equal(given, total) and torch.equal(normed, states):
+                        return EmbeddingPlan(calls, scale, norm)
         raise UnsupportedForwardError("its first layer does not get what an embedding gives")
+
+    def _call_of(self, module: nn.Module, call: _Call) -> CallPlan:
+        """Return a call as a plan has it, if it gives the same for other states."""
+        plan = self._planned(module, call)
+        given = (*plan.args, *plan.kwargs.values())
+        is_of_tokens = words.TOKENS_GIVEN in given or words.POSITIONS_GIVEN in given
+        require(is_of_tokens, "it looks at neither tokens nor positions")
+        has_products = any(isinstance(each, _LINEARS) for each in module.modules())
+        require(not has_products, "torch's products of several tokens depend on how many")
+        tokens = {words.TOKENS_GIVEN: self._input_ids, words.POSITIONS_GIVEN: self._positions}
+        args, kwargs = given_to(plan, {**tokens, words.STATES_GIVEN: None})
+        require(torch.equal(module(*args, **kwargs), call.out), "it looks at more than tokens")
+        return plan
+
+    def _planned(self, module: nn.Module, call: _Call) -> CallPlan:
+        """Return a call with what stands for its tensors."""
+
+        def kept(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.dtype == torch.int64:
+                if torch.equal(value, self._input_ids):
+                    return words.TOKENS_GIVEN
+                require(torch.equal(value, self._positions), "its positions have several axes")
+                return words.POSITIONS_GIVEN
+            return words.STATES_GIVEN if isinstance(value, Tensor) else value
+
+        kwargs = {name: kept(value) for name, value in call.kwargs.items()}
+        return CallPlan(module, tuple(map(kept, call.args)), kwargs)
+
+    def _ios(self, module: nn.Module) -> list[tuple[Tensor, Any]]:
+        """Return what a module got and gave, by its calls; rows of tokens as of one text."""
+        num = self._positions.shape[1]
+
+        def of_text(value: Any) -> Any:
+            is_flat = isinstance(value, Tensor) and value.dim() == 2 and len(value) == num
+            return value[None] if is_flat else value
+
+        if module not in self._passed:  # each time the same tensors
+            self._passed[module] = [
+                (of_text(next(iter((*call.args, *call.kwargs.values())), None)), of_text(call.out))
+                for call in self._calls.get(module, ())
+            ]
+        return self._passed[module]
 
     def _io(self, module: nn.Module) -> tuple[Tensor, Any]:
         """Return what a module got and gave, which was called once."""
-        calls = self._calls.get(module, [])
+        calls = self._ios(module)
         require(len(calls) == 1, f"{type(module).__name__} is called {len(calls)} times")
-        given = calls[0].args[0] if calls[0].args else next(iter(calls[0].kwargs.values()))
-        return given, calls[0].out
+        return calls[0]
+
+    def _norms_of(self, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Tensor, Tensor]]:
+        """Return norms among modules, each time with what they got and gave."""
+        return [(each, *io) for each in modules if _is_norm(each) for io in self._ios(each)]
 
     def _results(self, product: ProductPlan) -> Tensor:
         """Return what some columns of a linear layer gave, with what is added to them."""
@@ -321,45 +487,77 @@ class _Reader:
         return out[..., product.first : product.first + product.num]
 
     def _layer(
-        self, attended: _Attention, states: Tensor, sizes: tuple[int, int, int]
+        self,
+        layer: nn.Module,
+        attended: _Attention,
+        states: Tensor,
+        sizes: tuple[int, int, int],
     ) -> tuple[LayerPlan, Tensor]:
         """Return a layer, and the states that it gives."""
-        attention, head_size = attended.module, sizes[2]
-        layer = self._parents[attention]
         got, out = self._io(layer)
         require(torch.equal(got, states), "a layer does not get what the one before it gives")
         result = out[0] if isinstance(out, tuple) else out
         leaves = [*dict.fromkeys(self._leaves(layer))]
-        self._norms = [(each, *self._io(each)) for each in leaves if _is_norm(each)]
-        mixing, out_linear = self._projections(attended, sizes)
+        self._norms = self._norms_of(leaves)
+        mixing, out_linear, heads = self._projections(attended, leaves, sizes)
         given, attention_out = self._io(mixing[0].around)[0], self._results(out_linear)
         before = self._norm_between(states, given)
         rotary, angles = self._rotary(layer)
-        query, key = map(self._results, mixing[:2])
-        query_norm, turn, repeats = self._turned(query, attended.query, angles, head_size)
-        key_norm, *others = self._turned(key, attended.key, angles, head_size)
-        require(others == [turn, repeats], "queries and keys are turned in different ways")
+        order, of_query, of_key = self._ordered(attended, heads, angles)
         used: set[nn.Module] = {each.around for each in (*mixing, out_linear)}
-        linears = [
-            each
-            for each in leaves
-            if (isinstance(each, nn.Linear) or each in self._adapted) and each not in used
-        ]
+        linears = [each for each in leaves if self._is_product(each) and each not in used]
         gate, up, down, activation = self._mlp(layer, linears)
         mlp_given, mlp_out = self._io(gate.around)[0], self._results(down)
         factor = float(getattr(layer, "residual_multiplier", 1.0))
-        after, added = self._after(attention_out)
-        between = states + (added if factor == 1.0 else added * factor)
-        is_parallel = mlp_given is given or any(
-            mine is states and each is mlp_given for _, mine, each in self._norms
+        way = _Way(states, given, attention_out, mlp_given, mlp_out, result)
+        (after, before_mlp, after_mlp, *last), is_parallel = self._residuals(way, factor)
+        before_mlp = before if mlp_given is given else before_mlp
+        self._require_all_used(leaves, {*used, *linears}, self._results(gate))
+        scaling, softcap, sinks = _settings_of(attended, self._implementation)
+        plan = LayerPlan(
+            (before, after, before_mlp, after_mlp, of_query.norm, of_key.norm, *last),
+            (*mixing, *[None] * (3 - len(mixing)), out_linear, gate, up, down),
+            order,
+            activation,
+            rotary if of_query.turn else None,
+            arranged(angles, of_query.arrangement)[0].shape[-1] if of_query.turn else 0,
+            of_query.turn,
+            of_query.arrangement,
+            of_query.is_scaled,
+            *(scaling * of_query.scale, softcap, sinks, factor, is_parallel),
         )
-        before_mlp = before
-        if mlp_given is not given:
-            before_mlp = self._norm_between(states if is_parallel else between, mlp_given)
-        after_mlp, added = self._after(mlp_out)
-        total = between + (added if factor == 1.0 else added * factor)
-        require(_is_near(result, total), "a layer adds something else to its states")
-        gated, done = self._results(gate), {*used, *linears}
+        return plan, result
+
+    def _residuals(self, way: "_Way", factor: float) -> tuple[list[NormPlan | None], bool]:
+        """Return norms after attention, around the MLP and of sums; and whether both are parallel.
+
+        Attention and MLP are so where each gets the states that the layer gets.
+        """
+
+        def times(added: Tensor) -> Tensor:
+            return added if factor == 1.0 else added * factor
+
+        # Some norm the states themselves, with what attention, and the MLP, have added to them.
+        of_mlp, summed, _ = self._take_norm(lambda _, out: torch.equal(out, way.result))
+        after, added = self._after(way.attention_out)
+        between, given = way.states + times(added), way.mlp_given
+        of_attention = None if of_mlp is None else self._norm_between(between, given)
+        between = between if of_attention is None else given
+        is_parallel = given is way.given or any(
+            mine is way.states and each is given for _, mine, each in self._norms
+        )
+        before_mlp = None
+        if given is not way.given:
+            before_mlp = self._norm_between(way.states if is_parallel else between, given)
+        after_mlp, added = self._after(way.mlp_out)
+        is_total = _is_near(way.result if of_mlp is None else summed, between + times(added))
+        require(is_total, "a layer adds something else to its states")
+        return [after, before_mlp, after_mlp, of_attention, of_mlp], is_parallel
+
+    def _require_all_used(
+        self, leaves: list[nn.Module], done: set[nn.Module], gated: Tensor
+    ) -> None:
+        """Refuse a layer in which something else takes part than what a plan tells of it."""
         rest = [
             each
             for each in leaves
@@ -369,43 +567,67 @@ class _Reader:
         ]
         rest += [module for module, _, _ in self._norms]
         require(not rest, f"{[type(each).__name__ for each in rest]} take part in a layer")
-        scaling, softcap, sinks = _settings_of(attended, self._implementation)
-        plan = LayerPlan(
-            (before, after, before_mlp, after_mlp, query_norm, key_norm),
-            (*mixing, out_linear, gate, up, down),
-            activation,
-            rotary if turn else None,
-            angles[0].shape[-1] if turn else 0,
-            *(turn, repeats, scaling, softcap, sinks, factor, is_parallel),
-        )
-        return plan, result
 
     def _projections(
-        self, attended: _Attention, sizes: tuple[int, int, int]
-    ) -> tuple[list[ProductPlan], ProductPlan]:
-        """Return what makes queries, keys and values, and what takes the result of attention."""
+        self, attended: _Attention, leaves: list[nn.Module], sizes: tuple[int, int, int]
+    ) -> tuple[list[ProductPlan], ProductPlan, Tensor]:
+        """Return what makes queries, keys and values, and what takes the result of attention.
+
+        Also what the first give, as heads [1, num, num_tokens, head_size].
+        """
         num_heads, num_key_heads, head_size = sizes
         children = dict(attended.module.named_children())
-        widths = [head_size * num for num in (num_heads, num_key_heads, num_key_heads)]
-        if {"q_proj", "k_proj", "v_proj"} <= children.keys():
-            linears = [children[f"{name}_proj"] for name in "qkv"]
-            starts = [0, 0, 0]
-        elif "qkv_proj" in children:
-            linears = [children["qkv_proj"]] * 3
-            starts = [0, widths[0], widths[0] + widths[1]]
+        num = num_heads + 2 * num_key_heads
+        named = next((names for names in _MIXING if {*names} <= children.keys()), None)
+        if named is not None:
+            mixing = [self._product(children[name]) for name in named]
         else:
-            raise UnsupportedForwardError("its attention has no projections of known names")
-        mixing = [*map(self._product, linears, starts, widths)]
-        rows, given = attended.value.transpose(1, 2).flatten(2), self._io(linears[2])[0]
-        is_same = torch.equal(rows, self._results(mixing[2]))
-        is_same = is_same and all(self._io(each)[0] is given for each in linears)
-        require(is_same, "values are not what their projection gives")
-        outs = [children[name] for name in _OUTS if name in children]
-        require(len(outs) == 1, "its attention has no projection of a known name, or several")
-        of_heads = self._io(outs[0])[0]
-        is_same = torch.equal(of_heads, attended.out.flatten(2))
-        require(is_same, "something is between attention and its projection")
-        return mixing, self._product(outs[0])
+            found = map(self._product, filter(self._is_product, children.values()))
+            mixing = [each for each in found if each.num == num * head_size]
+            require(len(mixing) == 1, "its attention has no projections of known names")
+        given = self._io(mixing[0].around)[0]
+        rows = torch.cat([*map(self._results, mixing)], dim=-1)
+        is_same = all(self._io(each.around)[0] is given for each in mixing)
+        is_same = is_same and rows.shape[-1] == num * head_size
+        require(is_same, "its projections are of different states, or of other sizes")
+        attended_rows = attended.out.flatten(2)
+        outs = [
+            each
+            for each in leaves
+            if self._is_product(each)
+            and any(torch.equal(mine, attended_rows) for mine, _ in self._ios(each))
+        ]
+        require(len(outs) == 1, "something is between attention and its projection")
+        heads = rows.view(*rows.shape[:2], num, head_size).transpose(1, 2)
+        return mixing, self._product(outs[0]), heads
+
+    def _ordered(
+        self, attended: _Attention, heads: Tensor, angles: tuple[Tensor, ...]
+    ) -> tuple[HeadOrder, _Turned, _Turned]:
+        """Return the order of heads, and what becomes of queries and keys."""
+        wanted = attended.query, attended.key, attended.value
+        norms, reason = self._norms, "values are not what their projection gives"
+        for order in _orders(*(each.shape[1] for each in wanted[:2])):
+            query, key, value = (
+                heads[:, order.heads(kind, each.shape[1], heads.shape[1])]
+                for kind, each in enumerate(wanted)
+            )
+            if not torch.equal(value, attended.value):
+                continue
+            self._norms = [*norms]
+            try:
+                of_query = self._turned(query, attended.query, angles)
+                of_key = self._turned(key, attended.key, angles)
+                is_same = of_key[1:] == (of_query.turn, of_query.arrangement, 1.0, False)
+                require(is_same, "queries and keys are turned in different ways")
+                is_whole = any(
+                    each.norm and each.norm.flags & words.IS_WHOLE for each in (of_query, of_key)
+                )
+                require(order.num_groups == 1 or not is_whole, "a norm is of several groups")
+                return order, of_query, of_key
+            except UnsupportedForwardError as error:
+                reason = str(error)
+        raise UnsupportedForwardError(reason)
 
     def _leaves(self, module: nn.Module) -> Iterator[nn.Module]:
         """Yield modules that were called and call no others; an adapted layer is one of them."""
@@ -416,12 +638,15 @@ class _Reader:
         for child in module.children():
             yield from self._leaves(child)
 
+    def _is_product(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear | Conv1D) or module in self._adapted
+
     def _product(self, module: Any, first: int = 0, num: int | None = None) -> ProductPlan:
         """Return some columns of a linear layer, by default all."""
         linear, added = self._adapted.get(module, (module, ()))
         name = type(module).__name__
-        require(type(linear) in _LINEARS, f"{name} is not a plain linear layer")
-        return ProductPlan(linear, first, num or linear.out_features, module, added)
+        require(type(linear) in _PRODUCTS, f"{name} is not a plain linear layer")
+        return ProductPlan(linear, first, num or size_of(linear)[0], module, added)
 
     def _additions(self, module: nn.Module) -> tuple[nn.Linear, tuple[AdditionPlan, ...]] | None:
         """Return the linear layer in a module, and what is added; None for other modules."""
@@ -471,12 +696,14 @@ class _Reader:
 
     def _norm_between(self, given: Tensor, normed: Tensor) -> NormPlan | None:
         """Return the norm whose result this is, of these states; None if it is these states."""
-        if normed is given or torch.equal(normed, given):
+        if normed is given:
             return None
         norm, *_ = self._take_norm(
             lambda mine, out: torch.equal(out, normed) and _is_near(mine, given)
         )
-        require(norm is not None, "states change on their way in another way than by a norm")
+        # In 16 bits a norm may leave states as they are that have just been normed.
+        is_known = norm is not None or torch.equal(normed, given)
+        require(is_known, "states change on their way in another way than by a norm")
         return norm
 
     def _after(self, given: Tensor) -> tuple[NormPlan | None, Tensor]:
@@ -484,7 +711,7 @@ class _Reader:
         norm, _, out = self._take_norm(lambda mine, _: torch.equal(mine, given))
         return norm, given if norm is None else out
 
-    def _rotary(self, layer: nn.Module) -> tuple[RotaryPlan | None, tuple[Tensor, ...]]:
+    def _rotary(self, layer: nn.Module) -> tuple[CallPlan | None, tuple[Tensor, ...]]:
         """Return what made the angles of a layer, and these: cosines and sines."""
         call = self._calls[layer][0]
         pairs = [
@@ -501,50 +728,55 @@ class _Reader:
                     return self._rotaries[id(made)], made.out
         return None, ()
 
-    def _rotary_of(self, module: nn.Module, made: _Call) -> RotaryPlan:
-        def kept(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.dtype == torch.int64:
-                require(torch.equal(value, self._positions), "its positions have several axes")
-                return words.POSITIONS_GIVEN
-            return words.STATES_GIVEN if isinstance(value, Tensor) else value
+    def _rotary_of(self, module: nn.Module, made: _Call) -> CallPlan:
+        plan = self._planned(module, made)
+        given = [*plan.args, *plan.kwargs.values()]
+        num = given.count(words.POSITIONS_GIVEN), given.count(words.TOKENS_GIVEN)
+        require(num == (1, 0), "its angles are not of positions")
+        return plan
 
-        args = tuple(map(kept, made.args))
-        kwargs = {name: kept(value) for name, value in made.kwargs.items()}
-        num = [*args, *kwargs.values()].count(words.POSITIONS_GIVEN)
-        require(num == 1, "its angles are not of positions")
-        return RotaryPlan(module, args, kwargs)
-
-    def _turned(
-        self, given: Tensor, turned: Tensor, angles: tuple[Tensor, ...], head_size: int
-    ) -> tuple[NormPlan | None, int, bool]:
-        """Return the norm of queries or keys, how they are turned, and whether angles repeat."""
-
-        def by_head(rows: Tensor) -> Tensor:
-            return rows.view(*given.shape[:2], -1, head_size).transpose(1, 2)
-
-        heads, flat = by_head(given), given.flatten()
+    def _turned(self, heads: Tensor, turned: Tensor, angles: tuple[Tensor, ...]) -> _Turned:
+        """Return what becomes of heads [1, num, num_tokens, head_size] of queries or keys."""
+        size, flat = heads.shape[-1], heads.transpose(1, 2).flatten()
         norm, mine, out = self._take_norm(
             lambda mine, _: any(
                 torch.equal(mine.flatten(), each) for each in (flat, heads.flatten())
             )
         )
         if norm is not None:
-            heads = by_head(out) if torch.equal(mine.flatten(), flat) else out
-            if mine.shape[-1] != head_size:
+            is_by_token = torch.equal(mine.flatten(), flat)
+            if mine.shape[-1] != size:
                 norm = norm._replace(flags=norm.flags | words.IS_WHOLE)
-        if torch.equal(heads, turned):
-            return norm, 0, False
+            shape = (1, heads.shape[2], -1, size)
+            heads = out.reshape(shape).transpose(1, 2) if is_by_token else out
+        else:
+            norm, mine, _ = self._take_norm(lambda _, out: torch.equal(out, turned))
+            if norm is not None:
+                norm, turned = norm._replace(flags=norm.flags | words.AFTER_TURN), mine
+        for scale in (1.0, size**-0.5):
+            if torch.equal(heads * scale, turned):
+                return _Turned(norm, 0, 0, scale, False)
         is_by_angles = len(angles) == 2 and angles[0].dim() == 3
         require(is_by_angles, "queries change in another way than by angles")
-        best = min(
-            (_apart(_turned_by(heads, angles, how, repeats), turned), how, repeats)
-            for how in (words.HALVES, words.NEIGHBOURS)
-            for how in (how, how | words.WIDE)
-            for repeats in (False, True)
-        )
-        is_by_angles = best[0] <= _tolerance(turned)
-        require(is_by_angles, "queries change in another way than by angles")
-        return norm, best[1], best[2]
+        find_factors = _factors_of(self._view)
+        for factors in (None, find_factors and find_factors(self._positions)):
+            by = torch.ones(1) if factors is None else factors[:, None, :, None]
+            error, how, arrangement = min(
+                (
+                    _apart(
+                        _turned_by(heads, arranged(angles, arrangement), how) * by.to(heads.dtype),
+                        turned,
+                    ),
+                    how,
+                    arrangement,
+                )
+                for how in (words.HALVES, words.NEIGHBOURS)
+                for how in (how, how | words.WIDE)
+                for arrangement in _ARRANGEMENTS
+            )
+            if error <= _tolerance(turned):
+                return _Turned(norm, how, arrangement, 1.0, factors is not None)
+        raise UnsupportedForwardError("queries change in another way than by angles")
 
     def _mlp(
         self, layer: nn.Module, linears: list[nn.Module]
@@ -558,22 +790,26 @@ class _Reader:
             )
             is_same = self._io(gate.around)[0] is self._io(up.around)[0]
             require(is_same, "gate and up get different states")
-        elif len(linears) == 2 and "gate_up_proj" in named:
-            whole, down = self._product(named["gate_up_proj"]), self._product(named["down_proj"])
-            half = whole.num // 2
-            gate, up = (self._product(whole.around, first, half) for first in (0, half))
         else:
             require(len(linears) == 2, f"a layer has {len(linears)} linear layers for its MLP")
-            gate, down = sorted(map(self._product, linears), key=lambda each: -each.num)
+            linears.sort(key=[*self._calls].index)
+            gate, down = map(self._product, linears)
+            if gate.num == 2 * down.num_inputs:  # both in one
+                gate, up = (
+                    self._product(gate.around, first, down.num_inputs)
+                    for first in (0, down.num_inputs)
+                )
         gated, upped = self._results(gate), 1.0 if up is None else self._results(up)
-        inner = self._io(down.around)[0]
-
-        def error(which: int) -> float:
-            return _apart(_FUNCTIONS[which](gated) * upped, inner)
-
-        activation = min(_FUNCTIONS, key=error)
-        require(error(activation) <= _tolerance(inner), "its MLP has another activation")
+        activation = _activation_of(gated, upped, self._io(down.around)[0])
+        if activation is None:
+            raise UnsupportedForwardError("its MLP has another activation")
         return gate, up, down, activation
+
+
+def _activation_of(given: Tensor, times: Any, result: Tensor) -> int | None:
+    """Return which activation makes a result of numbers, times others; None if none does."""
+    errors = {_apart(make(given) * times, result): which for which, make in ACTIVATIONS.items()}
+    return errors[min(errors)] if min(errors) <= _tolerance(result) else None
 
 
 def _settings_of(
@@ -635,7 +871,7 @@ def _is_ignored(attended: _Attention, name: str) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
+    return not module._modules and "norm" in type(module).__name__.lower()
 
 
 def _apart(mine: Tensor, theirs: Tensor) -> float:
@@ -654,9 +890,9 @@ def _is_near(mine: Tensor, theirs: Tensor) -> bool:
     return _apart(mine, theirs) <= _tolerance(theirs)
 
 
-def _turned_by(heads: Tensor, angles: tuple[Tensor, ...], how: int, repeats: bool) -> Tensor:
+def _turned_by(heads: Tensor, angles: Sequence[Tensor], how: int) -> Tensor:
     """Return heads [1, num_heads, num_tokens, head_dim] turned by angles [1, num_tokens, …]."""
-    cos, sin = (repeated(each, repeats)[:, None] for each in angles)
+    cos, sin = (each[:, None] for each in angles)
     size, dtype = cos.shape[-1], heads.dtype
     if size > heads.shape[-1]:
         return torch.full_like(heads, math.inf)
@@ -670,17 +906,48 @@ def _turned_by(heads: Tensor, angles: tuple[Tensor, ...], how: int, repeats: boo
     return torch.cat((turning * cos + across * sin, rest), dim=-1).to(dtype)
 
 
-def repeated(angles: Tensor, repeats: bool) -> Tensor:
-    """Return angles, the first half of them twice in a row where neighbours share one."""
-    if not repeats:
-        return angles
-    return angles[..., : angles.shape[-1] // 2].repeat_interleave(2, dim=-1)
+def arranged(angles: Sequence[Tensor], how: int) -> list[Tensor]:
+    """Return cosines and sines, a number for each of a head that is turned."""
+    cos, sin = angles[:: -1 if how & _SINES_FIRST else 1]
+    found = [cos, -sin if how & _BACK else sin]
+    if how & _HALVED:
+        found = [each[..., : each.shape[-1] // 2] for each in found]
+    return [each.repeat_interleave(2, dim=-1) if how & _SHARED else each for each in found]
+
+
+def given_to(
+    plan: CallPlan, tensors: Mapping[Any, Tensor | None]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return what a module is called with, with tensors for what stands for them."""
+
+    def put(value: Any) -> Any:
+        return next((each for name, each in tensors.items() if name is value), value)
+
+    return [*map(put, plan.args)], {name: put(value) for name, value in plan.kwargs.items()}
+
+
+def size_of(linear: Any) -> tuple[int, int]:
+    """Return how many columns and inputs a linear layer has."""
+    if isinstance(linear, Conv1D):
+        return linear.nf, linear.nx
+    return linear.out_features, linear.in_features
+
+
+def _orders(num_heads: int, num_key_heads: int) -> Iterator[HeadOrder]:
+    """Yield the orders that heads of queries, keys and values may have; first one after another."""
+    for num_groups in range(1, num_key_heads + 1):
+        if num_heads % num_groups == num_key_heads % num_groups == 0:
+            nums = [each // num_groups for each in (num_heads, num_key_heads, num_key_heads)]
+            for kinds in permutations(range(3)):
+                before = [kinds[: kinds.index(kind)] for kind in range(3)]
+                firsts = (sum(nums[each] for each in kinds) for kinds in before)
+                yield HeadOrder(num_groups, tuple(firsts))
 
 
 def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> NormPlan:
     """Return what kind of norm a module is, by what it gave."""
     name, names = type(module).__name__, ("variance_epsilon", "eps", "epsilon")
-    eps = next((getattr(module, each) for each in names if hasattr(module, each)), None)
+    eps = next((getattr(module, each) for each in names if hasattr(module, each)), 1e-5)
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if {*module._parameters} - {"weight", "bias"} or not isinstance(eps, float):
         raise UnsupportedForwardError(f"{name} has other parameters than norms have")
@@ -702,6 +969,17 @@ def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> NormPlan:
     flags = min(errors, key=errors.__getitem__)
     require(errors[flags] <= _tolerance(out), f"{name} is no norm that is known")
     return NormPlan(module, flags | words.IS_NORM, eps)
+
+
+def _factors_of(view: Model) -> Callable[[Tensor], Tensor] | None:
+    """Return what some models multiply queries by, given positions, if its settings tell of it."""
+    settings = getattr(view.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    times, step = (
+        settings.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
+    )
+    if not times or not step:
+        return None
+    return lambda positions: 1 + times * torch.log(1 + torch.floor(positions / step))
 
 
 def _finish_of(results: Tensor, logits: Tensor, view: Model) -> Callable[[Tensor], Tensor]:

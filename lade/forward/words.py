@@ -40,28 +40,34 @@
     ADDITIONS,  # int64 [additions, LAYER_SIZE]
     BETWEEN,  # [tokens, BETWEEN_SIZE], between the factors of a layer's additions
     BETWEEN_SIZE,
+    FACTORS,  # [tokens], of queries where a layer is SCALED
     LAST_NORM,
-) = range(33)
+) = range(34)
 FLAGS, EPS, NORM_WEIGHT, NORM_BIAS, NORM_SIZE = range(5)  # EPS, as SCALING: bits of a float32
 # PACKED: address of what is compiled for a packed weight's format, else 0; then the bytes of a row,
-# and half the rows of a head, whose first and second halves take turns in the weight, or 0.
-(WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PACKED, ROW_BYTES, HALF) = range(8)
-PRODUCT_SIZE = 8
+# and half the rows of a head, whose first and second halves take turns in the weight, or 0. ACROSS:
+# bytes from the weights of one input to those of the next, where columns lie side by side, or 0.
+(WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PACKED, ROW_BYTES, HALF, ACROSS) = range(9)
+PRODUCT_SIZE = 9
 HEAD = LAST_NORM + NORM_SIZE
 JOB_SIZE = HEAD + PRODUCT_SIZE
 
-# A layer has norms and products; the shape of its MLP; addresses of the angles' cosines and sines,
-# [tokens, TURNED]; and what its attention and residuals need.
+# A layer has norms, the last two of what states become; products; the shape of its MLP; addresses
+# of the angles' cosines and sines, [tokens, TURNED]; what its attention and residuals need; and in
+# what order MIXED has the heads: so many groups, and the heads of one before each kind's.
 (PRE_ATTENTION, POST_ATTENTION, PRE_MLP, POST_MLP, QUERY_NORM, KEY_NORM) = range(0, 24, NORM_SIZE)
-(QUERY, KEY, VALUE, OUT, GATE, UP, DOWN) = range(24, 80, PRODUCT_SIZE)
-INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(80, 90)
-FACTOR, IS_PARALLEL, LAYER_SIZE = range(90, 93)
+OF_ATTENTION, OF_MLP = range(24, 32, NORM_SIZE)
+(QUERY, KEY, VALUE, OUT, GATE, UP, DOWN) = range(32, 95, PRODUCT_SIZE)
+INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(95, 105)
+FACTOR, IS_PARALLEL, SCALED = range(105, 108)
+NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, LAYER_SIZE = range(108, 113)
 # A low-rank addition to a product: its first factor as a product, the second's WEIGHT and BIAS,
 # what the result is multiplied by, the format of both, and where in a row of BETWEEN it begins.
 SECOND = PRODUCT_SIZE
 TIMES, OF_ADDED, START = range(SECOND + 2, SECOND + 5)
 
-IS_NORM, CENTERS, ROUNDS, ADDS_ONE, IS_WHOLE = 1, 2, 4, 8, 16  # flags of a norm
+# Flags of a norm; the last two say of which numbers, and when.
+IS_NORM, CENTERS, ROUNDS, ADDS_ONE, IS_WHOLE, AFTER_TURN = 1, 2, 4, 8, 16, 32
 PLAIN, PAIRS, NARROW = range(3)  # arranged as float32, as float32 for bfloat16, as bfloat16
 HALVES, NEIGHBOURS, WIDE = 1, 2, 4  # what is turned with what; without rounding between
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED = range(5)
@@ -71,5 +77,5 @@ KEYS, KEY_HEAD, VALUES, VALUE_HEAD, NUM_KEYS = range(5)
 
 PHASES_OF_LAYER = 8
 
-# What a rotary module gets in the place of states and of positions.
-STATES_GIVEN, POSITIONS_GIVEN = object(), object()
+# What a module of a plan gets in the place of states, of positions, and of tokens.
+STATES_GIVEN, POSITIONS_GIVEN, TOKENS_GIVEN = object(), object(), object()

@@ -197,6 +197,8 @@ class Probe:
         attention: Attention implementation that verifies drafts.
         reasons: Why each better method was ruled out.
         execution: How forwards that verify drafts are executed.
+        why_by_torch: Why a model on a CPU is run by torch, module by module, and which module is
+            the reason; None where forwards may run as one compiled job, and on other devices.
     """
 
     model: str
@@ -204,11 +206,13 @@ class Probe:
     attention: str | None
     reasons: Mapping[Verification, str]
     execution: Execution = "eager"
+    why_by_torch: str | None = None
 
     def __str__(self) -> str:
         how = f"attention: {self.attention}, execution: {self.execution}"
         lines = [f"{self.model} verifies drafts by: {self.verification} ({how})"]
         lines += [f"  not {verification}: {why}" for verification, why in self.reasons.items()]
+        lines += [f"  run by torch: {self.why_by_torch}"] * (self.why_by_torch is not None)
         return "\n".join(lines)
 
 
@@ -240,7 +244,9 @@ def probe(model: Model, *, num_rows: int = 1, anew: bool = False) -> Probe:
         cache, excluded = "none", dict(WITHOUT_CACHE)
     with torch.no_grad():
         chosen = choose_verification(model, num_rows=num_rows, cache=cache, excluded=excluded)
+        is_on_cpu = device_of_inputs(model).type == "cpu"
+        why_by_torch = profile_of(model).why_by_torch(model) if is_on_cpu else None
     attention = chosen.attention or attention_of(model)
-    return Probe(
-        type(model).__name__, chosen.verification, attention, chosen.reasons, chosen.execution
-    )
+    name = type(model).__name__
+    found = chosen.verification, attention, chosen.reasons, chosen.execution
+    return Probe(name, *found, why_by_torch)

@@ -10,7 +10,7 @@ from lade.attempts import Attempt
 from lade.captures import free_unused
 from lade.compat import Model, compiled_part_of, device_of_inputs, without_compiler
 from lade.config import Verification
-from lade.forward.job import forwards_for
+from lade.forward.job import forwards_for, why_by_torch
 from lade.forward.linear import products_for
 from lade.gpu.workspace import WorkspaceStore
 from lade.probing.own_code import own_code_of
@@ -90,9 +90,7 @@ class Profile:
         """Return what runs the model's forwards, or its products; None where lade's cannot run."""
 
         def find() -> FastViews | None:
-            # A job calls hooks of the model and of its layers, and no other code of the user's.
-            state = self.state
-            is_own = self.own_code and own_code_of(model, state.functions, besides_hooks=True)
+            state, is_own = self.state, self._own_code_in_jobs(model)
             if state.settings is None:
                 with Attempt():
                     state.watch(model)
@@ -100,6 +98,18 @@ class Profile:
             return job or products_for(model)
 
         return self.once("products", find)
+
+    def why_by_torch(self, model: Model) -> str | None:
+        """Return why forwards on a CPU are torch's; None where they may be compiled jobs."""
+
+        def find() -> str | None:
+            return self._own_code_in_jobs(model) or why_by_torch(model)
+
+        return self.once("why_by_torch", find)
+
+    def _own_code_in_jobs(self, model: Model) -> str | None:
+        """Return what of the user's own code a job does not call: all but hooks of layers."""
+        return self.own_code and own_code_of(model, self.state.functions, besides_hooks=True)
 
     def drop_verdict(self, verification: Verification, reason: str) -> None:
         """Drop the verdict on a method that was not exact, or failed, in the middle of a text.

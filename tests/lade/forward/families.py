@@ -6,25 +6,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.tiny import CannotBuild, causal_lm_types, tiny_model
+from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types, tiny_model
 
 QUICK = [
     *("llama", "gemma2", "gemma3_text", "cohere2", "olmo2", "qwen3", "phi3", "starcoder2"),
-    *("glm", "granite", "nemotron", "stablelm"),
+    *("glm", "granite", "nemotron", "stablelm", "gpt2", "gpt_neox", "bert"),
 ]
 READABLE = [
     *QUICK,
     *("arcee", "cohere", "cwm", "emu3", "ernie4_5", "exaone", "exaone4", "gemma", "gemma3"),
     *("glm4", "granite_swa", "helium", "hyperclovax", "internlm3", "iquestcoder", "jais2"),
-    *("ministral", "mistral", "mllama", "moss_transcribe_diarize", "olmo3", "phi"),
+    *("ministral", "ministral3", "mistral", "mllama", "moss_transcribe_diarize", "olmo3", "phi"),
     *("phi4_multimodal", "qwen2", "seed_oss", "smollm3", "vaultgemma"),
+    *("biogpt", "codegen", "fuyu", "got_ocr2", "gpt-sw3", "gpt_bigcode", "gpt_bigcode-mha"),
+    *("gptj", "opt"),
+    *("hunyuan_v1_dense", "nanochat", "olmo", "persimmon", "whisper"),
+    *("bert-generation", "camembert", "data2vec-text", "electra", "ernie", "modernbert-decoder"),
+    *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
 ]
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """Return a model of a test's own; skip where the installed transformers has none like it."""
-    if family not in causal_lm_types():
+    if family not in (*causal_lm_types(), *VARIANTS):
         pytest.skip(f"transformers has no {family}")
     try:
         return tiny_model(family, dtype=dtype, **options)

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+import lade
 from lade.forward import words
 from lade.forward.job import forwards_for
 from lade.forward.reading import DecoderPlan, UnsupportedForwardError, read
@@ -31,7 +33,9 @@ def test_families_are_read(family: str, dtype: torch.dtype) -> None:
     assert plan.sizes.num_heads == text.num_attention_heads
     own = {*model.modules()}
     # None is of the view that was watched.
-    assert {plan.embedding, plan.head, *plan.modules} <= own
+    assert {plan.head, *plan.modules, *(each.module for each in plan.embedding.calls)} <= own
+    assert plan.embedding.norm in (*own, None)
+    assert plan.transform is None or {plan.transform.linear, plan.transform.last} <= own
     assert all(layer.rotary is None or layer.rotary.module in own for layer in plan.layers)
     parts = [each for layer in plan.layers for each in (*layer.norms, *layer.products) if each]
     assert {each.module for each in parts} <= own
@@ -40,11 +44,9 @@ def test_families_are_read(family: str, dtype: torch.dtype) -> None:
 def test_llama_is_read_as_it_is() -> None:
     model = model_of("llama", num_key_value_heads=2)
     plan = read(model)
-    assert (plan.embedding, plan.sizes.scale, plan.head) == (
-        model.model.embed_tokens,
-        1.0,
-        model.lm_head,
-    )
+    (embedding,), scale, norm = plan.embedding
+    assert embedding == (model.model.embed_tokens, (words.TOKENS_GIVEN,), {})
+    assert (scale, norm, plan.transform, plan.head) == (1.0, None, None, model.lm_head)
     assert (plan.sizes.num_heads, plan.sizes.num_key_heads, plan.sizes.head_size) == (4, 2, 16)
     assert {*plan.kinds} == {"full_attention"}
     for mine, theirs in zip(plan.layers, model.model.layers, strict=True):
@@ -52,7 +54,7 @@ def test_llama_is_read_as_it_is() -> None:
         norms = [norm and norm.module for norm in mine.norms]
         assert norms == [
             *(theirs.input_layernorm, None, theirs.post_attention_layernorm),
-            *(None, None, None),
+            *[None] * 5,
         ]
         assert [product and product.module for product in mine.products] == [
             *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
@@ -75,7 +77,18 @@ def test_what_sets_families_apart_is_read() -> None:
         ("gemma", lambda plan: plan.layers[0].activation, words.GELU_TANH),
         ("nemotron", lambda plan: plan.layers[0].activation, words.RELU_SQUARED),
         ("nemotron", lambda plan: plan.layers[0].products[5], None),
-        ("phi3", lambda plan: len({each.module for each in plan.layers[0].products[:3]}), 1),
+        ("phi3", lambda plan: plan.layers[0].products[1], None),
+        ("phi3", lambda plan: plan.layers[0].order, (1, (0, 4, 8))),
+        ("gpt_neox", lambda plan: plan.layers[0].order, (4, (0, 1, 2))),
+        ("codegen", lambda plan: plan.layers[0].order, (4, (0, 2, 1))),
+        ("gpt_bigcode", lambda plan: plan.layers[0].order, (1, (0, 4, 5))),
+        ("gpt2", lambda plan: len(plan.embedding.calls), 2),
+        ("gpt2", lambda plan: type(plan.layers[0].products[3].module), Conv1D),
+        ("opt", lambda plan: plan.layers[0].scaling, 0.25),
+        ("bert", lambda plan: [norm is None for norm in plan.layers[0].norms[6:]], [False] * 2),
+        ("bert", lambda plan: plan.transform.activation, words.GELU),
+        ("nanochat", lambda plan: plan.embedding.norm is None, False),
+        ("hunyuan_v1_dense", lambda plan: plan.layers[0].norms[4].flags & words.AFTER_TURN, 32),
         ("phi", lambda plan: plan.layers[0].is_parallel, True),
         ("cohere", lambda plan: plan.layers[0].turn & words.NEIGHBOURS, words.NEIGHBOURS),
         ("glm", lambda plan: plan.layers[0].num_turned < plan.sizes.head_size, True),
@@ -91,7 +104,7 @@ def test_what_sets_families_apart_is_read() -> None:
         assert got[:4] == expected if isinstance(got, list) else got == expected, family
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt2", "falcon", "deepseek_v3", "gpt_neox"])
+@pytest.mark.parametrize("family", ["mixtral", "bloom", "falcon", "deepseek_v3", "mpt", "bitnet"])
 def test_what_no_plan_has_a_place_for_is_not_read(family: str) -> None:
     assert forwards_for(tiny_model(family, dtype=torch.float32)) is None
 
@@ -100,6 +113,22 @@ def test_heads_of_no_whole_vectors_are_refused() -> None:
     model = tiny_model("llama", dtype=torch.float32, head_dim=12)
     assert read(model).sizes.head_size == 12
     assert forwards_for(model) is None
+
+
+def test_columns_of_no_whole_vectors_are_refused_where_they_lie_side_by_side() -> None:
+    model = model_of("gpt2", n_inner=100)
+    assert read(model).sizes.inner == 100
+    assert forwards_for(model) is None
+
+
+def test_the_module_that_does_not_fit_is_told() -> None:
+    told = lade.probe(model_of("llama"))
+    assert told.why_by_torch is None
+    assert "run by torch" not in str(told)
+    told = lade.probe(tiny_model("apertus", dtype=torch.float32))
+    assert told.why_by_torch == "model.layers.0: its MLP has another activation"
+    assert str(told).endswith(f"\n  run by torch: {told.why_by_torch}")
+    assert "float64" in str(lade.probe(tiny_model("llama")).why_by_torch)
 
 
 # --- models that somebody changed -----------------------------------------------------------------
