@@ -600,7 +600,8 @@ def pool(file: str) -> str:
 
 def _by_release() -> list[str]:
     """Return the files of architectures, the newest transformers first, then those of others."""
-    files = [path.stem for path in (DOCS / "support").glob("*.json") if path.stem != "formats"]
+    files = [path.stem for path in (DOCS / "support").glob("*.json")]
+    files = [stem for stem in files if stem not in ("formats", "forwards")]
     return sorted(files, key=lambda stem: [*map(int, re.findall(r"\d+", stem))], reverse=True)
 
 
@@ -653,6 +654,18 @@ def architectures() -> str:
             _table(("", "architectures", "variants"), 1, totals),
             _words(headings, rows),
         )
+    )
+
+
+@_figure
+def jobs() -> str:
+    """Return of which architectures a whole forward runs as one compiled job."""
+    content = _read("support/forwards")
+    made, counts = content["environment"], content["summary"]
+    names = content["jobs"]
+    return (
+        f"With transformers {made['transformers']}, {counts['jobs']} of {counts['all']} and "
+        f"{len(names) - counts['jobs']} variants: {', '.join(names)}."
     )
 
 

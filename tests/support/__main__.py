@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from tests.support import formats, report
+from tests.support import formats, forwards, report
 from tests.support.formats import all_formats, run_formats
+from tests.support.forwards import run_forwards
 from tests.support.inside import Execution, write_json
 from tests.support.run import all_names, run_all
 
@@ -34,16 +35,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fixed-shapes", action="store_true", help=fixed)
     of_formats = "check weight formats, and what longer forwards cost in each"
     parser.add_argument("--formats", action="store_true", help=of_formats)
+    of_forwards = "read models as for one compiled job, and tell what does not fit"
+    parser.add_argument("--forwards", action="store_true", help=of_forwards)
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts, drafts, samples")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     asked = parser.parse_args(arguments)
     execution: Execution = "fixed" if asked.fixed_shapes else "eager"
-    made: Any = formats if asked.formats else report
-    found: Iterator[Any] = (
-        run_formats(asked.names or [*all_formats()], seed=asked.seed)
-        if asked.formats
-        else run_all(asked.names or all_names(), seed=asked.seed, execution=execution)
-    )
+    made: Any = formats if asked.formats else forwards if asked.forwards else report
+    found: Iterator[Any]
+    if asked.formats:
+        found = run_formats(asked.names or [*all_formats()], seed=asked.seed)
+    elif asked.forwards:
+        found = run_forwards(asked.names or all_names(), seed=asked.seed)
+    else:
+        found = run_all(asked.names or all_names(), seed=asked.seed, execution=execution)
     # Models so small would only wait for each other's threads, and times are compared.
     torch.set_num_threads(1)
     rows: list[Any] = []
@@ -57,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rows:
             print(json.dumps(made.summary(rows), indent=1))
             if asked.json is not None:
-                options = () if asked.formats else (execution,)
+                options = (execution,) if made is report else ()
                 write_json(asked.json, made.content_of(rows, asked.seed, is_stopped, *options))
     return int(any(row.is_bad for row in rows))
 
