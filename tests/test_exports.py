@@ -121,7 +121,7 @@ CATCHES_ANYTHING = {
     "lade/hf/api.py": 1,
     "lade/hf/generation.py": 1,
     "lade/models/embedded.py": 1,
-    "lade/models/loading.py": 2,
+    "lade/models/loading.py": 3,
     "lade/prewarming/idle.py": 1,
     "lade/prewarming/tables.py": 1,
     "lade/server/limits.py": 1,
