@@ -94,6 +94,7 @@ class Texts:
     def __init__(self, model: Any, forwards: FusedForwards | None = None) -> None:
         made = forwards or forwards_for(model)
         assert made is not None
+        self._config = model.config
         self._kinds = [kind_of(layer) for layer in DynamicCache(config=model.config).layers]
         self._window = next((kind.window for kind in self._kinds if kind and kind.window), None)
         self._names = made._kinds
@@ -161,7 +162,7 @@ class Texts:
 
     def _kept(self, cache: TreeCache) -> TreeCache:
         """Return a cache that has taken over a text that was kept."""
-        held = DynamicCache()
+        held = DynamicCache(config=self._config)  # layers with windows know what has left them
         cache.hand_over(held)
         other = TreeCache(self._kinds, 64, 512)  # type: ignore[arg-type]
         other.take_over(held)
