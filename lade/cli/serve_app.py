@@ -79,7 +79,7 @@ def serve(
         int, _of_drafting(metavar="N", help="Memory for pools, 1 GiB.")
     ] = 2**30,
     max_prefix_bytes: Annotated[
-        int, _of_drafting(metavar="N", help="Memory for kept prompts, 1 GiB.")
+        int, _of_drafting(metavar="N", min=0, help="Memory for kept prompts, 1 GiB.")
     ] = 2**30,
     pool: Annotated[
         list[Path] | None,

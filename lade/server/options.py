@@ -87,4 +87,6 @@ class ServerOptions:
                 raise UserError(f"expected {name} of at least {least}, got {value!r}")
         if not self.timeout_sec > 0:
             raise UserError(f"expected timeout_sec above 0, got {self.timeout_sec!r}")
+        if not all(self.allowed_hosts):
+            raise UserError("expected names of allowed hosts, got an empty text")
         ApiKeys(self.api_keys)
