@@ -66,6 +66,7 @@ def test_version_and_completion() -> None:
         (["pool", "merge", "a", "b"], "No such command 'merge'"),
         (["generate", "x", "--max-draft-tokens", "4"], "No such option: --max-draft-tokens"),
         (["pool", "build", "--debug"], "Missing argument"),
+        (["serve", "--max-prefix-bytes", "-1"], "greater than or equal to 0"),
     ],
 )
 def test_unknown_words_are_told_with_what_there_is(arguments: list[str], told: str) -> None:
@@ -115,6 +116,7 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], told: s
         (["chat"], "expected a terminal to chat in; lade generate - answers a question"),
         (["bench", "--json", "no/such/folder/x.json"], "no such folder: no/such/folder"),
         (["pool", "build", __file__, "--out", "no/a.pool"], "no such folder: no"),
+        (["serve", "--allowed-host", "", "--port", "0"], "expected names of allowed hosts"),
         (
             ["serve", "--corpus", "a=no/file", "--port", "0", "--model", "y"],
             "no such file: no/file",
