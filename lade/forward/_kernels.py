@@ -16,6 +16,7 @@ from numba import types
 from numba.core import cgutils
 
 from lade.forward import words as w
+from lade.forward._experts import group, leave_groups, select
 from lade.forward._packed import STRIP, call_product
 from lade.forward._tiles import (
     BFLOAT16,
@@ -41,6 +42,7 @@ from lade.forward._tiles import (
 
 _MOST_ROWS = BLOCK  # of a piece of attention
 _UNIT, _MOST_COLUMNS = (32, 192) if LANES == 16 else (48, 192)
+_FEW_CHOICES = 64  # of experts, whose results for many columns the second cache holds
 _SPINS, _YIELDS = 2000, 20  # until a thread that waits yields, and then sleeps
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
 _INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -342,6 +344,24 @@ def _silu(row):  # type: ignore[no-untyped-def]
 
 
 @_compiled
+def _sigmoid(row):  # type: ignore[no-untyped-def]
+    for i in range(len(row)):
+        row[i] = _F(1) / (_F(1) + _exponential(_within(-row[i], _F(87))))
+
+
+@_compiled
+def _softmax(row):  # type: ignore[no-untyped-def]
+    peak = row[0]
+    for number in row:
+        peak = max(peak, number)
+    for i in range(len(row)):
+        row[i] = _exponential(row[i] - peak)
+    total = _sum(row)
+    for i in range(len(row)):
+        row[i] = row[i] / total
+
+
+@_compiled
 def _activate(row, how, wide):  # type: ignore[no-untyped-def]
     """Replace numbers by what an activation makes of them; `wide` is of as many numbers."""
     if how == w.SILU:
@@ -532,8 +552,8 @@ def _multiply_across(g, format_, inputs, num_inputs, num_rows, of, first, num, o
 
 
 @_compiled
-def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
-    """Write some columns of a product of arranged inputs, and its bias, rounded to its format."""
+def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, out_step, to):  # type: ignore[no-untyped-def]
+    """Write some columns of a product of arranged inputs, and its bias, rounded to a format."""
     num, width = until - first, 4 if format_ == FLOAT32 else 2
     weight = of[w.WEIGHT] + width * first * num_inputs
     for row in range(num_rows):
@@ -563,7 +583,7 @@ def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, o
         numbers = _row(out + out_step * row, num)
         if of[w.BIAS] != 0:
             _add_from(of[w.BIAS], first, numbers, format_)
-        _round(numbers, format_)
+        _round(numbers, to)
 
 
 @_part
@@ -578,7 +598,8 @@ def _write_between(g, phase, inputs, num_inputs, num_rows, first, until, scratch
             start = (piece - num_before) * _UNIT
             stop = min(start + _UNIT, of[w.NUM_COLUMNS])
             given = inputs, num_inputs, num_rows
-            _multiply(g, of[w.OF_ADDED], *given, of, start, stop, scratch, out_step)
+            to = of[w.OF_ADDED]
+            _multiply(g, to, *given, of, start, stop, scratch, out_step, to)
             for row in range(num_rows):
                 target = g[w.BETWEEN] + 4 * (g[w.BETWEEN_SIZE] * row + of[w.START] + start)
                 _copy(_row(scratch + out_step * row, stop - start), _row(target, stop - start))
@@ -665,7 +686,7 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
                 before += of[w.NUM_COLUMNS]
             if first < until:
                 x = inputs, num_inputs, num_rows
-                _multiply(g, format_, *x, of, first, until, place, out_step)
+                _multiply(g, format_, *x, of, first, until, place, out_step, format_)
                 if of[w.FIRST_ADDED] < of[w.END_ADDED]:
                     _add_low_rank(g, of, num_rows, first, until, place, out_step, beside)
         for row in range(num_rows):
@@ -958,6 +979,243 @@ def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped
     _wait(phase, num_done, num_before)
 
 
+# --- experts ------------------------------------------------------------------------------------
+
+
+@_part
+def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
+    """Write what the router of a layer gives, and the gate of what is shared."""
+    num_rows, num_experts = g[w.NUM_TOKENS], of[w.ROUTER + w.NUM_COLUMNS]
+    num_all, out_step = num_experts + of[w.SHARED_GATE + w.NUM_COLUMNS], 4 * _MOST_COLUMNS
+    x, format_ = (g[w.NORMED], g[w.HIDDEN], num_rows), g[w.FORMAT]
+    to = format_ if of[w.ROUTING] & w.ROUNDS_SCORES else FLOAT32
+    step = _share(num_all, g[w.NUM_THREADS], 4, _UNIT)
+    start, num_done = take(phase, step), 0
+    while start < num_all:
+        stop = min(start + step, num_all)
+        middle = max(start, min(stop, num_experts))
+        if start < middle:
+            router = of[w.ROUTER : w.ROUTER + w.PRODUCT_SIZE]
+            _multiply(g, of[w.OF_ROUTER], *x, router, start, middle, scratch, out_step, to)
+        if middle < stop:
+            place, gate = scratch + 4 * (middle - start), of[w.SHARED_GATE : w.NUM_CHOSEN]
+            _multiply(g, format_, *x, gate, 0, 1, place, out_step, format_)
+        for row in range(num_rows):
+            target = g[w.SCORES] + 4 * (g[w.SCORES_SIZE] * row + start)
+            _copy(_row(scratch + out_step * row, stop - start), _row(target, stop - start))
+        num_done += stop - start
+        start = take(phase, step)
+    _wait(phase, num_done, num_all)
+
+
+@_compiled
+def _choose(g, of, token, scratch):  # type: ignore[no-untyped-def]
+    """Choose the experts of a token, and what the result of each is multiplied by."""
+    num, num_chosen, routing = of[w.ROUTER + w.NUM_COLUMNS], of[w.NUM_CHOSEN], of[w.ROUTING]
+    raw = _row(g[w.SCORES] + 4 * g[w.SCORES_SIZE] * token, num + 1)
+    order = numba.carray(pointer(scratch), (num,), np.int64)
+    scores, values = _row(scratch + 8 * num, num), _row(scratch + 12 * num, num)
+    wide = _row(scratch + 16 * num, num)
+    _copy(raw[:num], scores)
+    if of[w.WEIGHS] == w.BY_SOFTMAX:
+        _softmax(scores)
+    elif of[w.WEIGHS] == w.BY_SIGMOID:
+        _sigmoid(scores)
+    _copy(raw[:num] if routing & w.SELECTS_RAW else scores, values)
+    if of[w.CORRECTION] != 0:
+        _load(of[w.CORRECTION], wide, of[w.OF_CORRECTION])
+        for i in range(num):
+            values[i] = values[i] + wide[i]
+    num_groups = of[w.NUM_SETS]
+    if num_groups > 0:
+        leave_groups(values, wide[:num_groups], order[:num_groups], of[w.NUM_SETS_CHOSEN])
+    select(values, order, num_chosen, routing & w.IS_SORTED != 0)
+    place = num_chosen * token
+    chosen = numba.carray(pointer(g[w.CHOSEN] + 8 * place), (num_chosen,), np.int64)
+    shares = _row(g[w.SHARES] + 4 * place, num_chosen)
+    for i in range(num_chosen):
+        chosen[i], shares[i] = order[i], scores[order[i]]
+    if of[w.WEIGHS] == w.BY_SOFTMAX_OF_CHOSEN:
+        _softmax(shares)
+    if routing & w.IS_SUMMED:
+        total = max(_sum(shares), _F(1e-20))
+        for i in range(num_chosen):
+            shares[i] = shares[i] / total
+    for i in range(num_chosen):
+        shares[i] = shares[i] * _number(of, w.SHARE)
+    if routing & w.ROUNDS_SHARES:
+        _round(shares, g[w.FORMAT])
+    if of[w.SHARED_GATE + w.WEIGHT] != 0:
+        _sigmoid(raw[num:])
+        _round(raw[num:], g[w.FORMAT])
+
+
+@_part
+def _choose_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
+    num, num_done, token = g[w.NUM_TOKENS], 0, take(phase, 1)
+    while token < num:
+        _choose(g, of, token, scratch)
+        num_done += 1
+        token = take(phase, 1)
+    _wait(phase, num_done, num)
+
+
+@_compiled
+def _grouped(g, of, scratch):  # type: ignore[no-untyped-def]
+    """Return what `group` makes of all choices, in memory of the thread, and what is left of it."""
+    num, num_chosen = g[w.NUM_TOKENS] * of[w.NUM_CHOSEN], of[w.NUM_CHOSEN]
+    chosen = numba.carray(pointer(g[w.CHOSEN]), (num,), np.int64)
+    ends = numba.carray(pointer(scratch), (of[w.ROUTER + w.NUM_COLUMNS] + 1,), np.int64)
+    scratch += 8 * len(ends)
+    tokens = numba.carray(pointer(scratch), (num,), np.int64)
+    slots = numba.carray(pointer(scratch + 8 * num), (num,), np.int64)
+    num_hit = group(chosen, num_chosen, ends, tokens, slots)
+    return num_hit, ends, tokens, slots, scratch + 16 * num
+
+
+@_compiled
+def _add_gathered(g, tokens, weights, out, out_step, memory):  # type: ignore[no-untyped-def]
+    """Add products of the normed states of some tokens.
+
+    Args:
+        g: the job.
+        tokens: which.
+        weights: address, and how many rows.
+        out, out_step: address of sums, and bytes from one row to the next.
+        memory: for DEPTH numbers of all these states.
+    """
+    size, width, num = g[w.HIDDEN], 4 if g[w.FORMAT] == FLOAT32 else 2, len(tokens)
+    kind, of_input = (DOTS, 2) if g[w.ARRANGED] == w.NARROW else (g[w.FORMAT], 4)
+    for k in range(0, size, DEPTH):
+        depth = min(DEPTH, size - k)
+        for place in range(num):
+            row = _row(g[w.NORMED] + of_input * (size * tokens[place] + k), of_input * depth // 4)
+            _copy(row, _row(memory + of_input * DEPTH * place, len(row)))
+        of_weights = weights[0] + width * k, width * size, weights[1]
+        x = memory, of_input * DEPTH, num
+        add_products(kind, x, of_weights, (out, out_step), depth)
+
+
+@_part
+def _run_into_experts(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
+    """Write the inner states of all choices, each expert's one after the other."""
+    size, inner, format_ = g[w.HIDDEN], of[w.EXPERT_INNER], g[w.FORMAT]
+    num_hit, ends, tokens, _, scratch = _grouped(g, of, scratch)
+    out_step, width = 4 * _MOST_COLUMNS, 4 if format_ == FLOAT32 else 2
+    of_input = 2 if g[w.ARRANGED] == w.NARROW else 4
+    step = _share(num_hit * inner, g[w.NUM_THREADS], _UNIT, _MOST_COLUMNS // 2)
+    num_pieces, piece, num_before, num_done = -(-inner // step), take(phase, 1), 0, 0
+    for expert in range(len(ends) - 1):
+        first, until = ends[expert], ends[expert + 1]
+        num_rows = until - first
+        wide, memory = scratch + out_step * num_rows, scratch + out_step * (num_rows + 1)
+        while num_rows > 0 and piece < num_before + num_pieces:
+            start = (piece - num_before) * step
+            num = min(step, inner - start)
+            for row in range(num_rows):
+                _fill(_row(scratch + out_step * row, _MOST_COLUMNS), _F(0))
+            for part in range(2):  # gate, up
+                place = (2 * expert + part) * inner + start
+                weights = of[w.EXPERT_GATE_UP] + width * size * place, num
+                out = scratch + out_step // 2 * part
+                _add_gathered(g, tokens[first:until], weights, out, out_step, memory)
+            for row in range(num_rows):
+                gate = _row(scratch + out_step * row, num)
+                up = _row(scratch + out_step * row + out_step // 2, num)
+                _round(gate, format_)
+                _round(up, format_)
+                _activate(gate, layer[w.ACTIVATION], _row(wide, num))
+                _round(gate, format_)
+                for i in range(num):
+                    gate[i] = gate[i] * up[i]
+                _round(gate, format_)
+                target = g[w.OF_EXPERTS] + of_input * inner * (first + row)
+                _arrange(gate, target, start, inner, g[w.ARRANGED])
+            num_done += 1
+            piece = take(phase, 1)
+        num_before += num_pieces if num_rows > 0 else 0
+    _wait(phase, num_done, num_before)
+
+
+@_part
+def _run_out_of_experts(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
+    """Write what experts give, and what is shared, as it comes to the states.
+
+    The results of a token's experts are added in the order of its choices, whatever is beside it.
+    """
+    size, inner, format_, num_chosen = (
+        g[w.HIDDEN],
+        of[w.EXPERT_INNER],
+        g[w.FORMAT],
+        of[w.NUM_CHOSEN],
+    )
+    _, ends, _, slots, scratch = _grouped(g, of, scratch)
+    width, num_rows, num_experts = 4 if format_ == FLOAT32 else 2, len(slots), len(ends) - 1
+    kind, of_input = (DOTS, 2) if g[w.ARRANGED] == w.NARROW else (format_, 4)
+    most = _MOST_COLUMNS if num_rows <= _FEW_CHOICES else _UNIT
+    step = _share(size, g[w.NUM_THREADS], _UNIT, most)
+    start, num_done = take(phase, step), 0
+    while start < size:
+        num = min(step, size - start)
+        _fill(_row(scratch, num * num_rows), _F(0))
+        for expert in range(num_experts):
+            first, until = ends[expert], ends[expert + 1]
+            if first == until:
+                continue
+            for k in range(0, inner, DEPTH):
+                x = (
+                    g[w.OF_EXPERTS] + of_input * (inner * first + k),
+                    of_input * inner,
+                    until - first,
+                )
+                place = of[w.EXPERT_DOWN] + width * ((size * expert + start) * inner + k)
+                weights, results = (place, width * inner, num), (scratch + 4 * num * first, 4 * num)
+                add_products(kind, x, weights, results, min(DEPTH, inner - k))
+        for token in range(g[w.NUM_TOKENS]):
+            sums = _row(scratch + 4 * num * num_rows, num)
+            _fill(sums, _F(0))
+            for choice in range(num_chosen * token, num_chosen * (token + 1)):
+                result = _row(scratch + 4 * num * slots[choice], num)
+                share = _row(g[w.SHARES] + 4 * choice, 1)[0]
+                _round(result, format_)
+                for i in range(num):
+                    result[i] = result[i] * share
+                if of[w.ROUTING] & w.ROUNDS_SHARES:
+                    _round(result, format_)
+                for i in range(num):
+                    sums[i] += result[i]
+            _round(sums, format_)
+            added = _row(g[w.ADDED] + 4 * (size * token + start), num)
+            if layer[w.INNER_SIZE] > 0:
+                if of[w.SHARED_GATE + w.WEIGHT] != 0:
+                    place = g[w.SCORES_SIZE] * token + of[w.ROUTER + w.NUM_COLUMNS]
+                    gate = _row(g[w.SCORES] + 4 * place, 1)[0]
+                    for i in range(num):
+                        added[i] = added[i] * gate
+                    _round(added, format_)
+                for i in range(num):
+                    sums[i] = sums[i] + added[i]
+                _round(sums, format_)
+            _copy(sums, added)
+        num_done += num
+        start = take(phase, step)
+    _wait(phase, num_done, size)
+
+
+@_part
+def _run_experts(g, step, phase, layer, scratch):  # type: ignore[no-untyped-def]
+    place = g[w.ADDITIONS] + 8 * w.LAYER_SIZE * (layer[w.EXPERTS] - 1)
+    of = numba.carray(pointer(place), (w.LAYER_SIZE,), np.int64)
+    if step == 8:
+        _score_experts(g, phase, of, scratch)
+    elif step == 9:
+        _choose_experts(g, phase, of, scratch)
+    elif step == 10:
+        _run_into_experts(g, phase, layer, of, scratch)
+    else:
+        _run_out_of_experts(g, phase, layer, of, scratch)
+
+
 @job
 def run_forward(address: Any) -> None:
     """Run what other threads leave of a forward."""
@@ -993,7 +1251,10 @@ def run_forward(address: Any) -> None:
             _write_heads(g, phase, layer, parts, places, scratch)
         elif step == 3:
             _attend(g, phase, layer, parts, places, scratch)
-        else:
+        elif step >= 8:
+            if layer[w.EXPERTS] != 0:
+                _run_experts(g, step, phase, layer, scratch)
+        elif step < 6 or layer[w.INNER_SIZE] > 0:  # else experts share nothing
             num_rows, given, num_all = num_tokens, (g[w.NORMED], g[w.HIDDEN]), g[w.HIDDEN]
             products, result = layer[w.QUERY : w.VALUE + w.PRODUCT_SIZE], (w.TO_ROWS, g[w.ADDED])
             if is_end:
@@ -1018,10 +1279,23 @@ def may_dot(width: int) -> bool:
     return HAS_DOTS and width % PER_LINE == 0
 
 
-def scratch_size(num_tokens: int, hidden: int, num_heads: int, head_size: int, between: int) -> int:
+def scratch_size(
+    num_tokens: int,
+    hidden: int,
+    num_heads: int = 0,
+    head_size: int = 0,
+    between: int = 0,
+    num_experts: int = 0,
+    num_chosen: int = 0,
+) -> int:
     """Return how many bytes each thread needs."""
     of_rows = 2 * max(hidden, (num_heads + 1) * head_size)
     of_attention = _MOST_ROWS * (BLOCK + 2 * head_size + 3)
     of_products = (num_tokens + 2) * _MOST_COLUMNS + between * (_MOST_COLUMNS + 1) + DEPTH
     of_products += STRIP + 16
-    return -(-4 * max(of_rows, of_attention, of_products) // 4096) * 4096
+    num_choices, of_experts = num_tokens * num_chosen, 0
+    if num_experts > 0:
+        of_inner = (num_tokens + 1) * (_MOST_COLUMNS + DEPTH)
+        of_results = max((num_choices + 1) * _UNIT, (_FEW_CHOICES + 1) * _MOST_COLUMNS)
+        of_experts = 5 * (num_experts + 1) + 4 * num_choices + max(of_inner, of_results)
+    return -(-4 * max(of_rows, of_attention, of_products, of_experts) // 4096) * 4096

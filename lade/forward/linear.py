@@ -175,7 +175,7 @@ class Products:
         arranged = words.PAIRS if dtype is torch.bfloat16 else words.PLAIN
         if arranged == words.PAIRS and has_dots and self._kernels.may_dot(num_inputs):
             arranged = words.NARROW
-        size = self._kernels.scratch_size(most, num_inputs, 0, 0, 0)
+        size = self._kernels.scratch_size(most, num_inputs)
         memory = inputs.new_empty(size * num_threads + 4 * num_inputs * most, dtype=torch.uint8)
         for start in range(0, num_rows, most):
             job = _Job()

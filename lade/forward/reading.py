@@ -11,13 +11,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
 from lade.attempts import Attempt
 from lade.compat import Model, attention_of, is_own_hook, placeholders_of
 from lade.forward import words
+from lade.forward.comparing import (
+    ACTIVATIONS,
+    UnsupportedForwardError,
+    difference,
+    is_near,
+    require,
+    tolerance,
+)
+from lade.forward.experts import ExpertsPlan, experts_in, read_experts, router_of
 from lade.forward.packed import PackedLinear
 from lade.view import apart, with_attention
 
@@ -43,30 +51,12 @@ _ARRANGEMENTS = [
     for how in (0, _HALVED | _SHARED, _SHARED)
     for sines in (0, _SINES_FIRST, _BACK, _SINES_FIRST | _BACK)
 ]
-#: By their numbers.
-ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
-    words.SILU: functional.silu,
-    words.GELU: functional.gelu,
-    words.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
-    words.RELU: functional.relu,
-    words.RELU_SQUARED: lambda x: functional.relu(x).square(),
-}
 # What makes logits of the head's results, by the setting that tells how much.
 _FINISHES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "final_logit_softcapping": lambda results, most: torch.tanh(results / most) * most,
     "logit_scale": lambda results, scale: results * scale,
     "logits_scaling": lambda results, divisor: results / divisor,
 }
-
-
-class UnsupportedForwardError(Exception):
-    """A model, or a forward of it, computes something that a plan has no place for."""
-
-
-def require(holds: bool, reason: str) -> None:
-    """Raise `UnsupportedForwardError` with a reason, unless something holds."""
-    if not holds:
-        raise UnsupportedForwardError(reason)
 
 
 class NormPlan(NamedTuple):
@@ -147,11 +137,17 @@ class LayerPlan(NamedTuple):
     sinks: nn.Module | None
     factor: float  # of what comes to the states
     is_parallel: bool  # whether attention and MLP get the same states
+    experts: ExpertsPlan | None  # then the MLP is what all tokens share, if anything
 
     @property
     def inner(self) -> int:
         """Numbers of a token inside of the MLP."""
-        return self.products[-1].num_inputs  # type: ignore[union-attr]
+        return 0 if self.products[-1] is None else self.products[-1].num_inputs
+
+    @property
+    def inners(self) -> set[int]:
+        """The same, of experts, too."""
+        return {self.inner, 0 if self.experts is None else self.experts.inner}
 
 
 class TransformPlan(NamedTuple):
@@ -174,6 +170,9 @@ class DecoderSizes(NamedTuple):
     vocab_size: int
     inner: int  # of the largest MLP
     between: int  # the factors of a layer's low-rank additions, at most
+    num_experts: int  # of a layer, at most, as the following
+    num_chosen: int  # of a token
+    expert_inner: int
     has_windows: bool  # whether layers see but the last of the tokens before
     factors: Callable[[Tensor], Tensor] | None  # of queries, by positions
     finish: Callable[[Tensor], Tensor]  # of the head's results, to logits
@@ -217,6 +216,15 @@ class _Turned(NamedTuple):
     arrangement: int
     scale: float
     is_scaled: bool  # by position
+
+
+class _Mlp(NamedTuple):
+    given: Tensor
+    out: Tensor
+    products: tuple[ProductPlan | None, ...]  # gate, up, down
+    activation: int
+    experts: ExpertsPlan | None
+    done: set[nn.Module]  # modules that it tells of
 
 
 class _Attention(NamedTuple):
@@ -379,15 +387,20 @@ class _Reader:
             for layer in layers
         )
         of_heads = (len(layers), states.shape[-1], *sizes, head.out_features)
-        decoder = DecoderSizes(
-            *of_heads, inner, between, has_windows, _factors_of(self._view), finish
+        experts = [layer.experts for layer in layers if layer.experts is not None]
+        of_experts = (
+            max((len(each.router.weight) for each in experts), default=0),
+            max((each.num_chosen for each in experts), default=0),
+            max((each.inner for each in experts), default=0),
         )
+        factors = _factors_of(self._view)
+        decoder = DecoderSizes(*of_heads, inner, between, *of_experts, has_windows, factors, finish)
         return DecoderPlan(decoder, (), embedding, tuple(layers), norm, transform, head, modules)
 
     def _transform(self, states: Tensor, given: Tensor) -> TransformPlan | None:
         """Return what is between the last states and those that the head gets, besides a norm."""
         for last, mine, out in [*self._norms]:
-            if not torch.equal(out, given) or _is_near(mine, states):
+            if not torch.equal(out, given) or is_near(mine, states):
                 continue
             for module in self._calls:
                 if type(module) is not nn.Linear or self._io(module)[1].shape != mine.shape:
@@ -506,25 +519,25 @@ class _Reader:
         order, of_query, of_key = self._ordered(attended, heads, angles)
         used: set[nn.Module] = {each.around for each in (*mixing, out_linear)}
         linears = [each for each in leaves if self._is_product(each) and each not in used]
-        gate, up, down, activation = self._mlp(layer, linears)
-        mlp_given, mlp_out = self._io(gate.around)[0], self._results(down)
+        mlp = self._mlp(layer, linears)
         factor = float(getattr(layer, "residual_multiplier", 1.0))
-        way = _Way(states, given, attention_out, mlp_given, mlp_out, result)
+        way = _Way(states, given, attention_out, mlp.given, mlp.out, result)
         (after, before_mlp, after_mlp, *last), is_parallel = self._residuals(way, factor)
-        before_mlp = before if mlp_given is given else before_mlp
-        self._require_all_used(leaves, {*used, *linears}, self._results(gate))
+        before_mlp = before if mlp.given is given else before_mlp
+        gated = mlp.products[0] and self._results(mlp.products[0])
+        self._require_all_used(leaves, {*used, *linears, *mlp.done}, gated)
         scaling, softcap, sinks = _settings_of(attended, self._implementation)
         plan = LayerPlan(
             (before, after, before_mlp, after_mlp, of_query.norm, of_key.norm, *last),
-            (*mixing, *[None] * (3 - len(mixing)), out_linear, gate, up, down),
+            (*mixing, *[None] * (3 - len(mixing)), out_linear, *mlp.products),
             order,
-            activation,
+            mlp.activation,
             rotary if of_query.turn else None,
             arranged(angles, of_query.arrangement)[0].shape[-1] if of_query.turn else 0,
             of_query.turn,
             of_query.arrangement,
             of_query.is_scaled,
-            *(scaling * of_query.scale, softcap, sinks, factor, is_parallel),
+            *(scaling * of_query.scale, softcap, sinks, factor, is_parallel, mlp.experts),
         )
         return plan, result
 
@@ -550,12 +563,12 @@ class _Reader:
         if given is not way.given:
             before_mlp = self._norm_between(way.states if is_parallel else between, given)
         after_mlp, added = self._after(way.mlp_out)
-        is_total = _is_near(way.result if of_mlp is None else summed, between + times(added))
+        is_total = is_near(way.result if of_mlp is None else summed, between + times(added))
         require(is_total, "a layer adds something else to its states")
         return [after, before_mlp, after_mlp, of_attention, of_mlp], is_parallel
 
     def _require_all_used(
-        self, leaves: list[nn.Module], done: set[nn.Module], gated: Tensor
+        self, leaves: list[nn.Module], done: set[nn.Module], gated: Tensor | None
     ) -> None:
         """Refuse a layer in which something else takes part than what a plan tells of it."""
         rest = [
@@ -563,7 +576,7 @@ class _Reader:
             for each in leaves
             if each not in done and not isinstance(each, _NOTHING) and not _is_norm(each)
             # An activation is part of the MLP.
-            if each._parameters or not torch.equal(self._io(each)[0], gated)
+            if each._parameters or gated is None or not torch.equal(self._io(each)[0], gated)
         ]
         rest += [module for module, _, _ in self._norms]
         require(not rest, f"{[type(each).__name__ for each in rest]} take part in a layer")
@@ -679,7 +692,7 @@ class _Reader:
             return None
         for second, number in zip(seconds, times, strict=True):
             total = total + self._io(second)[1] * number
-        if not _is_near(total.to(result.dtype), result):
+        if not is_near(total.to(result.dtype), result):
             return None
         added = zip(firsts, seconds, times, strict=True)
         return linears[0], tuple(AdditionPlan(*each) for each in added)
@@ -699,7 +712,7 @@ class _Reader:
         if normed is given:
             return None
         norm, *_ = self._take_norm(
-            lambda mine, out: torch.equal(out, normed) and _is_near(mine, given)
+            lambda mine, out: torch.equal(out, normed) and is_near(mine, given)
         )
         # In 16 bits a norm may leave states as they are that have just been normed.
         is_known = norm is not None or torch.equal(normed, given)
@@ -763,7 +776,7 @@ class _Reader:
             by = torch.ones(1) if factors is None else factors[:, None, :, None]
             error, how, arrangement = min(
                 (
-                    _apart(
+                    difference(
                         _turned_by(heads, arranged(angles, arrangement), how) * by.to(heads.dtype),
                         turned,
                     ),
@@ -774,11 +787,41 @@ class _Reader:
                 for how in (how, how | words.WIDE)
                 for arrangement in _ARRANGEMENTS
             )
-            if error <= _tolerance(turned):
+            if error <= tolerance(turned):
                 return _Turned(norm, how, arrangement, 1.0, factors is not None)
         raise UnsupportedForwardError("queries change in another way than by angles")
 
-    def _mlp(
+    def _mlp(self, layer: nn.Module, linears: list[nn.Module]) -> _Mlp:
+        """Return the MLP of a layer, or its experts and what tokens share beside these."""
+        module = experts_in(layer, self._calls)
+        if module is None:
+            gate, up, down, activation = self._dense(layer, linears)
+            given, out = self._io(gate.around)[0], self._results(down)
+            return _Mlp(given, out, (gate, up, down), activation, None, set())
+        block, router = self._parents[module], router_of(module, self._calls)
+        inside = {*module.modules(), *router.modules()}
+        shared = [each for each in linears if each not in inside]
+        gates: list[Any] = [each for each in shared if getattr(each, "out_features", 0) == 1]
+        experts = read_experts(block, module, router, gates, self._calls)
+        given, out = self._io(block)[0], self._io(module)[1]
+        products: Any = (None, None, None)
+        beside = [module, router, *gates]
+        if shared:
+            *products, activation = self._dense(
+                layer, [each for each in shared if each not in gates]
+            )
+            require(activation == experts.activation, "experts and what is shared differ in kind")
+            beside += [products[0].around]
+            more = self._results(products[2]).flatten(0, -2)
+            for gate in gates:
+                more = self._io(gate)[1].sigmoid().view(-1, 1) * more
+            out = out + more
+        rows = given.flatten(0, -2)
+        is_same = all(torch.equal(self._io(each)[0].flatten(0, -2), rows) for each in beside)
+        require(is_same, "experts, their router and what is shared get different states")
+        return _Mlp(given, out.view_as(given), (*products,), experts.activation, experts, inside)
+
+    def _dense(
         self, layer: nn.Module, linears: list[nn.Module]
     ) -> tuple[ProductPlan, ProductPlan | None, ProductPlan, int]:
         """Return gate, up and down, and the activation; without a gate, up stands in its place."""
@@ -788,7 +831,7 @@ class _Reader:
             gate, up, down = (
                 self._product(named[f"{name}_proj"]) for name in ("gate", "up", "down")
             )
-            is_same = self._io(gate.around)[0] is self._io(up.around)[0]
+            is_same = torch.equal(self._io(gate.around)[0], self._io(up.around)[0])
             require(is_same, "gate and up get different states")
         else:
             require(len(linears) == 2, f"a layer has {len(linears)} linear layers for its MLP")
@@ -808,8 +851,8 @@ class _Reader:
 
 def _activation_of(given: Tensor, times: Any, result: Tensor) -> int | None:
     """Return which activation makes a result of numbers, times others; None if none does."""
-    errors = {_apart(make(given) * times, result): which for which, make in ACTIVATIONS.items()}
-    return errors[min(errors)] if min(errors) <= _tolerance(result) else None
+    errors = {difference(make(given) * times, result): which for which, make in ACTIVATIONS.items()}
+    return errors[min(errors)] if min(errors) <= tolerance(result) else None
 
 
 def _settings_of(
@@ -872,22 +915,6 @@ def _is_ignored(attended: _Attention, name: str) -> bool:
 
 def _is_norm(module: nn.Module) -> bool:
     return not module._modules and "norm" in type(module).__name__.lower()
-
-
-def _apart(mine: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference, infinite between different shapes."""
-    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-        return math.inf
-    return float((mine - theirs).abs().max())
-
-
-def _tolerance(values: Tensor) -> float:
-    """Return how far results may be apart that are rounded at other places."""
-    return 16 * torch.finfo(values.dtype).eps * float(values.abs().max())
-
-
-def _is_near(mine: Tensor, theirs: Tensor) -> bool:
-    return _apart(mine, theirs) <= _tolerance(theirs)
 
 
 def _turned_by(heads: Tensor, angles: Sequence[Tensor], how: int) -> Tensor:
@@ -967,7 +994,7 @@ def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> NormPlan:
             wide = wide + bias.float()
         errors[flags] = float((wide.to(given.dtype) - out).abs().max())
     flags = min(errors, key=errors.__getitem__)
-    require(errors[flags] <= _tolerance(out), f"{name} is no norm that is known")
+    require(errors[flags] <= tolerance(out), f"{name} is no norm that is known")
     return NormPlan(module, flags | words.IS_NORM, eps)
 
 

@@ -41,8 +41,13 @@
     BETWEEN,  # [tokens, BETWEEN_SIZE], between the factors of a layer's additions
     BETWEEN_SIZE,
     FACTORS,  # [tokens], of queries where a layer is SCALED
+    SCORES,  # [tokens, SCORES_SIZE], of experts, then the gate of what is shared
+    SCORES_SIZE,
+    CHOSEN,  # int64 [tokens, NUM_CHOSEN of the layer], experts
+    SHARES,  # the same, float32: what the results of these are multiplied by
+    OF_EXPERTS,  # [choices, EXPERT_INNER of the layer], arranged; by expert
     LAST_NORM,
-) = range(34)
+) = range(39)
 FLAGS, EPS, NORM_WEIGHT, NORM_BIAS, NORM_SIZE = range(5)  # EPS, as SCALING: bits of a float32
 # PACKED: address of what is compiled for a packed weight's format, else 0; then the bytes of a row,
 # and half the rows of a head, whose first and second halves take turns in the weight, or 0. ACROSS:
@@ -59,12 +64,19 @@ JOB_SIZE = HEAD + PRODUCT_SIZE
 OF_ATTENTION, OF_MLP = range(24, 32, NORM_SIZE)
 (QUERY, KEY, VALUE, OUT, GATE, UP, DOWN) = range(32, 95, PRODUCT_SIZE)
 INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(95, 105)
-FACTOR, IS_PARALLEL, SCALED = range(105, 108)
-NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, LAYER_SIZE = range(108, 113)
+# EXPERTS: which of the rows of ADDITIONS tells of a layer's experts, counted from 1; 0 for none.
+FACTOR, IS_PARALLEL, SCALED, EXPERTS = range(105, 109)
+NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, LAYER_SIZE = range(109, 114)
 # A low-rank addition to a product: its first factor as a product, the second's WEIGHT and BIAS,
 # what the result is multiplied by, the format of both, and where in a row of BETWEEN it begins.
 SECOND = PRODUCT_SIZE
 TIMES, OF_ADDED, START = range(SECOND + 2, SECOND + 5)
+# Experts: the router, and the gate of what is shared, as products; how experts are chosen and their
+# results weighed; the formats of the router and of what is added to its scores; and addresses of
+# the stacked weights, of gate and up together, and of down.
+ROUTER, SHARED_GATE = 0, PRODUCT_SIZE
+(NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(18, 25)
+(OF_ROUTER, OF_CORRECTION, EXPERT_GATE_UP, EXPERT_DOWN, EXPERT_INNER) = range(25, 30)
 
 # Flags of a norm; the last two say of which numbers, and when.
 IS_NORM, CENTERS, ROUNDS, ADDS_ONE, IS_WHOLE, AFTER_TURN = 1, 2, 4, 8, 16, 32
@@ -75,7 +87,11 @@ TO_ROWS, TO_INNER, TO_LOGITS = range(3)  # what becomes of the columns of a prod
 FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 KEYS, KEY_HEAD, VALUES, VALUE_HEAD, NUM_KEYS = range(5)
 
-PHASES_OF_LAYER = 8
+# What experts are chosen by and weighed with, and what else is done for that.
+BY_SOFTMAX, BY_SIGMOID, BY_SOFTMAX_OF_CHOSEN = range(3)
+SELECTS_RAW, IS_SORTED, IS_SUMMED, ROUNDS_SCORES, ROUNDS_SHARES = 1, 2, 4, 8, 16
+
+PHASES_OF_LAYER = 12
 
 # What a module of a plan gets in the place of states, of positions, and of tokens.
 STATES_GIVEN, POSITIONS_GIVEN, TOKENS_GIVEN = object(), object(), object()

@@ -18,10 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionMaskInterface, GenerationConfig, GenerationMixin, PreTrainedConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lade.attempts import Attempt
-from lade.compat import Model, attention_of, compiled_part_of, device_of_inputs, is_own_hook
+from lade.compat import (
+    Model,
+    attention_of,
+    compiled_part_of,
+    device_of_inputs,
+    experts_of,
+    is_own_hook,
+)
 from lade.probing.own_code import around_now, functions_of
 from lade.view import BEFORE, apart
 
@@ -47,10 +55,10 @@ class ModelState:
     """
 
     def __init__(self, model: Model) -> None:
+        self._around = _around(model)  # first: transformers notes in a class what it is asked
         self._modules = _Modules(model)
         self.functions = functions_of({*map(type, model.modules())})
         self._configs = _Values((each, vars(each).keys()) for each in _configs_of(model))
-        self._around = _around(model)
         self._hooks = _hooks_in(self._modules.now())
         self._compiled = compiled_part_of(model)
         self.settings: ReadAttributes | None = None
@@ -303,6 +311,10 @@ def _around(model: Model) -> tuple[Any, ...]:
     return (
         *(str(model.device), model.dtype, autocast, attention, functions),
         *(ALL_ATTENTION_FUNCTIONS.get(attention), AttentionMaskInterface().get(attention)),
+        *(
+            (each, ALL_EXPERTS_FUNCTIONS.get(each))
+            for each in sorted(filter(None, experts_of(model)))
+        ),
         *map(_code_of, hooks),
     )
 

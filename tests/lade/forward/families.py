@@ -11,6 +11,7 @@ from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types, tiny_mode
 QUICK = [
     *("llama", "gemma2", "gemma3_text", "cohere2", "olmo2", "qwen3", "phi3", "starcoder2"),
     *("glm", "granite", "nemotron", "stablelm", "gpt2", "gpt_neox", "bert"),
+    *("mixtral", "qwen2_moe", "glm4_moe"),
 ]
 READABLE = [
     *QUICK,
@@ -23,6 +24,9 @@ READABLE = [
     *("hunyuan_v1_dense", "nanochat", "olmo", "persimmon", "whisper"),
     *("bert-generation", "camembert", "data2vec-text", "electra", "ernie", "modernbert-decoder"),
     *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
+    *("cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "granitemoe"),
+    *("granitemoe_swa", "granitemoeshared", "hy_v3", "kolibri1", "mellum", "minimax_m2"),
+    *("olmoe", "qwen3_moe", "hunyuan_v1_moe", "sarvam_moe"),
 ]
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 

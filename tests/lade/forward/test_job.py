@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lade
 from lade.closeness import distance
-from lade.compat import CACHE
+from lade.compat import CACHE, experts_of
 from lade.drafting.drafts import draft_of
 from lade.forward import _kernels, _tiles, linear, words
 from lade.forward import job as file
@@ -121,6 +121,13 @@ def plan_has_windows(model: Any) -> bool:
 # --- the numbers ----------------------------------------------------------------------------------
 
 
+def are_close(compared: list[Apart], model: Any) -> bool:
+    """Return whether all are; with experts in 16 bits, most: rounding may choose others."""
+    num_apart = sum(not each.is_close for each in compared)
+    may_differ = experts_of(model) != set() and model.dtype is not torch.float32
+    return num_apart <= len(compared) / 3 if may_differ else num_apart == 0
+
+
 @pytest.mark.parametrize("dtype", thinned(FORMATS, torch.float32), ids=str)
 @pytest.mark.parametrize("family", thinned(SERVED, *QUICK))
 def test_logits_are_those_of_the_model(
@@ -129,14 +136,14 @@ def test_logits_are_those_of_the_model(
     """Of prompts, trees and single tokens, after windows have moved on."""
     model = model_of(family, dtype)
     with_drafts(model, TEXT, max_new_tokens=40)
-    assert [each for each in compared if not each.is_close] == []
+    assert are_close(compared, model), compared
     sizes = {each.num_tokens for each in compared}
     assert 1 < min(sizes - {1}) <= 9
     # These two get more with a prompt than its tokens.
     assert plan_has_windows(model) or TEXT.shape[1] in sizes or family in ("fuyu", "got_ocr2")
     compared.clear()
     lade.generate(model, TEXT, max_new_tokens=8, config=lade.Config(max_draft_tokens=0))
-    assert [each for each in compared if not each.is_close] == []
+    assert are_close(compared, model), compared
     assert 1 in {each.num_tokens for each in compared}
 
 
@@ -334,10 +341,10 @@ def test_logits_of_several_calls_are_those_of_the_model(
 def test_logits_of_a_batch_are_those_of_the_model(
     family: str, dtype: torch.dtype, compared: list[Apart]
 ) -> None:
-    rows = torch.cat([TEXT, TEXT.flip(1), TEXT.roll(2)])
-    with_drafts(model_of(family, dtype), rows, max_new_tokens=16)
+    rows, model = torch.cat([TEXT, TEXT.flip(1), TEXT.roll(2)]), model_of(family, dtype)
+    with_drafts(model, rows, max_new_tokens=16)
     assert 3 in {each.num_parts for each in compared}
-    assert [each for each in compared if not each.is_close] == []
+    assert are_close(compared, model), compared
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -1,0 +1,176 @@
+"""Which experts run which tokens: compiled functions of whole numbers, no products.
+
+Experts are chosen as `torch.topk` chooses, of equal values the same ones in the same order. Torch
+leaves that to the algorithms of its C++ library, so these are told step by step here.
+"""
+
+import numba
+import numpy as np
+
+_compiled = numba.njit(nogil=True, error_model="numpy")
+
+_SORTED_WHOLE = 64  # torch sorts a heap where there are so many times more than are chosen
+
+
+@_compiled
+def _is_before(values, first, second):  # type: ignore[no-untyped-def]
+    """Return whether a value, by its number, comes before another: NaN, then the largest."""
+    mine, theirs = values[first], values[second]
+    return mine > theirs or (mine != mine and theirs == theirs)
+
+
+@_compiled
+def _swap(order, first, second):  # type: ignore[no-untyped-def]
+    order[first], order[second] = order[second], order[first]
+
+
+@_compiled
+def _insert(values, order, first, last):  # type: ignore[no-untyped-def]
+    """Sort a few; what is equal stays in its order."""
+    for place in range(first + 1, last):
+        number = order[place]
+        while place > first and _is_before(values, number, order[place - 1]):
+            order[place] = order[place - 1]
+            place -= 1
+        order[place] = number
+
+
+@_compiled
+def _sink(values, order, hole, size, number):  # type: ignore[no-untyped-def]
+    """Put a number in a heap whose place `hole` is free; its last in the order comes first."""
+    top, child = hole, hole
+    while child < (size - 1) // 2:
+        child = 2 * (child + 1)
+        if _is_before(values, order[child], order[child - 1]):
+            child -= 1
+        order[hole] = order[child]
+        hole = child
+    if size % 2 == 0 and child == (size - 2) // 2:
+        child = 2 * (child + 1)
+        order[hole] = order[child - 1]
+        hole = child - 1
+    while hole > top and _is_before(values, order[(hole - 1) // 2], number):
+        order[hole] = order[(hole - 1) // 2]
+        hole = (hole - 1) // 2
+    order[hole] = number
+
+
+@_compiled
+def _select_by_heap(values, order, num, last):  # type: ignore[no-untyped-def]
+    """Bring the first `num` in the order of values to the front, as a heap."""
+    for parent in range((num - 2) // 2, -1, -1):
+        _sink(values, order, parent, num, order[parent])
+    for place in range(num, last):
+        if _is_before(values, order[place], order[0]):
+            number = order[place]
+            order[place] = order[0]
+            _sink(values, order, 0, num, number)
+
+
+@_compiled
+def _split(values, order, first, last):  # type: ignore[no-untyped-def]
+    """Bring what comes before a median of three to the front; return where the others begin."""
+    low, middle, high = first + 1, first + (last - first) // 2, last - 1
+    if _is_before(values, order[low], order[middle]):
+        inner, outer = middle, low
+    else:
+        inner, outer = low, middle
+    if _is_before(values, order[inner], order[high]):
+        median = inner
+    else:
+        median = high if _is_before(values, order[outer], order[high]) else outer
+    _swap(order, first, median)
+    left, right = first + 1, last
+    while True:
+        while _is_before(values, order[left], order[first]):
+            left += 1
+        right -= 1
+        while _is_before(values, order[first], order[right]):
+            right -= 1
+        if left >= right:
+            return left
+        _swap(order, left, right)
+        left += 1
+
+
+@_compiled
+def select(values, order, num, is_sorted):  # type: ignore[no-untyped-def]
+    """Write the numbers of all values, those of the `num` largest first, as `torch.topk` does.
+
+    Sorted, of at most 17: where there are more, the C++ library sorts in another way.
+    """
+    last = len(values)
+    for place in range(last):
+        order[place] = place
+    if num * _SORTED_WHOLE <= last:
+        _select_by_heap(values, order, num, last)
+        for end in range(num - 1, 0, -1):
+            number = order[end]
+            order[end] = order[0]
+            _sink(values, order, 0, end, number)
+        return
+    first, depth = 0, 0
+    while last >> (depth // 2 + 1) > 0:
+        depth += 2
+    while last - first > 3:
+        if depth == 0:
+            _select_by_heap(values, order[first:], num - first, last - first)
+            _swap(order, first, num - 1)
+            break
+        depth -= 1
+        cut = _split(values, order, first, last)
+        if cut <= num - 1:
+            first = cut
+        else:
+            last = cut
+    else:
+        _insert(values, order, first, last)
+    if is_sorted:
+        _insert(values, order, 0, num - 1)
+
+
+@_compiled
+def leave_groups(values, sums, order, num_left):  # type: ignore[no-untyped-def]
+    """Leave the values of some groups: those whose two largest are together the largest."""
+    size = len(values) // len(sums)
+    for group in range(len(sums)):
+        most = second = -np.float32(np.inf)
+        for value in values[group * size : (group + 1) * size]:
+            if value > most or value != value:
+                most, second = value, most
+            elif value > second:
+                second = value
+        sums[group] = most + second
+    select(sums, order, num_left, False)
+    for group in order[num_left:]:
+        for place in range(group * size, (group + 1) * size):
+            values[place] = -np.float32(np.inf)
+
+
+@_compiled
+def group(chosen, num_chosen, ends, tokens, slots):  # type: ignore[no-untyped-def]
+    """Sort choices by expert, and return how many experts have any.
+
+    Args:
+        chosen: the experts of tokens, `num_chosen` of each, one after the other.
+        num_chosen: see there.
+        ends: [num_experts + 1], gets where the choices of each expert begin, and the last end.
+        tokens: gets the tokens of the choices, by expert.
+        slots: gets where among these each choice is.
+    """
+    for expert in range(len(ends)):
+        ends[expert] = 0
+    for expert in chosen:
+        ends[expert] += 1
+    total = 0
+    for expert in range(len(ends)):
+        total += ends[expert]
+        ends[expert] = total
+    for entry in range(len(chosen) - 1, -1, -1):
+        expert = chosen[entry]
+        ends[expert] -= 1
+        tokens[ends[expert]], slots[entry] = entry // num_chosen, ends[expert]
+    num_hit = 0
+    for expert in range(len(ends) - 1):
+        num_hit += 1 if ends[expert] < ends[expert + 1] else 0
+    return num_hit

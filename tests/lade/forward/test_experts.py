@@ -1,0 +1,97 @@
+"""Where anything about experts has changed, a model is read anew."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import lade
+from tests.lade.both import EIGHT, ONE, same_as_generate
+from tests.lade.forward.conftest import Ran
+from tests.lade.forward.families import model_of
+
+LONG: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None}
+
+
+def test_experts_of_any_implementation_are_read(ran: list[Ran]) -> None:
+    for name in ("eager", "grouped_mm", "batched_mm"):
+        model = model_of("qwen3_moe")
+        model.set_experts_implementation(name)
+        same_as_generate(model, ONE, accept=0.7, config=EIGHT, **LONG)
+        assert ran
+        ran.clear()
+
+
+def _of_stack(model: Any) -> None:
+    model.model.layers[-1].mlp.experts.down_proj.mul_(-2)
+
+
+def _another_stack(model: Any) -> None:
+    experts = model.model.layers[-1].mlp.experts
+    experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.flip(0), requires_grad=False)
+
+
+def _of_router(model: Any) -> None:
+    model.model.layers[-1].mlp.gate.weight.data = model.model.layers[-1].mlp.gate.weight.flip(0)
+
+
+def _correction(model: Any) -> None:
+    model.model.layers[-1].mlp.gate.e_score_correction_bias.add_(torch.tensor([0.0, 9, 0, 9]))
+
+
+def _another_correction(model: Any) -> None:
+    model.model.layers[-1].mlp.gate.e_score_correction_bias = torch.tensor([9.0, 0, 9, 0])
+
+
+def _share(model: Any) -> None:
+    model.model.layers[-1].mlp.gate.routed_scaling_factor = 3.0
+
+
+def _is_summed(model: Any) -> None:
+    model.model.layers[-1].mlp.gate.norm_topk_prob = False
+
+
+def _activation(model: Any) -> None:
+    model.model.layers[-1].mlp.experts.act_fn = nn.GELU()
+
+
+def _hook(model: Any) -> None:
+    model.model.layers[-1].mlp.experts.register_forward_hook(lambda _, __, out: 2 * out)
+
+
+CHANGES = [
+    *(_of_stack, _another_stack, _of_router, _correction, _another_correction, _share),
+    *(_is_summed, _activation, _hook),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
+def test_changes_are_noticed(change: Callable[[Any], None], ran: list[Ran]) -> None:
+    model = model_of("glm4_moe")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
+        for _ in range(2):
+            same_as_generate(model, ONE, accept=0.7, config=EIGHT, **LONG)
+        assert ran
+        change(model)
+        for _ in range(2):
+            same_as_generate(model, ONE, accept=0.7, config=EIGHT, **LONG)
+
+
+def test_another_function_for_experts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen3_moe")
+    model.set_experts_implementation("batched_mm")
+    usual: Any = ALL_EXPERTS_FUNCTIONS["batched_mm"]
+    same_as_generate(model, ONE, accept=0.7, config=EIGHT, **LONG)
+
+    def halved(*args: Any) -> Tensor:
+        return usual(*args) / 2  # type: ignore[no-any-return]
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "batched_mm", halved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
+        same_as_generate(model, ONE, accept=0.7, config=EIGHT, **LONG)
