@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST, MOST_PRIVATE = 36_000, 9_800  # lines
+MOST, MOST_PRIVATE = 36_000, 9_900  # lines
 #: What users import: a name in these, or one of these. Of engines, any module.
 PUBLIC = {"lade", "ngram_pool", "lade.drafters", "lade.models"}
 
