@@ -63,8 +63,8 @@ from lade.view import viewed, with_forward
 _TRIED, _CLEAR = (1, 8), 0.8
 #: Prompts of more tokens may run by the model's own forwards, where these are faster there.
 MANY_TOKENS = 64
-# How far one token's logits may be apart, in standard deviations, where rounding has chosen another
-# expert: up to 0.3 was seen, by torch as well as by jobs; what is wrong is off by about 1.
+# How far a token's logits may be apart in 16 bits, in standard deviations, if rounding has chosen
+# another expert: up to 0.3 was seen, by torch as well as by jobs; what is wrong is off by about 1.
 _ANOTHER_EXPERT = 0.5
 _FAULTY = 10  # times the limit: no model amplifies rounding so far
 _GIVEN = {
@@ -163,7 +163,9 @@ class FusedForwards:
         require(is_whole, "its columns are no whole number of vectors")
         self._is_packed = type(plan.head) is PackedLinear
         self._dtype = torch.float32 if self._is_packed else plan.head.weight.dtype
-        self._limit = max(limit_of(model), _ANOTHER_EXPERT if sizes.num_experts else 0.0)
+        self._limit = limit_of(model)
+        if sizes.num_experts and self._dtype is not torch.float32:
+            self._limit = max(self._limit, _ANOTHER_EXPERT)
         names = {module: name for name, module in model.named_modules()}
         self._names = [names[each] for each in (plan.head, *plan.modules)]
         self._kinds = sorted({*plan.kinds})
