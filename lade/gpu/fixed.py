@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lade.attention.masks import Reach, TreeSlots
+from lade.attention.masks import AttentionSpan, TreeSlots
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, Seen, runs_in_triton, with_seen
 from lade.captures import free_unused
 from lade.compat import CACHE
@@ -73,9 +73,9 @@ class FixedTarget(TreeTarget):
         is_ours = self.attention == TREE_ATTENTION
         self._shows_all = is_ours and runs_in_triton(self.device, self._model.dtype)
         windows = self.cache.windows
-        self._places = {  # of the window of each reach
-            reach: windows.index(reach.num_slots if reach.num_slots in windows else None)
-            for reach in {*self._reaches.values()}
+        self._places = {  # of the window of each span
+            span: windows.index(span.num_slots if span.num_slots in windows else None)
+            for span in {*self._spans.values()}
         }
         self._choose_graphs()
 
@@ -166,11 +166,11 @@ class FixedTarget(TreeTarget):
             workspace.addresses = addresses
         return graphs.run(step.shape, partial(self._run, step))
 
-    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
+    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
         """Run roots by the model as it is, prepared by itself."""
         self.cache.unfix()
         TreeTarget._place_root(self)
-        return super().forward_plainly(roots, by_view=by_view)
+        return super().forward_roots(roots, by_view=by_view)
 
     def hand_over(self, cache: Any) -> Any:
         """Copy the contents of this target's cache into a dynamic cache; return that."""
@@ -243,10 +243,10 @@ class FixedTarget(TreeTarget):
             for name in step.shape.token_types
         }
         masks = {
-            reach: self._mask_of(reach, step.shape.num_shown[place], place, device, trees)
-            for reach, place in self._places.items()
+            span: self._mask_of(span, step.shape.num_shown[place], place, device, trees)
+            for span, place in self._places.items()
         }
-        mask: Any = {name: masks[reach] for name, reach in self._reaches.items()}
+        mask: Any = {name: masks[span] for name, span in self._spans.items()}
         logits: Tensor = self._view(
             input_ids=trees.token_ids,
             position_ids=depths + roots,
@@ -260,7 +260,7 @@ class FixedTarget(TreeTarget):
 
     def _mask_of(
         self,
-        reach: Reach,
+        span: AttentionSpan,
         num_shown: int,
         place: int,
         device: dict[str, Tensor],
@@ -276,12 +276,12 @@ class FixedTarget(TreeTarget):
             visible, num_cached, trees.ancestors, trees.depths, num_padding, first_slot
         )
         if not is_ours:
-            return seen.mask(reach, 0, self._additive_dtype)
+            return seen.mask(span, 0, self._additive_dtype)
         # Nobody reads these numbers. Were they read after all, they would spoil what the self-check
         # compares.
         nothing = torch.full((1, 1, 1, 1), torch.nan, dtype=self._model.dtype, device=self.device)
-        starts = torch.maximum(seen.starts(reach), num_padding - first_slot).clamp(min=0)
+        starts = torch.maximum(seen.starts(span), num_padding - first_slot).clamp(min=0)
         return with_seen(
             nothing.expand(1, 1, trees.depths.shape[1], num_shown),
-            Seen((num_cached - first_slot).int(), starts.int(), seen.among_nodes(reach)),
+            Seen((num_cached - first_slot).int(), starts.int(), seen.among_nodes(span)),
         )

@@ -140,7 +140,7 @@ class WorkspaceStore:
             for kept in [each for each in self._kept if each.key == key]:
                 # One that is too small would be replaced by the next, and never be used again.
                 self._kept.remove(kept)
-                if kept.cache.room >= num_slots:
+                if kept.cache.capacity >= num_slots:
                     return kept
         return None
 

@@ -27,7 +27,7 @@ from lade.compat import (
     MARKS_CACHES,
     Model,
     device_of_inputs,
-    has_own_generate,
+    has_custom_generate,
     takes_ids_by_name,
     without_compiler,
 )
@@ -310,7 +310,7 @@ def _generate(
     arguments = arguments.checked(generate_kwargs.get("tokenizer"))
     own = _generate_of(model)
     args, generate_kwargs = _by_name(own, args, generate_kwargs)
-    plainly = partial(own, *args, **generate_kwargs)
+    standard = partial(own, *args, **generate_kwargs)
     refuse_unsupported_arguments(model, generate_kwargs)
     Profiles.of(model)  # made here, for a twin of the model to share
     drafter = take_assistant(model, arguments.drafter, generate_kwargs)
@@ -336,23 +336,23 @@ def _generate(
 
     strategy.is_lades = True  # type: ignore[attr-defined]
     speculate = partial(_generate_of(twin), *args, **generate_kwargs)
-    if not has_own_generate(model):
+    if not has_custom_generate(model):
         return speculate(custom_generate=strategy)
-    return _by_own_generate(model, speculate, strategy, plainly)
+    return _by_custom_generate(model, speculate, strategy, standard)
 
 
-def _by_own_generate(
+def _by_custom_generate(
     model: Model,
     speculate: "partial[Any]",
     strategy: Callable[..., Any],
-    plainly: "partial[Any]",
+    standard: "partial[Any]",
 ) -> Any:
     """Call the `generate` of a class's own, as its caller did where it takes no decoding function.
 
     It may refuse one, or drop it, and what was made of the caller's options with it.
     """
     is_used = False
-    given = plainly.keywords.get("stopping_criteria") or ()
+    given = standard.keywords.get("stopping_criteria") or ()
     added = [
         each for each in speculate.keywords.get("stopping_criteria") or () if each not in given
     ]
@@ -373,15 +373,15 @@ def _by_own_generate(
         if is_used:
             return output
         reason = "its own `generate` drops the decoding function"
-        is_whole = speculate.keywords.keys() == plainly.keywords.keys()
+        is_whole = speculate.keywords.keys() == standard.keywords.keys()
     except Exception as failure:  # of code that is not ours
         if is_used:
             raise
         reason = f"its own `generate` takes no decoding function ({in_one_line(failure)})"
     if not is_whole:
         put_back(device, states)
-        output = plainly()  # raises what the caller is to see, if the call itself is wrong
-    text = f"lade decodes {type(model).__name__} plainly: {reason}"
+        output = standard()  # raises the caller's error if the call itself is invalid
+    text = f"lade falls back to standard decoding for {type(model).__name__}: {reason}"
     warnings.warn(text, PlainDecodingWarning, stacklevel=4)
     return output
 

@@ -16,7 +16,7 @@ from lade.attention.packed import PACKED_ROWS
 from lade.batch import Batch, Text
 from lade.budget.budget import Budget
 from lade.budget.seconds import Seconds
-from lade.compat import CACHE, has_adapters_by_row, has_own_generate, may_be_users, mesh_of
+from lade.compat import CACHE, has_adapters_by_row, has_custom_generate, may_be_users, mesh_of
 from lade.config import SPECULATING
 from lade.decoder import Decoder
 from lade.drafters.merged import CallPool, Merged, sources_of
@@ -38,18 +38,18 @@ from lade.garbage import without_collection
 from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
 from lade.hf.call import Call
-from lade.hf.plain import finish_plainly
+from lade.hf.plain import finish_standard
 from lade.hf.pools import credit, opened
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.stopping import Outputs, Report, StopRule, stopping
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target
-from lade.probing.own_code import has_own_inputs, is_users, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import profile_of
 from lade.probing.proof import DISTANCE, Distances, ProvedTarget, VerificationError
 from lade.probing.rules import Requirements, requirements_of
-from lade.probing.selfcheck import with_products
+from lade.probing.selfcheck import with_fast_views
+from lade.probing.user_code import has_user_inputs, is_users, user_code_around
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
 from lade.sampling.processors import Processors
@@ -87,8 +87,8 @@ class Generation:
     def __init__(self, call: Call) -> None:
         self._call, self._model, self._config = call, call.model, call.config
         self._profile = profile_of(call.model)
-        self._around = own_code_around()
-        self._own_code = self._profile.own_code or self._around
+        self._around = user_code_around()
+        self._user_code = self._profile.user_code or self._around
         self._execution = execution_of(call.model, call.config, self.policy)
         self._cache = cache_in(call.model_kwargs)
         self._stop = StopRule(call.criteria)
@@ -100,13 +100,13 @@ class Generation:
         # What a `generate` of a class's own sets in the model holds until the end of its call.
         # So is a loop of asyncio, which others' callbacks may want to run, too.
         is_apart = (
-            self._own_code is not None
+            self._user_code is not None
             or is_in_event_loop()
             or torch.is_autocast_enabled(call.input_ids.device.type)
-            or has_own_generate(call.model)
-            or has_own_inputs(call.model)
+            or has_custom_generate(call.model)
+            or has_user_inputs(call.model)
         )
-        self._company = None if is_apart else current_call()
+        self._engine_call = None if is_apart else current_call()
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
@@ -115,7 +115,7 @@ class Generation:
             verification, needed, target = self._plan()
             if needed is None or target is None:
                 self._say_why_plain(verification)
-                return self._decode_plainly()
+                return self._decode_standard()
             return self._decode(verification, needed, target)
 
     def _reused(self) -> Reuse | None:
@@ -124,8 +124,8 @@ class Generation:
         # Keys by PEFT's adapters of rows are of no later call, and of no model that anybody knows.
         if is_plain or not self._config.reuses_prefix or has_adapters_by_row(self._model):
             return None
-        if self._own_code is not None:
-            what = f"{type(self._model).__name__}: {self._own_code} is your own code"
+        if self._user_code is not None:
+            what = f"{type(self._model).__name__}: {self._user_code} is your own code"
             self._warn_once(f"lade reuses no prefix of {what}, which may change", RuntimeWarning)
             return None
         with Attempt(even_memory=True) as attempt:  # weights may be of unusual classes
@@ -150,7 +150,7 @@ class Generation:
             return VerificationPlan("plain", None, {"tree": reason}), None, None
         with Attempt(LadeError, MisfitError, even_memory=True) as attempt:
             needed = requirements_of(
-                model, call.input_ids, call.options, call.model_kwargs, self._own_code
+                model, call.input_ids, call.options, call.model_kwargs, self._user_code
             )
             excluded, why_eager = needed.excluded, needed.why_eager
             if config.stable_text and why_eager is not None:
@@ -166,17 +166,17 @@ class Generation:
                 profile=self._profile,
             )
             found: VerificationPlan | None = None
-            if self._company is not None:
+            if self._engine_call is not None:
                 # Calls that share a forward are like rows of different lengths.
                 with suppress(UnsupportedModelError, UnsupportedOptionError):
                     found = choose(is_padded=True)
             if found is None or found.attention != PACKED_ROWS:
-                found, self._company = None, None
+                found, self._engine_call = None, None
             verification = found or choose(is_padded=needed.is_padded)
             verification = verification._replace(why_eager=why_eager or verification.why_eager)
             may_differ = config.stable_text or self._around is not None
-            if config.uses_products and not may_differ:
-                verification = with_products(verification, model, self._profile)
+            if config.uses_kernels and not may_differ:
+                verification = with_fast_views(verification, model, self._profile)
             if verification.verification == "plain":
                 return verification, needed, None
             num_beside = 0 if config.lookahead is None else config.lookahead.num_cells
@@ -184,8 +184,8 @@ class Generation:
                 *(model, call.input_ids, call.model_kwargs, verification),
                 *(needed.num_new + num_beside, call.options, self._profile, self.policy),
             )
-            if self._company is not None and isinstance(target, TreeTarget | RowsTarget):
-                target.join(self._company)
+            if self._engine_call is not None and isinstance(target, TreeTarget | RowsTarget):
+                target.join(self._engine_call)
         if attempt.failure is not None:  # plain decoding either hits the same error or works
             return VerificationPlan("plain", None, {"tree": attempt.failure}), None, None
         return verification, needed, target
@@ -213,8 +213,8 @@ class Generation:
         pad_token = call.options._pad_token_tensor
         reasons = (
             (
-                self._own_code is not None,
-                f"your own code runs in its forward passes ({self._own_code})",
+                self._user_code is not None,
+                f"your own code runs in its forward passes ({self._user_code})",
             ),
             (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
             (not self._stop.takes_rows, "a stop criterion sees all rows"),
@@ -302,7 +302,12 @@ class Generation:
         options = self._call.options
         temperature = 1.0 if options.temperature is None else options.temperature
         temperature = temperature if options.do_sample else 0.0
-        key = "costs", verification.verification, verification.execution, verification.products
+        key = (
+            "costs",
+            verification.verification,
+            verification.execution,
+            verification.has_fast_views,
+        )
         costs = self._profile.once(key, dict[int, Seconds])
         return Budget(costs, temperature, asked)
 
@@ -310,7 +315,7 @@ class Generation:
         """Return when steps are proved: in this call alone where code of the user's takes part."""
         if mesh_of(self._model) is not None or self._config.stable_text:
             return None
-        if self._own_code is not None:
+        if self._user_code is not None:
             return Distances()
         first = Distances(DISTANCE)  # after the check
         return self._profile.proofs.setdefault(verification.verification, first)
@@ -359,7 +364,7 @@ class Generation:
             self._distances(verification),
             may_repeat_prompts=is_text_alone(self._call.model_kwargs)
             and sees_its_ends(self._call.model_kwargs.get("attention_mask")),
-            own_code=self._own_code,
+            user_code=self._user_code,
         )
         decoder = Decoder(batch, proved, speculator, choice, report.add, overlaps)
         try:
@@ -377,7 +382,7 @@ class Generation:
             if self._reuse is not None:
                 self._reuse.undo()
                 stats.num_reused_tokens = 0
-            output, rest = finish_plainly(self._call, text, outputs, report)
+            output, rest = finish_standard(self._call, text, outputs, report)
             self._give_up(verification, decoder.failure)  # unless plain decoding fails, too
             stats.add(rest)
             return self._plain_result(output, stats)
@@ -401,9 +406,9 @@ class Generation:
             **{CACHE: self._cache},
         )
 
-    def _decode_plainly(self) -> Any:
+    def _decode_standard(self) -> Any:
         """Decode as `generate` itself does, if no method can verify drafts."""
-        output, stats = finish_plainly(self._call, self._text, self._outputs, self._report)
+        output, stats = finish_standard(self._call, self._text, self._outputs, self._report)
         stats.num_prefills = self._call.num_rows
         if self._reuse is not None:
             sequences = output.sequences if self._call.returns_dict else output

@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.batch import Text
 from lade.captures import put_back, random_states
-from lade.compat import decode_plainly
+from lade.compat import decode_standard
 from lade.engine import aside
 from lade.hf.call import Call
 from lade.hf.stopping import Outputs, Report
@@ -24,7 +24,7 @@ from lade.sampling.processors import CheckedProcessors
 from lade.stats import DecodeStats, Step
 
 
-class _Again(LogitsProcessor):  # type: ignore[misc]
+class _ReplayProcessor(LogitsProcessor):  # type: ignore[misc]
     """Forces the tokens that were emitted, and has the call's processors choose those after them.
 
     The random state is then as it was after the last of them.
@@ -44,7 +44,7 @@ class _Again(LogitsProcessor):  # type: ignore[misc]
         return chosen
 
 
-class _Watched(StoppingCriteriaList):  # type: ignore[misc]
+class _NewTokenCriteria(StoppingCriteriaList):  # type: ignore[misc]
     """Stop criteria that are asked of new tokens alone: where known rows have ended is known.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Watched(StoppingCriteriaList):  # type: ignore[misc]
 class _Stream(BaseStreamer):  # type: ignore[misc]
     """Passes new tokens on to the streamer of a report, and counts them as lade does."""
 
-    def __init__(self, report: Report, watched: _Watched, num_prompt: int) -> None:
+    def __init__(self, report: Report, watched: _NewTokenCriteria, num_prompt: int) -> None:
         self.stats = DecodeStats()
         self._report, self._watched = report, watched
         self._num_prompt = self._length = num_prompt
@@ -110,7 +110,7 @@ class _Stream(BaseStreamer):  # type: ignore[misc]
         self._report.end()
 
 
-def finish_plainly(
+def finish_standard(
     call: Call, text: Text, outputs: Outputs, report: Report
 ) -> tuple[Any, DecodeStats]:
     """Decode a text, whose unfinished rows have one length, to the end of the call.
@@ -120,10 +120,10 @@ def finish_plainly(
     """
     num_known, processors = text.longest - text.num_prompt, CheckedProcessors(call.processors)
     if num_known:
-        processors = CheckedProcessors([_Again(processors, text.sequences())])
-    watched = _Watched(call.criteria, text)
+        processors = CheckedProcessors([_ReplayProcessor(processors, text.sequences())])
+    watched = _NewTokenCriteria(call.criteria, text)
     stream = _Stream(report, watched, text.num_prompt)
-    output = decode_plainly(
+    output = decode_standard(
         call.model, call.input_ids, processors, watched, call.options, stream, call.model_kwargs
     )
     for name in ("scores", "logits"):

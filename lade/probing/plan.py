@@ -12,7 +12,6 @@ from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.gpu.fixed import widths_on
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import VerificationPlan
-from lade.probing.own_code import has_own_inputs, makes_own_masks, own_loop_of
 from lade.probing.profile import (
     CacheKind,
     CheckKey,
@@ -24,6 +23,7 @@ from lade.probing.profile import (
 )
 from lade.probing.rules import WITHOUT_CACHE, refuse_encoder_decoder, why_not_stable
 from lade.probing.selfcheck import check
+from lade.probing.user_code import has_user_inputs, has_user_masks, user_loop_of
 from lade.targets.layout import takes_parts
 
 _NO_ROWS = "rows of a batch are verified as trees"
@@ -108,13 +108,13 @@ def choose_verification(
 
 def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
     """Return the methods that no call of a model can use, whatever it asks for, and why."""
-    reason = why_not_run(profile) or own_loop_of(model)
+    reason = why_not_run(profile) or user_loop_of(model)
     if reason is not None:
         return dict.fromkeys(SPECULATING, reason)
-    if has_own_inputs(model):
+    if has_user_inputs(model):
         return {"tree": "its prepare_inputs_for_generation is your own code"}
     # A tree brings a mask, which forwards of `generate` have made by these.
-    return {"tree": "its masks are made by your own code"} if makes_own_masks(model) else {}
+    return {"tree": "its masks are made by your own code"} if has_user_masks(model) else {}
 
 
 def why_not_run(profile: Profile) -> str | None:

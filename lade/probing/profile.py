@@ -13,9 +13,9 @@ from lade.config import Verification
 from lade.forward.job import forwards_for, why_by_torch
 from lade.forward.linear import products_for
 from lade.gpu.workspace import WorkspaceStore
-from lade.probing.own_code import own_code_of
 from lade.probing.proof import Distances
 from lade.probing.state import ModelState
+from lade.probing.user_code import user_code_of
 from lade.targets.layout import TreeLayout, tree_layout
 from lade.targets.prefixes import PrefixStore
 from lade.view import FastViews
@@ -53,7 +53,7 @@ class Profile:
 
     state: ModelState  # that it holds for
     #: What of the user's own code runs in forwards, or None.
-    own_code: str | None = None
+    user_code: str | None = None
     #: Which part of the model is compiled by torch, or None.
     compiled: str | None = None
     #: When steps are proved next, by method.
@@ -86,15 +86,15 @@ class Profile:
         """
         return self.once("layout", lambda: tree_layout(model))
 
-    def products_for(self, model: Model) -> FastViews | None:
+    def fast_views_for(self, model: Model) -> FastViews | None:
         """Return what runs the model's forwards, or its products; None where lade's cannot run."""
 
         def find() -> FastViews | None:
-            state, is_own = self.state, self._own_code_in_jobs(model)
+            state, is_users = self.state, self._user_code_in_jobs(model)
             if state.settings is None:
                 with Attempt():
                     state.watch(model)
-            job = None if is_own else forwards_for(model, state.settings_hold)
+            job = None if is_users else forwards_for(model, state.settings_hold)
             return job or products_for(model)
 
         return self.once("products", find)
@@ -103,13 +103,13 @@ class Profile:
         """Return why forwards on a CPU are torch's; None where they may be compiled jobs."""
 
         def find() -> str | None:
-            return self._own_code_in_jobs(model) or why_by_torch(model)
+            return self._user_code_in_jobs(model) or why_by_torch(model)
 
         return self.once("why_by_torch", find)
 
-    def _own_code_in_jobs(self, model: Model) -> str | None:
+    def _user_code_in_jobs(self, model: Model) -> str | None:
         """Return what of the user's own code a job does not call: all but hooks of layers."""
-        return self.own_code and own_code_of(model, self.state.functions, besides_hooks=True)
+        return self.user_code and user_code_of(model, self.state.functions, besides_hooks=True)
 
     def drop_verdict(self, verification: Verification, reason: str) -> None:
         """Drop the verdict on a method that was not exact, or failed, in the middle of a text.
@@ -166,10 +166,10 @@ class Profiles:
         found = [*islice(held, 1)]
         if not found:
             state = ModelState(model)
-            own_code: str | None = "code that cannot be looked at"
+            user_code: str | None = "code that cannot be looked at"
             with Attempt():
-                own_code = own_code_of(model, state.functions)
-            found = [Profile(state, own_code, compiled_part_of(model))]
+                user_code = user_code_of(model, state.functions)
+            found = [Profile(state, user_code, compiled_part_of(model))]
         if found != known[:1]:
             others = [other for other in known if other not in found]
             self._profiles = [*found, *others][:_MAX_PROFILES]

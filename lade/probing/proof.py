@@ -29,7 +29,7 @@ from lade.compat import Model
 from lade.drafting.drafts import chain, draft_of
 from lade.drafting.speculator import Plan
 from lade.errors import in_one_line
-from lade.probing.own_code import AROUND
+from lade.probing.user_code import AROUND
 from lade.targets.base import Target
 from lade.tree import Tree, starts
 
@@ -98,7 +98,7 @@ class ProvedTarget:
             the text must not depend on drafts, which runs no user's code and has one width.
         may_repeat_prompts: whether the last tokens of prompts can be run once more, as where these
             are tokens alone that later ones see.
-        own_code: which code of the user's takes part, or None. Where all of it is called around
+        user_code: which code of the user's takes part, or None. Where all of it is called around
             forwards, lade's of single tokens are as good as the model's own.
 
     Attributes:
@@ -113,12 +113,12 @@ class ProvedTarget:
         text: Text,
         distances: Distances | None,
         may_repeat_prompts: bool,
-        own_code: str | None,
+        user_code: str | None,
     ) -> None:
         self._target, self._text, self._distances = target, text, distances
-        self._may_repeat_prompts, self._is_around = may_repeat_prompts, own_code == AROUND
+        self._may_repeat_prompts, self._is_around = may_repeat_prompts, user_code == AROUND
         # Prompts, and before the first proof steps without drafts, run exactly as in `generate`.
-        self._is_plain = own_code not in (None, AROUND)
+        self._is_plain = user_code not in (None, AROUND)
         self._limit = limit_of(model)
         self._num_wrong = 0
         self._num_left, self._num_proofs = DISTANCE, 0
@@ -249,7 +249,7 @@ class ProvedTarget:
         """Run roots the model's own way, and remember what they give."""
         roots = [*plan.trees.values()]
         target = self._target
-        logits = target.forward_plainly(roots, by_view=self._is_around)
+        logits = target.forward_roots(roots, by_view=self._is_around)
         for column, row in enumerate(plan.trees):
             place = len(self._text.token_ids[row]) - 1
             known = self._alone.get(row, {})

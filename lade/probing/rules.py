@@ -16,8 +16,8 @@ from lade.closeness import is_exact_in
 from lade.compat import CACHE, INDEXERS_TAKE_MASKS, Model, device_of_inputs, may_be_users, mesh_of
 from lade.config import SPECULATING, Verification
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
-from lade.probing.own_code import has_own_inputs, is_code
 from lade.probing.profile import CacheKind
+from lade.probing.user_code import has_user_inputs, is_code
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, num_slots_of
 from lade.targets.kv_cache import kind_of
 from lade.targets.layout import MAX_OVERHANG, rope_of
@@ -185,7 +185,7 @@ def requirements_of(
     input_ids: Tensor,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    own_code: str | None = None,
+    user_code: str | None = None,
 ) -> Requirements:
     """Return the methods that a call prepared by `generate` rules out, and what it requires."""
     excluded: dict[Verification, str] = {}
@@ -195,7 +195,7 @@ def requirements_of(
             excluded.setdefault(verification, str(reason))
 
     lengths = lengths_of(input_ids, config, model_kwargs)
-    if has_own_inputs(model) and not model_kwargs.get("use_cache", True):
+    if has_user_inputs(model) and not model_kwargs.get("use_cache", True):
         exclude("its own code prepares whole texts", *SPECULATING)
     exclude(why_not_speculate(model, lengths), *SPECULATING)
     exclude(_needs_more(model, input_ids, model_kwargs), *SPECULATING)
@@ -243,8 +243,8 @@ def requirements_of(
         limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
     is_padded = lengths.is_padded or len(input_ids) > 1
     why_eager = _why_eager(model, model_kwargs.get("attention_mask"))
-    if own_code is not None:
-        own = f"your own code runs in its forward passes ({own_code})"
+    if user_code is not None:
+        own = f"your own code runs in its forward passes ({user_code})"
         why_eager = why_eager or own
         if mesh_of(model) is not None:
             exclude(f"{own}, and several processes run it together", *SPECULATING)

@@ -23,9 +23,9 @@ from lade.errors import UnsupportedModelError
 from lade.forward.job import MANY_TOKENS, FusedForwards
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
-from lade.probing.own_code import is_patched, is_users
 from lade.probing.profile import CacheKind, CheckKey, CheckResult, Profile, Widths, profile_of
 from lade.probing.state import check_tokens
+from lade.probing.user_code import is_patched, is_users
 from lade.targets.base import Target
 from lade.targets.layout import takes_parts
 from lade.targets.trees import MASK_IS_ADDED, TreeTarget
@@ -160,7 +160,7 @@ def _why_not_continued(model: Model, profile: Profile) -> str | None:
     )
 
 
-def with_products(chosen: VerificationPlan, model: Model, profile: Profile) -> VerificationPlan:
+def with_fast_views(chosen: VerificationPlan, model: Model, profile: Profile) -> VerificationPlan:
     """Return a plan by which lade's own products may run linear layers, where they can.
 
     What is verified by paths may have a state in its modules, which views would have twice.
@@ -168,10 +168,10 @@ def with_products(chosen: VerificationPlan, model: Model, profile: Profile) -> V
     is_usual = (chosen.verification, chosen.execution) == ("tree", "eager")
     if not is_usual or device_of_inputs(model).type != "cpu" or mesh_of(model) is not None:
         return chosen
-    products = profile.products_for(model)
-    if isinstance(products, FusedForwards):
-        profile.once("settled", partial(_settle, products, model, chosen, profile))
-    return chosen._replace(products=products is not None)
+    views = profile.fast_views_for(model)
+    if isinstance(views, FusedForwards):
+        profile.once("settled", partial(_settle, views, model, chosen, profile))
+    return chosen._replace(has_fast_views=views is not None)
 
 
 def _settle(

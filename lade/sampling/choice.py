@@ -13,7 +13,7 @@ from lade.sampling.processors import Processors
 from lade.transfer import HostCopy, Launched
 from lade.tree import Tree, starts
 
-Place = tuple[int, int]  # row, and node of that row's tree
+RowNode = tuple[int, int]  # row, and node of that row's tree
 # Called for each chosen token of a single row: raw and processed scores, float32 [vocab_size] each.
 OnChoice = Callable[[Tensor, Tensor], None]
 
@@ -44,7 +44,7 @@ class Choice(ABC):
         """Wait until the device has computed what `tokens_at` needs."""
 
     @abstractmethod
-    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+    def tokens_at(self, places: Sequence[RowNode]) -> list[int]:
         """Return the next token of each place's row, whose last committed token is the node's.
 
         Called once per emitted token, in order of emission within a row.
@@ -84,7 +84,7 @@ class ScoredChoice(Choice):
         """Wait for the logits; else the time of the forward would be counted elsewhere."""
         self._launched.wait()
 
-    def _scores_at(self, places: Sequence[Place]) -> Tensor:
+    def _scores_at(self, places: Sequence[RowNode]) -> Tensor:
         """Return processed scores, float32 [len(places), vocab_size]."""
         rows = [row for row, _ in places]
         raw = torch.stack([self._logits[0, self._starts[row] + node] for row, node in places])

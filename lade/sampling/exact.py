@@ -10,7 +10,7 @@ from lade.captures import apart_from_captures, put_back, random_states
 from lade.sampling.choice import (
     Choice,
     OnChoice,
-    Place,
+    RowNode,
     ScoredChoice,
     is_distribution,
     raise_invalid,
@@ -149,7 +149,7 @@ class ProcessedChoice(ScoredChoice):
         if self._race is not None:
             self._race.begin_step(min(self._text.num_emitted(row) for row in trees))
 
-    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+    def tokens_at(self, places: Sequence[RowNode]) -> list[int]:
         """Process the scores and pick a token at each place."""
         scores = self._scores_at(places)
         rows = [row for row, _ in places]
@@ -208,7 +208,7 @@ class ChoiceAtOnce(ProcessedChoice):
             return
         self._token_ids, self._is_valid = (part.tolist() for part in self._sent.get())
 
-    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+    def tokens_at(self, places: Sequence[RowNode]) -> list[int]:
         """Return the picked tokens."""
         if not self._is_at_once:
             return super().tokens_at(places)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lade.drafting.successors import first_of_highest, rank
-from lade.sampling.choice import Choice, Place
+from lade.sampling.choice import Choice, RowNode
 from lade.transfer import HostCopy
 from lade.tree import Tree, starts
 
@@ -43,7 +43,7 @@ class GreedyChoice(Choice):
         (token_ids,) = self._sent.get()
         self._token_ids: list[int] = token_ids.tolist()
 
-    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+    def tokens_at(self, places: Sequence[RowNode]) -> list[int]:
         """Return the likeliest token at each place."""
         found = []
         for row, node in places:

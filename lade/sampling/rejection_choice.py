@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lade.batch import Text
-from lade.sampling.choice import OnChoice, Place, ScoredChoice, is_distribution, tokens_of
+from lade.sampling.choice import OnChoice, RowNode, ScoredChoice, is_distribution, tokens_of
 from lade.sampling.processors import Processors
 from lade.sampling.rejection import try_children
 from lade.transfer import arrays_on
@@ -32,7 +32,7 @@ class RejectionChoice(ScoredChoice):
         super().__init__(text, processors, device, on_choice)
         self._generators = generators
 
-    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+    def tokens_at(self, places: Sequence[RowNode]) -> list[int]:
         """Try the children of each node; return the accepted one's token, or another."""
         scores = self._scores_at(places)
         probs = scores.softmax(dim=-1)

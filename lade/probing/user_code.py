@@ -48,7 +48,7 @@ _CACHES, _MASKS = "transformers.cache_utils", "transformers.masking_utils"
 AROUND = "a hook of the model"  # which is called around its forward, whatever that is
 
 
-def own_code_of(model: Model, functions: Slots, *, besides_hooks: bool = False) -> str | None:
+def user_code_of(model: Model, functions: Slots, *, besides_hooks: bool = False) -> str | None:
     """Return what of the user's code runs in a model's forwards, or None.
 
     Args:
@@ -75,7 +75,7 @@ def own_code_of(model: Model, functions: Slots, *, besides_hooks: bool = False) 
     attention = ALL_ATTENTION_FUNCTIONS.get(attention_of(model))
     if attention is not None and is_users(attention):
         return "its attention"
-    if makes_own_masks(model):
+    if has_user_masks(model):
         return "its masks"
     return AROUND if not besides_hooks and any(map(is_users, hooks_of(model))) else None
 
@@ -88,7 +88,7 @@ def functions_of(classes: Iterable[type]) -> Slots:
     return Slots((*bases, *(files - {None})), lambda each: isinstance(_plain(each), FunctionType))
 
 
-def own_code_around() -> str | None:
+def user_code_around() -> str | None:
     """Return what of the user's code runs in every forward at present, or None."""
     for slot in _REPLACED.exchanged():
         return f"the patched {slot.path}"
@@ -101,10 +101,10 @@ def own_code_around() -> str | None:
     return None
 
 
-def own_loop_of(model: Model) -> str | None:
+def user_loop_of(model: Model) -> str | None:
     """Return what of the user's makes `generate` another loop than lade's, or None."""
     for name in _OF_LOOP:
-        if _is_own_method(model, name):
+        if _is_user_method(model, name):
             return f"its {name} is your own code"
     for slot in _REPLACED.exchanged():
         if (slot.holder, slot.name) in _CHOOSING or slot.path.startswith(_CACHES):
@@ -112,7 +112,7 @@ def own_loop_of(model: Model) -> str | None:
     return None
 
 
-def makes_own_masks(model: Model) -> bool:
+def has_user_masks(model: Model) -> bool:
     """Return whether the user's code makes the masks that attention gets."""
     name = attention_of(model)
     make = AttentionMaskInterface().get(name)
@@ -121,12 +121,12 @@ def makes_own_masks(model: Model) -> bool:
     return is_patched_there or make is not usual or (make is not None and is_users(make))
 
 
-def has_own_inputs(model: Model) -> bool:
+def has_user_inputs(model: Model) -> bool:
     """Return whether the user's code prepares the inputs of forwards."""
-    return _is_own_method(model, "prepare_inputs_for_generation")
+    return _is_user_method(model, "prepare_inputs_for_generation")
 
 
-def _is_own_method(model: Model, name: str) -> bool:
+def _is_user_method(model: Model, name: str) -> bool:
     """Return whether a method is the user's; a class of theirs may have inherited it."""
     own = vars(model) if name != "_sample" else {}  # which `generate` asks of the class alone
     method = _plain(own.get(name, getattr(type(model), name, None)))
