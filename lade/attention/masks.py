@@ -32,8 +32,8 @@ class TreeSlots:
 
     Args:
         visible: bool [rows, num_slots], for the slots from `first_slot` on: False for slots that
-            must not be seen: padding, holes, and everything after a row's own cached tokens. The
-            values at the slots of the nodes are ignored. None if no mask will be asked for.
+            must not be seen: padding, holes, and slots after a row's cached tokens. The values at
+            the slots of the nodes are ignored. None if no mask will be made.
         num_cached: int64 [rows], cached tokens of each row.
         ancestors: bool [rows, num_nodes, num_nodes].
         depths: int64 [rows, num_nodes].
@@ -61,10 +61,10 @@ class TreeSlots:
     def mask(
         self, span: AttentionSpan, first_slot: int, additive_dtype: torch.dtype | None
     ) -> Tensor:
-        """Return the 4D mask for the layers with a given span.
+        """Return the 4D mask for the layers with one attention span.
 
         Args:
-            span: span of their attention.
+            span: the attention span of these layers.
             first_slot: column of `visible` where the mask begins: the first slot that the cache of
                 these layers still holds.
             additive_dtype: None for a boolean mask (True sees), as `sdpa` attention takes it; a
@@ -92,7 +92,7 @@ class TreeSlots:
         return torch.zeros_like(seen, dtype=additive_dtype).masked_fill_(~seen, lowest)
 
     def starts(self, span: AttentionSpan) -> Tensor:
-        """Return the first slot within span of each node, int64 [rows, num_nodes].
+        """Return the first slot within the span of each node, int64 [rows, num_nodes].
 
         Counted from `first_slot`, so slots before it are negative. A slot may be padding.
         """
@@ -110,7 +110,7 @@ class TreeSlots:
         return self._ancestors & self._within(span, self._of_nodes)
 
     def _within(self, span: AttentionSpan, slots: Tensor) -> Tensor:
-        """Return which slots, int64 [rows, n], are within span of each node."""
+        """Return which slots, int64 [rows, n], are within the span of each node."""
         if span.window is not None:
             return slots[:, None, :] > self._of_nodes[:, :, None] - span.window
         assert span.chunk is not None

@@ -20,9 +20,9 @@ WIDTHS = np.array([0, 1, 3, 7, 11, 15, 23, 31, 47, MAX_DRAFT_TOKENS])
 # less for each `_LEAD` tokens that a row is ahead of the last one. Leads of 2 to 8 differ little.
 _LEAD = 4.0
 
-# Where drafts do not pay, steps rest: they have no draft. After this many drafts that were not worth
-# verifying, only one step in as many asks for a draft. If the likeliest draft token of such a step
-# comes true, as many further steps ask for one.
+# Where drafts do not pay, steps rest: they have no draft. After this many drafts that were not
+# worth verifying, only one step in as many asks for a draft. If the likeliest draft token of such a
+# step comes true, as many further steps ask for one.
 _DRAFTS_BEFORE_REST = 8
 _FADING = 0.9  # per step, of the number of nodes verified before
 _LEAST_ASKED = 16  # nodes; fewer would hide drafts that pay only when they are large
@@ -32,10 +32,10 @@ _PROMISES = np.array(
     [0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
 )
 _NUM_INTERVALS = len(_PROMISES) + 1
-# `_MEMORY` is the weight that the past keeps per step. It is short, because the worst case is a text
-# that stops being predictable. `_PRIOR_WEIGHT` is the number of promised tokens, all of them true,
-# that the mean over all intervals begins with; `_ALIKE` is the number, as true as that mean, that
-# each interval begins with. Without `_ALIKE`, steps of recorded texts were 0.7 % slower on six
+# `_MEMORY` is the weight that the past keeps per step. It is short, because the worst case is a
+# text that stops being predictable. `_PRIOR_WEIGHT` is the number of promised tokens, all of them
+# true, that the mean over all intervals begins with; `_ALIKE` is the number, as true as that mean,
+# that each interval begins with. Without `_ALIKE`, steps of recorded texts were 0.7 % slower on six
 # simulated machines.
 _MEMORY, _PRIOR_WEIGHT, _ALIKE = 0.9, 2.0, 16.0
 

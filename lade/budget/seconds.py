@@ -24,9 +24,9 @@ from ngram_pool.compiling import compile_by
 
 Floats = NDArray[np.float64]
 
-# Sizes at which seconds are estimated, with linear interpolation in between. Steps have one of these
-# sizes where they can: otherwise each size would be measured too rarely. With twice as many sizes,
-# first steps lost 2 % more on simulated machines.
+# Sizes at which seconds are estimated, with linear interpolation in between. Steps have one of
+# these sizes where they can: otherwise each size would be measured too rarely. With twice as many
+# sizes, first steps lost 2 % more on simulated machines.
 SIZES = (
     *(1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64),
     *(96, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),

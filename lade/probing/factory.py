@@ -86,7 +86,7 @@ def _recording(model: Model, chosen: VerificationPlan, policy: DevicePolicy) -> 
     reason = why_not_recorded(model)
     if reason is not None:
         return {"why_not_recorded": reason}
-    # Where the text must not depend on drafts, nor may it depend on what is recorded so far.
+    # A text that must not depend on drafts must not depend on earlier recordings, either.
     limit = 0.0 if is_single(chosen.widths) else limit_of(model)
     return {"new_graphs": lambda: Graphs(policy.recorder(device), limit)}
 

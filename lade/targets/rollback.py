@@ -59,7 +59,7 @@ def why_not_croppable(cache: Any) -> str | None:
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             if _may_have_state(layer):
-                return "it keeps a recurrent state, from which no token can be removed"
+                return "it keeps a recurrent state, from which no token can be taken"
         elif kind_of(layer) is None and type(layer) is not StaticLayer:
             return f"its cache has layers of {type(layer).__name__}"
     return None

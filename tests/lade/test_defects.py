@@ -110,7 +110,7 @@ def test_a_child_of_a_process_that_was_not_at_rest_says_so(
     with lade.Batcher(model) as batcher:
         request = batcher.submit(ONE, **GREEDY, **CODE["processor"](once(wait)))
         reached.wait(SEC)
-        with pytest.raises(lade.LadeError, match=r"forked while a forward ran.*spawn"):
+        with pytest.raises(lade.LadeError, match=r"forked during a forward pass.*spawn"):
             forked(lambda: batcher.submit(ONE, **GREEDY))
         ended.set()
         assert texts(request) == [expected(model)]

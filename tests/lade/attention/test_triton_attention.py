@@ -116,7 +116,7 @@ def worst_error(case: Case, device: str) -> float:
     made = inputs(case, device)
     num_processors = case.num_processors if device == "cpu" else None
     options = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "sinks": made.sinks}
-    got = triton_attention.attend(
+    got = triton_attention.attend_by_kernels(
         made.query, made.key, made.value, made.seen, num_processors=num_processors, **options
     )
     exact = tree_attention.attend(
@@ -223,7 +223,7 @@ def test_where_it_can_it_takes_the_place_of_plain_torch(
 ) -> None:
     made = inputs(Case(has_sinks=True), "cpu")
     attend = Mock(return_value=made.query + 1)
-    monkeypatch.setattr("lade.attention.triton.attend", attend)
+    monkeypatch.setattr("lade.attention.triton.attend_by_kernels", attend)
     got = attended(made, scaling=0.5, softcap=2.0, s_aux=made.sinks)
     assert torch.equal(got, made.query + 1)
     assert attend.call_args.args[4:] == (0.5, 2.0, made.sinks)

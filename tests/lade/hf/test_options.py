@@ -139,7 +139,7 @@ class Answering(StoppingCriteria):  # type: ignore[misc]
         return self._answer(input_ids.shape[1] >= ONE.shape[1] + 4, len(input_ids))
 
 
-@pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")  # batches
+@pytest.mark.filterwarnings("ignore:lade falls back:lade.PlainDecodingWarning")  # batches
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize(
     "answer",
