@@ -149,10 +149,10 @@ def has_adapters_by_row(model: Model) -> bool:
 def has_hook(module: nn.Module) -> bool:
     """Return whether a module has hooks, torch's or accelerate's, that transformers did not add."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return not all(map(is_transformers_hook, hooks)) or hasattr(module, "_hf_hook")
+    return not all(map(is_hf_hook, hooks)) or hasattr(module, "_hf_hook")
 
 
-def is_transformers_hook(hook: Any) -> bool:
+def is_hf_hook(hook: Any) -> bool:
     """Return whether a hook is one that transformers leaves in a model to collect outputs.
 
     Such a hook does nothing unless outputs are requested.

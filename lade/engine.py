@@ -120,9 +120,7 @@ class Engine:
         self._ready = deque[EngineCall]()
         self._asking: list[EngineCall] = []
         self._prefilling: list[EngineCall] = []  # that want to run a prefill chunk
-        self._prefill_left = (
-            self.prefill_chunk
-        )  # prompt tokens that the next forward can still take
+        self._prefill_left = self.prefill_chunk  # prompt tokens that the next forward still takes
         self._num_reserved = 0  # prompt tokens that the next forward has
 
     @property

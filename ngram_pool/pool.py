@@ -450,10 +450,8 @@ class NGramPool:
             with self._lock:
                 self._harvested.update(harvested)
                 # The greater count, so that a pool that returns its own text is not counted twice.
-                known = self._unigrams.as_dict()
-                more = {
-                    k: n - known.get(k, 0.0) for k, n in unigrams.items() if n > known.get(k, 0.0)
-                }
+                had = self._unigrams.as_dict()
+                more = {k: n - had.get(k, 0.0) for k, n in unigrams.items() if n > had.get(k, 0.0)}
                 ids = sorted(more, key=more.__getitem__)  # full buckets drop the rarest
                 self._count_unigrams([ids], [[more[token_id] for token_id in ids]])
         self.tokenizer = self.tokenizer or other.tokenizer
@@ -527,8 +525,7 @@ class NGramPool:
             max_draft_tokens: maximum length of all paths, or integers [num_rows] of each, from 0.
             sequences: the open sequence of each text, with its layers and table; None for none.
             num_new: integers [num_rows], how many of each text's last tokens to observe; 0 for a
-                text that is observed elsewhere. None to observe none; other threads may then draft
-                at the same time.
+                text that is observed elsewhere. None to observe none.
             min_probability: from 0 to 1; a path ends where its probability falls below this.
             pools: the pool of each text: this one, or one made `beside` it; None for this one.
             max_learned: maximum number of observed tokens, evenly spread, that teach the pools how

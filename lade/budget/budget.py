@@ -33,9 +33,9 @@ _PROMISES = np.array(
 )
 _NUM_INTERVALS = len(_PROMISES) + 1
 # `_MEMORY` is the weight that the past keeps per step. It is short, because the worst case is a
-# text that stops being predictable. `_PRIOR_WEIGHT` is the number of promised tokens, all of them
-# true, that the mean over all intervals begins with; `_ALIKE` is the number, as true as that mean,
-# that each interval begins with. Without `_ALIKE`, steps of recorded texts were 0.7 % slower on six
+# text that stops being predictable. The mean over all intervals begins with `_PRIOR_WEIGHT`
+# promised tokens with the expected share of hits; each interval begins with `_ALIKE` promised
+# tokens, as true as that mean. Without `_ALIKE`, steps of recorded texts were 0.7 % slower on six
 # simulated machines.
 _MEMORY, _PRIOR_WEIGHT, _ALIKE = 0.9, 2.0, 16.0
 
@@ -144,7 +144,7 @@ class Budget:
         self._has_refused = False  # whether this step's draft was not worth its cost
         self._back_off = BackOff(1 / _DRAFTS_BEFORE_REST, _DRAFTS_BEFORE_REST, 1.0)
         # Of `widths`: steps, tokens and seconds, by number of draft tokens.
-        self._tallies = np.zeros((3, len(WIDTHS)))
+        self._sums = np.zeros((3, len(WIDTHS)))
 
     @property
     def widths(self) -> dict[int, WidthStats]:
@@ -153,9 +153,8 @@ class Budget:
         Each key is the lowest number of its entry. Expectations are for all steps of a call alone,
         by the estimates of each step; empty if nothing was chosen.
         """
-        tallies = self._tallies.T.tolist() if self._tallies.any() else ()
-        pairs = zip(WIDTHS.tolist(), tallies, strict=False)
-        return {width: WidthStats(int(num), *rest) for width, (num, *rest) in pairs}
+        sums = zip(WIDTHS.tolist(), self._sums.T.tolist(), strict=True) if self._sums.any() else ()
+        return {width: WidthStats(int(num), *rest) for width, (num, *rest) in sums}
 
     @property
     def max_draft_tokens(self) -> int:
@@ -262,9 +261,9 @@ class Budget:
     ) -> None:
         """Add a step to `widths`."""
         nums = np.minimum(WIDTHS * num_rows, len(gains) - 1)
-        self._tallies[0, int(WIDTHS.searchsorted(chosen / num_rows, "right")) - 1] += 1
-        self._tallies[1] += num_rows * gains[nums]
-        self._tallies[2] += costs.at(1.0 + num_pending + nums / num_rows)
+        self._sums[0, int(WIDTHS.searchsorted(chosen / num_rows, "right")) - 1] += 1
+        self._sums[1] += num_rows * gains[nums]
+        self._sums[2] += costs.at(1.0 + num_pending + nums / num_rows)
 
     def _calibration(self, row: int) -> Calibration:
         if row not in self._calibrations:

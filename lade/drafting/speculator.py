@@ -229,11 +229,8 @@ class Speculator:
 
     def propose(self, row: int, max_draft_tokens: int) -> Draft:
         """Return a draft of what may follow in a row, likeliest nodes first."""
-        state, context, room = (
-            self._rows[row],
-            self._batch.contexts[row],
-            self._batch.depth_left(row),
-        )
+        state, batch = self._rows[row], self._batch
+        context, room = batch.contexts[row], batch.depth_left(row)
         state.room, state.forced, draft = room, [], _NOTHING
         most = min(room, max_draft_tokens)
         if most > 0 and (grammar := self._grammar) is not None:

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
 from lade.attempts import Attempt
-from lade.compat import Model, attention_of, is_transformers_hook, placeholders_of
+from lade.compat import Model, attention_of, is_hf_hook, placeholders_of
 from lade.forward import words
 from lade.forward.packed import PackedLinear
 from lade.view import apart, with_attention
@@ -257,7 +257,7 @@ def read(model: Model) -> DecoderPlan:
     calls: dict[nn.Module, list[_Call]] = {}
     for module in view.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if module is not view and not all(map(is_transformers_hook, hooks)):
+        if module is not view and not all(map(is_hf_hook, hooks)):
             hooked.add(module)
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()

@@ -80,23 +80,21 @@ class FixedTarget(TreeTarget):
         self._choose_graphs()
 
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
-        capacity = slots_for(min(max_slots, num_slots + _FIRST_NEW + MAX_OVERHANG))
+        size = slots_for(min(max_slots, num_slots + _FIRST_NEW + MAX_OVERHANG))
         kind, stream = self.device.type, None
         if kind == "cuda":
             stream = torch.cuda.current_stream(self.device).cuda_stream
         # Autocast decides the dtype of keys and values.
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         key = (*kinds,), autocast, stream, self._settings.variant
-        kept = self._settings.workspace_store.take(key, capacity)
+        kept = self._settings.workspace_store.take(key, size)
         if kept is None:
             # Enough slots for the longest text, if memory allows it: a conversation grows, and
             # whenever memory moves, steps must be recorded again.
             config = self._model.config.get_text_config(decoder=True)
             longest = getattr(config, "max_position_embeddings", None) or 0
-            spare, most = spare_bytes(self.device), max(capacity, max_slots, longest)
-            kept = Workspace(
-                key, TreeCache(kinds, capacity, most, is_fixed=True, spare_bytes=spare)
-            )
+            spare, most = spare_bytes(self.device), max(size, max_slots, longest)
+            kept = Workspace(key, TreeCache(kinds, size, most, is_fixed=True, spare_bytes=spare))
         self._workspace = kept
         return kept.cache
 

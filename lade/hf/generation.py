@@ -142,13 +142,9 @@ class Generation:
         model, config, call = self._model, self._config, self._call
         if (reason := self._why_plain) is not None:
             is_asked = config.stable_text or config.lookahead is not None
-            if (
-                is_asked or why_not_run(self._profile) is not None
-            ):  # raises if the config forbids it
-                all_methods = dict.fromkeys(SPECULATING, reason)
-                choose_verification(
-                    model, config=config, excluded=all_methods, profile=self._profile
-                )
+            if is_asked or why_not_run(self._profile) is not None:
+                excluded = dict.fromkeys(SPECULATING, reason)  # raises if the config forbids it
+                choose_verification(model, config=config, excluded=excluded, profile=self._profile)
             return VerificationPlan("plain", None, {"tree": reason}), None, None
         with Attempt(LadeError, MisfitError, even_memory=True) as attempt:
             needed = requirements_of(
@@ -304,12 +300,7 @@ class Generation:
         options = self._call.options
         temperature = 1.0 if options.temperature is None else options.temperature
         temperature = temperature if options.do_sample else 0.0
-        key = (
-            "costs",
-            verification.verification,
-            verification.execution,
-            verification.has_fast_views,
-        )
+        key = "costs", verification.verification, verification.execution, verification.is_fast
         costs = self._profile.once(key, dict[int, Seconds])
         return Budget(costs, temperature, asked)
 

@@ -35,7 +35,7 @@ from ngram_pool import SuccessorTable
 _TEXT_LENGTH = 16
 # Texts written at once: 64 / 128 / 256 / 1024 ran at 276 / 381 / 501 / 566 tokens a second there.
 # The number doubles as long as a batch takes at most `_MOST_SEC`, since a run ends only between
-# batches.
+# forward passes.
 _FEWEST_ROWS, _MOST_ROWS, _MOST_SEC = 64, 1024, 4.0
 _LEAST_MENTION = 1e-6  # of tokens that were never mentioned
 # Factor on the probability of pairs that the table has. With it, SmolLM2 accepts after a minute as

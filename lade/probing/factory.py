@@ -28,7 +28,7 @@ class VerificationPlan(NamedTuple):
     execution: Execution = "eager"
     widths: Widths = None  # padded widths of trees that are not executed eagerly
     why_eager: str | None = None  # if another execution was requested
-    has_fast_views: bool = False  # whether forwards may run by a view with lade's kernels
+    is_fast: bool = False  # whether forwards may run by a view with lade's kernels
 
 
 def make_target(
@@ -61,9 +61,7 @@ def make_target(
             *(generation_config, chosen.attention),
         )
         if chosen.execution == "eager":
-            return TreeTarget(
-                *settings, known.fast_views_for(model) if chosen.has_fast_views else None
-            )
+            return TreeTarget(*settings, known.fast_views_for(model) if chosen.is_fast else None)
         of_steps = StepSettings(
             known.workspace_store,
             variant=(chosen.execution, chosen.widths),

@@ -4,8 +4,8 @@ The self-check (`selfcheck.py`) holds for the model as it was then, and `state.p
 changes. But the hidden state of a user's hook or class cannot be seen. So before the first draft of
 a call, a token runs alone by the model's own forward, and is emitted as usual. Then the target goes
 back over this token and the one before, and runs both again in front of their tree. Their logits
-must be the same as before, or no token of the tree is emitted. The proof is repeated after
-`DISTANCE` steps.
+must be the same as before, up to rounding, or no token of the tree is emitted. The proof is
+repeated after `DISTANCE` steps.
 
 The model's own forward of one token takes as long as two or three compiled ones (`lade.forward`).
 So if no user code takes part in forwards, the distance to the next proof is shared by all calls of

@@ -89,7 +89,7 @@ def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
                 "pass them"
             )
     if lengths.is_padded and "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ()):
-        # A row with more padding than text sees no key there, and softmax then makes it all keys.
+        # A row with more padding than text sees no key there; attention then lets it see all keys.
         return "its sparse layers choose blocks by cache slot, and padding shifts them"
     num_tokens = lengths.num_slots + lengths.num_new
     topk: int | None = getattr(config, "index_topk", None)

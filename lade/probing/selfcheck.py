@@ -171,7 +171,7 @@ def with_fast_views(chosen: VerificationPlan, model: Model, profile: Profile) ->
     views = profile.fast_views_for(model)
     if isinstance(views, FusedForwards):
         profile.once("settled", partial(_settle, views, model, chosen, profile))
-    return chosen._replace(has_fast_views=views is not None)
+    return chosen._replace(is_fast=views is not None)
 
 
 def _settle(

@@ -21,13 +21,7 @@ from transformers import AttentionMaskInterface, GenerationConfig, GenerationMix
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lade.attempts import Attempt
-from lade.compat import (
-    Model,
-    attention_of,
-    compiled_part_of,
-    device_of_inputs,
-    is_transformers_hook,
-)
+from lade.compat import Model, attention_of, compiled_part_of, device_of_inputs, is_hf_hook
 from lade.probing.user_code import around_now, functions_of
 from lade.view import BEFORE, apart
 
@@ -320,7 +314,7 @@ def _hooks_in(modules: list[Any]) -> list[tuple[int, Any]]:
         for number, (hooks, pre_hooks) in enumerate(map(_of_hooks, modules))
         if hooks or pre_hooks
         for hook in (*hooks.values(), *pre_hooks.values())
-        if not is_transformers_hook(hook)
+        if not is_hf_hook(hook)
     ]
 
 

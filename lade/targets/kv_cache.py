@@ -531,7 +531,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         self._commit(length + len(path))
 
     def can_go_back(self, num_tokens: int) -> bool:
-        """Return whether the slots are held that an earlier last token would see."""
+        """Return whether the cache holds all slots that tokens see after going back."""
         groups, length = self._groups.values(), self.length - num_tokens
         return all(group.first_slot(length) >= group.offset for group in groups)
 
