@@ -86,7 +86,7 @@ def test_after_a_defect_all_calls_fail_and_the_next_one_works(
         monkeypatch.setattr(Engine, place, defective)
         requests = [batcher.submit(ONE, **LONG, drafter=Silent(cleaned)) for _ in range(5)]
         for request in requests:
-            with pytest.raises(lade.LadeError, match=r"defect.*ZeroDivisionError: a defect"):
+            with pytest.raises(lade.LadeError, match=r"bug in lade.*ZeroDivisionError: a defect"):
                 request.result(SEC)
         assert num_left <= 0
         after = [batcher.submit(ONE, **GREEDY), batcher.submit(ONE, seed=3, **SAMPLED)]
