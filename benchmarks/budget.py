@@ -43,7 +43,7 @@ class Job(NamedTuple):
     model: str | None
     dtype: str
     threads: int | None
-    uses_products: bool  # whether forwards may run as jobs, or torch alone runs them
+    uses_kernels: bool  # whether forwards may run as jobs, or torch alone runs them
     numbers: Sequence[int]  # of draft tokens, beside the budget's own
     texts: Sequence[str]
     max_new_tokens: int
@@ -68,7 +68,7 @@ def measure(job: Job) -> Measured:
 
     begin = perf_counter()
     loaded = LoadOptions("cpu", job.dtype, job.threads).load(job.model)
-    auto = Config(uses_products=job.uses_products)
+    auto = Config(uses_kernels=job.uses_kernels)
     ways = {AUTO: Lade(auto)}
     ways |= {str(num): Lade(replace(auto, max_draft_tokens=num)) for num in job.numbers}
     options, stats = Settings(job.max_new_tokens).options(), DecodeStats()
@@ -163,7 +163,7 @@ def run(
         for _ in range(num_processes):  # in turn: a machine that slows down slows all
             for dtype, is_job in ways:
                 given = Job(
-                    model=model, dtype=dtype, uses_products=is_job, texts=texts, sec=sec, **job
+                    model=model, dtype=dtype, uses_kernels=is_job, texts=texts, sec=sec, **job
                 )
                 name = f"{dtype}, {'a job' if is_job else 'torch alone'}"
                 runs[name].append(summarised(alone(measure, given), categories))

@@ -1,7 +1,7 @@
 """Generate faster with any Hugging Face causal LM: no draft model, no training, the same text.
 
-An online n-gram pool drafts how the text may continue; the model verifies the draft in one forward.
-There are three ways to use it:
+An online n-gram pool drafts how the text may continue; the model verifies the draft in one forward
+pass. There are three ways to use it:
 
     lade.generate(model, **inputs)                          # like model.generate
     model.generate(**inputs, custom_generate=lade.decode)   # as a decoding function of transformers

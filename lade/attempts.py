@@ -1,4 +1,4 @@
-"""Running code that is not ours, such as a user's model, where what it raises is an answer."""
+"""Running user code, such as a model, where an error is an answer."""
 
 from types import TracebackType
 from typing import Any
@@ -9,18 +9,18 @@ from lade.errors import in_one_line
 
 
 class Attempt:
-    """A `with` block that may fail in any way; what it raises is kept as the reason.
+    """A `with` block that may fail in any way; its error is kept as the reason.
 
-    Interrupts pass, and so does a lack of memory: it tells nothing of the code that was run, and
-    must never be kept as a verdict on it.
+    Interrupts are raised, and so is a lack of memory: it says nothing about the code that ran, and
+    must never be kept as a verdict.
 
     Args:
-        passed: errors that pass, too.
-        even_memory: whether a lack of memory is kept as well, where nothing is concluded from it.
+        passed: further errors that are raised.
+        even_memory: whether a lack of memory is kept, too, where no verdict follows from it.
     """
 
     def __init__(self, *passed: type[Exception], even_memory: bool = False) -> None:
-        #: What the block raised, in one line; None if it came to its end.
+        #: The block's error in one line; None if the block succeeded.
         self.failure: str | None = None
         self._passed: tuple[Any, ...] = passed if even_memory else (*passed, torch.OutOfMemoryError)
 

@@ -52,13 +52,13 @@ class Text:
         lengths = [len(ids) for ids, is_finished in rows if not is_finished]
         length = max(min(lengths, default=self.longest - 1), self.num_prompt)
         for row, token_ids in enumerate(self.token_ids):
-            num_own = self.num_unpadded[row]
+            num_unpadded = self.num_unpadded[row]
             missing = length - len(token_ids)
             if missing > 0 and self.pad_token_id is not None:
                 token_ids += [self.pad_token_id] * missing
             del token_ids[length:]
-            self.is_finished[row] = self.is_finished[row] and num_own <= length
-            self.num_unpadded[row] = min(num_own, length)
+            self.is_finished[row] = self.is_finished[row] and num_unpadded <= length
+            self.num_unpadded[row] = min(num_unpadded, length)
             self._num_known[row] = min(self._num_known[row], length)
 
     def prefix(self, row: int) -> Tensor:
@@ -90,7 +90,7 @@ class Text:
 
 
 class Batch:
-    """The rows of one generation, and what each may still do.
+    """The rows of one generation, and the tokens that each may still emit.
 
     Args:
         text: the prompts; grows.
@@ -128,31 +128,31 @@ class Batch:
             return False
         return self._max_lead is None or self._lead(row) < self._max_lead
 
-    def places(self, row: int) -> int:
+    def capacity_left(self, row: int) -> int:
         """Return how many more tokens fit after a row, besides the bonus token."""
         return self._max_length - len(self.text.token_ids[row]) - 1
 
-    def room(self, row: int) -> int:
+    def depth_left(self, row: int) -> int:
         """Return the maximum depth of a row's draft."""
-        room = self.places(row)
+        depth = self.capacity_left(row)
         if self._max_lead is not None:
-            room = min(room, self._max_lead - self._lead(row) - 1)
-        return room
+            depth = min(depth, self._max_lead - self._lead(row) - 1)
+        return depth
 
     def drop_finished(self) -> tuple[list[int], list[int]]:
         """Drop finished rows, so that no work is done for them.
 
         Returns:
-            The indices into `rows` of the rows that stay, and the rows dropped; both empty if none
-            is dropped, as when none would stay.
+            The indices into `rows` of the rows that stay, and the dropped rows; both empty if no
+            row is dropped, as when no row would stay.
         """
         staying = [row for row in self.rows if not self.text.is_finished[row]]
         if len(staying) in (0, len(self.rows)):
             return [], []
-        places = [self.rows.index(row) for row in staying]
+        indices = [self.rows.index(row) for row in staying]
         leaving = [row for row in self.rows if row not in staying]
         self.rows = staying
-        return places, leaving
+        return indices, leaving
 
     def _lead(self, row: int) -> int:
         """Return the number of tokens a row is ahead of the shortest."""

@@ -1,4 +1,4 @@
-"""`Batcher`: many calls of one model at once, each with options of its own, in an engine."""
+"""`Batcher`: many calls of one model at once in an engine, each with its own options."""
 
 import secrets
 import sys
@@ -27,30 +27,30 @@ from ngram_pool.arrays import positive
 
 _Result = TypeVar("_Result")
 _SHARE_OF_MEMORY = 0.5
-_INTERRUPTED_SEC = 2.0  # that calls have to end before their next step
-_USUAL_LENGTH = 20  # new tokens where nobody says how many, as in transformers
+_INTERRUPTED_SEC = 2.0  # to wait for calls to end before their next step
+_USUAL_LENGTH = 20  # new tokens where no option says how many, as in transformers
 
 
 class Request(EngineFuture):
-    """A call that was submitted: a `Future` whose tokens can be had one by one.
+    """A submitted call: a `Future` that also yields tokens one by one.
 
-    Its result is that of `lade.generate`. Iterating yields the emitted tokens of its first row as
-    they come, ints, once.
+    Its result is the result of `lade.generate`. Iterating yields the emitted tokens of its first
+    row, ints, as they come; each token once.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._tokens: SimpleQueue[int | None] = SimpleQueue()
         self._is_cancelled = False
-        self.add_done_callback(lambda request: request._tokens.put(None))  # there are no more
+        self.add_done_callback(lambda request: request._tokens.put(None))  # the end
 
     def cancelled(self) -> bool:
-        """Return whether `cancel` has ended the call, also while it ran."""
+        """Return whether `cancel` has ended the call, before it began or while it ran."""
         has_ended = super().cancelled()
         return has_ended or (self.done() and isinstance(self.exception(), CancelledError))
 
     def cancel(self) -> bool:
-        """End the call before its next step, if it has not ended; return whether it had not."""
+        """End the call before its next step; return False if it had already ended."""
         self._is_cancelled = True
         return super().cancel() or not self.done()
 
@@ -90,21 +90,21 @@ class Batcher:
             requests = [batcher.submit(**inputs, max_new_tokens=100) for inputs in prompts]
             texts = [request.result() for request in requests]
 
-    Each has options, pool and random numbers of its own, and the text it would have alone. All
-    methods may be called from any thread. Calls of models whose forwards cannot run together are
-    answered one after the other; `why_not_joint` says why. Whatever code of yours a call has, such
-    as `on_step` or processors, runs in the batcher's thread; whatever it raises ends its call
-    alone. The thread ends with the process, and calls that run then end before their next step. A
-    forked child has none of the calls, and a batcher that takes new ones.
+    Each call has its own options, pool and random numbers, and the text that it would have alone.
+    All methods may be called from any thread. If a model's forward passes cannot run together, its
+    calls are answered one after the other; `why_not_joint` says why. Your code in a call, such as
+    `on_step` or processors, runs in the batcher's thread; an error in it ends only that call. The
+    thread ends with the process, and running calls then end before their next step. A forked child
+    has none of the calls, and its batcher takes new ones.
 
     Args:
-        model: a transformers causal LM. Nobody else may run it meanwhile.
-        max_batch_size: calls that run at once; others wait, first come, first served.
-        max_batch_tokens: of all calls that run, prompts and answers that they may come to have;
-            others wait, though calls that fit pass some that do not, and one of more runs alone.
-            None for as many as have keys and values in half of the memory that is free now.
-        pool, drafter, config: of calls that bring none of their own, as for `lade.generate`.
-        stall_sec: how long a piece of a new prompt may keep the others waiting, on a CPU.
+        model: a transformers causal LM. No other code may run it meanwhile.
+        max_batch_size: maximum number of calls that run at once; other calls wait in order.
+        max_batch_tokens: maximum tokens of all running calls, prompts and longest answers. Other
+            calls wait. A call that fits may overtake one that does not; a longer call runs alone.
+            None for as many tokens as half of the free memory holds in the KV cache.
+        pool, drafter, config: defaults for calls without these arguments, as for `lade.generate`.
+        stall_sec: how long a prefill chunk may keep the other calls waiting, in seconds, on a CPU.
 
     Raises:
         TypeError: a limit is no integer.
@@ -139,28 +139,28 @@ class Batcher:
 
     @property
     def is_joint(self) -> bool:
-        """Whether a call has come whose forwards may run together with others."""
+        """Whether a call has been submitted whose forward passes can run together with others."""
         return self.engine.is_joint and self.why_not_joint is None
 
     @property
     def why_not_joint(self) -> str | None:
-        """Why forwards of the model do not run together; None as long as they do."""
+        """Why forward passes of the model do not run together; None as long as they do."""
         return self._forwards.why_not
 
     def submit(
         self, input_ids: Tensor | None = None, *, seed: int | None = None, **options: Any
     ) -> Request:
-        """Begin a call as soon as there is room for it.
+        """Begin a call as soon as it fits.
 
         Args:
             input_ids: int64 [num_rows, num_tokens].
-            seed: of what the call draws: its tokens are those of `generate` after
-                `torch.manual_seed(seed)`, as long as no thread but those of batchers draws from
-                torch's default generator. None for one that nobody knows.
+            seed: for sampling: the call has the tokens of `generate` after
+                `torch.manual_seed(seed)`, as long as only batchers draw from torch's default
+                generator. None for a random seed.
             options: everything else that `lade.generate` takes.
 
         Raises:
-            LadeError: the process ends, or is the child of one that was forked within a forward.
+            LadeError: the process ends, or was forked during a forward pass.
             RuntimeError: the batcher is closed.
             TypeError: `input_ids` is no tensor.
         """
@@ -171,7 +171,7 @@ class Batcher:
             call["input_ids"] = input_ids
         mode = _mode_of_thread(device_of_inputs(without_compiler(self._model)).type)
         if self._is_closed:
-            raise RuntimeError("expected a batcher that is open, got one that was closed")
+            raise RuntimeError("expected an open batcher, got a closed one")
         self.engine.submit(
             partial(self._answer, request, seed, call, mode),
             _most_tokens(self._model, call),
@@ -180,21 +180,21 @@ class Batcher:
         return request
 
     def run(self, call: Callable[[], _Result], num_tokens: int = 0) -> _Result:
-        """Run a function that generates among the calls of the batcher, and wait for it.
+        """Run a function that generates as one of the batcher's calls, and wait for it.
 
-        What it draws goes on from the caller's random state, as in `generate`, as long as no other
-        thread draws or seeds. Of several functions at once that holds for the first; the others
-        draw from seeds that nobody knows, unless they seed themselves.
+        The function continues the caller's random state, as in `generate`, as long as no other
+        thread draws or seeds. Of several functions at once, this holds for the first; the others
+        draw from random seeds, unless they seed themselves.
 
         Args:
-            call: the function, called in the batcher's thread. Whatever it runs besides forwards of
-                lade's, others wait for; so it must not wait for another request.
-            num_tokens: that prompt and answer may come to have.
+            call: the function, called in the batcher's thread. Other calls wait for all its work
+                but lade's forward passes, so it must not wait for another request.
+            num_tokens: maximum tokens of prompt and answer.
         """
         return self.engine.run(call, num_tokens)
 
     def close(self) -> None:
-        """Refuse further calls, and wait for those submitted; in a callback, wait for none."""
+        """Refuse further calls, and wait for the submitted ones; in a callback, do not wait."""
         self._is_closed = True
         self.engine.wait()
 
@@ -204,7 +204,7 @@ class Batcher:
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is None or issubclass(kind, Exception):
             self.close()
-        else:  # an interrupt waits for no answers, nor long for code that is not lade's
+        else:  # an interrupt waits for no answers, and only briefly for user code
             self._is_closed = True
             self.engine.end()
             self.engine.wait(_INTERRUPTED_SEC)
@@ -229,7 +229,7 @@ _Mode = Callable[[], AbstractContextManager[object]]
 
 
 def _mode_of_thread(kind: str) -> _Mode:
-    """Return what sets in another thread the modes of torch that this one is in."""
+    """Return a context that sets this thread's modes of torch in another thread."""
     is_inference, is_autocast = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind)
 
@@ -242,7 +242,7 @@ def _mode_of_thread(kind: str) -> _Mode:
 
 
 def _most_tokens(model: Model, call: dict[str, Any]) -> int:
-    """Return how many tokens a call may come to have, its prompt included."""
+    """Return the maximum number of tokens of a call, its prompt included."""
     prompt = call.get("input_ids", call.get("inputs_embeds"))
     num_prompts, num_prompt = (1, 1) if prompt is None else (prompt.shape[0], prompt.shape[-1])
     options: Any = call.get("generation_config") or model.generation_config
@@ -256,10 +256,10 @@ def _most_tokens(model: Model, call: dict[str, Any]) -> int:
 
 
 def _tokens_that_fit(model: Model) -> int | None:
-    """Return how many tokens have keys and values in a share of free memory; None if unknown."""
+    """Return how many tokens a share of free memory holds in the KV cache; None if unknown."""
     config = model.config.get_text_config(decoder=True)
     num_numbers = 0  # of a token
-    with Attempt():  # a config may not tell, and may raise anything where layers differ
+    with Attempt():  # a config may lack them, and may raise anything where layers differ
         for layer in config.per_layer_config:
             num_heads = layer.num_attention_heads
             head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
@@ -273,7 +273,7 @@ def _tokens_that_fit(model: Model) -> int | None:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a device; None where the system does not tell."""
+    """Return the free memory of a device in bytes; None if it is unknown."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
@@ -288,7 +288,7 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _left_in_container() -> int:
-    """Return the bytes that the control group of this process, a container's, has left."""
+    """Return the bytes left to the control group of this process, as in a container."""
     group = Path("/sys/fs/cgroup")
     try:
         most, taken = (

@@ -1,8 +1,8 @@
-"""The lock that captures of CUDA graphs hold, for all of the process, and what is done under it.
+"""The lock of the process for captures of CUDA graphs, and the work that needs it.
 
-While a thread captures, no other may draw from the default generator of a CUDA device or free the
-memory that torch keeps there: either spoils the capture or fails. lade does both under this lock;
-other code of the process has to avoid it.
+While a thread captures, no other thread may draw from the default generator of a CUDA device, or
+free the memory that torch keeps there: either spoils the capture or fails. lade does both under
+this lock; other code of the process must avoid both.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ _DEVICES = ("cuda", "xpu")  # with a default generator for each
 
 
 def apart_from_captures(device: torch.device) -> AbstractContextManager[Any]:
-    """Keep captures of other threads waiting while something is done that would spoil them."""
+    """Keep captures of other threads waiting during work that would spoil them."""
     return CAPTURING if device.type == "cuda" else nullcontext()
 
 
 def random_states(device: torch.device) -> list[Tensor]:
     """Return the states of torch's generators that forwards on a device may draw from.
 
-    The device's own, if it has one, is the last.
+    The last one is that of the device, if it has a generator.
     """
     with apart_from_captures(device):
         states = [torch.get_rng_state()]
@@ -44,8 +44,8 @@ def put_back(device: torch.device, states: Sequence[Tensor]) -> None:
     """Set the generators to earlier states."""
     with apart_from_captures(device):
         torch.set_rng_state(states[0])
-        for of_device in states[1:]:
-            torch.get_device_module(device).set_rng_state(of_device, device)
+        for state in states[1:]:
+            torch.get_device_module(device).set_rng_state(state, device)
 
 
 def free_unused(device: torch.device) -> None:

@@ -19,7 +19,7 @@ def limit_of(model: Model) -> float:
     cache is off by about 1. Measured in float32: at most 4e-5 between correct forwards, and 4e-4
     for a step that is clamped in one of them and not in the other.
     """
-    # Of quantized weights, the format says nothing.
+    # The dtype of quantized weights says nothing.
     dtypes = {weight.dtype for weight in model.parameters()} & _PLAIN_FORMATS or {model.dtype}
     kind = device_of_inputs(model).type
     if torch.is_autocast_enabled(kind):
@@ -34,26 +34,26 @@ def float32_precision(device_type: str) -> str:
     """Return the precision of float32 products, "highest" if it is that of float32."""
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set for one backend alone; torch has no word for that
+    except RuntimeError:  # it was set for one backend only
         backend: Any = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
         precision: str = backend.matmul.fp32_precision
         return "highest" if precision in ("ieee", "none") else precision
 
 
 def is_exact_in(model: Model) -> bool:
-    """Return whether the text is guaranteed to be that of `generate` in the model's precision."""
+    """Return whether the model's precision guarantees the text of `generate`."""
     return limit_of(model) < EXACT
 
 
 def distance(logits: Tensor, reference: Tensor) -> float:
     """Return the largest difference of logits, in standard deviations of the reference.
 
-    Infinite and NaN logits are the model's own affair: it suffices that both have the same ones in
-    the same places; else the distance is infinite.
+    Both must have the same infinite and NaN logits at the same tokens; else the distance is
+    infinite.
     """
     is_finite = reference.isfinite()
     if not bool(is_finite.all()):
-        # A NaN is no less than what is masked by -inf: it would be chosen.
+        # A NaN would be chosen before a token that is masked by -inf.
         is_same = (logits == reference) | (logits.isnan() & reference.isnan())
         if not torch.equal(logits.isfinite(), is_finite) or not bool(is_same[~is_finite].all()):
             return float("inf")

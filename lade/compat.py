@@ -1,6 +1,6 @@
-"""All private functions of transformers that lade calls, and what differs between its versions.
+"""All private functions of transformers that lade calls, and differences between its versions.
 
-They are used only where no public function will do, and are tested on the oldest and the newest
+lade calls them only where no public function suffices. They are tested on the oldest and the newest
 supported version.
 """
 
@@ -20,18 +20,18 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-# What 5.23 does and 5.15 does not; versions in between were not tried.
+# Whether it is 5.23 or newer; versions between 5.15 and 5.23 count as 5.15, untested.
 _IS_RECENT = version.parse(transformers.__version__) >= version.parse("5.23")
-# Whether indexers of sparse attention take boolean masks; those of 5.15 add them to their scores.
+# Whether indexers of sparse attention take boolean masks; 5.15 adds masks to their scores.
 INDEXERS_TAKE_MASKS = _IS_RECENT
-# Whether `generate` marks a cache that it was given.
+# Whether `generate` marks a cache that its caller passed.
 MARKS_CACHES = _IS_RECENT
 # Whether `generate` asks the criteria about a token before it gives the streamer that token.
 STOPS_FIRST = _IS_RECENT
-# Whether a prompt that is run in chunks leaves out what its cache holds; 5.15 runs that again.
+# Whether a prompt that runs in chunks leaves out its cached tokens; 5.15 runs them again.
 CHUNKS_GO_ON = _IS_RECENT
-# Whether a windowed layer may be updated again before the next crop; that of 5.15 then returns more
-# keys than its mask is for.
+# Whether a windowed layer may be updated again before the next crop; 5.15 then returns more keys
+# than the mask has.
 WINDOWS_GROW = _IS_RECENT
 
 #: What models and `generate` call the cache; the name up to transformers 5.23 is deprecated.
@@ -61,7 +61,7 @@ def parsed_template(template: str) -> Any:
     return _compile_jinja_template(template).environment.parse(template)
 
 
-def decode_plainly(
+def decode_standard(
     model: Model,
     input_ids: Tensor,
     processors: LogitsProcessorList,
@@ -70,7 +70,7 @@ def decode_plainly(
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
 ) -> Any:
-    """Decode as `generate` does without a custom function: one token per forward."""
+    """Decode as `generate` does without a custom function: one token per forward pass."""
     return type(model)._sample(  # as `generate` looks it up
         model,
         input_ids,
@@ -100,9 +100,9 @@ def experts_of(model: Model) -> set[str]:
 
 
 def takes_ids_by_name(model: Model) -> bool:
-    """Return whether `generate` takes a prompt as `input_ids=`, and not by place alone.
+    """Return whether `generate` takes a prompt as `input_ids=`, not only by position.
 
-    transformers refuses a name that is in no signature of the model: one may take `*args`.
+    transformers refuses a name that no signature of the model has; some models take `*args`.
     """
     check = getattr(model, "_validate_model_kwargs", None)  # of the base model, if PEFT wraps it
     try:
@@ -113,17 +113,17 @@ def takes_ids_by_name(model: Model) -> bool:
     return True
 
 
-def has_own_generate(model: Model) -> bool:
-    """Return whether a model's `generate` is another than transformers' own."""
+def has_custom_generate(model: Model) -> bool:
+    """Return whether a model's `generate` differs from that of transformers."""
     of_model = vars(model).get("generate")
     is_patched = of_model is not None and not getattr(of_model, "is_lades", False)
     return is_patched or type(model).generate is not GenerationMixin.generate
 
 
 def prepares_as_usual(model: Model) -> bool:
-    """Return whether inputs and masks of prompts are made as for most models.
+    """Return whether the model prepares inputs and masks of prompts as most models do.
 
-    Else a prompt may be another one in pieces: PaliGemma's tokens see those behind them, too.
+    Otherwise, running a prompt in chunks may change it: PaliGemma's tokens see later tokens, too.
     """
     name = "prepare_inputs_for_generation"
     is_usual = getattr(type(model), name) is getattr(GenerationMixin, name)
@@ -131,12 +131,12 @@ def prepares_as_usual(model: Model) -> bool:
 
 
 def has_adapters(model: Model) -> bool:
-    """Return whether a model has PEFT adapters, its own or a wrapper's."""
+    """Return whether a model or its wrapper has PEFT adapters."""
     return getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")
 
 
 def has_adapters_by_row(model: Model) -> bool:
-    """Return whether PEFT gives each row of this call an adapter of its own, or a place for one."""
+    """Return whether PEFT chooses an adapter, or its offset, for each row of this call."""
     if not has_adapters(model):
         return False
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
@@ -147,12 +147,12 @@ def has_adapters_by_row(model: Model) -> bool:
 
 
 def has_hook(module: nn.Module) -> bool:
-    """Return whether a module has hooks, torch's or accelerate's, besides transformers' own."""
+    """Return whether a module has hooks, torch's or accelerate's, that transformers did not add."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return not all(map(is_own_hook, hooks)) or hasattr(module, "_hf_hook")
+    return not all(map(is_hf_hook, hooks)) or hasattr(module, "_hf_hook")
 
 
-def is_own_hook(hook: Any) -> bool:
+def is_hf_hook(hook: Any) -> bool:
     """Return whether a hook is one that transformers leaves in a model to collect outputs.
 
     Such a hook does nothing unless outputs are requested.
@@ -161,18 +161,18 @@ def is_own_hook(hook: Any) -> bool:
 
 
 def may_be_users(cache: Any) -> bool:
-    """Return whether the caller of `generate` may have passed a cache; recent ones say so."""
+    """Return whether the caller of `generate` may have passed a cache; recent versions mark it."""
     return bool(getattr(cache, "_is_user_defined", not MARKS_CACHES))
 
 
 def mark_as_new(model_kwargs: dict[str, Any]) -> None:
-    """Say that `generate` has made the cache in these, which only recent ones tell themselves."""
+    """Mark the cache in model arguments as made by `generate`, as recent versions do."""
     if (cache := model_kwargs.get(CACHE)) is not None:
         cache._is_user_defined = False
 
 
 def placeholders_of(model: Model) -> list[int]:
-    """Return the tokens that stand for images, videos and audio, without which they are errors."""
+    """Return the tokens that stand for images, videos and audio; invalid without these inputs."""
     kinds = ("image", "video", "audio")
     names = [f"{kind}_token_{what}" for kind in kinds for what in ("id", "index")]
     found = {getattr(model.config, name, None) for name in names}
@@ -180,7 +180,7 @@ def placeholders_of(model: Model) -> list[int]:
 
 
 def without_compiler(model: Model) -> Model:
-    """Return the model inside a `torch.compile` wrapper; `generate` runs that one, too."""
+    """Return the model inside a `torch.compile` wrapper, which is the one that `generate` runs."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -195,7 +195,7 @@ def compiled_part_of(model: Model) -> str | None:
 
 
 def device_of_inputs(model: Model) -> torch.device:
-    """Return the device for token ids; accelerate's hooks bring in what it has put elsewhere."""
+    """Return the device for token ids; accelerate's hooks move offloaded weights to it."""
     if model.device.type != "meta":
         device: torch.device = model.device
         return device

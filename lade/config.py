@@ -1,4 +1,4 @@
-"""`Config`, the settings a user may fix by hand; every default is automatic."""
+"""`Config`, the settings that a user may set; every default is automatic."""
 
 from dataclasses import dataclass, fields
 from numbers import Integral
@@ -17,8 +17,8 @@ SPECULATING = VERIFICATIONS[:-1]
 class Lookahead:
     """Size of the Jacobi window of lookahead decoding (`lade.drafting.lookahead`).
 
-    It adds (N-1)·W - 1 tokens to every step. The defaults are those that the paper's authors name
-    for models of 7B parameters.
+    It adds (N-1)·W - 1 tokens to every step. The defaults are the paper's, for models of 7B
+    parameters.
 
     Args:
         window_size: W, the number of columns: n-grams produced per step, at successive positions.
@@ -57,42 +57,42 @@ class Config:
             step decide (`lade.budget`). 0 disables drafting.
         acceptance: How draft tokens are accepted when sampling. "exact" emits, seed for seed, the
             tokens that `generate(do_sample=True)` emits, and accepts a draft token if it is the
-            same. "rejection" draws drafts from the pool's own probabilities and accepts or rejects
+            same. "rejection" draws drafts from the pool's probabilities and accepts or rejects
             them so that the text has the target's distribution (`lade.sampling.rejection`), with
             other tokens for the same seed. Greedy decoding is the same with both: its target
             distribution is a single token.
-        verification: Verification method. "tree": all candidates in one forward, under a tree mask;
-            "chain": only the best candidate, with the cache cropped after the accepted tokens;
-            "snapshot": as "chain", restoring a copy of the state from before the draft; "plain": no
-            drafts. None takes the best method that a check of the model finds exact (`lade.probe`).
-        execution: How forwards that verify trees are executed. "eager": each as large as it has to
-            be. "fixed": padded to a few shapes, in memory that is kept with the model between calls
-            (`lade.release`). "graphs": those shapes, recorded as CUDA graphs and replayed if the
-            model allows it. None is "eager": neither graphs nor the Triton kernels that all others
-            use on CUDA have run on a GPU yet.
+        verification: Verification method. "tree": all candidates in one forward pass, under a tree
+            mask; "chain": only the best candidate, with the KV cache cropped after the accepted
+            tokens; "snapshot": as "chain", restoring a copy of the state from before the draft;
+            "plain": no drafts. None takes the best method that a check of the model finds exact
+            (`lade.probe`).
+        execution: How forward passes that verify trees are executed. "eager": at their exact size.
+            "fixed": padded to a few shapes, in memory that is kept with the model between calls
+            (`lade.release`). "graphs": in the same shapes, recorded as CUDA graphs and replayed if
+            the model allows it. None is "eager": neither graphs, nor the Triton kernels that both
+            other ways use on CUDA, have run on a GPU yet.
         stable_text: Whether a prompt gets the same text in half precision, too, whatever the pool
             holds: all steps have one width (8 tokens, 32 on CUDA, more if `max_draft_tokens` or
-            `lookahead` needs it) and attention sums in float64. Slower than without, and slower
-            than plain decoding on unpredictable text; the text is no closer to that of `generate`.
-            Only for models verified by trees, without experts. Of no use where forwards run as one
-            job on a CPU (`lade.forward`), which give each token the same bits in any case.
-        lookahead: Window of lookahead decoding, run beside the draft in every forward; it teaches
-            the pool n-grams that no text has contained yet. Only for models that verify whole
-            trees. None runs no window.
+            `lookahead` needs it) and attention sums in float64. This is slower, on unpredictable
+            text slower than standard decoding, and the text is no closer to that of `generate`.
+            Only for models verified by trees, without experts. Not needed with the compiled forward
+            pass on a CPU (`lade.forward`), which gives each token the same bits in any case.
+        lookahead: Window of lookahead decoding, run beside the draft in every forward pass; it
+            teaches the pool n-grams that no text has contained yet. Only for models that verify
+            whole trees. None runs no window.
         uses_table: Whether to use the table that `lade.prewarm` made for the model, if there is
             one.
-        reuses_prefix: Whether to keep keys and values after a call, and to run only the rest of a
-            prompt that begins as an earlier text did (`stats.num_reused_tokens`). Kept texts are
-            found only by calls that learn into the same pool; calls that learn into none share
-            theirs. They are dropped once the model is changed, and by `lade.release`. The result's
-            `past_key_values` is then None. Calls other than of one prompt of plain text are decoded
-            as without this. Not beside `stable_text`.
-        max_prefix_bytes: Memory for what `reuses_prefix` keeps of a model, in bytes, on its device;
-            the texts used last stay. 0 keeps nothing.
-        uses_products: Whether forwards on a CPU may run by lade's own compiled kernels, as a whole
-            or layer by layer (`lade.forward`), in float32, bfloat16 and float16,
-            where these are found faster than torch's. Not beside `stable_text`, whose calls repeat
-            exactly.
+        reuses_prefix: Whether to keep the KV cache after a call, and to run only the rest of a
+            prompt that begins as an earlier text did (`stats.num_reused_tokens`). Only calls that
+            learn into the same pool find a kept text; calls that learn into no pool share theirs.
+            Kept texts are dropped once the model is changed, and by `lade.release`. The result's
+            `past_key_values` is then None. This has an effect only on calls with one prompt of
+            text alone. Not beside `stable_text`.
+        max_prefix_bytes: Memory for the texts that `reuses_prefix` keeps of a model, in bytes, on
+            its device; the texts used last stay. 0 keeps nothing.
+        uses_kernels: Whether forward passes on a CPU may run by lade's compiled kernels, as a whole
+            or layer by layer (`lade.forward`), in float32, bfloat16 and float16, where they prove
+            faster than torch's. Has no effect beside `stable_text`, whose calls repeat exactly.
         strict_drafter: Whether a drafter's errors and invalid drafts are raised, for authors of
             drafters. Otherwise a single warning reports them, and the call continues without
             drafts.
@@ -112,7 +112,7 @@ class Config:
     uses_table: bool = True
     reuses_prefix: bool = False
     max_prefix_bytes: int = 2**30
-    uses_products: bool = True
+    uses_kernels: bool = True
     strict_drafter: bool = False
 
     def __post_init__(self) -> None:
@@ -156,7 +156,7 @@ class Config:
 
 
 def check_integer(name: str, value: object, least: int) -> None:
-    """Raise unless a value is an integer, Python's or numpy's, of at least so much."""
+    """Raise unless a value is an integer, Python's or numpy's, of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"expected {name} to be an integer, got {value!r}")
     if value < least:

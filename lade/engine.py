@@ -1,9 +1,9 @@
-"""Many calls of one model at once: coroutines of one thread, whose forwards run together.
+"""Many calls of one model at once: coroutines of one thread, whose forward passes run together.
 
-A call runs until it needs a forward; once all others need one, too, these run as one. So it is
-decoded by the same code whether it is alone or not, may begin and end whenever it likes, and has a
-random state of its own, as if nobody else drew. The coroutines are greenlets: nothing between a
-call and its forwards needs to know of them.
+A call runs until it needs a forward pass. Once every call waits for one, all of them run as one. So
+the same code decodes a call whether it is alone or not, a call may begin and end at any time, and
+each has its own random state. The coroutines are greenlets: the code between a call and its forward
+passes does not see them.
 """
 
 import asyncio
@@ -34,47 +34,49 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-_FIRST_PIECE = 128  # tokens of a prompt
-_LEAST_PIECE = 16
-_SAFE = 0.8  # share of the time to plan for: the next tokens may see many more, and take longer
+_FIRST_CHUNK = 128  # tokens of a prompt
+_LEAST_CHUNK = 16
+_SAFE = 0.8  # share of the time to plan for: later tokens attend to more keys, and take longer
 
-_IN_PARENT = "this process was forked while the call ran, whose result the parent has"
+_IN_PARENT = "this process was forked while the call ran; the parent process has its result"
 _IN_ITS_OWN_THREAD = (
-    "expected another thread to wait for a result, got the batcher's own, which computes it; "
-    "`add_done_callback` waits for nothing"
+    "expected another thread to wait for the result: the batcher's own thread computes it; use "
+    "`add_done_callback`, which does not wait"
 )
 
 
-class Together(Protocol):
-    """Runs parts of a forward."""
+class JointRunner(Protocol):
+    """Runs parts of a forward pass."""
 
-    why_not: str | None  # parts of several calls do not run together any more
-    price: float | None  # tokens that a draft token must add for all calls to gain by it, if known
+    why_not: str | None  # why parts of several calls no longer run together
+    marginal_cost: float | None  # tokens that one more draft token must add to pay, if known
 
     def __call__(self, parts: Sequence[Any], /) -> list[Any]:
         """Run parts; return for each its output, or the exception that it raised."""
 
 
 class Engine:
-    """Runs calls of one model in a thread of its own, which lives while there are any.
+    """Runs calls of one model in its own thread, which lives while there are calls.
 
-    A waiting call is next if its owner holds the fewest tokens; among equal owners, the one that
-    last held any the longest ago is next. One owner leaves a place to others. A call that fits may
-    pass calls that wait for more memory, but at most `max_tokens` tokens pass each of them.
+    The next call is one of the owner that holds the fewest tokens. Among equal owners, it is the
+    one that has held none for the longest time. One owner never fills the batch: it leaves a slot
+    for others. A call that fits may overtake calls that wait for more memory, but at most
+    `max_tokens` tokens overtake each of them.
 
     Args:
-        forwards: runs what calls ask for.
-        device: of the model, whose default generator calls draw from.
-        max_calls: that run at once.
-        max_tokens: of all calls that run; a call of more runs alone. None for any number.
-        stall_sec: how long a piece of a prompt may keep the others waiting.
+        forwards: runs the parts that calls ask for.
+        device: of the model; calls draw from its default generator.
+        max_calls: maximum number of calls that run at once.
+        max_tokens: maximum tokens of all running calls; a longer call runs alone. None for no
+            limit.
+        stall_sec: how long a prefill chunk may keep the other calls waiting, in seconds.
 
     Source: iteration-level scheduling, Orca (OSDI 2022).
     """
 
     def __init__(
         self,
-        forwards: Together,
+        forwards: JointRunner,
         device: torch.device,
         max_calls: int,
         max_tokens: int | None,
@@ -85,19 +87,19 @@ class Engine:
         self._max_calls, self._max_tokens = max_calls, max_tokens
         #: Whether a call was found whose forwards may run together with others.
         self.is_joint = False
-        #: Tokens of prompts that run between two steps, or with one, by the time that they take.
-        self.piece = _FIRST_PIECE
+        #: Prompt tokens that run between two steps, or with one; adapted to the time they take.
+        self.prefill_chunk = _FIRST_CHUNK
         self._stall_sec = stall_sec
-        self._costs = Seconds()  # of forwards with pieces of prompts, by the tokens of these
-        self._calls = set[EngineCall]()  # all that have not ended; under the lock
+        self._costs = Seconds()  # of forward passes with prefill chunks, by their prompt tokens
+        self._calls = set[EngineCall]()  # that have not ended; under the lock
         self.begin_anew()
         look_after(self)
 
     def begin_anew(self, refusal: str | None = None) -> None:
-        """Be an engine without calls: in a forked child, those that there were fail.
+        """Reset to an engine without calls; in a forked child, the parent's calls fail.
 
         Args:
-            refusal: why none is taken any more.
+            refusal: why no more calls are taken; None to take calls.
         """
         self._lock = threading.Lock()
         self._forwarding = threading.Lock()  # held while a forward runs
@@ -112,14 +114,14 @@ class Engine:
     def _empty(self) -> None:
         """Hold no call."""
         self._arrived: list[EngineCall] = []  # under the lock
-        self._waiting: list[EngineCall] = []  # in order of turns among owners that hold as much
+        self._waiting: list[EngineCall] = []  # in order, among owners that hold equally much
         self._running: list[EngineCall] = []
         self._held: Counter[str] = Counter()  # tokens, by owner
         self._ready = deque[EngineCall]()
         self._asking: list[EngineCall] = []
-        self._later: list[EngineCall] = []  # those that want to run a piece of a prompt
-        self._room = self.piece  # tokens of prompts for which there is room until the next forward
-        self._num_allotted = 0  # of these, the tokens that the next forward has
+        self._prefilling: list[EngineCall] = []  # that want to run a prefill chunk
+        self._prefill_left = self.prefill_chunk  # prompt tokens that the next forward still takes
+        self._num_reserved = 0  # prompt tokens that the next forward has
 
     @property
     def num_running(self) -> int:
@@ -134,8 +136,8 @@ class Engine:
         return sum(owner in (None, call.owner) for call in wanted)
 
     @property
-    def num_places(self) -> int:
-        """Calls that run at once; of models whose forwards cannot run together, one."""
+    def max_running(self) -> int:
+        """Maximum number of calls that run at once; 1 if the model's forwards cannot be joined."""
         return self._max_calls if self.is_joint and self.forwards.why_not is None else 1
 
     @property
@@ -151,7 +153,7 @@ class Engine:
 
     @property
     def locks(self) -> Sequence[threading.Lock]:
-        """Those that the engine's thread holds only while it runs something."""
+        """The locks that the engine's thread holds only while it runs something."""
         return self._forwarding, self._lock
 
     def submit(
@@ -161,16 +163,16 @@ class Engine:
         owner: str = "",
         future: "EngineFuture | None" = None,
     ) -> "EngineCall":
-        """Call a function that generates as soon as there is room for it.
+        """Call a function that generates, as soon as it fits.
 
         Args:
-            function: whatever it runs besides forwards of lade's, others wait for.
-            num_tokens: that prompt and answer may come to have.
-            owner: whose it is.
-            future: of what it returns; None for a new one.
+            function: the function. Other calls wait for all its work but lade's forward passes.
+            num_tokens: maximum tokens of prompt and answer.
+            owner: name of the owner of the call.
+            future: gets the result; None for a new future.
 
         Raises:
-            LadeError: the engine takes no call any more.
+            LadeError: the engine takes no more calls.
         """
         call = EngineCall(
             self, function, self._fitting(num_tokens), owner, future or EngineFuture()
@@ -194,11 +196,11 @@ class Engine:
         return call
 
     def run(self, function: Callable[[], _Result], num_tokens: int = 0) -> _Result:
-        """Call a function as `submit` does, and wait; in the engine's thread, call it there.
+        """Call a function as `submit` does, and wait; in the engine's thread, call it at once.
 
-        It draws from where the caller's generators are, which go on from where it ends. Of several
-        at once, the first does so; the others draw from seeds that nobody knows. An interrupt ends
-        the call before its next step.
+        The function continues the random state of the caller, and the caller continues that of the
+        function. Of several calls at once, this holds for the first; the others draw from random
+        seeds. An interrupt ends the call before its next step.
         """
         if self.is_here:
             return function()
@@ -226,7 +228,7 @@ class Engine:
         """Have all calls end before their next step.
 
         Args:
-            refusal: why those to come are refused; None if they are not.
+            refusal: why later calls are refused; None to accept them.
         """
         with self._lock:
             self._refusal = refusal or self._refusal
@@ -235,16 +237,16 @@ class Engine:
             call.interrupt = call.interrupt or CancelledError()
 
     def wait(self, sec: float | None = None) -> None:
-        """Wait until all calls have ended, but not longer than so many seconds.
+        """Wait until all calls have ended, at most `sec` seconds.
 
-        The engine's own thread waits for nothing.
+        In the engine's own thread, return at once.
         """
         thread = self._thread
         if thread is not None and not self.is_here:
             with aside():
                 thread.join(sec)
 
-    # --- what follows runs in the engine's thread ---------------------------------------------
+    # --- runs in the engine's thread ----------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -252,7 +254,7 @@ class Engine:
                 try:
                     self._admit()
                     self._advance()
-                except BaseException as defect:  # nobody shall wait for ever
+                except BaseException as defect:  # no caller must wait forever
                     self._fail(defect)
         finally:
             if self.is_here:  # else it has ended in order
@@ -270,26 +272,26 @@ class Engine:
             return False
 
     def _fail(self, defect: BaseException) -> None:
-        """End all calls by a defect of the engine itself; those to come find it empty."""
+        """End all calls because of a defect of the engine; later calls find it empty."""
         with self._lock:
             failed, self._calls = self._calls, set()
             self._empty()
         TURNS.disinherit({*failed})
         if self._refusal is None:  # else it may be what ended the last calls of the process
-            logger.error("an engine failed, and ended all its calls", exc_info=defect)
+            logger.error("an engine failed and ended all its calls", exc_info=defect)
         for call in failed:
             with suppress(BaseException):  # whatever its code does about it
                 call.break_off(defect)
             error = LadeError(
-                f"a defect of lade's ended this call ({in_one_line(defect)}), and all that ran "
-                "beside it; new ones are taken; please report it"
+                f"a bug in lade ended this call and all calls beside it ({in_one_line(defect)}); "
+                "new calls are accepted; please report it"
             )
             error.__cause__ = defect
             if not call.future.done():
                 call.future.set_exception(error)
 
     def _admit(self) -> None:
-        """Begin calls that there is room for."""
+        """Begin the calls that fit."""
         while (call := self._next()) is not None:
             self._waiting.remove(call)
             is_answered = call.future.done() and not call.future.cancelled()  # by somebody else
@@ -302,14 +304,14 @@ class Engine:
                 self._forget(call)
 
     def _next(self) -> "EngineCall | None":
-        """Return the next call that fits, and count its tokens for the calls that it passes."""
-        num_places, most = self.num_places, self._max_tokens
-        if len(self._running) >= num_places:
+        """Return the next call that fits, and count its tokens for the calls it overtakes."""
+        max_running, most = self.max_running, self._max_tokens
+        if len(self._running) >= max_running:
             return None
         of_owners = Counter(call.owner for call in self._running)
         num_taken, num_passed, passed = self._held.total(), 0, list[EngineCall]()
         for call in sorted(self._waiting, key=lambda each: self._held[each.owner]):
-            if call.owner and 1 < num_places <= of_owners[call.owner] + 1:
+            if call.owner and 1 < max_running <= of_owners[call.owner] + 1:
                 continue
             fits = most is None or max(num_taken, num_passed) + call.num_tokens <= most
             if fits or call.future.cancelled():
@@ -324,11 +326,11 @@ class Engine:
         """Have calls run until all need a forward, and run it."""
         while self._ready:
             self._resume(self._ready.popleft())
-        if not self._asking and not self._room:
-            self._room = self.piece
-        while self._later and self._room:
-            call = min(self._later, key=lambda each: each.num_left - each.num_before)
-            self._later.remove(call)
+        if not self._asking and not self._prefill_left:
+            self._prefill_left = self.prefill_chunk
+        while self._prefilling and self._prefill_left:
+            call = min(self._prefilling, key=lambda each: each.num_left - each.num_before)
+            self._prefilling.remove(call)
             self._resume(call)
         if self._asking:
             self._forward()
@@ -359,89 +361,90 @@ class Engine:
         for call in calls:
             call.results = [results.pop(0) for _ in call.asked]
         self._ready += calls
-        num, sec = self._num_allotted, perf_counter() - begin
-        if num >= max(_LEAST_PIECE, self.piece // 2):  # of fewer, the rest takes most of it
+        num, sec = self._num_reserved, perf_counter() - begin
+        if num >= max(_LEAST_CHUNK, self.prefill_chunk // 2):  # else other work takes most of it
             self._costs.record(num, sec)
             if self._costs.is_known:
                 most = self._costs.largest_within(_SAFE * self._stall_sec)
-                self.piece = max(_LEAST_PIECE, most)
-        self._room = self.piece
-        self._num_allotted = 0
+                self.prefill_chunk = max(_LEAST_CHUNK, most)
+        self._prefill_left = self.prefill_chunk
+        self._num_reserved = 0
 
-    # --- what follows runs in a call's coroutine ----------------------------------------------
+    # --- runs in a call's coroutine -----------------------------------------------------------
 
     def ask(self, call: "EngineCall") -> None:
-        """Run what a call asks for, together with those of the other calls."""
+        """Suspend a call until the parts of its forward pass, `call.asked`, have run."""
         self._wait_in(self._asking, call)
 
-    def wait_for_room(self, call: "EngineCall") -> None:
-        """Wait for a step that has room for a piece of a prompt."""
-        self._wait_in(self._later, call)
+    def wait_to_prefill(self, call: "EngineCall") -> None:
+        """Suspend a call until a step can take a prefill chunk."""
+        self._wait_in(self._prefilling, call)
 
     def _wait_in(self, waiting: list["EngineCall"], call: "EngineCall") -> None:
+        """Put the running call into a queue, and switch to the engine until it is resumed."""
         waiting.append(call)
-        with torch.inference_mode(False):  # others, who go on, may be in another mode
+        with torch.inference_mode(False):  # the calls that run next may be in another mode
             parent = getcurrent().parent
             assert parent is not None
             parent.switch()
 
-    def allot(self, num_tokens: int) -> int:
-        """Take room in the next forward for as many tokens; return how many there was room for."""
-        num = min(num_tokens, self._room or self.piece)
-        left = self._room - num
-        self._room = 0 if left < _LEAST_PIECE else left
-        self._num_allotted += num
-        for call in self._later:
+    def reserve(self, num_tokens: int) -> int:
+        """Reserve up to `num_tokens` prompt tokens of the next forward; return how many fit."""
+        num = min(num_tokens, self._prefill_left or self.prefill_chunk)
+        left = self._prefill_left - num
+        self._prefill_left = 0 if left < _LEAST_CHUNK else left
+        self._num_reserved += num
+        for call in self._prefilling:
             call.num_before += num
         return num
 
 
 class EngineFuture(Future[Any]):
-    """What comes of a call of an engine."""
+    """The result of an engine's call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.engine: Engine | None = None  # once it has the call
 
     def begin_anew(self, engine: Engine) -> None:
-        """Know of no result, and of nobody who waits for one, in a forked child."""
+        """Reset in a forked child: without a result, and without waiting threads."""
         self.__init__()  # type: ignore[misc]
         self.engine = engine
 
     def add_done_callback(self, fn: Callable[[Self], object]) -> None:
-        """Call a function with this once there is a result; what it raises is logged."""
-        super().add_done_callback(partial(_tell, fn))
+        """Call a function with this future once it has a result; errors of it are logged."""
+        super().add_done_callback(partial(_call_back, fn))
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for what the call returns, and return it.
+        """Wait for the call, and return its result.
 
         Raises:
             BaseException: what the call raised.
-            LadeError: the engine's own thread would wait for ever.
+            LadeError: called in the engine's own thread, which would wait forever.
         """
         with self.waiting(timeout):
             return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for what the call raises, and return it; None if it returns something.
+        """Wait for the call, and return the exception that it raised, or None.
 
         Raises:
-            LadeError: the engine's own thread would wait for ever.
+            LadeError: called in the engine's own thread, which would wait forever.
         """
         with self.waiting(timeout):
             return super().exception(timeout)
 
     @contextmanager
     def waiting(self, timeout: float | None = None) -> Iterator[None]:
-        """Wait for something of the call, unless that would be for ever."""
+        """Allow a wait for the call, unless it would last forever."""
         if self.engine is not None and self.engine.is_here and not self.done() and timeout is None:
             raise LadeError(_IN_ITS_OWN_THREAD)
         with aside():
             yield
 
 
-def _tell(function: Callable[[Any], object], answer: Any) -> None:
-    """Call a function with an answer; no error of it ends the engine's thread."""
+def _call_back(function: Callable[[Any], object], answer: Any) -> None:
+    """Call a function with a future; no error of it ends the engine's thread."""
     try:
         function(answer)
     except Exception:
@@ -458,26 +461,25 @@ class EngineCall:
 
     engine: Engine
     function: Callable[[], Any]
-    num_tokens: int  # this and what follows is as for `Engine.submit`
+    num_tokens: int  # this field and the next two are as for `Engine.submit`
     owner: str
     future: EngineFuture
-    interrupt: BaseException | None = None  # what to raise in it where it waits
+    interrupt: BaseException | None = None  # to raise in the call where it waits
     num_passed: int = 0  # tokens of later calls that began before it
-    #: Tokens of its prompt that wait for room, and of others' prompts that went before meanwhile.
-    num_left: int = 0
-    num_before: int = 0
+    num_left: int = 0  # prompt tokens that wait for a forward
+    num_before: int = 0  # prompt tokens of other calls that ran meanwhile
     asked: Sequence[Any] = ()  # parts of a forward
-    results: Sequence[Any] = ()  # what came of them
-    draws_on: bool = False  # from the random state of the process, which goes on from its own
-    states: list[torch.Tensor] | None = None  # those of generators, while others run
-    num_turns: int | None = None  # that others had had when it last went aside
+    results: Sequence[Any] = ()  # of these parts: outputs or exceptions
+    draws_on: bool = False  # whether it continues the random state of the process
+    states: list[torch.Tensor] | None = None  # of the generators, while other calls run
+    num_turns: int | None = None  # turns taken by any call when it last went aside
     context: Context = field(default_factory=copy_context)  # of the caller that submits it
     coroutine: Any = None  # once it has begun
     result: Any = None
     failure: BaseException | None = None
 
     def begin(self) -> None:
-        """Make the coroutine, which belongs to the thread that does."""
+        """Make the coroutine; it belongs to the current thread."""
         self.coroutine = _Coroutine(self._run)
         self.coroutine.call = self
         self.coroutine.gr_context = self.context
@@ -487,7 +489,7 @@ class EngineCall:
         device = self.engine.device
         TURNS.take(device, self.states)
         try:
-            if self.interrupt is None or not self.coroutine:  # which has not begun
+            if self.interrupt is None or not self.coroutine:  # not begun yet
                 self.coroutine.switch()
             else:
                 self.coroutine.throw(self.interrupt)
@@ -496,9 +498,9 @@ class EngineCall:
         return bool(self.coroutine.dead)
 
     def break_off(self, defect: BaseException) -> None:
-        """Have it clean up where it waits."""
+        """Raise an error in the call where it waits, so that it cleans up."""
         self.interrupt = defect
-        if self.coroutine:  # which is true while it waits
+        if self.coroutine:  # true while it waits
             self.go_on()
 
     def _run(self) -> None:
@@ -512,8 +514,8 @@ class EngineCall:
             self.failure = failure
 
     def finish(self) -> None:
-        """Tell what came of it, once it has ended."""
-        if self.future.done():  # somebody else has said so
+        """Give the future the result or the error of the ended call."""
+        if self.future.done():  # another thread has done so
             return
         if self.failure is None:
             self.future.set_result(self.result)
@@ -521,7 +523,7 @@ class EngineCall:
             self.future.set_exception(self.failure)
 
     def go_aside(self) -> None:
-        """Leave the turn to others."""
+        """Lend the turn to other calls."""
         self.states, self.num_turns = TURNS.lend(self.engine.device)
 
     def come_back(self) -> None:
@@ -529,13 +531,13 @@ class EngineCall:
         TURNS.take(self.engine.device, self.states, self.num_turns)
 
     def run(self, parts: Sequence[Any]) -> list[Any]:
-        """Run parts of a forward, together with those of the other calls.
+        """Run parts of a forward, together with the parts of other calls.
 
         Returns:
             The output of each part.
 
         Raises:
-            BaseException: what one of them raised.
+            BaseException: what one of the parts raised.
         """
         self.engine.is_joint = True
         self.asked = parts
@@ -546,43 +548,50 @@ class EngineCall:
                 raise result
         return [*results]
 
-    def allot(self, num_tokens: int) -> int:
-        """Wait for a step that has room for a prompt; return how many of its tokens run then."""
+    def reserve(self, num_tokens: int) -> int:
+        """Wait until a forward can take prompt tokens; reserve some, and return how many.
+
+        Args:
+            num_tokens: prompt tokens that have not run yet.
+
+        Returns:
+            Number of prompt tokens that the next forward must run, from 1 to `num_tokens`.
+        """
         self.num_left = num_tokens
-        self.engine.wait_for_room(self)
-        return self.engine.allot(num_tokens)
+        self.engine.wait_to_prefill(self)
+        return self.engine.reserve(num_tokens)
 
     @property
-    def has_company(self) -> bool:
+    def has_batch_mates(self) -> bool:
         """Whether other calls run, too; a forward may then have waited for them."""
         return self.engine.num_running > 1
 
     @property
-    def price(self) -> float | None:
-        """Tokens that a draft token must add to be worth its cost; None for a call alone."""
-        return self.engine.forwards.price if self.has_company else None
+    def marginal_cost(self) -> float | None:
+        """Expected tokens that a draft token must add to pay; None for a call alone."""
+        return self.engine.forwards.marginal_cost if self.has_batch_mates else None
 
     @property
-    def piece(self) -> int:
-        """Number of tokens of a prompt to run in one piece."""
-        return self.engine.piece
+    def prefill_chunk(self) -> int:
+        """Number of prompt tokens in a prefill chunk."""
+        return self.engine.prefill_chunk
 
 
 class _Coroutine(greenlet):
-    """A coroutine that knows its call. Threads that inherit contexts are none."""
+    """A coroutine that knows its call."""
 
     call: EngineCall
 
 
 def current_call() -> EngineCall | None:
-    """Return the engine's call that code runs for; None where no engine runs it."""
+    """Return the engine's call that runs the current code; None outside of engines."""
     here = getcurrent()
     return here.call if isinstance(here, _Coroutine) else None
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Let calls of other engines have turns while a call runs code of the user's, or waits.
+    """Lend the turn to other engines while a call runs user code, or waits.
 
     Raises:
         BaseException: what interrupts the call.
@@ -602,7 +611,7 @@ def aside() -> Iterator[None]:
 
 @contextmanager
 def at_turn() -> Iterator[EngineCall | None]:
-    """Have a turn also where the call that code runs for, if there is one, is aside."""
+    """Take the turn again if the current call has lent it; yield the call, or None."""
     call = current_call()
     if call is None or TURNS.is_held_here:
         yield call
@@ -615,7 +624,7 @@ def at_turn() -> Iterator[EngineCall | None]:
 
 
 def is_in_event_loop() -> bool:
-    """Return whether a loop of asyncio runs in this thread: no coroutine may leave it meanwhile."""
+    """Return whether an asyncio loop runs in this thread: no coroutine may leave it meanwhile."""
     with suppress(RuntimeError):
         asyncio.get_running_loop()
         return True

@@ -1,4 +1,4 @@
-"""Errors beyond ValueError and TypeError, and warnings. Every message names what is at fault."""
+"""Errors beyond ValueError and TypeError, and warnings. Every message names the cause."""
 
 
 class LadeError(Exception):
@@ -6,7 +6,7 @@ class LadeError(Exception):
 
 
 class UserError(LadeError, ValueError):
-    """What a user gave cannot be taken; the message says what was expected, and all there is."""
+    """A user's input is invalid; the message says what was expected, and the valid choices."""
 
 
 class UnsupportedModelError(LadeError):
@@ -18,15 +18,15 @@ class UnsupportedOptionError(LadeError, ValueError):
 
 
 class PlainDecodingWarning(UserWarning):
-    """Drafts cannot be verified for a model or call; it is decoded one token per forward."""
+    """Drafts cannot be verified for a model or call; lade falls back to standard decoding."""
 
 
 class MisfitError(ValueError):
-    """Arguments of a call that do not fit each other, and would fail plain decoding, too."""
+    """Arguments of a call do not fit each other; standard decoding would fail, too."""
 
 
 class VerificationWarning(PlainDecodingWarning):
-    """Verification failed in the middle of a call; the rest of it is decoded plainly."""
+    """Verification failed during a call; the rest of the call falls back to standard decoding."""
 
 
 class DrafterWarning(UserWarning):
@@ -38,7 +38,7 @@ class EagerExecutionWarning(UserWarning):
 
 
 class KernelWarning(UserWarning):
-    """Kernels for a GPU cannot be compiled or run there; plain torch is slower, and as exact."""
+    """Kernels for a GPU cannot be compiled or run; torch's operations are slower, and as exact."""
 
 
 class ContextLengthError(LadeError, ValueError):
@@ -63,5 +63,5 @@ def in_one_line(error: BaseException) -> str:
     """Return an error as its type and the first line of its message, shortened; never raise."""
     try:
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-    except Exception as failure:  # of a user's class, whose message cannot be had
+    except Exception as failure:  # the `__str__` of a user's class
         return f"{type(error).__name__}, and {type(failure).__name__} for its message"

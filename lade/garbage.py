@@ -1,8 +1,8 @@
-"""Python's garbage collection, put off while much is made that stays.
+"""Python's garbage collection, postponed while many lasting objects are made.
 
-Imports and compilation make hundreds of thousands of objects, and on the way each full collection
-looks at all of the process: torch, transformers and the model's modules. Of the first call of a
-process that is a third of what it takes beyond its forwards.
+Imports and compilation make hundreds of thousands of objects. Meanwhile each full collection visits
+all objects of the process: torch, transformers and the model's modules. In the first call of a
+process, this is a third of the time outside of forward passes.
 """
 
 import gc
@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Collect no cycles of objects meanwhile, in any thread: collection belongs to the process.
+    """Disable the collection of cycles meanwhile, in all threads of the process.
 
-    The first of several that are at it ends it for all, which costs the others time alone.
+    If several threads do so, the first one that ends enables it for all; this costs only time.
     """
     was_enabled = gc.isenabled()
     try:

@@ -1,4 +1,4 @@
-"""Torch's own threads on a CPU, which are OpenMP's: run jobs on them, and let them end."""
+"""Torch's threads on a CPU, which are OpenMP's: run jobs on them, and let them end."""
 
 import ctypes
 import functools
@@ -10,16 +10,17 @@ from typing import Any
 Run = Callable[[int, int, int], None]
 
 _PROCESS = os.getpid()
-_SOFT = 1  # of `omp_pause_resource_t`: what was set stays set
+_SOFT = 1  # of `omp_pause_resource_t`: settings are kept
 
 
 @functools.cache
 def runner() -> Run | None:
-    """Return what calls a function on several threads, or None where torch has no such threads.
+    """Return a function that runs another one on torch's threads; None if torch has none.
 
     It is `GOMP_parallel`, the entry point of parallel regions in the ABI of GNU's OpenMP, which
-    LLVM's and Intel's have, too: called as (address of the function, address of its argument,
-    number of threads). Torch's own region may have run just before, whose threads are still awake.
+    LLVM's and Intel's have, too. Its arguments are the address of the function, the address of that
+    function's argument, and the number of threads. A region of torch's may have run just before;
+    its threads are still awake.
     """
     call = getattr(_library(), "GOMP_parallel", None)
     if call is None:
@@ -30,12 +31,12 @@ def runner() -> Run | None:
 
 
 def release_workers() -> None:
-    """End the threads that run parallel loops of this one; the next loop starts new ones.
+    """End the OpenMP workers of this thread; its next parallel loop starts new ones.
 
-    Each thread that has run a loop keeps workers of its own. GNU's OpenMP lets workers spin
-    until the next loop, but only while the process has no more threads and workers than cores; else
-    each loop wakes its workers up, which takes longer than a product of few rows. A call takes
-    7 µs, and 150 where there are workers.
+    Each thread that has run a loop keeps its own workers. GNU's OpenMP lets workers spin until the
+    next loop, but only while the process has no more threads and workers than cores. Otherwise each
+    loop must wake its workers up, which takes longer than a product of few rows. A call takes 7 µs,
+    or 150 µs if there are workers.
     """
     pause = _pause()
     if pause is not None and _has_workers():
@@ -43,9 +44,9 @@ def release_workers() -> None:
 
 
 def _has_workers() -> bool:
-    """Return whether workers that are known are there, for else they would be waited for.
+    """Return whether OpenMP's workers exist: it would wait forever for missing ones.
 
-    A fork has only the thread that made it. Loops run there only with `torch.set_num_threads(1)`.
+    A forked child has none. Loops run there only with `torch.set_num_threads(1)`.
     """
     import torch
 
@@ -56,7 +57,7 @@ def _has_workers() -> bool:
 def _pause() -> Callable[[int], int] | None:
     library = _library()
     if hasattr(library, "kmp_get_blocktime"):
-        return None  # of LLVM or Intel, where it is about all threads, and there is no such rule
+        return None  # LLVM's and Intel's would pause all threads, and have no such rule
     return getattr(library, "omp_pause_resource_all", None)
 
 
@@ -68,5 +69,5 @@ def _library() -> Any:
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         path = Path(torch.__file__).parent / "lib" / name
         if path.exists():
-            return ctypes.CDLL(str(path))  # a symbol is looked for in what it depends on, too
+            return ctypes.CDLL(str(path))  # its dependencies are searched for symbols, too
     return None

@@ -1,6 +1,6 @@
-"""Pools on disk: whose text a pool holds, told by tokenizer and model.
+"""Pools on disk, labelled with the tokenizer and the model of their text.
 
-The format of the file is `ngram_pool`'s, which knows neither; this is where both get their names.
+`ngram_pool` defines the file format and knows neither; this file computes the labels.
 """
 
 import hashlib
@@ -22,23 +22,23 @@ def load_pool(
 ) -> NGramPool:
     """Load a pool that `save_pool`, `NGramPool.save` or `lade pool build` wrote.
 
-    The file is read into memory, never changed: what the pool learns is in memory alone until it
-    is saved. Whatever is done to the file meanwhile, pools that came of it go on.
+    The file is read into memory and never changed: what the pool learns stays in memory until the
+    pool is saved. Later changes to the file do not affect the pool.
 
         pool = lade.load_pool("mine.pool", tokenizer=tokenizer, model=model)
 
     Args:
         path: the file.
         tokenizer: of transformers; a pool of another vocabulary or other merges is refused. Added
-            tokens do not count. None to trust that it is the right one.
-        model: the model that is to draft; what another one found likely is left out, with a
-            warning, and the text is kept. None to keep everything.
+            tokens do not count. None skips the check.
+        model: the model that the pool is for; the likely successors of another model are left out,
+            with a warning, and the text is kept. None to keep everything.
         read_only: whether the pool is only drafted from. Such pools may be layers of a call,
             `pool=[mine, *others]`, and are shared between threads without waiting.
 
     Raises:
-        ngram_pool.PoolFileError: the file is damaged, of a newer version or no pool, or its text is
-            that of another tokenizer.
+        ngram_pool.PoolFileError: the file is damaged, of a newer version or no pool, or its text
+            has another tokenizer.
         OSError: the file cannot be read.
         TypeError: `tokenizer` has no vocabulary.
     """
@@ -59,14 +59,15 @@ def save_pool(
 ) -> None:
     """Save a pool to one file that only its owner may read; an older file is replaced as a whole.
 
-    Whoever may read the file may read all text in it. It may be saved while other threads use it.
+    Everyone who can read the file can read all text in it. A pool may be saved while other threads
+    use it.
 
     Args:
-        pool: the pool; remembers whose it is.
+        pool: the pool; it keeps the labels of tokenizer and model.
         path: the file.
-        tokenizer: that of the pool's text, so that no other is used with it later. None to save
-            what the pool knows of it.
-        model: the one whose likely successors were learned, likewise.
+        tokenizer: the tokenizer of the pool's text; `load_pool` refuses any other. None to save the
+            label that the pool has.
+        model: the model whose likely successors were learned, likewise.
 
     Raises:
         OSError: the file cannot be written; an older one is as it was.
@@ -81,10 +82,10 @@ def save_pool(
 
 
 def fingerprint_of_tokenizer(tokenizer: Any) -> str:
-    """Return what tokenizers share if their ids mean the same, such as "49152-1f3a9c0d2b4e5f60".
+    """Return a label that tokenizers with equal ids share, such as "49152-1f3a9c0d2b4e5f60".
 
-    It is the size of the vocabulary, and a hash of it and of the merges. Tokens added to them, such
-    as those for padding or for tools, do not count: text without them has the same ids.
+    It is the size of the vocabulary, and a hash of vocabulary and merges. Added tokens, such as
+    tokens for padding or tools, do not count: text without them has the same ids.
 
     Raises:
         TypeError: `tokenizer` has no vocabulary.
@@ -107,10 +108,10 @@ def fingerprint_of_tokenizer(tokenizer: Any) -> str:
 
 
 def _same(what: str, known: str, given: str) -> str:
-    """Return a fingerprint, given or known.
+    """Return the given fingerprint, or else the known one.
 
     Raises:
-        ValueError: they differ.
+        ValueError: both exist, and differ.
     """
     if known and given and known != given:
         raise ValueError(f"expected the {what} that the pool learned from, {known}, got {given}")

@@ -1,8 +1,8 @@
-"""Forks and ends of the process: what becomes of engines, whose threads neither outlives.
+"""Engines at forks and at the end of the process, which their threads do not survive.
 
-A fork waits until no engine runs anything, so that its child finds no lock taken by a thread that
-it does not have. A process that ends stops its engines first: a thread that Python ends while it
-runs torch aborts the process.
+A fork waits until no engine runs anything, so that no lock in the child belongs to a thread that
+the child lacks. A process that ends stops its engines first: if Python ends a thread that runs
+torch, the process aborts.
 """
 
 import atexit
@@ -17,21 +17,21 @@ from weakref import WeakSet
 
 from lade.turns import TURNS
 
-_REST_SEC = 5.0  # that a fork waits for forwards that run
-_ROUND_SEC, _NUM_ROUNDS = 0.5, 10  # that the end of the process waits for engines
-_FIRST_FORCED = 2  # round in which calls that have not ended before their next token are broken off
+_REST_SEC = 5.0  # for which a fork waits for running forward passes
+_ROUND_SEC, _NUM_ROUNDS = 0.5, 10  # for which the end of the process waits for engines
+_FIRST_FORCED = 2  # round from which on calls that have not ended are broken off
 _NOT_AT_REST = (
-    "this process was forked while a forward ran, which may have left locks taken that nobody here "
-    "gives back: fork earlier, or use the start method 'spawn'"
+    "this process was forked during a forward pass, which may have left locks taken forever: fork "
+    "earlier, or use the start method 'spawn'"
 )
 
 
 class EngineThread(Protocol):
-    """What is asked of an engine."""
+    """The part of an engine that this file uses."""
 
     @property
     def thread(self) -> threading.Thread | None:
-        """The one that runs its calls, while there are any."""
+        """The thread that runs the engine's calls, while there are calls."""
 
     @property
     def is_here(self) -> bool:
@@ -39,13 +39,13 @@ class EngineThread(Protocol):
 
     @property
     def locks(self) -> Sequence[threading.Lock]:
-        """Those that the engine's thread holds only while it runs something."""
+        """The locks that the engine's thread holds only while it runs something."""
 
     def end(self, refusal: str | None = None) -> None:
-        """Have all calls end, and refuse others for a reason."""
+        """Have all calls end, and refuse later ones for a reason."""
 
     def begin_anew(self, refusal: str | None) -> None:
-        """Be an engine without thread and calls, in a child."""
+        """Reset to an engine without thread and calls, in a child."""
 
 
 _engines: WeakSet[EngineThread] = WeakSet()
@@ -53,7 +53,7 @@ _fork = threading.local()
 
 
 def look_after(engine: EngineThread) -> None:
-    """Look after an engine as long as it lives."""
+    """Register an engine for forks and the end of the process, as long as it lives."""
     _engines.add(engine)
 
 
@@ -88,13 +88,13 @@ def _at_exit() -> None:
     for number in range(_NUM_ROUNDS):
         deadline = monotonic() + _ROUND_SEC
         for thread in threads:
-            if number >= _FIRST_FORCED and thread.is_alive():  # in code that is not lade's
+            if number >= _FIRST_FORCED and thread.is_alive():  # in user code
                 _raise_in(thread, SystemExit)
             thread.join(max(0.0, deadline - monotonic()))
 
 
 def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
-    """Raise an error in another thread as soon as that runs Python code."""
+    """Raise an error in another thread as soon as it runs Python code."""
     ident = ctypes.c_ulong(thread.ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
 

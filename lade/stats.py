@@ -29,13 +29,13 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class SourceStats:
-    """What one of several sources of drafts did.
+    """Counts and time of one of several sources of drafts.
 
     Attributes:
-        num_asked: Drafts asked of it.
-        num_draft_tokens: Tokens that it proposed, verified or not.
-        num_accepted_tokens: Emitted tokens on a path that it had proposed.
-        sec: Time of asking it.
+        num_asked: Requested drafts.
+        num_draft_tokens: Proposed tokens, verified or not.
+        num_accepted_tokens: Emitted tokens on a path that the source had proposed.
+        sec: Drafting time.
     """
 
     num_asked: int = 0
@@ -55,12 +55,12 @@ class SourceStats:
 
 @dataclass(slots=True)
 class WidthStats:
-    """What some number of draft tokens in every step would have given, as believed at each step.
+    """Expected tokens and time if every step had verified one number of draft tokens.
 
     Attributes:
-        num_steps: Steps that verified so many, or more but fewer than the next number told of.
-        num_tokens: Expected tokens of all steps if each had verified so many.
-        sec: What these would have taken, by the seconds measured until then.
+        num_steps: Steps that verified this number, or more but fewer than the next listed number.
+        num_tokens: Expected tokens of all steps at this number.
+        sec: Expected time of all steps at this number, by the costs measured until each step.
     """
 
     num_steps: int = 0
@@ -92,13 +92,14 @@ class DecodeStats:
         num_accepted_tokens: Draft tokens accepted and emitted.
         num_committed_tokens: Accepted and bonus tokens of all steps.
         num_prefills: Prompts run; each commits one more token.
-        num_reused_tokens: Prompt tokens that were not run, since their keys and values were kept
-            (`Config.reuses_prefix`).
+        num_reused_tokens: Prompt tokens that were not run, because the KV cache of an earlier text
+            holds them (`Config.reuses_prefix`).
         num_drafted_row_steps: Row steps that verified at least one draft token.
         accepted_by_depth: Accepted draft tokens by depth in the tree, from depth 1.
-        sources: By name, what each source of drafts did, where a drafter has several or is a model.
-        widths: By number of draft tokens, how often the budget chose it, and what it expected of it
-            in all of its steps; empty where the number was fixed, or decided by other calls.
+        sources: Statistics of each source of drafts, by name, if a drafter has several or is a
+            model.
+        widths: How often the budget chose each number of draft tokens, and its expected tokens and
+            time; empty if the number was fixed, or decided together with other calls.
         prefill_sec: Time of the prefills, until their choices are on the host.
         draft_sec: Time of asking the drafter and the budget, and of building the tree's tensors.
         forward_sec: Time of the target's forwards, until their choices are on the host.
@@ -127,12 +128,12 @@ class DecodeStats:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens emitted, including those of the prefills."""
+        """Tokens emitted, including one of each prefill."""
         return self.num_committed_tokens + self.num_prefills
 
     @property
     def mean_accepted_tokens(self) -> float:
-        """MAT: tokens committed per row and step, bonus included; plain decoding is 1.00.
+        """MAT: tokens committed per row and step, bonus included; standard decoding is 1.00.
 
         vLLM's "mean acceptance length" is 1 + accepted tokens / drafts and leaves out steps without
         a draft: in terms of these counts, 1 + `num_accepted_tokens` / `num_drafted_row_steps`. MAT

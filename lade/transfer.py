@@ -30,7 +30,7 @@ class HostCopy:
 
 
 class Launched:
-    """What a device has been given to do so far, which can be waited for.
+    """The work launched on a device so far, to wait for.
 
     Args:
         last: the last result, on the device.
@@ -44,7 +44,7 @@ class Launched:
             self._event.record(torch.cuda.current_stream(last.device))
 
     def wait(self) -> None:
-        """Wait until the device has done it."""
+        """Wait until the device has done this work."""
         if self._event is None:
             self._last[(0,) * self._last.dim()].item()
         else:
@@ -54,8 +54,8 @@ class Launched:
 def arrays_on(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
     """Return arrays on a device, each in its own dtype.
 
-    On CUDA they go through pinned memory: otherwise torch would wait until the device is idle, for
-    each of them. Elsewhere they may share the arrays' memory.
+    On CUDA they go through pinned memory: otherwise torch would wait for an idle device at each
+    array. Elsewhere they may share the arrays' memory.
     """
     tensors = map(torch.from_numpy, arrays)
     if device.type != "cuda":

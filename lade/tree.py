@@ -46,9 +46,8 @@ class Tree:
         seen = [1 << ROOT]
         for node, parent in enumerate(parents, start=1):
             seen.append(seen[parent] | 1 << node)
-        children = {
-            place: node for node, place in enumerate(zip(parents, token_ids, strict=True), start=1)
-        }
+        pairs = zip(parents, token_ids, strict=True)
+        children = {pair: node for node, pair in enumerate(pairs, start=1)}
         depths = [0, *draft.depths.tolist()]
         return cls([root_token_id, *token_ids], depths, _unpacked(seen), children, draft)
 
@@ -92,8 +91,5 @@ class TreeTensors(NamedTuple):
 
 
 def starts(trees: Iterable[Tree]) -> list[int]:
-    """Return where the roots are in a forward's output [1, num_nodes, …].
-
-    It has one tree after the other.
-    """
+    """Return the indices of the roots in a forward's output [1, num_nodes, …], tree after tree."""
     return [*accumulate(map(len, trees), initial=0)][:-1]

@@ -1,9 +1,9 @@
 """Turns: torch's default generators belong to the process, and one call at a time draws from them.
 
-Every engine has a thread, and every call of an engine has a random state of its own. While a call
-runs its own code, the generators hold its state, and the calls of all other engines wait. Forwards
-of several calls, and code of the user's that is told of tokens, need no turn. Between two turns the
-generators hold what the process has there.
+Every engine has a thread, and every call has its own random state. While a call runs lade's code,
+the generators hold its state, and the calls of all other engines wait. Forward passes of several
+calls, and user code that receives tokens, need no turn. Between two turns, the generators hold the
+state of the process.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ class Turns:
         self._holder: int | None = None  # a thread
         self._num_turns = 0
         self._heir: object = None
-        #: States of the process, by device, while the generators hold those of a call.
+        #: States of the process, by device, while the generators hold the states of a call.
         self._put_aside: dict[torch.device, Tensor] = {}
 
     @property
     def locks(self) -> Sequence[Lock]:
-        """Those that nobody holds while no call runs, in the order in which they are taken."""
+        """The locks that are free while no call runs, in the order in which they are taken."""
         return self._next, self._turn
 
     @property
@@ -45,10 +45,10 @@ class Turns:
 
         Args:
             device: of the model.
-            states: of the call; None for those of the process.
-            num_turns: as `lend` returned it; if nobody had a turn since, the generators stay.
+            states: of the call; None for the states of the process.
+            num_turns: as `lend` returned it; if no call had a turn since, the generators stay.
         """
-        with self._next:  # else the thread that has just left would be back before others wake up
+        with self._next:  # else a thread that has just left would return before others wake up
             self._turn.acquire()
         self._holder = get_ident()
         self._num_turns += 1
@@ -63,11 +63,11 @@ class Turns:
             raise
 
     def leave(self, device: torch.device, call: object = None) -> list[Tensor]:
-        """End the turn; return the states of the generators, which get those of the process.
+        """End the turn and restore the states of the process; return the states of the call.
 
         Args:
             device: as for `take`.
-            call: that has ended; the process goes on from its states if it was the heir.
+            call: the call, if it has ended; the process continues its states if it was the heir.
         """
         try:
             states = random_states(device)
@@ -93,7 +93,7 @@ class Turns:
             put_back(device, [state] if device == _CPU else [put_aside[_CPU], state])
 
     def inherits(self, call: object) -> bool:
-        """Return whether a call goes on from the states of the process: one at a time does."""
+        """Return whether a call continues the states of the process: one at a time does."""
         self._heir = self._heir or call
         return self._heir is call
 
@@ -107,5 +107,5 @@ class Turns:
         self._turn.release()
 
 
-#: Those of the process.
+#: The turns of this process.
 TURNS = Turns()

@@ -32,18 +32,18 @@ Change = Callable[[nn.Module], dict[str, Any] | None]
 class FastViews(Protocol):
     """Makes views of a model whose forwards are faster than its own."""
 
-    #: Seconds that comparing ways has taken so far, besides the one that is used.
+    #: Seconds spent so far on comparing it with torch's forwards.
     compared_sec: float
 
     @property
     def has_one_way(self) -> bool:
-        """Whether all forwards give a token the same bits, in a dtype where torch's do not."""
+        """Whether all forwards give a token the same bits, in a dtype where torch's differ."""
 
     def view(self, model: Model) -> Model:
-        """Return a view of a model, or of a view of it; itself where nothing is faster."""
+        """Return a view of a model, or of a view of it; the model itself if nothing is faster."""
 
     def pays(self, num_rows: int) -> bool:
-        """Return whether a prompt or a step of so many tokens is to run by a view."""
+        """Return whether a prompt or a step of `num_rows` tokens should run by a view."""
 
 
 def viewed(model: Model, change: Change) -> Model:
@@ -58,7 +58,7 @@ def viewed(model: Model, change: Change) -> Model:
 
 
 def with_forward(model: Model, forward: Callable[..., Any]) -> Model:
-    """Return a view with all modules of the model, but another forward, a function of the view."""
+    """Return a view with all modules of the model and another forward, a method of the view."""
     twin = _twin_of(model, {})
     vars(twin)["forward"] = vars(twin)[BEFORE]["forward"] = MethodType(forward, twin)
     return twin
@@ -68,10 +68,9 @@ def with_attention(model: Model, attention: str) -> Model:
     """Return a view whose text part uses another attention implementation.
 
     It is set where transformers looks for it: in the configs that modules refer to. A module
-    without submodules, such as one that only makes rotary angles, is left as it is: it does not
-    attend.
+    without submodules does not attend, such as one that makes rotary angles, and is left as it is.
     """
-    text = model.config.get_text_config(decoder=True)  # which may make a new one
+    text = model.config.get_text_config(decoder=True)  # may be a new object
     copies: dict[int, Any] = {}
     copy.deepcopy((model.config, text), copies)
     copies[id(text)]._attn_implementation = attention
@@ -82,8 +81,8 @@ def with_decoding_experts(model: Model) -> Model:
     """Return a view with the experts that `generate` decodes single tokens with.
 
     On all devices but a CPU it replaces "grouped_mm" by "batched_mm", which copies the weights of
-    every expert of every token: for one token less work than sorting them, for a tree more memory
-    than all experts have. The model itself where there is nothing to replace.
+    every expert of every token. For one token, copying is less work than sorting; for a tree, it
+    would take more memory than all experts have. Returns the model itself if nothing is replaced.
     """
     if device_of_inputs(model).type == "cpu" or "grouped_mm" not in experts_of(model):
         return model
@@ -95,14 +94,15 @@ def with_decoding_experts(model: Model) -> Model:
     return _with_configs(model, copies)
 
 
-# Elements of a buffer that a forward may write to, such as a count; more are a table or weights.
+# Elements of a buffer that a forward may write to, such as a count; a larger one holds a table or
+# weights.
 _MOST_WRITTEN = 2**12
 
 
 def apart(model: Model) -> Model:
     """Return a view that shares nothing with the model but weights, large buffers and config.
 
-    What forwards, or methods of its class, set in it or in its modules, stays in the view.
+    Attributes that forwards or methods set in the view or its modules stay in the view.
     """
 
     def change(module: nn.Module) -> dict[str, Any]:
@@ -127,9 +127,9 @@ def apart(model: Model) -> Model:
 
 
 def _handle_in(copied: dict[str, Any], handle: RemovableHandle, module: nn.Module) -> Any:
-    """Return a handle that removes a hook of a view, not of the model; others remove nothing.
+    """Return a handle that removes a hook of a view, not of the model.
 
-    compressed-tensors removes the hook that unpacks its weights as this is called.
+    compressed-tensors removes the hook that unpacks its weights when the hook is called.
     """
     hooks, twin = handle.hooks_dict_ref(), copy.copy(handle)
     of_view = [copied[name] for name in HOOKS if vars(module)[name] is hooks]
@@ -144,7 +144,7 @@ def _may_be_written(buffer: Tensor) -> bool:
 def keep_attributes(view: Model, model: Model) -> None:
     """Copy attributes that forwards have set in a view to the model, as if they had run in it.
 
-    Some models store how positions were counted in a prompt; transformers stores that it collects
+    Some models store how they counted positions in a prompt; transformers stores that it collects
     outputs.
     """
     left: list[tuple[Any, Any]] = [(view, model)]
@@ -189,9 +189,9 @@ def _view_of(
 
 
 class _HooksOf(Mapping[int, Any]):
-    """The hooks of a module for a twin of it: they get the module, and what they store stays.
+    """The hooks of a module for its twin: each hook gets the module, and stores in it.
 
-    Torch calls its items; its values are the hooks themselves.
+    Torch calls the items; the values are the hooks themselves.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -237,10 +237,11 @@ def _twin_of(module: nn.Module, changed: dict[str, Any]) -> nn.Module:
 def _with_configs(
     model: Model, copies: dict[int, Any], applies: Callable[[nn.Module], bool] = lambda module: True
 ) -> Model:
-    """Return a view in which modules that `applies` tells of refer to copies of their configs.
+    """Return a view in which some modules refer to copies of their configs.
 
     Args:
-        copies: by the id of what they are copies of, as `deepcopy` notes them.
+        copies: the copies by the id of each original, as `deepcopy` records them.
+        applies: returns whether a module refers to copies.
     """
 
     def change(module: nn.Module) -> dict[str, Any] | None:

@@ -1,9 +1,9 @@
-"""An online n-gram pool: learns token sequences as they are written, drafts how they go on.
+"""An online n-gram pool: learns token sequences as they are written, and drafts continuations.
 
-It needs numpy and numba, and sortedcontainers and filelock for stores, never torch, and is usable
-alone: an engine's draft proposer needs no more than `NGramPool.observe` and
-`NGramPool.draft_chains`. Reading order:
-`draft.py`, `pool.py`, `arrays.py`, `table.py`, `_kernels.py`; `files.py`, `store.py`.
+It needs numpy and numba, for stores also sortedcontainers and filelock, and never torch. It can be
+used alone: an engine's draft proposer needs only `NGramPool.observe` and `NGramPool.draft_chains`.
+Reading order: `draft.py`, `pool.py`, `arrays.py`, `table.py`, `_kernels.py`; `files.py`,
+`store.py`.
 """
 
 from ngram_pool.draft import Draft, DraftChains, SampledDraft

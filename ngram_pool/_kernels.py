@@ -15,21 +15,31 @@ is overwritten first. `first` is the oldest position still held.
     sequence  [3]               state of an open sequence: its last position, and the first ones of
                                 its prompt and of its answer
 
-Previous and next run along the token's own sequence (they differ from p-1 and p+1 only where
-sequences grow interleaved). The n-gram *ending* at `p` belongs to one bucket of its order, found by
-hashing; links lead from a bucket's head to ever older positions, as in the hash chains of LZ77
-matchers. Nothing is deleted as it gets old: a position older than `first` ends a chain. Text and
+The previous and the next position are those of the same sequence; they differ from p-1 and p+1 only
+where sequences grow interleaved. The n-gram *ending* at `p` belongs to one bucket of its order,
+found by hashing; links lead from a bucket's head to ever older positions, as in the hash chains of
+LZ77 matchers. Old entries are not deleted: a position older than `first` ends a chain. Text and
 links are separate arrays because matching often reads the text of neighbouring positions, never
 their links.
 
-A kernel is handed a pool, a table, a sequence and scratch by their *headers*: int64 rows with the
-address and the shape of each of their arrays (`arrays.py`). So a kernel is compiled once, whatever
-they hold, a call takes as long as four arrays take to pass, and the headers of many pools are one
-array. Whoever calls must hold the arrays meanwhile. A *layer* is a read-only pool that a sequence
-drafts from too; the *sources* of a sequence are its pool and its layers, in this order.
+Kernels get a pool, a table, a sequence and scratch by their *headers*: int64 rows with the address
+and the shape of each of their arrays (`arrays.py`). So a kernel is compiled once for all of them, a
+call costs as much as passing four arrays, and the headers of many pools form one array. The caller
+must keep the arrays alive. A *layer* is a read-only pool that a sequence drafts from, too; the
+*sources* of a sequence are its pool and its layers, in this order.
 
-No signal is noticed while a kernel runs. So whatever must change together, counts included, is
-changed by one kernel: then the pool is consistent wherever Python is interrupted.
+Arguments of one name mean the same in all kernels:
+
+    pool, sequence, scratch, table  int64 headers, read by the functions of `_views`
+    context    int64 [length], the tokens before the one to predict, newest first
+    max_order  the longest n-gram of the context to look up, at most N
+    path_prob  probability of the node whose context it is, along its whole path
+    found, features  rows of scratch, one column or row for each candidate token
+    num        number of candidates so far; the new number is returned
+    position   of a token in the text; `first` is the oldest held one
+
+No signal is noticed while a kernel runs. So one kernel makes all changes that belong together,
+counts included: then the pool is consistent wherever Python is interrupted.
 
 Next file: `pool.py`.
 """
@@ -56,23 +66,23 @@ Float64Array = NDArray[np.float64]
 
 def kernel(function: _F, **options: Any) -> _F:
     """Compile at first call, to run without the GIL; cache on disk if a folder is writable."""
-    options |= {"nogil": True, "no_cfunc_wrapper": True}  # nobody calls from C
-    # What is compiled must allocate nothing and divide by no zero: then no array's references are
-    # counted, which is two atomic additions for each view of one, and no division is checked.
+    options |= {"nogil": True, "no_cfunc_wrapper": True}  # C never calls them
+    # Kernels must allocate nothing and never divide by zero: then Numba counts no references, which
+    # would be two atomic additions for each view of an array, and checks no division.
     options |= {"_nrt": False, "error_model": "numpy"}
     try:
         compiled: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # Numba found no writable folder for its cache
         # The same text for all kernels, so that only one warning is shown.
         warnings.warn(
-            "ngram_pool compiles anew in each process, for a minute or more: no cache folder; name "
-            "one that may be written to by the variable NUMBA_CACHE_DIR",
+            "ngram_pool compiles anew in each process, for a minute or more: no cache folder is "
+            "writable; set the variable NUMBA_CACHE_DIR to one that is",
             stacklevel=2,
         )
         compiled = numba.njit(**options)(function)
     if isinstance(compiled, Dispatcher):
-        # Else Numba compiles a function once more for each constant that a kernel passes to it, and
-        # for each kind of integer: half of all the time that compiling took.
+        # Otherwise Numba compiles a function again for each constant that a kernel passes to it,
+        # and for each kind of integer: half of all compile time.
         template_of = compiled.get_call_template
         dispatcher: Any = compiled
         dispatcher.get_call_template = lambda args, kws: template_of((*map(_plain, args),), kws)
@@ -85,7 +95,7 @@ def inlined(function: _F) -> _F:
 
 
 def _plain(of: Any) -> Any:
-    """Return the type that a value is passed as between kernels."""
+    """Return the type by which kernels pass a value to each other."""
     of = types.unliteral(of)
     return types.int64 if isinstance(of, types.Integer) else of
 
@@ -100,7 +110,7 @@ NEXT_POSITION, LOWERED, SEED, MULTIPLIER = range(4)  # of `counts`
 EARLIER, PROMPT, ANSWER = range(3)
 TAIL = EARLIER
 NEVER = 2**62  # first position of a prompt or an answer that has not begun
-# Occurrences are noted as their position plus this many times their source: 0 for the own text,
+# An occurrence is written as its position plus this number times its source: 0 for the pool's text,
 # 1, 2, … for the layers.
 _SOURCE = MAX_TOKEN_ID + 1
 
@@ -111,9 +121,9 @@ HASH_MULTIPLIER = 0x5851F42D  # of tables, and of the text of a pool whose seed 
 # SmolLM2-135M-Instruct; the optimum is flat: 10 % either way costs less than 1 % of the mean
 # accepted tokens.
 #
-# Share of the probability that the longest matching context leaves to unseen tokens: where all its
-# occurrences had the same successor, over 1 + its length; and where they differed. Multiplied by
-# sqrt(distinct successors / occurrences).
+# Share of the probability that the longest matching context leaves to unseen tokens, times
+# sqrt(distinct successors / occurrences): the first, divided by 1 + the length, if all its
+# occurrences had the same successor; the second if they differed.
 _ESCAPE_UNANIMOUS, _ESCAPE_DIVIDED = 1.5, 0.6
 # Share of the remaining probability that goes to successors added by a shorter context.
 _BACKOFF_SHARE = 0.35
@@ -122,21 +132,20 @@ _BACKOFF_SHARE = 0.35
 # fewer. Reading fewer for unlikely nodes lost nothing and took 17 % off a 32-node draft.
 MAX_OCCURRENCES = 8
 UNLIKELY = 0.1
-# Shorter contexts are read while at least this much probability is left for what they may add. At
+# Shorter contexts are read while at least this much probability is left for their successors. At
 # 0.004 as many tokens were accepted, at 0.08 up to 1 % fewer; a draft takes 35 % less time than at
 # 0.004.
 READ_ON = 0.03
-# Matches are followed back for at most this many tokens, or N where the node is unlikely: their
-# length tells how far to trust them.
+# Matches are followed back for at most this many tokens, or N where the node is unlikely: a longer
+# match is trusted more.
 MAX_MATCH = 32
 # Maximum number of entries of one bucket to read. On average a bucket holds one or two positions of
 # other n-grams; this only bounds the rare context that shares its bucket with a very frequent one,
 # and the cost of a text made so that its n-grams collide: a draft of 64 nodes took 0.16 ms instead
 # of 0.05, and 2.0 with 4096. Of 4000 drafts for program text, none differs from those with 4096,
-# and four do with 64. Nobody can make such a text who does not know the pool's seed; drafts depend
-# on the seed only through this limit and that of `add_skips`, which count entries of a bucket,
-# whatever they are. (Tables need no seed: a full bucket drops its oldest context, and none takes
-# longer.)
+# and four do with 64. Without the pool's seed, nobody can make such a text. Drafts depend on the
+# seed only through this limit and that of `add_skips`, which count all entries of a bucket. (Tables
+# need no seed: a full bucket drops its oldest context, so none takes longer.)
 MAX_CHAIN = 256
 # A node less likely than this is drafted only as the best successor of its parent, so that a draft
 # runs as deep as the text it follows; no machine verifies other nodes for so little gain.
@@ -144,39 +153,39 @@ MIN_PROB = 1e-3
 
 # --- how sources are blended; see `estimate` ---
 #
-# Sources of successors: the text itself; the target's own successors of the last two tokens and of
-# the last one, both harvested and prewarmed; and the text with the last token exchanged for
-# another. For each candidate token, a source gives its log-probability, counted from
-# LEAST_LOG_PROB, or nothing (0); the last source gives the logarithm of its match's length.
+# Sources of successors: the text itself; the target's successors of the last two tokens and of the
+# last one, both harvested and prewarmed; and the text with the last token exchanged for another.
+# The evidence of a source for a candidate token is its log-probability minus LEAST_LOG_PROB, or 0
+# for none; for the last source, it is the logarithm of the match's length.
 TEXT, HARVESTED_PAIR, HARVESTED_SINGLE, PREWARMED_PAIR, PREWARMED_SINGLE, SKIP = range(6)
-NUM_TABLE_SOURCES = SKIP  # those whose silence counts too: all before it
+NUM_TABLE_SOURCES = SKIP  # the first sources, for which no evidence counts as silence
 # Features of a candidate from the text: logarithms of the length of its longest match and of its
 # number of occurrences, whether it followed the newest of the longest matches, and whether its
 # nearest origin is the answer or the prompt.
 LENGTH, COUNT, IS_NEWEST, IN_ANSWER, IN_PROMPT = range(6, 11)
 NUM_FEATURES = IN_PROMPT + 1
-SILENCE = NUM_FEATURES  # first of the weights for sources that give nothing
+SILENCE = NUM_FEATURES  # first of the weights for sources without evidence
 BIAS = SILENCE + NUM_TABLE_SOURCES
 NUM_WEIGHTS = BIAS + 1
 # Rows of weights. The weights of a context are the sum of three rows: by the match in the text and
 # whether the last token is prewarmed; by the origin of its newest occurrence; by which tables know
 # the last pair.
-# Each of the first layers has a row of its own among the origins; further ones share the last.
+# Each of the first layers has its own row among the origins; further layers share the last row.
 MATCH_ROWS, ORIGIN_ROW, KNOWN_ROW, LAYER_ROW, NUM_WEIGHT_ROWS = 22, 22, 25, 29, 33
 LEAST_LOG_PROB = math.log(1e-4)
-# Weights of what sources give learn at a tenth of the rate, because that is ten times as large.
+# Weights of evidence learn at a tenth of the rate, because evidence is ten times as large.
 _OF_FEATURES = 0.1
 _LOGS = np.array([-math.inf, *(math.log(number) for number in range(1, 64))])
-# Room for candidates: from text, from skips, and from four tables of as many; each layer adds room
-# for those from its text and its skips.
+# Maximum number of candidates without layers: from text, from skips, and from four tables. Each
+# layer adds candidates from its text and its skips.
 MAX_FOUND = 6 * MAX_OCCURRENCES
 
 
 @inlined
 def row_of(position: int, num_rows: int) -> int:
-    """Return the row of a position, a row even where arrays hold noise.
+    """Return the row of a position; a valid row even if arrays hold noise.
 
-    A division takes longer than all else that is done with a position.
+    A division takes longer than all other work with a position.
     """
     return position if 0 <= position < num_rows else position % num_rows
 
@@ -190,9 +199,9 @@ def hash_with(state: int, token_id: int, multiplier: int) -> int:
 
 # --- headers: arrays by their addresses and shapes ---
 #
-# `_views` makes functions that return groups of the arrays of a header, in its order. They are made
-# by LLVM's builder: as functions of Numba's, they took a fifth of the time that compiling the pool
-# takes. A length that is always the same is given, so that it is known to the compiler.
+# `_views` makes functions that return groups of the arrays of a header, in its order, by LLVM's
+# builder: as Numba functions, they took a fifth of the pool's compile time. Constant lengths are
+# given, so that the compiler knows them.
 
 _Kind = tuple[Any, tuple[int | None, ...]]  # dtype and shape
 
@@ -270,7 +279,7 @@ else:
 
 
 # Of a pool: text and links; heads; counts; weights; tokens and their expected counts; the header of
-# the table of what was harvested.
+# the table of harvested successors.
 text_of, heads_of, counts_of, weights_of, unigrams_of, harvested_of = _views(
     ((np.int32, (None, 3)), (np.int32, (None, None))),
     ((np.int32, (None, None)),),
@@ -279,7 +288,7 @@ text_of, heads_of, counts_of, weights_of, unigrams_of, harvested_of = _views(
     ((np.int32, (None,)), (np.float64, (None,))),
     ((np.int64, (None,)),),
 )
-# Of a sequence: its state; the headers of its layers; that of its prewarmed table.
+# Of a sequence: its state; the headers of its layers; the header of its prewarmed table.
 state_of, layers_of, prewarmed_of = _views(
     ((np.int64, (3,)),), ((np.int64, (None, None)),), ((np.int64, (None,)),)
 )
@@ -291,18 +300,17 @@ rows_of, size_of = _views(
 )
 # Of scratch:
 # - a context, newest token first, and as long as one that matters can be;
-# - what is found after a context, and probabilities of the successors. Rows of the first: 0
-#   occurrences, 1 token ids of successors, 2 their counts, 3 their nearest origin, 4 lengths of the
-#   occurrences, or in the end the rows of weights used, 5 what follows the occurrences, 6 lengths
-#   of the successors' longest match; from 7 on, for each source, what `look_up` finds;
-# - the features of what is found, and the weights of a context;
+# - the successors found after a context, and their probabilities. Rows of the first: 0 occurrences,
+#   1 token ids of successors, 2 their counts, 3 their nearest origin, 4 lengths of the occurrences,
+#   or in the end the rows of weights used, 5 tokens after the occurrences, 6 lengths of the
+#   successors' longest match; from 7 on, for each source, the positions that `look_up` finds;
+# - the features of the successors, and the weights of a context;
 # - the nodes of a tree, and their probabilities. Rows of the first: token, parent, depth, number of
 #   children, length of the longest match;
-# - what may become nodes, and their probabilities. Rows of the first: token, parent, a heap of
-#   them;
-# - what is left to draw of a drawn tree: the successors of each node, the root's first; their path
-#   probabilities, 0 where drawn already; and for each node, the distribution that it was drawn
-#   from, over its parent's successors.
+# - candidates for nodes, and their probabilities. Rows of the first: token, parent, a heap of
+#   candidates;
+# - of a drawn tree: the successors of each node, the root's first; their path probabilities, 0 once
+#   drawn; and for each node, the distribution that it was drawn from, over its parent's successors.
 context_of, found_of, features_of, nodes_of, candidates_of, left_of = _views(
     ((np.int64, (None,)),),
     ((np.int64, (None, None)), (np.float64, (None,))),
@@ -329,7 +337,7 @@ def index_position(pool: Int64Array, position: int, first: int) -> None:
     state, multiplier = int(counts[SEED]), int(counts[MULTIPLIER])
     reached = position
     for order in range(heads.shape[0]):
-        if reached < first:  # the sequence, or what is held of it, is shorter than this order
+        if reached < first:  # the sequence, or its held part, is shorter than this order
             links[row, order] = NONE
             continue
         reached_row = row_of(reached, num_rows)
@@ -352,8 +360,12 @@ def append(
 ) -> None:
     """Append `token_ids` to a sequence: to its prompt, or with a rate above 0 to its answer.
 
-    The weights learn from tokens of an answer before they are appended: from each so many-th one,
-    counting `num_before` that came before these.
+    Args:
+        token_ids: int32 [num_tokens].
+        learning_rate: rate at which weights learn from tokens of an answer, before each is
+            appended; 0 for a prompt.
+        learning_stride: only every so many-th token teaches the weights.
+        num_before: tokens to count for this stride before the first one.
     """
     (text, _), counts, state = text_of(pool), counts_of(pool), state_of(sequence)
     num_rows = text.shape[0]
@@ -388,7 +400,7 @@ def reindex(pool: Int64Array) -> None:
 
 @kernel
 def rebase(pool: Int64Array) -> None:
-    """Lower every position that is held, and forget older ones; those of sequences stay."""
+    """Lower every held position, and forget older ones; the caller lowers those of sequences."""
     (text, links), heads, counts = text_of(pool), heads_of(pool), counts_of(pool)
     first = first_of(pool)
     shift = first // text.shape[0] * text.shape[0]  # so that every position keeps its row
@@ -426,9 +438,9 @@ def match_length(text: Int32Array, position: int, first: int, context: Int64Arra
 
 @inlined
 def origin_of(occurrence: int, sequence: Int64Array) -> int:
-    """Return whether an occurrence is in the sequence's own answer, its prompt, or earlier text.
+    """Return whether an occurrence is in the sequence's answer, its prompt, or earlier text.
 
-    A layer's text is earlier text; only its row of weights is another.
+    A layer's text counts as earlier text; only its row of weights differs.
     """
     if occurrence >= _SOURCE:
         return EARLIER
@@ -442,6 +454,9 @@ def look_up(pool: Int64Array, context: Int64Array, max_order: int, newest: Int64
     """Fill `newest` by order, from 1 on, with the newest position in the context's bucket.
 
     All orders at once, so that the cache misses overlap; NONE for orders that are not indexed.
+
+    Args:
+        newest: int64 [at least max_order + 1], filled; entry 0 is set to 0.
     """
     heads, counts = heads_of(pool), counts_of(pool)
     state, multiplier = int(counts[SEED]), int(counts[MULTIPLIER])
@@ -468,8 +483,12 @@ def read_bucket(
     """Read occurrences of a context in one text, newest first, up to the text's limit.
 
     Args:
-        pool: whose text it is; `source`: which one of the sources.
-        num_counted: how many occurrences were read for a longer order.
+        pool: the pool or layer whose text is read.
+        source: its index among the sources.
+        order: the length of the n-gram to look up.
+        limit: maximum number of occurrences to read from one text, over all orders.
+        num_counted: number of occurrences read for longer orders.
+        num_occurrences: number of occurrences in `found`.
 
     Returns:
         The number of occurrences in `found`.
@@ -510,21 +529,17 @@ def successors(
     max_order: int,
     path_prob: float,
 ) -> tuple[int, int]:
-    """Estimate from the text what follows a context, as prediction by partial matching does.
+    """Estimate successors of a context from the text, by partial matching.
 
     The longest context that occurs decides (in a layer that indexes shorter n-grams, it is found
-    after those of higher order): its successors share, by their counts, what is not reserved for
-    tokens not seen there. Shorter contexts are then read for occurrences not read yet; the
-    successors they add get a share of the reserve. Orders too short to matter for the tree are not
-    read. At each order the own text is read first, then the layers; each as far as if it were the
-    only one, so that none takes another's place.
+    after those of higher order): its successors share, by their counts, the probability that is not
+    reserved for tokens not seen there. Shorter contexts are then read for occurrences not read yet;
+    the successors that they add get a share of the reserve. Orders too short to matter for the tree
+    are not read. At each order, the pool's text is read first, then the layers; each has its own
+    limit, so that no text displaces another.
 
     Source: Cleary and Witten, "Data compression using adaptive coding and partial string matching",
     IEEE Transactions on Communications 32 (1984); escape by measured hit rates instead of theirs.
-
-    Args:
-        context: int64 [length], newest token first. `max_order`: the longest order to look up.
-        path_prob: probability of the node whose context this is.
 
     Returns:
         The number of successors in `found_of(scratch)`, and the length of the match that decides (0
@@ -550,7 +565,7 @@ def successors(
             num_occurrences = read_bucket(
                 source, i, order, context, limit, num_counted, num_occurrences, found
             )
-        # Count the occurrences just read, those of the longest match first.
+        # Count the occurrences just read, in order of their matches' length, longest first.
         begin = num_counted
         while num_counted < num_occurrences:
             length = 0
@@ -559,15 +574,15 @@ def successors(
             num_known = num_found
             for i in range(begin, num_occurrences):
                 if lengths[i] == length:
-                    place = 0
-                    while place < num_found and found_ids[place] != next_ids[i]:
-                        place += 1
-                    if place == num_found:
-                        found_ids[place], longest_of[place] = next_ids[i], length
-                        times[place], origins[place] = 0, EARLIER
+                    index = 0
+                    while index < num_found and found_ids[index] != next_ids[i]:
+                        index += 1
+                    if index == num_found:
+                        found_ids[index], longest_of[index] = next_ids[i], length
+                        times[index], origins[index] = 0, EARLIER
                         num_found += 1
-                    times[place] += 1
-                    origins[place] = max(origins[place], origin_of(occurrences[i], state))
+                    times[index] += 1
+                    origins[index] = max(origins[index], origin_of(occurrences[i], state))
                     lengths[i] = 0
                     num_counted += 1
             if longest == 0:
@@ -589,19 +604,19 @@ def successors(
 
 @kernel
 def add_candidate(
-    token_id: int, source: int, says: float, found: Int64Array, features: Float64Array, num: int
+    token_id: int, source: int, evidence: float, found: Int64Array, features: Float64Array, num: int
 ) -> int:
-    """Note what a source gives for a token, keeping the maximum; return the candidate count."""
+    """Add a source's evidence for a token, keeping the maximum; return the candidate count."""
     found_ids = found[1]
     for i in range(num):
         if found_ids[i] == token_id:
-            features[i, source] = max(features[i, source], says)
+            features[i, source] = max(features[i, source], evidence)
             return num
     if num == features.shape[0]:
         return num
     found_ids[num] = token_id
     features[num, :] = 0.0
-    features[num, source] = says
+    features[num, source] = evidence
     return num + 1
 
 
@@ -624,10 +639,10 @@ def add_known(
         token_id = int(successor_ids[row, j])
         if token_id == NONE:
             break
-        says = costs[row, j] / -COST_STEPS - LEAST_LOG_PROB
-        if says <= 0.0:  # so unlikely that it counts as silence; what follows is no likelier
+        evidence = costs[row, j] / -COST_STEPS - LEAST_LOG_PROB
+        if evidence <= 0.0:  # so unlikely that it counts as silence; later ones are no likelier
             break
-        num = add_candidate(token_id, source, says, found, features, num)
+        num = add_candidate(token_id, source, evidence, found, features, num)
     return num, True
 
 
@@ -640,9 +655,9 @@ def add_skips(
     features: Float64Array,
     num: int,
 ) -> int:
-    """Add what followed where the text had another last token; return the candidate count.
+    """Add successors of the context with another last token; return the candidate count.
 
-    After a copy with one word exchanged, the original shows how the text goes on.
+    After a copy with one word exchanged, the original shows the continuation.
     """
     before, layers = context[1:], layers_of(sequence)
     longest = min(heads_of(pool).shape[0], before.shape[0])
@@ -663,8 +678,8 @@ def add_skips(
                     length = match_length(text, position, first, before) if after != NONE else 0
                     if length >= order:
                         token_id = int(text[row_of(after, num_rows), TOKEN])
-                        says = log_of(length) + 0.1
-                        num = add_candidate(token_id, SKIP, says, found, features, num)
+                        evidence = log_of(length) + 0.1
+                        num = add_candidate(token_id, SKIP, evidence, found, features, num)
                         has_matched = True
                 position = int(links[row, order - 1])
                 num_read += 1
@@ -682,17 +697,14 @@ def estimate(
     max_order: int,
     path_prob: float,
 ) -> tuple[int, int]:
-    """Estimate what follows a context from all sources.
+    """Estimate the successors of a context from all sources.
 
-    A candidate's score is a weighted sum of what the sources give for it; its probability is the
-    softmax over the candidates and "none of them", whose score is 0. This is a product of experts:
-    sources that agree on a token raise it above what each of them gives.
+    A candidate's score is a weighted sum of the sources' evidence; its probability is the softmax
+    over the candidates and "none of them", whose score is 0. This is a product of experts: sources
+    that agree on a token raise it above the estimate of each.
 
     Source: log-linear interpolation of language models, Klakow (ICSLP 1998); weights that are
     learned online and chosen by context, as in the PAQ compressors (Mahoney 2005).
-
-    Args:
-        context, max_order, path_prob: as for `successors`.
 
     Returns:
         The number of successors found, and the length of the match that decides (0 for none).
@@ -807,7 +819,14 @@ def learn(
 def push(
     queue: Int64Array, queue_length: int, candidate_probs: Float64Array, candidate: int
 ) -> None:
-    """Add a candidate to a heap whose top is the likeliest, the oldest among equals."""
+    """Add a candidate to a heap whose top is the likeliest, the oldest among equals.
+
+    Args:
+        queue: int64 [at least queue_length + 1], the heap: indices of candidates.
+        queue_length: number of candidates in the heap.
+        candidate_probs: float64, by candidate.
+        candidate: index of the new one.
+    """
     child = queue_length
     queue[child] = candidate
     while child > 0:
@@ -866,10 +885,13 @@ def read_context(
 def push_likely(
     scratch: Int64Array, node: int, path_prob: float, num_found: int, num: int, num_popped: int
 ) -> int:
-    """Queue what was found after a node, each by its path probability; return the new `num`.
+    """Queue the successors of a node by their path probabilities; return the new `num`.
 
     Args:
-        num: how many candidates there were in all; `num_popped`: how many of these were popped.
+        node: index of the node; NONE for the root.
+        num_found: number of successors in `found_of(scratch)`.
+        num: number of candidates queued so far.
+        num_popped: number of these that were popped.
     """
     (found, found_probs), (candidates, candidate_probs) = found_of(scratch), candidates_of(scratch)
     likeliest = 0
@@ -891,8 +913,10 @@ def push_likely(
 def push_slot(scratch: Int64Array, parent: int, floor: float, num: int, num_popped: int) -> int:
     """Queue the next child of `parent` by its expected probability before it is drawn.
 
-    It is not queued if nothing is left to draw or the expectation is less than `floor`; else as
-    `push_likely`.
+    It is not queued if no successor is left to draw, or if the expectation is less than `floor`.
+
+    Args:
+        num, num_popped: as for `push_likely`; the new `num` is returned.
     """
     (candidates, candidate_probs), (_, left_probs, _) = candidates_of(scratch), left_of(scratch)
     total = squares = 0.0
@@ -909,15 +933,21 @@ def push_slot(scratch: Int64Array, parent: int, floor: float, num: int, num_popp
 
 @kernel
 def draw_successor(left_probs: Float64Array, uniform: float, support_probs: Float64Array) -> int:
-    """Draw one of the successors left; fill `support_probs` with the distribution drawn from."""
+    """Draw one of the successors left; fill `support_probs` with the distribution drawn from.
+
+    Args:
+        left_probs: float64 [width], path probabilities of the successors; 0 for drawn ones.
+        uniform: in [0, 1).
+        support_probs: float64 [width], filled.
+    """
     total = cumulative = 0.0
     for i in range(left_probs.shape[0]):
         total += left_probs[i]
     drawn = NONE
     for i in range(left_probs.shape[0]):
         support_probs[i] = left_probs[i] / total
-        # A successor is taken if the uniform is beyond all before it; the last one that can be
-        # drawn also takes what rounding leaves below 1.
+        # A successor is taken if the uniform is beyond all earlier ones; the last one that can be
+        # drawn also takes the share that rounding leaves below 1.
         if left_probs[i] > 0.0 and (drawn == NONE or uniform >= cumulative):
             drawn = i
         cumulative += support_probs[i]
@@ -935,20 +965,20 @@ def grow_tree(
     uniforms: Float64Array,
     min_probability: float,
 ) -> int:
-    """Grow a prefix tree of what may follow a context, the likeliest or drawn; return its size.
+    """Grow a prefix tree of continuations of a context, likeliest or drawn; return its size.
 
-    The tree of the likeliest grows best first: of all successors of the root and of the nodes taken
-    so far, the one whose whole path is likeliest comes next. Growth ends at `max_draft_tokens`
-    nodes, or when every path left would open a leaf beyond `max_candidates`.
+    The tree of the likeliest grows best first: of all successors of the root and the nodes taken so
+    far, the one with the likeliest path comes next. Growth ends at `max_draft_tokens` nodes, or
+    when every path left would open a leaf beyond `max_candidates`.
 
-    A drawn tree has *slots* instead, places for nodes whose token is not drawn yet. The slot with
-    the highest expected probability is filled first; it opens the slots of its next sibling and of
-    its first child. So a slot's existence and its parent are settled before its token is drawn, by
-    the tokens of earlier slots alone: otherwise no acceptance rule could be unbiased. Children of
-    one parent are drawn without replacement.
+    A drawn tree has *slots* instead: nodes whose token is not drawn yet. The slot with the highest
+    expected probability is filled first; it opens the slots of its next sibling and its first
+    child. So only the tokens of earlier slots decide a slot's existence and parent, before its
+    token is drawn: otherwise no acceptance rule could be unbiased. Children of one parent are drawn
+    without replacement.
 
     Source: drawing without replacement from Jeon et al., "Recursive Speculative Decoding"
-    (arXiv 2402.14160); the order of the slots is our own.
+    (arXiv 2402.14160); the order of the slots is new.
 
     Args:
         root_context: int32 [up to max_match], the tokens up to the root, oldest first, where
@@ -956,7 +986,7 @@ def grow_tree(
         max_draft_tokens, max_candidates: at least 1.
         uniforms: float64 [max_draft_tokens] in [0, 1), to draw node i with uniforms[i]; empty for
             the tree of the likeliest.
-        min_probability: growth ends where no path is as likely.
+        min_probability: growth ends once no path is this likely.
 
     Returns:
         The number of nodes in `nodes_of(scratch)`: with path probabilities, greatest first, or with
@@ -1040,23 +1070,24 @@ def draft_rows(
     chain_probs: Float64Array,
     chain_lengths: Int64Array,
 ) -> int:
-    """Append the last tokens of each row to its sequence's answer; then follow what is likeliest.
+    """Append the last tokens of each row to its sequence's answer; then draft the likeliest path.
 
-    Each chain is the tree that `grow_tree` grows for one leaf, up to where its probability falls
-    below `min_probability`.
+    Each chain is the tree that `grow_tree` grows for one leaf, until its probability falls below
+    `min_probability`.
 
     Args:
         pools, sequences: int64 [num_rows, …], the headers of each text's pool and sequence.
-        token_ids: int32 [num_rows, width], of which the first `lengths[i]` are row i's text.
-        num_new: int64 [num_rows], how many of the last ones to append.
+        token_ids: int32 [num_rows, width]; the first `lengths[i]` tokens are row i's text.
+        lengths: int64 [num_rows].
+        num_new: int64 [num_rows], how many of a text's last tokens to append.
         max_draft_tokens: int64 [num_rows], at most the width of `chain_ids`.
-        learning_stride: the weights learn from each so many-th token of all rows.
-        chain_ids, chain_probs: int32 and float64 [num_rows, width], filled as far as each chain
-            goes, with the probability that it is right up to there.
+        learning_rate, learning_stride: as for `append`, counted over the tokens of all rows.
+        chain_ids, chain_probs: int32 and float64 [num_rows, width], filled with the tokens of each
+            chain, and the probability that it is right up to there.
         chain_lengths: int64 [num_rows], filled.
 
     Returns:
-        The first row with a negative id where it matters, and nothing is changed; NONE for none.
+        NONE; or the first row with a negative id among the tokens used, with nothing changed.
     """
     (nodes, node_probs), longest = nodes_of(scratch), context_of(scratch).shape[0]
     num_rows = token_ids.shape[0]
@@ -1089,7 +1120,7 @@ WAYS = 8
 # Probabilities from 1 down to 1e-7 are held as -ln(prob) in steps of 1/4096, two bytes each.
 COST_STEPS = 4096.0
 MAX_COST = np.iinfo(np.uint16).max
-# Where a table averages, a new value weighs at least one part in this many.
+# In a table that averages, a new value has a weight of at least 1 / MAX_COUNT.
 MAX_COUNT = 10
 
 
@@ -1138,7 +1169,7 @@ def rehash(old_table: Int64Array, table: Int64Array) -> None:
     """Copy the rows of a table to an empty one of another size."""
     old_keys, old_ids, old_costs, old_times = rows_of(old_table)
     keys, successor_ids, costs, times = rows_of(table)
-    for old in range(old_keys.shape[0] - 1, -1, -1):  # so that what was put last comes first again
+    for old in range(old_keys.shape[0] - 1, -1, -1):  # so that the newest come first again
         if old_keys[old] == NONE:
             continue
         previous = old_keys[old] // (MAX_TOKEN_ID + 1) - 1
@@ -1162,14 +1193,14 @@ def put_successors(
     merged_ids: Int32Array,
     merged_probs: Float64Array,
 ) -> None:
-    """Put what a target found likely after contexts into a table.
+    """Put a target's likely successors of contexts into a table.
 
-    The context put last comes first in its bucket.
+    The newest context comes first in its bucket.
 
     Args:
         contexts: int64 [n, 2]; the first token of each may be NONE.
         new_ids, new_probs: [n, k], likeliest first; NONE ends a row.
-        averages: whether a context's new successors are averaged with the known ones or replace
+        averages: whether a context's new successors are averaged with the known ones, or replace
             them.
         merged_ids, merged_probs: [k + num_successors], scratch.
     """
@@ -1198,15 +1229,15 @@ def put_successors(
         for j in range(new_ids.shape[1]):
             if new_ids[i, j] == NONE:
                 break
-            place = 0
-            while place < num_known and merged_ids[place] != new_ids[i, j]:
-                place += 1
-            if place == num_known:
-                place = num_merged
-                merged_ids[place] = new_ids[i, j]
-                merged_probs[place] = 0.0
+            index = 0
+            while index < num_known and merged_ids[index] != new_ids[i, j]:
+                index += 1
+            if index == num_known:
+                index = num_merged
+                merged_ids[index] = new_ids[i, j]
+                merged_probs[index] = 0.0
                 num_merged += 1
-            merged_probs[place] += share * float(new_probs[i, j])
+            merged_probs[index] += share * float(new_probs[i, j])
         open_front(table, begin, row)
         keys[begin] = (previous + 1) * (MAX_TOKEN_ID + 1) + last
         times[begin] = count
@@ -1227,12 +1258,12 @@ def put_successors(
 
 # --- unigrams: how often the target would use a token, by all that was harvested ---
 
-# A token whose successors no table knows is worth running this many times as much as its own chance
-# to be right: what is harvested there serves whenever the token comes again. Twelve prompts, a new
-# pool each, SmolLM2: with 0, 4 and 10, decoding was 1.81, 2.03 and 2.05 times as fast as plain by
-# the step costs of a CPU whose costs are flat, 1.62, 1.69 and 1.65 times by those of a steeper one.
+# Factor on the chance of a token whose successors no table knows: its harvest serves whenever the
+# token comes again. Twelve prompts, a new pool each, SmolLM2: with 0, 4 and 10, decoding was 1.81,
+# 2.03 and 2.05 times as fast as standard decoding by the step costs of a CPU with flat costs, and
+# 1.62, 1.69 and 1.65 times by those of a CPU with steeper costs.
 _WORTH_OF_UNKNOWN = 5.0
-# As if so many tokens more had been counted, none of them known: the first counts say little.
+# Added to the count of all tokens, because the first counts say little.
 _UNSEEN_UNIGRAMS = 16.0
 
 
@@ -1240,7 +1271,7 @@ _UNSEEN_UNIGRAMS = 16.0
 def count_unigrams(pool: Int64Array, token_ids: Int32Array, probs: NDArray[np.float32]) -> None:
     """Add harvested probabilities to the expected counts of tokens.
 
-    They are in buckets of WAYS; where one is full, its token with the lowest count is dropped.
+    Tokens are in buckets of WAYS; a full bucket drops its token with the lowest count.
 
     Args:
         token_ids, probs: [n, k]; NONE ends a row.
@@ -1252,17 +1283,17 @@ def count_unigrams(pool: Int64Array, token_ids: Int32Array, probs: NDArray[np.fl
             if token_id == NONE:
                 break
             bucket = hash_with(0, token_id, HASH_MULTIPLIER) & (unigram_ids.shape[0] // WAYS - 1)
-            begin = place = bucket * WAYS
+            begin = index = bucket * WAYS
             for row in range(begin, begin + WAYS):
                 if unigram_ids[row] == token_id:
-                    place = row
+                    index = row
                     break
-                if unigram_counts[row] < unigram_counts[place]:
-                    place = row
-            if unigram_ids[place] != token_id:
-                unigram_ids[place] = token_id
-                unigram_counts[place] = 0.0
-            unigram_counts[place] += probs[i, j]
+                if unigram_counts[row] < unigram_counts[index]:
+                    index = row
+            if unigram_ids[index] != token_id:
+                unigram_ids[index] = token_id
+                unigram_counts[index] = 0.0
+            unigram_counts[index] += probs[i, j]
 
 
 @kernel
@@ -1273,15 +1304,15 @@ def find_worthwhile(
     token_ids: Int32Array,
     worths: Float64Array,
 ) -> int:
-    """Find the tokens most worth running wherever the text is; return how many there are.
+    """Find the tokens most worth running at any point of a text; return how many there are.
 
-    A token is worth its unigram probability, the chance that it comes next; five times as much if
-    no table knows its successors, because they will be harvested.
+    The worth of a token is its unigram probability, the chance that it comes next; five times as
+    much if no table knows its successors, because they will be harvested.
 
     Args:
         excluded: int64 [num_excluded], tokens to leave out.
         token_ids: int32 [num_tokens], filled with tokens, the most worthwhile first.
-        worths: float64 [num_tokens], filled with what they are worth, at most 1.
+        worths: float64 [num_tokens], filled with their worths, at most 1.
     """
     (unigram_ids, unigram_counts), layers = unigrams_of(pool), layers_of(sequence)
     total = _UNSEEN_UNIGRAMS
@@ -1308,23 +1339,23 @@ def find_worthwhile(
             is_excluded = is_excluded or excluded[i] == token_id
         if is_excluded:
             continue
-        place = min(num, token_ids.shape[0] - 1)
-        while place > 0 and worths[place - 1] < worth:
-            token_ids[place] = token_ids[place - 1]
-            worths[place] = worths[place - 1]
-            place -= 1
-        token_ids[place] = token_id
-        worths[place] = worth
+        index = min(num, token_ids.shape[0] - 1)
+        while index > 0 and worths[index - 1] < worth:
+            token_ids[index] = token_ids[index - 1]
+            worths[index] = worths[index - 1]
+            index -= 1
+        token_ids[index] = token_id
+        worths[index] = worth
         num = min(num + 1, token_ids.shape[0])
     return num
 
 
-# --- what is held ---
+# --- texts ---
 
 
 @kernel
 def find_texts(pool: Int64Array, since: int, rows: Int32Array, bounds: Int32Array) -> int:
-    """Find what is held from position `since` on, by sequence; return how many sequences it is.
+    """Find the text held from position `since` on, by sequence; return the number of sequences.
 
     Args:
         rows: int32 [at least as many as are held], filled with rows of the text.
@@ -1343,7 +1374,7 @@ def find_texts(pool: Int64Array, since: int, rows: Int32Array, bounds: Int32Arra
             row = position % text.shape[0]
             rows[num_tokens] = row
             num_tokens += 1
-            # Only one that leads back: so none is come to twice, whatever a file holds.
+            # The next token must lead back, so that none is reached twice, whatever a file holds.
             after = int(text[row, NEXT])
             leads_back = (
                 position < after < end and text[after % text.shape[0], PREVIOUS] == position

@@ -1,6 +1,6 @@
-"""The arrays that a pool's kernels work on, in groups, and those that callers give, checked.
+"""The groups of arrays that a pool's kernels work on, and checks of the arrays of callers.
 
-`_kernels.py` says what they hold. Next file: `table.py`.
+`_kernels.py` documents their contents. Next file: `table.py`.
 """
 
 import operator
@@ -53,12 +53,12 @@ def token_ids_of(name: str, values: Sequence[int] | NDArray[np.integer[Any]]) ->
 
 
 class Header:
-    """What kernels know of a group of arrays: the address and the shape of each, in a row."""
+    """A row of integers that describes a group of arrays to kernels: addresses and shapes."""
 
     def __init__(self, *arrays: NDArray[Any]) -> None:
         numbers = [number for array in arrays for number in (array.ctypes.data, *array.shape)]
         self.row = np.array(numbers, np.int64)
-        self.arrays = arrays  # so that whoever holds the header may read by it
+        self.arrays = arrays  # kept alive as long as the header
 
 
 def begin_state() -> Int64Array:
@@ -75,7 +75,7 @@ class TextArrays(NamedTuple):
 
 
 class Unigrams(NamedTuple):
-    """How often the target would use a token, by all that was harvested."""
+    """The expected counts of tokens, by all harvested probabilities of the target."""
 
     token_ids: Int32Array  # [NUM_UNIGRAMS], NONE where empty
     counts: Float64Array  # [NUM_UNIGRAMS], expected; 0 where empty
@@ -89,11 +89,11 @@ class Unigrams(NamedTuple):
 
 
 class Scratch:
-    """What kernels write to meanwhile, as large as any call needed so far.
+    """Memory that kernels write to during a call, as large as any call needed so far.
 
     Args:
         max_match: length of the longest context that matters.
-        max_ngram_size: N, as of the pool.
+        max_ngram_size: N of the pool.
     """
 
     def __init__(self, max_match: int, max_ngram_size: int) -> None:
@@ -102,7 +102,7 @@ class Scratch:
         self.header = Header()
 
     def row_for(self, num_nodes: int, num_layers: int) -> Int64Array:
-        """Return the kernels' row of scratch for so many nodes and layers, or for more."""
+        """Return the kernels' header of scratch for at least this many nodes and layers."""
         sizes = max(num_nodes, self._sizes[0]), max(num_layers, self._sizes[1])
         if sizes == self._sizes:
             return self.header.row
@@ -165,7 +165,7 @@ def checked_rows(
             raise ValueError(f"expected {name} of shape [{num_rows}], got {list(array.shape)}")
         if array.size and (array.min() < 0 or array.max() > most):
             raise ValueError(f"expected {name} from 0 to {most}, got {array.tolist()}")
-        # Writable, or kernels were compiled once more.
+        # Writable; otherwise Numba would compile the kernels again.
         checked[name] = np.require(np.broadcast_to(array, num_rows), np.int64, ("C", "W"))
     if (checked["num_new"] > checked["lengths"]).any():
         raise ValueError("expected num_new of at most lengths, got more")

@@ -1,6 +1,6 @@
-"""Compilation of the kernels, whatever state Numba's cache on disk is in.
+"""Compilation of the kernels, also if Numba's cache on disk is broken.
 
-Everything that depends on Numba's internals is here; the kernels themselves are in `_kernels.py`.
+All code that depends on Numba's internals is here; the kernels are in `_kernels.py`.
 """
 
 import logging
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 def compile_by(run_all: Callable[[], object], module: ModuleType = _kernels) -> None:
     """Compile a module's kernels, or load them from the cache, with a function that runs each.
 
-    Where a cache file is truncated or a disk is full, Numba lets any exception through, and would
-    again in every process. So after an exception, the files are removed where possible, and this
-    process compiles without them. What is raised then has another cause.
+    If a cache file is truncated or a disk is full, Numba raises any exception, and would raise it
+    again in every process. So after an exception, the files are removed if possible, and this
+    process compiles without them. A second exception has another cause, and is raised.
 
-    Before the pool's are compiled anew, a line of the log says that it takes a while.
+    Before the pool's kernels are compiled, a line of the log says that it takes a while.
 
     Warns:
         UserWarning: the cache is broken; names its folder.
@@ -38,7 +38,7 @@ def compile_by(run_all: Callable[[], object], module: ModuleType = _kernels) -> 
     try:
         run_all()
         return
-    except Exception as error:  # whatever Numba lets through
+    except Exception as error:  # any error of Numba's cache
         kernels: list[Any] = [k for k in vars(module).values() if isinstance(k, Dispatcher)]
         folder = cache_folder(module)
         if folder is None:  # NUMBA_DISABLE_JIT=1, or nothing is cached
@@ -52,7 +52,7 @@ def compile_by(run_all: Callable[[], object], module: ModuleType = _kernels) -> 
     run_all()
     warnings.warn(
         f"the cache of compiled code in {folder} is broken ({reason}): its files were removed, if "
-        "they could be, and all was compiled for this process alone",
+        "possible, and this process compiled all kernels for itself",
         stacklevel=3,
     )
 

@@ -1,4 +1,4 @@
-"""`Draft`, `SampledDraft` and `DraftChains`: what a pool proposes, as arrays.
+"""`Draft`, `SampledDraft` and `DraftChains`: the proposals of a pool, as arrays.
 
 Nothing here depends on how drafts are found. Next file: `pool.py`.
 """
@@ -29,7 +29,7 @@ class Draft:
 
     @classmethod
     def empty(cls) -> "Draft":
-        """Return the draft that proposes nothing.
+        """Return a draft without nodes.
 
         >>> len(Draft.empty())
         0
@@ -55,10 +55,10 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class SampledDraft(Draft):
-    """A prefix tree of drawn tokens, with the distribution that each one was drawn from.
+    """A prefix tree of drawn tokens, with the distribution that each token was drawn from.
 
-    Node i was drawn from row i of the supports. Children of one parent are in the order in which
-    they were drawn, without replacement: the row of a later one leaves out the earlier ones.
+    Node i was drawn from row i of the supports. Children of one parent are in the order of drawing,
+    without replacement: the row of a later child leaves out the earlier ones.
 
     To verify such a draft by rejection sampling, decide which nodes to keep without looking at the
     tokens drawn there: a node kept because of its token makes that token more frequent than its row
@@ -72,12 +72,12 @@ class SampledDraft(Draft):
     # `probs`: [num_nodes], the path probability that the pool expected for the node before its
     # token was drawn. Not sorted: after an unlikely token, its next sibling is expected to be
     # likelier.
-    support_token_ids: NDArray[np.int32]  # [num_nodes, max_support], what could have been drawn
+    support_token_ids: NDArray[np.int32]  # [num_nodes, max_support], tokens that could be drawn
     support_probs: NDArray[np.float64]  # [num_nodes, max_support], rows sum to 1; 0 is padding
 
     @classmethod
     def empty(cls) -> "SampledDraft":
-        """Return the draft that proposes nothing.
+        """Return a draft without nodes.
 
         >>> SampledDraft.empty().dense_probs(vocab_size=5).shape
         (0, 5)
@@ -103,7 +103,7 @@ class SampledDraft(Draft):
 class DraftChains(NamedTuple):
     """One proposed path of tokens for each of several texts.
 
-    A path hangs under the last token of its text. Beyond `lengths`, the arrays hold nothing.
+    A path hangs under the last token of its text. Beyond `lengths`, the arrays are empty.
     """
 
     token_ids: NDArray[np.int32]  # [num_rows, max_draft_tokens]

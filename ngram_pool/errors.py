@@ -1,13 +1,13 @@
-"""What can be wrong with a pool's file, or with writing to a pool."""
+"""Errors of pool files, and of writing to a read-only pool."""
 
 
 class PoolFileError(ValueError):
-    """A file is no pool, is damaged, or belongs to another tokenizer; it says what, and where."""
+    """A file is no pool, is damaged, or has another tokenizer; the message says what and where."""
 
 
 class NewerPoolFileError(PoolFileError):
-    """A file has a format of a newer version, which this one cannot read; it may well be whole."""
+    """A file has the format of a newer version, which this version cannot read."""
 
 
 class ReadOnlyPoolError(TypeError):
-    """A pool that is only read was to learn."""
+    """A read-only pool was asked to learn."""

@@ -1,8 +1,8 @@
 """The file of a pool: safetensors, with the arrays that a pool works on.
 
-`docs/internals/drafting.md` describes the format. The header is held against that of a pool of its
-sizes before anything is allocated; then every block against its checksum, and every position
-against the others, before any of it is used.
+`docs/internals/drafting.md` describes the format. Reading compares the header with that of a pool
+of its sizes before allocating anything. Then it checks every block's checksum, and that positions
+are consistent, before using any of it.
 
 Next file: `writing.py`.
 """
@@ -42,17 +42,17 @@ _VERSION = 1
 _BLOCK = 2**22  # bytes of an array that share a checksum
 _MAX_HEADER = 2**20  # bytes; enough for the checksums of half a terabyte
 _ALIGNMENT = 64
-# Far above weights and counts, and so low that sums of products of them are finite in float64.
+# Far above weights and counts, but low enough for sums of their products to be finite in float64.
 _MAX_FLOAT = float(np.finfo(np.float32).max)
-# By the numbers that describe a pool: their bounds.
+# The bounds of the numbers that describe a pool.
 _NUMBERS = {
     "max_ngram_size": (1, 2**31 - 1),
     "capacity_tokens": (1, MAX_CAPACITY_TOKENS),
     "num_observed": (0, 2**31 - 1),
     "hash_seed": (0, 2**60 - 1),
 }
-# Arrays in the order of a file, which keeps all of them aligned, the widest numbers first: their
-# types and their shapes, by sizes that a pool has.
+# Arrays in the order of a file, the widest numbers first, which keeps all of them aligned: their
+# types and their shapes, in terms of a pool's sizes.
 _CONTEXTS, _UNIGRAMS, _ROWS, _N, _BUCKETS = "contexts", "unigrams", "rows", "N", "buckets"
 ARRAYS: dict[str, tuple[str, tuple[str | int, ...]]] = {
     "harvested.keys": ("I64", (_CONTEXTS,)),
@@ -80,7 +80,7 @@ _IS_ANOTHER = "expected a file that NGramPool.save wrote, got another"
 
 
 class StoredPool(NamedTuple):
-    """What a file holds of a pool."""
+    """The contents of a pool's file."""
 
     max_ngram_size: int
     capacity_tokens: int
@@ -115,7 +115,7 @@ def write_pool(path: Path, stored: StoredPool) -> None:
 
 
 def read_pool(path: Path) -> StoredPool:
-    """Read a pool's file into memory of this process, whatever becomes of the file later.
+    """Read a pool's file into memory; later changes of the file have no effect.
 
     Raises:
         OSError: the file cannot be read.
@@ -126,7 +126,7 @@ def read_pool(path: Path) -> StoredPool:
 
 
 def check_begin(path: Path) -> None:
-    """Raise for a file that does not begin as a pool's does; the rest of it is not read.
+    """Raise for a file that does not begin as a pool's file; the rest is not read.
 
     Raises:
         OSError: the file cannot be read.
@@ -137,9 +137,9 @@ def check_begin(path: Path) -> None:
 
 
 def stamp_of(path: Path) -> str | None:
-    """Return what tells the contents of a pool's file from others; None if there is no file.
+    """Return a hash that identifies the contents of a pool's file; None if there is no file.
 
-    It is a hash of the header, which has the checksums of all the rest.
+    It is a hash of the header, which has the checksums of all arrays.
     """
     try:
         with open(path, "rb") as file:
@@ -151,8 +151,8 @@ def stamp_of(path: Path) -> str | None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a pool's file; what is found to be wrong with it names it."""
-    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
+    """Open a pool's file; every `PoolFileError` names the file."""
+    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would block
         raise PoolFileError(f"{path}: expected a file")
     with open(path, "rb") as file:
         try:
@@ -203,14 +203,14 @@ def _begin_of_file(described: Mapping[str, str], shapes: _Shapes) -> bytes:
 
 
 def _sealed(begin: bytes) -> bytes:
-    """Return a file up to its arrays with the checksum of what it is with another of zeros."""
+    """Return the beginning of a file with its checksum, computed with zeros in its place."""
     before, mark, after = begin.partition(_BEFORE_CHECKSUM)
     after = after[len(_NO_CHECKSUM) :]
     return before + mark + _checksum(before + mark + _NO_CHECKSUM + after).encode() + after
 
 
 def _read_begin(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
-    """Return a file up to its arrays, and its header, if that is of a pool in this format."""
+    """Return a file up to its arrays, and its header; raise if it is no pool in this format."""
     begin = file.read(8)
     length = int.from_bytes(begin, "little")
     if length > _MAX_HEADER:
@@ -230,7 +230,7 @@ def _read_begin(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
     if (found := _number(described, "version", 1, 2**31)) > _VERSION:
         raise NewerPoolFileError(
             f"it has format {found}, of a newer version of lade ({described.get('lade')!r:.40}); "
-            f"this one reads format {_VERSION}"
+            f"this version reads format {_VERSION}"
         )
     return begin, header
 
@@ -246,7 +246,7 @@ def _number(described: Mapping[str, Any], name: str, least: int, most: int) -> i
 def _shapes(header: Mapping[str, Any], numbers: Mapping[str, int]) -> _Shapes:
     """Return the shapes that the arrays of a pool must have, or raise.
 
-    Only how far each has grown is taken from the arrays themselves.
+    Only the number of allocated rows is taken from the arrays.
     """
     sizes = {_N: numbers["max_ngram_size"]}
     try:
@@ -284,7 +284,7 @@ def _nbytes(name: str, shape: tuple[int, ...]) -> int:
 
 
 def _read_array(file: BinaryIO, name: str, shape: tuple[int, ...], checksums: str) -> NDArray[Any]:
-    """Return the array that a file goes on with, or raise unless it matches its checksums."""
+    """Return the next array of a file; raise if it does not match its checksums."""
     offset = file.tell()
     array: NDArray[Any] = np.empty(shape, _DTYPES[ARRAYS[name][0]])
     for i, found in enumerate(_checksums(array, file)):
@@ -301,11 +301,11 @@ def _checksum(data: bytes | memoryview) -> str:
 
 
 def _checksums(array: NDArray[Any], file: BinaryIO | None = None) -> list[str]:
-    """Return the checksums of an array's blocks, which are read first if a file is given."""
+    """Return the checksums of an array's blocks; if a file is given, read each block first."""
     checksums, data = [], array.data.cast("B")
     for begin in range(0, len(data), _BLOCK):
         block = data[begin : begin + _BLOCK]
-        # Shorter where the file was cut while it is read.
+        # Shorter if the file was cut during the read.
         if file is not None and file.readinto(block) < len(block):  # type: ignore[attr-defined]
             raise PoolFileError(f"arrays: the file ends at byte {file.tell()}, within them")
         checksums.append(_checksum(block))
@@ -314,9 +314,9 @@ def _checksums(array: NDArray[Any], file: BinaryIO | None = None) -> list[str]:
 
 # --- content ----------------------------------------------------------------------------------
 #
-# No accident passes the checksums, but a file may be made to. The kernels stay within the arrays
-# and end whatever these hold (`test_files.py` lets them run on noise); what is checked here is what
-# everything else may rely on: that positions lead where they should, and ids are ids.
+# No accident passes the checksums, but a forged file may. For any contents, the kernels stay within
+# the arrays and end (`test_files.py` runs them on noise). These checks are for all other code: ids
+# are valid, and positions are consistent.
 
 
 def _check_content(stored: StoredPool) -> None:
@@ -346,9 +346,9 @@ def _check_content(stored: StoredPool) -> None:
 def check_text(
     text: NDArray[Any], links: NDArray[Any], heads: NDArray[Any], num_observed: int
 ) -> None:
-    """Raise unless a text is as the pool leaves it.
+    """Raise unless a text is consistent.
 
-    Ids are ids, every position is one that was observed, those before and after a token name each
+    Token ids are valid, every position was observed, next and previous positions lead back to each
     other, and every chain leads to ever older positions.
     """
     num_rows = len(text)

@@ -1,7 +1,7 @@
 """`NGramPool`: the text seen so far, the target's successors, and drafts from both.
 
-Every method that reads or writes takes the pool's lock. Kernels, next to read in `_kernels.py`, are
-whole: no signal is noticed while one runs. Nothing here depends on models or torch.
+Every method that reads or writes takes the pool's lock. Kernels (`_kernels.py`, the next file) are
+never interrupted by signals. Nothing here depends on models or torch.
 """
 
 import copy
@@ -66,7 +66,7 @@ _SEED_BITS = 60
 # to the same model, a rate of 0 accepted 0.4 % fewer tokens, 0.01 2 % fewer, and 0.03 9 % fewer.
 _LEARNING_RATE = 0.003
 _NONE_DRAWN = np.empty(0, np.float64)  # the uniforms of a tree that is not drawn
-# Attributes that a copy of a pool has of its own.
+# Attributes that a copy of a pool makes anew.
 _NOT_COPIED = {"_lock", "_scratch", "_sequences", "_no_sequence", "_known"}
 _NO_TABLE = SuccessorTable(1)
 
@@ -80,14 +80,14 @@ class OpenSequence:
         layers: "Sequence[NGramPool]" = (),
         state: Int64Array | None = None,
     ) -> None:
-        self.prewarmed, self.layers = prewarmed, layers  # held, for the kernels read them
+        self.prewarmed, self.layers = prewarmed, layers  # kept alive: the kernels read them
         self.state = begin_state() if state is None else state
         rows = [layer._header().row for layer in layers]
         self._layer_rows = np.array(rows) if rows else np.empty((0, 0), np.int64)
         self._known: tuple[Any, Header] | None = None
 
     def row(self) -> Int64Array:
-        """Return the kernels' row of it, with the table as it is now."""
+        """Return the kernels' header of the sequence, with the current table."""
         held, known = self.prewarmed.held, self._known
         if known is None or known[0] is not held:
             header = Header(self.state, self._layer_rows, held.header.row)
@@ -96,31 +96,29 @@ class OpenSequence:
 
 
 class NGramPool:
-    """A pool that learns token sequences as they are written, and drafts how one may go on.
+    """A pool that learns token sequences as they are written, and drafts continuations.
 
     Drafts come from several sources: the text, by contexts of 1 to N tokens and more; harvested
-    successors (`harvest`); a prewarmed table of successors (`open_sequence`). How far to trust each
-    is learned as answers are observed.
+    successors (`harvest`); a prewarmed table of successors (`open_sequence`). The pool learns from
+    answers how far to trust each source.
 
     Memory is bounded by `capacity_tokens`: the arrays grow by doubling up to it, then the oldest
-    text is forgotten first. As long as nothing was harvested and no answer observed, the pool
-    behaves like a new one that was given the newest `capacity_tokens` tokens. Methods may be called
-    from several threads, and run one at a time, without holding the GIL. Whenever one is
-    interrupted, the pool is consistent. A pool can be copied or pickled at any time; the copy is
-    independent, and only sequence 0 is open in it.
+    text is forgotten first. Without harvests and answers, a pool behaves like a new one that was
+    given the newest `capacity_tokens` tokens. Methods may be called from several threads, and run
+    one at a time, without holding the GIL. An interrupt leaves the pool consistent. A pool can be
+    copied or pickled at any time; the copy is independent, and only sequence 0 is open in it.
 
-    A pool that is only read (`as_read_only`) can be a *layer* of any number of sequences of other
-    pools, which do not wait for it: their drafts come from its text, too (`open_sequence`).
+    A read-only pool (`as_read_only`) can be a *layer* of any number of sequences of other pools,
+    which do not wait for it: their drafts come from its text, too (`open_sequence`).
 
     Args:
         capacity_tokens: maximum number of tokens held; each takes up to 20 + 8 N bytes, 60 with the
-            default N, and half as much again for the moment in which the arrays grow. The largest
-            draft takes another 2.7 kB per node, for at least 64 nodes, and the target's unigrams 48
-            kB.
+            default N, and half as much again while the arrays grow. The largest draft takes another
+            2.7 kB per node, for at least 64 nodes, and the target's unigrams 48 kB.
         max_ngram_size: N; contexts of 1 to N tokens are indexed and matched.
-        seed: from 0 to 2**60 - 1, of the hashes; None for a secret one, so that nobody can make
-            texts that slow the pool down. The same calls give the same drafts only in pools of the
-            same seed, though others hardly ever differ.
+        seed: from 0 to 2**60 - 1, for the hashes; None for a secret one, so that nobody can make
+            texts that slow the pool down. Only pools of the same seed give exactly the same drafts
+            for the same calls; others hardly ever differ.
 
     Raises:
         TypeError: a size or the seed is not an integer.
@@ -147,14 +145,14 @@ class NGramPool:
                 f"expected capacity_tokens of at most {MAX_CAPACITY_TOKENS}, got {capacity_tokens}"
             )
         self._begin(capacity_tokens, max_ngram_size, seed)
-        self._own()
+        self._make_unshared()
         compile_by(self._run_kernels)
 
     def _begin(self, capacity_tokens: int, max_ngram_size: int, seed: int | None) -> None:
-        """Make all that a copy copies."""
+        """Set the attributes that a copy copies."""
         self._capacity, self._max_ngram_size = capacity_tokens, max_ngram_size
         self._max_match = max(_kernels.MAX_MATCH, max_ngram_size)
-        # Averaging over the last ten times of a context accepted as many tokens.
+        # Averaging over a context's last ten times accepted as many tokens as replacing.
         num_contexts = max(1, int(capacity_tokens * _CONTEXTS_PER_TOKEN))
         self._harvested = SuccessorTable(num_contexts, averages=False)
         self._unigrams = Unigrams(np.full(NUM_UNIGRAMS, NONE, np.int32), np.zeros(NUM_UNIGRAMS))
@@ -170,9 +168,9 @@ class NGramPool:
         self.tokenizer = ""
         self.model = ""
 
-    def _own(self, beside: "NGramPool | None" = None) -> None:
-        """Make what no copy shares; scratch goes with the lock."""
-        # Reentrant, for a signal handler may call in the middle of a method.
+    def _make_unshared(self, beside: "NGramPool | None" = None) -> None:
+        """Set the attributes that no copy shares; a pool made `beside` shares lock and scratch."""
+        # Reentrant, because a signal handler may call during a method.
         self._lock: Any = threading.RLock() if beside is None else beside._lock
         self._scratch: Scratch = (
             Scratch(self.max_match, self._max_ngram_size) if beside is None else beside._scratch
@@ -188,20 +186,20 @@ class NGramPool:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Arrays from out-of-band buffers of a pickle can be read-only; copies are not.
         vars(self).update(copy.deepcopy(state))
-        self._own()
+        self._make_unshared()
         NGramPool(1, seed=0)  # so that the first token does not wait for a compiler
 
     def __copy__(self) -> "NGramPool":
         copied = type(self).__new__(type(self))
         vars(copied).update(self.__getstate__())
-        copied._own()
+        copied._make_unshared()
         return copied
 
     def beside(self) -> "NGramPool":
         """Return a new, empty pool of the same sizes and seed, written together with this one.
 
-        Pools made beside one another share a lock and scratch, so that `draft_chains` takes texts
-        of all of them in one call, and so that one more costs little. They share no text.
+        Pools made beside one another share a lock and scratch memory, so that `draft_chains` takes
+        texts of all of them in one call, and another pool costs little. They share no text.
 
         >>> pool = NGramPool()
         >>> other = pool.beside()
@@ -211,7 +209,7 @@ class NGramPool:
         """
         other = NGramPool.__new__(NGramPool)
         other._begin(self.capacity_tokens, self.max_ngram_size, self.seed)
-        other._own(beside=self)
+        other._make_unshared(beside=self)
         other.tokenizer, other.model = self.tokenizer, self.model
         return other
 
@@ -239,19 +237,19 @@ class NGramPool:
 
     @property
     def max_match(self) -> int:
-        """How many of a context's last tokens matter; matches are followed back no further."""
+        """How many of a context's last tokens matter: the maximum length of a match."""
         return self._max_match
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated now, all arrays together; grows by doubling with the text held."""
+        """Bytes allocated now by all arrays; grows by doubling with the text."""
         arrays = *self._scratch.header.arrays, *self._held, *self._unigrams, self._weights
         num_bytes: int = sum(array.nbytes for array in (*arrays, self._counts))
         return num_bytes + self._harvested.nbytes
 
     @property
     def seed(self) -> int:
-        """The seed of the hashes; a secret, where the text comes from strangers."""
+        """The seed of the hashes; keep it secret if the text comes from strangers."""
         state, multiplier = self._counts.item(SEED), self._counts.item(MULTIPLIER)
         return state | ((multiplier ^ HASH_MULTIPLIER) >> 1) << 31
 
@@ -267,7 +265,7 @@ class NGramPool:
 
     @property
     def _learned(self) -> tuple[int, float]:
-        """How many tokens were ever observed, and harvested; differs once more was learned."""
+        """Numbers of tokens ever observed and harvested; they change whenever the pool learns."""
         num_observed = self._counts.item(NEXT_POSITION) + self._counts.item(LOWERED)
         return num_observed, float(self._unigrams.counts.sum())
 
@@ -278,18 +276,17 @@ class NGramPool:
         prewarmed: SuccessorTable | None = None,
         layers: Sequence["NGramPool"] = (),
     ) -> int:
-        """Open one more sequence and return its number for `observe`, which no other gets; O(1).
+        """Open one more sequence and return its unique number, for `observe`; O(1).
 
-        Sequence 0 is always open. No n-gram runs across two sequences, however their tokens are
-        interleaved, but a draft for one uses the text of all. To be closed by `close_sequence`.
+        Sequence 0 is always open. No n-gram runs across two sequences, even if their tokens are
+        interleaved, but a draft for one uses the text of all. Close it by `close_sequence`.
 
         Args:
-            prewarmed: table of what the sequence's target finds likely after single tokens and
-                pairs; read, never written.
-            layers: pools that are only read, of any sizes. Drafts for the sequence come from their
-                text as well, and where this pool has harvested nothing after a context, from what
-                they have. The weights of the first four are learned each on its own; further ones
-                share those of the fourth.
+            prewarmed: table of the target's likely successors of single tokens and pairs; read,
+                never written.
+            layers: read-only pools of any sizes. Drafts for the sequence come from their text, too,
+                and from their harvest for contexts that this pool has not harvested. Each of the
+                first four layers learns its own weights; further layers share those of the fourth.
 
         Raises:
             TypeError: `prewarmed` is not a `SuccessorTable`, or a layer not an `NGramPool`.
@@ -311,8 +308,8 @@ class NGramPool:
                 raise TypeError(f"expected layers to be NGramPools, got {layer!r}")
             if not layer.is_read_only:
                 raise ValueError(
-                    "expected layers that are only read, from NGramPool.load(..., read_only=True) "
-                    f"or as_read_only(), got {layer!r}"
+                    "expected read-only layers, from NGramPool.load(..., read_only=True) or "
+                    f"as_read_only(), got {layer!r}"
                 )
         opened = OpenSequence(_NO_TABLE if prewarmed is None else prewarmed, layers)
         with self._lock:
@@ -345,15 +342,15 @@ class NGramPool:
 
         Args:
             token_ids: integers [num_tokens] from 0 to 2**31 - 1; may be empty.
-            sequence: 0, or one from `open_sequence`; None for a text that is all of its own.
-            is_answer: whether the target chose these tokens. From them the pool learns how far to
-                trust its sources, and it tells them apart from the sequence's prompt.
+            sequence: 0, or one from `open_sequence`; None for a separate, complete text.
+            is_answer: whether the target chose these tokens. The pool learns from them how far to
+                trust its sources, and distinguishes them from the sequence's prompt.
 
         Raises:
             TypeError: ids are not integers.
             ValueError: an id is negative or too large, the shape is not one-dimensional, or the
-                sequence is not open. The pool is unchanged after such an error, or if there is no
-                memory to grow.
+                sequence is not open. The pool is unchanged after such an error, or if memory runs
+                out.
         """
         ids = token_ids_of("token_ids", token_ids)
         with self._lock:
@@ -361,17 +358,17 @@ class NGramPool:
             opened = OpenSequence() if sequence is None else self._sequence(sequence)
             rate, row = self._learning_rate if is_answer else 0.0, opened.row()
             scratch = self._scratch.row_for(1, len(opened.layers))
-            # In pieces, so that positions can count them.
+            # In parts, so that positions do not overflow.
             for start in range(0, len(ids) or 1, self._capacity):
                 new = ids[start : start + self._capacity].astype(np.int32)
-                self._make_room(len(new), opened)
+                self._reserve(len(new), opened)
                 _kernels.append(self._header().row, row, scratch, new, rate, 1, 0)
 
     def harvest(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
-        """Learn what a target finds likely after contexts of one and two tokens; O(1) each.
+        """Learn a target's likely successors of contexts of one and two tokens; O(1) each.
 
-        The arguments and errors are those of `SuccessorTable.put`. There is room for a sixteenth as
-        many contexts as `capacity_tokens`, rounded up as in `SuccessorTable`.
+        The arguments and errors are as for `SuccessorTable.put`. The pool holds a sixteenth as many
+        contexts as `capacity_tokens`, rounded up as in `SuccessorTable`.
         """
         with self._lock:
             self._check_learns("harvest")
@@ -386,9 +383,9 @@ class NGramPool:
         token_ids: ArrayLike,
         probs: ArrayLike,
     ) -> None:
-        """Learn what a target finds likely after each node of a tree, in one call.
+        """Learn a target's likely successors of each node of a tree, in one call.
 
-        The arguments and errors are those of `SuccessorTable.put_tree`.
+        The arguments and errors are as for `SuccessorTable.put_tree`.
         """
         with self._lock:
             self._check_learns("harvest_tree")
@@ -398,10 +395,10 @@ class NGramPool:
     # --- text as a whole --------------------------------------------------------------------
 
     def texts(self) -> Iterator[Int32Array]:
-        """Return what is held, sequence by sequence, those that began first before others.
+        """Return the held text of each sequence, in the order in which the sequences began.
 
-        A sequence whose beginning is too old to be held comes without it. Linear in the tokens
-        held, at the call; what is observed later is not in it.
+        A sequence whose beginning was forgotten comes without it. The call is linear in the tokens
+        held; text observed later is not included.
 
         >>> pool = NGramPool()
         >>> pool.observe([5, 6, 7])
@@ -413,14 +410,14 @@ class NGramPool:
     def merge(self, other: "NGramPool") -> None:
         """Observe all text of another pool, and take its harvested successors.
 
-        Each of its sequences is observed as one of its own. Where both know the successors of a
-        context, those of the other are taken; of a token's expected counts, the greater. The
-        weights of the sources stay as they are, and `other` is unchanged.
+        Each of its sequences is observed as a separate text. If both pools know successors of a
+        context, the other's are taken; of a token's expected counts, the greater. The weights of
+        the sources do not change, nor does `other`.
 
         Raises:
             ReadOnlyPoolError: the pool is read-only.
             TypeError: `other` is no pool.
-            ValueError: it is this pool itself, or holds text of another tokenizer. The pool is
+            ValueError: `other` is this pool, or holds text of another tokenizer. The pool is
                 unchanged after such an error; after an interrupt, it has taken a first part.
 
         Warns:
@@ -444,7 +441,7 @@ class NGramPool:
         self._take_since(other, 0)
 
     def _take_since(self, other: "NGramPool", num_observed: int) -> None:
-        """Take the harvest of another pool, and its text observed after so many tokens."""
+        """Take the harvest of another pool, and its text after `num_observed` tokens."""
         for text in other._texts_since(num_observed):
             self.observe(text, None)
         if not self.model or not other.model or self.model == other.model:
@@ -452,10 +449,10 @@ class NGramPool:
                 harvested, unigrams = copy.copy(other._harvested), other._unigrams.as_dict()
             with self._lock:
                 self._harvested.update(harvested)
-                # The greater count: a pool that comes back with what it took is not counted twice.
-                own = self._unigrams.as_dict()
-                more = {k: n - own.get(k, 0.0) for k, n in unigrams.items() if n > own.get(k, 0.0)}
-                ids = sorted(more, key=more.__getitem__)  # the rarest go where it is full
+                # The greater count, so that a pool that returns its own text is not counted twice.
+                had = self._unigrams.as_dict()
+                more = {k: n - had.get(k, 0.0) for k, n in unigrams.items() if n > had.get(k, 0.0)}
+                ids = sorted(more, key=more.__getitem__)  # full buckets drop the rarest
                 self._count_unigrams([ids], [[more[token_id] for token_id in ids]])
         self.tokenizer = self.tokenizer or other.tokenizer
         self.model = self.model or other.model
@@ -474,23 +471,23 @@ class NGramPool:
         max_candidates: int | None = None,
         sequence: int | None = None,
     ) -> Draft:
-        """Propose how `context` goes on, likeliest nodes first; O(N) lookups per node.
+        """Propose continuations of `context`, likeliest nodes first; O(N) lookups per node.
 
-        Every node's own context, of N tokens down to one, is looked up in the text and in the
-        tables, and what followed there becomes its children. `probs` estimates the acceptance of
-        each node, that is, of its whole path. The likeliest path goes on as long as anything is
-        known and nodes are left; side branches less likely than 0.1 % are not drafted.
+        The context of every node, of N tokens down to one, is looked up in the text and in the
+        tables, and the successors found become its children. `probs` estimates the acceptance of
+        each node, that is, of its whole path. The likeliest path ends only if no successor is known
+        or no node is left; side branches less likely than 0.1 % are not drafted.
 
         Args:
-            context: integers [num_tokens], oldest first; only the last `max_match` matter. Need
+            context: integers [num_tokens], oldest first; only the last `max_match` matter. It need
                 not have been observed.
             max_draft_tokens: maximum number of tokens to propose.
             max_candidates: G, the maximum number of root-to-leaf paths; None for no limit.
-            sequence: the open sequence of the context, for its table and to tell its own text from
-                others'; None for neither.
+            sequence: the open sequence of the context, for its table, and to distinguish its text
+                from others; None for neither.
 
         Returns:
-            A draft of at most `max_draft_tokens` tokens; empty where no successor is known.
+            A draft of at most `max_draft_tokens` tokens; empty if no successor is known.
 
         Raises:
             TypeError, ValueError: as for `observe`; sizes must be positive integers.
@@ -515,31 +512,31 @@ class NGramPool:
         pools: Sequence["NGramPool"] | None = None,
         max_learned: int | None = None,
     ) -> DraftChains:
-        """Propose the likeliest path on from each of many texts, in one compiled call.
+        """Propose the likeliest continuation of each of many texts, in one compiled call.
 
-        As `draft` with `max_candidates=1` for each text, but as far as the path is likely enough.
-        With `num_new`, the newest tokens of all texts are first observed as answers, text by text:
-        a whole step of an engine.
+        This is `draft` with `max_candidates=1` for each text, but a path ends where it is too
+        unlikely. With `num_new`, the newest tokens of all texts are first observed as answers, text
+        by text: a whole step of an engine.
 
         Args:
             texts: integers [num_rows, width], a text at the start of each row, oldest token first.
                 An int32 array is read in place.
-            lengths: integers [num_rows], how long each text is.
+            lengths: integers [num_rows], the length of each text in tokens.
             max_draft_tokens: maximum length of all paths, or integers [num_rows] of each, from 0.
-            sequences: the open sequence of each text, with its own layers and table; None for none.
+            sequences: the open sequence of each text, with its layers and table; None for none.
             num_new: integers [num_rows], how many of each text's last tokens to observe; 0 for a
-                text whose tokens are observed elsewhere. None to observe none, which other threads
-                may do at the same time.
-            min_probability: from 0 to 1; a path ends where it is less likely than this as a whole.
+                text that is observed elsewhere. None to observe none.
+            min_probability: from 0 to 1; a path ends where its probability falls below this.
             pools: the pool of each text: this one, or one made `beside` it; None for this one.
-            max_learned: from how many of the tokens observed the pools learn how far to trust their
-                sources, evenly spread; None for all. Each takes about as long as a drafted token.
+            max_learned: maximum number of observed tokens, evenly spread, that teach the pools how
+                far to trust their sources; None for all. Each takes about as long as a drafted
+                token.
 
         Returns:
-            A path for each row; empty where no successor is known.
+            A path for each row; empty if no successor is known.
 
         Raises:
-            TypeError: what should be integers is not.
+            TypeError: an array that must have integers has none.
             ValueError: shapes do not match, a size or a token is out of range, a sequence is not
                 open, a pool was not made beside this one, or tokens are to be observed without
                 sequences. The pools are unchanged after such an error.
@@ -577,7 +574,7 @@ class NGramPool:
             for pool, more in zip(of_rows, rows.num_new.tolist(), strict=True):
                 num_more[pool] = num_more.get(pool, 0) + more
             for pool, more in num_more.items():
-                pool._make_room(more, pool._no_sequence)
+                pool._reserve(more, pool._no_sequence)
             width = int(rows.max_draft_tokens.max(initial=0))
             chains = DraftChains(
                 np.full((num_rows, width), NONE, np.int32),
@@ -611,16 +608,16 @@ class NGramPool:
         max_candidates: int | None = None,
         sequence: int | None = None,
     ) -> SampledDraft:
-        """Propose how `context` goes on, drawn at random; O(N) lookups per node.
+        """Propose continuations of `context`, drawn at random; O(N) lookups per node.
 
         Every node's token is drawn from the successors that `draft` would choose among, in
-        proportion to their probabilities, children of one parent without replacement. A place never
-        depends on the token drawn there, so rejection sampling by the returned distributions is
-        unbiased (`SampledDraft` says which nodes may be left out).
+        proportion to their probabilities, children of one parent without replacement. Whether there
+        is a node never depends on its token, so rejection sampling by the returned distributions is
+        unbiased (`SampledDraft` documents which nodes may be left out).
 
         Args:
-            rng: gives `max_draft_tokens` uniforms, whatever is found, so that equal generators give
-                equal drafts and stay equal.
+            rng: always gives `max_draft_tokens` uniforms, so that equal generators give equal
+                drafts and stay equal.
             context, max_draft_tokens, max_candidates, sequence: as for `draft`.
 
         Raises:
@@ -644,20 +641,20 @@ class NGramPool:
         excluded: Sequence[int] | NDArray[np.integer[Any]] = (),
         sequence: int | None = None,
     ) -> tuple[Int32Array, Float64Array]:
-        """Name tokens worth running anywhere in a text, for what is harvested there.
+        """Return tokens worth running anywhere in a text, for the harvest after them.
 
-        A token is worth its unigram probability in all that was harvested, five times as much if
-        its successors are not known: they are, once it was run. Nothing is named before something
-        was harvested. Linear in 4,096, the number of tokens whose counts are kept.
+        The worth of a token is its unigram probability over all harvests, five times as much if its
+        successors are not known yet. Before the first harvest, the result is empty. Linear in
+        4,096, the number of tokens whose counts are kept.
 
         Args:
-            max_tokens: maximum number of tokens to name.
-            excluded: integers [num_excluded], tokens not to name.
+            max_tokens: maximum number of tokens to return.
+            excluded: integers [num_excluded], tokens to leave out.
             sequence: the open sequence that will run them, for its table; None for no table.
 
         Returns:
-            Token ids, int32 [num_tokens], and what each is worth, float64 [num_tokens] in expected
-            tokens, never increasing.
+            Token ids, int32 [num_tokens], and the worth of each in expected tokens, float64
+            [num_tokens], never increasing.
 
         Raises:
             TypeError, ValueError: as for `observe`; `max_tokens` must be a positive integer.
@@ -694,13 +691,13 @@ class NGramPool:
     # --- files ------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all that the pool holds to a file, for its owner's eyes only.
+        """Write the pool to a file that only its owner may read.
 
-        It is replaced as a whole: whenever this is interrupted, even by a power cut, it is the old
+        The file is replaced as a whole: after an interruption, even by a power cut, it is the old
         one or the new one. Other threads wait while the pool is copied, not for the disk.
 
         Args:
-            path: of the file; its folder is made if there is none.
+            path: the file; its folder is made if there is none.
 
         Raises:
             OSError: the file cannot be written; the old one is as it was.
@@ -717,23 +714,23 @@ class NGramPool:
         model: str = "",
         read_only: bool = False,
     ) -> "NGramPool":
-        """Return the pool that `save` wrote, as if it had been copied.
+        """Return a copy of the pool that `save` wrote.
 
-        All of the file is read into memory and checked, in 0.1 to 0.3 s per 100 MB. Whatever is
-        done to the file later, the pool goes on with what it has.
+        The whole file is read into memory and checked, in 0.1 to 0.3 s per 100 MB. Later changes to
+        the file do not affect the pool.
 
         Args:
-            path: of the file.
-            tokenizer: fingerprint of the tokenizer that the pool is to be used with; "" for any.
-            model: fingerprint of the model that the pool is to be used with; "" for any. If it is
-                not the file's, the text is used, but not what another model found likely after it:
-                harvested successors, unigrams and learned weights are left out, with a warning.
-            read_only: whether the pool is only read (`is_read_only`).
+            path: the file.
+            tokenizer: fingerprint of the tokenizer that the pool will be used with; "" for any.
+            model: fingerprint of the model that the pool will be used with; "" for any. If the file
+                is of another model, its text is used, but harvested successors, unigrams and
+                learned weights are left out, with a warning.
+            read_only: whether the pool never changes (`is_read_only`).
 
         Raises:
             OSError: the file cannot be read.
-            PoolFileError: the file is not a pool's, is damaged or of a newer format, or its text is
-                of another tokenizer.
+            PoolFileError: the file is no pool, is damaged or of a newer format, or its text has
+                another tokenizer.
 
         >>> import tempfile
         >>> pool = NGramPool()
@@ -763,7 +760,7 @@ class NGramPool:
             pool._harvested.held = Rows.of(*(arrays[f"harvested.{name}"] for name in names))
             pool._unigrams = Unigrams(arrays["unigrams.token_ids"], arrays["unigrams.counts"])
             pool._weights = arrays["weights"]
-        pool._own()
+        pool._make_unshared()
         pool.tokenizer, pool.model = stored.tokenizer or tokenizer, model or stored.model
         pool._is_read_only = bool(read_only)
         if not is_of_model:
@@ -775,7 +772,7 @@ class NGramPool:
         return pool
 
     def _stored(self) -> StoredPool:
-        """Return a copy of all that a file holds."""
+        """Return a copy of the contents for a file."""
         with self._lock:
             arrays = {
                 **self._held._asdict(),
@@ -806,16 +803,16 @@ class NGramPool:
 
     # --- inside, under the lock -------------------------------------------------------------
 
-    def _make_room(self, num_tokens: int, opened: OpenSequence) -> None:
+    def _reserve(self, num_tokens: int, opened: OpenSequence) -> None:
         """Grow for more tokens, up to the capacity.
 
-        Positions are lowered, in `opened` and all other sequences, where theirs would overflow.
+        Positions that would overflow are lowered, also those of `opened` and all other sequences.
         """
         end, old = self._counts.item(NEXT_POSITION) + num_tokens, self._held.text
         num_rows = len(old)
         while num_rows < min(end, self._capacity):
             num_rows = min(2 * num_rows, self._capacity)
-        if num_rows > len(old):  # so nothing was overwritten: a position still is its own row
+        if num_rows > len(old):  # no row was overwritten yet: each position is its row
             new = self._empty(num_rows)
             new.text[: len(old)] = old
             _kernels.reindex(self._header_with(new).row)
@@ -834,7 +831,7 @@ class NGramPool:
         _kernels.count_unigrams(self._header().row, ids, floats)
 
     def _texts_since(self, num_observed: int) -> Iterator[Int32Array]:
-        """Return what is held of the text observed after so many tokens."""
+        """Return the held text that was observed after `num_observed` tokens."""
         with self._lock:
             since = num_observed - self._counts.item(LOWERED)
             num_tokens = min(len(self), max(0, self._counts.item(NEXT_POSITION) - since))
@@ -875,8 +872,8 @@ class NGramPool:
 
     # --- arrays -----------------------------------------------------------------------------
     #
-    # Each group of arrays is replaced as a whole, in one store: if memory runs out or an interrupt
-    # comes, the pool stays as it was.
+    # Each group of arrays is replaced as a whole, in one assignment: if memory runs out or an
+    # interrupt comes, the pool is unchanged.
 
     def _empty(self, num_rows: int) -> TextArrays:
         # One bucket per row, rounded down to a power of two: a bucket holds 1 to 2 positions.
@@ -888,14 +885,14 @@ class NGramPool:
         )
 
     def _header(self) -> Header:
-        """Return the kernels' header, with the arrays as they are now."""
+        """Return the kernels' header of the pool, with the current arrays."""
         now = self._held, self._harvested.held, self._weights, self._unigrams
         if self._known is None or not all(map(operator.is_, now, self._known[0])):
             self._known = now, self._header_with(self._held)
         return self._known[1]
 
     def _header_with(self, held: TextArrays) -> Header:
-        """Return a header with another text."""
+        """Return the kernels' header of the pool with another text."""
         harvested = self._harvested.held.header
         return Header(*held, self._counts, self._weights, *self._unigrams, harvested.row)
 
@@ -918,7 +915,7 @@ class NGramPool:
 
 @cache
 def compile_chains() -> None:
-    """Compile what engines need, and nobody else."""
+    """Compile the kernels that only engines need."""
     scratch, none = Scratch(1, 1), np.empty(0, np.int64)
     rows, ids, probs = (np.empty((0, 0), kind) for kind in (np.int64, np.int32, np.float64))
     of_rows = rows, rows, scratch.row_for(1, 0), ids, none, none, none

@@ -1,10 +1,10 @@
 """`PoolStore`: many named pools in one folder, within a budget of memory and one of disk.
 
-What is in memory here, what is on disk, and what other processes saved meanwhile are brought
-together in one place, `PoolStore._sync`, under two locks: that of the name in this process, and a
-file's, which keeps other processes off.
+One method, `PoolStore._sync`, reconciles a pool in memory, its file, and changes by other
+processes. It holds two locks: the lock of the name in this process, and a lock file, which excludes
+other processes.
 
-Next files: `pool.py`, what a store holds; `files.py`, how a pool is saved.
+Next files: `pool.py`, the pools of a store; `files.py`, the file of a pool.
 """
 
 import atexit
@@ -38,15 +38,15 @@ _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 # Windows has no files of these names.
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{d}{i}" for d in ("com", "lpt") for i in range(10))}
 _HASHED = "="  # begins the stems of names that are hashed
-# Names share so many locks: their number is bounded, and no file tells that there was a name.
+# Names share this number of lock files, so that no file reveals a deleted name.
 _NUM_LOCKS = 64
-# Each doubling of the tokens that a pool saved counts like being used so much later.
+# Each doubling of the tokens that a pool saved counts like a use this much later.
 _STAY_SEC = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """What a store holds, and what it did in this process."""
+    """The contents of a store, and its counts in this process."""
 
     num_in_memory: int
     num_in_use: int
@@ -62,24 +62,24 @@ class StoreStats:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A name whose pool is in memory, or on its way."""
+    """A name whose pool is in memory, or is being loaded."""
 
     name: str
     path: Path
     lock: Any = field(default_factory=threading.RLock)  # held while the pool is loaded or saved
     num_users: int = 0
     pool: NGramPool | None = None
-    mark: tuple[int, float] = 0, 0.0  # what of the pool is in the file
-    stamp: str | None = None  # of the file, as we last read or wrote it; None for none
-    epoch: str = ""  # differs once the name was deleted elsewhere
-    is_behind: bool = False  # the file has text of others that the pool, being in use, has not
+    mark: tuple[int, float] = 0, 0.0  # `_learned` of the pool when it was last saved or loaded
+    stamp: str | None = None  # of the file when last read or written here; None for no file
+    epoch: str = ""  # changes when another process deletes the name
+    is_behind: bool = False  # whether the file has text of others that the pool in use lacks
     num_saved_tokens: float = 0.0
     nbytes: int = 0  # when it was last closed
-    worth: float = 0.0  # seconds since the epoch: when it was last used, and later for its merits
+    worth: float = 0.0  # seconds since 1970: the last use, plus a bonus for saved tokens
 
     @property
     def has_learned(self) -> bool:
-        """Whether the pool holds anything."""
+        """Whether the pool has observed or harvested anything."""
         return self.pool is not None and any(self.pool._learned)
 
 
@@ -102,25 +102,25 @@ class NamedPool:
 class PoolStore:
     """Many named pools in a folder, within budgets of memory and of disk.
 
-    Whoever opens a name gets its pool, from memory, from its file, or a new one. All that have it
-    open in a process share one pool. Once nobody has, the least valuable pool leaves memory first,
-    saved before it goes; on disk likewise. A pool is the more valuable the later it was used, and
-    the more tokens it saved (`credit`).
+    Opening a name gives its pool, from memory, from its file, or a new one. All users of a name in
+    a process share one pool. If memory runs out, the least valuable pool without users is saved and
+    leaves memory; likewise, the least valuable file leaves the disk. A pool is more valuable the
+    later it was used, and the more tokens it saved (`credit`).
 
-    Several processes may use a folder. Whoever saves a pool whose file another process changed
-    takes that file and adds the text it observed itself since it last saved. A process that is
-    killed loses at most what came in the last `save_every_sec` seconds. What is deleted in one
-    process does not come back from another: that one lets go of its copy, with what it had not
-    saved, when it next saves or once it is no longer in use.
+    Several processes may use a folder. If another process has changed a pool's file, a process
+    that saves the pool takes that file and adds the text that it observed since its last save. A
+    killed process loses at most the text of the last `save_every_sec` seconds. A name that one
+    process deletes does not come back from another: the other process drops its copy, unsaved text
+    included, at its next save or once the pool has no users.
 
-    Methods may be called from several threads; a forked child makes a store of its own.
+    Methods may be called from several threads; a forked child must make its own store.
 
     Args:
-        folder: of the files; made for its owner's eyes only if there is none.
-        memory_bytes: for pools in memory together. Pools in use stay, so these may take more.
-        disk_bytes: for files together; text that is used once more is then learned anew.
-        save_every_sec: how often pools are saved while they learn; 0 for each time that one is
-            closed, `math.inf` for as late as possible.
+        folder: folder of the files; if it is missing, it is made so that only its owner may read.
+        memory_bytes: budget for all pools in memory. Pools in use stay, so these may exceed it.
+        disk_bytes: budget for all files; the text of a removed file is lost.
+        save_every_sec: how often pools are saved while they learn, in seconds; 0 to save each pool
+            when it is closed, `math.inf` to save as late as possible.
         tokenizer: fingerprint of the tokenizer of all text, "" if unknown.
         model: fingerprint of the model of all harvested successors, "" if unknown.
         capacity_tokens, max_ngram_size: of new pools, as for `NGramPool`.
@@ -165,16 +165,16 @@ class PoolStore:
         for folder in (self.folder, self.folder / ".locks"):
             sweep(folder)
         self._is_closed = False
-        self._lock = threading.RLock()  # of all below; nobody waits for anything else holding it
+        self._lock = threading.RLock()  # for all attributes below; never held during a wait
         self._entries: dict[str, _Entry] = {}  # by stem
-        # Those that nobody uses, the least valuable first.
+        # The entries without users, the least valuable first.
         self._idle: SortedKeyList[_Entry, float] = SortedKeyList(key=attrgetter("worth"))
-        self._disk_bytes = self.disk_bytes + 1  # that are taken, or more; not known yet
+        self._disk_bytes = self.disk_bytes + 1  # used at most; not known yet
         self._counted = dict.fromkeys(("loaded", "saved", "failed", "evicted", "dropped"), 0)
         self._done = threading.Event()
         self._saver: threading.Thread | None = None
         if 0 < save_every_sec < threading.TIMEOUT_MAX:
-            # Twice as often, so that what was learned just after one time is saved in time.
+            # Twice as often, so that text learned just after a save is saved in time.
             args = weakref.ref(self), self._done, save_every_sec / 2
             self._saver = threading.Thread(target=_save_regularly, args=args, daemon=True)
             self._saver.start()
@@ -193,7 +193,7 @@ class PoolStore:
 
     @contextmanager
     def open(self, name: str) -> Iterator[NGramPool]:
-        """Open a pool by its name, a new one if there is none, for the length of a block.
+        """Open a pool by its name, or a new one, for the duration of a `with` block.
 
         Args:
             name: any string of 1 to 200 characters.
@@ -201,10 +201,10 @@ class PoolStore:
         Raises:
             OSError: the file cannot be read, or another process keeps it for a minute.
             PoolFileError: the file is of another tokenizer, or of a newer version of lade.
-            TypeError, ValueError: the name is none, or the store is closed.
+            TypeError, ValueError: the name is invalid, or the store is closed.
 
         Warns:
-            UserWarning: the file is damaged; it is set aside, and a new pool begins.
+            UserWarning: the file is damaged; it is renamed, and a new pool begins.
         """
         pool = None
         while pool is None:  # else the name was deleted meanwhile
@@ -225,18 +225,18 @@ class PoolStore:
             finally:
                 self._release(entry)
                 self._settle()
-                with suppress(OSError):  # so that the files that were used last stay longest
+                with suppress(OSError):  # so that recently used files stay longest
                     self._touch(entry.path, entry.worth)
 
     def named(self, name: str) -> NamedPool:
-        """Return a handle to a name, to be opened where it is used."""
+        """Return a handle to a name, to be opened for each use."""
         stem_of(name)
         return NamedPool(self, name)
 
     def credit(self, name: str, num_tokens: float) -> None:
-        """Count tokens that a pool saved, such as accepted draft tokens; they let it stay longer.
+        """Count tokens that a pool saved, such as accepted draft tokens; it then stays longer.
 
-        Without effect on a pool that has left memory.
+        This has no effect on a pool that has left memory.
         """
         if not num_tokens >= 0:
             raise ValueError(f"expected num_tokens of at least 0, got {num_tokens!r}")
@@ -246,9 +246,9 @@ class PoolStore:
                 entry.num_saved_tokens += num_tokens
 
     def delete(self, name: str) -> bool:
-        """Remove a pool, its file and all that is kept of its name; return whether there was one.
+        """Remove a pool, its file and all traces of its name; return whether there was one.
 
-        Who has it open goes on with a pool that is in no store.
+        Its present users continue with a pool outside of the store.
         """
         while True:
             entry = self._entry(name)
@@ -259,7 +259,7 @@ class PoolStore:
                     with self._alone(entry):
                         is_there = entry.path.exists() or entry.has_learned
                         self._begin_epoch(entry)
-                        # Nobody writes the unfinished ones, for the lock is held.
+                        # No process is writing unfinished files, since the lock is held.
                         unfinished = self.folder.glob(f"{entry.path.stem}.making-*")
                         beside = entry.path.with_suffix(".damaged"), _name_path(entry.path)
                         for path in (entry.path, *beside, *unfinished):
@@ -278,10 +278,10 @@ class PoolStore:
         return sorted({*found, *filter(None, map(_name_of, self.folder.glob("*.pool")))})
 
     def save(self) -> None:
-        """Save all that was learned since the last time.
+        """Save all pools that have learned since their last save.
 
         Raises:
-            OSError: a file cannot be written; the others are.
+            OSError: a file cannot be written; all others were.
             PoolFileError: as for `open`.
         """
         errors = self._save_all()
@@ -289,9 +289,9 @@ class PoolStore:
             raise errors[0]
 
     def close(self) -> None:
-        """Save everything and let go of it; the store is not used again.
+        """Save all pools and drop them; the store cannot be used again.
 
-        Pools that are still open are saved once more when they are closed.
+        Pools that are still open are saved again when they are closed.
         """
         self._is_closed = True
         self._done.set()
@@ -306,7 +306,7 @@ class PoolStore:
 
     @property
     def stats(self) -> StoreStats:
-        """What the store holds, and what it did; linear in the number of files."""
+        """The contents and counts of the store; linear in the number of files."""
         files = self._files()
         with self._lock:
             pools = [e.pool for e in self._entries.values() if e.pool is not None]
@@ -322,11 +322,11 @@ class PoolStore:
     # --- opening and closing ----------------------------------------------------------------
 
     def _entry(self, name: str) -> _Entry:
-        """Return the entry of a name, which stays until it is released."""
+        """Return the entry of a name, which stays in memory until it is released."""
         stem = stem_of(name)
         with self._lock:
             if self._is_closed:
-                raise ValueError("expected an open store, got one that was closed")
+                raise ValueError("expected an open store, got a closed one")
             entry = self._entries.setdefault(stem, _Entry(name, self.folder / f"{stem}.pool"))
             self._idle.discard(entry)
             entry.num_users += 1
@@ -339,14 +339,14 @@ class PoolStore:
                 return
             stay = _STAY_SEC * math.log2(1.0 + entry.num_saved_tokens)
             entry.worth = max(_time_and_size(entry.path)[0], time.time() + stay)
-            if entry.pool is None:  # could not be loaded, or is deleted
+            if entry.pool is None:  # it could not be loaded, or was deleted
                 self._let_go(entry)
             else:
                 entry.nbytes = entry.pool.nbytes
                 self._idle.add(entry)
 
     def _newest(self, entry: _Entry) -> NGramPool | None:
-        """Return a name's pool, with what others saved if nobody else here has it open.
+        """Return a name's pool; take the changes of other processes if it has no other user.
 
         None if the name was deleted meanwhile.
         """
@@ -365,7 +365,7 @@ class PoolStore:
         return entry.pool
 
     def _settle(self) -> None:
-        """Have the least valuable pools leave memory while all take more than they may."""
+        """Evict the least valuable pools while all pools exceed the budget of memory."""
         while True:
             with self._lock:
                 pools = [(e, e.pool) for e in self._entries.values() if e.pool is not None]
@@ -379,14 +379,14 @@ class PoolStore:
             except (OSError, ValueError) as error:
                 self._count("failed")
                 warnings.warn(
-                    f"the pool {victim.name!r} stays in memory, it cannot be saved: {error}",
+                    f"the pool {victim.name!r} stays in memory because it cannot be saved: {error}",
                     stacklevel=2,
                 )
                 break
         self._trim_disk()
 
     def _evict(self, entry: _Entry) -> None:
-        """Save a pool, and let go of it unless it was opened meanwhile."""
+        """Save a pool, and drop it from memory unless it was opened meanwhile."""
         if entry.num_users or entry.pool is None:
             return
         if entry.pool._learned != entry.mark:
@@ -416,12 +416,11 @@ class PoolStore:
     # All of these are called with the lock of the entry.
 
     def _sync(self, entry: _Entry, is_free: bool = False) -> None:
-        """Save what a pool learned, and take what others saved.
+        """Save a pool's new text, and take the changes of other processes.
 
         Args:
-            entry: with a pool.
-            is_free: whether its pool may be exchanged for another: whoever has it open would not
-                notice.
+            entry: an entry with a pool.
+            is_free: whether the pool has no user yet, and may be replaced.
         """
         pool = entry.pool
         assert pool is not None
@@ -431,11 +430,11 @@ class PoolStore:
             has_learned = mark != entry.mark
             latest = pool
             if epoch != entry.epoch:
-                # What was not saved here may be of a pool that was deleted elsewhere.
+                # Unsaved text may belong to the pool that was deleted elsewhere.
                 latest, has_learned = self._read(entry), False
             elif entry.is_behind or (stamp is not None and stamp != entry.stamp):
                 read = self._read(entry)
-                is_there = entry.path.exists()  # else what was there is damaged
+                is_there = entry.path.exists()  # else the file was damaged
                 has_learned = has_learned or not is_there
                 if is_there or entry.is_behind:
                     latest = read
@@ -450,7 +449,7 @@ class PoolStore:
                 entry.is_behind, entry.mark = latest is not pool, mark
 
     def _read(self, entry: _Entry) -> NGramPool:
-        """Read a pool's file; a new pool if there is none, or a damaged one, which is set aside."""
+        """Read a pool's file; return a new pool if it is missing or damaged, and rename it then."""
         try:
             pool = NGramPool.load(entry.path, model=self.model)
         except FileNotFoundError:
@@ -461,8 +460,8 @@ class PoolStore:
             aside = entry.path.with_suffix(".damaged")
             os.replace(entry.path, aside)
             warnings.warn(
-                f"the pool {entry.name!r} begins anew, its file is damaged and now {aside.name}: "
-                f"{error}",
+                f"the pool {entry.name!r} begins anew: its file is damaged, and was renamed to "
+                f"{aside.name}: {error}",
                 stacklevel=2,
             )
         else:
@@ -488,7 +487,7 @@ class PoolStore:
 
     @staticmethod
     def _touch(path: Path, worth: float) -> None:
-        """Have the time of a file say what it is worth, for all processes and later ones."""
+        """Record a pool's worth as the time of its file, for all processes."""
         if path.stat().st_mtime < worth:
             os.utime(path, (worth, worth))
 
@@ -496,27 +495,27 @@ class PoolStore:
 
     @contextmanager
     def _alone(self, entry: _Entry) -> Iterator[None]:
-        """Keep other processes from a name; a killed one keeps nobody off."""
+        """Exclude other processes from a name; a killed process releases the lock."""
         path = self._shared(entry, ".lock")
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with FileLock(path, timeout=LOCK_SEC, mode=0o600):
             yield
 
     def _shared(self, entry: _Entry, suffix: str) -> Path:
-        """Return a file that some names share."""
+        """Return the path of a file that a name shares with some others."""
         digest = hashlib.blake2b(entry.path.stem.encode(), digest_size=8).digest()
         number = int.from_bytes(digest) % _NUM_LOCKS
         return self.folder / ".locks" / f"{number:02}{suffix}"
 
     def _epoch(self, entry: _Entry) -> str:
         try:
-            # It is only compared: a damaged one is another one.
+            # It is only compared, so a damaged epoch counts as a new one.
             return self._shared(entry, ".epoch").read_text("ascii", errors="replace")
         except FileNotFoundError:
             return ""
 
     def _begin_epoch(self, entry: _Entry) -> None:
-        """Tell other processes to let go of what they have of a name (and of some others)."""
+        """Make other processes drop their copies of a name (and of some others)."""
         path, old, new = self._shared(entry, ".epoch"), self._epoch(entry), secrets.token_hex(16)
         write_whole(path, new.encode())
         for other in list(self._entries.values()):  # these were not deleted
@@ -526,7 +525,7 @@ class PoolStore:
     # --- regularly --------------------------------------------------------------------------
 
     def _save_all(self) -> list[Exception]:
-        """Save every pool that has learned, and let go of what was deleted elsewhere."""
+        """Save every pool that has learned, and drop pools that were deleted elsewhere."""
         errors: list[Exception] = []
         for entry in list(self._entries.values()):
             try:
@@ -546,7 +545,7 @@ class PoolStore:
                 entry.nbytes = entry.pool.nbytes
 
     def _files(self) -> list[tuple[float, int, Path]]:
-        """Return the files that count: what each is worth, its size, and its path."""
+        """Return the worth, the size in bytes, and the path of each file that counts."""
         found = []
         for path in (*self.folder.glob("*.pool"), *self.folder.glob("*.damaged")):
             with suppress(FileNotFoundError):
@@ -555,7 +554,7 @@ class PoolStore:
         return found
 
     def _trim_disk(self) -> None:
-        """Remove the least valuable files, while all take more than they may."""
+        """Remove the least valuable files while all files exceed the budget of disk."""
         if self._disk_bytes <= self.disk_bytes:
             return
         files = sorted(self._files())
@@ -599,7 +598,7 @@ atexit.register(_close_all)
 
 
 def stem_of(name: str) -> str:
-    """Return the name of a pool's file, without its suffix: of lower-case ASCII, and its own.
+    """Return the stem of a pool's file: lower-case ASCII, and different for each name.
 
     Raises:
         TypeError: the name is no string.
@@ -610,7 +609,7 @@ def stem_of(name: str) -> str:
     if not 0 < len(name) <= MAX_NAME_LENGTH:
         raise ValueError(f"expected a name of 1 to {MAX_NAME_LENGTH} characters, got {name!r:.80}")
     encoded = name.encode("utf-8", "surrogatepass")
-    # Capital letters too: some file systems do not tell them apart.
+    # Capital letters are escaped, too: some file systems ignore case.
     stem = "".join(chr(byte) if chr(byte) in _PLAIN else f"%{byte:02x}" for byte in encoded)
     if len(stem) <= MAX_STEM_LENGTH and stem not in _RESERVED:
         return stem
@@ -618,7 +617,7 @@ def stem_of(name: str) -> str:
 
 
 def _name_of(path: Path) -> str | None:
-    """Return the name that a file is that of; None if it is no pool's."""
+    """Return the name whose pool a file holds; None if it is no pool's file."""
     try:
         if path.stem.startswith(_HASHED):
             encoded = _name_path(path).read_bytes()

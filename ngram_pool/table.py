@@ -1,4 +1,4 @@
-"""`SuccessorTable`: what a target finds likely after contexts of one and two tokens.
+"""`SuccessorTable`: a target's likely successors of contexts of one and two tokens.
 
 This file checks arguments and owns the arrays; `_kernels.py` does the work. Nothing here depends on
 models or torch.
@@ -22,9 +22,9 @@ from ngram_pool._kernels import (
 )
 from ngram_pool.arrays import Header, positive
 
-DEFAULT_NUM_SUCCESSORS = MAX_OCCURRENCES  # a draft has room for as many of each source
+DEFAULT_NUM_SUCCESSORS = MAX_OCCURRENCES  # a draft takes at most this many from each source
 _LEAST_ROWS = 64
-# What is kept of a table, by name.
+# The arrays of a table in a file.
 _SAVED = {"keys": np.int64, "counts": np.int32, "token_ids": np.int32, "costs": np.uint16}
 
 
@@ -34,13 +34,13 @@ class Rows(NamedTuple):
     keys: Int64Array  # [num_rows], NONE where empty
     token_ids: Int32Array  # [num_rows, num_successors], likeliest first, NONE where fewer are known
     costs: NDArray[np.uint16]  # as `token_ids`, -ln(prob) * COST_STEPS
-    counts: Int32Array  # [num_rows], how often each was put
+    counts: Int32Array  # [num_rows], how often each context was put
     num_contexts: Int64Array  # [1], how many rows are in use
-    header: Header  # of all these, for the kernels
+    header: Header  # of these arrays, for the kernels
 
     @classmethod
     def of(cls, *arrays: NDArray[Any]) -> "Rows":
-        """Return the group of the first four arrays, themselves."""
+        """Return a group that holds the first four arrays, without copying them."""
         keys, token_ids, costs, counts = arrays
         num_contexts = np.array([np.count_nonzero(keys != NONE)])
         return cls(keys, token_ids, costs, counts, num_contexts, Header(*arrays, num_contexts))
@@ -50,7 +50,7 @@ class SuccessorTable:
     """A bounded table of the likeliest successors of contexts.
 
     A context is the last token, or the last two. Memory is bounded: the arrays grow by doubling up
-    to the capacity; where a bucket is full, its context that was put least recently is dropped.
+    to the capacity; a full bucket drops its least recently put context.
     Methods may be called from several threads, and a copied or pickled table is independent. A pool
     reads a prewarmed table at every draft without waiting for threads that may write to it.
 
@@ -58,8 +58,8 @@ class SuccessorTable:
         capacity: maximum number of contexts, rounded up to a power of two, at least 64. Buckets
             hold eight, so a few contexts are lost before the table is full.
         num_successors: how many to hold per context.
-        averages: whether a context put again is averaged over about the last ten times; else it is
-            replaced.
+        averages: whether a context that is put again is averaged over about the last ten times;
+            otherwise it is replaced.
 
     Raises:
         TypeError: a size is not an integer.
@@ -81,8 +81,8 @@ class SuccessorTable:
         self._capacity = _power_of_two(max(positive("capacity", capacity), _LEAST_ROWS))
         self._num_successors = positive("num_successors", num_successors)
         self._averages = averages
-        self._lock: Any = threading.RLock()  # a signal handler may call in the middle of a method
-        #: All arrays with their empty rows; replaced as a whole, not to be written to.
+        self._lock: Any = threading.RLock()  # a signal handler may call during a method
+        #: All arrays with their empty rows; replaced as a whole, and only kernels write to them.
         self.held = self._empty(_LEAST_ROWS)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class SuccessorTable:
         size = ids.shape[1] + self._num_successors
         scratch = np.empty(size, np.int32), np.empty(size, np.float64)
         with self._lock:
-            # Have room for more contexts, up to the capacity: buckets overflow beyond half load.
+            # Grow for more contexts, up to the capacity: buckets overflow beyond half load.
             num_rows, num_held = len(self.held.keys), self.held.num_contexts.item()
             enough = min(_power_of_two(2 * (num_held + len(pairs))), self._capacity)
             if enough > num_rows:
@@ -142,7 +142,7 @@ class SuccessorTable:
             _kernels.put_successors(row, pairs, ids, floats, self._averages, *scratch)
 
     def update(self, other: "SuccessorTable") -> None:
-        """Learn what another table holds, as if it were put as often as it was put there.
+        """Learn the contexts of another table, each put as often as it was put there.
 
         Args:
             other: a table of the same number of successors or fewer; unchanged.
@@ -163,9 +163,9 @@ class SuccessorTable:
         token_ids: ArrayLike,
         probs: ArrayLike,
     ) -> None:
-        """Learn successors of a tree's nodes, after each node alone and after it and its parent.
+        """Learn successors of a tree's nodes, for each node alone, and for it and its parent.
 
-        Of equal contexts the one of the first node is kept.
+        Of equal contexts, the first node's is kept.
 
         Args:
             previous: the token before the root, or -1.
@@ -185,7 +185,7 @@ class SuccessorTable:
             raise ValueError("expected a parent before each node, and a row of successors for each")
         num_nodes = len(over)
         twice = np.arange(-1, -2 * num_nodes - 1, -1) % max(num_nodes, 1)  # the last one first
-        # The newest of equal contexts is kept, and a full bucket drops what is oldest.
+        # The newest of equal contexts is kept, and a full bucket drops its oldest context.
         pairs = np.full((len(twice), 2), NONE, lasts.dtype)
         pairs[num_nodes:, 0] = np.where(over == NONE, previous, lasts[over])[::-1]
         pairs[:, 1] = lasts[twice]
@@ -216,7 +216,7 @@ class SuccessorTable:
     # --- on disk ----------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return copies of all that is held, for writing to a file; newest first in each bucket."""
+        """Return copies of the arrays, for writing to a file; newest first in each bucket."""
         with self._lock:
             held = self.held._asdict()
             is_held = held["keys"] != NONE
@@ -230,8 +230,8 @@ class SuccessorTable:
 
         Args:
             arrays: as `arrays` returns them.
-            capacity: capacity of the new table; None for about twice the number of contexts. Where
-                it has no room for all, contexts are dropped as they are by `put`.
+            capacity: capacity of the new table; None for about twice the number of contexts. If it
+                is too small, contexts are dropped as by `put`.
 
         Raises:
             ValueError: these are not the arrays of a table.
@@ -263,7 +263,7 @@ class SuccessorTable:
         )
 
     def _resize(self, old: Rows, num_rows: int) -> None:
-        """Move what `old` holds to `num_rows` rows: all or nothing, even if interrupted."""
+        """Move the contexts of `old` to `num_rows` rows: all or none, even if interrupted."""
         new = self._empty(num_rows)
         _kernels.rehash(old.header.row, new.header.row)
         self.held = new

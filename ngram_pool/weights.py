@@ -1,8 +1,8 @@
-"""Initial weights of a pool's sources, before answers have taught it better ones.
+"""Initial weights of a pool's sources, before it learns from answers.
 
-Fitted by `python -m benchmarks fit` (the pool's own learning, `_kernels.learn`, in seven passes at
+`python -m benchmarks fit` fitted them by the pool's learning (`_kernels.learn`, in seven passes at
 decreasing rates, with and without a table of the target's successors) to 108 greedy answers of
-SmolLM2-135M-Instruct in bfloat16, those without loops, to one half of Spec-Bench's prompts; every
+SmolLM2-135M-Instruct in bfloat16 without loops, to one half of Spec-Bench's prompts. Every
 published figure is of the other half. The run is in docs/results/weights.json. Layers begin with
 the weights of earlier text.
 """

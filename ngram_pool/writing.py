@@ -10,10 +10,10 @@ from contextlib import suppress
 from glob import escape
 from pathlib import Path
 
-# Of a file's name, as many characters as the unfinished one begins with.
+# Number of characters of a file's name that the name of its unfinished version begins with.
 MAX_STEM_LENGTH = 64
-# Writing a file takes seconds, which others wait for. A day allows for a writer whose machine was
-# suspended, and for the clock of a network folder.
+# Writing a file takes seconds, and other writers wait. A day allows for a suspended machine, and
+# for the clock of a network folder.
 LOCK_SEC = 60.0
 _STALE_SEC = 24 * 60 * 60
 
@@ -21,21 +21,20 @@ _STALE_SEC = 24 * 60 * 60
 def write_whole(path: Path, *parts: bytes | memoryview) -> None:
     """Write a file that only its owner may read; its folder is made if there is none.
 
-    Whenever this is interrupted, even by a power cut, the path names the old file or the new one,
-    whole. Whoever has the old one open keeps it. What a killed process left of the file is removed
-    after a day.
+    After an interruption, even by a power cut, the path names the whole old file or the whole new
+    one. A process that has the old file open keeps it. Unfinished files of killed processes are
+    removed after a day.
 
     Args:
-        path: of the file; a link is followed.
+        path: the file; a link is followed.
         parts: contents, one after the other.
 
     Raises:
-        OSError: the file cannot be written; nothing is left behind.
+        OSError: the file cannot be written; no unfinished file is left.
     """
     path = Path(os.path.realpath(path))  # else the link would be replaced
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of our own rather than mkstemp's: an interruption before we know mkstemp's name would
-    # leave the file behind.
+    # Not mkstemp: an interruption before it returns the name would leave the file behind.
     stem = path.stem[:MAX_STEM_LENGTH]
     made = path.with_name(f"{stem}.making-{secrets.token_hex(8)}")
     sweep(path.parent, escape(stem))
@@ -50,10 +49,10 @@ def write_whole(path: Path, *parts: bytes | memoryview) -> None:
             os.fsync(file.fileno())  # else a power cut can leave the new name without content
         os.replace(made, path)
     finally:
-        with suppress(OSError):  # it is gone, unless this was broken off
+        with suppress(OSError):  # exists only after an interruption or error
             made.unlink()
-    # The folder's names are to outlast a power cut, too: else the old file might come back.
-    with suppress(OSError):  # not every system, or file system, can
+    # The folder's entry must survive a power cut, too: else the old file might come back.
+    with suppress(OSError):  # not every system, or file system, supports this
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -62,10 +61,10 @@ def write_whole(path: Path, *parts: bytes | memoryview) -> None:
 
 
 def sweep(folder: Path, stems: str = "*") -> None:
-    """Remove unfinished files that killed processes left a day ago or longer; never fail.
+    """Remove unfinished files that killed processes left at least a day ago; never fail.
 
     Args:
-        folder: where to look.
+        folder: the folder of the files.
         stems: pattern of the files' names, without their suffixes; at most 64 characters long.
     """
     with suppress(OSError):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Reach(NamedTuple):
+class AttentionSpan(NamedTuple):
     """How far back a layer's attention reaches, in slots; at most one field is set."""
 
     window: int | None = None  # the token itself and the `window - 1` before it
@@ -18,7 +18,7 @@ class Reach(NamedTuple):
         return self.window or self.chunk
 
 
-FULL = Reach()
+FULL = AttentionSpan()
 
 
 class TreeSlots:
@@ -32,8 +32,8 @@ class TreeSlots:
 
     Args:
         visible: bool [rows, num_slots], for the slots from `first_slot` on: False for slots that
-            must not be seen: padding, holes, and everything after a row's own cached tokens. The
-            values at the slots of the nodes are ignored. None if no mask will be asked for.
+            must not be seen: padding, holes, and slots after a row's cached tokens. The values at
+            the slots of the nodes are ignored. None if no mask will be made.
         num_cached: int64 [rows], cached tokens of each row.
         ancestors: bool [rows, num_nodes, num_nodes].
         depths: int64 [rows, num_nodes].
@@ -58,11 +58,13 @@ class TreeSlots:
         self._num_padding = num_padding
         self._first_slot = first_slot
 
-    def mask(self, reach: Reach, first_slot: int, additive_dtype: torch.dtype | None) -> Tensor:
-        """Return the 4D mask for the layers with a given reach.
+    def mask(
+        self, span: AttentionSpan, first_slot: int, additive_dtype: torch.dtype | None
+    ) -> Tensor:
+        """Return the 4D mask for the layers with one attention span.
 
         Args:
-            reach: reach of their attention.
+            span: the attention span of these layers.
             first_slot: column of `visible` where the mask begins: the first slot that the cache of
                 these layers still holds.
             additive_dtype: None for a boolean mask (True sees), as `sdpa` attention takes it; a
@@ -78,10 +80,10 @@ class TreeSlots:
         nodes = nodes - self._first_slot  # their columns in `visible`
         seen = self._visible[:, None, :].repeat(1, num_nodes, 1)
         seen.scatter_(2, nodes[:, None, :].expand(-1, num_nodes, -1), self._ancestors)
-        if reach != FULL:
+        if span != FULL:
             slots = torch.arange(seen.shape[2], device=seen.device) + self._first_slot
             slots = slots.expand(rows, -1).scatter(1, nodes, self._of_nodes)
-            seen &= self._within(reach, slots)
+            seen &= self._within(span, slots)
         seen = seen[:, None, :, first_slot:]
         if additive_dtype is None:
             return seen
@@ -89,30 +91,30 @@ class TreeSlots:
         lowest = torch.finfo(additive_dtype).min
         return torch.zeros_like(seen, dtype=additive_dtype).masked_fill_(~seen, lowest)
 
-    def starts(self, reach: Reach) -> Tensor:
-        """Return the first slot within reach of each node, int64 [rows, num_nodes].
+    def starts(self, span: AttentionSpan) -> Tensor:
+        """Return the first slot within the span of each node, int64 [rows, num_nodes].
 
         Counted from `first_slot`, so slots before it are negative. A slot may be padding.
         """
-        if reach.window is not None:
-            return self._of_nodes - (reach.window - 1) - self._first_slot
-        if reach.chunk is not None:
-            begun = self._chunks(self._of_nodes, reach.chunk) * reach.chunk
+        if span.window is not None:
+            return self._of_nodes - (span.window - 1) - self._first_slot
+        if span.chunk is not None:
+            begun = self._chunks(self._of_nodes, span.chunk) * span.chunk
             return begun + self._padding() - self._first_slot
         return torch.zeros_like(self._of_nodes)
 
-    def among_nodes(self, reach: Reach) -> Tensor:
+    def among_nodes(self, span: AttentionSpan) -> Tensor:
         """Return which nodes see which, bool [rows, num_nodes, num_nodes]."""
-        if reach == FULL:
+        if span == FULL:
             return self._ancestors
-        return self._ancestors & self._within(reach, self._of_nodes)
+        return self._ancestors & self._within(span, self._of_nodes)
 
-    def _within(self, reach: Reach, slots: Tensor) -> Tensor:
-        """Return which slots, int64 [rows, n], are within reach of each node."""
-        if reach.window is not None:
-            return slots[:, None, :] > self._of_nodes[:, :, None] - reach.window
-        assert reach.chunk is not None
-        chunks, of_nodes = (self._chunks(at, reach.chunk) for at in (slots, self._of_nodes))
+    def _within(self, span: AttentionSpan, slots: Tensor) -> Tensor:
+        """Return which slots, int64 [rows, n], are within the span of each node."""
+        if span.window is not None:
+            return slots[:, None, :] > self._of_nodes[:, :, None] - span.window
+        assert span.chunk is not None
+        chunks, of_nodes = (self._chunks(at, span.chunk) for at in (slots, self._of_nodes))
         return chunks[:, None, :] == of_nodes[:, :, None]
 
     def _chunks(self, slots: Tensor, chunk: int) -> Tensor:

@@ -3,12 +3,13 @@
 If several query heads share a key head, `sdpa` in transformers copies keys and values for each of
 them as soon as there is a mask. Here, the queries that share a key head are packed into one list
 instead. SmolLM2 (9 query heads, 3 key heads), 9 tokens, one thread, per layer: 0.12 ms instead of
-0.17 after 300 tokens, 0.32 instead of 1.20 after 900, with bitwise equal results. And a mask of
-booleans, which torch makes one of numbers in each layer, is made one once a step.
+0.17 after 300 tokens, 0.32 instead of 1.20 after 900, with bitwise equal results. Besides, torch
+would convert a boolean mask to an additive one in each layer; here it is converted once a step.
 
-On CUDA the kernel is called by its name. `scaled_dot_product_attention` chooses one by the shape of
-its arguments: on cards of compute capability 9 and 10, in 16 bits, that of cuDNN, which builds a
-plan for each new shape (tens to hundreds of milliseconds), and nearly every tree has a new one.
+On CUDA the kernel is called by its name. `scaled_dot_product_attention` chooses a kernel by the
+shape of its arguments. On cards of compute capability 9 and 10, in 16 bits, it is cuDNN's, which
+builds a plan for each new shape (tens to hundreds of milliseconds); nearly every tree has a new
+shape.
 """
 
 from collections.abc import Sequence
@@ -24,9 +25,9 @@ PACKED_SDPA = "lade_packed_sdpa"
 PACKED_ROWS = "lade_packed_rows"  # the same, where masks may carry calls
 _INDICES = ("indices", "block_indices")
 
-# For one token that sees all keys, torch takes two to seven times as long on a CPU in these formats
-# where each head has keys of its own. In float32 and float64 it does not, and there the call of
-# transformers gives bit for bit what `generate` has.
+# For one token that sees all keys, torch on a CPU takes two to seven times as long in these dtypes
+# if each head has its own keys. In float32 and float64 it does not, and the call by transformers
+# gives bit for bit the result of `generate`.
 _HALVES = (torch.bfloat16, torch.float16)
 _ELSEWHERE = ("softcap", "position_bias", "cache")  # honoured by `sdpa` alone
 
@@ -36,13 +37,12 @@ _sdpa = AttentionInterface()["sdpa"]
 class Calls:
     """The calls that the tokens of a forward pass belong to, and the keys that they see.
 
-    Several calls in one row of tokens see the keys and values of their own call: a forward that is
-    one job takes them as its parts (`lade.forward`), elsewhere one attends after the other.
+    The tokens of several calls share one row, but each sees only keys and values of its call. A
+    compiled forward takes the calls as parts (`lade.forward`); other forwards attend call by call.
 
     Args:
         sizes: number of tokens of each call, in the order of their tokens.
-        masks: bool [1, 1, num_tokens, num_keys] of each, or additive; None where each token sees
-            itself and all before it.
+        masks: bool [1, 1, num_tokens, num_keys] of each call, or additive; None for a causal mask.
     """
 
     def __init__(self, sizes: Sequence[int], masks: Sequence[Tensor | None]) -> None:
@@ -52,13 +52,13 @@ class Calls:
 
 
 def with_calls(mask: Tensor, calls: Calls) -> Tensor:
-    """Attach what calls see to a mask for `packed_sdpa`; return the mask."""
+    """Attach the masks of several calls to a mask for `packed_sdpa`; return the mask."""
     mask._lade_calls = calls  # type: ignore[attr-defined]
     return mask
 
 
 def with_held(states: Tensor, held: Sequence[Tensor]) -> Tensor:
-    """Return new keys or values that carry all those of each call, for `packed_sdpa`."""
+    """Return new keys or values that carry all keys or values of each call, for `packed_sdpa`."""
     carrying = states[:]  # a tensor of our own
     carrying._lade_held = held  # type: ignore[attr-defined]
     return carrying
@@ -75,29 +75,28 @@ def packed_sdpa(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `sdpa` does; calls other than steps of a decoding are passed on to it.
+    """Attend as `sdpa` does; anything other than a decoding step is passed on to it.
 
-    Where the mask has calls, each sees its own keys alone. Everything but attention takes the
-    tokens of all calls alike, so these need no padding there; and a short one does not wait for the
-    keys of a long one.
+    If the mask has several calls, each sees only its keys. All layers but attention treat the
+    tokens of all calls alike, so no call needs padding, and a short one does not pay for the keys
+    of a long one.
 
     Args:
         query: [rows, num_heads, num_queries, head_dim].
-        key, value: [rows, num_key_heads, num_keys, head_dim of each]; with calls these carry those
-            of each.
-        attention_mask: [rows, 1, num_queries, num_keys], boolean or additive, or of `with_calls`.
+        key, value: [rows, num_key_heads, num_keys, head_dim of each]; from `with_held` if there are
+            several calls.
+        attention_mask: [rows, 1, num_queries, num_keys], boolean or additive, or from `with_calls`.
         dropout, scaling, is_causal, kwargs: as transformers passes them.
 
     Returns:
         [rows, num_queries, num_heads, head_dim of values], and None for the weights.
 
     Raises:
-        NotImplementedError: keys are chosen by the model, and not by the mask. Or there are calls
-            and something that is not honoured, or keys and values that are not those that the
-            caches of the calls have returned.
+        NotImplementedError: the model, and not the mask, chooses keys. Or there are several calls
+            and an unsupported option, or keys and values that the caches did not return.
     """
     calls: Calls | None = getattr(attention_mask, "_lade_calls", None)
-    # Models with sparse attention mask keys for `sdpa`, and tell all others which they chose.
+    # Models with sparse attention mask keys for `sdpa`, but pass other attentions their indices.
     for name in _INDICES if calls is None else (*_INDICES, *_ELSEWHERE, "s_aux"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"packed attention cannot honour {name!r}")
@@ -144,7 +143,7 @@ def _attended(
 
     Args:
         query, key, value: [rows, num_key_heads, num_queries or num_keys, head_dim of each].
-        added: [rows, 1, num_queries, num_keys], of `_added`.
+        added: [rows, 1, num_queries, num_keys], from `_added`.
         dropout, scaling: as transformers passes them.
     """
     dims = query.shape[-1], value.shape[-1]
@@ -155,7 +154,7 @@ def _attended(
         )
     if added is not None:
         added = added.expand(*query.shape[:2], -1, -1)
-    # Of torch's kernels the one that takes masks; its other results are for a backward pass.
+    # This is torch's kernel that takes masks; its other results are for a backward pass.
     attended: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, added, False, scale=scaling
     )[0]
@@ -166,22 +165,23 @@ _ALIGNMENT = 16  # bytes between heads, for the kernel; and numbers between the 
 
 
 def _added(mask: Tensor, num_sharing: int, dtype: torch.dtype) -> Tensor:
-    """Return what a mask adds to scores, [rows, 1, num_sharing · num_queries, num_keys].
+    """Return an additive mask, [rows, 1, num_sharing · num_queries, num_keys].
 
-    All layers of a step get the same mask, so it is kept there until the mask is written to.
+    All layers of a step get the same mask, so the result is kept there until the mask is written
+    to.
     """
-    # Nothing tells when tensors of inference mode are written to, and compilers do not trace it.
+    # Writes to tensors of inference mode are not counted, and compilers do not trace the count.
     if torch.compiler.is_compiling() or mask.is_inference():
-        return _made_to_add(mask, num_sharing, dtype)
+        return _additive(mask, num_sharing, dtype)
     key = num_sharing, dtype, mask._version
-    kept: tuple[Any, Tensor] | None = getattr(mask, "_lade_added", None)
-    if kept is None or kept[0] != key:
-        kept = key, _made_to_add(mask, num_sharing, dtype)
-        mask._lade_added = kept  # type: ignore[attr-defined]
-    return kept[1]
+    known: tuple[Any, Tensor] | None = getattr(mask, "_lade_added", None)
+    if known is None or known[0] != key:
+        known = key, _additive(mask, num_sharing, dtype)
+        mask._lade_added = known  # type: ignore[attr-defined]
+    return known[1]
 
 
-def _made_to_add(mask: Tensor, num_sharing: int, dtype: torch.dtype) -> Tensor:
+def _additive(mask: Tensor, num_sharing: int, dtype: torch.dtype) -> Tensor:
     rows, _, num_queries, num_keys = mask.shape
     width = -(-num_keys // _ALIGNMENT) * _ALIGNMENT
     added = mask.new_zeros((rows, num_sharing, num_queries, width), dtype=dtype)

@@ -1,10 +1,10 @@
 """Attention over trees whose keys lie in preallocated slots, registered under our own name.
 
 A dense mask over all slots would be as large as the scores, and `sdpa` with one copies keys and
-values for all query heads. Here a mask merely carries what nodes see (`Seen`): of the prefix, one
-interval per node, less slots that no node sees; only the tree has a mask, of nodes by nodes. This
-file has the plain torch version, which runs everywhere; on a GPU, `triton.py` replaces it. Calls
-with other masks, or none, are passed on to `sdpa`.
+values for all query heads. Here a mask merely carries what nodes see (`Seen`): one interval of the
+prefix per node, and a mask of nodes by nodes for the tree. This file has the version in torch's
+operations, which runs everywhere; on a GPU, `triton.py` replaces it. Calls with other masks, or
+none, are passed on to `sdpa`.
 """
 
 import importlib.util
@@ -21,28 +21,28 @@ from lade.errors import KernelWarning, in_one_line
 TREE_ATTENTION = "lade_tree"
 STABLE_ATTENTION = "lade_stable_tree"
 
-# Passed by some layers; each changes what is attended to, so none may be dropped. `sdpa` would drop
+# Options that some layers pass; each changes the result, so none may be dropped. `sdpa` would drop
 # the indices, too: models write them into masks only if the attention is named `sdpa` or `eager`.
 # And it supports a paged cache only in newer versions of transformers.
 _NOT_HONOURED = ("indices", "block_indices", "cache")
 _NOT_HONOURED_IN_TREES = (*_NOT_HONOURED, "position_bias")
 _NOT_HONOURED_BY_SDPA = ("softcap", "s_aux")
 
-# What the kernels support: the tensor cores they rely on came with compute capability 8.0.
+# Limits of the kernels: the tensor cores that they use came with compute capability 8.0.
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TRITON_CAPABILITY = (8, 0)
 _TRITON_MAX_DIM = 256
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-# Where the kernels have failed: without a C compiler, on a card unknown to Triton. That does not
-# heal, and each attempt may take seconds.
+# Devices and dtypes where the kernels have failed, as without a C compiler or on a card unknown to
+# Triton. A retry would fail again, and may take seconds.
 _failed: set[tuple[torch.device, torch.dtype]] = set()
 
 _sdpa = AttentionInterface()["sdpa"]
 
 
 class Seen(NamedTuple):
-    """What the nodes of a batch of trees see in one kind of layer.
+    """The slots and nodes that the nodes of a batch of trees see in one kind of layer.
 
     Read only on the device, so that a captured graph stays valid as these tensors change.
     """
@@ -64,7 +64,7 @@ def with_seen(mask: Tensor, seen: Seen) -> Tensor:
     Args:
         mask: [rows, 1, num_nodes, num_slots]. Its values matter only if the attribute is lost:
             `tree_attention` then passes the call to `sdpa`, so they should mean the same.
-        seen: what nodes see in the layers that get this mask.
+        seen: the slots and nodes that nodes see in the layers that get this mask.
     """
     mask._lade_seen = seen  # type: ignore[attr-defined]
     return mask
@@ -79,17 +79,17 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend over prefixes and trees, in plain torch.
+    """Attend over prefixes and trees, by torch's operations.
 
     Computes in float32, or float64 for float64 queries. No shape depends on values and nothing is
-    read on the host, so this can be captured in a graph; the price is that all slots are computed.
+    read on the host, so this can be captured in a graph; but it always computes all slots.
 
     Args:
         query: [rows, num_heads, num_nodes, head_dim].
         key, value: [rows, num_key_heads, num_slots, head_dim of each], num_slots at least
             max(num_cached) + num_nodes. Slots that no node sees may hold anything, even NaN.
         seen: where the prefix and the nodes lie, and which node sees what.
-        scaling: factor on the products of queries and keys.
+        scaling: factor on the dot products of queries and keys.
         softcap: scores become softcap * tanh(scores / softcap), as in gemma2.
         sinks: [num_heads], a score per head that takes weight but has no value, as in gpt_oss.
 
@@ -137,8 +137,8 @@ def tree_attention(
         query, key, value: as `attend` takes them; without a `Seen`, as `sdpa` does.
         attention_mask: a mask from `with_seen`, a plain dense mask, or None.
         dropout, scaling: as transformers passes them.
-        kwargs: `softcap` and `s_aux` (sinks) are honoured with a `Seen`, which already includes
-            windows; without one, whatever `sdpa` honours.
+        kwargs: with a `Seen`, which already includes windows, `softcap` and `s_aux` (sinks);
+            without one, all options of `sdpa`.
 
     Returns:
         [rows, num_nodes, num_heads, head_dim of values], and None for the weights.
@@ -202,29 +202,29 @@ def stable_attention(
     "ancestors, float scaling, float? softcap, Tensor? sinks) -> Tensor",
 )
 def attend_at_once(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
-    """Attend as `attend` does, as an operator of torch, which compilers take as it is.
+    """Attend as `attend` does, as one torch operator, which compilers do not look into.
 
-    On a GPU it is the kernels of `triton.py`, as long as they run.
+    On a GPU it runs the kernels of `triton.py`, as long as they work.
     """
     return attend(query, key, value, Seen(*others[:3]), *others[3:])
 
 
 @attend_at_once.register_kernel("cuda")
 def _attend_in_triton(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
-    """Attend by the kernels; where they do not run, in plain torch, which is said once."""
+    """Attend by the Triton kernels; if they fail, warn once and use torch's operations."""
     given = query, key, value, Seen(*others[:3]), *others[3:]
     try:
         # Imported here, because triton is not installed on every machine.
         from lade.attention import triton as triton_attention
 
-        return triton_attention.attend(*given)
+        return triton_attention.attend_by_kernels(*given)
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
         _failed.add((query.device, query.dtype))
         warnings.warn(
-            f"lade attends to trees in plain torch on {query.device} in {query.dtype}, because its "
-            f"Triton kernels do not run there ({in_one_line(failure)})",
+            f"lade attends to trees by torch's operations on {query.device} in {query.dtype}, "
+            f"because its Triton kernels do not run there ({in_one_line(failure)})",
             KernelWarning,
             stacklevel=2,
         )
@@ -275,7 +275,7 @@ def _is_for_triton(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_kernels(device: torch.device) -> bool:
-    """Return whether there are kernels for a device, which compilers need not look into."""
+    """Return whether there are kernels for a device; compilers do not look into this."""
     is_cuda = device.type == "cuda"
     return (
         _HAS_TRITON and is_cuda and torch.cuda.get_device_capability(device) >= _TRITON_CAPABILITY

@@ -1,4 +1,4 @@
-"""Attention over trees on a GPU, in Triton: `attend` of `tree.py` without its costs.
+"""Attention over trees on a GPU, in Triton: `attend` of `tree.py` as fast kernels.
 
 Flash decoding: the keys of a prefix are split among many programs. Each program holds the queries
 of all heads that share these keys; a second kernel merges the results. A split's bounds follow from
@@ -23,26 +23,25 @@ from lade.attention.tree import Seen
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; not -inf: -inf - -inf is NaN
 
-# A smaller split would cost more to merge than to attend to. What one of 64 queries passes on in
-# float32, written and read, is as many bytes as the keys and values of 128 slots in 16 bits.
+# A smaller split would cost more to merge than to attend to. The partial results of 64 queries in
+# float32, written and read, take as many bytes as the keys and values of 128 slots in 16 bits.
 _MIN_SLOTS = 128
 _MIN_SLOTS_OF_MANY_QUERIES = 512
 _MAX_QUERIES = 64
 _MAX_SPLITS = 64  # the merge holds the parts of all splits of a query in registers
-_FEW_SPLITS = 16  # and is compiled for as many and for the most
+_FEW_SPLITS = 16  # the merge is compiled for this number and for the most
 
-# What follows from trees is no reason to compile a kernel once more: for 1 and for multiples of 16,
-# Triton would.
+# Sizes of trees must not compile a kernel again: for 1 and for multiples of 16, Triton would.
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(
     do_not_specialize=("num_nodes", "num_packed", "num_splits")
 )
 
-# A process compiles one kernel at a time, as it launches it; what waits costs nothing otherwise.
+# A process compiles one kernel at a time, at its launch; waiting threads cost nothing.
 _COMPILING = threading.Lock()
 
 
 class _Blocks(NamedTuple):
-    """What a program of the first kernel is compiled for."""
+    """The block sizes that the first kernel is compiled for."""
 
     block_m: int  # queries
     block_n: int  # keys
@@ -53,7 +52,7 @@ class _Blocks(NamedTuple):
     num_stages: int  # blocks of keys and values in shared memory, including the one in use
 
 
-def attend(
+def attend_by_kernels(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -1,4 +1,4 @@
-"""How many draft tokens to verify, by measured step costs and calibrated promises of the drafter.
+"""How many draft tokens to verify, by measured step costs and calibrated draft probabilities.
 
 Nothing here sees a tensor or a model.
 """

@@ -1,7 +1,7 @@
 """Every Numba function of budgets, and nothing else; `ngram_pool/_kernels.py` says why.
 
-What is believed of seconds is in two arrays, as `seconds.py` has it: the `mean` of the level, the
-logarithm of the slope and the deviation of each size in `knots`, and their `covariance`.
+The estimate of seconds is in two arrays, as in `seconds.py`: `mean` has the level, the logarithm of
+the slope, and the deviation of each size in `knots`; `covariance` is their covariance.
 """
 
 import math
@@ -10,40 +10,40 @@ from ngram_pool._kernels import Float64Array, inlined, kernel
 
 
 @kernel
-def place_of(knots: Float64Array, size: float) -> tuple[int, float]:
+def knot_before(knots: Float64Array, size: float) -> tuple[int, float]:
     """Return the index of the knot before a size, and the share of the way to the next one."""
-    place = 0
-    while place < knots.shape[0] - 2 and knots[place + 1] <= size:
-        place += 1
-    return place, (size - knots[place]) / (knots[place + 1] - knots[place])
+    knot = 0
+    while knot < knots.shape[0] - 2 and knots[knot + 1] <= size:
+        knot += 1
+    return knot, (size - knots[knot]) / (knots[knot + 1] - knots[knot])
 
 
 @inlined
 def interpolated(knots: Float64Array, curve: Float64Array, size: float) -> float:
-    """Return the curve at a size, which lies on a line between two knots, or beyond them."""
-    place, share = place_of(knots, min(max(size, knots[0]), knots[knots.shape[0] - 1]))
-    return float((1.0 - share) * curve[place] + share * curve[place + 1])
+    """Return the curve at a size, by linear interpolation between knots."""
+    knot, share = knot_before(knots, min(max(size, knots[0]), knots[knots.shape[0] - 1]))
+    return float((1.0 - share) * curve[knot] + share * curve[knot + 1])
 
 
 @kernel
 def add_row(
     mean: Float64Array, knots: Float64Array, size: float, times: float, row: Float64Array
 ) -> float:
-    """Add to a row how much each of `mean` moves a size's logarithm; return that logarithm."""
+    """Add the gradient of a size's log seconds by `mean`, times `times`, to `row`; return them."""
     size = min(max(size, knots[0]), knots[knots.shape[0] - 1])
-    place, share = place_of(knots, size)
+    knot, share = knot_before(knots, size)
     grown = math.exp(mean[1]) * (size - 1.0)
     row[0] += times
     row[1] += times * grown / (1.0 + grown)
-    row[2 + place] += times * (1.0 - share)
-    row[3 + place] += times * share
-    deviation = (1.0 - share) * mean[2 + place] + share * mean[3 + place]
+    row[2 + knot] += times * (1.0 - share)
+    row[3 + knot] += times * share
+    deviation = (1.0 - share) * mean[2 + knot] + share * mean[3 + knot]
     return float(mean[0] + math.log1p(grown) + deviation)
 
 
 @kernel
 def project(covariance: Float64Array, row: Float64Array, of_row: Float64Array) -> float:
-    """Write the covariance of each number with the sum that a row weighs; return its variance."""
+    """Write `covariance` @ `row` to `of_row`; return the variance of the sum weighted by `row`."""
     variance = 0.0
     for i in range(row.shape[0]):
         total = 0.0
@@ -69,13 +69,13 @@ def choose(
     """Return the index of the size with the best ratio of gain to seconds, or of one to try.
 
     Args:
-        mean, covariance: what is believed.
+        mean, covariance: the estimate.
         curve: [num_knots], seconds of the sizes `knots`.
-        knots: [num_knots].
-        sizes: [num_sizes].
-        gains: [num_sizes].
-        hope: standard deviations that a size may be better than expected.
-        left: [1], seconds that trials may lose; what this one is expected to lose is taken off.
+        knots: [num_knots], sizes in tokens.
+        sizes: [num_sizes], in tokens.
+        gains: [num_sizes], expected tokens.
+        hope: standard deviations by which a size may be better than expected.
+        left: [1], seconds that trials may lose; the expected loss of this one is subtracted.
         scratch: [2, 2 + num_knots].
     """
     best, rate = 0, 0.0
@@ -105,7 +105,7 @@ def choose(
 def write_curve(mean: Float64Array, knots: Float64Array, curve: Float64Array) -> None:
     """Write the seconds of the sizes `knots`.
 
-    A larger size takes no less: if it seems to, the smaller one was measured in a bad time.
+    A larger size takes no less time: if it seems to, the smaller one was measured under load.
     """
     least, slope = math.inf, math.exp(mean[1])
     for i in range(knots.shape[0] - 1, -1, -1):
@@ -126,15 +126,15 @@ def correct(
     new_mean: Float64Array,
     new_covariance: Float64Array,
 ) -> None:
-    """Write what is believed after a measurement, and after some is forgotten.
+    """Write the estimate after a measurement, and after some forgetting.
 
     Args:
-        mean, covariance: what was believed before it.
-        unknown, prior: the same where nothing is known.
-        of_row: covariance of each number with what was measured.
-        surprise: what was measured, less what was expected.
-        variance: of what was measured.
-        forgotten: share of what is known, but of the level.
+        mean, covariance: the estimate before it.
+        unknown, prior: mean and covariance before any measurement.
+        of_row: covariance of each number with the measurement.
+        surprise: the measured log seconds minus the expected ones.
+        variance: of the measurement.
+        forgotten: share of the estimate, level excepted, that returns to the prior.
         new_mean, new_covariance: written.
     """
     for i in range(of_row.shape[0]):

@@ -1,35 +1,35 @@
-"""Whether a source of drafts is asked and how far its draft goes, K: by measured costs and gains.
+"""Whether to ask a source of drafts, and for how many tokens, K: by measured costs and gains.
 
-A source is worth asking if the tokens that it adds to what cheaper ones propose are worth more, at
-the seconds that a token takes at present, than the seconds of asking it. How many it adds depends
-on how sure the cheaper ones are, so that is learned for a few levels of it, and on the text, so
-each call learns it anew. What a draft costs is kept. A model's draft goes on by the same numbers.
+A source is worth asking if the tokens that it adds to the drafts of cheaper sources save more
+seconds than asking takes. How many it adds depends on how sure the cheaper sources are, so the gain
+is learned for a few levels of that, and on the text, so each call learns it again. The cost of a
+draft is kept between calls. A model's draft is extended by the same numbers.
 """
 
 from bisect import bisect_right
 
 from lade.budget.seconds import SHARE_OF_TRIALS, Seconds
 
-# Tokens that cheaper sources are expected to yield, where one level ends and the next begins.
+# Bounds between levels: the tokens that cheaper sources are expected to yield.
 _LEVELS = (0.3, 1.0, 2.5)
-MEMORY = 32.0  # measurements that a mean goes back to, or steps
-_WEIGHT_OF_ALL = 2.0  # as if a source had added at each level twice what it added at all of them
-# Drafts, at most a step's time at first, that asking where it does not pay may take at once.
+MEMORY = 32.0  # measurements, or steps, that a decaying mean covers
+_WEIGHT_OF_ALL = 2.0  # each level's gain begins with two measurements of the mean gain
+# Drafts whose time trials of a losing source may take at once; first at most a step's time.
 _NUM_TRIALS = 4.0
-# Where a source has more tokens of the text to run first, as at its first draft, what it promises
-# must be worth the time that they take; so many times, as long as it was not measured, and never
-# before a few steps. Of simulated calls of 64 tokens, a source that does not pay took up to 10 %
-# with a factor of 1, and 4 % with this.
+# A source may have to run more tokens of the text than this first, as at its first draft. Then its
+# expected gain must exceed their time: by this factor until its gain is measured, and never before
+# a few steps. In simulated calls of 64 tokens, a losing source took up to 10 % of the time with a
+# factor of 1, and 4 % with this.
 FEW_BEHIND = 16
 _DOUBT = 9.0
 
 
 class Mean:
-    """Mean of measurements, the older the less they count.
+    """Mean of measurements; older ones count less.
 
     Args:
-        value: until there are any.
-        num: how many measurements that counts as.
+        value: the mean before any measurement.
+        num: number of measurements that it counts as.
     """
 
     def __init__(self, value: float = 0.0, num: float = 0.0) -> None:
@@ -44,14 +44,14 @@ class Mean:
 
 
 class BackOff:
-    """Lets what does not pay be tried for a small share of what passes without it.
+    """Limits trials that do not pay to a small share of the steps, or seconds, without them.
 
-    Steps or seconds, as its user counts. Nothing is drawn at random.
+    The user chooses the unit. Nothing is drawn at random.
 
     Args:
-        share: of what passes that trials may take.
-        first: what they may take before any has passed.
-        most: what is saved up for them at most.
+        share: share of the passed amount that trials may take.
+        first: amount that trials may take at the start.
+        most: maximum amount saved for trials.
     """
 
     def __init__(self, share: float, first: float, most: float) -> None:
@@ -60,34 +60,34 @@ class BackOff:
         self._most = most
 
     def passed(self, amount: float) -> None:
-        """Save up for trials."""
+        """Save a share of an amount for trials."""
         if self.left < self._most:
             self.left = min(self._most, self.left + self._share * amount)
 
     def spent(self, amount: float) -> None:
-        """Take a trial into account that did not pay."""
+        """Subtract a trial that did not pay."""
         self.left -= amount
 
     def granted(self, amount: float) -> None:
-        """Let trials take so much, at least: what is tried looks promising."""
+        """Let trials take at least this amount: they look promising."""
         self.left = max(self.left, amount)
 
 
 # --- whether it is asked --------------------------------------------------------------------
 
 
-class Pace:
-    """What the steps of a call take."""
+class StepRate:
+    """Measured time and tokens of a call's steps."""
 
     def __init__(self) -> None:
         self._sec = self._num_tokens = self._num_steps = 0.0  # decayed sums
 
     def record(self, sec: float, num_tokens: int) -> None:
-        """Learn what a step took, drafting included, and how many tokens all rows emitted."""
-        kept = 1 - 1 / MEMORY
-        self._sec = kept * self._sec + sec
-        self._num_tokens = kept * self._num_tokens + num_tokens
-        self._num_steps = kept * self._num_steps + 1.0
+        """Learn a step's seconds, drafting included, and how many tokens all rows emitted."""
+        decay = 1 - 1 / MEMORY
+        self._sec = decay * self._sec + sec
+        self._num_tokens = decay * self._num_tokens + num_tokens
+        self._num_steps = decay * self._num_steps + 1.0
 
     @property
     def is_settled(self) -> bool:
@@ -105,24 +105,24 @@ class Pace:
         return self._sec / self._num_steps
 
     def steps_of(self, num_tokens: int) -> float:
-        """Return about how many steps emit so many tokens."""
+        """Return about how many steps emit `num_tokens` tokens."""
         return num_tokens * self._num_steps / self._num_tokens
 
 
-class Asking:
-    """Whether to ask a source in a call: by what it costs and adds.
+class SourceGate:
+    """Decides whether to ask a source in a call, by its cost and gain.
 
-    Decisions depend on what was recorded alone; nothing is drawn at random.
+    Decisions depend only on recorded measurements; nothing is drawn at random.
 
     Args:
-        costs: what a draft takes, by the tokens that the source has to run, the newest included;
-            measured on.
-        pace: of the call.
+        costs: seconds of a draft by the tokens that the source has to run, the newest included;
+            updated by further measurements.
+        rate: the step rate of the call.
     """
 
-    def __init__(self, costs: Seconds, pace: Pace) -> None:
+    def __init__(self, costs: Seconds, rate: StepRate) -> None:
         self.costs = costs
-        self._pace = pace
+        self._rate = rate
         self._gain = Mean(1.0, 1.0)  # tokens added; as if it had been one, once
         self._gains = [Mean() for _ in range(len(_LEVELS) + 1)]  # the same by level
         self._back_off: BackOff | None = None  # once its cost is known
@@ -131,45 +131,45 @@ class Asking:
         """Return whether to ask now, because it pays or to learn whether it does.
 
         Args:
-            num_expected: tokens expected of what cheaper sources propose.
+            num_expected: expected tokens of the drafts of cheaper sources.
             num_behind: tokens of the text that the source must run first.
-            num_to_come: tokens that may still be emitted, which such a run may serve.
+            num_to_come: tokens that may still be emitted, and so may profit from that run.
         """
-        costs, pace = self.costs, self._pace
+        costs, rate = self.costs, self._rate
         is_behind = num_behind > FEW_BEHIND
-        if is_behind and not pace.is_settled:
+        if is_behind and not rate.is_settled:
             return False
-        if not pace.token_sec or not costs.is_known:
+        if not rate.token_sec or not costs.is_known:
             return True
         draft_sec, asking_sec = costs.at(1.0), float(costs.at(1.0 + num_behind))
         behind_sec = asking_sec - float(draft_sec) if is_behind else 0.0
         net, doubt = self._net_gain(num_expected), 1.0 if self._gain.num > 1 else _DOUBT
-        if net > 0 and net * pace.steps_of(num_to_come) >= behind_sec * doubt:
+        if net > 0 and net * rate.steps_of(num_to_come) >= behind_sec * doubt:
             return True
         if self._back_off is None:
-            first = min(_NUM_TRIALS * float(draft_sec), pace.step_sec)
+            first = min(_NUM_TRIALS * float(draft_sec), rate.step_sec)
             self._back_off = BackOff(SHARE_OF_TRIALS, first, _NUM_TRIALS * asking_sec)
         left = self._back_off.left
-        if self._gain.num <= _NUM_TRIALS:  # these may take what all of the call would save up
-            left += SHARE_OF_TRIALS * num_to_come * pace.token_sec
+        if self._gain.num <= _NUM_TRIALS:  # first trials may take the savings of the whole call
+            left += SHARE_OF_TRIALS * num_to_come * rate.token_sec
         return left >= asking_sec
 
     def record_gain(self, num_expected: float, num_added: float, sec: float) -> None:
-        """Learn what asking has added.
+        """Learn how many tokens asking has added.
 
         Args:
             num_expected: as for `is_worth`.
-            num_added: emitted tokens that would not have been without it.
-            sec: seconds of asking, this time.
+            num_added: emitted tokens that the step owes to this source alone.
+            sec: seconds that asking took.
         """
         self._gain.add(num_added)
         self._gains[bisect_right(_LEVELS, num_expected)].add(num_added)
-        lost = sec - num_added * self._pace.token_sec
+        lost = sec - num_added * self._rate.token_sec
         if self._back_off is not None and lost > 0 and self._net_gain(num_expected) <= 0:
             self._back_off.spent(lost)
 
     def passed(self, sec: float) -> None:
-        """Save up for trials in a step of so many seconds."""
+        """Save a share of a step's seconds for trials."""
         if self._back_off is not None:
             self._back_off.passed(sec)
 
@@ -178,4 +178,4 @@ class Asking:
         here = self._gains[bisect_right(_LEVELS, num_expected)]
         of_all = _WEIGHT_OF_ALL * self._gain.value
         gain = (here.num * here.value + of_all) / (here.num + _WEIGHT_OF_ALL)
-        return gain * self._pace.token_sec - float(self.costs.at(1.0))
+        return gain * self._rate.token_sec - float(self.costs.at(1.0))

@@ -1,7 +1,6 @@
 """Budgets: how many draft tokens a step verifies.
 
-They combine what steps take (`seconds.py`) with how far a drafter's probabilities are to be
-believed.
+They combine measured step costs (`seconds.py`) with a calibration of the drafter's probabilities.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,15 +14,15 @@ from lade.stats import WidthStats
 from ngram_pool import Draft
 
 MAX_DRAFT_TOKENS = 63
-#: Numbers of draft tokens that `Budget.widths` tells of: each up to the next.
+#: Numbers of draft tokens that `Budget.widths` reports; each entry covers those up to the next.
 WIDTHS = np.array([0, 1, 3, 7, 11, 15, 23, 31, 47, MAX_DRAFT_TOKENS])
 # A batch is done when its slowest row is done, so the weight goes to the rows that lag: e times
 # less for each `_LEAD` tokens that a row is ahead of the last one. Leads of 2 to 8 differ little.
 _LEAD = 4.0
 
-# Where drafts do not pay, steps rest: they have no draft. After so many drafts that were not worth
-# verifying, only one in as many steps is asked for, but for as many where the likeliest draft token
-# of such a one comes after all.
+# Where drafts do not pay, steps rest: they have no draft. After this many drafts that were not
+# worth verifying, only one step in as many asks for a draft. If the likeliest draft token of such a
+# step comes true, as many further steps ask for one.
 _DRAFTS_BEFORE_REST = 8
 _FADING = 0.9  # per step, of the number of nodes verified before
 _LEAST_ASKED = 16  # nodes; fewer would hide drafts that pay only when they are large
@@ -33,10 +32,11 @@ _PROMISES = np.array(
     [0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
 )
 _NUM_INTERVALS = len(_PROMISES) + 1
-# Weight that the past keeps per step: a short memory, because the worst case is a text that stops
-# being predictable. As if so many tokens had been promised and had come true, of all promises; and
-# so many that came as often as all, of those in each interval. Of recorded texts on six simulated
-# machines, steps were 0.7 % slower where intervals were not held to be alike.
+# `_MEMORY` is the weight that the past keeps per step. It is short, because the worst case is a
+# text that stops being predictable. The mean over all intervals begins with `_PRIOR_WEIGHT`
+# promised tokens with the expected share of hits; each interval begins with `_ALIKE` promised
+# tokens, as true as that mean. Without `_ALIKE`, steps of recorded texts were 0.7 % slower on six
+# simulated machines.
 _MEMORY, _PRIOR_WEIGHT, _ALIKE = 0.9, 2.0, 16.0
 
 
@@ -54,9 +54,9 @@ class Calibration:
 
     def __init__(self, share: float = 1.0) -> None:
         self._share = share
-        # Acceptance over promise, by interval of promises.
+        # Acceptance divided by promise, by interval of promises.
         self._worth = np.full(_NUM_INTERVALS, share)
-        # Decayed sums of what was promised and of what came.
+        # Decayed sums of promised probabilities, and of nodes that came true.
         self._promised = np.zeros(_NUM_INTERVALS)
         self._came = np.zeros(_NUM_INTERVALS)
 
@@ -67,7 +67,7 @@ class Calibration:
         return believed
 
     def count(self, promised: Floats, came: Floats) -> None:
-        """Learn from what was promised of some nodes, and whether each came, 1 or 0."""
+        """Learn from the promised probabilities of nodes, and whether each came true, 1 or 0."""
         promises, outcomes = _MEMORY * self._promised, _MEMORY * self._came
         if len(promised):
             intervals = _PROMISES.searchsorted(promised, "right")
@@ -79,7 +79,7 @@ class Calibration:
         self._promised, self._came = promises, outcomes
 
     def learn(self, draft: Draft, token_ids: Sequence[int]) -> bool:
-        """Compare promises with what was emitted; return whether the likeliest node came."""
+        """Compare promises with the emitted tokens; return whether the likeliest node came true."""
         came = came_of(draft, token_ids)
         self.count(draft.probs, came)
         return len(came) > 0 and came.item(0) == 1.0
@@ -88,9 +88,9 @@ class Calibration:
 def came_of(draft: Draft, token_ids: Sequence[int]) -> Floats:
     """Return whether the path of each node was emitted: 1, 0, or a probability where unknown.
 
-    The fate of a node beyond the last emitted token is unknown if its path up to there was emitted.
-    It counts with the drafter's probability, given that path. If it were left out, only the
-    failures beside it would count, and teach that long drafts are worth nothing.
+    The outcome of a node beyond the last emitted token is unknown if its path up to there was
+    emitted. Then the node counts with the drafter's probability, given that path. Without it, only
+    the failures beside it would count, and teach that long drafts are worth nothing.
     """
     came, parents = np.zeros(len(draft)), draft.parents.tolist()
     last, depth, most = -1, 0, len(token_ids)
@@ -111,16 +111,16 @@ def came_of(draft: Draft, token_ids: Sequence[int]) -> Floats:
 class Budget:
     """Budget of one call: how many nodes a step verifies; it changes the speed, never the text.
 
-    It maximises the expected tokens per second, if need be with no nodes. What steps take is
-    measured during decoding, separately for each doubling of the batch; the state is some thousand
-    numbers for each. Decisions depend only on what was recorded; nothing is drawn at random.
+    It maximises the expected tokens per second, if need be with no nodes. Step costs are measured
+    during decoding, separately for each doubling of the batch; the state is some thousand numbers
+    for each. Decisions depend only on recorded measurements; nothing is drawn at random.
 
     Args:
-        costs: of steps, by the bit length of the number of rows; they outlive the call, and calls
-            may share them. None for ones that only it measures.
-        temperature: 0 for greedy decoding, else the temperature that the call samples at: the more
-            is left to chance, the less is expected of drafts.
-        most: maximum number of draft tokens to verify in a step; None for no other than the usual.
+        costs: step costs, by the bit length of the number of rows; they outlive the call, and calls
+            may share them. None for costs that only this call measures.
+        temperature: 0 for greedy decoding, else the temperature of sampling: the higher it is, the
+            lower is the acceptance that the budget expects at first.
+        most: maximum number of draft tokens to verify in a step; None for `MAX_DRAFT_TOKENS`.
         fixed: for reproducible runs, how many to verify in each step, whatever they cost.
     """
 
@@ -138,34 +138,34 @@ class Budget:
         usual = MAX_DRAFT_TOKENS if most is None else min(most, MAX_DRAFT_TOKENS)
         self._most = usual if fixed is None else fixed
         self._recent_most = float(self._most)
-        # By row: they differ in how predictable they are.
+        # By row, because rows are not equally predictable.
         self._calibrations: dict[int, Calibration] = {}
         self._num_emitted: Mapping[int, int] = {}
-        self._has_refused = False  # whether the step verifies nothing, as nothing is worth its cost
+        self._has_refused = False  # whether this step's draft was not worth its cost
         self._back_off = BackOff(1 / _DRAFTS_BEFORE_REST, _DRAFTS_BEFORE_REST, 1.0)
         # Of `widths`: steps, tokens and seconds, by number of draft tokens.
-        self._told = np.zeros((3, len(WIDTHS)))
+        self._sums = np.zeros((3, len(WIDTHS)))
 
     @property
     def widths(self) -> dict[int, WidthStats]:
-        """What numbers of draft tokens would have given, by the lowest of those told together.
+        """How often each number of draft tokens was chosen, and its expected tokens and seconds.
 
-        How often each was chosen, and what it would have given in all steps of a call alone, by
-        what was believed then; empty where nothing was chosen.
+        Each key is the lowest number of its entry. Expectations are for all steps of a call alone,
+        by the estimates of each step; empty if nothing was chosen.
         """
-        told = zip(WIDTHS.tolist(), self._told.T.tolist(), strict=True) if self._told.any() else ()
-        return {width: WidthStats(int(num), *rest) for width, (num, *rest) in told}
+        sums = zip(WIDTHS.tolist(), self._sums.T.tolist(), strict=True) if self._sums.any() else ()
+        return {width: WidthStats(int(num), *rest) for width, (num, *rest) in sums}
 
     @property
     def max_draft_tokens(self) -> int:
         """Maximum number of draft tokens worth asking a drafter for.
 
-        A little over twice what was verified lately: nodes cost time to draft, used or not.
+        A little over twice the recently verified number: unused nodes cost drafting time, too.
         """
         return min(self._most, _LEAST_ASKED + int(2 * self._recent_most))
 
     def step_sec(self, num_rows: int, num_nodes: int) -> float:
-        """Return the seconds of a step that verifies so many nodes of each row; 0 if unknown."""
+        """Return the seconds of a step that verifies `num_nodes` of each row; 0 if unknown."""
         costs = self._costs_of(num_rows)
         return float(costs.at(1 + num_nodes)) if costs.is_known else 0.0
 
@@ -178,29 +178,29 @@ class Budget:
         self,
         probs: Mapping[int, Sequence[float] | Floats],
         num_pending: int = 0,
-        price: float | None = None,
+        marginal_cost: float | None = None,
     ) -> dict[int, int]:
         """Return how many nodes of each row's draft to verify: the best ratio of tokens to cost.
 
-        A forward costs what all its tokens together cost, so rows get as many as they are worth:
-        a row about which little is known gets none, and another row gets more.
+        The cost of a forward depends on all its tokens together, so the likeliest nodes of all rows
+        compete: an unpredictable row may get none, and another row more.
 
         Args:
             probs: by row, the probabilities of its draft's nodes, best first.
             num_pending: tokens per row that the forward runs besides the root and the draft.
-            price: tokens that each node of a lone row must add in a forward that other calls have a
-                part in; None for others.
+            marginal_cost: tokens that each node of a lone row must add to pay in a forward of
+                several calls; None for other forwards.
         """
         if self._fixed is not None:
             return {row: len(each) for row, each in probs.items()}
         worths = [self._calibration(row).believed(each) for row, each in probs.items()]
         if len(worths) > 1:
             worths = [w * each for w, each in zip(self._weights(probs), worths, strict=True)]
-        # Of one row, nodes keep their order: the first ones are a tree.
+        # The nodes of a row keep their order: any first ones are a tree.
         bounds = [*map(np.minimum.accumulate, worths)]
         is_known = True
-        if price is not None:
-            chosen = [int((len(probs) * each >= price).sum()) for each in bounds]
+        if marginal_cost is not None:
+            chosen = [int((len(probs) * each >= marginal_cost).sum()) for each in bounds]
         else:
             order = np.argsort(-np.concatenate(bounds), kind="stable")
             gains = np.concatenate([[1.0], np.concatenate(worths)[order]]).cumsum()
@@ -210,7 +210,7 @@ class Budget:
             chosen = [nums.item(best)]
             is_known = costs.is_known
             if is_known:
-                self._tell(chosen[0], num_rows, num_pending, gains, costs)
+                self._tally(chosen[0], num_rows, num_pending, gains, costs)
             if num_rows > 1:
                 rows = np.repeat(range(num_rows), [*map(len, worths)])[order[: chosen[0]]]
                 chosen = np.bincount(rows, minlength=num_rows).tolist()
@@ -221,13 +221,13 @@ class Budget:
         return dict(zip(probs, chosen, strict=True))
 
     def record(self, num_rows: int, num_nodes: float, sec: float) -> None:
-        """Learn what a step takes.
+        """Learn the cost of a step.
 
         Args:
             num_rows: rows of the batch.
             num_nodes: tokens per row that its forward ran besides the root, pending ones included;
                 their mean where rows have no padding.
-            sec: of the whole step, as long as others of its size are expected to take.
+            sec: seconds of the whole step, if it took as long as others of its size.
         """
         if self._fixed is None:
             self._costs_of(num_rows).record(num_nodes + 1, sec)
@@ -237,17 +237,17 @@ class Budget:
         outcomes: Mapping[int, tuple[Draft, Sequence[int]]],
         num_emitted: Mapping[int, int],
     ) -> None:
-        """Learn from a step how far to believe drafted probabilities.
+        """Calibrate drafted probabilities by the outcome of a step.
 
         Args:
-            outcomes: for each row that emitted, all that was proposed, verified or not, and the
-                tokens that the step emitted.
+            outcomes: for each row that emitted, its whole draft, verified or not, and the tokens
+                that the step emitted.
             num_emitted: by row, tokens emitted so far.
         """
         if self._fixed is not None:
             return
         hits = [self._calibration(row).learn(draft, ids) for row, (draft, ids) in outcomes.items()]
-        # A step that had nothing but tokens to explore has refused no draft.
+        # A step with tokens to explore alone has refused no draft.
         if self._has_refused and any(len(draft) for draft, _ in outcomes.values()):
             self._back_off.spent(1.0)
         self._has_refused = False
@@ -256,14 +256,14 @@ class Budget:
             self._back_off.granted(_DRAFTS_BEFORE_REST)
         self._num_emitted = num_emitted
 
-    def _tell(
+    def _tally(
         self, chosen: int, num_rows: int, num_pending: int, gains: Floats, costs: Seconds
     ) -> None:
         """Add a step to `widths`."""
         nums = np.minimum(WIDTHS * num_rows, len(gains) - 1)
-        self._told[0, int(WIDTHS.searchsorted(chosen / num_rows, "right")) - 1] += 1
-        self._told[1] += num_rows * gains[nums]
-        self._told[2] += costs.at(1.0 + num_pending + nums / num_rows)
+        self._sums[0, int(WIDTHS.searchsorted(chosen / num_rows, "right")) - 1] += 1
+        self._sums[1] += num_rows * gains[nums]
+        self._sums[2] += costs.at(1.0 + num_pending + nums / num_rows)
 
     def _calibration(self, row: int) -> Calibration:
         if row not in self._calibrations:
@@ -271,14 +271,14 @@ class Budget:
         return self._calibrations[row]
 
     def _weights(self, rows: Iterable[int]) -> Floats:
-        """Return what a token is worth in each row, 1 together."""
+        """Return the weight of a token in each row; the weights sum to 1."""
         num_emitted = np.array([self._num_emitted.get(row, 0) for row in rows])
         lags = np.exp((num_emitted.min() - num_emitted) / _LEAD)
         weights: Floats = lags / lags.sum()
         return weights
 
     def _costs_of(self, num_rows: int) -> Seconds:
-        """Return what steps of batches of about this size take, by tokens per row."""
+        """Return the costs of steps of batches of about this size, by tokens per row."""
         num_bits = num_rows.bit_length()
         if num_bits not in self._costs:
             self._costs.setdefault(num_bits, Seconds(num_rows))
@@ -286,7 +286,7 @@ class Budget:
 
 
 def _options(num_pending: int, most: int) -> NDArray[np.int64]:
-    """Return the numbers of nodes to choose from: 0, those of known sizes, and the most."""
+    """Return the numbers of nodes to choose from: 0, the sizes in `KNOTS`, and `most`."""
     nums = KNOTS.astype(np.int64) - 1 - num_pending
     nums = nums[(nums > 0) & (nums < most)]
     return np.concatenate([[0], nums, [most]])

@@ -1,14 +1,14 @@
-"""What something takes by its size in tokens: the one model of seconds.
+"""The one model of time: seconds by size in tokens.
 
-It serves steps, forwards of several calls, pieces of prompts and sources of drafts. A forward reads
-the weights, then computes: its seconds grow with its tokens, slowly at first. What a machine adds,
-such as a step from the first token to the second, is learned as deviations:
+It serves steps, forwards of several calls, prefill chunks and sources of drafts. A forward reads
+the weights, then computes: its seconds grow with its tokens, slowly at first. Peculiarities of a
+machine, such as a jump from the first token to the second, are learned as deviations:
 
     log seconds(n) = level + log(1 + slope * (n - 1)) + deviation(n)
 
-All of it is one belief, normal about its mean, that each measurement corrects (an extended Kalman
-filter). So a few measurements tell of all sizes; a load that comes and goes moves the level, and
-doubt grows about sizes that were not measured of late. Nothing is drawn at random.
+All of it is one normal distribution that each measurement corrects (an extended Kalman filter). So
+a few measurements inform about all sizes, a temporary load moves the level, and doubt grows about
+sizes that were not measured recently. Nothing is drawn at random.
 """
 
 import math
@@ -24,16 +24,16 @@ from ngram_pool.compiling import compile_by
 
 Floats = NDArray[np.float64]
 
-# Sizes at which seconds are known; in between they lie on a line. A step is one of these sizes
-# where it can be: of any number of tokens, each would be measured too rarely, and with twice as
-# many sizes, first steps lost 2 % more on simulated machines.
+# Sizes at which seconds are estimated, with linear interpolation in between. Steps have one of
+# these sizes where they can: otherwise each size would be measured too rarely. With twice as many
+# sizes, first steps lost 2 % more on simulated machines.
 SIZES = (
     *(1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64),
     *(96, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
 )
 KNOTS = np.array(SIZES, np.float64)
 
-# Of the time, what trials may lose that do not pay.
+# Share of the time that trials may lose.
 SHARE_OF_TRIALS = 0.005
 
 # These were chosen on simulated machines (`tests/lade/budget/machines.py`) with drafts of recorded
@@ -42,22 +42,23 @@ SHARE_OF_TRIALS = 0.005
 _SLOPE = 0.04
 _LEVEL_SD, _SLOPE_SD, _DEVIATION_SD = 2.0, 1.1, 0.12
 _FORGOTTEN = 0.001  # of what is known, with each measurement
-# Of a measurement, at first; later as measured, with this weight of the last. What is too long has
-# more of it, by this share of the square of what it is too long by: else one such time among the
-# first ones kept one of eight simulated batches from drafting for good.
+# Standard deviation of a measurement at first; later it is measured, and the newest measurement has
+# the weight `_NEWEST`. The variance of a time that is too long grows by a share of the squared
+# excess: otherwise one such time among the first ones kept one of eight simulated batches from
+# drafting forever.
 _NOISE_SD, _NEWEST, _SHARE_OF_EXCESS = 0.06, 0.02, 0.03
 _LEAST_NOISE_SD = 0.02
 _ALL_COMPUTE = 64  # tokens, from which on deviations are the same
-_OUTLIER = 2.5  # standard deviations; what lies further off counts as this
-# How far a size may seem better than it is expected to be, and be tried: standard deviations. What
-# trials may lose at once is saved up to so many steps of one token.
+_OUTLIER = 2.5  # standard deviations; a larger surprise counts as this
+# A size is tried if it would be the best when this many standard deviations better than expected.
+# Trials may lose at most the seconds of this many one-token steps at once.
 _HOPE, _MOST_TRIALS = 0.7, 3.0
 _REACH = 6  # the largest size to try, times the largest measured
-_AROUND = 1.5  # times a size, and as much less: where what one more token adds is looked at
+_AROUND = 1.5  # factor from a size to the two sizes between which the marginal cost is taken
 
 
 class _Belief(NamedTuple):
-    """What is believed; exchanged as a whole, for calls of other threads."""
+    """The estimate; replaced as a whole, because other threads read it."""
 
     mean: Floats  # level, logarithm of the slope, deviation of each size
     covariance: Floats
@@ -69,7 +70,7 @@ class Seconds:
     """Seconds by size in tokens, learned from measurements.
 
     Args:
-        num_alike: tokens that each token stands for, as where rows run side by side.
+        num_alike: number of tokens that each token of a size stands for, as rows of a batch.
     """
 
     def __init__(self, num_alike: int = 1) -> None:
@@ -78,7 +79,7 @@ class Seconds:
         mean[1] = math.log(_SLOPE * num_alike)
         self._unknown = mean
         self._believe(mean, _PRIOR, _NOISE_SD**2)
-        self._seen: set[int] = set()  # about which sizes have run
+        self._seen: set[int] = set()  # indices of sizes that have run
         self._largest = 1.0  # measured
         self._num_asked = 0
         self._left = np.zeros(1)  # seconds that trials may lose
@@ -86,15 +87,15 @@ class Seconds:
         self.is_known = False
 
     def at(self, sizes: Floats | float) -> Floats:
-        """Return the seconds of sizes; up to an unknown factor until one was measured."""
+        """Return the seconds of sizes; before any measurement, up to an unknown factor."""
         return np.asarray(np.interp(sizes, KNOTS, self._belief.curve))
 
     def largest_within(self, sec: float) -> int:
-        """Return the largest size that takes no longer, at least 1."""
+        """Return the largest size that takes at most `sec` seconds, at least 1."""
         return int(np.interp(sec, self._belief.curve, KNOTS))
 
-    def price(self, size: float) -> float:
-        """Return what one more token adds to a size, as a share of its seconds."""
+    def marginal_cost(self, size: float) -> float:
+        """Return the seconds that one more token adds to a size, as a share of its seconds."""
         few, many = size / _AROUND, size * _AROUND
         before, here, after = self.at(np.array([few, size, many]))
         return float((after - before) / (many - max(few, 1.0)) / here)
@@ -102,15 +103,15 @@ class Seconds:
     def choose(self, sizes: Floats, gains: Floats) -> int:
         """Return the index of the size with the best ratio of gain to seconds.
 
-        Or of one that may be better, and costs little to try.
+        It may also be a size that is possibly better, and costs little to try.
 
         Args:
-            sizes: ascending; the first is what has to be run in any case.
-            gains: of each.
+            sizes: ascending, in tokens; the first is the least that must run.
+            gains: expected tokens of each size.
         """
         self._num_asked += 1
-        # The first is measured first. After a few calls without a measurement the guess has to do:
-        # where finished rows stay in the forward, what is measured counts for a larger batch.
+        # The first size is measured first. After a few requests without a measurement, the prior
+        # must do: if finished rows stay in the forward, measurements count for a larger batch.
         must_begin = not self.is_known and self._num_asked <= _REACH
         if must_begin or sizes[-1] == sizes[0]:
             return 0
@@ -127,14 +128,14 @@ class Seconds:
         row, of_row = np.zeros((2, len(mean)))
         expected = _kernels.add_row(mean, KNOTS, float(size), 1.0, row)
         log_sec = math.log(max(sec, 1e-9))  # a coarse clock may not have advanced
-        place = bisect_left(SIZES, size)
-        is_first = place not in self._seen
-        self._seen.add(place)
+        index = bisect_left(SIZES, size)
+        is_first = index not in self._seen
+        self._seen.add(index)
         if not self.is_known:
             mean = mean.copy()
             mean[0] += log_sec - expected
             expected = log_sec
-        # What runs for the first time may hold more than later ones do: memory and kernels.
+        # The first run of a size may include allocation and compilation.
         if is_first and log_sec >= expected:
             self._believe(mean, covariance, noise)
             return
@@ -146,8 +147,8 @@ class Seconds:
         noise = max(_LEAST_NOISE_SD**2, noise + _NEWEST * (seen - variance))
         variance += _SHARE_OF_EXCESS * max(0.0, surprise) ** 2
         known, learned = (mean, covariance), (np.empty_like(mean), np.empty_like(covariance))
-        told = surprise, variance, _FORGOTTEN
-        _kernels.correct(*known, self._unknown, _PRIOR, of_row, *told, *learned)
+        measured = surprise, variance, _FORGOTTEN
+        _kernels.correct(*known, self._unknown, _PRIOR, of_row, *measured, *learned)
         self._believe(*learned, noise)
         saved = self._left.item() + SHARE_OF_TRIALS * sec if self.is_known else math.inf
         self._left[0] = min(saved, _MOST_TRIALS * self._belief.curve.item(0))
@@ -161,7 +162,7 @@ class Seconds:
 
 def _prior() -> Floats:
     """Return the covariance before any measurement: deviations of near sizes are alike."""
-    # Of its own is the second token, for which another way of computing begins.
+    # The second token has a deviation of its own: other kernels run from there on.
     apart = np.log(np.minimum(KNOTS, _ALL_COMPUTE)) + (KNOTS > 1)
     steps = _DEVIATION_SD**2 * apart
     covariance = np.zeros((2 + len(KNOTS), 2 + len(KNOTS)))
@@ -175,7 +176,7 @@ _PRIOR = _prior()
 
 @cache
 def compile_kernels() -> None:
-    """Compile the kernels of budgets, so that no step waits for them or fails by them."""
+    """Compile the kernels of budgets, so that no step waits for or fails in compilation."""
     compile_by(_run_kernels, _kernels)
 
 
@@ -185,5 +186,6 @@ def _run_kernels() -> None:
     _kernels.write_curve(mean, KNOTS, curve)
     _kernels.choose(mean, _PRIOR, curve, KNOTS, curve, curve, _HOPE, left, scratch)
     expected = _kernels.add_row(mean, KNOTS, 1.0, 1.0, scratch[0])
-    told = expected, _kernels.project(_PRIOR, *scratch), _FORGOTTEN
-    _kernels.correct(mean, _PRIOR, mean, _PRIOR, scratch[1], *told, mean, np.empty_like(_PRIOR))
+    measured = expected, _kernels.project(_PRIOR, *scratch), _FORGOTTEN
+    learned = mean, np.empty_like(_PRIOR)
+    _kernels.correct(mean, _PRIOR, mean, _PRIOR, scratch[1], *measured, *learned)

@@ -14,7 +14,7 @@ def run(loaded: LoadedModel | None) -> None:
     Raises:
         LadeError: it cannot be kept, so that every process would compile anew.
     """
-    from lade.prewarming.warming import kernels
+    from lade.prewarming.warming import kernel_groups
     from ngram_pool.compiling import cache_folder
 
     folder = cache_folder()
@@ -23,7 +23,7 @@ def run(loaded: LoadedModel | None) -> None:
             "what is compiled cannot be kept, because Numba finds no folder that it may write to; "
             "name one by the variable NUMBA_CACHE_DIR, here and where lade will run"
         )
-    parts = {**kernels()}
+    parts = {**kernel_groups()}
     if loaded is not None:
         model = loaded.model
         parts |= {f"what {type(model).__name__} takes": lambda: _call(model)}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.batch import Batch
-from lade.budget.asking import Asking, Pace
+from lade.budget.asking import SourceGate, StepRate
 from lade.budget.budget import Budget
 from lade.compat import mesh_of, placeholders_of
 from lade.config import Lookahead
@@ -42,7 +42,7 @@ class Runner(Protocol):
         """Committed tokens that the next forward runs again."""
 
     @property
-    def price(self) -> float | None:
+    def marginal_cost(self) -> float | None:
         """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
 
     def width_of(self, num_tokens: int) -> int:
@@ -147,8 +147,8 @@ class Speculator:
         if lookahead is not None:
             self._window = Window(lookahead, batch.contexts[0], call.vocab_size)
         self._placeholders = np.array(placeholders_of(call.model), np.int32)
-        self._pace = Pace()
-        self._asking = {source: Asking(source.costs, self._pace) for source in sources}
+        self._pace = StepRate()
+        self._asking = {source: SourceGate(source.costs, self._pace) for source in sources}
         # Alone, a pool or a drafter of the user's is asked at every step; nothing is learned of it.
         self._learns = any(s.is_part or s.is_measured is not None for s in sources)
         # Where drafts are drawn, or paths are few, every node should be as likely as can be.
@@ -186,7 +186,7 @@ class Speculator:
         batch, text, most = self._batch, self._batch.text, self._budget.max_draft_tokens
         window, proposed = self._window, dict[int, Draft]()
         # What a window finds that is cut by the end of the text could hardly be used any more.
-        if window is not None and window.depth > batch.places(0):
+        if window is not None and window.depth > batch.capacity_left(0):
             window = None
         for row in () if self._may_rest and self._budget.is_resting else emitting:
             proposed[row] = self.propose(row, most)
@@ -218,7 +218,7 @@ class Speculator:
                 return dict.fromkeys(drafts, max(drawn.values())) | drawn
         num_beside = 0 if window is None else window.num_cells
         probs = {row: draft.probs for row, draft in drafts.items()}
-        nums = budget.nums_of_nodes(probs, runner.num_pending + num_beside, runner.price)
+        nums = budget.nums_of_nodes(probs, runner.num_pending + num_beside, runner.marginal_cost)
         if len(nums) == 1:
             # The slots that pad a forward to its width may as well hold draft tokens.
             (num,) = nums.values()
@@ -229,7 +229,8 @@ class Speculator:
 
     def propose(self, row: int, max_draft_tokens: int) -> Draft:
         """Return a draft of what may follow in a row, likeliest nodes first."""
-        state, context, room = self._rows[row], self._batch.contexts[row], self._batch.room(row)
+        state, batch = self._rows[row], self._batch
+        context, room = batch.contexts[row], batch.depth_left(row)
         state.room, state.forced, draft = room, [], _NOTHING
         most = min(room, max_draft_tokens)
         if most > 0 and (grammar := self._grammar) is not None:

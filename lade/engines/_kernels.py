@@ -26,19 +26,19 @@ def recognise(
     text_lengths: Int64Array,
     is_taken: NDArray[np.bool_],
 ) -> None:
-    """Find the slot whose text each row goes on from.
+    """Find the slot whose text each row continues.
 
     Args:
         token_ids: int32 [num_rows, width].
-        known_lengths: int64 [num_rows], how many of a row's tokens may be known; 0 to pass over it.
-        slots: int64 [at least num_rows], by row, where each was last found, NONE where nowhere;
-            filled with the slots found, NONE where there is none.
+        known_lengths: int64 [num_rows], how many of a row's tokens may be known; 0 to skip it.
+        slots: int64 [at least num_rows], the last slot of each row or NONE; filled with the slots
+            found, or NONE.
         texts, text_lengths: int32 [num_slots, at least width] and int64 [num_slots], the texts of
-            the slots; of length 0 where they are free.
-        is_taken: bool [num_slots], False; set where a slot was found.
+            the slots; free slots have length 0.
+        is_taken: bool [num_slots], False; set for the slots found.
     """
     num_rows = token_ids.shape[0]
-    for i in range(num_rows):  # nearly always a row is where it was
+    for i in range(num_rows):  # nearly always a row keeps its slot
         slot = slots[i]
         if known_lengths[i] == 0:
             continue
@@ -73,7 +73,7 @@ def keep(
     texts: Int32Array,
     text_lengths: Int64Array,
 ) -> None:
-    """Let slots have the texts of rows that go on from theirs; of slots NONE, do nothing."""
+    """Extend the texts of slots by the rows that continue them; skip rows with slot NONE."""
     for row in range(token_ids.shape[0]):
         slot, length = slots[row], lengths[row]
         if slot != NONE:

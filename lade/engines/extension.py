@@ -1,4 +1,4 @@
-"""`PoolExtension`: what can be asked of the proposer in a vLLM worker, from outside of it."""
+"""`PoolExtension`: access to the proposer in a vLLM worker from outside."""
 
 from typing import Any
 
@@ -6,16 +6,14 @@ from typing import Any
 class PoolExtension:
     """Methods that vLLM adds to its workers, to be called by `collective_rpc`.
 
-    They tell what only the proposer knows.
-
-        llm = vllm.LLM(model, worker_extension_cls="lade.engines.extension.PoolExtension")
-        llm.collective_rpc("lade_stats")  # a dict for each worker
+    llm = vllm.LLM(model, worker_extension_cls="lade.engines.extension.PoolExtension")
+    llm.collective_rpc("lade_stats")  # a dict for each worker
     """
 
     model_runner: Any  # of the worker
 
     def lade_stats(self) -> dict[str, int | bool] | None:
-        """Return `PoolProposer.stats`; None for a worker that does not draft by it.
+        """Return `PoolProposer.stats`; None for a worker without a proposer.
 
         Only workers of the last pipeline stage draft.
         """

@@ -1,4 +1,4 @@
-"""`PoolOptions`: what a user may set of a pool inside of an engine."""
+"""`PoolOptions`: the options of a pool inside of an engine."""
 
 from dataclasses import dataclass
 from os import PathLike
@@ -16,17 +16,16 @@ class PoolOptions:
     """How a pool drafts inside of an engine; every option has a default.
 
     Attributes:
-        sharing: "none", so that each request is drafted for from its own text alone (and from
-            `pool` and `prewarmed`); or "all", so that every request is drafted for from the text of
-            all, also of those that ended.
-        capacity_tokens: most tokens that a pool holds: the shared one, or that of each request.
+        sharing: "none": the drafts of a request come only from its own text, `pool` and
+            `prewarmed`. "all": they come from the text of all requests, past ones included.
+        capacity_tokens: maximum tokens of a pool: the shared one, or that of each request.
         max_ngram_size: N; contexts of 1 to N tokens are indexed.
-        min_probability: a draft ends where the chance that all of it is accepted is less than this.
-        max_step_tokens: most tokens to draft in one step, for all requests together, and most
-            tokens of prompts to observe in one step; bounds the time of a step.
+        min_probability: a draft ends where the chance that all of it is accepted falls below this.
+        max_step_tokens: maximum draft tokens of a step, over all requests, and maximum prompt
+            tokens that a step observes; limits the time of a step.
         pool: path of a pool's file to start from, read and never written; None to start empty.
         prewarmed: path of the table that `lade prewarm` made for the model; None for none.
-        seed: of the pool's hashes; the same on all ranks of an engine.
+        seed: seed of the pool's hashes; must be the same on all ranks of an engine.
 
     Raises:
         TypeError, ValueError: an option has the wrong type or is out of range; names it.
@@ -44,7 +43,7 @@ class PoolOptions:
     def __post_init__(self) -> None:
         if self.sharing not in (shares := get_args(Sharing)):
             raise ValueError(f"expected sharing to be one of {shares}, got {self.sharing!r}")
-        if self.seed is None:  # a secret one would be another on each rank
+        if self.seed is None:  # a secret seed would differ between ranks
             raise TypeError("expected seed to be an integer, got None")
         NGramPool(self.capacity_tokens, self.max_ngram_size, self.seed)  # checks them
         positive("max_step_tokens", self.max_step_tokens)

@@ -1,6 +1,6 @@
-"""`Requests`: which request a row of a batch is, told by its text alone; `Prefixes`, what is known.
+"""`Requests`: recognises the request of a row by its text; `Prefixes`: known prompt beginnings.
 
-Engines move rows when requests end, and tell a proposer no ids. Next file: `vllm.py`.
+Engines move rows when requests end, and give a proposer no ids. Next file: `vllm.py`.
 """
 
 from collections.abc import Iterator
@@ -12,32 +12,32 @@ from lade.engines import _kernels
 from ngram_pool._kernels import NONE, Int32Array, Int64Array
 from ngram_pool.compiling import compile_by
 
-_BLOCK = 64  # tokens of a prompt that are known together, or not
+_BLOCK = 64  # prompt tokens that are known or unknown together
 
 
 class Found(NamedTuple):
-    """Where the rows of a step are found."""
+    """The slots of a step's rows."""
 
-    slots: Int64Array  # [num_rows], NONE for rows passed over
+    slots: Int64Array  # [num_rows], NONE for skipped rows
     new: list[int]  # rows whose text was not known
-    dropped: list[int]  # slots whose text is known no more; some of them are among `slots` again
+    dropped: list[int]  # slots whose text was dropped; `slots` may contain them again
 
 
 class Requests:
-    """The texts of a bounded number of requests, by slot: those in the batch and others before.
+    """The texts of a bounded number of requests, by slot: current ones and earlier ones.
 
-    A row goes on from the slot whose whole text its own text begins with: that of its request, or
-    that of one which ended, such as an earlier turn of the same conversation. Requests that come
-    back after preemption are found again. When no slot is free, the one not seen for longest is
+    A row continues the slot whose whole text is the beginning of the row's text. That is the slot
+    of its request, or of an ended one, such as an earlier turn of the same conversation. Requests
+    that return after preemption are found again. If no slot is free, the least recently seen one is
     dropped.
 
     Args:
-        num_slots: most requests to remember; more than rows in a batch.
-        max_length: of a text.
+        num_slots: maximum number of requests to remember; more than rows in a batch.
+        max_length: maximum number of tokens of a text.
     """
 
     def __init__(self, num_slots: int, max_length: int) -> None:
-        self._texts = np.zeros((num_slots, max_length), np.int32)  # takes memory as it is written
+        self._texts = np.zeros((num_slots, max_length), np.int32)  # uses memory as it is written
         self.lengths = np.zeros(num_slots, np.int64)
         self._seen = np.zeros(num_slots, np.int64)
         self._last_slots = np.full(num_slots, NONE, np.int64)  # by row
@@ -45,13 +45,13 @@ class Requests:
         compile_by(self._run_kernels, _kernels)
 
     def find(self, token_ids: Int32Array, lengths: Int64Array, known_lengths: Int64Array) -> Found:
-        """Find each row's slot, or give it one; the slot then has the row's text.
+        """Find each row's slot, or assign one; the slot then has the row's text.
 
         Args:
-            token_ids: int32 [num_rows, width], of which the first `lengths[i]` are row i's text.
-            lengths: int64 [num_rows], none of them above `max_length`.
-            known_lengths: int64 [num_rows], how much of it may have been seen before; 0 to pass
-                over a row.
+            token_ids: int32 [num_rows, width]; the first `lengths[i]` tokens are row i's text.
+            lengths: int64 [num_rows], at most `max_length`.
+            known_lengths: int64 [num_rows], how many of a row's tokens may have been seen before; 0
+                to skip a row.
         """
         self._step += 1
         is_taken = np.zeros(len(self.lengths), np.bool_)
@@ -59,7 +59,7 @@ class Requests:
         _kernels.recognise(token_ids, known_lengths, slots, self._texts, self.lengths, is_taken)
         is_in = known_lengths > 0
         new = np.flatnonzero(is_in & (slots == NONE))
-        # Those not seen for longest.
+        # The least recently seen slots.
         order = np.where(is_taken, self._step, self._seen)
         given = np.argsort(order, kind="stable")[: len(new)]
         dropped = given[self.lengths[given] > 0]
@@ -77,22 +77,22 @@ class Requests:
 
 
 class Prefixes:
-    """Which beginnings of prompts a shared pool holds, by blocks of 64 tokens from the first one.
+    """The beginnings of prompts that a shared pool holds, in blocks of 64 tokens.
 
-    Many requests begin with the same tokens, such as a system prompt or the turns before; these
-    are observed once, for as long as they are not forgotten.
+    Many requests begin with the same tokens, such as a system prompt or earlier turns. The pool
+    observes these once, as long as it does not forget them.
 
     Args:
-        max_age: how many tokens are observed before one is forgotten.
+        max_age: number of observed tokens after which the pool forgets a token.
     """
 
     def __init__(self, max_age: int) -> None:
         self._max_age = max_age
-        # By hash of all up to the end of a block: how many tokens were observed before it.
+        # The number of tokens observed before a block, by hash of the text up to the block's end.
         self._ages: dict[int, int] = {}
 
     def num_held(self, text: Int32Array, num_observed: int) -> int:
-        """Return how many of a text's first tokens are held, after so many were observed."""
+        """Return how many first tokens of a text are held after `num_observed` tokens."""
         num_held = 0
         for end, block in _blocks_of(text):
             age = self._ages.get(block)
@@ -102,7 +102,7 @@ class Prefixes:
         return num_held
 
     def add(self, text: Int32Array, begin: int, end: int, num_observed: int) -> None:
-        """Know the blocks that end in `text[begin:end]`, observed after so many other tokens."""
+        """Add the blocks that end in `text[begin:end]`, observed after `num_observed` tokens."""
         for last, block in _blocks_of(text[:end]):
             if last > begin:
                 self._ages.pop(block, None)  # so that the oldest comes first
@@ -112,7 +112,7 @@ class Prefixes:
 
 
 def _blocks_of(text: Int32Array) -> Iterator[tuple[int, int]]:
-    """Yield where each whole block of a text ends, and a hash of all up to there."""
+    """Yield the end of each whole block of a text, and a hash of the text up to there."""
     total = 0
     for end in range(_BLOCK, len(text) + 1, _BLOCK):
         total = hash((total, text[end - _BLOCK : end].tobytes()))

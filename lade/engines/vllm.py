@@ -1,7 +1,7 @@
 """`PoolProposer`: a pool that drafts for all requests of a vLLM worker.
 
-vLLM makes one by itself, from its dotted name (docs/comparison.md); nothing of vLLM is imported
-here. Tried with vLLM 0.32. Next files: `options.py`, `requests.py`.
+vLLM makes one from its dotted name (docs/comparison.md); this file imports nothing of vLLM. Tested
+with vLLM 0.32. Next files: `options.py`, `requests.py`.
 """
 
 import logging
@@ -22,28 +22,28 @@ from ngram_pool.pool import compile_chains
 
 _logger = logging.getLogger(__name__)
 
-# Requests remembered for each row of a batch: the one in it, and others that were preempted or that
-# a next turn may go on from.
+# Requests remembered for each row of a batch: the current one, and one that was preempted or that a
+# next turn may continue.
 _SLOTS_PER_ROW = 2
-# More new tokens of a request than this many steps can bring are observed as a prompt is.
+# If a request has more new tokens than this many steps can bring, they are observed as a prompt.
 _MAX_STEPS_MISSED = 4
-# Tokens of a step, of all requests, that pools learn from how far to trust their sources. With few
-# requests that is every token; with many, so many teach as much.
+# Tokens of a step, over all requests, from which pools learn how far to trust their sources. With
+# few requests this is every token; with many requests, this many suffice.
 _MAX_LEARNED = 128
 _MAX_FAILURES = 3  # in a row, after which nothing more is drafted
 
 
 @dataclass
 class ProposerStats:
-    """What a proposer did since it was made."""
+    """The counts of a proposer."""
 
     steps: int = 0
     drafts: int = 0  # rows that got a draft of at least one token
     draft_tokens: int = 0
     observed_tokens: int = 0  # prompts included
-    known_tokens: int = 0  # of prompts, at their beginning, which the shared pool held already
-    requests: int = 0  # that were not known
-    failures: int = 0  # steps without drafts because something raised
+    known_tokens: int = 0  # first tokens of prompts that the shared pool held already
+    requests: int = 0  # new requests
+    failures: int = 0  # steps without drafts because of an error
     is_off: bool = False  # after too many failures in a row
 
 
@@ -61,14 +61,14 @@ def options_from(vllm_config: Any) -> PoolOptions:
 
 
 class PoolProposer:
-    """Drafts for all requests of a vLLM worker, from pools that learn as they are served.
+    """Drafts for all requests of a vLLM worker, from pools that learn from these requests.
 
-    Drafts are a function of what `propose` was given so far: no clock, no random number, no id, so
-    that every rank of a tensor-parallel engine drafts the same. The time of a step is bounded by
-    the amount of work instead (`PoolOptions.max_step_tokens`): with more requests each gets a
-    shorter draft, and long prompts are observed in slices, over several steps.
+    Drafts depend only on the arguments of `propose` so far, not on clocks, random numbers or ids,
+    so that every rank of a tensor-parallel engine drafts the same. The amount of work limits the
+    time of a step (`PoolOptions.max_step_tokens`): with more requests, each gets a shorter draft,
+    and long prompts are observed in slices over several steps.
 
-    Nothing that fails here reaches the engine: the step has no drafts, and is counted.
+    No error reaches the engine: the step then has no drafts, and the failure is counted.
 
     Args:
         vllm_config: the engine's `VllmConfig`.
@@ -92,7 +92,7 @@ class PoolProposer:
 
             self._prewarmed = load_table(Path(options.prewarmed), self._vocab_size)
         is_shared = options.sharing == "all"
-        # That of all requests; or one beside which each gets its own.
+        # The pool of all requests, or the one beside which each request gets its own.
         self._pool = NGramPool(options.capacity_tokens, options.max_ngram_size, options.seed)
         self._layers: list[NGramPool] = []
         if options.pool is not None and is_shared:
@@ -102,10 +102,10 @@ class PoolProposer:
         num_slots = _SLOTS_PER_ROW * self._max_rows
         compile_chains()
         self._requests = Requests(num_slots, self._max_model_len)
-        # Where requests share no pool, each has its whole prompt observed.
+        # If requests share no pool, each one's whole prompt is observed.
         self._prefixes = Prefixes(self._pool.capacity_tokens) if is_shared else None
-        # What was observed of the requests remembered, by slot. The last entry, which is also that
-        # of NONE, is of no request: rows that are passed over.
+        # What was observed of each remembered request, by slot. Skipped rows, with slot NONE, use
+        # the last entry.
         self._pools = [self._pool] * (num_slots + 1)
         self._sequences = [0] * (num_slots + 1)
         self._is_text = np.zeros(num_slots + 1, np.bool_)
@@ -116,7 +116,7 @@ class PoolProposer:
         """Do nothing: a pool needs no model. vLLM calls this once."""
 
     def observe(self, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
-        """Let the shared pool know a text, such as documents, before requests come.
+        """Teach the shared pool a text, such as documents, before requests come.
 
         Raises:
             ValueError: requests share no pool; or as for `NGramPool.observe`.
@@ -127,7 +127,7 @@ class PoolProposer:
         self._stats.observed_tokens += len(token_ids)
 
     def stats(self) -> dict[str, int | bool]:
-        """Return what was done since the engine started, by name."""
+        """Return the counts since the engine started, by name."""
         return asdict(self._stats)
 
     def propose(
@@ -138,12 +138,12 @@ class PoolProposer:
         slot_mappings: Any = None,
         **kwargs: Any,
     ) -> list[list[int]]:
-        """Observe what was accepted, and draft how each request goes on.
+        """Observe the accepted tokens, and draft the continuation of each request.
 
         Args:
-            sampled_token_ids: the newest tokens of each row; none for a row to pass over.
-            num_tokens_no_spec: int32 [max_num_seqs], each row's number of tokens, those included.
-            token_ids_cpu: int32 [max_num_seqs, max_model_len], the tokens; may be reused after.
+            sampled_token_ids: the newest tokens of each row; empty for a row to skip.
+            num_tokens_no_spec: int32 [max_num_seqs], number of tokens of each row, new included.
+            token_ids_cpu: int32 [max_num_seqs, max_model_len], the tokens; not kept.
             slot_mappings, kwargs: not needed.
 
         Returns:
@@ -164,13 +164,13 @@ class PoolProposer:
     def _note_failure(self, error: Exception) -> None:
         if self._stats.failures == 0:
             _logger.warning(
-                "lade drafts nothing in this step, as in others that fail", exc_info=error
+                "lade has no drafts for this step, nor for later steps that fail", exc_info=error
             )
         self._stats.failures += 1
         self._num_failed_in_row += 1
         if self._num_failed_in_row == _MAX_FAILURES:
             self._stats.is_off = True
-            _logger.error("lade drafts no more: %d steps in a row failed", _MAX_FAILURES)
+            _logger.error("lade stops drafting: %d steps in a row failed", _MAX_FAILURES)
 
     def _propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any
@@ -208,7 +208,7 @@ class PoolProposer:
         for row in found.new:
             slot, num_prompt = found.slots.item(row), known_lengths.item(row)
             self._stats.requests += 1
-            if texts[row, :num_prompt].min() < 0:  # some of it is no text
+            if texts[row, :num_prompt].min() < 0:  # a part of it is no text
                 continue
             pool = self._pool if self._prefixes is not None else self._pool.beside()
             sequence = pool.open_sequence(self._prewarmed, self._layers)
@@ -219,7 +219,7 @@ class PoolProposer:
                 num_held = self._prefixes.num_held(
                     texts[row, :num_prompt], self._stats.observed_tokens
                 )
-                # But for as much of it as a match of what comes next may reach back to.
+                # The last tokens are observed again: later matches may begin in them.
                 num_known = max(0, num_held - self._pool.max_match)
                 self._num_observed[slot] = num_known
                 self._stats.known_tokens += num_known
@@ -227,7 +227,7 @@ class PoolProposer:
     def _observe_prompts(
         self, by_row: Int64Array, texts: Int32Array, lengths: Int64Array
     ) -> Int64Array:
-        """Observe what is left of prompts, as far as a step may; return the new tokens by row."""
+        """Observe the rest of prompts, within a step's limit; return the new tokens by row."""
         few = _MAX_STEPS_MISSED * (self._max_draft_tokens + 1)
         num_observed, num_prompt = self._num_observed[by_row], self._num_prompt[by_row]
         is_late = lengths - np.maximum(num_observed, num_prompt) > few
@@ -268,7 +268,7 @@ class PoolProposer:
         self._num_observed[by_row] += num_new
         drafts = chains.tolist()
         if chains.token_ids.max(initial=0) >= self._vocab_size:
-            # Such as of a wrong file.
+            # As when a file of another model was loaded.
             drafts = [[*takewhile(lambda t: t < self._vocab_size, ids)] for ids in drafts]
         self._stats.observed_tokens += int(num_new.sum())
         self._stats.drafts += int(np.count_nonzero(chains.lengths))

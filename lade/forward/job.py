@@ -478,7 +478,7 @@ class FusedForwards:
 
     def _places(self, request: _JobRequest) -> NDArray[np.int64] | None:
         """Return where keys and values are, int64 [num_layers, num_parts, 5]; None if unknown."""
-        found = [part.cache.places(part.num, self._states) for part in request.parts]
+        found = [part.cache.slot_addresses(part.num, self._states) for part in request.parts]
         known = [each for each in found if each is not None]
         if len(known) < len(found):
             return None

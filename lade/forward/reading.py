@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
 from lade.attempts import Attempt
-from lade.compat import Model, attention_of, is_own_hook, placeholders_of
+from lade.compat import Model, attention_of, is_hf_hook, placeholders_of
 from lade.forward import words
 from lade.forward.comparing import (
     ACTIVATIONS,
@@ -265,7 +265,7 @@ def read(model: Model) -> DecoderPlan:
     calls: dict[nn.Module, list[_Call]] = {}
     for module in view.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if module is not view and not all(map(is_own_hook, hooks)):
+        if module is not view and not all(map(is_hf_hook, hooks)):
             hooked.add(module)
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()

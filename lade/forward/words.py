@@ -26,7 +26,7 @@
     # bool [tokens, keys], or 0 if they see all keys, and bytes from one row of that to the next.
     PARTS,
     NUM_PARTS,
-    PLACES,  # int64 [NUM_LAYERS, NUM_PARTS, 5], as `TreeCache.places` returns them
+    PLACES,  # int64 [NUM_LAYERS, NUM_PARTS, 5], as `TreeCache.slot_addresses` returns them
     KEPT,  # int64, which tokens
     NUM_KEPT,
     LOGITS,  # of the format [NUM_KEPT, VOCAB_SIZE]

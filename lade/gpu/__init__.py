@@ -1,4 +1,4 @@
 """Steps of fixed shape, on memory kept between calls: recorded as CUDA graphs and replayed.
 
-Trees of the exact size are run by `lade.targets`; `lade.probing` decides which a call gets.
+`lade.targets` runs trees at their exact size; `lade.probing` decides between the two for each call.
 """

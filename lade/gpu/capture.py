@@ -1,6 +1,6 @@
-"""What keeps a capture from being spoiled: forwards that never wait.
+"""Guards against waits in a forward, which would spoil a capture.
 
-What other threads must not do meanwhile is in `lade.captures`.
+`lade.captures` guards against other threads.
 """
 
 import warnings
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What torch says in its synchronisation debug mode, and once of that mode.
+# Warnings of torch's synchronisation debug mode, the second about the mode itself.
 _WAITED = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode is a prototype"
 
@@ -32,8 +32,8 @@ _WAITING = {
 class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that refuses operations a recording must not have, before a capture is spoiled.
 
-    A failed capture leaves torch's streams, memory pools and random state inconsistent, each
-    release in its own way. What an operation does inside is not seen: see `refused_waits`.
+    A failed capture leaves torch's streams, memory pools and random state inconsistent, differently
+    in each release. Waits inside an operation are not seen here: see `refused_waits`.
     """
 
     def __init__(self) -> None:
@@ -62,10 +62,10 @@ class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def refused_waits() -> Iterator[None]:
-    """Refuse, at the end, waits of this thread that operations have hidden inside.
+    """Raise at the end if operations of this thread have waited inside.
 
-    Kernels that copy sizes to the host and compiled code are seen only by torch's own debug mode,
-    which belongs to the process: what it says of other threads is passed on if it was on before.
+    Only torch's debug mode sees into compiled code and kernels that copy sizes to the host. It
+    belongs to the process: its warnings about other threads are passed on if it was on before.
 
     Raises:
         WaitError: something waited for the device.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lade.attention.masks import Reach, TreeSlots
+from lade.attention.masks import AttentionSpan, TreeSlots
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, Seen, runs_in_triton, with_seen
 from lade.captures import free_unused
 from lade.compat import CACHE
@@ -37,7 +37,7 @@ from lade.tree import Tree, TreeTensors
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 # A step costs about the same up to 16 or 32 tokens there, and each width needs a recording.
 _WIDTHS_ON_CUDA = tuple(width for width in WIDTHS if width not in (2, 4))
-# New tokens that memory is first allocated for, however many may come. Beyond that it grows, and
+# New tokens that memory is first allocated for, however many may come. Beyond this, it grows, and
 # steps are recorded again.
 _FIRST_NEW = 2048
 
@@ -53,8 +53,8 @@ class StepSettings(NamedTuple):
     workspace_store: WorkspaceStore  # keeps memory and recordings of earlier calls
     #: Returns an empty `Graphs` to record steps with; None to run all steps eagerly.
     new_graphs: Callable[[], Graphs] | None = None
-    why_not_recorded: str | None = None  # although that was asked for
-    variant: Hashable = None  # kind of recordings; a workspace of another one is not reused
+    why_not_recorded: str | None = None  # although the config asks for it
+    variant: Hashable = None  # kind of recordings; a workspace of another kind is not reused
     widths: Sequence[int] = WIDTHS  # to pad trees to; beyond the last one, its multiples
 
 
@@ -62,7 +62,7 @@ class FixedTarget(TreeTarget):
     """A `TreeTarget` whose forwards have a few fixed shapes.
 
     Args:
-        given: as for `TreeTarget`; no products.
+        given: as for `TreeTarget`, without `fast_views`.
         settings: how steps are run.
     """
 
@@ -73,28 +73,28 @@ class FixedTarget(TreeTarget):
         is_ours = self.attention == TREE_ATTENTION
         self._shows_all = is_ours and runs_in_triton(self.device, self._model.dtype)
         windows = self.cache.windows
-        self._places = {  # of the window of each reach
-            reach: windows.index(reach.num_slots if reach.num_slots in windows else None)
-            for reach in {*self._reaches.values()}
+        self._window_indices = {  # of the window of each attention span
+            span: windows.index(span.num_slots if span.num_slots in windows else None)
+            for span in {*self._spans.values()}
         }
         self._choose_graphs()
 
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
-        room = slots_for(min(max_slots, num_slots + _FIRST_NEW + MAX_OVERHANG))
+        size = slots_for(min(max_slots, num_slots + _FIRST_NEW + MAX_OVERHANG))
         kind, stream = self.device.type, None
         if kind == "cuda":
             stream = torch.cuda.current_stream(self.device).cuda_stream
         # Autocast decides the dtype of keys and values.
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         key = (*kinds,), autocast, stream, self._settings.variant
-        kept = self._settings.workspace_store.take(key, room)
+        kept = self._settings.workspace_store.take(key, size)
         if kept is None:
-            # As many at once as any text may have, where memory allows it: a conversation grows,
-            # and whenever memory moves, steps are recorded anew.
+            # Enough slots for the longest text, if memory allows it: a conversation grows, and
+            # whenever memory moves, steps must be recorded again.
             config = self._model.config.get_text_config(decoder=True)
             longest = getattr(config, "max_position_embeddings", None) or 0
-            spare, most = spare_bytes(self.device), max(room, max_slots, longest)
-            kept = Workspace(key, TreeCache(kinds, room, most, is_fixed=True, spare_bytes=spare))
+            spare, most = spare_bytes(self.device), max(size, max_slots, longest)
+            kept = Workspace(key, TreeCache(kinds, size, most, is_fixed=True, spare_bytes=spare))
         self._workspace = kept
         return kept.cache
 
@@ -114,13 +114,13 @@ class FixedTarget(TreeTarget):
 
     @property
     def extra_sec(self) -> float:
-        """Seconds of the last forward that others of its shape do not take, as recordings do."""
+        """Extra seconds of the last forward: infinite if it recorded its shape."""
         graphs = self._workspace.graphs
         return 0.0 if graphs is None or graphs.is_timing_valid else math.inf
 
     @property
     def why_not_recorded(self) -> str | None:
-        """Why steps, or further steps, are not recorded although that was asked for, or None."""
+        """Why steps, or further ones, are not recorded although the config asks for it, or None."""
         graphs = self._workspace.graphs
         return self._settings.why_not_recorded if graphs is None else graphs.reason
 
@@ -166,11 +166,11 @@ class FixedTarget(TreeTarget):
             workspace.addresses = addresses
         return graphs.run(step.shape, partial(self._run, step))
 
-    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
-        """Run roots by the model as it is, prepared by itself."""
+    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
+        """Run roots by the model itself, which prepares them."""
         self.cache.unfix()
         TreeTarget._place_root(self)
-        return super().forward_plainly(roots, by_view=by_view)
+        return super().forward_roots(roots, by_view=by_view)
 
     def hand_over(self, cache: Any) -> Any:
         """Copy the contents of this target's cache into a dynamic cache; return that."""
@@ -187,17 +187,17 @@ class FixedTarget(TreeTarget):
     def _shape(self, width: int) -> StepShape:
         """Reserve slots for a step and return its shape."""
         try:
-            rooms = self.cache.reserve(width)
+            capacities = self.cache.reserve(width)
         except torch.OutOfMemoryError:
-            if self._workspace.graphs is not None:  # the missing memory may be that of recordings
+            if self._workspace.graphs is not None:  # recordings may take the missing memory
                 self._workspace.graphs.forget()
             free_unused(self.device)
-            rooms = self.cache.reserve(width)
+            capacities = self.cache.reserve(width)
         length = self.cache.length + width
         shown = []
-        for window, room in rooms.items():
+        for window, capacity in capacities.items():
             needed = length - self.cache.first_slot(window)
-            shown.append(room if self._shows_all else min(room, slots_for(needed)))
+            shown.append(capacity if self._shows_all else min(capacity, slots_for(needed)))
         types = tuple(name for name in TOKEN_TYPES if self._model_kwargs.get(name) is not None)
         axes = self._position_offsets.shape[:-1]
         return StepShape(width, tuple(shown), axes, types, self.attention)
@@ -207,7 +207,7 @@ class FixedTarget(TreeTarget):
 
     @cached_property
     def _of_prompt(self) -> dict[str, Any]:
-        """What every step tells of the prompt; at its end, the device may still be running it."""
+        """Inputs about the prompt that every step sends; read once the first step is made."""
         types = self._model_kwargs.get("token_type_ids")
         found = {
             "position_offsets": self._position_offsets,
@@ -243,10 +243,10 @@ class FixedTarget(TreeTarget):
             for name in step.shape.token_types
         }
         masks = {
-            reach: self._mask_of(reach, step.shape.num_shown[place], place, device, trees)
-            for reach, place in self._places.items()
+            span: self._mask_of(span, step.shape.num_shown[index], index, device, trees)
+            for span, index in self._window_indices.items()
         }
-        mask: Any = {name: masks[reach] for name, reach in self._reaches.items()}
+        mask: Any = {name: masks[span] for name, span in self._spans.items()}
         logits: Tensor = self._view(
             input_ids=trees.token_ids,
             position_ids=depths + roots,
@@ -260,13 +260,13 @@ class FixedTarget(TreeTarget):
 
     def _mask_of(
         self,
-        reach: Reach,
+        span: AttentionSpan,
         num_shown: int,
-        place: int,
+        index: int,
         device: dict[str, Tensor],
         trees: TreeTensors,
     ) -> Tensor:
-        first_slot = device["first_slots"][place]
+        first_slot = device["first_slots"][index]
         num_cached, num_padding = device["num_cached"], device["num_padding"]
         is_ours, visible = self.attention in (TREE_ATTENTION, STABLE_ATTENTION), None
         if not is_ours:
@@ -276,12 +276,11 @@ class FixedTarget(TreeTarget):
             visible, num_cached, trees.ancestors, trees.depths, num_padding, first_slot
         )
         if not is_ours:
-            return seen.mask(reach, 0, self._additive_dtype)
-        # Nobody reads these numbers. Were they read after all, they would spoil what the self-check
-        # compares.
+            return seen.mask(span, 0, self._additive_dtype)
+        # No attention should read these numbers. If one does, the self-check finds NaN.
         nothing = torch.full((1, 1, 1, 1), torch.nan, dtype=self._model.dtype, device=self.device)
-        starts = torch.maximum(seen.starts(reach), num_padding - first_slot).clamp(min=0)
+        starts = torch.maximum(seen.starts(span), num_padding - first_slot).clamp(min=0)
         return with_seen(
             nothing.expand(1, 1, trees.depths.shape[1], num_shown),
-            Seen((num_cached - first_slot).int(), starts.int(), seen.among_nodes(reach)),
+            Seen((num_cached - first_slot).int(), starts.int(), seen.among_nodes(span)),
         )

@@ -21,13 +21,13 @@ from lade.garbage import without_collection
 from lade.gpu.capture import NoWaiting, refused_waits
 from lade.targets.layout import rope_of
 
-#: A forward on buffers that stay in place, told whether its operations will be replayed.
+#: A forward on fixed buffers; the argument is whether its operations will be replayed.
 StepCall = Callable[[bool], Tensor]
 
 # Share of the device's memory for all recordings of a model. They share their scratch memory, so
 # only their outputs add up: logits of 64 nodes and 128 256 tokens take 16 MiB.
 _MAX_SHARE = 0.05
-MAX_RECORDINGS = 64  # each also takes memory that torch does not see, and not little
+MAX_RECORDINGS = 64  # each also takes much memory that torch does not see
 
 
 class Recording(NamedTuple):
@@ -41,7 +41,7 @@ class CudaRecorder:
     """Recorder of CUDA graphs, which share one scratch pool: only one runs at a time.
 
     Attributes:
-        max_bytes: of all recordings together.
+        max_bytes: maximum size of all recordings together.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class CudaRecorder:
                         # Once more, because that mode sees neither into kernels nor compiled code.
                         with refused_waits():
                             run(True)
-                finally:  # what was rehearsed until it failed writes keys and values, too
+                finally:  # a failed rehearsal has written keys and values, too
                     current.wait_stream(self._stream)
                 return self._capture(run)
             finally:
@@ -74,14 +74,14 @@ class CudaRecorder:
 
     def _capture(self, run: StepCall) -> Recording:
         graph = torch.cuda.CUDAGraph()
-        # A capture must find no scratch memory of cuBLAS, which is allocated anew where it is next
-        # needed, then in the graph's pool: else the graph keeps the address of memory that belongs
-        # to all, and that torch frees when another graph is destroyed or code is compiled.
+        # A capture must find no scratch memory of cuBLAS, so that it allocates some in the graph's
+        # pool. Otherwise the graph keeps the address of shared memory, which torch frees when
+        # another graph is destroyed or code is compiled.
         torch._C._cuda_clearCublasWorkspaces()
         try:
             mode = "thread_local"  # other threads may keep using the device meanwhile
             with (
-                without_collection(),  # which might destroy another graph and spoil this capture
+                without_collection(),  # it might destroy another graph, and spoil this capture
                 torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode),
             ):
                 output = run(True)
@@ -96,9 +96,9 @@ class CudaRecorder:
         return total - free
 
     def begin_anew(self) -> None:
-        """Take another stream and scratch pool; no earlier recording is in use any more.
+        """Take another stream and scratch pool; no earlier recording may be in use.
 
-        Those of a failed capture may be unusable.
+        After a failed capture, its stream and pool may be unusable.
         """
         self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -107,10 +107,10 @@ class CudaRecorder:
 class Graphs:
     """The recorded forwards of one model on one set of buffers.
 
-    A shape first runs eagerly, for recording takes about four forwards. When it comes again it is
-    recorded, and the recording is compared with the eager forward before it is trusted. Beyond the
-    limits of memory and number, the recording not used for longest is dropped. After a failure
-    nothing is recorded any more.
+    A shape first runs eagerly, because recording takes about four forwards. When it comes again, it
+    is recorded, and the recording is compared with the eager forward before its first use. Beyond
+    the limits of memory and number, the least recently used recording is dropped. After a failure,
+    no more shapes are recorded.
 
     Args:
         limit: largest allowed difference between recorded and eager logits, in units of the
@@ -120,10 +120,10 @@ class Graphs:
     def __init__(self, recorder: CudaRecorder, limit: float) -> None:
         self._recorder = recorder
         self._limit = limit
-        # With their bytes, the last used at the end.
+        # The recordings and their bytes; the last used is at the end.
         self._kept: OrderedDict[Hashable, tuple[Recording, int]] = OrderedDict()
         self._met: set[Hashable] = set()  # shapes to record when they come again
-        self.reason: str | None = None  # why nothing is recorded any more
+        self.reason: str | None = None  # why no more shapes are recorded
         self.is_timing_valid = True  # whether the last run took as long as later ones will
 
     def run(self, key: Hashable, run: StepCall) -> Tensor:
@@ -147,7 +147,7 @@ class Graphs:
         if self.reason is None and key in self._met:
             self.reason = self._failure_to_record(key, run, output)
             if self.reason is not None:
-                self.forget()  # spoiled by a failed capture; or their memory is what is missing
+                self.forget()  # a failed capture may have spoiled them; or they fill the memory
         self._met.add(key)
         return output
 
@@ -168,8 +168,8 @@ class Graphs:
                 num_bytes = max(0, self._recorder.num_bytes() - before)
         except torch.OutOfMemoryError:
             return "no memory was left to record a step"
-        except BaseException:  # cleaned up after interrupts, too
-            self.forget()  # a capture that was broken off may have spoiled what they share
+        except BaseException:  # interrupts need this, too
+            self.forget()  # an interrupted capture may have spoiled shared memory
             raise
         if attempt.failure is not None:
             return f"a step cannot be recorded ({attempt.failure})"
@@ -189,7 +189,7 @@ class Graphs:
 def why_not_recorded(model: Model) -> str | None:
     """Return why forwards of a model must not be recorded, or None.
 
-    Reasons that the rehearsal finds by itself, such as a wait for the device, are not looked for.
+    Reasons that the rehearsal finds, such as a wait for the device, are left to it.
     """
     config = model.config.get_text_config(decoder=True)
     rope = rope_of(config)
@@ -198,7 +198,7 @@ def why_not_recorded(model: Model) -> str | None:
     if "eager" in experts_of(model):
         return "its experts (eager) are chosen by the host"
     if 0 in _addresses_of(model.parameters()):
-        return "its weights do not tell where they lie, so nobody would know if they moved"
+        return "its weights have no address, so a recording would not notice if they moved"
     if has_adapters(model):
         return "it has adapters, which can be switched without a trace"
     for name, module in model.named_modules():
@@ -210,8 +210,8 @@ def why_not_recorded(model: Model) -> str | None:
 def dependencies_of(model: Model) -> tuple[Hashable, ...]:
     """Return what a model's recordings depend on besides their inputs and their workspace.
 
-    Above all the addresses of the weights: after a model is moved or loaded again, its recordings
-    would read memory that is no longer its own.
+    The most important part is the addresses of the weights: after a model is moved or loaded again,
+    recordings would read memory that may belong to something else.
     """
     weights = chain(model.parameters(), model.buffers())
     return (
@@ -222,15 +222,15 @@ def dependencies_of(model: Model) -> tuple[Hashable, ...]:
 
 
 def _addresses_of(weights: Iterable[Any]) -> Iterator[int]:
-    """Yield where the numbers of weights lie, empty ones left out; 0 for those that do not tell.
+    """Yield the addresses of weights that are not empty; 0 for a weight without an address.
 
-    A quantized weight may be a wrapper without memory of its own, around the tensors of its
-    integers and scales; those have addresses.
+    A quantized weight may be a wrapper without memory around tensors of integers and scales; their
+    addresses count.
     """
     for weight in weights:
         names = weight.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(weight) else ()
         inner = [getattr(weight, name) for name in names]
-        # What it lists may also be None, such as the zero points of a symmetric format.
+        # A listed tensor may be None, such as the zero points of a symmetric format.
         if wrapped := [each for each in inner if isinstance(each, Tensor)]:
             yield from _addresses_of(wrapped)
         elif weight.numel():
@@ -240,5 +240,5 @@ def _addresses_of(weights: Iterable[Any]) -> Iterator[int]:
 def _address_of(weight: Tensor) -> int:
     try:
         return weight.data_ptr()
-    except RuntimeError:  # some classes of tensors refuse to be asked
+    except RuntimeError:  # some classes of tensors raise
         return 0

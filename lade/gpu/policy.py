@@ -1,4 +1,4 @@
-"""What is done differently on a device that runs asynchronously to the host."""
+"""`DevicePolicy`: differences for devices that run asynchronously to the host."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What steps of fixed shape keep between calls: memory, and the steps recorded on it."""
+"""`Workspace`: memory that steps of fixed shape keep between calls, and steps recorded on it."""
 
 from collections.abc import Hashable
 from threading import Lock
@@ -29,9 +29,9 @@ def slots_for(num_slots: int) -> int:
 
 
 def spare_bytes(device: torch.device) -> int:
-    """Return how many bytes may be taken for more slots than a call needs."""
+    """Return how many bytes may be used for more slots than a call needs."""
     if device.type != "cuda":
-        return 0  # memory there is taken when it is written to, and nothing is recorded
+        return 0  # nothing is recorded there, so memory may move
     return int(_SPARE_SHARE * torch.cuda.mem_get_info(device)[0])
 
 
@@ -81,7 +81,7 @@ class StaticInputs:
         return self._host
 
     def on_device(self) -> dict[str, Tensor]:
-        """Return what was sent as int64, widened by one kernel."""
+        """Return the sent arrays as int64; one kernel widens them."""
         parts = torch.split(self._on_device.long(), self._sizes)
         return {
             name: part.view(size)
@@ -98,11 +98,11 @@ class Workspace:
     """Memory for keys and values, and the steps recorded on it.
 
     Attributes:
-        key: what two calls must have in common to use it.
+        key: two calls may use the same workspace if their keys are equal.
         cache: keys and values.
-        graphs: the recorded steps; None where nothing is recorded.
-        dependencies: what recordings depend on besides inputs and workspace.
-        addresses: where keys and values were when steps were recorded.
+        graphs: the recorded steps; None if steps are not recorded.
+        dependencies: from `dependencies_of`, when steps were recorded.
+        addresses: of keys and values when steps were recorded.
     """
 
     def __init__(self, key: Hashable, cache: TreeCache) -> None:
@@ -127,25 +127,25 @@ class WorkspaceStore:
     """
 
     def __init__(self) -> None:
-        self._kept: list[Workspace] = []  # the last used at the end
+        self._kept: list[Workspace] = []  # the last used is at the end
         self._lock = Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle nothing."""
+        """Copy and pickle as an empty store."""
         return WorkspaceStore, ()
 
     def take(self, key: Hashable, num_slots: int) -> Workspace | None:
-        """Hand over a workspace that fits, if one is kept; drop those that are too small."""
+        """Hand over a kept workspace that fits, or None; drop smaller ones."""
         with self._lock:
             for kept in [each for each in self._kept if each.key == key]:
-                # One that is too small would be replaced by the next, and never be used again.
+                # A smaller workspace would be replaced by the next one, and never be used again.
                 self._kept.remove(kept)
-                if kept.cache.room >= num_slots:
+                if kept.cache.capacity >= num_slots:
                     return kept
         return None
 
     def put_back(self, workspace: Workspace) -> None:
-        """Keep a workspace for the next call, in place of those not used for longest."""
+        """Keep a workspace for the next call; drop the least recently used beyond the limits."""
         most = _most_kept(workspace.cache)
         if workspace.cache.num_bytes > most:
             return

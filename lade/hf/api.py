@@ -27,7 +27,7 @@ from lade.compat import (
     MARKS_CACHES,
     Model,
     device_of_inputs,
-    has_own_generate,
+    has_custom_generate,
     takes_ids_by_name,
     without_compiler,
 )
@@ -71,27 +71,27 @@ def generate(
         model: a transformers causal LM, possibly wrapped by PEFT or `torch.compile`.
         input_ids: int64 [rows, num_tokens], batches padded on the left.
         pool: learns the prompt and the answer, and drafts from everything it has learned; pass the
-            same pool again to reuse it. A pool that is only read drafts and learns nothing. A named
-            pool of a store is opened for the length of the call. A list is drafted from all at
-            once: at most one of its pools learns, any number are only read. Where none learns, a
-            new one does, for this call alone.
+            same pool again to reuse it. A read-only pool drafts and learns nothing. A named pool of
+            a store is opened for the duration of the call. From a list, all pools draft at once; at
+            most one may learn, the others must be read-only. If no pool learns, a new one does, for
+            this call only.
         drafter: drafts instead of a pool, or makes a drafter for the call.
-        config: overrides what is automatic otherwise.
+        config: settings; None for automatic ones.
         on_step: called with a `lade.stats.Step` after each step, once for each row.
-        prediction: what the answer will probably be, such as the file that is being edited: text,
-            with `tokenizer=`, or token ids [num_tokens]. It is drafted from in this call alone, for
-            all its rows, and no pool learns it. The text is the same, however wrong it is.
+        prediction: the probable answer, such as the file that is being edited: text, with
+            `tokenizer=`, or token ids [num_tokens]. Only this call drafts from it, for all its
+            rows, and no pool learns it. A wrong prediction does not change the text.
         generate_kwargs: anything that `model.generate` takes, including `streamer`. With
             `assistant_model` or `assistant_early_exit`, the pool and that model, or the first
             layers, draft together (`lade.drafters`).
 
     Returns:
-        What `generate` returns; with `return_dict_in_generate=True`, with an extra field `stats`.
+        The result of `generate`; with `return_dict_in_generate=True`, it has an attribute `stats`.
 
     Raises:
         TypeError: `model` cannot generate, or another argument has a wrong type.
         ValueError: more than one pool learns.
-        UnsupportedModelError: the model cannot verify drafts by the method that `config` asks for.
+        UnsupportedModelError: the model cannot verify drafts by the requested method.
         UnsupportedOptionError: an option is not supported; nothing was generated.
     """
     arguments = Arguments(pool, drafter, config, on_step, prediction)
@@ -99,7 +99,7 @@ def generate(
         check_ids(input_ids)
     inner = _generating(model)
     args: tuple[Any, ...] = ()
-    # Prompt learning of PEFT takes a prompt by name alone, a class of nameless arguments by place.
+    # PEFT's prompt learning takes a prompt only by name; a class with `*args` only by position.
     if input_ids is not None and takes_ids_by_name(inner):
         generate_kwargs["input_ids"] = input_ids
     elif input_ids is not None:
@@ -108,7 +108,7 @@ def generate(
 
 
 def check_ids(input_ids: Any) -> None:
-    """Raise, saying what to do, for what is often passed instead of token ids."""
+    """Raise a helpful error for common mistakes in place of token ids."""
     if isinstance(input_ids, Tensor):
         return
     ways_out = (
@@ -137,12 +137,13 @@ def decode(
     """Decode inside `model.generate(..., custom_generate=lade.decode)`.
 
     `pool`, `drafter`, `config`, `on_step` and, as a list of token ids, `prediction` are as for
-    `lade.generate`, and are passed to `model.generate`; so is `token_streamer`, which gets the
-    emitted tokens and the end. A `streamer` passed to `model.generate` gets only the prompt, and an
-    `assistant_model` is not used, which nobody can tell here: transformers drops both before it
-    calls a custom function.
-    Pass `drafter=lade.drafters.AssistantModel(…)` instead. `lade.generate` and `lade.wrap` do not
-    have this limitation.
+    `lade.generate`; pass them to `model.generate`. `token_streamer` is a streamer that gets the
+    emitted tokens and the end.
+
+    transformers drops `streamer` and `assistant_model` before it calls a custom function, so a
+    `streamer` gets only the prompt, and an `assistant_model` is silently unused. Pass
+    `token_streamer` and `drafter=lade.drafters.AssistantModel(…)` instead. `lade.generate` and
+    `lade.wrap` do not have this limitation.
     """
     drafter = exiting_early(model, drafter, generation_config)
     if isinstance(prediction, Tensor):  # transformers repeats tensors for samples of a prompt
@@ -153,7 +154,7 @@ def decode(
 
 
 def _run(call: Call) -> Any:
-    """Decode, once the model and the options of `generate` have passed."""
+    """Check the model and the options of `generate`, then decode."""
     refuse_encoder_decoder(call.model)
     refuse_unsupported_options(call.model, call.options)
     if call.input_ids.dtype not in _TYPES_OF_IDS:
@@ -182,22 +183,22 @@ def wrap(
     for one call. Wrapping again replaces earlier settings. The class is not changed; `unwrap`
     undoes it.
 
-    Text is private to its call: each call has a pool of its own. The speed of an answer reveals
-    what its pool has seen, so a pool shared by strangers reveals to each what the others wrote.
+    Text is private to its call: each call has its own pool. The speed of an answer reveals the text
+    that its pool has seen, so a pool shared by strangers reveals their text to each other.
 
     Args:
         model: a transformers causal LM, possibly wrapped by PEFT or `torch.compile`.
-        pool: shared by all calls that bring no pool or drafter of their own; also a list of pools,
-            as for `generate`.
-        drafter: drafts for all calls that bring no pool or drafter of their own. Copies of the
-            model are left without it, for it may hold text.
-        config: of all calls that bring none of their own.
-        shares_text: whether all calls share a new pool, as suits a machine with one user, where
-            later answers benefit from earlier ones.
+        pool: shared by all calls without a `pool` or `drafter` argument; also a list of pools, as
+            for `generate`.
+        drafter: drafts for all calls without a `pool` or `drafter` argument. Copies of the model do
+            not get it, because it may hold text.
+        config: settings of all calls without a `config` argument.
+        shares_text: whether all calls share a new pool, so that later answers benefit from earlier
+            ones; suits a machine with one user.
 
     Raises:
         TypeError: `model` cannot generate, or another argument has a wrong type.
-        ValueError: `drafter` is given beside pools that it does not use.
+        ValueError: `drafter` and pools are given, but the drafter uses no pool.
     """
     inner = _generating(model)
     Arguments(pool, drafter, config).checked()
@@ -213,7 +214,7 @@ def wrap(
 
 
 def unwrap(model: _AnyModel) -> _AnyModel:
-    """Give a wrapped model its own `generate` back; return the model.
+    """Restore the original `generate` of a wrapped model; return the model.
 
     Raises:
         ValueError: the model is not wrapped.
@@ -244,7 +245,7 @@ class _WrappedGenerate:
     drafter: Drafter | None  # of its calls
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else a bound method has, such as `__wrapped__` and `__func__`."""
+        """Return an attribute of the wrapped method, such as `__wrapped__` or `__func__`."""
         if name == "model":  # while it is copied or unpickled
             raise AttributeError(name)
         return getattr(_generate_of(self.model), name)
@@ -254,12 +255,12 @@ class _WrappedGenerate:
         return self.model
 
     def __call__(self, *args: Any, **generate_kwargs: Any) -> Any:
-        """Generate; takes the arguments of `generate`, and those of `lade.generate`."""
+        """Generate; takes the arguments of `generate` and of `lade.generate`."""
         given = Arguments.taken_from(generate_kwargs)
         custom = generate_kwargs.get("custom_generate")
         if custom is not None:  # the caller has chosen a decoding function
             if custom is decode and "assistant_model" in generate_kwargs:
-                # Which would never know of it.
+                # transformers would drop it.
                 drafter = take_assistant(self.model, given.drafter, generate_kwargs)
                 given = given._replace(drafter=drafter)
             mine: dict[str, Any] = given._asdict()
@@ -267,23 +268,22 @@ class _WrappedGenerate:
             return _generate_of(self.model)(*args, **generate_kwargs)
         if given.pool is None and given.drafter is None:
             given = given._replace(pool=self.pool)
-            if generate_kwargs.get("assistant_model") is None:  # else the call brings its own
+            if generate_kwargs.get("assistant_model") is None:  # else that one drafts
                 given = given._replace(drafter=self.drafter)
         if given.config is None:
             given = given._replace(config=self.config)
         return _generate(self.model, given, args, generate_kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out all text: the user of a copy may be somebody else.
+        """Leave out all text: a copy may have another user.
 
-        A pool that learns becomes an empty one; named pools, those that are only read, and drafters
-        are left to the original.
+        A pool that learns becomes an empty one. Named pools, read-only pools and drafters stay with
+        the original.
         """
-        own = [each for each in pools_of(self.pool) if isinstance(each, NGramPool)]
         emptied = [
             NGramPool(pool.capacity_tokens, pool.max_ngram_size)
-            for pool in own
-            if not pool.is_read_only
+            for pool in pools_of(self.pool)
+            if isinstance(pool, NGramPool) and not pool.is_read_only
         ]
         return {**vars(self), "pool": emptied[0] if emptied else None, "drafter": None}
 
@@ -303,14 +303,14 @@ def _generating(model: Model) -> Model:
 def _generate(
     model: Model, arguments: Arguments, args: tuple[Any, ...], generate_kwargs: dict[str, Any]
 ) -> Any:
-    """Call the model's own `generate` with our decoding function."""
+    """Call the model's `generate` with lade's decoding function."""
     if getattr(generate_kwargs.get("custom_generate"), "is_lades", False):
-        # The model's own generate has called us again: our function is already in place.
+        # The model's `generate` has called this wrapper again, with lade's function in place.
         return type(model).generate(model, *args, **generate_kwargs)
     arguments = arguments.checked(generate_kwargs.get("tokenizer"))
     own = _generate_of(model)
     args, generate_kwargs = _by_name(own, args, generate_kwargs)
-    plainly = partial(own, *args, **generate_kwargs)
+    standard = partial(own, *args, **generate_kwargs)
     refuse_unsupported_arguments(model, generate_kwargs)
     Profiles.of(model)  # made here, for a twin of the model to share
     drafter = take_assistant(model, arguments.drafter, generate_kwargs)
@@ -336,23 +336,23 @@ def _generate(
 
     strategy.is_lades = True  # type: ignore[attr-defined]
     speculate = partial(_generate_of(twin), *args, **generate_kwargs)
-    if not has_own_generate(model):
+    if not has_custom_generate(model):
         return speculate(custom_generate=strategy)
-    return _by_own_generate(model, speculate, strategy, plainly)
+    return _by_custom_generate(model, speculate, strategy, standard)
 
 
-def _by_own_generate(
+def _by_custom_generate(
     model: Model,
     speculate: "partial[Any]",
     strategy: Callable[..., Any],
-    plainly: "partial[Any]",
+    standard: "partial[Any]",
 ) -> Any:
-    """Call the `generate` of a class's own, as its caller did where it takes no decoding function.
+    """Call a model's custom `generate`, without lade if it does not use the decoding function.
 
-    It may refuse one, or drop it, and what was made of the caller's options with it.
+    A custom `generate` may refuse the function, or drop it together with changed options.
     """
     is_used = False
-    given = plainly.keywords.get("stopping_criteria") or ()
+    given = standard.keywords.get("stopping_criteria") or ()
     added = [
         each for each in speculate.keywords.get("stopping_criteria") or () if each not in given
     ]
@@ -372,16 +372,16 @@ def _by_own_generate(
         output = speculate(custom_generate=noted)
         if is_used:
             return output
-        reason = "its own `generate` drops the decoding function"
-        is_whole = speculate.keywords.keys() == plainly.keywords.keys()
-    except Exception as failure:  # of code that is not ours
+        reason = "its custom `generate` drops the decoding function"
+        is_whole = speculate.keywords.keys() == standard.keywords.keys()
+    except Exception as failure:  # of the custom `generate`
         if is_used:
             raise
-        reason = f"its own `generate` takes no decoding function ({in_one_line(failure)})"
+        reason = f"its custom `generate` takes no decoding function ({in_one_line(failure)})"
     if not is_whole:
         put_back(device, states)
-        output = plainly()  # raises what the caller is to see, if the call itself is wrong
-    text = f"lade decodes {type(model).__name__} plainly: {reason}"
+        output = standard()  # raises the caller's error if the call itself is invalid
+    text = f"lade falls back to standard decoding for {type(model).__name__}: {reason}"
     warnings.warn(text, PlainDecodingWarning, stacklevel=4)
     return output
 

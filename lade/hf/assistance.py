@@ -1,8 +1,8 @@
-"""Assisted generation by the options that transformers has for it.
+"""Assisted generation by the options of transformers.
 
-`assistant_model` and `assistant_early_exit` become drafters beside the call's pool. How they draft
-is steered by options of transformers' own: of the call, else of the assistant's generation config,
-which is where transformers looks for all but `assistant_early_exit`.
+`assistant_model` and `assistant_early_exit` become drafters beside the call's pool. Options of
+transformers control them: from the call, else from the assistant's generation config, where
+transformers looks for all options but `assistant_early_exit`.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ from lade.drafting.drafter import Drafter
 from lade.errors import UnsupportedOptionError
 from lade.probing.profile import Profiles
 
-# How transformers aligns texts of two tokenizers, and what would change the text, with what it
-# fills in where nothing was asked for.
+# Unsupported options, with their defaults: two align the texts of two tokenizers, and the last one
+# changes the text.
 _REFUSED = {"assistant_lookbehind": 10, "target_lookbehind": 10, "assistant_ensemble_weight": None}
 
 
 def _length_by(*sources: Any) -> int | None:
-    """Return the constant K that dicts and generation configs ask for, None for lade's own.
+    """Return the constant K that dicts and generation configs ask for, None to let lade choose.
 
-    The first that says anything of an option counts. Only without a threshold of confidence is K
-    constant in transformers; how it follows the text is left to lade, which measures what pays.
+    The first source with an option counts. In transformers, K is constant only without a confidence
+    threshold; lade measures what pays instead of following one.
 
     Raises:
         UnsupportedOptionError: an option cannot be honoured.
@@ -77,7 +77,7 @@ def take_assistant(
         raise UnsupportedOptionError("lade does not support speculation_type")
     length = _length_by(*of_call, assistant.generation_config)
     make = partial(AssistantModel, assistant, length=length)
-    return _kept(assistant, model, (length,), make)
+    return _shared_drafter(assistant, model, (length,), make)
 
 
 def exiting_early(
@@ -86,7 +86,7 @@ def exiting_early(
     """Turn `assistant_early_exit` of a prepared config into a drafter; else return the given one.
 
     Raises:
-        ValueError: there is a drafter, too, or a value is out of its range.
+        ValueError: a drafter is given, too, or a value is out of its range.
         UnsupportedOptionError: an option of assisted generation cannot be honoured.
     """
     num_layers = config.assistant_early_exit
@@ -96,16 +96,16 @@ def exiting_early(
         raise ValueError("expected drafter or assistant_early_exit, got both")
     length = _length_by(config)
     make = partial(FirstLayers, num_layers, length=length)
-    return _kept(model, model, (length, num_layers), make)
+    return _shared_drafter(model, model, (length, num_layers), make)
 
 
-def _kept(
+def _shared_drafter(
     model: Model, target: Model, key: tuple[object, ...], make: Callable[[], Drafter]
 ) -> Drafter:
     """Return the drafter that calls of a target share as long as their options stay the same.
 
-    It is kept with what it measured in the profiles of the model that drafts, and so no longer than
-    that.
+    It is kept, with its measurements, in the profiles of the model that drafts, as long as that
+    model lives.
     """
     of_model = Profiles.of(model).drafters
     known = of_model.get(target)

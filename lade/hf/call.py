@@ -1,4 +1,4 @@
-"""One call of `generate`: the arguments that lade takes besides, and what transformers prepared."""
+"""One call of `generate`: lade's arguments, and the inputs that transformers prepared."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Arguments(NamedTuple):
 
     @classmethod
     def taken_from(cls, generate_kwargs: dict[str, Any]) -> "Arguments":
-        """Take them out of the arguments of a call."""
+        """Remove lade's arguments from the arguments of a call, and return them."""
         return cls(*(generate_kwargs.pop(name, None) for name in cls._fields))
 
     def checked(self, tokenizer: Any = None) -> "Arguments":
@@ -46,7 +46,7 @@ class Arguments(NamedTuple):
         Raises:
             TypeError: an argument has a wrong type.
             ValueError: arguments contradict each other, more than one pool would learn, or the
-                prediction is none.
+                prediction is invalid.
         """
         pool, drafter, config, on_step, prediction = self
         pools_of(pool)
@@ -79,17 +79,17 @@ def predicted_ids(prediction: Predicted, tokenizer: Any = None) -> tuple[int, ..
 
     Args:
         prediction: text, or ids [num_tokens].
-        tokenizer: of text; None if there is none.
+        tokenizer: encodes text; None if there is none.
 
     Raises:
-        TypeError: it is neither, or ids are not integers.
-        ValueError: it is text, and there is no tokenizer; ids are not [num_tokens], or no ids.
+        TypeError: the prediction is neither text nor ids, or ids are not integers.
+        ValueError: it is text, but there is no tokenizer; or ids are negative or not [num_tokens].
     """
     if isinstance(prediction, str):
         if tokenizer is None:
             raise ValueError(
-                "expected tokenizer= beside a prediction of text, got none; inside of "
-                "custom_generate=lade.decode, which transformers gives none, pass token ids"
+                "expected tokenizer= beside a prediction of text, got none; with "
+                "custom_generate=lade.decode, which gets no tokenizer, pass token ids"
             )
         prediction = tokenizer(prediction, add_special_tokens=False)["input_ids"]
     ids: Any = prediction.tolist() if isinstance(prediction, Tensor) else prediction
@@ -98,7 +98,7 @@ def predicted_ids(prediction: Predicted, tokenizer: Any = None) -> tuple[int, ..
 
 @dataclass(frozen=True)
 class Call:
-    """What is decoded, and how."""
+    """Everything that one call of `generate` prepared."""
 
     model: Model
     input_ids: Tensor  # int64 or int32 [rows, num_tokens]
@@ -112,7 +112,7 @@ class Call:
 
     @cached_property
     def config(self) -> Config:
-        """The config given, or that of defaults."""
+        """The given config, or the defaults."""
         return self.arguments.config or Config()
 
     @property
@@ -122,22 +122,22 @@ class Call:
 
     @property
     def is_timed(self) -> bool:
-        """Whether there is a limit of time."""
+        """Whether the call has `max_time`."""
         return any(isinstance(each, MaxTimeCriteria) for each in self.criteria)
 
     @property
     def returns_dict(self) -> bool:
-        """Whether the result has more than the tokens."""
+        """Whether the result is a dict, and not only tokens."""
         return bool(self.options.return_dict_in_generate)
 
     @property
     def wanted_scores(self) -> list[str]:
-        """Names of the scores that the result has for each token."""
+        """Names of the scores in the result: "scores", "logits", both or none."""
         return [name for name in ("scores", "logits") if self._returns(name)]
 
     @property
     def returns_states(self) -> bool:
-        """Whether the result has what layers gave for each token."""
+        """Whether the result has hidden states or attentions."""
         return self._returns("hidden_states") or self._returns("attentions")
 
     def _returns(self, name: str) -> bool:

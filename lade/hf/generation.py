@@ -1,4 +1,4 @@
-"""One call of `generate`: assembled from its options, run, and turned into its result."""
+"""`Generation`: one call of `generate`, assembled from its options, run, and its result made."""
 
 import warnings
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from lade.attention.packed import PACKED_ROWS
 from lade.batch import Batch, Text
 from lade.budget.budget import Budget
 from lade.budget.seconds import Seconds
-from lade.compat import CACHE, has_adapters_by_row, has_own_generate, may_be_users, mesh_of
+from lade.compat import CACHE, has_adapters_by_row, has_custom_generate, may_be_users, mesh_of
 from lade.config import SPECULATING
 from lade.decoder import Decoder
 from lade.drafters.merged import CallPool, Merged, sources_of
@@ -38,18 +38,18 @@ from lade.garbage import without_collection
 from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
 from lade.hf.call import Call
-from lade.hf.plain import finish_plainly
+from lade.hf.plain import finish_standard
 from lade.hf.pools import credit, opened
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.stopping import Outputs, Report, StopRule, stopping
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target
-from lade.probing.own_code import has_own_inputs, is_users, own_code_around
 from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import profile_of
 from lade.probing.proof import DISTANCE, Distances, ProvedTarget, VerificationError
 from lade.probing.rules import Requirements, requirements_of
-from lade.probing.selfcheck import with_products
+from lade.probing.selfcheck import with_fast_views
+from lade.probing.user_code import has_user_inputs, is_users, user_code_around
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
 from lade.sampling.processors import Processors
@@ -62,11 +62,11 @@ from lade.targets.rows import RowsTarget
 from lade.targets.trees import TreeTarget
 from ngram_pool import NGramPool
 
-_NO_TIME = "max_time leaves none for what lade does once for a model, as lade.warm_up(model) does"
+_NO_TIME = "max_time leaves no time to compile kernels and check the model; call lade.warm_up first"
 
 
 class GenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """The result with `return_dict_in_generate=True`, which has `stats` besides its items."""
+    """The result with `return_dict_in_generate=True`; it has an attribute `stats`."""
 
     stats: DecodeStats
 
@@ -81,14 +81,14 @@ class GenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
 class Generation:
     """One call: planned, decoded, and turned into its result."""
 
-    #: Replaced by tests, to run on a CPU what other devices run.
+    #: Tests replace it to run the code paths of other devices on a CPU.
     policy: ClassVar[DevicePolicy] = DevicePolicy()
 
     def __init__(self, call: Call) -> None:
         self._call, self._model, self._config = call, call.model, call.config
         self._profile = profile_of(call.model)
-        self._around = own_code_around()
-        self._own_code = self._profile.own_code or self._around
+        self._around = user_code_around()
+        self._user_code = self._profile.user_code or self._around
         self._execution = execution_of(call.model, call.config, self.policy)
         self._cache = cache_in(call.model_kwargs)
         self._stop = StopRule(call.criteria)
@@ -96,17 +96,17 @@ class Generation:
         self._text = Text(call.input_ids, None if pad_token is None else int(pad_token))
         self._outputs = Outputs(call.wanted_scores)
         self._report = Report(call.streamer, call.arguments.on_step, self._text)
-        # Code of the user's own in forwards is to see this call's alone; autocast is of a thread.
-        # What a `generate` of a class's own sets in the model holds until the end of its call.
-        # So is a loop of asyncio, which others' callbacks may want to run, too.
+        # A call runs alone if it depends on its thread or its model's state: user code in forwards
+        # must see only this call's; autocast and asyncio loops belong to the thread; and a custom
+        # `generate` may set attributes of the model until its end.
         is_apart = (
-            self._own_code is not None
+            self._user_code is not None
             or is_in_event_loop()
             or torch.is_autocast_enabled(call.input_ids.device.type)
-            or has_own_generate(call.model)
-            or has_own_inputs(call.model)
+            or has_custom_generate(call.model)
+            or has_user_inputs(call.model)
         )
-        self._company = None if is_apart else current_call()
+        self._engine_call = None if is_apart else current_call()
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
@@ -115,42 +115,40 @@ class Generation:
             verification, needed, target = self._plan()
             if needed is None or target is None:
                 self._say_why_plain(verification)
-                return self._decode_plainly()
+                return self._decode_standard()
             return self._decode(verification, needed, target)
 
     def _reused(self) -> Reuse | None:
-        """Fill the cache with what is kept of the prompt, where that was asked for."""
+        """Fill the cache with the kept beginning of the prompt, if the config asks for it."""
         is_plain = why_not_run(self._profile) is not None or not self._has_time
-        # Keys by PEFT's adapters of rows are of no later call, and of no model that anybody knows.
+        # Keys by PEFT's adapters of rows fit no later call.
         if is_plain or not self._config.reuses_prefix or has_adapters_by_row(self._model):
             return None
-        if self._own_code is not None:
-            what = f"{type(self._model).__name__}: {self._own_code} is your own code"
-            self._warn_once(f"lade reuses no prefix of {what}, which may change", RuntimeWarning)
+        if self._user_code is not None:
+            what = f"{type(self._model).__name__}: your own code ({self._user_code}) may change"
+            self._warn_once(f"lade reuses no prefix of {what}", RuntimeWarning)
             return None
         with Attempt(even_memory=True) as attempt:  # weights may be of unusual classes
             return reuse_of(self._call, self._profile)
-        text = f"lade reuses no prefix of this model ({attempt.failure})"
+        text = f"lade reuses no prefix of {type(self._model).__name__} ({attempt.failure})"
         self._warn_once(text, RuntimeWarning)
         return None
 
     # --- the plan -----------------------------------------------------------------------------
 
-    @without_collection()  # the first call checks the model, and loads or compiles products
+    @without_collection()  # the first call checks the model, and loads or compiles kernels
     def _plan(self) -> tuple[VerificationPlan, Requirements | None, Target | None]:
-        """Choose how to decode, and set up the target; no target means plain decoding."""
+        """Choose how to decode, and set up the target; no target means standard decoding."""
         model, config, call = self._model, self._config, self._call
         if (reason := self._why_plain) is not None:
             is_asked = config.stable_text or config.lookahead is not None
-            if is_asked or why_not_run(self._profile) is not None:  # the config may not allow it
-                all_of_them = dict.fromkeys(SPECULATING, reason)
-                choose_verification(
-                    model, config=config, excluded=all_of_them, profile=self._profile
-                )
+            if is_asked or why_not_run(self._profile) is not None:
+                excluded = dict.fromkeys(SPECULATING, reason)  # raises if the config forbids it
+                choose_verification(model, config=config, excluded=excluded, profile=self._profile)
             return VerificationPlan("plain", None, {"tree": reason}), None, None
         with Attempt(LadeError, MisfitError, even_memory=True) as attempt:
             needed = requirements_of(
-                model, call.input_ids, call.options, call.model_kwargs, self._own_code
+                model, call.input_ids, call.options, call.model_kwargs, self._user_code
             )
             excluded, why_eager = needed.excluded, needed.why_eager
             if config.stable_text and why_eager is not None:
@@ -166,17 +164,17 @@ class Generation:
                 profile=self._profile,
             )
             found: VerificationPlan | None = None
-            if self._company is not None:
+            if self._engine_call is not None:
                 # Calls that share a forward are like rows of different lengths.
                 with suppress(UnsupportedModelError, UnsupportedOptionError):
                     found = choose(is_padded=True)
             if found is None or found.attention != PACKED_ROWS:
-                found, self._company = None, None
+                found, self._engine_call = None, None
             verification = found or choose(is_padded=needed.is_padded)
             verification = verification._replace(why_eager=why_eager or verification.why_eager)
             may_differ = config.stable_text or self._around is not None
-            if config.uses_products and not may_differ:
-                verification = with_products(verification, model, self._profile)
+            if config.uses_kernels and not may_differ:
+                verification = with_fast_views(verification, model, self._profile)
             if verification.verification == "plain":
                 return verification, needed, None
             num_beside = 0 if config.lookahead is None else config.lookahead.num_cells
@@ -184,45 +182,45 @@ class Generation:
                 *(model, call.input_ids, call.model_kwargs, verification),
                 *(needed.num_new + num_beside, call.options, self._profile, self.policy),
             )
-            if self._company is not None and isinstance(target, TreeTarget | RowsTarget):
-                target.join(self._company)
-        if attempt.failure is not None:  # plain decoding either hits the same error or works
+            if self._engine_call is not None and isinstance(target, TreeTarget | RowsTarget):
+                target.join(self._engine_call)
+        if attempt.failure is not None:  # standard decoding hits the same error, or works
             return VerificationPlan("plain", None, {"tree": attempt.failure}), None, None
         return verification, needed, target
 
     @cached_property
     def _why_plain(self) -> str | None:
-        """Why the call is decoded plainly, whatever its model can do; None if it need not be."""
+        """Why the call must use standard decoding, whatever its model can do; else None."""
         if (reason := why_not_run(self._profile)) is not None:
             return reason
         if not self._has_time:
             return _NO_TIME
         if has_adapters_by_row(self._model):
-            return "PEFT has an adapter for each row of the call, and would have none for drafts"
+            return "PEFT has an adapter for each row of the call, but none for draft tokens"
         if self._call.returns_states:
             return "hidden states or attentions are returned"
         watching = (*self._call.processors, *self._call.criteria)
         if self._is_users_cache and any(map(is_users, watching)):
-            return "code of the caller's may look at the cache, which holds drafts during a step"
+            return "your own code may look at the cache, which holds draft tokens during a step"
         return None if self._call.num_rows == 1 else self._why_plain_batch
 
     @property
     def _why_plain_batch(self) -> str | None:
-        """Why a batch is decoded plainly, whatever its model can do; None if it need not be."""
+        """Why a batch must use standard decoding, whatever its model can do; else None."""
         call, config = self._call, self._config
         pad_token = call.options._pad_token_tensor
         reasons = (
             (
-                self._own_code is not None,
-                f"your own code runs in its forward passes ({self._own_code})",
+                self._user_code is not None,
+                f"your own code runs in its forward passes ({self._user_code})",
             ),
             (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
             (not self._stop.takes_rows, "a stop criterion sees all rows"),
             (pad_token is not None and int(pad_token) < 0, "its padding is no token"),
-            (bool(call.wanted_scores), "scores are returned, of rows that ended, too"),
+            (bool(call.wanted_scores), "scores are returned, also of rows that have ended"),
             (self._is_users_cache, "a cache was passed"),
             (not is_text_alone(call.model_kwargs), "its prompts have more than tokens"),
-            (config.lookahead is not None, "windows are run beside drafts of one row"),
+            (config.lookahead is not None, "lookahead windows run beside drafts of one row"),
             (config.stable_text, "its rows are parts of one forward"),
             (config.verification not in (None, "tree", "plain"), "its rows are verified as trees"),
         )
@@ -231,7 +229,7 @@ class Generation:
 
     @property
     def _has_time(self) -> bool:
-        """Whether there is time for what lade does once, or the config cannot do without."""
+        """Whether there is time for one-time work, or the config requires it."""
         config = self._config
         is_asked = config.verification is not None or config.lookahead is not None
         is_known = self._profile.is_warm or not self._call.is_timed
@@ -244,12 +242,12 @@ class Generation:
         rngs: Sequence[np.random.Generator] | None,
         budget: Budget,
     ) -> tuple[DraftingCall, list[Source], Source | None]:
-        """Return what drafts for the call, and what tells the tokens that a grammar forces."""
+        """Return the drafting call, its sources, and the source of forced tokens, if any."""
         config, device = self._config, target.device
         limits = (target.max_candidates, config.max_candidates)
         max_candidates = min((limit for limit in limits if limit is not None), default=None)
         given, prediction = self._call.arguments.drafter, self._call.arguments.prediction
-        if isinstance(prediction, tuple):  # of ids, as `Arguments.checked` leaves it
+        if isinstance(prediction, tuple):  # token ids, from `Arguments.checked`
             given = Merged([CallPool() if given is None else given, Prediction(prediction)])
         call = DraftingCall(
             model=self._model,
@@ -281,7 +279,7 @@ class Generation:
         return call, sources, foresight
 
     def _pool_drafter(self, max_candidates: int | None) -> Drafter:
-        """Return a drafter by the pools of the call and the table of its model."""
+        """Return a drafter that uses the pools of the call and the table of its model."""
         config = self._config
         prewarmed = prewarmed_table_of(self._model, self._profile) if config.uses_table else None
         with without_collection():  # the first pool loads or compiles its kernels
@@ -302,15 +300,15 @@ class Generation:
         options = self._call.options
         temperature = 1.0 if options.temperature is None else options.temperature
         temperature = temperature if options.do_sample else 0.0
-        key = "costs", verification.verification, verification.execution, verification.products
+        key = "costs", verification.verification, verification.execution, verification.is_fast
         costs = self._profile.once(key, dict[int, Seconds])
         return Budget(costs, temperature, asked)
 
     def _distances(self, verification: VerificationPlan) -> Distances | None:
-        """Return when steps are proved: in this call alone where code of the user's takes part."""
+        """Return the distance between proofs, shared by calls unless user code takes part."""
         if mesh_of(self._model) is not None or self._config.stable_text:
             return None
-        if self._own_code is not None:
+        if self._user_code is not None:
             return Distances()
         first = Distances(DISTANCE)  # after the check
         return self._profile.proofs.setdefault(verification.verification, first)
@@ -318,7 +316,7 @@ class Generation:
     # --- the call ----------------------------------------------------------------------------
 
     def _decode(self, verification: VerificationPlan, needed: Requirements, target: Target) -> Any:
-        """Decode with drafts, and plainly once they can no longer be verified."""
+        """Decode with drafts; continue by standard decoding if they can no longer be verified."""
         config, options, device = self._config, self._call.options, self._call.input_ids.device
         text, outputs, report = self._text, self._outputs, self._report
         self._stop.watch(text, outputs)
@@ -359,15 +357,15 @@ class Generation:
             self._distances(verification),
             may_repeat_prompts=is_text_alone(self._call.model_kwargs)
             and sees_its_ends(self._call.model_kwargs.get("attention_mask")),
-            own_code=self._own_code,
+            user_code=self._user_code,
         )
         decoder = Decoder(batch, proved, speculator, choice, report.add, overlaps)
         try:
             if self._reuse is not None:
                 decoder.stats.num_reused_tokens = self._reuse.num_tokens
             stats = decoder.run()
-        except BaseException:  # an interrupt, or an error of the user's code between two forwards
-            with suppress(Exception):  # what cannot be kept for the next call is dropped
+        except BaseException:  # an interrupt, or an error of user code between two forwards
+            with suppress(Exception):  # memory that cannot be kept is dropped
                 target.release()
             raise
         stats.sources, stats.widths = speculator.sources(), budget.widths
@@ -377,8 +375,8 @@ class Generation:
             if self._reuse is not None:
                 self._reuse.undo()
                 stats.num_reused_tokens = 0
-            output, rest = finish_plainly(self._call, text, outputs, report)
-            self._give_up(verification, decoder.failure)  # unless plain decoding fails, too
+            output, rest = finish_standard(self._call, text, outputs, report)
+            self._give_up(verification, decoder.failure)  # unless standard decoding fails, too
             stats.add(rest)
             return self._plain_result(output, stats)
         report.end()
@@ -401,9 +399,9 @@ class Generation:
             **{CACHE: self._cache},
         )
 
-    def _decode_plainly(self) -> Any:
-        """Decode as `generate` itself does, if no method can verify drafts."""
-        output, stats = finish_plainly(self._call, self._text, self._outputs, self._report)
+    def _decode_standard(self) -> Any:
+        """Decode as `generate` does, if no method can verify drafts."""
+        output, stats = finish_standard(self._call, self._text, self._outputs, self._report)
         stats.num_prefills = self._call.num_rows
         if self._reuse is not None:
             sequences = output.sequences if self._call.returns_dict else output
@@ -412,19 +410,19 @@ class Generation:
         return self._plain_result(output, stats)
 
     def _plain_result(self, output: Any, stats: DecodeStats) -> Any:
-        """Return what plain decoding gave, with `stats`, and without a cache that is kept."""
+        """Return the output of standard decoding with `stats`, without a cache that lade keeps."""
         if not self._call.returns_dict:
             return output
-        kept = {} if self._reuse is None else {CACHE: None}
-        return GenerateOutput.of(stats, **{**output, **kept})
+        no_cache = {} if self._reuse is None else {CACHE: None}
+        return GenerateOutput.of(stats, **{**output, **no_cache})
 
     def _keep(self, reuse: Reuse, token_ids: Sequence[int], target: Target | None = None) -> None:
-        """Keep the keys and values of a text for later calls; the caller gets none.
+        """Keep the KV cache of a text for later calls; the caller gets none.
 
-        What cannot be kept is dropped: the text is complete.
+        A cache that cannot be kept is dropped: the text is complete.
 
         Args:
-            target: holds them; None if the call's cache does.
+            target: holds the keys and values; None if the call's cache does.
         """
         with Attempt(even_memory=True) as attempt:
             if target is not None:
@@ -436,7 +434,7 @@ class Generation:
 
     @property
     def _is_users_cache(self) -> bool:
-        """Whether the caller may have passed the cache, and so may continue from it."""
+        """Whether the caller may have passed the cache, and may continue from it."""
         has_one = self._call.may_bring_cache and self._cache is not None
         return has_one and may_be_users(self._cache)
 
@@ -448,19 +446,21 @@ class Generation:
             warnings.warn(text, category, stacklevel=3)
 
     def _say_why_plain(self, verification: VerificationPlan) -> None:
-        """Warn once that decoding is plain, and why; the text is not affected."""
+        """Warn once that lade falls back to standard decoding, and why."""
         reasons = verification.reasons
-        if not reasons:  # plain decoding was asked for
+        if not reasons:  # the config asks for standard decoding
             return
         methods = {
             why: ", ".join(name for name, each in reasons.items() if each == why)
             for why in reasons.values()
         }
-        (told, *others) = methods
+        (reason, *others) = methods
         if others:
-            told = "; ".join(f"{names}: {why}" for why, names in methods.items())
+            reason = "; ".join(f"{names}: {why}" for why, names in methods.items())
         name = type(self._model).__name__
-        text = f"lade decodes {name} plainly, one token a forward pass. {told}"
+        text = (
+            f"lade falls back to standard decoding for {name}, one token per forward pass. {reason}"
+        )
         self._warn_once(text, PlainDecodingWarning)
 
     def _say_why_eager(self, verification: VerificationPlan, target: Target) -> None:
@@ -481,21 +481,21 @@ class Generation:
             self._warn_once(text, EagerExecutionWarning)
 
     def _give_up(self, verification: VerificationPlan, failure: VerificationError) -> None:
-        """Warn that the rest of a call is decoded plainly, and drop the method's verdict."""
+        """Warn that the rest of a call falls back, and drop the method's verdict."""
         # Next time there may be enough memory.
         if not isinstance(failure.__cause__, torch.OutOfMemoryError):
             self._profile.drop_verdict(verification.verification, str(failure))
         text = (
-            f"lade decodes the rest of a call of {type(self._model).__name__} plainly, one token a "
-            f"forward: {failure}"
+            f"lade falls back to standard decoding for the rest of a call of "
+            f"{type(self._model).__name__}: {failure}"
         )
         if failure.is_flaw:
-            text += "; the model is checked anew at the next call"
+            text += "; the next call checks the model again"
         self._warn_once(text, VerificationWarning)
 
 
 def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """Return what the drafter sees of each prompt: all tokens that are not masked."""
+    """Return each prompt as the drafter sees it: all tokens that are not masked."""
     seen = input_ids >= 0  # negative ids are placeholders of passed embeddings
     if attention_mask is not None:
         # The mask also covers the cache of earlier turns, whose tokens may not have been passed.

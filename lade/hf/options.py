@@ -1,4 +1,4 @@
-"""Generation options: refuse unsupported ones by name, and handle stop strings."""
+"""Generation options: raise for unsupported ones, and handle stop strings."""
 
 import copy
 from typing import Any
@@ -31,9 +31,9 @@ def take_stop_strings(model: Model, generate_kwargs: dict[str, Any]) -> Model:
     """Turn `stop_strings` and `tokenizer` into a criterion: a custom function gets neither.
 
     Returns:
-        The model to call `generate` of: `model`, or, if its own generation config has stop strings,
-        a twin without them that shares everything else. transformers would ask for the tokenizer,
-        which it does not get, and other threads may be using the model's config.
+        The model whose `generate` to call: `model`, or, if its generation config has stop strings,
+        a twin without them that shares everything else. transformers would ask for the missing
+        tokenizer, and other threads may be using the model's config.
     """
     tokenizer = generate_kwargs.pop("tokenizer", None)
     of_call = generate_kwargs.get("generation_config")
@@ -42,8 +42,8 @@ def take_stop_strings(model: Model, generate_kwargs: dict[str, Any]) -> Model:
         asked = of_call.stop_strings if asked is None else asked
         of_call = generate_kwargs["generation_config"] = copy.deepcopy(of_call)
         of_call.stop_strings = None
-    own = model.generation_config
-    stop_strings = own.stop_strings if asked is None else asked
+    of_model = model.generation_config
+    stop_strings = of_model.stop_strings if asked is None else asked
     if stop_strings is None:
         return model
     if tokenizer is None:
@@ -51,10 +51,10 @@ def take_stop_strings(model: Model, generate_kwargs: dict[str, Any]) -> Model:
     criteria = list(generate_kwargs.get("stopping_criteria") or [])
     criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
     generate_kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
-    if own.stop_strings is None:
+    if of_model.stop_strings is None:
         return model
     twin = copy.copy(model)
-    twin.generation_config = copy.deepcopy(own)
+    twin.generation_config = copy.deepcopy(of_model)
     twin.generation_config.stop_strings = None
     return twin
 
@@ -63,7 +63,7 @@ def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
     """Raise for options that would change the text or the output and cannot be honoured."""
     mode = config.get_generation_mode().value
     refuse_sharded(model)
-    # Early exit and prompt lookup are ways of drafting; the others are other ways of decoding.
+    # Early exit and prompt lookup are ways of drafting; other modes decode differently.
     num_lookup = config.prompt_lookup_num_tokens
     if num_lookup is not None and num_lookup < 1:
         raise ValueError(f"expected prompt_lookup_num_tokens of at least 1, got {num_lookup!r}")
@@ -76,7 +76,7 @@ def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
 
 
 def _way_out(model: Model) -> str:
-    """Return a hint at the model's own `generate`, for an error's end."""
+    """Return a hint at the model's original `generate`, for an error's end."""
     if getattr(vars(model).get("generate"), "is_lades", False):
-        return "; lade.unwrap(model) gives the model its own generate back"
+        return "; lade.unwrap(model) restores the model's original generate"
     return "; call model.generate for it"

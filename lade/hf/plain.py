@@ -1,8 +1,8 @@
-"""Plain decoding by transformers' own loop, where drafts cannot be verified, or no longer.
+"""Standard decoding by the loop of transformers, if drafts cannot be verified, or no longer.
 
-A text that has begun is run again from its prompt, so that no key or value of a step with a draft
-is left. What was emitted stays: it is forced, and neither processors, nor stop criteria, nor who
-reads along sees it a second time.
+A text that has begun runs again from its prompt, so that no key or value of a step with a draft is
+left. Emitted tokens stay: they are forced, and neither processors, stop criteria, streamers nor
+callbacks see them a second time.
 """
 
 from time import perf_counter
@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.batch import Text
 from lade.captures import put_back, random_states
-from lade.compat import decode_plainly
+from lade.compat import decode_standard
 from lade.engine import aside
 from lade.hf.call import Call
 from lade.hf.stopping import Outputs, Report
@@ -24,10 +24,10 @@ from lade.sampling.processors import CheckedProcessors
 from lade.stats import DecodeStats, Step
 
 
-class _Again(LogitsProcessor):  # type: ignore[misc]
-    """Forces the tokens that were emitted, and has the call's processors choose those after them.
+class _ReplayProcessor(LogitsProcessor):  # type: ignore[misc]
+    """Forces the emitted tokens, and lets the call's processors handle later ones.
 
-    The random state is then as it was after the last of them.
+    After the last forced token, it restores the random state of that time.
     """
 
     def __init__(self, processors: LogitsProcessorList, ids: Tensor) -> None:
@@ -35,17 +35,17 @@ class _Again(LogitsProcessor):  # type: ignore[misc]
         self._states = random_states(ids.device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        place, num_known = input_ids.shape[1], self._ids.shape[1]
-        if place < num_known:
+        num_tokens, num_known = input_ids.shape[1], self._ids.shape[1]
+        if num_tokens < num_known:
             return forced(self._ids, 0, input_ids, scores)
-        if place == num_known:
+        if num_tokens == num_known:
             put_back(self._ids.device, self._states)
         chosen: Tensor = self._processors(input_ids, scores)
         return chosen
 
 
-class _Watched(StoppingCriteriaList):  # type: ignore[misc]
-    """Stop criteria that are asked of new tokens alone: where known rows have ended is known.
+class _NewTokenCriteria(StoppingCriteriaList):  # type: ignore[misc]
+    """Stop criteria that see only new tokens; the ends of earlier ones are known.
 
     Attributes:
         is_finished: which rows were finished after each token.
@@ -73,7 +73,7 @@ class _Watched(StoppingCriteriaList):  # type: ignore[misc]
 class _Stream(BaseStreamer):  # type: ignore[misc]
     """Passes new tokens on to the streamer of a report, and counts them as lade does."""
 
-    def __init__(self, report: Report, watched: _Watched, num_prompt: int) -> None:
+    def __init__(self, report: Report, watched: _NewTokenCriteria, num_prompt: int) -> None:
         self.stats = DecodeStats()
         self._report, self._watched = report, watched
         self._num_prompt = self._length = num_prompt
@@ -86,18 +86,18 @@ class _Stream(BaseStreamer):  # type: ignore[misc]
         setattr(self.stats, stage, getattr(self.stats, stage) + now - self._since)
         self.stats.num_steps += num_new > 0
         with aside():
-            self._tell(value, num_new)
+            self._report_token(value, num_new)
         self._length += 1
         self._since = perf_counter()
 
-    def _tell(self, value: Tensor, num_new: int) -> None:
+    def _report_token(self, value: Tensor, num_new: int) -> None:
         report = self._report
         if report.streamer is not None and self._length >= report.num_put:
             report.streamer.put(value)
         # Newer versions of transformers call the criteria before putting a token, older ones after.
         has_ended = self._watched.is_finished[num_new - 1] if num_new else [False] * len(value)
         for row, token_id in enumerate(value.tolist()):
-            if has_ended[row] or self._length < report.num_told[row]:
+            if has_ended[row] or self._length < report.num_reported[row]:
                 continue
             step = Step([token_id], 0, 0, row)
             if num_new:
@@ -110,20 +110,20 @@ class _Stream(BaseStreamer):  # type: ignore[misc]
         self._report.end()
 
 
-def finish_plainly(
+def finish_standard(
     call: Call, text: Text, outputs: Outputs, report: Report
 ) -> tuple[Any, DecodeStats]:
     """Decode a text, whose unfinished rows have one length, to the end of the call.
 
     Returns:
-        What `generate` returns for the whole call, and counts and times of what was run for it.
+        The output of `generate` for the whole call, and counts and times of this decoding.
     """
     num_known, processors = text.longest - text.num_prompt, CheckedProcessors(call.processors)
     if num_known:
-        processors = CheckedProcessors([_Again(processors, text.sequences())])
-    watched = _Watched(call.criteria, text)
+        processors = CheckedProcessors([_ReplayProcessor(processors, text.sequences())])
+    watched = _NewTokenCriteria(call.criteria, text)
     stream = _Stream(report, watched, text.num_prompt)
-    output = decode_plainly(
+    output = decode_standard(
         call.model, call.input_ids, processors, watched, call.options, stream, call.model_kwargs
     )
     for name in ("scores", "logits"):

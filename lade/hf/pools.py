@@ -1,4 +1,4 @@
-"""The pools of a call: at most one that learns, over any number that are only read."""
+"""The pools of a call: at most one that learns, and any number of read-only ones."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,7 +36,7 @@ def pools_of(pool: Pools | None) -> list[AnyPool]:
 
 @contextmanager
 def opened(pool: Pools | None) -> Iterator[tuple[NGramPool | None, tuple[NGramPool, ...]]]:
-    """Open an argument `pool`: the pool that learns, if any does, and those that are only read.
+    """Open an argument `pool`: yield the pool that learns, or None, and the read-only pools.
 
     Raises:
         TypeError, ValueError: as for `pools_of`.
@@ -50,7 +50,7 @@ def opened(pool: Pools | None) -> Iterator[tuple[NGramPool | None, tuple[NGramPo
 
 
 def credit(pool: Pools | None, num_tokens: int) -> None:
-    """Tell the stores of named pools how many tokens these have saved."""
+    """Report to the stores of named pools how many tokens the pools have saved."""
     for each in pools_of(pool):
         if isinstance(each, NamedPool):
             each.credit(num_tokens)
@@ -60,7 +60,7 @@ def _split(pools: Sequence[NGramPool]) -> tuple[NGramPool | None, tuple[NGramPoo
     learning = [pool for pool in pools if not pool.is_read_only]
     if len(learning) > 1:
         raise ValueError(
-            f"expected at most one pool that learns, got {len(learning)}: take the others from "
-            "lade.load_pool(..., read_only=True) or pool.as_read_only()"
+            f"expected at most one pool that learns, got {len(learning)}: make the others "
+            "read-only by lade.load_pool(..., read_only=True) or pool.as_read_only()"
         )
     return learning[0] if learning else None, tuple(pool for pool in pools if pool.is_read_only)

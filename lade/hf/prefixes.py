@@ -1,4 +1,4 @@
-"""What a call reuses of the prompts and answers before it, and what it leaves to those after it."""
+"""`Reuse`: the KV cache that a call takes from earlier calls and keeps for later ones."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -18,17 +18,17 @@ from ngram_pool import NamedPool
 
 
 class Reuse:
-    """The keys and values of one call, taken from those of earlier calls and left to later ones.
+    """The KV cache of one call, taken from earlier calls and kept for later ones.
 
     Attributes:
-        num_tokens: first tokens of the prompt that are not run, since the cache holds them.
+        num_tokens: first tokens of the prompt that do not run, because the cache holds them.
     """
 
     def __init__(self, call: Call, store: PrefixStore) -> None:
         self.num_tokens = 0
         self._model, self._store, self._max_bytes = call.model, store, call.config.max_prefix_bytes
         self._origin = Origin(state_of(call.model), _owner_of(call.arguments, store))
-        self._cache = call.model_kwargs[CACHE]  # the call's own, filled in place
+        self._cache = call.model_kwargs[CACHE]  # the call's cache, filled in place
         self._empty = saved(self._cache)
         self._num_cleared = store.num_cleared
         found = store.find(self._origin, call.input_ids[0].tolist())
@@ -37,23 +37,23 @@ class Reuse:
             vars(self._cache).update(vars(text.first(self.num_tokens)))
 
     def undo(self) -> None:
-        """Empty the cache, which may hold what is no more true, and drop all that is kept."""
+        """Empty the cache, which may be wrong, and drop all kept texts."""
         self.num_tokens = 0
         vars(self._cache).update(vars(self._empty))
         self._store.clear()
 
     def end(self, token_ids: Sequence[int]) -> None:
-        """Keep the call's cache, which holds these tokens but the last, for later calls."""
+        """Keep the call's cache, which holds all of these tokens but the last, for later calls."""
         origin = self._origin
         if self._store.num_cleared != self._num_cleared or origin.model != state_of(self._model):
             return  # the model was changed meanwhile
         cache, num_tokens = self._cache, len(token_ids) - 1
         num_more = (length_of(cache) or 0) - num_tokens
         if num_more < 0:
-            return  # some models go on in a cache of their own
+            return  # some models replace the cache
         if num_more and not is_cuttable(cache):
-            return  # on a device, `generate` itself may have run beyond the end
-        # Where nobody can tell whether the cache is the caller's, it is not kept itself.
+            return  # on a device, `generate` may have run beyond the end
+        # An unmarked cache may be the caller's: keep a copy.
         kept = saved(cache)
         if not MARKS_CACHES:
             move_to_own_memory(kept)
@@ -63,9 +63,9 @@ class Reuse:
 
 
 def reuse_of(call: Call, profile: Profile) -> Reuse | None:
-    """Fill a call's cache with what is kept of its prompt; None where nothing may be."""
+    """Fill a call's cache with the kept beginning of its prompt; None if it may not be reused."""
     model, options = call.model, call.options
-    cache = call.model_kwargs.get(CACHE)  # `generate` goes on from no other
+    cache = call.model_kwargs.get(CACHE)  # `generate` continues from no other
     lengths = lengths_of(call.input_ids, options, call.model_kwargs)
     if not _is_plain_text(call, cache, lengths):
         return None
@@ -77,10 +77,10 @@ def reuse_of(call: Call, profile: Profile) -> Reuse | None:
 
 
 def state_of(model: Model) -> Hashable:
-    """Return what keys and values follow from besides tokens, as far as looking tells.
+    """Return what keys and values depend on besides tokens, as far as lade can see.
 
-    That is the model's state, and how often each weight was written to, and where it is. Who
-    changes a model otherwise calls `lade.release`.
+    It consists of the model's state, and of the address and the count of writes of each weight.
+    After any other change of a model, its user must call `lade.release`.
     """
     weights = [*model.parameters(), *(each for each in model.buffers() if each.dim() > 1)]
     writes = [(each.data_ptr(), -1 if each.is_inference() else each._version) for each in weights]
@@ -90,7 +90,7 @@ def state_of(model: Model) -> Hashable:
 def _is_plain_text(call: Call, cache: Any, lengths: Lengths) -> bool:
     """Return whether a call's keys and values follow from its tokens alone."""
     num_rows, num_tokens = call.input_ids.shape
-    # States, where they are returned, are those of every token of the prompt.
+    # Returned states must include every token of the prompt.
     if num_rows != 1 or num_tokens < 1 or mesh_of(call.model) is not None or call.returns_states:
         return False
     if type(cache) is not DynamicCache or cache.offloading or length_of(cache):
@@ -103,9 +103,9 @@ def _is_plain_text(call: Call, cache: Any, lengths: Lengths) -> bool:
 
 
 def _owner_of(arguments: Arguments, store: PrefixStore) -> object:
-    """Return whose text the call's is: that of the pool it learns into, or of its drafter.
+    """Return the owner of the call's text: the pool that learns it, or its drafter.
 
-    None for calls that have neither: they share what is kept of them.
+    None for calls that have neither: they share their kept texts.
 
     Raises:
         TypeError: the drafter's class allows no weak references.

@@ -1,4 +1,4 @@
-"""What follows a token: its scores, stop conditions as in `generate`, streamers and `on_step`."""
+"""The work after each token: its scores, stop conditions, streamers and `on_step`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ class StopRule:
 
     Attributes:
         has_eos: whether finished rows are padded.
-        takes_rows: whether the criteria are those of transformers that may be asked row by row.
+        takes_rows: whether all criteria may be asked row by row.
     """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
@@ -71,7 +71,7 @@ class StopRule:
             else:
                 self._others.append(criterion)
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        # Without a token for padding, a row that ends goes on until all have ended.
+        # Without a padding token, a row that ends continues until all rows have ended.
         self.takes_rows = not self._others or (
             self.has_eos and all(type(each) is StopStringCriteria for each in self._others)
         )
@@ -99,31 +99,31 @@ class StopRule:
                 scores = self._outputs.get("scores")
                 prefix = text.prefix(row)
                 answer = torch.zeros((), dtype=torch.bool, device=prefix.device)
-                # As in `generate`, it may be an integer, of which the lowest bit counts.
+                # As in `generate`, the answer may be an integer, whose lowest bit counts.
                 finished = bool((answer | criterion(prefix, scores)) & 1) or finished
             text.is_finished[row] = text.is_finished[row] or finished
 
 
 class Report:
-    """Tells a streamer of columns that all rows have reached, and `on_step` of steps.
+    """Gives a streamer the columns that all rows have reached, and `on_step` the steps.
 
     Attributes:
-        num_put: columns that the streamer has had, prompts included.
-        num_told: tokens of each row that `on_step` has had, prompts included.
+        num_put: columns given to the streamer, prompts included.
+        num_reported: tokens of each row given to `on_step`, prompts included.
     """
 
     def __init__(self, streamer: BaseStreamer | None, on_step: OnStep | None, text: Text) -> None:
         self.streamer, self.on_step, self._text = streamer, on_step, text
         self.num_put = text.num_prompt
-        self.num_told = [text.num_prompt] * text.num_rows
+        self.num_reported = [text.num_prompt] * text.num_rows
 
     def add(self, steps: Sequence[Step]) -> None:
-        """Tell of steps."""
+        """Report steps."""
         if self.streamer is not None:
             self.put()
         with aside():
             for step in steps:
-                self.num_told[step.row] += len(step.token_ids)
+                self.num_reported[step.row] += len(step.token_ids)
                 if self.on_step is not None:
                     self.on_step(step)
 
@@ -152,7 +152,7 @@ class Report:
 
 
 def stopping(stop: Callable[[list[int]], None], report: Report) -> Callable[[list[int]], None]:
-    """Return what marks finished rows and passes a token on, in the order of `generate`."""
+    """Return a function that marks finished rows and streams a token, in `generate`'s order."""
     if report.streamer is None:
         return stop
 

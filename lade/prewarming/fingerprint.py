@@ -1,4 +1,4 @@
-"""Fingerprints: what tells checkpoints apart, independent of number format and device."""
+"""Fingerprints that identify checkpoints, independent of dtype and device."""
 
 import hashlib
 import json
@@ -19,8 +19,8 @@ def fingerprint_of(model: Model) -> str | None:
 
     Values are sampled from every parameter and rounded to bfloat16, so float32, bfloat16 and
     float64 give the same digits, on every device; float16 does too, unless weights are beyond its
-    range or precision. A quantized model counts as another one. Weights that are not in memory are
-    left out, as are tensor classes that cannot be read in part; None if none are left.
+    range or precision. A quantized model counts as another one. Weights that are not in memory, and
+    tensor classes that cannot be read in part, are left out. Returns None if no weight is left.
     """
     model = without_compiler(model)
     config = model.config.get_text_config(decoder=True)

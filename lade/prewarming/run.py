@@ -1,6 +1,7 @@
-"""`lade.prewarm`: a table of what the model itself finds likely, made once, ahead of all use.
+"""`lade.prewarm`: a table of the model's likely successors, made once, ahead of all use.
 
-The model writes texts, which show what may follow single tokens and pairs; `tables.py` stores that.
+The model writes texts, which show the successors of single tokens and pairs; `tables.py` stores
+them.
 """
 
 import copy
@@ -30,22 +31,22 @@ from lade.view import apart
 from ngram_pool import SuccessorTable
 
 # SmolLM2, bfloat16, one core: texts of 16 / 32 / 64 tokens ran at 502 / 450 / 371 tokens a second,
-# as attention and copies of the cache cost more with each. They begin in the middle, with a token
-# that the model itself named.
+# because attention and copies of the cache cost more with each token.
 _TEXT_LENGTH = 16
 # Texts written at once: 64 / 128 / 256 / 1024 ran at 276 / 381 / 501 / 566 tokens a second there.
-# Doubled as long as they take no longer than this, for a run ends only between two forwards.
+# The number doubles as long as a batch takes at most `_MOST_SEC`, since a run ends only between
+# forward passes.
 _FEWEST_ROWS, _MOST_ROWS, _MOST_SEC = 64, 1024, 4.0
 _LEAST_MENTION = 1e-6  # of tokens that were never mentioned
-# Of a pair's probability, where the table has it: SmolLM2 then accepts after a minute as many
-# tokens as after 100 seconds without; a thirtieth is worse than a fifth.
+# Factor on the probability of pairs that the table has. With it, SmolLM2 accepts after a minute as
+# many tokens as after 100 seconds without it; a thirtieth is worse than a fifth.
 _SHARE_OF_KNOWN = 0.2
 _NUM_PAIRS = 16_777_213  # slots of a hash table, a prime number; pairs may share one
 
 
 @dataclass(frozen=True, slots=True)
 class Prewarmed:
-    """What a table holds, and what went into it."""
+    """The contents of a table, and the work that went into it."""
 
     path: Path  #: of the file
     num_contexts: int  #: single tokens and pairs whose successors are stored
@@ -61,24 +62,25 @@ def prewarm(
     folder: Path | None = None,
     progress: Callable[[Prewarmed], None] | None = None,
 ) -> Prewarmed:
-    """Make a table of what a model finds likely, so that lade drafts from the first step on.
+    """Make a table of a model's likely successors, so that lade drafts from the first step on.
 
     The table is kept in the user's cache under the model's fingerprint, and is used whenever lade
-    generates with that model; it changes only the speed, never the text. What a run learned is
-    added to the file at its end, also after an exception or Ctrl-C, beside what others added. What
-    it then holds is returned.
+    generates with that model; it changes only the speed, never the text. At its end, also after an
+    exception or Ctrl-C, a run adds its results to the file, beside those of other runs. The
+    returned numbers are of the whole file.
 
     Args:
         model: a transformers causal LM.
-        seconds: how long to run; a forward in progress is finished.
-        max_tokens: how many tokens to run through the model, if that takes less time.
-        folder: of the tables; None for the user's cache, where lade looks for them.
-        progress: called after every forward with what this run has made so far.
+        seconds: how long to run; a forward pass in progress is finished.
+        max_tokens: maximum number of tokens to run through the model; None for no limit.
+        folder: folder of the tables; None for the user's cache, where lade looks for them.
+        progress: called after every forward pass with the results of this run so far.
 
     Raises:
         OSError: the table cannot be read or written.
-        UnsupportedModelError: the model is an encoder-decoder, tensor-parallel, decoded plainly (so
-            a table would not be used), or has no weights in memory to recognise it by.
+        UnsupportedModelError: the model is an encoder-decoder or tensor-parallel, lade falls back
+            to standard decoding for it (so a table would not be used), or it has no weights in
+            memory to recognise it by.
         UnsupportedOptionError: it is sharded by FSDP or DeepSpeed ZeRO-3.
         ValueError: `seconds` or `max_tokens` is not above 0, or the existing file is damaged.
     """
@@ -95,7 +97,7 @@ def prewarm(
         return made.seconds >= seconds or made.num_tokens >= most_tokens
 
     try:
-        # Our own draws do not touch that state, but those of a model's forward may.
+        # Our draws do not touch that state, but a model's forward may.
         with unchanged_random_state(writer.model):
             writer.work(is_enough)
     finally:
@@ -108,20 +110,20 @@ class _Enough(Exception):  # noqa: N818 - it ends a run and is no error
 
 
 class TableWriter:
-    """Has a model write texts, and keeps in its table what may follow their tokens.
+    """Lets a model write texts, and collects the likely successors of their tokens in a table.
 
-    The model writes by `generate`, so any causal LM will do. Tokens that the table in the file
-    names often begin texts.
+    The model writes by `generate`, so any causal LM will do. Texts begin with tokens that are
+    frequent among the successors in the stored table.
 
     Args:
-        model: a transformers causal LM, which is left as it is.
-        folder: of the tables; None for the user's cache.
-        most_rows: texts that are written at once.
+        model: a transformers causal LM, which is not changed.
+        folder: folder of the tables; None for the user's cache.
+        most_rows: maximum number of texts written at once.
 
     Attributes:
-        path: of the table's file.
-        made: what was learned since the last `save`.
-        saved_sec: of all runs that the file had at the start.
+        path: the table's file.
+        made: the results since the last `save`.
+        saved_sec: seconds of all earlier runs in the file.
 
     Raises:
         OSError, UnsupportedModelError, UnsupportedOptionError, ValueError: as `prewarm` does.
@@ -141,24 +143,25 @@ class TableWriter:
         if found.verification == "plain":
             reasons = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
             raise UnsupportedModelError(
-                f"lade decodes {found.model} plainly, so it would not use a table. {reasons}"
+                "lade would not use a table: it falls back to standard decoding for "
+                f"{found.model}. {reasons}"
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)  # fail now rather than after the work
         self.made = StoredTable(SuccessorTable(known.capacity, known.num_successors))
         self._model = copy.copy(view)  # shares everything but the attribute set here
         self._most_rows, self._num_rows = most_rows, min(_FEWEST_ROWS, most_rows)
-        self._rng = np.random.default_rng()  # other texts in every run, and every process
+        self._rng = np.random.default_rng()  # different texts in every run and process
         config = model.config.get_text_config(decoder=True)
-        # Many models continue the very first token of a text unlike any other.
+        # Many models treat the very first token of a text unlike any other: it is this one.
         names = ("bos_token_id", "eos_token_id")
         ids = [getattr(each, n, None) for n in names for each in (model.generation_config, config)]
         self._start_token_id = next((each for each in ids if type(each) is int and each >= 0), 0)
         longest = getattr(config, "max_position_embeddings", None) or _TEXT_LENGTH + 2
-        # None of the model's own options.
+        # The model's default options must not apply.
         self._model.generation_config = GenerationConfig(
             max_new_tokens=min(_TEXT_LENGTH, longest - 2), do_sample=False
         )
-        # How often each token is among the likely successors; from now on, its probability in them.
+        # How often each token is among the likely successors; new successors add probabilities.
         named = known.arrays()["token_ids"]
         counts = np.bincount(named[named >= 0], minlength=config.vocab_size)
         self._mentions = counts.astype(np.float64)
@@ -167,7 +170,7 @@ class TableWriter:
         self._is_known[self._numbers_of(pairs[:, 0], pairs[:, 1])[pairs[:, 0] >= 0]] = True
 
     def work(self, should_stop: Callable[[], bool]) -> None:
-        """Have the model write until a function, called after every forward pass, returns True."""
+        """Let the model write until a function, called after every forward pass, returns True."""
         self._should_stop, self._looked = should_stop, time.monotonic()
         with suppress(_Enough), torch.no_grad():
             while True:
@@ -183,40 +186,40 @@ class TableWriter:
                     self._num_rows = min(2 * self._num_rows, self._most_rows)
 
     def save(self) -> StoredTable:
-        """Add what was learned since the last time to the file; return what that then holds."""
+        """Add the results since the last `save` to the file; return the file's contents."""
         if not self.made.num_tokens:
             return read_table(self.path, self.model)
         stored = merge_table(self.path, self.model, self.made)
         table = self.made.table
         self.made = StoredTable(SuccessorTable(table.capacity, table.num_successors))
-        for profile in Profiles.of(self.model):  # which look for their table anew
+        for profile in Profiles.of(self.model):  # so that the next call reads the table again
             profile.found.pop("prewarmed", None)
         return stored
 
     def _write(self, num_rows: int) -> None:
         """Write a batch of texts.
 
-        An end-of-text token in the middle counts as any other: what comes after it is what this
-        model finds likely there, such as an answer after a question.
+        An end-of-text token in the middle counts as any other: its successors are likely there,
+        such as an answer after a question.
         """
         weights = self._mentions + _LEAST_MENTION
         first = self._rng.choice(len(weights), num_rows, replace=False, p=weights / weights.sum())
         rows = np.stack([np.full_like(first, self._start_token_id), first], axis=1)
         input_ids = torch.from_numpy(rows).to(device_of_inputs(self._model))
-        type(self._model).generate(  # that of the instance may be the one that `lade.wrap` set
+        type(self._model).generate(  # `lade.wrap` may have replaced that of the instance
             self._model,
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
-            logits_processor=[self._go_on],
+            logits_processor=[self._continue],
         )
 
-    def _go_on(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Learn what may follow the last tokens of texts, and return scores that choose of it."""
-        logits = scores[:, : len(self._mentions)]  # some models have more of them
+    def _continue(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Learn the successors of the last tokens; return scores that choose one of them."""
+        logits = scores[:, : len(self._mentions)]  # some models have more logits than tokens
         made = self.made
         sent = with_probs(rank(logits, made.table.num_successors), logits)
         successors = Successors.sent(sent)
-        if input_ids.shape[1] > 2:  # what comes first in a text has nothing before it
+        if input_ids.shape[1] > 2:  # the first token of a text has no context
             tokens = input_ids[:, -2:].cpu().numpy()
             single = np.stack([np.full_like(tokens[:, 1], -1), tokens[:, 1]], axis=1)
             made.table.put(single, *successors)
@@ -229,20 +232,20 @@ class TableWriter:
         self._looked = now
         if self._should_stop():
             raise _Enough
-        # Drawn by their probabilities, pairs that are new first.
+        # Draw by probability, preferring pairs that are new.
         last = input_ids[:, -1:].cpu().numpy()
         numbers = self._numbers_of(last, successors.token_ids.astype(np.int64))
         shares = np.where(self._is_known[numbers], _SHARE_OF_KNOWN, 1.0)
         sums = (successors.probs * shares).cumsum(axis=1)
         at = self._rng.random((len(sums), 1)) * sums[:, -1:]
-        places = (sums <= at).sum(axis=1).clip(max=sums.shape[1] - 1)
-        rows = np.arange(len(places))
-        self._is_known[numbers[rows, places]] = True
-        chosen = successors.token_ids[rows, places].astype(np.int64)
+        ranks = (sums <= at).sum(axis=1).clip(max=sums.shape[1] - 1)
+        rows = np.arange(len(ranks))
+        self._is_known[numbers[rows, ranks]] = True
+        chosen = successors.token_ids[rows, ranks].astype(np.int64)
         at_chosen = torch.from_numpy(chosen)[:, None].to(scores.device)
         return scores.scatter_(1, at_chosen, torch.inf)  # generate passes a copy
 
     def _numbers_of(self, first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:
-        """Return the numbers that pairs of tokens are marked under."""
+        """Return the index of each pair of tokens in the table of known pairs."""
         numbers: NDArray[Any] = (first * len(self._mentions) + second) % _NUM_PAIRS
         return numbers

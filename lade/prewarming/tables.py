@@ -1,4 +1,4 @@
-"""Tables of likely successors on disk: shared by processes, read with all sizes checked first."""
+"""Tables of likely successors on disk: shared by processes; reading checks all sizes first."""
 
 import json
 import os
@@ -17,19 +17,19 @@ from lade.probing.profile import Profile
 from ngram_pool import SuccessorTable
 from ngram_pool.writing import LOCK_SEC, sweep, write_whole
 
-# Beyond these contexts, those not met for longest are forgotten: 64 MB on disk, twice in memory.
+# Beyond this number, the least recent contexts are forgotten: 64 MB on disk, twice in memory.
 _MAX_CONTEXTS = 2**20
 _FORMAT = 2
 _KEY = "lade_table"  # of the metadata
-# Far above what `prewarm` writes, yet so low that no file of a few bytes makes us allocate much.
+# Far above what `prewarm` writes, but too low for a file of a few bytes to claim much memory.
 _MAX_SUCCESSORS, _MAX_COUNT = 64, 2**53
-# What reading a file raises that is none of ours.
+# Errors of reading a file that lade did not write.
 _NOT_OURS = SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError
 
 
 @dataclass(slots=True)
 class StoredTable:
-    """A table, and what went into it so far."""
+    """A table, and the work that went into it."""
 
     table: SuccessorTable
     num_tokens: int = 0  # run through the model
@@ -51,18 +51,18 @@ def tables_folder() -> Path:
 def table_for(model: Model) -> SuccessorTable | None:
     """Return the prewarmed table of a model, or None.
 
-    One that cannot be used, for whatever reason, is ignored with a warning: decoding works without
+    A table that cannot be used, for any reason, is ignored with a warning: decoding works without
     it. Tensor-parallel models use none, because each process has only a part of the weights.
     """
     try:
-        # os.path never raises: a folder that we may not look into has no tables for us.
+        # os.path never raises: an unreadable folder counts as one without tables.
         if not os.path.isdir(tables_folder()):
             return None
         path = path_of_table(model)
         return load_table(path, _vocab_size(model)) if os.path.isfile(path) else None
-    except UnsupportedModelError:  # nothing tells it from others
+    except UnsupportedModelError:  # the model has no fingerprint
         return None
-    except Exception as error:  # the model's, or that of a damaged file
+    except Exception as error:  # of the model, or of a damaged file
         name, kind = type(without_compiler(model)).__name__, type(error).__name__
         reason = str(error) if isinstance(error, ValueError | OSError) else f"{kind}: {error}"
         warnings.warn(f"lade does not use its table for {name}: {reason}", stacklevel=2)
@@ -78,7 +78,7 @@ def path_of_table(model: Model, folder: Path | None = None) -> Path:
     name = type(without_compiler(model)).__name__
     if mesh_of(model) is not None:
         raise UnsupportedModelError(
-            f"{name} is tensor-parallel; no process has the weights that its table is known by"
+            f"{name} is tensor-parallel; no process has all weights, which identify a table"
         )
     fingerprint = fingerprint_of(model)
     if fingerprint is None:
@@ -118,10 +118,10 @@ def _read(path: Path, vocab_size: int) -> StoredTable:
 
 
 def merge_table(path: Path, model: Model, added: StoredTable) -> StoredTable:
-    """Add to the table of a model in its file, which is made if there is none; return the whole.
+    """Add to the table of a model in its file, which is made if missing; return the whole table.
 
-    One process at a time does so; a process that is killed meanwhile holds up none, and leaves the
-    file as it was.
+    One process at a time does so. A process that is killed meanwhile blocks no other, and leaves
+    the file unchanged.
 
     Raises:
         OSError: the file cannot be read or written, or another process keeps it for a minute.
@@ -138,7 +138,7 @@ def merge_table(path: Path, model: Model, added: StoredTable) -> StoredTable:
         effort = {"num_tokens": stored.num_tokens, "seconds": stored.seconds}
         described = {"format": _FORMAT, "effort": effort}
         content = safetensors.numpy.save(stored.table.arrays(), {_KEY: json.dumps(described)})
-        sweep(path.parent, "[0-9a-f]" * 64)  # of any model, left by processes that were killed
+        sweep(path.parent, "[0-9a-f]" * 64)  # leftovers of killed processes, of any model
         write_whole(path, content)
     return stored
 
@@ -149,7 +149,7 @@ def _vocab_size(model: Model) -> int:
 
 
 def _effort_in(described: Any) -> tuple[int, float]:
-    """Return the tokens and seconds of a table, or raise: other runs add to these numbers."""
+    """Return the tokens and seconds of a table; raise for invalid ones, since runs add to them."""
     num_tokens, seconds = described["num_tokens"], described["seconds"]
     # The type itself, since True is an instance of int. NaN fails every comparison.
     are_numbers = type(num_tokens) is int and type(seconds) in (int, float)
@@ -170,5 +170,5 @@ def _table_in(file: Any, vocab_size: int) -> SuccessorTable:
     arrays = {name: file.get_tensor(name) for name in ("keys", "counts", "token_ids", "costs")}
     table = SuccessorTable.from_arrays(arrays, _MAX_CONTEXTS)
     if len(table) and arrays["token_ids"].max() >= vocab_size:
-        raise ValueError("it has tokens that the model has not")
+        raise ValueError("it has tokens beyond the model's vocabulary")
     return table

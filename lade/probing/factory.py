@@ -11,8 +11,8 @@ from lade.config import Execution, Verification
 from lade.gpu.fixed import FixedTarget, StepSettings, widths_on
 from lade.gpu.graphs import Graphs, why_not_recorded
 from lade.gpu.policy import DevicePolicy
-from lade.probing.own_code import has_own_inputs
 from lade.probing.profile import Profile, Widths, profile_of
+from lade.probing.user_code import has_user_inputs
 from lade.targets.base import Target
 from lade.targets.paths import ChainTarget
 from lade.targets.rows import RowsTarget, split
@@ -28,7 +28,7 @@ class VerificationPlan(NamedTuple):
     execution: Execution = "eager"
     widths: Widths = None  # padded widths of trees that are not executed eagerly
     why_eager: str | None = None  # if another execution was requested
-    products: bool = False  # whether lade's own products may run its linear layers
+    is_fast: bool = False  # whether forwards may run by a view with lade's kernels
 
 
 def make_target(
@@ -61,7 +61,7 @@ def make_target(
             *(generation_config, chosen.attention),
         )
         if chosen.execution == "eager":
-            return TreeTarget(*settings, known.products_for(model) if chosen.products else None)
+            return TreeTarget(*settings, known.fast_views_for(model) if chosen.is_fast else None)
         of_steps = StepSettings(
             known.workspace_store,
             variant=(chosen.execution, chosen.widths),
@@ -72,7 +72,7 @@ def make_target(
     restores = chosen.verification == "snapshot"
     return ChainTarget(
         *(model, input_ids, model_kwargs, restores, generation_config),
-        proves_inputs=has_own_inputs(model),
+        proves_inputs=has_user_inputs(model),
     )
 
 
@@ -84,7 +84,7 @@ def _recording(model: Model, chosen: VerificationPlan, policy: DevicePolicy) -> 
     reason = why_not_recorded(model)
     if reason is not None:
         return {"why_not_recorded": reason}
-    # Where the text must not depend on drafts, nor may it depend on what is recorded so far.
+    # A text that must not depend on drafts must not depend on earlier recordings, either.
     limit = 0.0 if is_single(chosen.widths) else limit_of(model)
     return {"new_graphs": lambda: Graphs(policy.recorder(device), limit)}
 

@@ -1,7 +1,7 @@
-"""What single quantized layers do to a token, where a check of a dozen tokens is blind.
+"""The effect of quantized layers on a token, which a check of a dozen tokens may miss.
 
-Each layer is run by itself, on inputs that are made so that what may happen does happen. Nothing is
-known here of any package: formats not seen yet are judged by what they do.
+Each layer runs alone, on inputs that provoke the effect. No package is known by name: unknown
+formats are judged by their outputs.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from lade.compat import Model
 # Beyond any threshold for outliers (LLM.int8() has 6), and far enough that other tokens lose all
 # precision where the largest activation sets the scale; products stay in the range of float16.
 _LARGE = 100.0
-# Half a step of an int8 grid, two steps of bfloat16; what is smooth is linear over this, up to less
-# than the limit of a check.
+# Half a step of an int8 grid, two steps of bfloat16. Over this distance, a smooth layer is linear,
+# up to less than the limit of a check.
 _SMALL = 2.0**-8
 # Share of outputs that may change by chance. Another scale changes nearly all of them, also in
 # bfloat16, whose own rounding hides some.
@@ -28,11 +28,11 @@ _BY_CHANCE = 0.25
 def why_not_exact(model: Model) -> str | None:
     """Return why no method is exact, whatever a short check finds; None leaves it to the check.
 
-    Two properties of linear layers decide. A token's outputs must not depend on the other tokens of
-    a forward: the largest activation of all may be that of the same token with a draft and without
-    one. And where text is promised to be that of `generate`, outputs must follow small changes of
-    the inputs: layers that quantize activations turn some last bit into a whole step, but seldom,
-    so that a check of a small model may see none.
+    Two properties of linear layers decide. First, a token's outputs must not depend on the other
+    tokens of a forward; the check may miss this if the same token has the largest activation with
+    and without a draft. Second, in precisions that promise the text of `generate`, outputs must
+    follow small changes of the inputs: layers that quantize activations turn some last bits into
+    whole steps, but so rarely that a check of a small model may see none.
     """
     for module in model.modules():
         if _is_special(module):
@@ -52,11 +52,11 @@ def _is_special(module: nn.Module) -> bool:
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    """Return whether a layer has a weight of some other kind, or a forward put on the instance."""
+    """Return whether a layer has a weight of another class, or a forward set on the instance."""
     weight: Any = getattr(module, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter):
         return True
-    # Hooks of accelerate replace the forward, too, and keep it beside.
+    # Hooks of accelerate replace the forward, too, and keep the original.
     forward = vars(module).get("_old_forward", module.forward)
     is_float = weight.is_floating_point() and weight.itemsize > 1
     return not is_float or getattr(forward, "__func__", None) is not type(module).forward
@@ -69,9 +69,9 @@ def _why_not_exact(model: Model, module: Any) -> str | None:
     near = torch.stack([first, first + _SMALL * second, first - _SMALL * second])
     large = torch.stack([first, _LARGE * second, -_LARGE * second])
     with Attempt() as attempt:
-        # Of the same shape, so that no kernel may be another one.
+        # Equal shapes, so that the same kernels run.
         once, again, beside = (_outputs(model, module, rows) for rows in (near, near, large))
-    if attempt.failure is not None:  # what does not run by itself is left to the check
+    if attempt.failure is not None:  # a layer that does not run alone is left to the check
         return None
     by_chance = _share_changed(once[0], again[0])  # kernels may add up in any order
     if _share_changed(once[0], beside[0]) > by_chance + _BY_CHANCE:
@@ -92,7 +92,7 @@ def _outputs(model: Model, module: nn.Module, rows: Tensor) -> Tensor:
     Raises:
         TypeError: the layer returns something else than one output a row.
     """
-    # Not by a call, which would also call the user's hooks.
+    # A call of the module would also call the user's hooks.
     made: Any = module.forward(rows.to(model.dtype)[None])
     if not isinstance(made, Tensor) or made.shape[:-1] != (1, len(rows)):
         raise TypeError(f"expected one output a row, got {type(made).__name__}")
@@ -105,12 +105,12 @@ def _share_changed(outputs: Tensor, others: Tensor) -> float:
 
 def _device_of(model: Model, module: nn.Module) -> torch.device:
     tensors = [*module.parameters(), *module.buffers()]
-    places = [each.device for each in tensors if each.device.type != "meta"]
-    return places[0] if places else model.device
+    devices = [each.device for each in tensors if each.device.type != "meta"]
+    return devices[0] if devices else model.device
 
 
 def _name_of(module: nn.Module) -> str:
-    """Return the class of a layer, or that of its weight where this is what makes it special."""
+    """Return the name of a layer's class, or of its weight's class if that makes it special."""
     weight = getattr(module, "weight", None)
     is_special = isinstance(weight, Tensor) and type(weight) not in (Tensor, nn.Parameter)
     return type(weight if type(module) is nn.Linear and is_special else module).__name__

@@ -12,7 +12,6 @@ from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.gpu.fixed import widths_on
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import VerificationPlan
-from lade.probing.own_code import has_own_inputs, makes_own_masks, own_loop_of
 from lade.probing.profile import (
     CacheKind,
     CheckKey,
@@ -24,6 +23,7 @@ from lade.probing.profile import (
 )
 from lade.probing.rules import WITHOUT_CACHE, refuse_encoder_decoder, why_not_stable
 from lade.probing.selfcheck import check
+from lade.probing.user_code import has_user_inputs, has_user_masks, user_loop_of
 from lade.targets.layout import takes_parts
 
 _NO_ROWS = "rows of a batch are verified as trees"
@@ -45,16 +45,15 @@ def choose_verification(
     Args:
         config: of the call: its `verification` is the only method to consider, if it names one,
             and with `stable_text` all forwards have one width.
-        num_rows: of the batch; several are verified as trees, and only as parts of one forward.
+        num_rows: rows of the batch; several are verified as trees, as parts of one forward.
         is_padded: whether the prompt has padding; several rows are taken to have some.
         excluded: methods that this call cannot use, and why.
         execution: requested execution of trees.
         profile: of the model in its present state; looked up if None.
 
     Raises:
-        UnsupportedModelError: the method asked for is not exact, with the reason.
-        UnsupportedOptionError: what needs trees was asked for, and they are not exact, with the
-            reason.
+        UnsupportedModelError: the requested method is not exact; gives the reason.
+        UnsupportedOptionError: an option needs trees, which are not exact; gives the reason.
     """
     profile, config = profile or profile_of(model), config or Config()
     excluded = {**profile.found_wrong, **why_never(model, profile), **(excluded or {})}
@@ -107,31 +106,31 @@ def choose_verification(
 
 
 def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
-    """Return the methods that no call of a model can use, whatever it asks for, and why."""
-    reason = why_not_run(profile) or own_loop_of(model)
+    """Return the methods that no call of a model can use, and why."""
+    reason = why_not_run(profile) or user_loop_of(model)
     if reason is not None:
         return dict.fromkeys(SPECULATING, reason)
-    if has_own_inputs(model):
+    if has_user_inputs(model):
         return {"tree": "its prepare_inputs_for_generation is your own code"}
-    # A tree brings a mask, which forwards of `generate` have made by these.
-    return {"tree": "its masks are made by your own code"} if makes_own_masks(model) else {}
+    # Trees bring lade's masks, but forwards of `generate` have the user's.
+    return {"tree": "its masks are made by your own code"} if has_user_masks(model) else {}
 
 
 def why_not_run(profile: Profile) -> str | None:
-    """Return why lade is to run no forward of a model at all, not even a check, or None."""
+    """Return why lade must run no forward of a model, not even a check, or None."""
     if profile.compiled is None:
         return None
     return (
-        f"{profile.compiled} is compiled by torch.compile, and drafts would have it "
-        "compiled anew for their numbers of tokens"
+        f"{profile.compiled} is compiled by torch.compile, and drafts would compile it again for "
+        "each number of tokens"
     )
 
 
 def choose_for_drafting(model: Model, profile: Profile) -> VerificationPlan:
     """Return the best method to run a model that only drafts, "plain" if there is none.
 
-    Where none is exact, as with layers that quantize activations, one that is roughly right will
-    do: the model's drafts are verified by another one.
+    If none is exact, as with layers that quantize activations, a roughly right method suffices: the
+    target verifies the model's drafts.
     """
     plan = choose_verification(model, profile=profile)
     if plan.verification == "plain" and why_not_run(profile) is None:
@@ -147,7 +146,7 @@ def _result_of(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
     """Return the result of checking a method, from an earlier check if there was one."""
     try:
         return profile.once(key, lambda: check(model, profile, key))
-    except torch.OutOfMemoryError:  # another check may find something else
+    except torch.OutOfMemoryError:  # not kept: a later check may succeed
         return CheckResult("no memory was left to check it")
 
 
@@ -183,7 +182,7 @@ def execution_of(model: Model, config: Config, policy: DevicePolicy) -> Executio
             f"lade does not support Config(execution='graphs') on {device.type!r}: CUDA graphs "
             "need a CUDA device; 'fixed' runs the same steps eagerly"
         )
-    # Graphs and Triton kernels are to be asked for until a run on a GPU has shown them right.
+    # Graphs and Triton kernels stay off by default until a run on a GPU has shown them right.
     return config.execution or ("fixed" if config.stable_text else "eager")
 
 
@@ -225,10 +224,10 @@ def probe(model: Model, *, num_rows: int = 1, anew: bool = False) -> Probe:
         model: a transformers causal LM.
         num_rows: of the batch to decode. Several rows are assumed to have padding and different
             lengths.
-        anew: whether to forget first what lade knows of the model. One that was quantized, moved,
-            hooked, patched or given adapters is checked again anyway, and calls prove what cannot
-            be seen; this brings a method back that was ruled out for a state that the model is no
-            longer in.
+        anew: whether to forget earlier checks of the model first. A model that was quantized,
+            moved, hooked, patched or given adapters is checked again anyway, and calls prove
+            changes that cannot be seen. This allows a method again that was ruled out in a state
+            that the model has left.
 
     Raises:
         UnsupportedModelError: the model is an encoder-decoder.

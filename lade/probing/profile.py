@@ -1,4 +1,4 @@
-"""What is known about a model, for each state it has been in."""
+"""`Profile`: what lade knows of a model, for each of the model's recent states."""
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ from lade.config import Verification
 from lade.forward.job import forwards_for, why_by_torch
 from lade.forward.linear import products_for
 from lade.gpu.workspace import WorkspaceStore
-from lade.probing.own_code import own_code_of
 from lade.probing.proof import Distances
 from lade.probing.state import ModelState
+from lade.probing.user_code import user_code_of
 from lade.targets.layout import TreeLayout, tree_layout
 from lade.targets.prefixes import PrefixStore
 from lade.view import FastViews
@@ -38,7 +38,7 @@ class CheckResult(NamedTuple):
 
 
 class CheckKey(NamedTuple):
-    """What is checked."""
+    """The subject of one check."""
 
     verification: Verification
     cache: CacheKind = "dynamic"
@@ -49,72 +49,72 @@ class CheckKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Profile:
-    """What is known about a model in one state."""
+    """Everything that lade knows about a model in one state."""
 
-    state: ModelState  # that it holds for
-    #: What of the user's own code runs in forwards, or None.
-    own_code: str | None = None
-    #: Which part of the model is compiled by torch, or None.
+    state: ModelState  # the state that it holds for
+    #: The name of user code that runs in forwards, or None.
+    user_code: str | None = None
+    #: The part of the model that `torch.compile` was applied to, or None.
     compiled: str | None = None
     #: When steps are proved next, by method.
     proofs: dict[Verification, Distances] = field(default_factory=dict)
-    #: Methods whose verdict was dropped once, and those found wrong again, with the reason.
+    #: Methods whose verdict was dropped once, and methods found wrong again, with the reason.
     dropped: set[Verification] = field(default_factory=set)
     found_wrong: dict[Verification, str] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
-    #: Whether what is done once was done for some call: a limit of time counts decoding alone.
+    #: Whether the one-time work was done; `max_time` is meant for decoding alone.
     is_warm: bool = False
-    #: Whether forwards draw random numbers; None as long as the random state was left as it was.
+    #: Whether forwards draw random numbers; None as long as no forward changed the random state.
     draws: bool | None = None
-    #: What was found out once, by name; the value may be that there is nothing.
+    #: Results of one-time work, by name; a value may be None.
     found: dict[Hashable, Any] = field(default_factory=dict)
     #: Memory of the last call, and steps recorded on it.
     workspace_store: WorkspaceStore = field(default_factory=WorkspaceStore)
 
     def once(self, name: Hashable, find: Callable[[], _T]) -> _T:
-        """Return what was found out under a name, or find it out; what fails is tried again."""
+        """Return the result kept under a name, computed once; a failure is tried again."""
         known = self.found.get(name, _UNKNOWN)  # at once: another thread may forget it
         if known is _UNKNOWN:
             known = self.found.setdefault(name, find())
         return cast(_T, known)
 
     def layout_of(self, model: Model) -> TreeLayout:
-        """Return what the model's layers keep.
+        """Return the cache layout of the model's layers.
 
         Raises:
-            UnsupportedModelError: nothing that trees can be kept in.
+            UnsupportedModelError: the layers cannot keep trees.
         """
         return self.once("layout", lambda: tree_layout(model))
 
-    def products_for(self, model: Model) -> FastViews | None:
-        """Return what runs the model's forwards, or its products; None where lade's cannot run."""
+    def fast_views_for(self, model: Model) -> FastViews | None:
+        """Return the maker of views that run lade's kernels; None if they cannot run here."""
 
         def find() -> FastViews | None:
-            state, is_own = self.state, self._own_code_in_jobs(model)
+            state, is_users = self.state, self._user_code_in_jobs(model)
             if state.settings is None:
                 with Attempt():
                     state.watch(model)
-            job = None if is_own else forwards_for(model, state.settings_hold)
-            return job or products_for(model)
+            whole = None if is_users else forwards_for(model, state.settings_hold)
+            return whole or products_for(model)
 
-        return self.once("products", find)
+        return self.once("fast_views", find)
 
     def why_by_torch(self, model: Model) -> str | None:
-        """Return why forwards on a CPU are torch's; None where they may be compiled jobs."""
+        """Return why forwards on a CPU run by torch; None if they may be compiled."""
 
         def find() -> str | None:
-            return self._own_code_in_jobs(model) or why_by_torch(model)
+            return self._user_code_in_jobs(model) or why_by_torch(model)
 
         return self.once("why_by_torch", find)
 
-    def _own_code_in_jobs(self, model: Model) -> str | None:
-        """Return what of the user's own code a job does not call: all but hooks of layers."""
-        return self.own_code and own_code_of(model, self.state.functions, besides_hooks=True)
+    def _user_code_in_jobs(self, model: Model) -> str | None:
+        """Return the name of user code that a compiled forward would not call, or None."""
+        return self.user_code and user_code_of(model, self.state.functions, besides_hooks=True)
 
     def drop_verdict(self, verification: Verification, reason: str) -> None:
-        """Drop the verdict on a method that was not exact, or failed, in the middle of a text.
+        """Drop the verdict on a method that was not exact, or failed, during a call.
 
-        It is checked again at the next call; the second time, it is ruled out for good.
+        The method is checked again at the next call; the second time, it is ruled out for good.
         """
         for key in [*self.found]:
             if isinstance(key, CheckKey) and key.verification == verification:
@@ -138,13 +138,13 @@ class Profiles:
 
     def __init__(self) -> None:
         self._profiles: list[Profile] = []  # latest first; never changed in place, for threads
-        #: Texts whose keys and values are kept, of the model's present state alone.
+        #: Kept texts with their KV caches, of the model's present state only.
         self.prefixes = PrefixStore()
-        #: By the model that is drafted for, options and drafter by this model as an assistant.
+        #: For this model as an assistant: options and drafter, by target.
         self.drafters: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle nothing."""
+        """Copy and pickle as empty profiles."""
         return Profiles, ()
 
     @classmethod
@@ -166,17 +166,17 @@ class Profiles:
         found = [*islice(held, 1)]
         if not found:
             state = ModelState(model)
-            own_code: str | None = "code that cannot be looked at"
+            user_code: str | None = "code that cannot be inspected"
             with Attempt():
-                own_code = own_code_of(model, state.functions)
-            found = [Profile(state, own_code, compiled_part_of(model))]
+                user_code = user_code_of(model, state.functions)
+            found = [Profile(state, user_code, compiled_part_of(model))]
         if found != known[:1]:
             others = [other for other in known if other not in found]
             self._profiles = [*found, *others][:_MAX_PROFILES]
         return found[0]
 
     def forget(self) -> None:
-        """Drop all profiles, and what was computed with the model."""
+        """Drop all profiles, and the kept texts."""
         self._profiles = []
         self.prefixes.clear()
 
@@ -189,13 +189,13 @@ def profile_of(model: Model) -> Profile:
 def release(model: Model) -> None:
     """Free the memory that lade keeps with a model between calls.
 
-    With `Config(execution=…)` other than "eager", these are keys and values, and recorded steps.
-    The next call allocates them again. With `Config(reuses_prefix=True)`, they are the texts of
-    earlier calls with their keys and values. The next call runs all of its prompt.
+    With `Config(execution=…)` other than "eager", lade keeps a KV cache and recorded steps; the
+    next call makes them again. With `Config(reuses_prefix=True)`, it keeps the texts of earlier
+    calls with their KV caches; the next call runs its whole prompt.
     """
     profiles: Profiles | None = vars(without_compiler(model)).get("_lade_profiles")
     if profiles is not None:
         for profile in profiles:
             profile.workspace_store.clear()
         profiles.prefixes.clear()
-    free_unused(device_of_inputs(model))  # what recordings held
+    free_unused(device_of_inputs(model))  # the memory of recordings

@@ -1,16 +1,15 @@
-"""A target around a target: lade's logits are held against the model's own, one token a forward.
+"""A target around a target: proofs compare lade's logits with the model's, one token a forward.
 
-A check of the model (`selfcheck.py`) holds for the model as it was, and looking (`state.py`) shows
-what differs since. What a hook or a class of the user's holds elsewhere, nobody can see. So before
-the first draft of a call is believed, a token is run alone, the model's own way; its text is
-emitted as usual. Then the target goes back over it and the token before it and runs both once more,
-in front of the tree that they lead to. What it gives for them there must be what they gave before,
-or nothing of that tree is emitted. The same is done again after each so many steps.
+The self-check (`selfcheck.py`) holds for the model as it was then, and `state.py` sees most later
+changes. But the hidden state of a user's hook or class cannot be seen. So before the first draft of
+a call, a token runs alone by the model's own forward, and is emitted as usual. Then the target goes
+back over this token and the one before, and runs both again in front of their tree. Their logits
+must be the same as before, up to rounding, or no token of the tree is emitted. The proof is
+repeated after `DISTANCE` steps.
 
-The model's own forward of one token takes as long as two or three of a compiled job
-(`lade.forward`). So where no code of the user's takes part in forwards, the distance goes on from
-call to call instead of beginning anew, the first one after the check of the model, and of calls
-that run side by side one proves for all.
+The model's own forward of one token takes as long as two or three compiled ones (`lade.forward`).
+So if no user code takes part in forwards, the distance to the next proof is shared by all calls of
+the model and begins with the self-check; of calls that run side by side, one proves for all.
 """
 
 import math
@@ -29,31 +28,31 @@ from lade.compat import Model
 from lade.drafting.drafts import chain, draft_of
 from lade.drafting.speculator import Plan
 from lade.errors import in_one_line
-from lade.probing.own_code import AROUND
+from lade.probing.user_code import AROUND
 from lade.targets.base import Target
 from lade.tree import Tree, starts
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# Tokens that are run once more in front of a tree. The second is neither the first of the forward
-# nor the last, as it was when it ran alone.
+# Tokens that run again in front of a tree. The second is neither the first nor the last of the
+# forward; alone, it was both.
 NUM_BEFORE = 2
 # Steps with a draft from one proof to the next: one takes about as long as two of them.
 DISTANCE = 112
-# Steps that other calls wait for the one that is to prove next, before another does.
+# Steps that other calls wait for the call that is to prove next, before another one proves.
 _MOST_LATE = 16
-# In half precision, logits of the same text differ by chance, and where experts are chosen by a
-# near-tie, by more than rounding: only so many failures in a row count.
+# In half precision, logits of the same text differ by chance, and by more than rounding if a
+# near-tie decides between experts: only this many failures in a row count.
 _MOST_WRONG = 3
 
 
 class VerificationError(Exception):
-    """Drafts cannot be verified any more; the text so far is valid.
+    """Drafts can no longer be verified; the text so far is valid.
 
     Attributes:
-        is_flaw: whether a step over drafts did not give what forwards of one token give. If not, a
-            forward failed, and the cause is its error.
+        is_flaw: whether a step with drafts had other logits than forwards of one token. Otherwise a
+            forward failed, and its error is the cause.
     """
 
     is_flaw = False
@@ -65,11 +64,11 @@ class _FlawError(VerificationError):
 
 @dataclass(slots=True, eq=False)
 class Distances:
-    """Steps with a draft until the next proof, of the call that has gone farthest."""
+    """The distance to the next proof, in steps with a draft, shared by calls."""
 
-    num_left: int = 0
+    num_left: int = 0  # of the call that is closest to it
     num_proofs: int = 0
-    prover: "ProvedTarget | None" = None  # whose call is to prove next
+    prover: "ProvedTarget | None" = None  # the call that proves next
 
 
 def _verifying(method: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -93,16 +92,16 @@ class ProvedTarget:
     Args:
         target: the model, set up for the prompts, not yet run.
         text: the text of all rows; grows.
-        distances: those of the call, or of all calls of the model; None where nothing is proved, as
-            where several processes run a model together: all of them must or none. Nor is it where
-            the text must not depend on drafts, which runs no user's code and has one width.
-        may_repeat_prompts: whether the last tokens of prompts can be run once more, as where these
-            are tokens alone that later ones see.
-        own_code: which code of the user's takes part, or None. Where all of it is called around
-            forwards, lade's of single tokens are as good as the model's own.
+        distances: of the call, or of all calls of the model; None to prove nothing. Nothing is
+            proved if several processes run the model together, which would all have to prove at the
+            same step, or with `stable_text`, which runs no user code and has one width.
+        may_repeat_prompts: whether the last tokens of prompts can run again: prompts are tokens
+            alone, and later tokens see them.
+        user_code: name of the user code that takes part, or None. If it is all called around
+            forwards, lade's forwards of single tokens are as good as the model's.
 
     Attributes:
-        num_forwards: those that were run for proofs alone.
+        num_forwards: forwards that ran only for proofs.
         num_run: tokens per row that the last forward ran besides the root, padding included.
     """
 
@@ -113,26 +112,26 @@ class ProvedTarget:
         text: Text,
         distances: Distances | None,
         may_repeat_prompts: bool,
-        own_code: str | None,
+        user_code: str | None,
     ) -> None:
         self._target, self._text, self._distances = target, text, distances
-        self._may_repeat_prompts, self._is_around = may_repeat_prompts, own_code == AROUND
-        # Prompts, and before the first proof steps without drafts, run exactly as in `generate`.
-        self._is_plain = own_code not in (None, AROUND)
+        self._may_repeat_prompts, self._is_around = may_repeat_prompts, user_code == AROUND
+        # Prompts, and steps without drafts before the first proof, run exactly as in `generate`.
+        self._is_plain = user_code not in (None, AROUND)
         self._limit = limit_of(model)
         self._num_wrong = 0
         self._num_left, self._num_proofs = DISTANCE, 0
         if distances is not None:
             self._num_left, self._num_proofs = distances.num_left, distances.num_proofs
-        # By row, the places of tokens that were run alone of late, and what they gave.
+        # By row and index in its text, the logits of recent tokens that ran alone.
         self._alone: dict[int, dict[int, Tensor]] = {}
-        self._is_alone = False  # whether the present forward runs single tokens the model's own way
-        self._num_before = 0  # tokens before those of the plan that the present forward runs
+        self._is_alone = False  # whether the present forward runs roots by the model's own forward
+        self._num_before = 0  # tokens that the present forward runs again before each tree
         self.num_forwards, self.num_run = 0, 0.0
 
     @property
     def extra_sec(self) -> float:
-        """Seconds of the last forward that others of its size do not take; infinite if unknown."""
+        """Extra seconds of the last forward over others of its size; infinite if unknown."""
         return math.inf if self._is_alone or self._num_before else self._target.extra_sec
 
     @_verifying
@@ -142,9 +141,9 @@ class ProvedTarget:
 
     @_verifying
     def run(self, plan: Plan) -> tuple[Plan, Tensor]:
-        """Run a step; return what of its plan was run, and logits of its nodes.
+        """Run a step; return the plan as it ran, and the logits of its nodes.
 
-        Where a proof is due, or fails, the drafts of a plan may be left out.
+        If a proof is due, or fails, the plan may lose its drafts.
         """
         plan, inputs = self._begin(plan)
         num_pending = self._target.num_pending
@@ -163,9 +162,9 @@ class ProvedTarget:
         self._target.commit(paths)
 
     @_verifying
-    def select(self, places: Sequence[int]) -> None:
+    def select(self, indices: Sequence[int]) -> None:
         """Continue with some rows only, given as ascending indices into the rows in use."""
-        self._target.select(places)
+        self._target.select(indices)
 
     def close(self) -> None:
         """End the generation; called once, also after an error."""
@@ -174,7 +173,7 @@ class ProvedTarget:
         self._target.close()
 
     def _is_due(self) -> bool:
-        """Return whether this call is to prove its next draft."""
+        """Return whether this call must prove its next draft."""
         distances = self._distances
         if distances is None:
             return False
@@ -187,11 +186,11 @@ class ProvedTarget:
         return distances.prover is self
 
     def _begin(self, plan: Plan) -> tuple[Plan, Any]:
-        """Return what of a plan is to be run, and the inputs of its forward."""
+        """Return the plan to run, perhaps without drafts, and the inputs of its forward."""
         target = self._target
         self._num_before, self._is_alone = 0, False
         is_due = self._is_due()
-        # Between a token alone and the proof, those without drafts are run alone, too.
+        # Between a token alone and the proof, steps without drafts run alone, too.
         may_wait = plan.num_tokens == 1 and not self._alone and not self._is_plain
         if not is_due or may_wait:
             return plan, target.inputs(plan.nodes())
@@ -206,7 +205,7 @@ class ProvedTarget:
         return plan, None if self._is_alone else target.inputs(plan.nodes())
 
     def _forward(self, plan: Plan, inputs: Any) -> tuple[Plan, Tensor]:
-        """Run a step and return it with what of its plan it is; one that fails has no draft."""
+        """Run a step; return the plan as it ran, without drafts if that failed, and logits."""
         if self._is_alone:
             return plan, self._run_alone(plan)
         logits = self._target.forward(inputs)
@@ -226,7 +225,7 @@ class ProvedTarget:
         return plan, logits
 
     def _proved(self) -> None:
-        """Go on to the next proof."""
+        """Start the distance to the next proof."""
         distances = self._distances
         assert distances is not None
         distances.num_proofs += 1
@@ -235,50 +234,50 @@ class ProvedTarget:
         self._num_wrong, self._alone = 0, {}
 
     def _is_ready(self, plan: Plan) -> bool:
-        """Return whether what there is to compare with was run, and may be run once more."""
+        """Return whether the tokens before the trees ran alone, and may run again."""
         for row, tree in plan.trees.items():
             num_tokens = len(self._text.token_ids[row])
             first = self._text.num_prompt - self._may_repeat_prompts
             if num_tokens - 1 - NUM_BEFORE < max(first, 0):
-                return False  # what a prompt's tokens give may be more than they say
+                return False  # a prompt's inputs may be more than tokens
             if len(tree) > 1 and num_tokens - 2 not in self._alone.get(row, ()):
                 return False
         return any(row in self._alone for row in plan.trees)
 
     def _run_alone(self, plan: Plan) -> Tensor:
-        """Run roots the model's own way, and remember what they give."""
+        """Run roots by the model's own forward, and keep their logits for a proof."""
         roots = [*plan.trees.values()]
         target = self._target
-        logits = target.forward_plainly(roots, by_view=self._is_around)
+        logits = target.forward_roots(roots, by_view=self._is_around)
         for column, row in enumerate(plan.trees):
-            place = len(self._text.token_ids[row]) - 1
+            index = len(self._text.token_ids[row]) - 1
             known = self._alone.get(row, {})
             # A copy: later forwards may write to the same memory.
-            of_last = {at: known[at] for at in (place - 1,) if at in known}
-            self._alone[row] = {**of_last, place: logits[0, column].clone()}
+            of_last = {at: known[at] for at in (index - 1,) if at in known}
+            self._alone[row] = {**of_last, index: logits[0, column].clone()}
         if target.has_one_way and not self._is_around:
-            # The text must not depend on when a draft was to be proved.
+            # The text must not depend on when proofs are due.
             target.discard()
             self.num_forwards += 1
             logits = target.forward(target.inputs(roots))
         return logits
 
     def _error(self, plan: Plan, logits: Tensor) -> float:
-        """Return how far off the tokens before the trees are from what they gave alone."""
+        """Return the distance of the logits before the trees from the logits of tokens alone."""
         mine, alone = [], []
         for row, start in zip(plan.trees, starts(self._trees), strict=True):
             first = len(self._text.token_ids[row]) - 1 - self._num_before
-            for place, given in self._alone.get(row, {}).items():
-                if 0 <= place - first < self._num_before:
-                    mine.append(logits[0, start + place - first])
+            for index, given in self._alone.get(row, {}).items():
+                if 0 <= index - first < self._num_before:
+                    mine.append(logits[0, start + index - first])
                     alone.append(given)
         return distance(torch.stack(mine), torch.stack(alone).to(logits.device))
 
     def _is_spoiled(self, plan: Plan, logits: Tensor) -> bool:
-        """Return whether a root has no numbers, as where a draft token gives none.
+        """Return whether a root has NaN logits, as when a draft token has NaN keys or values.
 
-        Even masked, a NaN among keys or values spreads in most attention to all that is run with
-        it. A device is not waited for to ask.
+        Even masked, a NaN spreads in most attentions to all tokens of the forward. Only looked for
+        on a CPU: the answer is not worth waiting for a device.
         """
         if not logits.is_cpu:
             return False
@@ -287,7 +286,7 @@ class ProvedTarget:
         return any(bool(each.isnan()) for each in roots)
 
     def _fail(self, plan: Plan, error: float) -> tuple[Plan, Tensor]:
-        """Take a step back, run the roots alone, and return that; raise if it is no chance."""
+        """Take a step back, and run the roots alone; raise if the difference is no chance."""
         self._num_wrong += 1
         if self._limit < EXACT or self._num_wrong >= _MOST_WRONG:
             raise _FlawError(
@@ -298,7 +297,7 @@ class ProvedTarget:
         return plan, self._run_alone(plan)
 
     def _taken_back(self, plan: Plan) -> Plan:
-        """Discard the last forward but the tokens before its trees; return the plan's roots."""
+        """Discard the last forward except the tokens before its trees; return the plan's roots."""
         target, num_before = self._target, self._num_before
         target.discard()
         self._num_before = 0
@@ -311,7 +310,7 @@ class ProvedTarget:
 
 
 def _behind(token_ids: Sequence[int], tree: Tree) -> Tree:
-    """Return a tree behind tokens that come before its root, cells beside it included."""
+    """Return a tree, with its side cells, that begins with tokens before its root."""
     num, size = len(token_ids), len(tree)
     ancestors = np.zeros((num + size, num + size), np.bool_)
     ancestors[:num, :num] = np.tri(num, dtype=np.bool_)
@@ -324,7 +323,7 @@ def _behind(token_ids: Sequence[int], tree: Tree) -> Tree:
 
 
 def _without(logits: Tensor, trees: Sequence[Tree], num: int) -> Tensor:
-    """Return a forward's logits without those of the first tokens of each tree."""
+    """Return a forward's logits without the first `num` tokens of each tree."""
     if len(trees) == 1:
         return logits[:, num:]
     columns = [  # one after the other

@@ -1,4 +1,4 @@
-"""What a call rules out, where a short check is blind: by its model, inputs, cache and lengths."""
+"""Rules for what a short check misses: methods ruled out by model, inputs, cache and lengths."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from lade.closeness import is_exact_in
 from lade.compat import CACHE, INDEXERS_TAKE_MASKS, Model, device_of_inputs, may_be_users, mesh_of
 from lade.config import SPECULATING, Verification
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
-from lade.probing.own_code import has_own_inputs, is_code
 from lade.probing.profile import CacheKind
+from lade.probing.user_code import has_user_inputs, is_code
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, num_slots_of
 from lade.targets.kv_cache import kind_of
 from lade.targets.layout import MAX_OVERHANG, rope_of
@@ -38,9 +38,9 @@ _CONTINUED = {
     "output_attentions",
     "output_hidden_states",
 }
-# Layers that keep every token, as any layer of a model may: its masks show what it sees of them.
+# Layers that keep every token. Any layer of a model may be one: masks limit what it sees.
 _FULL = (DynamicLayer, StaticLayer)
-# Inputs that say how positions were counted in the prompt; every forward gets its positions.
+# Inputs that show how positions are counted in the prompt; every forward gets its positions.
 _OF_PROMPT = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 
 
@@ -78,27 +78,27 @@ class Lengths(NamedTuple):
 
 
 def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
-    """Return why a call of these lengths must be decoded plainly, or None."""
+    """Return why a call of these lengths must fall back to standard decoding, or None."""
     config = model.config.get_text_config(decoder=True)
     if (rope := _rope_passed(model, lengths)) is not None:
         kind, limit = rope
-        # Drafts end where a dynamic one begins; batches of such models are plain anyway.
+        # Drafts end where a dynamic embedding begins; batches of such models do not speculate.
         if kind == "longrope" and lengths.first_position <= limit:
             return (
-                f"its rotary embedding ({kind}) changes at {limit} positions, which this call may "
-                "cross"
+                f"its rotary embedding ({kind}) changes at {limit} positions, and this call may "
+                "pass them"
             )
     if lengths.is_padded and "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ()):
-        # A row with more padding than text sees no key at all there, and then all of them.
+        # A row with more padding than text sees no key there; attention then lets it see all keys.
         return "its sparse layers choose blocks by cache slot, and padding shifts them"
     num_tokens = lengths.num_slots + lengths.num_new
     topk: int | None = getattr(config, "index_topk", None)
     if topk is not None and num_tokens > topk:
-        # Up to that length all keys are chosen, and a short check finds it exact.
+        # Up to that length, it chooses all keys, and a short check finds it exact.
         if not INDEXERS_TAKE_MASKS:
             return f"beyond {topk} tokens, its sparse attention needs transformers 5.23 or newer"
         if is_exact_in(model):
-            # Many keys score zero, and which of two equal ones is chosen depends on where they lie.
+            # Many keys score zero, and their order in memory decides between equal ones.
             return f"beyond {topk} tokens, rounding may decide which keys its attention chooses"
     if "lsh" in (getattr(config, "attn_layers", None) or ()):  # Reformer's
         chunk: int = config.lsh_attn_chunk_length
@@ -107,19 +107,19 @@ def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
             return f"beyond {chunk} tokens, its attention hashes tokens by random projections"
     kept: int | None = getattr(config, "keep_window_size", None)
     if kept is not None and num_tokens > kept:
-        return f"its dynamic mask changes at {kept} tokens, which this call may cross"
+        return f"its dynamic mask changes at {kept} tokens, and this call may pass them"
     return None
 
 
 def why_not_reused(model: Model, lengths: Lengths) -> str | None:
-    """Return why keys of a call of these lengths may not be those of another length, or None."""
+    """Return why a call of these lengths may not reuse keys of another length, or None."""
     return why_no_snapshot(model, lengths) or why_not_speculate(model, lengths)
 
 
 def why_no_snapshot(model: Model, lengths: Lengths) -> str | None:
-    """Return why a call of these lengths cannot go back to copies of a state, or None."""
+    """Return why a call of these lengths cannot go back to a snapshot, or None."""
     rope = _rope_passed(model, lengths)
-    # After going back, more than one token would be run again.
+    # After going back, more than one token would run again.
     return None if rope is None else f"its rotary embedding is {rope[0]}"
 
 
@@ -136,45 +136,45 @@ def why_no_tree(model: Model, lengths: Lengths) -> str | None:
     scale: int | None = getattr(config, "floor_scale", None)
     if scale is None or not getattr(config, "attn_temperature_tuning", False):
         return None
-    # Layers without positions scale by slot, and a tree's nodes lie in slots after their own.
+    # Layers without positions scale by slot, and a tree's nodes lie in later slots than in a text.
     last = lengths.num_slots + lengths.num_new + MAX_OVERHANG
     if lengths.num_slots // scale == last // scale:
         return None
-    return f"its queries are scaled by cache slot, anew at multiples of {scale}"
+    return f"its queries are scaled by cache slot, and the scale changes at multiples of {scale}"
 
 
 def why_not_stable(model: Model) -> str | None:
     """Return why a model's text depends on drafts in half precision; None leaves it to the check.
 
-    What is computed for one token must not depend on the others; with experts it may, which a check
-    with few tokens would not notice.
+    The result of one token must not depend on the others. With experts it may, and a check with few
+    tokens would not notice.
     """
     if any("experts" in name.split(".") for name, _ in model.named_modules()):
-        return "how many tokens its experts get follows what else is in a forward"
+        return "the other tokens of a forward change how many tokens each of its experts gets"
     return None
 
 
 def longest_draft(model: Model, max_length: int, num_tokens: int, first_position: int) -> int:
     """Return the maximum total length a draft may reach, prompt included.
 
-    Learned positions are limited, and a draft must not need more of them than plain decoding; nor
-    may it reach the point where a dynamic rotary embedding follows the length of each forward.
+    Learned positions are limited, and a draft must not need more of them than standard decoding;
+    nor may it reach the length where a dynamic rotary embedding depends on each forward's length.
     """
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, "max_position_embeddings", None)]
     rope = rope_of(config)
     if rope is not None and rope[0] == "dynamic":
         limits.append(rope[1])
-    rooms: list[int] = [limit - first_position for limit in limits if limit is not None]
-    return min([max_length, *(num_tokens + max(0, room) for room in rooms)])
+    left: list[int] = [limit - first_position for limit in limits if limit is not None]
+    return min([max_length, *(num_tokens + max(0, num) for num in left)])
 
 
 class Requirements(NamedTuple):
-    """What a call requires, and what it rules out."""
+    """The requirements of a call, and the methods that it rules out."""
 
     excluded: dict[Verification, str]  # methods ruled out, and why
     cache: CacheKind
-    is_padded: bool  # whether rows have padding, or may come to differ in length
+    is_padded: bool  # whether rows have padding, or may later differ in length
     num_new: int  # maximum number of tokens to emit
     max_length: int  # maximum total length a draft may reach, prompt included
     why_eager: str | None = None  # why its steps cannot be of fixed shape
@@ -185,9 +185,9 @@ def requirements_of(
     input_ids: Tensor,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    own_code: str | None = None,
+    user_code: str | None = None,
 ) -> Requirements:
-    """Return the methods that a call prepared by `generate` rules out, and what it requires."""
+    """Return the requirements of a call prepared by `generate`, and the methods it rules out."""
     excluded: dict[Verification, str] = {}
 
     def exclude(reason: str | None, *verifications: Verification) -> None:
@@ -195,8 +195,8 @@ def requirements_of(
             excluded.setdefault(verification, str(reason))
 
     lengths = lengths_of(input_ids, config, model_kwargs)
-    if has_own_inputs(model) and not model_kwargs.get("use_cache", True):
-        exclude("its own code prepares whole texts", *SPECULATING)
+    if has_user_inputs(model) and not model_kwargs.get("use_cache", True):
+        exclude("your own code prepares the inputs of whole texts", *SPECULATING)
     exclude(why_not_speculate(model, lengths), *SPECULATING)
     exclude(_needs_more(model, input_ids, model_kwargs), *SPECULATING)
     exclude(why_no_tree(model, lengths), "tree")
@@ -209,12 +209,12 @@ def requirements_of(
         for verification, reason in WITHOUT_CACHE.items():
             exclude(reason, verification)
         if any(model_kwargs.get(name) is not None for name in TOKEN_TYPES):
-            # With a cache, that is so in the prompt alone.
+            # With a cache, only tokens of the prompt may.
             exclude("without a cache, its token types may let tokens see later ones", *SPECULATING)
     elif type(cache) is not DynamicCache:
         exclude(f"its cache is a {type(cache).__name__}", "tree")
     elif any(kind_of(layer) is None for layer in cache.layers):
-        exclude("its cache has layers that a tree cannot be kept in", "tree")
+        exclude("its cache has layers that cannot hold a tree", "tree")
     elif cache.offloading:
         exclude("its cache is offloaded", "tree")
     if cache is not None and type(cache) not in (DynamicCache, StaticCache):
@@ -243,22 +243,22 @@ def requirements_of(
         limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
     is_padded = lengths.is_padded or len(input_ids) > 1
     why_eager = _why_eager(model, model_kwargs.get("attention_mask"))
-    if own_code is not None:
-        own = f"your own code runs in its forward passes ({own_code})"
-        why_eager = why_eager or own
+    if user_code is not None:
+        reason = f"your own code runs in its forward passes ({user_code})"
+        why_eager = why_eager or reason
         if mesh_of(model) is not None:
-            exclude(f"{own}, and several processes run it together", *SPECULATING)
+            exclude(f"{reason}, and several processes run it together", *SPECULATING)
     return Requirements(excluded, kind, is_padded, lengths.num_new, min(limits), why_eager)
 
 
 def _why_eager(model: Model, mask: Tensor | None) -> str | None:
     """Return why steps cannot be of fixed shape, or None."""
     if mask is not None and bool((mask.int().diff(dim=-1) < 0).any()):
-        return "its prompt has padding behind tokens"
+        return "its prompt has padding after tokens"
     if mesh_of(model) is not None:
         return "several processes run it together"
-    places = (getattr(model, "hf_device_map", None) or {}).values()
-    if len({str(place).removeprefix("cuda:") for place in places}) > 1:
+    devices = (getattr(model, "hf_device_map", None) or {}).values()
+    if len({str(device).removeprefix("cuda:") for device in devices}) > 1:
         return "its layers are on several devices"
     return None
 
@@ -283,7 +283,7 @@ def lengths_of(
 
 
 def _needs_more(model: Model, input_ids: Tensor, model_kwargs: dict[str, Any]) -> str | None:
-    """Return a reason if every forward, not only the prefill, needs some model input, or None."""
+    """Return the model input that every forward, not only the prefill, needs, or None."""
     unknown = {
         name: value
         for name, value in model_kwargs.items()
@@ -298,7 +298,7 @@ def _needs_more(model: Model, input_ids: Tensor, model_kwargs: dict[str, Any]) -
             input_ids, next_sequence_length=1, is_first_iteration=False, **known, **unknown
         )
     if attempt.failure is not None:
-        return f"its inputs cannot be told apart ({attempt.failure})"
+        return f"it cannot prepare inputs after the prompt ({attempt.failure})"
     for name in unknown:
         if not _is_nothing(later.get(name)):
             return f"every forward takes the model input {name}"
@@ -311,18 +311,18 @@ def _is_nothing(value: Any) -> bool:
 
 
 def _why_unusual(config: Any, cache: Any) -> str | None:
-    """Return why a cache may do something else than transformers' own, or None.
+    """Return why a cache may behave unlike transformers' caches, or None.
 
     Args:
         config: of the model's text part.
-        cache: a `DynamicCache` or a `StaticCache`, which may be the caller's.
+        cache: a `DynamicCache` or a `StaticCache`, perhaps the caller's.
     """
     if any(is_code(value) for part in (cache, *cache.layers) for value in vars(part).values()):
         return "your own code runs in its cache"
     is_static = type(cache) is StaticCache
     made = StaticCache(config, 1) if is_static else DynamicCache(config=config)
-    for place, layer in enumerate(cache.layers):
-        usual = made.layers[place] if place < len(made.layers) else None
+    for index, layer in enumerate(cache.layers):
+        usual = made.layers[index] if index < len(made.layers) else None
         if type(layer) is not type(usual) and type(layer) not in _FULL:
             return f"its cache has layers of {type(layer).__name__}"
         windows = {getattr(each, "sliding_window", None) for each in (layer, usual)}

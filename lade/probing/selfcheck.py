@@ -1,4 +1,4 @@
-"""The self-check: a verification method compared with plain decoding of a dozen tokens."""
+"""The self-check: a verification method compared with standard decoding of a dozen tokens."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +23,9 @@ from lade.errors import UnsupportedModelError
 from lade.forward.job import MANY_TOKENS, FusedForwards
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
-from lade.probing.own_code import is_patched, is_users
 from lade.probing.profile import CacheKind, CheckKey, CheckResult, Profile, Widths, profile_of
 from lade.probing.state import check_tokens
+from lade.probing.user_code import is_patched, is_users
 from lade.targets.base import Target
 from lade.targets.layout import takes_parts
 from lade.targets.trees import MASK_IS_ADDED, TreeTarget
@@ -33,27 +33,27 @@ from lade.tree import Tree, starts
 from lade.view import apart
 from ngram_pool import Draft
 
-# Of the logits of a model that drafts, whose mistakes cost time and change no text. Weights in int8
-# (`benchmarks.quantized`) make no difference here. Where the largest activation of a forward sets
-# the scale, SmolLM2-135M differs by 1.1 (paths) to 1.8 (trees) and is refused: by this measure it
-# is not to be told from a model whose positions are wrong.
+# For a model that only drafts: its mistakes cost time and change no text. Weights in int8
+# (`benchmarks.quantized`) stay below it. If the largest activation of a forward sets the scale,
+# SmolLM2-135M differs by 1.1 (paths) to 1.8 (trees) and is refused: a model with wrong positions
+# differs as much.
 _DRAFTING_LIMIT = 1.0
-_NUM_RUNS = 3  # each with another random state afterwards: other threads may draw, too
+_NUM_RUNS = 3  # runs that must all change the random state: other threads may draw, too
 
 
 def check(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
-    """Compare one verification method with plain decoding; any failure becomes the reason.
+    """Compare one verification method with standard decoding; any failure becomes the reason.
 
     Raises:
-        torch.OutOfMemoryError: nothing is known.
+        torch.OutOfMemoryError: the check had too little memory for a verdict.
     """
     verification, widths, reason = key.verification, key.widths, None
     if not key.is_drafting and (why := reason_of_layers(model, profile)) is not None:
         return CheckResult(why)
     read = profile.state.settings
     if verification == "tree" and read is not None and read.sees_ahead:
-        # In `generate`, too, that holds for prompts without padding alone.
-        return CheckResult("its tokens see those behind them where no mask says otherwise")
+        # In `generate`, too, this holds only for prompts without padding.
+        return CheckResult("its tokens see later tokens unless a mask hides them")
     attentions: list[str | None] = [None]
     if verification == "tree":
         attentions = _attentions_for(model, widths, key.is_padded)
@@ -80,36 +80,36 @@ def reason_of_layers(model: Model, profile: Profile) -> str | None:
 
     with Attempt(), unchanged_random_state(model, profile):
         return profile.once("why_not_exact", find)
-    return None  # what fails is what the check will tell
+    return None  # the check will report the failure
 
 
 def _attentions_for(
     model: Model, widths: Widths = None, has_rows: bool = False
 ) -> list[str | None]:
     """Return attention implementations to try for trees, best first; None is the model's own."""
-    own = attention_of(model)
+    of_model = attention_of(model)
     if is_single(widths):
         return [STABLE_ATTENTION]
     if widths is not None and _has_kernels(model):
-        # Its cost depends on the keys that exist, not on the slots shown.
+        # The cost of our kernels depends on the keys that exist, not on the slots shown.
         return [TREE_ATTENTION, *_attentions_for(model)]
-    takes_no_mask = own is not None and own not in MASK_IS_ADDED
-    if takes_no_mask and is_users(ALL_ATTENTION_FUNCTIONS.get(own)):
-        return [None, "sdpa", "eager"]  # what the user's does, others may not do
+    takes_no_mask = of_model is not None and of_model not in MASK_IS_ADDED
+    if takes_no_mask and is_users(ALL_ATTENTION_FUNCTIONS.get(of_model)):
+        return [None, "sdpa", "eager"]  # only the user's attention may do what it does
     others: list[str | None] = ["sdpa", "eager"] if takes_no_mask else [None]
     device = device_of_inputs(model)
     is_cpu = device.type == "cpu"
     # A recorded step would keep the mask that it was recorded with.
     is_fit = is_cpu or (widths is None and _can_pack(device, model.dtype))
-    if not is_fit or (own != "sdpa" and not takes_no_mask):
+    if not is_fit or (of_model != "sdpa" and not takes_no_mask):
         return others
     if is_patched("scaled_dot_product_attention"):
-        return others  # which call it as plain decoding does
+        return others  # these call the replaced function, as standard decoding does
     return [*[PACKED_ROWS] * (has_rows and widths is None), PACKED_SDPA, *others]
 
 
 def _can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch has the kernel there that packed attention calls."""
+    """Return whether torch has the kernel of packed attention for a device and dtype."""
     if device.type != "cuda":
         return False
     return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -123,12 +123,12 @@ def _has_kernels(model: Model) -> bool:
 
 
 def why_not_continued(model: Model, profile: Profile) -> str | None:
-    """Return why keys and values of a text's beginning are not those of the whole, or None.
+    """Return why a text cannot continue from the KV cache of its beginning, or None.
 
-    The model is asked once, by three short forwards and the check of its layers.
+    This is checked once, by three short forwards and the check of the model's layers.
 
     Raises:
-        torch.OutOfMemoryError: nothing is known.
+        torch.OutOfMemoryError: the check had too little memory for a verdict.
     """
     return profile.once("why_not_continued", lambda: _why_not_continued(model, profile))
 
@@ -149,7 +149,7 @@ def _why_not_continued(model: Model, profile: Profile) -> str | None:
             rest = whole.generate(**wanted, **{CACHE: cache})
             errors.append(distance(rest.logits[0], expected))
     if attempt.failure is not None:
-        return f"it cannot go on from a cache ({attempt.failure})"
+        return f"it cannot continue from a cache ({attempt.failure})"
     if profile.draws:
         return "its forwards draw random numbers"
     if max(errors) <= limit:
@@ -160,24 +160,24 @@ def _why_not_continued(model: Model, profile: Profile) -> str | None:
     )
 
 
-def with_products(chosen: VerificationPlan, model: Model, profile: Profile) -> VerificationPlan:
-    """Return a plan by which lade's own products may run linear layers, where they can.
+def with_fast_views(chosen: VerificationPlan, model: Model, profile: Profile) -> VerificationPlan:
+    """Return a plan whose forwards may run by lade's kernels, if they can.
 
-    What is verified by paths may have a state in its modules, which views would have twice.
+    Models verified by paths may keep a state in their modules, which views would duplicate.
     """
     is_usual = (chosen.verification, chosen.execution) == ("tree", "eager")
     if not is_usual or device_of_inputs(model).type != "cpu" or mesh_of(model) is not None:
         return chosen
-    products = profile.products_for(model)
-    if isinstance(products, FusedForwards):
-        profile.once("settled", partial(_settle, products, model, chosen, profile))
-    return chosen._replace(products=products is not None)
+    views = profile.fast_views_for(model)
+    if isinstance(views, FusedForwards):
+        profile.once("settled", partial(_settle, views, model, chosen, profile))
+    return chosen._replace(is_fast=views is not None)
 
 
 def _settle(
     forwards: FusedForwards, model: Model, chosen: VerificationPlan, profile: Profile
 ) -> None:
-    """Let jobs find out whether they are faster, on a made-up text: before there is a real one."""
+    """Measure on a made-up text whether compiled forwards are faster, before a real one comes."""
     token_ids = check_tokens(model)
     ids = torch.tensor([token_ids])
 
@@ -198,7 +198,7 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
     """Restore the global random state afterwards if the model's forwards draw from it.
 
     The state is shared: restoring it also undoes draws of other threads. So it is restored only for
-    models whose forwards draw; whether they do is found out where the state has changed.
+    models whose forwards draw; this is tested once the state has changed.
     """
     profile, device = profile or profile_of(model), device_of_inputs(model)
     before = random_states(device)
@@ -207,7 +207,7 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
     finally:
         if profile.draws is not False and not are_random_states(device, before):
             if profile.draws is None:
-                profile.draws = model.training  # if they fail, as the check will report
+                profile.draws = model.training  # if forwards fail, as the check will report
                 with Attempt():
                     profile.draws = _draws(model)
             if profile.draws:
@@ -215,7 +215,7 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
 
 
 def _draws(model: Model) -> bool:
-    """Return whether forwards leave another random state; where others draw, too, one is enough."""
+    """Return whether forwards change the random state; one unchanged state is enough for a no."""
     plain, device = Plain(model, check_tokens(model)), device_of_inputs(model)
     for _ in range(_NUM_RUNS):
         before = random_states(device)
@@ -229,7 +229,7 @@ _Path = tuple[int, ...]  # tokens after the prompt
 
 
 class _Step(NamedTuple):
-    """One step of the check: what is drafted after a root, and the nodes that are kept."""
+    """One step of the check: a root, a draft, and the nodes that are kept."""
 
     root: int
     draft: Draft
@@ -242,7 +242,7 @@ _PROMPT_LENGTH = 6
 
 
 class _Check(NamedTuple):
-    """One verification method, compared with plain decoding of a dozen tokens."""
+    """One verification method, compared with standard decoding of a dozen tokens."""
 
     model: Model
     profile: Profile
@@ -254,8 +254,8 @@ class _Check(NamedTuple):
         """Return why the method is not exact to a limit, or None.
 
         Raises:
-            UnsupportedModelError: a rule excludes it.
-            torch.OutOfMemoryError: nothing is known.
+            UnsupportedModelError: a rule excludes the method.
+            torch.OutOfMemoryError: the check had too little memory for a verdict.
         """
         model = self.model
         with Attempt(UnsupportedModelError) as attempt, unchanged_random_state(model, self.profile):
@@ -264,7 +264,7 @@ class _Check(NamedTuple):
         if attempt.failure is not None:
             return f"its forward fails ({attempt.failure})"
         if error <= limit:
-            why = "its logits follow, in their last bits, what else is in a forward"
+            why = "the last bits of its logits depend on the other tokens of a forward"
             return None if is_stable else why
         hint = "; the model is in training mode, try model.eval()" if model.training else ""
         return (
@@ -273,11 +273,11 @@ class _Check(NamedTuple):
         )
 
     def plain(self) -> "Plain":
-        """Return plain decoding of the check's prompts: several are those that run as one."""
+        """Return standard decoding of the check's prompts; several if rows may run as one."""
         chosen, masks = self.chosen, None
         if self.is_padded:
-            # Masked after the first token, not before it: a query that sees nothing, as in left
-            # padding, is NaN in eager attention in float64, also in `generate`.
+            # The mask comes after the first token: a query that sees no key, as in left padding, is
+            # NaN in eager attention in float64, also in `generate`.
             padding = [1, 0, 0] if chosen.widths is None else [0, 0, 1]  # fixed shapes: in front
             masks = [[*padding, *[1] * (_PROMPT_LENGTH - 3)]]
             if chosen.verification == "tree" and takes_parts(
@@ -288,17 +288,17 @@ class _Check(NamedTuple):
 
     @torch.no_grad()
     def error(self) -> float:
-        """Return how far the logits of drafts, and of what follows, are from plain decoding.
+        """Return how far the logits of drafts, and of later tokens, are from standard decoding.
 
-        Three steps: a draft that is kept in part, one of which one path is kept to its end, and one
-        without a draft. A second row keeps only its root in the first step, so that the other
-        steps are ragged.
+        There are three steps: one keeps a part of a path, one keeps a path to its end, and one has
+        no draft. A second row keeps only its root in the first step, so that the other steps are
+        ragged.
 
         The measure is the largest difference of two logits in units of their standard deviation.
         """
         plain = self.plain()
         logits, _ = self._run(plain, self._script())
-        # Some models go wrong in batches even in plain decoding; those are compared with single
+        # Some models are wrong in batches even in standard decoding; they are compared with single
         # rows.
         error = _difference(logits, plain.logits_at(logits, together=True))
         if not error <= limit_of(self.model):
@@ -311,10 +311,10 @@ class _Check(NamedTuple):
         plain = self.plain()
         drafted, text = self._run(plain, self._script())
         alone, _ = self._run(plain, [_Step(token_id, Draft.empty(), [0]) for token_id in text])
-        return all(torch.equal(drafted[place], of_place) for place, of_place in alone.items())
+        return all(torch.equal(drafted[key], logits) for key, logits in alone.items())
 
     def _script(self) -> list[_Step]:
-        """Return the steps; where one path at a time is run, those of one path."""
+        """Return the steps; each draft is one path if the method verifies single paths."""
         root, after, last, *drafted = check_tokens(self.model)[_PROMPT_LENGTH:]
         first, second = draft_of(drafted[:4], _PARENTS), draft_of(drafted[4:6], (-1, -1))
         kept = [0, 2]
@@ -360,15 +360,15 @@ class _Check(NamedTuple):
 def _difference(
     mine: dict[tuple[int, _Path], Tensor], theirs: dict[tuple[int, _Path], Tensor]
 ) -> float:
-    reference = torch.stack([theirs[place] for place in mine])
+    reference = torch.stack([theirs[key] for key in mine])
     return distance(torch.stack([*mine.values()]), reference)
 
 
 class Plain:
-    """Plain decoding of prompts, forced along given paths.
+    """Standard decoding of prompts, forced along given paths.
 
-    It runs a view of the model, so that nothing of the model differs afterwards, and goes
-    transformers' own way: what a class does in a `generate` of its own, it has done for the call.
+    It runs a view of the model, so that the model does not change, by the `generate` of
+    transformers: if the model's class has its own, that has already run for the call.
     """
 
     def __init__(
@@ -413,7 +413,7 @@ class Plain:
         max_new_tokens: int,
         use: Callable[[Target], None],
     ) -> None:
-        """Use a target after the prompts, prefilled, by a method of verification."""
+        """Prefill a target by a verification method, and call a function with it."""
 
         def run(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
             for unwanted in ("logits_processor", "stopping_criteria"):
@@ -432,33 +432,33 @@ class Plain:
         self.generate(custom_generate=run)
 
     def logits_at(
-        self, places: Collection[tuple[int, _Path]], together: bool
+        self, wanted: Collection[tuple[int, _Path]], together: bool
     ) -> dict[tuple[int, _Path], Tensor]:
         """Return the logits after paths of rows, each float64 [vocab_size].
 
         Args:
-            places: row and path.
+            wanted: rows and paths.
             together: whether to run all in one batch, instead of one at a time.
         """
         ends = [
             (row, path)
-            for row, path in places
-            if not any(row == other and _begins(path, longer) for other, longer in places)
+            for row, path in wanted
+            if not any(row == other and _begins(path, longer) for other, longer in wanted)
         ]
         found = {}
         for batch in [ends] if together else [[end] for end in ends]:
             length = max(len(path) for _, path in batch)
-            wanted = [[*path, *path[:1] * (1 + length - len(path))] for _, path in batch]
+            tokens = [[*path, *path[:1] * (1 + length - len(path))] for _, path in batch]
             output = self.generate(
                 [row for row, _ in batch],
                 length + 1,
-                logits_processor=[partial(forced, torch.tensor(wanted), self._input_ids.shape[1])],
+                logits_processor=[partial(forced, torch.tensor(tokens), self._input_ids.shape[1])],
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-            for place, (row, path) in enumerate(batch):
+            for index, (row, path) in enumerate(batch):
                 for num in range(1, len(path) + 1):
-                    found[row, path[:num]] = output.logits[num][place].double()
+                    found[row, path[:num]] = output.logits[num][index].double()
         return found
 
 
@@ -470,7 +470,7 @@ def forced(token_ids: Tensor, num_before: int, input_ids: Tensor, scores: Tensor
     """Return scores that force tokens on every row.
 
     Args:
-        token_ids: int64 [num_rows, num_tokens], of which one is due.
+        token_ids: int64 [num_rows, num_tokens]; each step forces one column.
         num_before: tokens of each row before these.
     """
     due = token_ids[:, input_ids.shape[1] - num_before, None]

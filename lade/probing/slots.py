@@ -1,7 +1,7 @@
-"""Functions under the names by which code finds them, and which of them somebody has exchanged.
+"""Functions under the names by which code finds them, and which of them were replaced.
 
-lade runs kernels, masks and caches of its own in the place of functions of torch and transformers.
-That is right only as long as these functions are what they were.
+lade runs its own kernels, masks and caches in place of functions of torch and transformers. That is
+right only as long as nobody replaces these functions.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +19,7 @@ _MISSING = object()
 
 
 class Slot(NamedTuple):
-    """A name in a module or class, and the function that stands there."""
+    """A name in a module or class, and the function under it."""
 
     holder: Any  # a module or a class
     name: str
@@ -27,7 +27,7 @@ class Slot(NamedTuple):
 
     @property
     def path(self) -> str:
-        """How code calls it."""
+        """The full name of the function."""
         parts = [self.name]
         if isinstance(self.holder, type):
             parts = [self.holder.__module__, self.holder.__qualname__, self.name]
@@ -37,11 +37,11 @@ class Slot(NamedTuple):
 
 
 class Slots:
-    """The functions in some modules and classes, as they were when this was made.
+    """A snapshot of the functions in some modules and classes.
 
     Args:
         holders: modules and classes.
-        is_looked_at: whether a value is looked at; by default all that are callable.
+        is_looked_at: returns whether to include a value; by default, all callables are included.
     """
 
     def __init__(
@@ -54,17 +54,17 @@ class Slots:
                 name for name, each in [*held.items()] if (is_looked_at or _is_function)(each)
             )
             if names:
-                # The last name once more, so that one name alone makes a tuple, too.
+                # The last name comes twice, so that a single name gives a tuple, too.
                 self._held.append((holder, itemgetter(*names, names[-1]), names))
         self._classes = [holder for holder, _, _ in self._held if isinstance(holder, type)]
         self._before = self._now()
 
     def are_same(self) -> bool:
-        """Return whether each name stands for what it stood for, and no class has more of them."""
+        """Return whether each name still has the same function, and no class has more names."""
         return self._before == self._now()
 
     def __iter__(self) -> Iterator[Slot]:
-        """Iterate over what stands there now; classes may have got new names."""
+        """Iterate over the functions there now, new names of classes included."""
         for holder, _, names in self._held:
             held = vars(holder)
             more = [name for name in held if name not in names] if isinstance(holder, type) else ()
@@ -77,7 +77,7 @@ class Slots:
         """Return all functions, and how many names each class has."""
         try:
             functions = [get(vars(holder)) for holder, get, _ in self._held]
-        except KeyError:  # one is gone
+        except KeyError:  # a name was deleted
             return []
         return [functions, [len(vars(each)) for each in self._classes]]
 
@@ -93,10 +93,10 @@ def _classes_in(module: ModuleType) -> Iterator[type]:
 
 
 class Replaced:
-    """The functions of torch and transformers in whose place lade may run something else.
+    """The functions of torch and transformers that lade may replace, and who replaced them.
 
     Args:
-        is_users: whether a function is the user's: one that was exchanged before this was made.
+        is_users: returns whether a function is user code, and so replaced one before this was made.
     """
 
     def __init__(self, is_users: Callable[[Any], bool]) -> None:
@@ -121,7 +121,7 @@ class Replaced:
         yield from self._others
 
     def exchanged(self) -> tuple[Slot, ...]:
-        """Return those that are no more what they were."""
+        """Return the functions that were replaced."""
         slots: tuple[Slot, ...] = ()
         if not (self._of_torch.are_same() and self._others.are_same() and self._is_usual):
             slots = tuple(
@@ -129,7 +129,7 @@ class Replaced:
                 for slot in self._all()
                 if self._usual.get((id(slot.holder), slot.name)) is not slot.function
             )
-        # Files of transformers' models add layers of their own.
+        # Models of transformers may add their own cache layers.
         for kind, layer in _layer_types().items():
             if self._layers.get(kind, layer) is not layer or self._is_users(layer):
                 slots += (Slot(cache_utils, kind, layer),)

@@ -1,9 +1,9 @@
-"""What a model is, as far as looking tells: `ModelState`, looked at once a call.
+"""`ModelState`: a snapshot of a model that shows whether the model has changed, once per call.
 
-A verdict holds for the model that was checked. What is looked at follows from what lade replaces: a
-forward by lade stands in for all modules with their parameters, for each attribute that a watched
-forward has read, for the config, and for the functions of torch and transformers that forwards
-call. Where one of these differs, the model is another one, which is read and checked anew.
+A verdict holds for the model that was checked. A compiled forward replaces all modules with their
+parameters, each attribute that a watched forward has read, the config, and the functions of torch
+and transformers that forwards call. So the snapshot includes all of these. If one differs, the
+model is read and checked again.
 """
 
 import copy
@@ -28,30 +28,30 @@ from lade.compat import (
     compiled_part_of,
     device_of_inputs,
     experts_of,
-    is_own_hook,
+    is_hf_hook,
 )
-from lade.probing.own_code import around_now, functions_of
+from lade.probing.user_code import around_now, functions_of
 from lade.view import BEFORE, apart
 
 _of_children, _of_parameters = attrgetter("_modules"), attrgetter("_parameters")
 _of_buffers, _of_mode = attrgetter("_buffers"), attrgetter("training")
 _of_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks")
-# Attributes that say nothing of forwards, or are looked at by themselves.
+# Attributes that do not affect forwards, or are compared separately.
 _UNRELATED = (vars(nn.Module()).keys() | {BEFORE, "__dict__", "__class__"}) - {"training"}
 _UNRELATED_OF_MODEL = {"generate", "_lade_profiles", "_compiled_call"}
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
-_CHANGING = (Tensor, np.ndarray, dict, list, set, tuple)  # or may hold what changes in place
+_CHANGING = (Tensor, np.ndarray, dict, list, set, tuple)  # that change in place, or may hold such
 _FEW_TOKENS = 64  # in a vocabulary
-_MOST_COMPARED = 2**12  # numbers of a tensor; of a larger one, whether it was written to
+_MOST_COMPARED = 2**12  # numbers of a tensor; a larger one is compared by its count of writes
 
 
 class ModelState:
-    """A model as it was when this was made.
+    """A snapshot of a model.
 
     Attributes:
-        functions: the methods of its classes, and functions of their files.
-        settings: what its forwards read; None until one was watched.
+        functions: the methods of the model's classes, and the functions of their files.
+        settings: the attributes that forwards read; None until a forward was watched.
     """
 
     def __init__(self, model: Model) -> None:
@@ -64,7 +64,7 @@ class ModelState:
         self.settings: ReadAttributes | None = None
 
     def holds(self, model: Model) -> bool:
-        """Return whether the model still is what it was; half a millisecond for 30 layers."""
+        """Return whether the model is unchanged; takes half a millisecond for 30 layers."""
         modules, settings = self._modules.now(), self.settings
         return (
             self._modules.are_same(modules)
@@ -77,10 +77,10 @@ class ModelState:
 
     @torch.no_grad()
     def watch(self, model: Model) -> Model:
-        """Look at what two forwards of the model read; return the view of it that they ran in.
+        """Record the attributes that two forwards read; return the view that they ran in.
 
         Raises:
-            Exception: of the model; then all numbers are taken for read.
+            Exception: of the model; then all numbers count as read.
         """
         view = apart(model)
         view.generation_config = GenerationConfig()  # none of the model's own options
@@ -95,11 +95,11 @@ class ModelState:
         return view
 
     def settings_hold(self) -> bool:
-        """Return whether what forwards read of modules is what it was; unknown is no."""
+        """Return whether the attributes that forwards read are known and unchanged."""
         return self.settings is not None and self.settings.are_same()
 
     def _is_nearly_same(self, model: Model) -> bool:
-        """Return whether nothing has come or gone, where nobody knows what forwards read."""
+        """Return whether no attribute was added or removed, before forwards were watched."""
         return self._modules.have_as_many() and self._compiled == compiled_part_of(model)
 
 
@@ -111,24 +111,24 @@ class _Modules:
         self._refs = [*map(ref, modules)]
         numbers = {id(module): number for number, module in enumerate(modules)}
         children = [child for module in modules for child in module._modules.values()]
-        self._places = [numbers.get(id(child), -1) for child in children]  # -1: none
+        self._children = [numbers.get(id(child), -1) for child in children]  # -1: none
         self._kinds, self._sizes = _kinds_of(modules), self._num_attributes(modules)
 
     def now(self) -> list[Any]:
-        """Return all that are left, None for others."""
+        """Return the modules, None for freed ones."""
         return [reference() for reference in self._refs]
 
     def are_same(self, modules: list[Any]) -> bool:
-        """Return whether modules are those of before, with the same children."""
+        """Return whether the modules, their children and their kinds are unchanged."""
         if None in modules:
             return False
         children = [*chain.from_iterable([each.values() for each in map(_of_children, modules)])]
-        before = map([*modules, None].__getitem__, self._places)
-        is_same = len(children) == len(self._places) and all(map(is_, children, before))
+        before = map([*modules, None].__getitem__, self._children)
+        is_same = len(children) == len(self._children) and all(map(is_, children, before))
         return is_same and self._kinds == _kinds_of(modules)
 
     def have_as_many(self) -> bool:
-        """Return whether they have as many attributes as before."""
+        """Return whether the modules have as many attributes as before."""
         return self._sizes == self._num_attributes(self.now())
 
     def _num_attributes(self, modules: list[Any]) -> list[Any]:
@@ -137,14 +137,14 @@ class _Modules:
 
 
 def _kinds_of(modules: list[Any]) -> list[Any]:
-    """Return classes and modes, and which kind of tensor, if any, each slot has."""
+    """Return the classes and modes of modules, and the class of each parameter and buffer."""
     slots = chain(map(_of_parameters, modules), map(_of_buffers, modules))
     tensors = chain.from_iterable([each.values() for each in slots])
     return [[*map(type, modules)], [*map(_of_mode, modules)], [*map(type, tensors)]]
 
 
 class _Values:
-    """Attributes of objects: numbers by value, tensors and arrays by what they hold, else which.
+    """Attributes: numbers compared by value, tensors by content, other objects by identity.
 
     Args:
         owners: objects, held weakly, each with the names of its attributes.
@@ -161,15 +161,15 @@ class _Values:
             inside = [name for name in inside if name not in plain]
             others = [name for name in names if name not in {*plain, *inside}]
             for kind, found in ((self._plain, plain), (self._others, others)):
-                if found:  # the last once more, so that one alone makes a tuple, too
+                if found:  # the last name comes twice, so that a single one gives a tuple, too
                     kind.append((reference, itemgetter(*found, found[-1])))
             self._inside += [(reference, name) for name in inside]
         self._before = copy.deepcopy(_got(self._plain)), _got(self._others), self._seen()
 
     def are_same(self) -> bool:
-        """Return whether they are what they were; what cannot be looked at is not."""
+        """Return whether all are unchanged; False if one cannot be compared."""
         plain, others, seen = self._before
-        with Attempt():  # one may be gone, or be something that cannot be compared
+        with Attempt():  # an attribute may be gone, or fail in comparisons
             now = [*chain.from_iterable(_got(self._others))]
             return bool(
                 plain == _got(self._plain)
@@ -187,15 +187,15 @@ def _got(getters: list[tuple[Any, Any]]) -> list[Any]:
 
 
 class ReadAttributes:
-    """What forwards of a model read of its modules' attributes, buffers included.
+    """The attributes and buffers of modules that forwards read.
 
     Args:
         model: the model.
-        view: a view of it, all of whose modules are its own, as `apart` makes it.
-        reads: of `watched`, whose forwards ran in the view; None takes all numbers for read.
+        view: a view of the model from `apart`, which shares no module with it.
+        reads: from `watched`, with forwards of the view; None counts all numbers as read.
 
     Attributes:
-        sees_ahead: whether some attention lets tokens see those behind them where it gets no mask.
+        sees_ahead: whether some attention lets tokens see later ones if it gets no mask.
     """
 
     def __init__(self, model: Model, view: Model, reads: "Reads | None") -> None:
@@ -219,7 +219,7 @@ class ReadAttributes:
         self._values, self._seen = _Values(values), self._buffers_now()
 
     def are_same(self) -> bool:
-        """Return whether all are what they were."""
+        """Return whether all are unchanged."""
         return (
             self._values.are_same()
             and all(names.isdisjoint(vars(module())) for module, names in self._missing)
@@ -231,7 +231,7 @@ class ReadAttributes:
 
 
 class Reads:
-    """The names of the attributes that forwards have read and written, by module."""
+    """The names of attributes that forwards have read and written, by module."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -239,19 +239,19 @@ class Reads:
         self._written: dict[int, set[str]] = {}
 
     def note(self, module: nn.Module, name: str, *, is_written: bool) -> None:
-        """Note a name."""
+        """Record a name."""
         if self.is_on:
             names = self._written if is_written else self._read
             names.setdefault(id(module), set()).add(name)
 
     def of(self, module: nn.Module) -> set[str]:
-        """Return what was read, but what forwards also write: that may differ any time."""
+        """Return the names that forwards read and do not write: written ones always change."""
         return self._read.get(id(module), set()) - self._written.get(id(module), set())
 
 
 @contextmanager
 def watched(view: Model) -> Iterator[Reads]:
-    """Note what the forwards of a view read meanwhile; all of its modules are its own."""
+    """Record the attributes that forwards of a view read; it must share no module."""
     reads, modules = Reads(), [*view.modules()]
     before, classes = [*map(type, modules)], dict[type, type]()
     buffers = [{**module._buffers} for module in modules]
@@ -269,13 +269,13 @@ def watched(view: Model) -> Iterator[Reads]:
         reads.is_on = True
         for module, kind, held in zip(modules, before, buffers, strict=True):
             module.__class__ = kind
-            for name in {*held, *module._buffers}:  # some are put there, and not assigned
+            for name in {*held, *module._buffers}:  # some are stored without `__setattr__`
                 if held.get(name) is not module._buffers.get(name):
                     reads.note(module, name, is_written=True)
 
 
 def _noting(kind: Any, reads: Reads) -> type:
-    """Return a class that does what another does, and notes what is read of its objects."""
+    """Return a subclass that records the attributes read and written of its objects."""
 
     def read(self: Any, name: str) -> Any:
         reads.note(self, name, is_written=False)
@@ -291,7 +291,7 @@ def _noting(kind: Any, reads: Reads) -> type:
 
 
 def _configs_of(model: Model) -> list[Any]:
-    """Return the configs that modules refer to, and those that are part of one."""
+    """Return the configs that modules refer to, nested ones included."""
     found: dict[int, Any] = {}
     left = [model.config, model.config.get_text_config(decoder=True)]
     left += [vars(module).get("config") for module in model.modules()]
@@ -304,7 +304,7 @@ def _configs_of(model: Model) -> list[Any]:
 
 
 def _around(model: Model) -> tuple[Any, ...]:
-    """Return what surrounds the forwards of a model: where they run, and by which functions."""
+    """Return the surroundings of a model's forwards: device, dtypes, attention, replacements."""
     kind, attention = device_of_inputs(model).type, attention_of(model)
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     functions, hooks = around_now()
@@ -320,25 +320,25 @@ def _around(model: Model) -> tuple[Any, ...]:
 
 
 def _hooks_in(modules: list[Any]) -> list[tuple[int, Any]]:
-    """Return the code of all hooks but transformers' own, each with the number of its module."""
+    """Return the code of all hooks that transformers did not add, with their modules' numbers."""
     return [
         (number, _code_of(hook))
         for number, (hooks, pre_hooks) in enumerate(map(_of_hooks, modules))
         if hooks or pre_hooks
         for hook in (*hooks.values(), *pre_hooks.values())
-        if not is_own_hook(hook)
+        if not is_hf_hook(hook)
     ]
 
 
 def _code_of(hook: Any) -> Any:
-    """Return what identifies a hook: its code, since PEFT makes new ones for every call."""
+    """Return what identifies a hook: its code, since PEFT makes new hooks for every call."""
     hook = getattr(hook, "func", hook)  # of a partial
     hook = getattr(hook, "__func__", hook)  # of a bound method
     return getattr(hook, "__code__", None) or type(hook)
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number or text, or made of such, as PEFT tells what is active."""
+    """Return whether a value consists of numbers and text, such as PEFT's active adapters."""
     if type(value) is dict:
         value = [*value, *value.values()]
     if type(value) in (list, tuple, set):
@@ -347,7 +347,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _seen(value: Any, depth: int = 4) -> Any:
-    """Return what tells whether a tensor or an array, or what may hold some, was changed."""
+    """Return a value that differs once a tensor, an array or a container of them has changed."""
     if isinstance(value, Tensor):
         version = -1 if value.is_inference() else value._version
         is_small = type(value) in _TENSORS and value.numel() <= _MOST_COMPARED and value.is_cpu
@@ -367,7 +367,7 @@ def _seen(value: Any, depth: int = 4) -> Any:
 
 
 class _Same:
-    """Equal to what stands for the same object, which is not held."""
+    """A weak reference that is equal to others of the same living object."""
 
     def __init__(self, value: Any) -> None:
         try:

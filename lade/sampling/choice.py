@@ -13,7 +13,7 @@ from lade.sampling.processors import Processors
 from lade.transfer import HostCopy, Launched
 from lade.tree import Tree, starts
 
-Place = tuple[int, int]  # row, and node of that row's tree
+RowNode = tuple[int, int]  # row, and node of that row's tree
 # Called for each chosen token of a single row: raw and processed scores, float32 [vocab_size] each.
 OnChoice = Callable[[Tensor, Tensor], None]
 
@@ -23,7 +23,7 @@ class Choice(ABC):
 
     Attributes:
         max_lead: maximum number of tokens a row may be ahead of another; None for no limit.
-        ranked: the likeliest tokens of the nodes looked at last, if they were ranked to choose.
+        ranked: the likeliest tokens of the last step's nodes, if choosing has ranked them.
     """
 
     max_lead: int | None = None
@@ -44,14 +44,14 @@ class Choice(ABC):
         """Wait until the device has computed what `tokens_at` needs."""
 
     @abstractmethod
-    def tokens_at(self, places: Sequence[Place]) -> list[int]:
-        """Return the next token of each place's row, whose last committed token is the node's.
+    def tokens_at(self, nodes: Sequence[RowNode]) -> list[int]:
+        """Return the next token after each node, whose token is the last one of its row.
 
         Called once per emitted token, in order of emission within a row.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Leave all state as `generate` would; called once, also after an error."""
+        """Leave the random state as `generate` would; called once, also after an error."""
 
 
 class ScoredChoice(Choice):
@@ -81,13 +81,13 @@ class ScoredChoice(Choice):
         self._launched = Launched(logits)
 
     def wait(self) -> None:
-        """Wait for the logits; else the time of the forward would be counted elsewhere."""
+        """Wait for the logits, so that `Laps` counts their time as that of the forward."""
         self._launched.wait()
 
-    def _scores_at(self, places: Sequence[Place]) -> Tensor:
-        """Return processed scores, float32 [len(places), vocab_size]."""
-        rows = [row for row, _ in places]
-        raw = torch.stack([self._logits[0, self._starts[row] + node] for row, node in places])
+    def _scores_at(self, nodes: Sequence[RowNode]) -> Tensor:
+        """Return processed scores, float32 [len(nodes), vocab_size]."""
+        rows = [row for row, _ in nodes]
+        raw = torch.stack([self._logits[0, self._starts[row] + node] for row, node in nodes])
         raw = raw.to(self._device, torch.float32)
         scores = self._processors(self._text, rows, raw)  # may write in place, as in `generate`
         if self._on_choice is not None:
@@ -111,7 +111,7 @@ def tokens_of(token_ids: Tensor, is_valid: Tensor) -> list[int]:
         is_valid: bool [n], whether their scores were valid.
 
     Raises:
-        RuntimeError: that of `torch.multinomial`, for invalid scores.
+        RuntimeError: scores are invalid, as `torch.multinomial` raises it.
     """
     on_host, are_valid = HostCopy(token_ids, is_valid).get()
     if not are_valid.all():
@@ -123,6 +123,6 @@ def tokens_of(token_ids: Tensor, is_valid: Tensor) -> list[int]:
 def raise_invalid() -> NoReturn:
     """Raise the error of `torch.multinomial` for scores that are no distribution.
 
-    On CUDA it would fail an assertion instead, after which the process can run nothing there.
+    On CUDA, `torch.multinomial` would fail an assertion, after which the device is unusable.
     """
     raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")

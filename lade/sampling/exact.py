@@ -10,7 +10,7 @@ from lade.captures import apart_from_captures, put_back, random_states
 from lade.sampling.choice import (
     Choice,
     OnChoice,
-    Place,
+    RowNode,
     ScoredChoice,
     is_distribution,
     raise_invalid,
@@ -21,11 +21,12 @@ from lade.sampling.processors import Processors
 from lade.transfer import HostCopy, integers_on
 from lade.tree import Tree, starts
 
-# Noise of positions that only some rows have reached is kept for the others; no row may run further
-# ahead than fits in this memory. 64 MiB hold 42 positions of 8 rows of 49 152 tokens.
+# The noise of positions that only some rows have reached is kept for the other rows, and this
+# memory limits how far a row may run ahead. 64 MiB hold 42 positions of 8 rows of 49 152 tokens.
 _MAX_NOISE_BYTES = 64 * 2**20
 _MIN_LEAD = 8
-# Sorting 32 rows of 128 000 scores takes 1 to 3 ms of an A100 by arithmetic, a wait some 50 us.
+# Nodes whose scores are sorted at once. By arithmetic, sorting 32 rows of 128 000 scores takes 1 to
+# 3 ms on an A100, a wait some 50 us.
 _MAX_SORTED = 16
 
 
@@ -34,17 +35,17 @@ class NoiseRace:
 
     `torch.multinomial(probs, 1)` is an exponential race: it draws one exponential variate for each
     token of each row and returns the argmax of probs / variates. `generate` calls it once for each
-    new column of the batch. Drawing the same variates for the same column, in the same order, makes
-    the token at a node a function of its scores: however many columns a step emits, each takes its
-    own draw, and drafts decide only how many columns those are.
+    new column of the batch. This class draws the same variates for the same column, in the same
+    order, so the token at a node depends only on its scores. Drafts decide only how many columns,
+    and so how many draws, a step takes.
 
     Args:
         num_rows: rows of the whole batch; as in `generate`, finished rows are drawn for, too.
         vocab_size: approximate size, used only to limit memory.
         device: device of the scores; its default generator is drawn from.
-        ahead: whether tokens are also picked at nodes that may not be emitted. Then variates come
-            from a private generator, and on closing the default one draws as many as were used: it
-            is shared, and resetting it would undo the draws of other threads, too.
+        ahead: whether tokens are also picked at nodes that may not be emitted. Variates then come
+            from a private generator, and on closing, the default one draws as many as were used. It
+            is shared: resetting it would also undo the draws of other threads.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, ahead: bool) -> None:
@@ -67,13 +68,13 @@ class NoiseRace:
 
         Args:
             probs: float32 [n, vocab_size].
-            rows: row of the batch of each, [n].
-            times: number of tokens its row has emitted before it, [n].
+            rows: [n], the row in the batch.
+            times: [n], number of tokens that this row has emitted before.
         """
         return (probs / self._noise_of(rows, times, probs.shape[-1])).argmax(dim=-1)
 
     def begin_step(self, first_time: int) -> None:
-        """Forget the noise of times before `first_time`, at which no token is picked any more."""
+        """Forget the noise of times before `first_time`: no more tokens are picked there."""
         for times in (self._noise, self._states):
             for time in [time for time in times if time < first_time]:
                 del times[time]
@@ -81,7 +82,7 @@ class NoiseRace:
     def close(self, num_times: int) -> None:
         """Leave the default generator where `generate` would after `num_times` columns.
 
-        Without `ahead`, it has drawn more than that only if the call broke off in the middle.
+        Without `ahead`, it has drawn more than that only if the call was interrupted.
         """
         if self._ahead:
             for _ in range(min(num_times, self._num_drawn)):
@@ -91,17 +92,16 @@ class NoiseRace:
         self._noise, self._states = {}, {}
 
     def _noise_of(self, rows: Sequence[int], times: Sequence[int], vocab_size: int) -> Tensor:
-        """Return the noise of places, [n, vocab_size]."""
+        """Return the noise of (row, time) pairs, [n, vocab_size]."""
         several = sorted({*times})
         if len(several) == 1 and list(rows) == list(range(self._num_rows)):
             return self._noise_at(several[0], vocab_size)
         if self._device.type == "cpu":
-            places = zip(rows, times, strict=True)
-            return torch.stack([self._noise_at(time, vocab_size)[row] for row, time in places])
-        # On other devices each row would be an operation of its own: at 64 nodes, as slow as
-        # drafting.
+            pairs = zip(rows, times, strict=True)
+            return torch.stack([self._noise_at(time, vocab_size)[row] for row, time in pairs])
+        # On other devices, one operation per row would be as slow as drafting, at 64 nodes.
         of_times = [self._noise_at(time, vocab_size) for time in several]
-        first = {time: place * self._num_rows for place, time in enumerate(several)}
+        first = {time: index * self._num_rows for index, time in enumerate(several)}
         index = [first[time] + row for row, time in zip(rows, times, strict=True)]
         return torch.cat(of_times)[integers_on(self._device, index)]
 
@@ -118,7 +118,7 @@ class NoiseRace:
         """Draw the noise of one column, [num_rows, vocab_size]; None is the default generator."""
         shape = (self._num_rows, self._vocab_size)
         noise = torch.empty(shape, dtype=torch.float32, device=self._device)
-        if generator is not None:  # our own, which no capture knows
+        if generator is not None:  # private, so it spoils no capture
             return noise.exponential_(generator=generator)
         with apart_from_captures(self._device):
             return noise.exponential_()
@@ -149,10 +149,10 @@ class ProcessedChoice(ScoredChoice):
         if self._race is not None:
             self._race.begin_step(min(self._text.num_emitted(row) for row in trees))
 
-    def tokens_at(self, places: Sequence[Place]) -> list[int]:
-        """Process the scores and pick a token at each place."""
-        scores = self._scores_at(places)
-        rows = [row for row, _ in places]
+    def tokens_at(self, nodes: Sequence[RowNode]) -> list[int]:
+        """Process the scores and pick a token at each node."""
+        scores = self._scores_at(nodes)
+        rows = [row for row, _ in nodes]
         times = [self._text.num_emitted(row) for row in rows]
         return tokens_of(*self._picked(scores, rows, times))
 
@@ -166,7 +166,7 @@ class ProcessedChoice(ScoredChoice):
     ) -> tuple[Tensor, Tensor]:
         """Return tokens, int64 [n], and whether their scores were valid, bool [n].
 
-        Of greedy decoding they always are, as in `generate`.
+        In greedy decoding, they always are, as in `generate`.
         """
         if self._race is None:
             token_ids = scores.argmax(dim=-1)
@@ -178,10 +178,10 @@ class ProcessedChoice(ScoredChoice):
 class ChoiceAtOnce(ProcessedChoice):
     """The same choice, with all nodes of a step processed and picked in one batch.
 
-    For processors that need no prefix, on a device that must be waited for at every result read. A
-    CPU has no such wait, and work at nodes never reached is lost: there, top-p at 16 nodes with
-    49 152 tokens took 25 ms and at one node 3 ms, in a step of 60 ms. Where processors sort, that
-    is so on any device from some number of nodes on, and a step of more waits for each token.
+    For processors that need no prefix, on a device where every read result is a wait. A CPU has no
+    such wait, and work at nodes that are never reached is lost: there, top-p at 16 nodes with
+    49 152 tokens took 25 ms and at one node 3 ms, in a step of 60 ms. If processors sort, batches
+    of more than `_MAX_SORTED` nodes lose on any device; such a step waits for each token.
     """
 
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
@@ -208,18 +208,18 @@ class ChoiceAtOnce(ProcessedChoice):
             return
         self._token_ids, self._is_valid = (part.tolist() for part in self._sent.get())
 
-    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+    def tokens_at(self, nodes: Sequence[RowNode]) -> list[int]:
         """Return the picked tokens."""
         if not self._is_at_once:
-            return super().tokens_at(places)
+            return super().tokens_at(nodes)
         token_ids = []
-        for row, node in places:
-            place = self._starts[row] + node
-            if not self._is_valid[place]:
+        for row, node in nodes:
+            index = self._starts[row] + node
+            if not self._is_valid[index]:
                 raise_invalid()
             if self._on_choice is not None:
-                self._on_choice(self._raw[place], self._scores[place])
-            token_ids.append(self._token_ids[place])
+                self._on_choice(self._raw[index], self._scores[index])
+            token_ids.append(self._token_ids[index])
         return token_ids
 
 
@@ -241,10 +241,10 @@ def exact_choice(
         do_sample: whether tokens are sampled.
         vocab_size: approximate size, used only to limit memory.
         device: device of the scores.
-        on_choice: called with what every emitted token was chosen from.
-        num_ranked: number of likeliest tokens to rank for others, where that is free.
-        ahead: whether to choose at all nodes of a step at once, for devices that must be waited for
-            at every result read.
+        on_choice: called with the raw and processed scores of every emitted token.
+        num_ranked: number of likeliest tokens to rank for drafters, if that is free.
+        ahead: whether to choose at all nodes of a step at once, for devices where every read result
+            is a wait.
     """
     if not do_sample and not processors and on_choice is None:
         return GreedyChoice(num_ranked)

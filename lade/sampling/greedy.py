@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lade.drafting.successors import first_of_highest, rank
-from lade.sampling.choice import Choice, Place
+from lade.sampling.choice import Choice, RowNode
 from lade.transfer import HostCopy
 from lade.tree import Tree, starts
 
@@ -15,8 +15,8 @@ class GreedyChoice(Choice):
     """The likeliest token, the first of equals, as in `generate(do_sample=False)`.
 
     Args:
-        num_ranked: number of likeliest tokens to rank for use by others. Only on a CPU, where
-            sharing one ranking saves time; elsewhere it would delay the choice.
+        num_ranked: number of likeliest tokens to rank for drafters. Only used on a CPU, where one
+            shared ranking saves time; elsewhere it would delay the choice.
     """
 
     def __init__(self, num_ranked: int = 0) -> None:
@@ -43,9 +43,6 @@ class GreedyChoice(Choice):
         (token_ids,) = self._sent.get()
         self._token_ids: list[int] = token_ids.tolist()
 
-    def tokens_at(self, places: Sequence[Place]) -> list[int]:
-        """Return the likeliest token at each place."""
-        found = []
-        for row, node in places:
-            found.append(self._token_ids[self._starts[row] + node])
-        return found
+    def tokens_at(self, nodes: Sequence[RowNode]) -> list[int]:
+        """Return the likeliest token at each node."""
+        return [self._token_ids[self._starts[row] + node] for row, node in nodes]

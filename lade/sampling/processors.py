@@ -27,7 +27,7 @@ _PREFIX_INDEPENDENT = (
     hf.InfNanRemoveLogitsProcessor,
     hf.LogitNormalization,
 )
-# These sort all scores of a row, which takes a device far longer than all else that they do.
+# These sort all scores of a row, which takes a device far longer than their other work.
 _SORTING = (hf.TopPLogitsWarper, hf.TypicalLogitsWarper)
 # These may also look at the row's own prefix; they keep no state between calls.
 _ROW_BY_ROW = (
@@ -47,7 +47,7 @@ _ROW_BY_ROW = (
 
 
 class CheckedProcessors(LogitsProcessorList):  # type: ignore[misc]
-    """Processors, each of which has to return scores."""
+    """Processors; each must return scores."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         """Process scores, float32 [n, vocab_size].
@@ -68,8 +68,8 @@ class Processors:
     """The logits processors of one call.
 
     Attributes:
-        takes_rows: whether all of them are known to work row by row. Any other may keep state,
-            count its calls or draw random numbers, and must see what it would see in `generate`.
+        takes_rows: whether all of them are known to work row by row. An unknown processor may keep
+            state, count its calls or draw random numbers, and must be called as in `generate`.
         need_prefix: whether any processor may look at more than the scores.
         sort: whether any processor sorts the scores of a row.
         of_row: the processors of each row.
@@ -119,7 +119,7 @@ class Processors:
 
 
 def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
-    """Return a processor for one row of a batch alone."""
+    """Return a processor for a single row of a batch."""
     if type(processor) is not hf.RepetitionPenaltyLogitsProcessor:
         return processor
     mine: Any = copy.copy(processor)
@@ -128,26 +128,26 @@ def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     return mine  # type: ignore[no-any-return]
 
 
-# These have the same result whenever they see the same prefix, and nobody notices a call.
+# These give the same result for the same prefix, without side effects.
 _REPEATABLE = tuple(kind for kind in _ROW_BY_ROW if kind is not hf.WatermarkLogitsProcessor)
 
 
 class HypotheticalProcessors:
-    """Copies of those of a call's logits processors that may run after tokens never emitted.
+    """Copies of a call's logits processors that may run after tokens that are never emitted.
 
-    The others keep state, draw random numbers or are the user's own, and are left out.
+    Processors that keep state, draw random numbers or are user code are left out.
 
     Args:
-        processors: of the call.
-        num_rows: of the call.
+        processors: all processors of the call.
+        num_rows: rows of the call.
 
     Attributes:
-        need_prefix: whether any of them may look at more than the scores.
+        need_prefix: whether any copy may look at more than the scores.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor], num_rows: int) -> None:
-        kept = [_fresh(each) for each in processors if type(each) in _REPEATABLE]
-        self._processors = Processors(kept, num_rows)
+        copies = [_fresh(each) for each in processors if type(each) in _REPEATABLE]
+        self._processors = Processors(copies, num_rows)
         self.need_prefix = self._processors.need_prefix
 
     def __bool__(self) -> bool:
@@ -158,7 +158,7 @@ class HypotheticalProcessors:
 
         Args:
             row: index in the batch.
-            prefixes: the tokens before each place [n]; not looked at unless `need_prefix`.
+            prefixes: [n], the tokens before each score; ignored unless `need_prefix`.
             scores: float32 [n, vocab_size]; may be changed in place.
         """
         if not self.need_prefix:

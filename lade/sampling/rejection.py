@@ -1,13 +1,13 @@
 """Rejection sampling of drafts: emitted tokens have the target's distribution.
 
-Exact acceptance, `lade.decoder`, compares a draft with what the target would emit anyway, seed for
-seed. Here a draft token is accepted with a probability such that emitted tokens have the target's
-distribution, although they differ from those that plain sampling would give. In exchange, a draft
-drawn from nearly the target's distribution is accepted nearly always.
+Exact acceptance, `lade.decoder`, compares a draft with the tokens that the target would emit
+anyway, seed for seed. Rejection sampling accepts a draft token with a probability that preserves
+the target's distribution, although the tokens differ from standard sampling. In exchange, a draft
+drawn from nearly the target's distribution is nearly always accepted.
 
 Terms: `target_probs` and `draft_probs` are p and q in most papers (some swap them). A node's draft
-probabilities are those that its token was *drawn* with, given its parent and the siblings before
-it; a token that was chosen rather than drawn counts as drawn with certainty.
+probability is the one that its token was *drawn* with, given its parent and the siblings before it;
+a token that was chosen rather than drawn counts as drawn with certainty.
 
 Sources: one draft token per position, Leviathan et al., "Fast Inference from Transformers via
 Speculative Decoding" (arXiv 2211.17192), and Chen et al., "Accelerating Large Language Model
@@ -61,12 +61,11 @@ def try_children(
         support_token_ids: int64 [rows, num_children, support_size], the tokens that the last
             dimension of `draft_probs` refers to, all others having probability 0. Entries of
             probability 0 are padding, the others are distinct.
-        num_children: int64 [rows], number of real children of each row; the values of others do
-            not matter.
-        counts: the same on the host, so that no device is waited for.
-        generators: one per row, each of which gives one uniform number, plus one for each child.
-            A row draws only from its own, so it has the same result alone as in a batch. None is
-            the default generator of the device for all.
+        num_children: int64 [rows], number of real children of each row; padding values do not
+            matter.
+        counts: the same numbers on the host, to avoid waiting for the device.
+        generators: one per row; each gives one uniform number, plus one for each child. A row has
+            the same result alone as in a batch. None for the device's default generator.
     """
     rows, width = child_token_ids.shape
     is_child = torch.arange(width, device=child_token_ids.device) < num_children[:, None]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lade.batch import Text
-from lade.sampling.choice import OnChoice, Place, ScoredChoice, is_distribution, tokens_of
+from lade.sampling.choice import OnChoice, RowNode, ScoredChoice, is_distribution, tokens_of
 from lade.sampling.processors import Processors
 from lade.sampling.rejection import try_children
 from lade.transfer import arrays_on
@@ -32,11 +32,11 @@ class RejectionChoice(ScoredChoice):
         super().__init__(text, processors, device, on_choice)
         self._generators = generators
 
-    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+    def tokens_at(self, nodes: Sequence[RowNode]) -> list[int]:
         """Try the children of each node; return the accepted one's token, or another."""
-        scores = self._scores_at(places)
+        scores = self._scores_at(nodes)
         probs = scores.softmax(dim=-1)
-        of_nodes = [self._children_of(row, node) for row, node in places]
+        of_nodes = [self._children_of(row, node) for row, node in nodes]
         children = _pack(of_nodes, self._device)
         trial = try_children(
             probs,
@@ -45,7 +45,7 @@ class RejectionChoice(ScoredChoice):
             children.support_token_ids,
             children.num_children,
             [*map(len, of_nodes)],
-            [self._generators[row] for row, _ in places],
+            [self._generators[row] for row, _ in nodes],
         )
         return tokens_of(trial.token_ids, is_distribution(probs))
 
@@ -65,7 +65,7 @@ class RejectionChoice(ScoredChoice):
 
 
 class _Child(NamedTuple):
-    """A draft token, and the tokens it was drawn from, with their probabilities."""
+    """A draft token, and the distribution that it was drawn from."""
 
     token_id: int
     support_token_ids: Sequence[int]

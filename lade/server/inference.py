@@ -328,12 +328,12 @@ def _logits_of(model: Any, input_ids: Tensor) -> Iterator[Tensor]:
     Where forwards of calls run together, others go on between its pieces.
     """
     call, num_tokens, start = current_call(), input_ids.shape[1], 0
-    if call is None or call.engine.num_places == 1:
+    if call is None or call.engine.max_running == 1:
         yield from model(input_ids, use_cache=False).logits[0]
         return
     cache = DynamicCache(config=model.config)
     while start < num_tokens:
-        num = call.allot(num_tokens - start)
+        num = call.reserve(num_tokens - start)
         inputs = {"input_ids": input_ids[:, start : start + num], CACHE: cache, "use_cache": True}
         (logits,) = call.run([Part(object(), model, inputs, undo=cache.reset, num_committed=1)])
         yield from logits[0]

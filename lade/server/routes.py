@@ -232,7 +232,7 @@ class Routes:
         """Have it answered, unless too many of the key wait; return once a turn has come."""
         engine, owner, num = self._engine, exchange.of_whom, exchange.num_answers
         num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
-        has_place = engine.num_running + num_before + num <= engine.num_places
+        has_place = engine.num_running + num_before + num <= engine.max_running
         if num_waiting + num > self._options.max_queue and not has_place:
             message = f"{num_waiting} requests are waiting already; try again later"
             raise ApiError(429, message, code="queue_full")

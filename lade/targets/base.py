@@ -25,28 +25,28 @@ class Target(ABC):
     num_pending: int = 0  # committed tokens that the next forward runs again
 
     _model_kwargs: dict[str, Any]  # what `generate` prepared for the prompts
-    _company: EngineCall | None = None  # with whose forwards its own run
-    _had_company = False  # whether there were other calls when the last forward ran
+    _engine_call: EngineCall | None = None  # runs its forwards together with other calls
+    _had_batch_mates = False  # whether other calls ran beside the last forward
 
     @property
     def has_one_way(self) -> bool:
-        """Whether all forwards give a token the same bits, but not those of `forward_plainly`."""
+        """Whether all forwards but `forward_roots` give a token the same bits."""
         return False
 
     @property
     def extra_sec(self) -> float:
-        """Seconds of the last forward that others of its size do not take; infinite if unknown."""
-        return math.inf if self._had_company else 0.0
+        """Extra seconds of the last forward over others of its size; infinite if unknown."""
+        return math.inf if self._had_batch_mates else 0.0
 
     @property
-    def price(self) -> float | None:
-        """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
-        return None if self._company is None else self._company.price
+    def marginal_cost(self) -> float | None:
+        """Tokens that a draft token must add to pay in a forward of several calls; else None."""
+        return None if self._engine_call is None else self._engine_call.marginal_cost
 
-    def ask(self, company: EngineCall, parts: Sequence[Any]) -> list[Any]:
-        """Run parts of a forward together with those of other calls; return the output of each."""
-        self._had_company = company.has_company
-        return company.run(parts)
+    def ask(self, call: EngineCall, parts: Sequence[Any]) -> list[Any]:
+        """Run parts of a forward together with parts of other calls; return their outputs."""
+        self._had_batch_mates = call.has_batch_mates
+        return call.run(parts)
 
     def extended(self, num_new: int) -> dict[str, Any]:
         """Return the model's arguments for the prompts followed by `num_new` tokens of text."""
@@ -81,7 +81,11 @@ class Target(ABC):
 
     @abstractmethod
     def inputs(self, trees: Sequence[Tree]) -> Any:
-        """Return the inputs of `forward` for one tree per row, after its committed tokens."""
+        """Return the inputs of `forward` for one tree per row, after its committed tokens.
+
+        Only `forward` of the same target reads them: a dict of the model's arguments, a list of
+        such dicts for several rows, or a buffer on the device for steps of fixed shape.
+        """
 
     @abstractmethod
     def forward(self, inputs: Any) -> Tensor:
@@ -92,12 +96,11 @@ class Target(ABC):
         """
 
     @abstractmethod
-    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
+    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
         """Run one root per row as `generate` runs single tokens; may be discarded.
 
         Args:
-            by_view: whether what else runs forwards may do so, such as a job that is held against
-                the model's own.
+            by_view: whether to run by the view that verifies trees instead.
         """
 
     @abstractmethod
@@ -106,10 +109,10 @@ class Target(ABC):
 
     @abstractmethod
     def go_back(self, num_tokens: int) -> bool:
-        """Forget the last committed tokens of each row, which the next forward begins with.
+        """Forget the last committed tokens of each row; the next forward begins with them.
 
-        Of these, the very last was run by `forward_plainly`. Returns False, with nothing changed,
-        where that is not possible.
+        `forward_roots` has run the very last of them. Returns False, with nothing changed, if going
+        back is not possible.
         """
 
     @abstractmethod
@@ -117,12 +120,12 @@ class Target(ABC):
         """Keep the nodes of the last forward on each row's accepted path, root first."""
 
     def hand_over(self, cache: Any) -> Any:
-        """Let a cache hold what was run, and return the one that does; of a single row."""
+        """Fill a cache with the tokens of a single row; return it, or another that holds them."""
         return cache
 
-    # What follows does nothing where rows stay together, and all that is held is the call's own.
+    # The methods below do nothing unless rows leave a batch, or memory is shared with the caller.
 
-    def select(self, places: Sequence[int]) -> None:  # noqa: B027
+    def select(self, indices: Sequence[int]) -> None:  # noqa: B027
         """Continue with some rows only, given as ascending indices into the rows in use."""
 
     def close(self) -> None:  # noqa: B027

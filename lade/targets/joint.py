@@ -1,8 +1,8 @@
-"""Forwards of several calls run as one: their tokens one after the other in a single row.
+"""Forward passes of several calls run as one: their tokens follow each other in a single row.
 
-Linear layers, most of the work, take the tokens of all calls at once; attention takes those of each
-call alone, with its own cache and mask, so that no call pays for the length of another and nothing
-is padded. This is what servers call continuous batching (Orca, OSDI 2022).
+Linear layers, most of the work, take the tokens of all calls at once. Attention takes the tokens of
+each call alone, with its own cache and mask: no call pays for the length of another, and nothing is
+padded. Servers call this continuous batching (Orca, OSDI 2022).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -33,11 +33,11 @@ class Part:
     Attributes:
         kind: parts of equal kinds may run together.
         view: the model to run.
-        inputs: of its forward, one row.
-        undo: makes the cache forget what the forward has written.
+        inputs: of the view's forward, one row.
+        undo: makes the cache forget the forward.
         num_committed: tokens that the call usually commits in a step.
-        products: what the view was made by, if it runs anything faster than the model.
-        is_prompt: whether it is a prefill chunk, whose last token alone has logits.
+        fast_views: made the view; None for torch's own forwards.
+        is_prompt: whether it is a prefill chunk; only its last token has logits.
         is_inference: whether the call is in torch's inference mode, which belongs to its thread.
     """
 
@@ -46,7 +46,7 @@ class Part:
     inputs: dict[str, Any]
     undo: Callable[[], None]
     num_committed: float
-    products: FastViews | None = None
+    fast_views: FastViews | None = None
     is_prompt: bool = False
     is_inference: bool = False
 
@@ -58,7 +58,7 @@ class Part:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it runs."""
+        """Number of tokens of the part."""
         return int(self.inputs["input_ids"].shape[1])
 
     @property
@@ -68,20 +68,20 @@ class Part:
 
 
 class JointForwards:
-    """Runs what calls ask for, together where the model allows it.
+    """Runs the parts of forwards that calls ask for, together if the model allows it.
 
-    That rows of different lengths may be parts of one forward, the check of the model has shown.
+    The check of the model has shown that rows of different lengths may be parts of one forward.
 
     Attributes:
-        why_not: why forwards of the model do not run together any more; None if they do.
-        num_run: forwards of several calls.
-        price: tokens that a draft token must add for all calls together to gain by it.
+        why_not: why forwards of the model no longer run together; None if they do.
+        num_run: number of forwards of several calls.
+        marginal_cost: tokens that a draft token must add to pay for all calls together.
     """
 
     def __init__(self) -> None:
         self.why_not: str | None = None
         self.num_run = 0
-        self.price: float | None = None
+        self.marginal_cost: float | None = None
         self._failure: str | None = None  # of the last forward of several calls
         self._costs = Seconds()
 
@@ -100,16 +100,16 @@ class JointForwards:
             return [_run_alone(part) for part in parts]
         self.num_run += 1
         together: list[Any] = []
-        # Without memory for all there may be enough for one after the other; what else is no
-        # `Exception`, such as an exit, is of one call, which raises it again.
+        # Without memory for all, there may be enough for one after the other. Any other
+        # `BaseException`, such as an exit, comes from one call, which raises it again alone.
         with suppress(BaseException), Attempt() as attempt:
-            products = parts[0].products
-            before = 0.0 if products is None else products.compared_sec
+            fast_views = parts[0].fast_views
+            before = 0.0 if fast_views is None else fast_views.compared_sec
             begin = perf_counter()
             kept = [part.num_kept for part in parts]
             together = [*torch.split(run_as_one(parts), kept, dim=1)]
             sec = perf_counter() - begin
-            extra_sec = 0.0 if products is None else products.compared_sec - before
+            extra_sec = 0.0 if fast_views is None else fast_views.compared_sec - before
             self._learn(parts, sec - extra_sec)
         if together:
             self._failure = None
@@ -117,21 +117,21 @@ class JointForwards:
         for part in parts:
             part.undo()
         alone = [_run_alone(part) for part in parts]
-        # What also fails alone, such as an unknown token, is that call's affair.
+        # A part that also fails alone, as with an unknown token, says nothing about joining.
         if not any(isinstance(each, BaseException) for each in alone):
             self.why_not = self._failure and attempt.failure  # twice in a row
             self._failure = attempt.failure
         if self.why_not is not None:
-            self.price = None
+            self.marginal_cost = None
         return alone
 
     def _learn(self, parts: Sequence[Part], sec: float) -> None:
         self._costs.record(sum(part.num_tokens for part in parts), sec)
-        # What is left of prompts comes to an end: drafts are priced as if it were not there.
+        # Prefill chunks soon end: the marginal cost of draft tokens leaves them out.
         if steps := [part for part in parts if not part.is_prompt]:
             num_tokens = sum(part.num_tokens for part in steps)
             num_committed = sum(part.num_committed for part in steps)
-            self.price = num_committed * self._costs.price(num_tokens)
+            self.marginal_cost = num_committed * self._costs.marginal_cost(num_tokens)
 
 
 def _run_alone(part: Part) -> Any:
@@ -157,7 +157,7 @@ def run_as_one(parts: Sequence[Part]) -> Tensor:
         stops = zip(accumulate(sizes), kept, strict=True)
         nodes = [node for stop, num in stops for node in range(stop - num, stop)]
         inputs[LOGITS_KEPT] = integers_on(inputs["input_ids"].device, nodes)
-    largest = max(parts, key=lambda part: part.num_tokens)  # views may know that tokens are few
+    largest = max(parts, key=lambda part: part.num_tokens)  # its view fits the most tokens
     with largest.mode():
         output = largest.view(**inputs)
     logits: Tensor = output.logits
@@ -165,11 +165,11 @@ def run_as_one(parts: Sequence[Part]) -> Tensor:
 
 
 def _mask(masks: Sequence[Any], sizes: Sequence[int]) -> Tensor | dict[str, Tensor]:
-    """Return a mask, or one for each type of layers, that carries those of the parts."""
+    """Return a mask that carries the masks of the parts, or one such mask per layer type."""
     names = {name for mask in masks if isinstance(mask, dict) for name in mask}
 
     def carrying(of_parts: Sequence[Tensor | None]) -> Tensor:
-        # Of no meaning itself; it fits no keys, so that it is refused where it is not understood.
+        # Its values mean nothing. It fits no keys, so other attentions refuse it.
         empty = torch.ones((1, 1, sum(sizes), sum(sizes) + 1), dtype=torch.bool)
         return with_calls(empty, Calls(sizes, of_parts))
 
@@ -182,7 +182,7 @@ def _mask(masks: Sequence[Any], sizes: Sequence[int]) -> Tensor | dict[str, Tens
 
 
 class JointCache(Cache):  # type: ignore[misc]
-    """The caches of several calls, as one forward sees them."""
+    """The caches of several calls, as one forward pass sees them."""
 
     def __init__(self, caches: Sequence[TreeCache], sizes: Sequence[int]) -> None:
         super().__init__(layers=caches[0].layers)  # some models ask what kinds they are
@@ -192,7 +192,7 @@ class JointCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values into the caches; what is returned carries those of each call."""
+        """Write keys and values into the caches; return tensors that carry those of each call."""
         new = (torch.split(states, self._sizes, dim=2) for states in (key_states, value_states))
         held = [
             cache.update(*of_call, layer_idx, *args, **kwargs)
@@ -202,5 +202,5 @@ class JointCache(Cache):  # type: ignore[misc]
         return with_held(key_states, keys), with_held(value_states, values)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: what tokens see is in their masks, and where they are in their positions."""
+        """Return 0: masks and position ids already account for cached tokens."""
         return 0

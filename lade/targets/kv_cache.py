@@ -1,4 +1,4 @@
-"""A transformers cache on memory whose slots are written once and moved when a path is kept."""
+"""A transformers cache on preallocated memory; slots move only when a path is kept."""
 
 import math
 import sys
@@ -16,8 +16,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from lade.transfer import integers_on
 
-# Slots after the prompt at the first allocation, and those that a windowed layer keeps beyond its
-# window before the rest moves up.
+# Slots after the prompt at the first allocation; also the slots that a windowed layer keeps beyond
+# its window before the others move up.
 FIRST_NUM_SLOTS = 256
 _GROWTH = 4  # each growth adds a quarter, up to the maximum length of the generation
 
@@ -25,7 +25,7 @@ Kind = Literal["full", "windowed", "indexed", "empty"]
 
 
 class LayerKind(NamedTuple):
-    """What a cache layer keeps."""
+    """The kind of a cache layer, and its window."""
 
     kind: Kind
     window: int | None = None  # a windowed layer keeps one slot fewer, as transformers' own does
@@ -86,7 +86,7 @@ class Store:
         return all_states
 
     def reserve(self, stop: int) -> None:
-        """Ensure room for `stop` slots, moving the contents to new memory if needed.
+        """Ensure capacity for `stop` slots, moving the contents to new memory if needed.
 
         Raises:
             torch.OutOfMemoryError: there is not enough memory; nothing was changed.
@@ -94,10 +94,10 @@ class Store:
         num_slots = self.buffer.shape[3]
         if stop <= num_slots:
             return
-        roomy = num_slots + max(FIRST_NUM_SLOTS, num_slots // _GROWTH)
-        if stop <= self._max_slots:  # else more came than planned, and yet more may come
-            roomy = min(roomy, self._max_slots)
-        larger = self._allocated(self.buffer, stop, max(stop, roomy))
+        grown = num_slots + max(FIRST_NUM_SLOTS, num_slots // _GROWTH)
+        if stop <= self._max_slots:  # else more tokens came than planned, and more may come
+            grown = min(grown, self._max_slots)
+        larger = self._allocated(self.buffer, stop, max(stop, grown))
         larger[:, :, :, :num_slots] = self.buffer
         self.buffer = larger
 
@@ -106,15 +106,15 @@ class Store:
         shape = list(like.shape)
         for wanted in (num_slots, least):
             shape[3] = wanted
-            # Not an inference tensor, which cannot be written to outside of inference mode: the
-            # memory may outlive the call.
+            # The memory may outlive the call, so it must not be an inference tensor, which cannot
+            # be written to outside of inference mode.
             with suppress(torch.OutOfMemoryError), torch.inference_mode(False):
-                # Masked slots are still multiplied by 0, and memory never written to may hold NaN.
-                # There are masked slots only if shapes are fixed.
+                # Attention multiplies masked slots by 0, and unwritten memory may hold NaN. Slots
+                # are masked only if shapes are fixed.
                 return like.new_zeros(shape) if self._is_fixed else like.new_empty(shape)
         num_bytes = math.prod(shape) * like.element_size()
         raise torch.OutOfMemoryError(
-            f"no memory is left for the keys or values of {least} tokens in {shape[0]} layers "
+            f"not enough memory for the keys or values of {least} tokens in {shape[0]} layers "
             f"({num_bytes / 2**20:.0f} MiB); shorten the text"
         )
 
@@ -148,7 +148,7 @@ class Group:
         for stores in self._stores.values():
             yield from stores
 
-    def place(self, what: str, layer: int, states: Tensor) -> tuple[Store, int]:
+    def store_for(self, what: str, layer: int, states: Tensor) -> tuple[Store, int]:
         """Return the store for a layer's keys, values or indexer keys, and its index there.
 
         `layer` is the layer's index in this group.
@@ -156,7 +156,7 @@ class Group:
         stores = self._stores[what]
         if stores and self._num_layers > 1 and stores[0].fits(states):
             return stores[0], layer
-        # Shaped by the first layer: in most models all layers are alike.
+        # The first layer decides the shape: in most models all layers are alike.
         num_layers = 1 if stores else self._num_layers
         fitting = self._spare_bytes // max(1, states[:, :, :1].nbytes)
         num_slots = max(self._num_slots, min(self._max_slots, fitting))
@@ -180,36 +180,37 @@ class Group:
 
 
 @dataclass
-class Extent:
-    """How far a cache is filled.
+class CacheState:
+    """The state of a cache that its layers share.
 
     Layers refer to this, not to the cache: a reference cycle would keep memory alive.
     """
 
     length: int = 0  # committed slots
-    is_prefilling: bool = True  # while all tokens run are kept
+    is_prefilling: bool = True  # whether no token that runs can be rejected
     reported: Tensor | None = None  # the length, if reported as a tensor
 
 
 class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """The part of a `TreeCache` that one attention layer writes to and reads from."""
 
-    def __init__(self, extent: Extent, group: Group, index: int) -> None:
+    def __init__(self, state: CacheState, group: Group, index: int) -> None:
         # Not the base class's __init__: it would assign `keys` and `values`, properties here.
         self.is_initialized = False
         self.is_indexer_initialized = False
         self.is_sliding = group.window is not None
-        self._extent = extent
+        self._state = state
         self._group = group
         self._index = index  # in the group
         self.num_pending = 0  # slots written after the committed ones
         self._num_indexed = 0  # the same for indexer keys
-        self._places: dict[str, tuple[Store, int]] = {}  # of keys, values and indexer keys
+        # The store of keys, values and indexer keys, and the layer's index in each.
+        self._claims: dict[str, tuple[Store, int]] = {}
 
     @property
     def offset(self) -> int:
         """The first slot held."""
-        if self._extent.is_prefilling:
+        if self._state.is_prefilling:
             return self._group.first_slot(self.get_seq_length())
         return self._group.offset
 
@@ -229,7 +230,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._held("indexer")[:, 0] if self.is_indexer_initialized else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Claim a place in the stores; called with the first keys and values."""
+        """Claim a layer of the stores; called with the first keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self._claim("keys", key_states)
         self._claim("values", value_states)
@@ -260,12 +261,12 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if not getattr(layer, "is_initialized", False) or layer.keys is None:
             return
         self.update(layer.keys, layer.values)
-        self.num_pending = layer.get_seq_length()  # layers with windows hold the end alone
+        self.num_pending = layer.get_seq_length()  # layers with windows hold only the end
         if getattr(layer, "is_indexer_initialized", False):
             self.update_indexer(layer.indexer_keys)
 
     def hand_over(self, layer: Any) -> None:
-        """Let a layer of a transformers cache hold this layer's contents."""
+        """Fill a layer of a transformers cache with views of this layer's contents."""
         length = self.get_seq_length()
         first = self._group.first_slot(length) - self.offset
         keys, values = (self._held(name)[:, :, first:] for name in ("keys", "values"))
@@ -285,13 +286,13 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return the number of slots, including those no longer held.
 
         An int; but an int64 tensor [] while recording a forward that will run at other lengths, so
-        that whatever depends on it is recorded, too, or the recording fails.
+        that operations that depend on it are recorded, too, or the recording fails.
         """
-        if not self.is_initialized:  # a layer that no token has reached, such as one for images
+        if not self.is_initialized:  # no token has run in this layer, as in layers for images
             return 0
-        if self._extent.reported is not None:
-            return self._extent.reported
-        return self._extent.length + self.num_pending
+        if self._state.reported is not None:
+            return self._state.reported
+        return self._state.length + self.num_pending
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that `update` will return, and the slot of the first."""
@@ -305,21 +306,21 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def _claim(self, name: str, states: Tensor) -> None:
-        if name not in self._places:
-            self._places[name] = self._group.place(name, self._index, states)
+        if name not in self._claims:
+            self._claims[name] = self._group.store_for(name, self._index, states)
 
     def _held(self, name: str) -> Tensor:
-        store, index = self._places[name]
+        store, index = self._claims[name]
         return store.buffer[index][:, :, : self.get_seq_length() - self.offset]
 
     def _put(self, name: str, states: Tensor, num_pending: int) -> Tensor:
-        (store, index), group, num_new = self._places[name], self._group, states.shape[2]
+        (store, index), group, num_new = self._claims[name], self._group, states.shape[2]
         if group.fixed is not None:
             held = store.buffer[index]
             held.index_copy_(2, group.fixed.of_new, states)
             return held[:, :, : group.fixed.num_shown]
-        length = self._extent.length + num_pending
-        if group.window is None or not self._extent.is_prefilling:
+        length = self._state.length + num_pending
+        if group.window is None or not self._state.is_prefilling:
             start = length - group.offset
             stop = start + num_new
             if stop > store.buffer.shape[3]:
@@ -327,7 +328,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             held = store.buffer[index][:, :, :stop]
             held[:, :, start:] = states
             return held
-        # Only the end of a long prompt is kept, so memory for all of it is not needed.
+        # A windowed layer keeps only the end of a long prompt, so it needs less memory.
         num_held = length - group.first_slot(length)
         num_kept = length + num_new - group.first_slot(length + num_new)
         return store.roll(index, states, num_held, num_kept)
@@ -337,11 +338,11 @@ class TreeCache(Cache):  # type: ignore[misc]
     """A `transformers.Cache` of preallocated layers for all kinds of attention.
 
     Args:
-        max_slots: maximum number of tokens expected; memory grows in steps, and beyond this only if
+        max_slots: maximum number of expected tokens; memory grows in steps, and beyond this only if
             more tokens come.
         share: whether all layers are on one device, so that one tensor can hold them.
         is_fixed: whether steps will have fixed shapes; `num_slots` is then the initial allocation,
-            including room for new tokens, because steps must be recorded anew if memory moves.
+            new tokens included, because steps must be recorded again if memory moves.
         spare_bytes: memory that layers without a window may take at once for up to `max_slots`.
     """
 
@@ -357,16 +358,17 @@ class TreeCache(Cache):  # type: ignore[misc]
     ) -> None:
         first = num_slots if is_fixed else min(num_slots + FIRST_NUM_SLOTS, max_slots)
         windows = [kind.window for kind in kinds if kind.kind != "empty"]
-        of_layer = spare_bytes // (2 * max(1, len(windows)))  # its keys, and its values
+        of_layer = spare_bytes // (2 * max(1, len(windows)))  # for keys, and for values
         self._groups = {
             window: Group(
                 window, windows.count(window) if share else 1, first, max_slots, is_fixed, of_layer
             )
             for window in windows
         }
-        self._extent = Extent()
-        self._places: tuple[tuple[int, ...], NDArray[np.int64]] | None = None  # of late
-        #: The layers that keep anything.
+        self._state = CacheState()
+        # The memory addresses, and what `slot_addresses` found there last.
+        self._found: tuple[tuple[int, ...], NDArray[np.int64]] | None = None
+        #: The layers that keep tokens.
         self.held: list[TreeCacheLayer] = []
         layers: list[Any] = []
         for kind in kinds:
@@ -374,14 +376,14 @@ class TreeCache(Cache):  # type: ignore[misc]
                 layers.append(cache_utils.DummyLayer())
                 continue
             index = windows[: len(self.held)].count(kind.window)
-            self.held.append(TreeCacheLayer(self._extent, self._groups[kind.window], index))
+            self.held.append(TreeCacheLayer(self._state, self._groups[kind.window], index))
             layers.append(self.held[-1])
         super().__init__(layers=layers)
 
     @property
     def length(self) -> int:
         """Committed slots."""
-        return self._extent.length
+        return self._state.length
 
     @property
     def windows(self) -> list[int | None]:
@@ -403,8 +405,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         return next((store.buffer.device for store in self._stores), None)
 
     @property
-    def room(self) -> int:
-        """Slots that all layers without a window have room for; windowed layers need no more."""
+    def capacity(self) -> int:
+        """Slots allocated in all layers without a window; windowed layers need no more."""
         stores = self._groups.get(None, ())
         return min((store.buffer.shape[3] for store in stores), default=sys.maxsize)
 
@@ -418,34 +420,33 @@ class TreeCache(Cache):  # type: ignore[misc]
         return next((layer.offset for layer in self.held if layer._group.window == window), 0)
 
     def reserve(self, num_new: int) -> dict[int | None, int]:
-        """Reserve room for `num_new` more slots.
+        """Reserve `num_new` more slots.
 
         Returns:
-            For each window, the number of slots that its layers have room for.
+            For each window, the number of slots that its layers have.
 
         Raises:
             torch.OutOfMemoryError: there is not enough memory.
         """
         stop = self.length + num_new
-        rooms = {}
+        capacities = {}
         for window, group in self._groups.items():
             for store in group:
                 store.reserve(stop - group.offset)
-            rooms[window] = min((store.buffer.shape[3] for store in group), default=0)
-        return rooms
+            capacities[window] = min((store.buffer.shape[3] for store in group), default=0)
+        return capacities
 
-    def places(self, num_new: int, states: Tensor) -> NDArray[np.int64] | None:
-        """Return where new keys and values go, and those before them are.
-
-        Room is reserved. None where they are not in plain memory, a CPU's, with such heads.
+    def slot_addresses(self, num_new: int, states: Tensor) -> NDArray[np.int64] | None:
+        """Reserve slots for new tokens, and return where keys and values lie in memory.
 
         Args:
-            num_new: how many come; nothing is counted as pending yet.
-            states: of the right heads, numbers and dtype, of one token.
+            num_new: number of new tokens; they are not counted as pending yet.
+            states: keys or values of one token, which show heads, head size and dtype.
 
         Returns:
-            int64 [num_layers, 5]: address of the keys, bytes from one head to the next, both of
-            values, and the number of keys.
+            int64 [num_layers, 5]: address of the keys, bytes from one head to the next, both for
+            values, and the number of keys. None if keys and values do not lie in one store of such
+            heads, or if windows may have dropped some.
         """
         groups = self._groups.values()
         if not all(layer.is_initialized for layer in self.held):
@@ -455,33 +456,34 @@ class TreeCache(Cache):  # type: ignore[misc]
         if any(layer.num_pending != num_pending for layer in self.held):
             return None
         stop = self.length + num_new + num_pending
-        if self._extent.is_prefilling and any(group.first_slot(stop) for group in groups):
-            return None  # of a long prompt, layers with windows keep the end alone
+        if self._state.is_prefilling and any(group.first_slot(stop) for group in groups):
+            return None  # layers with windows keep only the end of a long prompt
         self.reserve(num_new + num_pending)
-        if self._places is None or self._places[0] != self.addresses:
-            stores = [layer._places[name] for layer in self.held for name in ("keys", "values")]
+        if self._found is None or self._found[0] != self.addresses:
+            stores = [layer._claims[name] for layer in self.held for name in ("keys", "values")]
             if not all(store.fits(states) for store, _ in stores):
                 return None
             found = [
                 (store.buffer[index].data_ptr(), store.buffer.stride(2) * states.element_size())
                 for store, index in stores
             ]
-            self._places = self.addresses, np.array(found).reshape(-1, 4)
-        places = np.empty((len(self.held), 5), np.int64)
-        places[:, :4] = self._places[1]
-        places[:, 4] = [stop - layer._group.offset for layer in self.held]
-        return places
+            self._found = self.addresses, np.array(found).reshape(-1, 4)
+        addresses = np.empty((len(self.held), 5), np.int64)
+        addresses[:, :4] = self._found[1]
+        addresses[:, 4] = [stop - layer._group.offset for layer in self.held]
+        return addresses
 
     def fix(self, slots: Mapping[int | None, FixedSlots], length: Tensor | None = None) -> None:
         """Make forwards write at these slots until the next call.
 
         Args:
-            length: what layers report as length, int64 [], while recording a forward that will
+            slots: the slots by window.
+            length: int64 [], the length that layers report while a forward is recorded that will
                 also run at other lengths.
         """
         for window, group in self._groups.items():
             group.fixed = slots[window]
-        self._extent.reported = length
+        self._state.reported = length
         for layer in self.held:
             layer.commit()  # uncommitted slots are overwritten
 
@@ -492,14 +494,14 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     @property
     def has_nan_in_windows(self) -> bool:
-        """Whether layers with windows hold what is no number, as some models give for padding."""
+        """Whether layers with windows hold NaN, as some models compute for padding."""
         layers = [layer for layer in self.held if layer.is_sliding and layer.is_initialized]
         held = (layer._held(name) for layer in layers for name in ("keys", "values"))
         return any(bool(each.isnan().any()) for each in held)
 
     def reset(self) -> None:
         """Reset, keeping the allocation, for another prompt."""
-        self._extent.length, self._extent.is_prefilling, self._extent.reported = 0, True, None
+        self._state.length, self._state.is_prefilling, self._state.reported = 0, True, None
         for group in self._groups.values():
             group.offset, group.fixed = 0, None
         for store in self._stores:
@@ -511,12 +513,12 @@ class TreeCache(Cache):  # type: ignore[misc]
     def keep_all(self) -> None:
         """Commit all slots of the prompt, including padding; later tokens may be rejected."""
         self._commit(self.length + max(layer.num_pending for layer in self.held))
-        self._extent.is_prefilling = False
+        self._state.is_prefilling = False
         for group in self._groups.values():
             group.offset = group.first_slot(self.length)
 
     def keep(self, path: Sequence[int]) -> None:
-        """Keep the slots of a path, in order, of those written since the last commit.
+        """Keep the slots of a path, in order; drop the other slots since the last commit.
 
         Args:
             path: ascending node indices, counted from the committed slots.
@@ -529,7 +531,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         self._commit(length + len(path))
 
     def can_go_back(self, num_tokens: int) -> bool:
-        """Return whether all that tokens before the last ones see is held."""
+        """Return whether the cache holds all slots that tokens see after going back."""
         groups, length = self._groups.values(), self.length - num_tokens
         return all(group.first_slot(length) >= group.offset for group in groups)
 
@@ -539,14 +541,14 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     def take_over(self, cache: Cache) -> None:
         """Copy the contents of a filled cache, which is not changed; only before the prompt."""
-        self._extent.length = 0  # some models drop what they held for a cache of their own
+        self._state.length = 0  # some models replace the cache that they were given
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
             if isinstance(mine, TreeCacheLayer):
                 mine.take_over(theirs)
         self._commit(max(layer.num_pending for layer in self.held))
 
     def hand_over(self, cache: DynamicCache) -> None:
-        """Let a dynamic cache hold this cache's contents: views of memory that all layers share."""
+        """Fill a dynamic cache with views of this cache's memory."""
         for index, mine in enumerate(self.layers):
             if isinstance(mine, TreeCacheLayer) and mine.is_initialized:
                 if index >= len(cache.layers):
@@ -555,22 +557,22 @@ class TreeCache(Cache):  # type: ignore[misc]
                 mine.hand_over(cache.layers[index])
 
     def _commit(self, length: int) -> None:
-        self._extent.length = length
+        self._state.length = length
         for group in self._groups.values():
-            if group.window is not None and not self._extent.is_prefilling:
+            if group.window is not None and not self._state.is_prefilling:
                 group.trim(length)
         for layer in self.held:
             layer.commit()
 
     def _move(self, source: Sequence[int], start: int) -> None:
-        """Copy the slots `source` to those from `start` on, in every layer."""
+        """Copy the slots `source` to the slots from `start` on, in every layer."""
         indices: dict[tuple[torch.device, int], Tensor] = {}
         for group in self._groups.values():
             first = start - group.offset
             for store in group:
-                place = store.buffer.device, group.offset
-                if place not in indices:
-                    indices[place] = integers_on(place[0], [slot - place[1] for slot in source])
+                key = store.buffer.device, group.offset
+                if key not in indices:
+                    indices[key] = integers_on(key[0], [slot - key[1] for slot in source])
                 mine = store.buffer[:, 0]
-                moved = mine.index_select(2, indices[place])
+                moved = mine.index_select(2, indices[key])
                 mine[:, :, first : first + len(source)] = moved

@@ -1,4 +1,4 @@
-"""The cache layout of a model's attention layers: what they keep and how far they reach."""
+"""The cache layout of a model's attention layers: the tokens that they keep and see."""
 
 import inspect
 from collections.abc import Sequence
@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 from transformers.cache_utils import DynamicCache
 
-from lade.attention.masks import FULL, Reach
+from lade.attention.masks import FULL, AttentionSpan
 from lade.attention.packed import PACKED_ROWS
 from lade.budget.budget import MAX_DRAFT_TOKENS
 from lade.compat import Model
 from lade.errors import UnsupportedModelError
 from lade.targets.kv_cache import LayerKind, kind_of
 
-# By layer type, what limits the reach of a layer.
-_REACHES = {
+# By layer type, the limit of a layer's attention span.
+_SPANS = {
     "full_attention": None,
     "indexed_attention": None,
     "sliding_attention": "window",
@@ -23,18 +23,18 @@ _REACHES = {
 
 
 class TreeLayout(NamedTuple):
-    """What the attention layers of a model keep, and how far they reach."""
+    """The tokens that a model's attention layers keep, and their attention spans."""
 
     kinds: tuple[LayerKind, ...]
-    reaches: dict[str, Reach]  # by layer type; if all are equal, one mask serves all layers
+    spans: dict[str, AttentionSpan]  # by layer type; if all are equal, one mask serves all layers
 
 
 def tree_layout(model: Model) -> TreeLayout:
     """Return the layout of a model whose trees a 4D mask can describe.
 
     Raises:
-        UnsupportedModelError: a rule shows that the model cannot run trees; whatever only a forward
-            can show is left to `lade.probing`.
+        UnsupportedModelError: a rule shows that the model cannot run trees. `lade.probing` checks
+            what only a forward can show.
     """
     config = model.config.get_text_config(decoder=True)
     parameters = inspect.signature(model.forward).parameters
@@ -53,19 +53,19 @@ def tree_layout(model: Model) -> TreeLayout:
     if unknown or not kinds:
         names = ", ".join(sorted(unknown)) or "no layers"
         raise UnsupportedModelError(f"its cache has {names}")
-    reaches = _reaches(config, layers)
+    spans = _spans(config, layers)
     is_remote = not type(model).__module__.startswith("transformers.")
-    if is_remote and any(reach != FULL for reach in reaches.values()):
+    if is_remote and any(span != FULL for span in spans.values()):
         raise UnsupportedModelError(
             "its code is not part of transformers, and has a window that a short check cannot see"
         )
-    return TreeLayout(tuple(kind for kind in kinds if kind is not None), reaches)
+    return TreeLayout(tuple(kind for kind in kinds if kind is not None), spans)
 
 
 def takes_parts(model: Model, layout: TreeLayout, attention: str | None) -> bool:
-    """Return whether forwards by an attention may be parts of one: of rows, or of several calls.
+    """Return whether several rows or calls may be parts of one forward by an attention.
 
-    Not where a token's place in the forward matters, or keys are chosen by scores of their own: a
+    They may not if a token's index in the forward matters, or if separate scores choose the keys: a
     short check would not show that.
     """
     config = model.config.get_text_config(decoder=True)
@@ -76,25 +76,25 @@ def takes_parts(model: Model, layout: TreeLayout, attention: str | None) -> bool
     return attention == PACKED_ROWS and not (is_scaled or chooses or has_own_angles)
 
 
-def _reaches(config: Any, layers: Sequence[Any]) -> dict[str, Reach]:
+def _spans(config: Any, layers: Sequence[Any]) -> dict[str, AttentionSpan]:
     windows = {getattr(layer, "sliding_window", None) for layer in layers} - {None}
     chunk = getattr(config, "attention_chunk_size", None)
     has_window = getattr(config, "sliding_window", None) is not None
-    # Else all layers are alike, as transformers' own caches and masks assume.
+    # Without layer types, all layers are alike, as transformers' caches and masks assume.
     alike = "chunked_attention" if chunk is not None else "full_attention"
     alike = "sliding_attention" if has_window else alike
-    reaches = {}
+    spans = {}
     for name in set(getattr(config, "layer_types", None) or (alike,)) - {"moe", "mlp"}:
-        if name not in _REACHES:
+        if name not in _SPANS:
             raise UnsupportedModelError(f"it has layers of {name}")
-        if _REACHES[name] == "window":
+        if _SPANS[name] == "window":
             of_windows = windows - {chunk} or {config.sliding_window}
             if len(of_windows) > 1:
                 raise UnsupportedModelError("its layers have windows of different sizes")
-            reaches[name] = Reach(window=next(iter(of_windows)))
+            spans[name] = AttentionSpan(window=next(iter(of_windows)))
         else:
-            reaches[name] = Reach(chunk=chunk) if _REACHES[name] == "chunk" else FULL
-    return reaches
+            spans[name] = AttentionSpan(chunk=chunk) if _SPANS[name] == "chunk" else FULL
+    return spans
 
 
 def rope_of(config: Any) -> tuple[str, int] | None:

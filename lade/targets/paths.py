@@ -1,4 +1,4 @@
-"""Verification with the model's own causal masks: one path a step.
+"""Verification with the model's causal masks: one path per step.
 
 For models that cannot run trees under a mask: without position_ids, with ALiBi, with convolutions,
 with a recurrent state, or without a cache at all.
@@ -33,16 +33,17 @@ from lade.view import with_decoding_experts
 
 
 class ChainTarget(Target):
-    """Target that verifies a path in the model's own cache, and rolls it back to where it ends.
+    """Target that verifies a path in the model's cache, and rolls it back to the accepted part.
 
     Args:
         input_ids: int64 [1, num_tokens], the prompt; num_tokens is 0 with `inputs_embeds`.
-        model_kwargs: what `generate` prepared for the prefill; a cache in it is written to.
-        restores: whether to restore the state from before a draft that was not accepted whole, and
-            run the accepted part again with the next draft, instead of dropping tokens.
+        model_kwargs: the arguments that `generate` prepared for the prefill; a cache in it is
+            written to.
+        restores: whether to restore the state from before a partly accepted draft, and run the
+            accepted part again with the next draft, instead of dropping tokens.
         generation_config: provides `prefill_chunk_size` for the prefill.
-        proves_inputs: whether to hold the inputs of several tokens against those of each alone, as
-            where code of the user's own prepares them.
+        proves_inputs: whether to compare the inputs of several tokens with the inputs of each
+            alone, needed where user code prepares inputs.
     """
 
     max_candidates = 1
@@ -67,11 +68,11 @@ class ChainTarget(Target):
         self._num_prompt = input_ids.shape[1]
         self._cache: tuple[str, Any] | None = None  # name and cache
         self._saved: Any = None
-        # The text before tokens that ran alone of late, and the state that they followed.
+        # For recent tokens that ran alone: the text and the state before each.
         self._before: list[tuple[Tensor, Any]] = []
         self._given = cache_in(model_kwargs)  # the caller's cache, written to
         self._as_given = None if self._given is None else saved(self._given)
-        self._is_recording = False  # whether the cache keeps what has left its windows
+        self._is_recording = False  # whether the cache keeps tokens that have left its windows
 
     @functools.cached_property
     def _roots_view(self) -> Model:
@@ -97,7 +98,7 @@ class ChainTarget(Target):
         return self._inputs(trees[0], 0)
 
     def extend(self, tree: Tree, num_run: int) -> Tensor:
-        """Run a growing chain's nodes from `num_run` on; the others were run since the last commit.
+        """Run a growing chain's nodes from `num_run` on; earlier nodes ran since the last commit.
 
         `commit` takes a path of the whole chain.
         """
@@ -112,7 +113,7 @@ class ChainTarget(Target):
         return self.forward(inputs)
 
     def _inputs(self, tree: Tree, num_run: int) -> Any:
-        # Tokens not counting those run again, and which of them have run since the last commit.
+        # The chain without pending tokens, and how many of its tokens ran since the last commit.
         self._tokens, self._num_run = tree.token_ids, num_run
         assert len(tree) == max(tree.depths) + 1
         input_ids = self._followed(self._ids, self._tokens)
@@ -123,18 +124,18 @@ class ChainTarget(Target):
         return inputs
 
     def _prove(self, inputs: dict[str, Any], input_ids: Tensor, num_new: int) -> None:
-        """Raise unless each of the last tokens has the inputs that it would have alone.
+        """Check that each of the last tokens has the inputs that it would have alone.
 
         Raises:
-            UnsupportedModelError: one has not.
+            UnsupportedModelError: a token has other inputs.
         """
         num_before = input_ids.shape[1] - num_new
-        for place in range(num_new):
-            alone = self._prepared(input_ids[:, : num_before + place + 1], 1)
-            if not _is_part(alone, inputs, place, num_new):
+        for index in range(num_new):
+            alone = self._prepared(input_ids[:, : num_before + index + 1], 1)
+            if not _is_part(alone, inputs, index, num_new):
                 raise UnsupportedModelError(
-                    "its own prepare_inputs_for_generation makes other inputs of several tokens "
-                    "than of each alone"
+                    "its prepare_inputs_for_generation gives a token other inputs beside further "
+                    "tokens than alone"
                 )
 
     def forward(self, inputs: Any) -> Tensor:
@@ -150,8 +151,8 @@ class ChainTarget(Target):
         logits: Tensor = output.logits
         return logits[:, logits.shape[1] - (width - num_run) :]
 
-    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
-        """Run roots, keeping the states that they and the one before them follow."""
+    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
+        """Run roots, keeping the states before them and before the previous token."""
         inputs = self.inputs(roots)
         before = None if self._cache is None else saved(self._cache[1])
         if self._restores:
@@ -165,7 +166,7 @@ class ChainTarget(Target):
         num_left = self._ids.shape[1] - num_tokens
         for ids, state in self._before:
             if ids.shape[1] == num_left and not self.num_pending:
-                self._ids, self._before = ids, []  # what is restored will be written to
+                self._ids, self._before = ids, []  # the restored state will be written to
                 self._restore(state)
                 return True
         return False
@@ -178,7 +179,7 @@ class ChainTarget(Target):
         """Keep the accepted path; roll the cache back to where it ends."""
         num_kept = len(paths[0])
         self._ids = self._followed(self._ids, [self._tokens[node] for node in paths[0]])
-        # A draft that is not accepted whole was run after the state before it was saved.
+        # The state was saved before any draft that is only partly accepted.
         is_whole = num_kept == len(self._tokens)
         assert not self._restores or self._cache is None or is_whole or self._saved is not None
         self._roll_back(num_kept)
@@ -212,7 +213,7 @@ class ChainTarget(Target):
         return torch.cat([token_ids, sent], dim=1)
 
     def hand_over(self, cache: Any) -> Any:
-        """Let the caller's cache hold every token before the root; return the cache that does."""
+        """Fill the caller's cache with every token before the root; return it, or the model's."""
         if self._cache is None:
             return cache
         while self.num_pending:
@@ -229,7 +230,7 @@ class ChainTarget(Target):
         return cache
 
     def close(self) -> None:
-        """Stop the cache from keeping what has left its windows."""
+        """Stop the cache from keeping tokens that have left its windows."""
         if self._cache is not None and self._is_recording:
             record_past(self._cache[1], False)
 
@@ -239,7 +240,7 @@ class ChainTarget(Target):
             vars(self._given).update(vars(self._as_given))
 
     def _prepared(self, input_ids: Tensor, num_tokens: int) -> dict[str, Any]:
-        """Return the arguments for the last `num_tokens`, prepared by the model itself."""
+        """Return the arguments for the last `num_tokens`, prepared by the model."""
         model_kwargs = self.extended(input_ids.shape[1] - self._num_prompt)
         if self._cache is not None:
             model_kwargs[self._cache[0]] = self._cache[1]
@@ -253,15 +254,15 @@ class ChainTarget(Target):
         return inputs
 
 
-def _is_part(alone: dict[str, Any], together: dict[str, Any], place: int, num_tokens: int) -> bool:
-    """Return whether the inputs of one of several tokens are what it would have alone."""
+def _is_part(alone: dict[str, Any], together: dict[str, Any], index: int, num_tokens: int) -> bool:
+    """Return whether one of several tokens has the inputs that it would have alone."""
     for name in (alone.keys() | together.keys()) - {LOGITS_KEPT}:
         mine, theirs = alone.get(name), together.get(name)
         if isinstance(theirs, Tensor):
             if name == "attention_mask":
-                theirs = theirs[..., : theirs.shape[-1] - num_tokens + place + 1]
+                theirs = theirs[..., : theirs.shape[-1] - num_tokens + index + 1]
             elif theirs.shape[-1] == num_tokens:
-                theirs = theirs[..., place : place + 1]
+                theirs = theirs[..., index : index + 1]
             if not isinstance(mine, Tensor) or not torch.equal(mine, theirs):
                 return False
         elif mine is not theirs and mine != theirs:

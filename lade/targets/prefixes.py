@@ -1,8 +1,8 @@
-"""Keys and values that outlive a call, for prompts that begin as an earlier text did.
+"""KV caches that outlive a call, for prompts that begin as an earlier text did.
 
-What is kept is never changed: a call goes on from a copy that shares its memory. So any number of
-calls may go on from the same text at once, and none that fails can damage it. Next file:
-`lade/hf/prefixes.py`, which calls may.
+A kept cache never changes: a call continues from a copy that shares its memory. So any number of
+calls may continue from the same text at once, and a failing call cannot damage it. Next file:
+`lade/hf/prefixes.py`, which decides what calls may reuse.
 """
 
 import sys
@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicCache
 from lade.targets.kv_cache import kind_of
 from lade.targets.rollback import crop, saved
 
-# A text is dropped for one that has all of it but a part so small: it would have to be run again,
-# and the rest is not kept twice. Answers that are written anew are mostly shorter than that.
+# A text is dropped if a new one has all but this share of it: the lost part would have to run
+# again, but the rest is not kept twice. A regenerated answer mostly loses less.
 _MOST_LOST = 1 / 8
 # Memory that grew ahead of its text is copied to fit if it is larger than the text by this factor.
 _MOST_ROOM = 1.5
@@ -30,15 +30,15 @@ _MOST_ROOM = 1.5
 class Origin(NamedTuple):
     """The model that keys and values belong to, and the calls that may find them."""
 
-    model: Hashable  # in one state; what is kept of any other is of no more use
-    owner: object  # of those who may know of each other's text, as of `owner_of`, or a name
+    model: Hashable  # in one state; texts of any other state are useless
+    owner: object  # calls of one owner may find each other's text: from `owner_of`, or a name
 
 
 class KeptText:
     """A text, and the keys and values of all of its tokens.
 
     Args:
-        cache: of one row and of exactly these tokens; nobody else may change it, or its tensors.
+        cache: of one row and of exactly these tokens; no other code may change it or its tensors.
     """
 
     def __init__(self, origin: Origin, token_ids: Sequence[int], cache: DynamicCache) -> None:
@@ -62,7 +62,7 @@ class KeptText:
         return num_shared if self.is_cuttable or num_shared == len(self.token_ids) else 0
 
     def num_lost_to(self, later: "KeptText") -> int:
-        """Return how many of this text's last tokens another lacks."""
+        """Return how many of this text's last tokens a later text lacks."""
         return len(self.token_ids) - self.num_shared(later.token_ids)
 
     def first(self, num_tokens: int) -> DynamicCache:
@@ -74,26 +74,26 @@ class KeptText:
 
 
 class PrefixStore:
-    """The texts that are kept of a model, within a budget of memory.
+    """The kept texts of a model, within a budget of memory.
 
     A copy of the model starts with none.
     """
 
     def __init__(self) -> None:
-        # The last used at the end. Threads share it without a lock, which an interrupt might leave
-        # held: every change is one operation of the list.
+        # The last used is at the end. Threads share the list without a lock, which an interrupt
+        # might leave held: every change is one operation of the list.
         self._kept: list[KeptText] = []
-        #: How often all was dropped, as when a model was changed.
+        #: How often all texts were dropped, as when a model was changed.
         self.num_cleared = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle nothing."""
+        """Copy and pickle as an empty store."""
         return PrefixStore, ()
 
     def find(self, origin: Origin, prompt_ids: Sequence[int]) -> tuple[KeptText, int] | None:
         """Return the text with the longest reusable beginning of a prompt, and its length.
 
-        Drops what is kept of the model in other states.
+        Drops the texts of other states of the model.
         """
         ids = np.array(prompt_ids, np.int64)
         best, most = None, 0
@@ -111,7 +111,7 @@ class PrefixStore:
         return best, most
 
     def keep(self, text: KeptText, max_bytes: int) -> None:
-        """Keep a text, in place of those that it supersedes and of those not used for longest."""
+        """Keep a text; drop the texts that it supersedes, then the least recently used."""
         for kept in self._superseded_by(text):
             self._has_removed(kept)
         if text.num_bytes <= max_bytes:
@@ -123,29 +123,29 @@ class PrefixStore:
                 self._has_removed(kept)
 
     def _superseded_by(self, text: KeptText) -> list[KeptText]:
-        """Return the texts that are of (nearly) no more use once another is kept."""
+        """Return the texts that are (nearly) useless once another is kept."""
         others = [kept for kept in [*self._kept] if kept.origin == text.origin]
         if text.is_cuttable:
             most = _MOST_LOST
             return [k for k in others if k.num_lost_to(text) <= most * len(k.token_ids)]
-        # Its beginnings are found only as long as they are kept themselves. The longest stays: who
-        # has an answer written anew goes on from there.
+        # Such a text cannot be cut, so its beginnings must be kept themselves. Only the longest
+        # stays: a regenerated answer continues from there.
         begun = [kept for kept in others if not kept.num_lost_to(text)]
         return sorted(begun, key=lambda kept: len(kept.token_ids))[:-1]
 
     def owner_of(self, owner: object) -> object:
-        """Return what texts of an object are kept by, and with it: they are dropped as it goes."""
-        known, place = weakref.ref(self), id(owner)
+        """Return a key for the texts of an object; they are dropped when the object is freed."""
+        known, number = weakref.ref(self), id(owner)
 
-        # As the interpreter ends, modules lose what they hold before their objects are gone.
+        # As the interpreter ends, modules lose their attributes before their objects are freed.
         def drop(gone: object, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
             store = known()
             if store is not None and not is_ending():
                 for kept in [*store._kept]:
-                    if kept.origin.owner == (place, gone):
+                    if kept.origin.owner == (number, gone):
                         store._has_removed(kept)
 
-        return place, weakref.ref(owner, drop)
+        return number, weakref.ref(owner, drop)
 
     def clear(self) -> None:
         """Drop all texts."""
@@ -154,7 +154,7 @@ class PrefixStore:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all that is kept."""
+        """Size of all kept texts in bytes."""
         return sum(kept.num_bytes for kept in [*self._kept])
 
     def __iter__(self) -> Iterator[KeptText]:
@@ -171,10 +171,10 @@ class PrefixStore:
 
 
 def is_cuttable(cache: DynamicCache) -> bool:
-    """Return whether a cache still holds every token apart, so that any number can be dropped."""
+    """Return whether a cache still holds every token separately, so that any number can go."""
     for layer in cache.layers:
         kind = kind_of(layer)
-        if kind is None:  # a recurrent state, or a layer that only its model knows
+        if kind is None:  # a recurrent state, or a model's own class
             return False
         if kind.window is not None and layer.get_seq_length() >= kind.window:
             return False
@@ -193,7 +193,7 @@ def _num_bytes(cache: DynamicCache) -> int:
 
 
 def move_to_own_memory(cache: DynamicCache) -> None:
-    """Copy keys and values to memory that nobody else has, and that has room for no more."""
+    """Copy keys and values to memory of exactly their size that no other code uses."""
     with torch.no_grad():
         for layer in cache.layers:
             vars(layer).update(tree_map_only(Tensor, Tensor.clone, vars(layer)))

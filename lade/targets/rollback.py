@@ -1,7 +1,7 @@
-"""Rolling back transformers' own caches to before a forward.
+"""Rolling back transformers' caches to before a forward.
 
-`crop` drops the newest tokens of a cache that holds every token separately; `saved` keeps what a
-forward will change, for caches that fold the past into a state.
+`crop` drops the newest tokens of a cache that holds every token separately. `saved` makes a
+snapshot before a forward, for caches that fold the past into a state.
 """
 
 import copy
@@ -50,7 +50,7 @@ def why_not_croppable(cache: Any) -> str | None:
     """Return why the newest tokens cannot be dropped from a filled cache, or None if they can."""
     if isinstance(cache, EncoderDecoderCache):
         if cache.cross_attention_cache.get_seq_length() > 0:
-            return "its cache holds what an encoder made"
+            return "its cache holds the output of an encoder"
         cache = cache.self_attention_cache
     if not isinstance(cache, Cache):
         return f"its cache is a {type(cache).__name__}"
@@ -72,7 +72,7 @@ def _may_have_state(layer: Any) -> bool:
 
 
 def record_past(cache: Any, is_on: bool) -> None:
-    """Make windowed layers keep what leaves their window until the next `crop`, or stop that."""
+    """Make windowed layers keep tokens that leave the window until the next `crop`, or stop it."""
     for layer in _layers(cache):
         if hasattr(layer, "record_past"):
             layer.record_past = is_on
@@ -109,14 +109,14 @@ def why_not_savable(cache: Any) -> str | None:
     if isinstance(cache, Cache):
         for layer in cache.layers:
             if "Quantized" in type(layer).__name__:
-                return "its cache is quantized, and a forward over more tokens would round anew"
+                return "its cache is quantized, and a forward over more tokens would round again"
     return None
 
 
 def saved(cache: Any) -> Any:
     """Return a snapshot of a cache that later forwards do not change.
 
-    Only what a forward changes in place is copied; keys and values are shared.
+    Only tensors that a forward changes in place are copied; keys and values are shared.
     """
     if isinstance(cache, (list, tuple)):  # of states, as in the oldest recurrent models
         return tree_map_only(Tensor, Tensor.clone, cache)
@@ -135,9 +135,9 @@ def _saved_layer(layer: Any) -> Any:
         return copy.copy(layer)
     is_known = type(layer).__module__ == cache_utils.__name__
     if not is_known:
-        return copy.deepcopy(layer)  # specific to one model; may hold anything
+        return copy.deepcopy(layer)  # a model's own class; may hold anything
     twin = copy.copy(layer)
-    # A static layer writes after what it holds, where the snapshot does not look.
+    # A static layer writes after the tokens that it holds, where the snapshot does not look.
     holds_keys = isinstance(layer, DynamicLayer) or type(layer) is StaticLayer
     for name, value in vars(layer).items():
         if not (holds_keys and name in ("keys", "values")):

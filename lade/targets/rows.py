@@ -1,4 +1,4 @@
-"""Rows of a batch: each a target of its own, and their forwards parts of one."""
+"""Rows of a batch: each has its own target, and their forward passes run as parts of one."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -22,14 +22,14 @@ MOST_AT_ONCE = 1024  # tokens of several prompts in one forward
 
 
 class PromptRow(NamedTuple):
-    """A prompt of a batch, as if it came alone."""
+    """One prompt of a batch, as a batch of one."""
 
     input_ids: Tensor  # int64 [1, num_tokens]
     model_kwargs: dict[str, Any]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return what equal prompts have in common."""
+        """Return a key that equal prompts share."""
         given = [self.model_kwargs.get(name) for name in (*CONTINUED, "inputs_embeds")]
         return tuple(str(each.tolist()) for each in (self.input_ids, *given) if each is not None)
 
@@ -37,9 +37,11 @@ class PromptRow(NamedTuple):
 def split(
     model: Model, input_ids: Tensor, model_kwargs: Mapping[str, Any], keeps_padding: bool = False
 ) -> list[PromptRow]:
-    """Return the prompts of a batch, without padding in front where that changes no position.
+    """Return the prompts of a batch, without leading padding if that changes no position.
 
-    Whoever gets the cache gets what `generate` leaves in the slots of padding, too: then it is run.
+    Args:
+        keeps_padding: whether to run padding, too, because the caller gets the cache, whose padding
+            slots must hold what `generate` leaves there.
     """
     mask, num_rows = model_kwargs.get("attention_mask"), len(input_ids)
     given = {**model_kwargs}
@@ -54,25 +56,25 @@ def split(
         positions = prepared.get("position_ids")
         if positions is not None and model_kwargs.get("inputs_embeds") is None:
             given["position_ids"] = positions
-            # One that is masked as a whole keeps a token.
+            # A fully masked prompt keeps one token.
             most = input_ids.shape[1] - 1
             starts = (mask.cumsum(-1) == 0).sum(-1).clamp(max=most).tolist()
     return [_row(input_ids, given, row, start) for row, start in enumerate(starts)]
 
 
 def _row(input_ids: Tensor, model_kwargs: Mapping[str, Any], row: int, start: int) -> PromptRow:
-    own: dict[str, Any] = {}
+    of_prompt: dict[str, Any] = {}
     for name, value in model_kwargs.items():
         if name in CONTINUED and value is not None:
             # Some vision-language models count positions along several axes: [axes, rows, …].
             of_row = value[..., row if value.shape[-2] > 1 else 0, start:].unsqueeze(-2)
             if name != "attention_mask" or not bool(of_row.all()):
-                own[name] = of_row
+                of_prompt[name] = of_row
         elif name == "inputs_embeds" and value is not None:
-            own[name] = value[row : row + 1]
+            of_prompt[name] = value[row : row + 1]
         else:
-            own[name] = deepcopy(value) if name == CACHE else value
-    return PromptRow(input_ids[row : row + 1, start:], own)
+            of_prompt[name] = deepcopy(value) if name == CACHE else value
+    return PromptRow(input_ids[row : row + 1, start:], of_prompt)
 
 
 class RowsTarget(Target):
@@ -80,7 +82,7 @@ class RowsTarget(Target):
 
     Args:
         rows: the prompts.
-        targets: of each of them.
+        targets: one for each prompt.
     """
 
     def __init__(self, rows: Sequence[PromptRow], targets: Sequence[TreeTarget]) -> None:
@@ -94,7 +96,7 @@ class RowsTarget(Target):
         self._starts = [max(self._num_prompt) - num for num in self._num_prompt]
 
     def prefill(self, *, is_plain: bool = False) -> Tensor:
-        """Run different prompts, and copy what equal ones have; the logits are of their ends."""
+        """Run the distinct prompts, and copy their caches to equal ones; return last logits."""
         last: list[Tensor] = [torch.empty(0)] * len(self._all)
         different = sorted({*self._originals})
         for group in [[row] for row in different] if is_plain else self._groups(different):
@@ -121,7 +123,7 @@ class RowsTarget(Target):
     def _run_prompts(self, rows: Sequence[int], is_plain: bool) -> list[Tensor]:
         """Return the logits of the prompts' last tokens, [1, 1, vocab_size] each."""
         targets, parts = [self._all[row] for row in rows], list[Part]()
-        if len(rows) > 1 and self._company is None:  # else in pieces
+        if len(rows) > 1 and self._engine_call is None:  # else in prefill chunks
             of_rows = (target.prompt() for target in targets)
             parts = [part for part in of_rows if part is not None]
         if len(parts) < len(rows):
@@ -137,32 +139,32 @@ class RowsTarget(Target):
 
     def forward(self, inputs: Any) -> Tensor:
         """Run the rows as one."""
-        if len(self._rows) == 1 and self._company is None:
+        if len(self._rows) == 1 and self._engine_call is None:
             return self._rows[0].forward(inputs[0])
-        parts = [target.part(own) for target, own in zip(self._rows, inputs, strict=True)]
-        if self._company is None:
+        parts = [target.part(each) for target, each in zip(self._rows, inputs, strict=True)]
+        if self._engine_call is None:
             return run_as_one(parts)
-        return torch.cat(self.ask(self._company, parts), dim=1)
+        return torch.cat(self.ask(self._engine_call, parts), dim=1)
 
     @property
     def has_one_way(self) -> bool:
-        """Whether all forwards give a token the same bits, but not those of the model's own."""
+        """Whether all forwards but the model's give a token the same bits."""
         return self._rows[0].has_one_way
 
     @property
     def extra_sec(self) -> float:
-        """Seconds of the last forward that others of its size do not take; infinite if unknown."""
+        """Extra seconds of the last forward over others of its size; infinite if unknown."""
         return super().extra_sec + self._rows[0].extra_sec
 
-    def join(self, company: EngineCall) -> None:
-        """Run forwards together with those of other calls, where all rows may."""
+    def join(self, call: EngineCall) -> None:
+        """Run forwards together with other calls, if all rows may."""
         if all(target.may_join for target in self._all):
-            self._company = company
+            self._engine_call = call
             for target in self._all:
-                target.join(company)
+                target.join(call)
 
-    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
-        """Run the first row's root as `generate` runs single tokens, and the others' as ever."""
+    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
+        """Run the first row's root as `generate` runs single tokens, and other roots as trees."""
         if by_view:
             return self.forward(self.inputs(roots))
         first, *others = self._rows
@@ -170,7 +172,7 @@ class RowsTarget(Target):
             target.part(target.inputs([root]))
             for target, root in zip(others, roots[1:], strict=True)
         ]
-        logits = [first.forward_plainly(roots[:1])[:, -1:]]
+        logits = [first.forward_roots(roots[:1])[:, -1:]]
         return torch.cat([*logits, run_as_one(parts)], dim=1) if parts else logits[0]
 
     def discard(self) -> None:
@@ -188,12 +190,12 @@ class RowsTarget(Target):
         for target, path in zip(self._rows, paths, strict=True):
             target.commit([path])
 
-    def select(self, places: Sequence[int]) -> None:
+    def select(self, indices: Sequence[int]) -> None:
         """Continue with these rows only."""
-        self._rows = [self._rows[place] for place in places]
+        self._rows = [self._rows[index] for index in indices]
 
     def fill(self, text: Text) -> int:
-        """Run the padding of rows that ended early, as `generate` does; count forwards."""
+        """Run the padding of rows that ended early, as `generate` does; return the forwards."""
         num_forwards = 0
         for target, ids, start in zip(self._all, text.token_ids, self._starts, strict=True):
             whole = [*ids, *[text.pad_token_id or 0] * (text.longest - len(ids))]
@@ -205,11 +207,11 @@ class RowsTarget(Target):
         return num_forwards
 
     def hand_over(self, cache: Any) -> Any:
-        """Let a dynamic cache hold the rows, each behind what padding it has; return it."""
+        """Fill a dynamic cache with the rows, padded in front; return it."""
         of_rows = [target.hand_over(deepcopy(cache)) for target in self._all]
         for layers in zip(*(each.layers for each in of_rows), strict=True):
             if getattr(layers[0], "keys", None) is None:
-                continue  # a layer that keeps nothing of its own
+                continue  # a layer that keeps nothing
             length = max(layer.keys.shape[2] for layer in layers)
             for name in ("keys", "values"):
                 states = (getattr(layer, name) for layer in layers)

@@ -38,9 +38,9 @@ MASK_IS_ADDED = {
 }
 
 
-# Those that tell for themselves which keys a window shows, whatever the cache holds.
+# Attention implementations that limit keys to the window themselves, whatever the cache holds.
 _KNOW_WINDOWS = {*MASK_IS_ADDED, "flash_attention_2", "flash_attention_3", "flash_attention_4"}
-_NUM_RECENT = 8  # steps that say how many tokens the next one commits
+_NUM_RECENT = 8  # steps whose mean predicts how many tokens the next one commits
 
 
 class TreeTarget(Target):
@@ -50,13 +50,13 @@ class TreeTarget(Target):
 
     Args:
         input_ids: int64 [1, num_tokens], the prompt; num_tokens is 0 with `inputs_embeds`.
-        model_kwargs: what `generate` prepared for the prefill; this class extends `attention_mask`
-            (2D or None) and `position_ids`. A filled `past_key_values` is copied.
+        model_kwargs: the arguments that `generate` prepared for the prefill; this class extends
+            `attention_mask` (2D or None) and `position_ids`. A filled `past_key_values` is copied.
         max_new_tokens: maximum number of new tokens to plan key and value memory for.
         generation_config: provides `prefill_chunk_size` for the prefill.
         attention: the attention implementation for verification, if the model's own ignores masks
             or is slow with them; the prefill uses the model's own. None for the model's own.
-        products: runs linear layers; None for torch's own.
+        fast_views: makes views that run by lade's kernels; None for torch's own forwards.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class TreeTarget(Target):
         max_new_tokens: int,
         generation_config: GenerationConfig | None = None,
         attention: str | None = None,
-        products: FastViews | None = None,
+        fast_views: FastViews | None = None,
     ) -> None:
         self.device: torch.device = input_ids.device
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
         self._model = model
         self._input_ids = input_ids
         self._generation_config = generation_config or GenerationConfig()
-        self._reaches = layout.reaches
+        self._spans = layout.spans
         self._is_uniform = all(kind.kind == "full" for kind in layout.kinds)
         self.attention = attention
         past = model_kwargs.get(CACHE)
@@ -95,18 +95,18 @@ class TreeTarget(Target):
         if mask is not None:
             self._padding = mask.bool().to(self.device)
             self._num_padding = (self._padding.cumsum(dim=-1) == 0).sum(dim=-1)
-        self._products = products
+        self._fast_views = fast_views
         self._compared_before = self._compared_sec  # as the last forward began
-        #: Whether its forwards may run together with those of other calls.
+        #: Whether its forwards may run together with other calls.
         self.may_join = takes_parts(model, layout, attention) and (
             self._padding is None or bool(self._padding.all())
         )
-        self._num_committed = 1.0  # tokens in a step, of late
-        # An attention of the user's own is taken for one like torch's, and held against that.
+        self._num_committed = 1.0  # recent mean of tokens per step
+        # A user's attention is assumed to take masks as torch's does; the check compares them.
         is_added = MASK_IS_ADDED.get(attention or attention_of(model) or "eager", False)
         self._additive_dtype = model.dtype if is_added else None
         # The common case, whose mask takes a tenth of the time to make.
-        self._sees_all = {*self._reaches.values()} == {FULL} and not is_added
+        self._sees_all = {*self._spans.values()} == {FULL} and not is_added
 
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
         devices = set((getattr(self._model, "hf_device_map", None) or {}).values())
@@ -115,14 +115,14 @@ class TreeTarget(Target):
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the prompt as `generate` does, or in the forwards of other calls."""
         logits = None
-        if self._company is not None and not is_plain:
-            logits = self._in_pieces(self._company)
+        if self._engine_call is not None and not is_plain:
+            logits = self._in_chunks(self._engine_call)
         if logits is None:
-            model, products = self._model, self._products
-            # By its whole length, so that it does not matter how much of it was kept.
+            model, fast_views = self._model, self._fast_views
+            # The whole length decides, so that a kept prefix makes no difference.
             num_tokens = max(self._input_ids.numel(), 1)
-            if products is not None and not is_plain and products.pays(num_tokens):
-                model = products.view(model)
+            if fast_views is not None and not is_plain and fast_views.pays(num_tokens):
+                model = fast_views.view(model)
             kwargs = self._model_kwargs
             output = prefill(model, self._input_ids, self._generation_config, kwargs)
             if model is not self._model:
@@ -136,11 +136,11 @@ class TreeTarget(Target):
         return logits
 
     def begin(self) -> None:
-        """Take what was run for the whole prompt."""
+        """Commit the prompt, and set up for steps after it."""
         self.cache.keep_all()
         if self._padding is not None and self.cache.has_nan_in_windows:
-            # Even masked, it spreads, and memory keeps more of it than a window shows.
-            raise UnsupportedModelError("the keys and values of padding are no numbers")
+            # Even masked, a NaN spreads, and the memory holds more padding than a window shows.
+            raise UnsupportedModelError("the keys and values of padding are no numbers (NaN)")
         self._num_prefilled = num_cached = self.cache.length
         positions = self._model_kwargs.get("position_ids")
         if positions is None:
@@ -152,31 +152,31 @@ class TreeTarget(Target):
         self._learn_habits(last)
         self._place_root()
 
-    def _in_pieces(self, company: EngineCall) -> Tensor | None:
-        """Run a prompt in the forwards of other calls, or let these go on between its pieces.
+    def _in_chunks(self, call: EngineCall) -> Tensor | None:
+        """Run a prompt in prefill chunks, together with other calls or between their steps.
 
-        None where it cannot be split, such as one with images, or is short and nobody waits.
+        Returns None if the prompt cannot be split, as with images, or is short and no call waits.
         """
         num_tokens, positions = self._input_ids.shape[1], self._prompt_positions()
         start, logits = self.cache.get_seq_length(), None
-        is_short = num_tokens - start <= company.piece and not company.has_company
+        is_short = num_tokens - start <= call.prefill_chunk and not call.has_batch_mates
         if positions is None or is_short:
             return None
         while start < num_tokens:
-            num = company.allot(num_tokens - start)
-            part = self._piece(positions, start, num)
-            (logits,) = self.ask(company, [part])
+            num = call.reserve(num_tokens - start)
+            part = self._prompt_part(positions, start, num)
+            (logits,) = self.ask(call, [part])
             self.cache.keep([*range(num)])
             start += num
         return logits
 
     def _prompt_positions(self) -> Tensor | None:
-        """Return the positions of a prompt that forwards of several may run; None for others."""
+        """Return the positions of a prompt that may run as parts of forwards; None for others."""
         num_tokens = self._input_ids.shape[1]
         positions = self._model_kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(num_tokens, device=self.device)[None]
-        # Where only new tokens came, the mask alone tells where these begin.
+        # If the caller passed only new tokens, only the mask shows where they begin.
         num_slots = num_slots_of(self._input_ids, self._generation_config, self._model_kwargs)
         if (
             not prepares_as_usual(self._model)
@@ -189,9 +189,9 @@ class TreeTarget(Target):
             return None
         return positions
 
-    def _piece(self, positions: Tensor, start: int, num: int) -> Part:
-        """Return a piece of the prompt, whose last token has logits."""
-        nodes, mask = slice(start, start + num), None  # each sees those before it
+    def _prompt_part(self, positions: Tensor, start: int, num: int) -> Part:
+        """Return a prefill chunk of `num` tokens as a part of a forward."""
+        nodes, mask = slice(start, start + num), None  # causal
         token_ids = self._input_ids[:, nodes]
         if start or not self._is_uniform:
             self._num_cached = integers_on(self.device, [start])
@@ -205,20 +205,20 @@ class TreeTarget(Target):
         }
         part = self._as_part(self._view, inputs, is_prompt=True)
         if not self._is_uniform:
-            part.kind = self  # it runs alone: what has left a window cannot be put back
+            part.kind = self  # it runs alone: tokens that left a window cannot be put back
         return part
 
     def prompt(self) -> Part | None:
-        """Return the whole prompt as a part of a forward; None if it is none."""
+        """Return the whole prompt as a part of a forward; None if it must run alone."""
         positions, length = self._prompt_positions(), self._input_ids.shape[1]
         if positions is None or self._padding is not None or self.cache.get_seq_length():
             return None
-        if self.has_one_way and self._products is not None and not self._products.pays(length):
-            return None  # alone it runs the model's own way
-        return self._piece(positions, 0, length)
+        if self.has_one_way and self._fast_views is not None and not self._fast_views.pays(length):
+            return None  # such a prompt runs by the model's own forward
+        return self._prompt_part(positions, 0, length)
 
     def follow(self, other: "TreeTarget") -> None:
-        """Copy what another target has run of an equal prompt."""
+        """Copy the cache of another target that has run an equal prompt."""
         self.cache.take_over(other.cache)
         self.begin()
 
@@ -233,34 +233,34 @@ class TreeTarget(Target):
         }
 
     def _of_forward(self, mask: Any) -> dict[str, Any]:
-        """Return the arguments of a forward that are not of its tokens."""
+        """Return the arguments of a forward that have no entry per token."""
         others = {"use_cache": True, "return_dict": True}
         return {"attention_mask": mask, CACHE: self.cache, **others}
 
     def forward(self, inputs: Any) -> Tensor:
-        """Run the model on the inputs, together with other calls where there are some."""
+        """Run the model on the inputs, together with other calls if there are any."""
         view = self._view_for(inputs["input_ids"].shape[1])
         self._compared_before = self._compared_sec
         logits: Tensor
-        if self._company is None:
+        if self._engine_call is None:
             logits = view(**inputs).logits
         else:
-            (logits,) = self.ask(self._company, [self._as_part(view, inputs)])
+            (logits,) = self.ask(self._engine_call, [self._as_part(view, inputs)])
         return logits
 
     @property
     def has_one_way(self) -> bool:
-        """Whether all forwards give a token the same bits, but not those of the model's own."""
-        return self._products is not None and self._products.has_one_way
+        """Whether all forwards but the model's give a token the same bits."""
+        return self._fast_views is not None and self._fast_views.has_one_way
 
     @property
     def extra_sec(self) -> float:
-        """Seconds of the last forward that others of its size do not take; infinite if unknown."""
+        """Extra seconds of the last forward over others of its size; infinite if unknown."""
         return super().extra_sec + self._compared_sec - self._compared_before
 
     @property
     def _compared_sec(self) -> float:
-        return 0.0 if self._products is None else self._products.compared_sec
+        return 0.0 if self._fast_views is None else self._fast_views.compared_sec
 
     def part(self, inputs: dict[str, Any]) -> Part:
         """Return a step as a part of a forward."""
@@ -270,24 +270,24 @@ class TreeTarget(Target):
     def _as_part(self, view: Model, inputs: dict[str, Any], is_prompt: bool = False) -> Part:
         is_inference = torch.is_inference_mode_enabled()
         shape = inputs["position_ids"].dim(), *sorted(inputs)
-        kind = (id(self._model), self.attention, self._products, is_inference, *shape)
-        habits = self._num_committed, self._products
+        kind = (id(self._model), self.attention, self._fast_views, is_inference, *shape)
+        habits = self._num_committed, self._fast_views
         return Part(kind, view, inputs, self.discard, *habits, is_prompt, is_inference)
 
-    def join(self, company: EngineCall) -> None:
-        """Run forwards together with those of other calls of the model, where that is exact."""
+    def join(self, call: EngineCall) -> None:
+        """Run forwards together with other calls of the model, if that is exact."""
         if self.may_join:
-            self._company = company
+            self._engine_call = call
 
     def extend(self, tree: Tree, num_run: int) -> Tensor:
-        """Run a growing tree's nodes from `num_run` on; the others were run since the last commit.
+        """Run a growing tree's nodes from `num_run` on; earlier nodes ran since the last commit.
 
         `commit` takes a path of the whole tree.
         """
         return self.forward(_without_run(self.inputs([tree]), num_run))
 
-    def forward_plainly(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
-        """Run a root by the model as it is, prepared by itself where it knows its windows."""
+    def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
+        """Run a root by the model itself, which prepares it unless its attention needs a mask."""
         if by_view:
             return self.forward(self.inputs(roots))
         if self._is_uniform or (attention_of(self._model) or "eager") in _KNOW_WINDOWS:
@@ -296,7 +296,7 @@ class TreeTarget(Target):
             logits: Tensor = self._plain_view(**self._prepared(new), return_dict=True).logits
             return logits
         inputs = TreeTarget.inputs(self, roots)
-        has_mask = inputs["attention_mask"] is not None  # which its own attention may not take
+        has_mask = inputs["attention_mask"] is not None  # the model's attention may not take it
         of_root: Tensor = (self._view_for(1) if has_mask else self._plain_view)(**inputs).logits
         return of_root
 
@@ -305,7 +305,7 @@ class TreeTarget(Target):
         self.cache.keep([])
 
     def go_back(self, num_tokens: int) -> bool:
-        """Forget the last tokens, where layers with windows hold those before them."""
+        """Forget the last tokens, if layers with windows still hold earlier ones."""
         if not self.cache.can_go_back(num_tokens):
             return False
         self.cache.go_back(num_tokens)
@@ -319,22 +319,22 @@ class TreeTarget(Target):
         self._place_root()
 
     def hand_over(self, cache: Any) -> Any:
-        """Let a dynamic cache hold the contents of this target's own, and return it."""
+        """Fill a dynamic cache with the contents of this target's cache; return it."""
         self.cache.hand_over(cache)
         return cache
 
     def _view_for(self, num_tokens: int) -> Model:
-        """Return what runs so many tokens."""
+        """Return the view that runs `num_tokens` tokens."""
         if num_tokens > 1:
             return self._view
-        is_alone = self._company is None  # else one view runs several calls
-        if self._products is not None and is_alone and not self._products.pays(1):
+        is_alone = self._engine_call is None  # else one view runs several calls
+        if self._fast_views is not None and is_alone and not self._fast_views.pays(1):
             return self._attending_view
         return self._roots_view
 
     @cached_property
     def _attending_view(self) -> Model:
-        """Attends by trees; made after the prefill, which may set attributes."""
+        """The view with tree attention; made after the prefill, which may set attributes."""
         attention, model = self.attention, self._model
         return model if attention is None else with_attention(model, attention)
 
@@ -342,15 +342,15 @@ class TreeTarget(Target):
     def _view(self) -> Model:
         """The view that runs trees."""
         view = self._attending_view
-        return view if self._products is None else self._products.view(view)
+        return view if self._fast_views is None else self._fast_views.view(view)
 
     @cached_property
     def _roots_view(self) -> Model:
-        """What runs trees of one node each, whose keys lie where plain decoding has them."""
+        """The view for single nodes, whose keys lie where standard decoding has them."""
         return with_decoding_experts(self._view)
 
     def _learn_habits(self, last: Tensor) -> None:
-        """Learn from the model how it prepares the inputs of tokens after the prompt."""
+        """Observe how the model prepares the inputs of tokens after the prompt."""
         later = self._prepared(self._input_ids.new_zeros((1, 1)))
         for name in TOKEN_TYPES:
             if later.get(name) is None:  # only for the prompt
@@ -360,7 +360,7 @@ class TreeTarget(Target):
             self._position_offsets += positions[..., -1].to(self.device) - (last + 1)
 
     def _prepared(self, new: Tensor) -> dict[str, Any]:
-        """Return what the model itself prepares for the last of new tokens [1, num_new]."""
+        """Return the arguments that the model prepares for the last of new tokens [1, num_new]."""
         ids = torch.cat([self._input_ids, new], dim=1)
         prepare, given = self._model.prepare_inputs_for_generation, self.extended(new.shape[1])
         prepared: dict[str, Any] = prepare(ids, next_sequence_length=1, **given)
@@ -371,7 +371,7 @@ class TreeTarget(Target):
         self._root_positions = (self._num_cached + self._position_offsets)[..., None]
 
     def _token_types(self, tree: TreeTensors) -> dict[str, Tensor]:
-        """Return the token types of a tree, those of text, if the prompt has token types."""
+        """Return the token types of a tree, those of text; empty if the prompt has none."""
         types = {}
         for name in TOKEN_TYPES:
             of_prompt = self._model_kwargs.get(name)
@@ -383,7 +383,7 @@ class TreeTarget(Target):
     def _mask(self, tree: TreeTensors) -> Tensor | dict[str, Tensor] | None:
         cached, width = self.cache.length, tree.token_ids.shape[1]
         if width == 1 and self._padding is None:
-            most = [reach.num_slots for reach in self._reaches.values()]
+            most = [span.num_slots for span in self._spans.values()]
             if all(num_slots is None or cached < num_slots for num_slots in most):
                 return None  # as in `generate` for one token
         num_slots = cached + width
@@ -398,16 +398,16 @@ class TreeTarget(Target):
             visible[:, :shared] &= self._padding[:, :shared]
         seen = TreeSlots(visible, self._num_cached, tree.ancestors, tree.depths, self._num_padding)
         masks = {
-            reach: seen.mask(reach, self.cache.first_slot(reach.num_slots), self._additive_dtype)
-            for reach in {*self._reaches.values()}
+            span: seen.mask(span, self.cache.first_slot(span.num_slots), self._additive_dtype)
+            for span in {*self._spans.values()}
         }
         if len(masks) == 1:
             return next(iter(masks.values()))
-        return {name: masks[reach] for name, reach in self._reaches.items()}
+        return {name: masks[span] for name, span in self._spans.items()}
 
 
 def _without_run(inputs: dict[str, Any], num_run: int) -> dict[str, Any]:
-    """Return the inputs of a tree's nodes from `num_run` on; their masks show the others."""
+    """Return the inputs of a tree's nodes from `num_run` on; masks still cover the others."""
     if num_run == 0:
         return inputs
     left = {**inputs}

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from lade.compat import CACHE, CACHE_NAMES, is_own_hook, without_compiler
+from lade.compat import CACHE, CACHE_NAMES, is_hf_hook, without_compiler
 from lade.config import SPECULATING, VERIFICATIONS
 from lade.probing.plan import choose_verification
 from lade.probing.profile import profile_of
@@ -15,7 +15,7 @@ __all__ = [
     "CACHE",
     "CACHE_NAMES",
     "VERIFICATIONS",
-    "is_own_hook",
+    "is_hf_hook",
     "noting_verification",
     "proofs_after",
     "settle",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lade.hf.generation import Generation
-from lade.probing import own_code
+from lade.probing import user_code
 from tests.lade import shared
 from tests.lade.devices import pytest_runtest_protocol, pytest_runtest_setup
 from tests.lade.recorder import Overlapping
@@ -59,7 +59,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take code of the tests for lade's own, which asks for no check: hooks that note what runs."""
-    monkeypatch.setattr(own_code, "_HOME", {*own_code._HOME, "tests"})
+    monkeypatch.setattr(user_code, "_HOME", {*user_code._HOME, "tests"})
 
 
 @pytest.fixture(autouse=True)

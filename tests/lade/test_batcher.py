@@ -36,7 +36,7 @@ ALONE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")  # batches are plain
+@pytest.mark.filterwarnings("ignore:lade falls back:lade.PlainDecodingWarning")  # batches are plain
 @pytest.mark.parametrize(("family", "options"), ALONE)
 def test_models_that_go_alone_take_turns(family: str, options: dict[str, Any]) -> None:
     wrong, batcher = num_wrong(tiny_model(family, **options), 8, seed=3)
@@ -52,7 +52,7 @@ def test_float32_has_the_same_texts(dim: int) -> None:
     assert batcher.is_joint
 
 
-@pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")
+@pytest.mark.filterwarnings("ignore:lade falls back:lade.PlainDecodingWarning")
 def test_code_of_ones_own_in_the_forward_sees_its_call_alone() -> None:
     model = tiny_model()
 

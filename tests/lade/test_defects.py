@@ -86,7 +86,7 @@ def test_after_a_defect_all_calls_fail_and_the_next_one_works(
         monkeypatch.setattr(Engine, place, defective)
         requests = [batcher.submit(ONE, **LONG, drafter=Silent(cleaned)) for _ in range(5)]
         for request in requests:
-            with pytest.raises(lade.LadeError, match=r"defect.*ZeroDivisionError: a defect"):
+            with pytest.raises(lade.LadeError, match=r"bug in lade.*ZeroDivisionError: a defect"):
                 request.result(SEC)
         assert num_left <= 0
         after = [batcher.submit(ONE, **GREEDY), batcher.submit(ONE, seed=3, **SAMPLED)]
@@ -110,7 +110,7 @@ def test_a_child_of_a_process_that_was_not_at_rest_says_so(
     with lade.Batcher(model) as batcher:
         request = batcher.submit(ONE, **GREEDY, **CODE["processor"](once(wait)))
         reached.wait(SEC)
-        with pytest.raises(lade.LadeError, match=r"forked while a forward ran.*spawn"):
+        with pytest.raises(lade.LadeError, match=r"forked during a forward pass.*spawn"):
             forked(lambda: batcher.submit(ONE, **GREEDY))
         ended.set()
         assert texts(request) == [expected(model)]

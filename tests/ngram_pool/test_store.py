@@ -237,7 +237,7 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with store_at(tmp_path) as store:
-        with pytest.warns(UserWarning, match=r"'alice' begins anew, .* now alice.damaged: .*bytes"):
+        with pytest.warns(UserWarning, match=r"'alice' begins anew: .* alice.damaged: .*bytes"):
             assert texts_of(store, "alice") == []
         observe(store, "alice", [3])
     assert (tmp_path / "alice.damaged").read_bytes() == content

@@ -116,7 +116,7 @@ def worst_error(case: Case, device: str) -> float:
     made = inputs(case, device)
     num_processors = case.num_processors if device == "cpu" else None
     options = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "sinks": made.sinks}
-    got = triton_attention.attend(
+    got = triton_attention.attend_by_kernels(
         made.query, made.key, made.value, made.seen, num_processors=num_processors, **options
     )
     exact = tree_attention.attend(
@@ -223,7 +223,7 @@ def test_where_it_can_it_takes_the_place_of_plain_torch(
 ) -> None:
     made = inputs(Case(has_sinks=True), "cpu")
     attend = Mock(return_value=made.query + 1)
-    monkeypatch.setattr("lade.attention.triton.attend", attend)
+    monkeypatch.setattr("lade.attention.triton.attend_by_kernels", attend)
     got = attended(made, scaling=0.5, softcap=2.0, s_aux=made.sinks)
     assert torch.equal(got, made.query + 1)
     assert attend.call_args.args[4:] == (0.5, 2.0, made.sinks)
@@ -239,7 +239,7 @@ def test_a_call_whose_kernels_fail_has_the_same_text_and_one_warning(failed: set
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}
     config = lade.Config(execution="fixed", verification="tree")
-    with pytest.warns(lade.KernelWarning, match="plain torch on cpu in torch.float32") as said:
+    with pytest.warns(lade.KernelWarning, match="operations on cpu in torch.float32") as said:
         got = lade.generate(model, prompt, config=config, **options)
     assert len([each for each in said if each.category is lade.KernelWarning]) == 1
     assert failed == {(torch.device("cpu"), torch.float32)}

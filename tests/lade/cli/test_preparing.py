@@ -34,7 +34,7 @@ def test_a_model_that_is_decoded_plainly_is_not_prewarmed(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lade.prewarming.run.probe", lambda model: PLAIN)
-    told = "lade decodes LlamaForCausalLM plainly, so it would not use a table. tree: trees do not"
+    told = "falls back to standard decoding for LlamaForCausalLM. tree: trees do not"
     assert told in run("prewarm", "--model", folder).told
     monkeypatch.setattr("lade.cli.demo.probe", lambda model: PLAIN)
     done = run("demo", "--model", folder, *SHORT, "--prompt", "one")

@@ -92,7 +92,7 @@ def test_the_text_is_that_of_generate(do_sample: bool, noise: float) -> None:
 PAIRS = [*zip(ARCHITECTURES, (ARCHITECTURES * 2)[2:], strict=False)]
 
 
-@pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")  # batches
+@pytest.mark.filterwarnings("ignore:lade falls back:lade.PlainDecodingWarning")  # batches
 @pytest.mark.parametrize("pair", thinned(PAIRS, ("bamba", "gemma3_text")), ids="-".join)
 def test_any_architecture_drafts_for_any_other(pair: tuple[str, str]) -> None:
     target, assistant = pair

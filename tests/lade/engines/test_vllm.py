@@ -179,7 +179,7 @@ def test_nothing_that_fails_reaches_the_engine(
         assert [engine.step() for _ in range(3)] == [[[]]] * 3
     stats = engine.proposer.stats()
     assert (stats["is_off"], stats["failures"]) == (True, 5)
-    assert "drafts no more" in caplog.text
+    assert "stops drafting" in caplog.text
     failing = False
     assert engine.step() == [[]]
     engine.run()

@@ -280,7 +280,7 @@ class Prefilled(TreeTarget):
         super().__init__(
             *(model, input_ids, {"attention_mask": torch.ones_like(input_ids)}),
             *(profile.layout_of(model), 64),
-            products=forwards_for(model, profile.state.settings_hold),
+            fast_views=forwards_for(model, profile.state.settings_hold),
         )
         self.kinds = profile.layout_of(model).kinds
         self.prefilled = self.prefill()
@@ -598,7 +598,7 @@ def test_additions_are_those_of_the_moment(change: str, ran: list[Ran]) -> None:
     assert is_close(after, target.run_plainly(parents))[0]
     assert change in ("turned", "merged") or not is_close(after, before)[0]
     ran.clear()
-    again: Any = Prefilled(model, TEXT)._products
+    again: Any = Prefilled(model, TEXT)._fast_views
     ran.clear()
     logits = again.view(model)(input_ids=TEXT, **{CACHE: target._make_cache(target.kinds, 33, 99)})
     assert ran
@@ -786,7 +786,7 @@ def test_a_job_that_is_wrong_for_some_sizes_alone_is_found(monkeypatch: pytest.M
 
     target = Prefilled(model_of("llama"), TEXT)
     monkeypatch.setattr(file.FusedForwards, "_by_job", wrong)
-    forwards: Any = target._products
+    forwards: Any = target._fast_views
     for parents in ([], [-1, 0, 1]):
         target.run(parents)
     assert forwards.why_not is None
@@ -802,7 +802,7 @@ def test_a_job_is_not_held_against_a_forward_that_a_draft_spoiled() -> None:
     """A token whose embedding is NaN leaves the model's own logits without numbers."""
     model = model_of("llama")
     target = Prefilled(model, TEXT)
-    forwards: Any = target._products
+    forwards: Any = target._fast_views
     model.get_input_embeddings().weight[50] = math.nan
     logits = target.forward(target.inputs([Tree.build(7, draft_of([8, 50], [-1, -1]))]))
     assert bool(logits[0, :2, :50].isfinite().all())
@@ -859,7 +859,7 @@ def test_a_job_that_fails_is_given_up(ran: list[Ran], monkeypatch: pytest.Monkey
             patch.setattr(file.FusedForwards, place, failing)
             model = model_of("llama")
             same_as_generate(model, TEXT, accept=0.7)
-            forwards: Any = profile_of(model).products_for(model)
+            forwards: Any = profile_of(model).fast_views_for(model)
             assert "of a test" in forwards.why_not
             same_as_generate(model, TEXT, accept=0.7)
             assert forwards.view(model) is model

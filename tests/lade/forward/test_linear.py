@@ -346,7 +346,7 @@ def test_the_text_is_that_of_generate(is_sampled: bool, always: None) -> None:
     model = wide_model()
     for seed in range(4):
         same_as_generate(model, ONE, accept=0.7, seed=seed, do_sample=is_sampled)
-    products = profile_of(model).products_for(model)
+    products = profile_of(model).fast_views_for(model)
     assert isinstance(products, Products)
     assert {key[1:3] for key in products._choices} >= {
         (256, 256),

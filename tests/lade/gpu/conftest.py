@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lade.attention import packed
 from lade.hf.generation import Generation
-from lade.probing import own_code
+from lade.probing import user_code
 from lade.probing.profile import profile_of
 from lade.probing.proof import Distances
 from lade.probing.slots import Replaced
@@ -53,7 +53,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
     # It stands in for a device, and is no code of the user's.
-    monkeypatch.setattr(own_code, "_REPLACED", Replaced(lambda _: False))
+    monkeypatch.setattr(user_code, "_REPLACED", Replaced(lambda _: False))
     return limit
 
 

@@ -379,7 +379,9 @@ def fake_cuda() -> Iterator[FakeCuda]:
         stack.enter_context(patch.object(torch, "Generator", generator))
         stack.enter_context(patch.object(Generation, "policy", FakePolicy()))
         if find_spec("triton") is not None:
-            stack.enter_context(patch("lade.attention.triton.attend", tree_attention.attend))
+            stack.enter_context(
+                patch("lade.attention.triton.attend_by_kernels", tree_attention.attend)
+            )
         stack.enter_context(_followed(device))
         stack.enter_context(_Python(device))
         stack.enter_context(device)

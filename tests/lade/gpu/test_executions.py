@@ -170,7 +170,7 @@ def test_less_memory_is_taken_and_what_cannot_be_held_is_said(
     options = {**GREEDY, "max_new_tokens": 60, "eos_token_id": None}
     expected = model.generate(ONE, **options)
     same(model)  # which checks it
-    message = r"no memory is left for the keys or values of \d+ tokens in 3 layers"
+    message = r"not enough memory for the keys or values of \d+ tokens in 3 layers"
     for most in (80, 40, 10**9):
         lade.release(model)
         little_memory["most"] = most

@@ -173,7 +173,7 @@ def changed(**values: Any) -> Any:
 UNRECORDED: dict[str, tuple[Callable[[], Any], str]] = {
     "spread": (lambda: changed(_hf_hook=SimpleNamespace()), r"model\.layers\.1 has a hook"),
     "adapters": (lambda: changed(peft_config={}), "adapters"),
-    "weights": (lambda: wrapped(tiny_model("llama"), None, None), "do not tell where they lie"),
+    "weights": (lambda: wrapped(tiny_model("llama"), None, None), "its weights have no address"),
     "experts": (with_experts, "experts"),
     "angles": (
         lambda: tiny_model(

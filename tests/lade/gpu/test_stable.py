@@ -131,6 +131,6 @@ def test_a_model_whose_logits_follow_their_place_in_a_forward_is_refused() -> No
         return output + 0.01 * places * output.abs().max()
 
     model.lm_head.register_forward_hook(bend)
-    with pytest.raises(lade.UnsupportedOptionError, match="in their last bits"):
+    with pytest.raises(lade.UnsupportedOptionError, match="the last bits of its logits"):
         lade.generate(model, ONE, config=STABLE, **GREEDY)
     lade.generate(model, ONE, **GREEDY)  # without it, that is good enough

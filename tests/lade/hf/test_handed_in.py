@@ -153,7 +153,7 @@ def test_another_custom_generate_of_a_wrapped_model_is_the_callers_choice() -> N
     assert model.generate(PROMPT, custom_generate=mine, **OPTIONS).tolist() == (PROMPT + 1).tolist()
 
 
-@pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")  # batches
+@pytest.mark.filterwarnings("ignore:lade falls back:lade.PlainDecodingWarning")  # batches
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_a_prompt_that_a_processor_writes_into_is_returned_as_generate_does(num_rows: int) -> None:
     class Writing(LogitsProcessor):  # type: ignore[misc]

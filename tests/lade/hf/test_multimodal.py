@@ -179,7 +179,7 @@ def compare(model: Any, inputs: dict[str, Any], **options: Any) -> None:
     assert (got.stats.mean_accepted_tokens > 1.2) != is_batch
 
 
-@pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")  # batches
+@pytest.mark.filterwarnings("ignore:lade falls back:lade.PlainDecodingWarning")  # batches
 @pytest.mark.parametrize("name", thinned(FAMILIES, *QUICK))
 @pytest.mark.parametrize("num_images", thinned([(1,), (2,), (2, 1)], (2,)))
 def test_an_answer_to_images_is_the_plain_one(name: str, num_images: tuple[int, ...]) -> None:

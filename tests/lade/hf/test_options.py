@@ -57,7 +57,7 @@ def test_unsupported_options_are_refused_by_name(options: dict[str, Any], messag
             lade.generate(model, ONE, max_new_tokens=4)
     if "custom_generate" not in options:
         lade.wrap(model)
-        with pytest.raises(lade.UnsupportedOptionError, match=r"yet; lade\.unwrap\(model\) gives"):
+        with pytest.raises(lade.UnsupportedOptionError, match=r"lade\.unwrap\(model\) restores"):
             model.generate(ONE, max_new_tokens=4, **options)
 
 
@@ -139,7 +139,7 @@ class Answering(StoppingCriteria):  # type: ignore[misc]
         return self._answer(input_ids.shape[1] >= ONE.shape[1] + 4, len(input_ids))
 
 
-@pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")  # batches
+@pytest.mark.filterwarnings("ignore:lade falls back:lade.PlainDecodingWarning")  # batches
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize(
     "answer",

@@ -85,7 +85,7 @@ def test_caches_that_do_not_fit_are_refused() -> None:
 # --- inputs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")  # batches
+@pytest.mark.filterwarnings("ignore:lade falls back:lade.PlainDecodingWarning")  # batches
 @pytest.mark.parametrize("place", thinned(["model", "call", "argument"], "call"))
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_stop_strings_are_honoured_wherever_they_stand(place: str, num_rows: int) -> None:

@@ -123,7 +123,7 @@ def test_pools_are_checked_before_anything_is_generated(
         return lade.generate(model, PROMPT, pool=pool, **GREEDY)
 
     two = [NGramPool(), docs, NGramPool()]
-    with pytest.raises(ValueError, match=r"expected at most one pool that learns, got 2: take the"):
+    with pytest.raises(ValueError, match=r"expected at most one pool that learns, got 2: make the"):
         ours(two)
     with pytest.raises(ValueError, match="expected at most one pool that learns, got 2"):
         lade.wrap(model, pool=two)

@@ -11,7 +11,7 @@ from tests.lade.both import EIGHT, ONE, same_as_generate
 from tests.lade.tiny import BLOOM, MAMBA2, tiny_model
 
 TIMED: dict[str, Any] = {"max_time": 600.0, "max_new_tokens": 24, "eos_token_id": None}
-NO_TIME = r"max_time leaves none for what lade does once for a model, as lade\.warm_up\(model\)"
+NO_TIME = r"max_time leaves no time to compile kernels and check the model; call lade\.warm_up"
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},

@@ -144,7 +144,7 @@ def test_a_generate_that_takes_no_decoding_function_is_called_as_it_is(kind: Any
     expected = model.generate(ONE, **options)
     state = torch.get_rng_state()
     torch.manual_seed(3)
-    with pytest.warns(lade.PlainDecodingWarning, match="its own `generate`"):
+    with pytest.warns(lade.PlainDecodingWarning, match="its custom `generate`"):
         got = lade.generate(model, ONE, **options)
     assert got.tolist() == expected.tolist()
     assert torch.get_rng_state().equal(state)

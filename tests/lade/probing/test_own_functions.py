@@ -18,7 +18,7 @@ from tests.lade.both import EIGHT, same_as_generate
 from tests.lade.tiny import tiny_model
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning"),
+    pytest.mark.filterwarnings("ignore:lade falls back:lade.PlainDecodingWarning"),
     pytest.mark.filterwarnings("ignore:lade reuses no prefix:RuntimeWarning"),
 ]
 
@@ -292,7 +292,7 @@ def test_a_probe_says_which_part_is_compiled_until_it_is_put_back() -> None:
     layer(model, backend=Backend())
     found = lade.probe(model)
     assert found.verification == "plain"
-    why = "model.layers.0 is compiled by torch.compile, and drafts would have it compiled anew"
+    why = "model.layers.0 is compiled by torch.compile, and drafts would compile it again"
     assert all(reason.startswith(why) for reason in found.reasons.values())
     with pytest.raises(lade.UnsupportedModelError, match=r"is compiled by torch\.compile"):
         lade.generate(model, PROMPT, config=lade.Config(verification="chain"), **OPTIONS)

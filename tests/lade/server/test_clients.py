@@ -94,7 +94,7 @@ def test_a_long_prompt_has_the_logprobs_of_one_forward(loaded: LoadedModel) -> N
     with serving(loaded) as client:
         client.ask(max_tokens=4)  # shows that forwards of this model run together
         engine = client.server._engine
-        engine.piece = engine._room = 50  # tokens
+        engine.prefill_chunk = engine._prefill_left = 50  # tokens
         choice = client.ask(prompt=token_ids, **body)["choices"][0]
     expected = logprobs_of(loaded, token_ids).tolist()
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-3)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import lade
-from lade.attention.masks import Reach, TreeSlots
+from lade.attention.masks import AttentionSpan, TreeSlots
 from lade.attention.packed import PACKED_ROWS
 from lade.drafting.drafts import draft_of
 from lade.probing.profile import profile_of
@@ -72,8 +72,8 @@ def test_windows_and_chunks_reach_as_far_as_the_token_would_in_plain_decoding() 
         [0, 0, 0, 0, 0, 1, 1, 0, 1, 0],
         [0, 0, 0, 0, 0, 1, 0, 1, 0, 1],
     ]
-    assert slots.mask(Reach(window=3), 0, None)[0, 0].int().tolist() == expected_window
-    assert slots.mask(Reach(window=3), 3, None)[0, 0].int().tolist() == [
+    assert slots.mask(AttentionSpan(window=3), 0, None)[0, 0].int().tolist() == expected_window
+    assert slots.mask(AttentionSpan(window=3), 3, None)[0, 0].int().tolist() == [
         row[3:] for row in expected_window
     ]
     expected_chunk = [
@@ -83,10 +83,10 @@ def test_windows_and_chunks_reach_as_far_as_the_token_would_in_plain_decoding() 
         [0, 0, 0, 0, 0, 0, 1, 0, 1, 0],
         [0, 0, 0, 0, 0, 0, 0, 1, 0, 1],
     ]
-    assert slots.mask(Reach(chunk=3), 0, None)[0, 0].int().tolist() == expected_chunk
+    assert slots.mask(AttentionSpan(chunk=3), 0, None)[0, 0].int().tolist() == expected_chunk
     # One slot of padding in front moves the chunks.
     padded = tree_slots(visible, torch.tensor([5]), trees, torch.tensor([1]))
-    assert padded.mask(Reach(chunk=3), 0, None)[0, 0, 0].int().tolist() == [
+    assert padded.mask(AttentionSpan(chunk=3), 0, None)[0, 0, 0].int().tolist() == [
         *[0, 0, 0, 0, 1, 1],
         *[0, 0, 0, 0],
     ]
@@ -281,7 +281,7 @@ def test_rows_are_proved_as_parts(family: str) -> None:
 
 
 def test_of_calls_side_by_side_one_proves_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, run, alone = tiny_model("llama"), TreeTarget.forward_plainly, set[int]()
+    model, run, alone = tiny_model("llama"), TreeTarget.forward_roots, set[int]()
 
     def noting(self: TreeTarget, roots: Any, **ways: Any) -> Tensor:
         alone.add(id(self))
@@ -291,7 +291,7 @@ def test_of_calls_side_by_side_one_proves_for_all(monkeypatch: pytest.MonkeyPatc
     call: dict[str, Any] = {"max_new_tokens": 48, "eos_token_id": None, "config": EIGHT}
     lade.generate(model, THREE[:1], **call)  # what the first call checks is no proof
     profile_of(model).proofs["tree"] = Distances(8)
-    monkeypatch.setattr(TreeTarget, "forward_plainly", noting)
+    monkeypatch.setattr(TreeTarget, "forward_roots", noting)
     with lade.Batcher(model) as batcher:
         calls = [batcher.submit(THREE[:1] + shift, **call) for shift in range(8)]
         assert {each.result().shape[1] for each in calls} == {THREE.shape[1] + 48}

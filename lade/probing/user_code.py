@@ -1,13 +1,13 @@
-"""Which code of the user's takes part in a call, where no proof would notice what it does.
+"""User code in a call, whose effects no proof would notice.
 
-A proof holds steps against the model (`proof.py`), not prompts, and not what `generate` does
-between forwards. Where code of the user's runs in forwards, prompts are run in the shape that
-`generate` gives them, and nothing is kept of them; where it is a part of the loop, decoding is
-plain.
+A proof compares steps with the model (`proof.py`), but not prompts, and not the work of `generate`
+between forward passes. If user code runs in forwards, prompts run in the shape that `generate`
+gives them, and no prefix is kept. If user code is a part of the loop, lade falls back to standard
+decoding.
 
-Nothing is known of packages. The classes of installed packages, and those that come with a
-checkpoint, are the model's own code. The user's are hooks, functions that were put in the place of
-others, and classes of code that is not installed, such as a notebook's.
+No package is known by name. Classes of installed packages, and classes that come with a checkpoint,
+count as the model's code. Hooks, patched functions, and classes of code that is not installed, such
+as a notebook's, count as user code.
 """
 
 import inspect
@@ -33,27 +33,27 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from lade.compat import Model, attention_of
 from lade.probing.slots import Replaced, Slot, Slots
 
-# At home in every forward: code that comes with checkpoints is transformers' in this respect.
+# Packages whose code belongs in every forward, code that comes with checkpoints included.
 _HOME = {"torch", "transformers", TRANSFORMERS_DYNAMIC_MODULE_NAME, "lade"}
 # Where most packages are installed.
 _SITES = tuple(
     os.path.dirname(os.path.dirname(str(each.__file__))) + os.sep for each in (torch, transformers)
 )
-# What makes `generate` another loop than lade's: methods of a model, functions of torch, and all
-# that caches do, as lade has caches of its own and goes back in them.
+# If user code replaces one of these, `generate` runs another loop than lade's: methods of a model,
+# functions of torch, and all of caches, since lade has its own caches and rolls them back.
 _OF_LOOP = ("_prefill", "_sample", "_update_model_kwargs_for_generation")
 _CHOOSING = {(functional, "softmax"), (torch, "multinomial"), (torch, "argmax")}
 _CACHES, _MASKS = "transformers.cache_utils", "transformers.masking_utils"
 
-AROUND = "a hook of the model"  # which is called around its forward, whatever that is
+AROUND = "a hook of the model"  # called around the model's forward, and so around lade's
 
 
-def own_code_of(model: Model, functions: Slots, *, besides_hooks: bool = False) -> str | None:
-    """Return what of the user's code runs in a model's forwards, or None.
+def user_code_of(model: Model, functions: Slots, *, besides_hooks: bool = False) -> str | None:
+    """Return the name of user code that runs in a model's forwards, or None.
 
     Args:
-        functions: of `functions_of`.
-        besides_hooks: whether to pass over hooks.
+        functions: from `functions_of`.
+        besides_hooks: whether to ignore hooks.
     """
     for name, module in model.named_modules():
         where = name or "the model"
@@ -75,21 +75,21 @@ def own_code_of(model: Model, functions: Slots, *, besides_hooks: bool = False) 
     attention = ALL_ATTENTION_FUNCTIONS.get(attention_of(model))
     if attention is not None and is_users(attention):
         return "its attention"
-    if makes_own_masks(model):
+    if has_user_masks(model):
         return "its masks"
     return AROUND if not besides_hooks and any(map(is_users, hooks_of(model))) else None
 
 
 def functions_of(classes: Iterable[type]) -> Slots:
-    """Return the methods of modules' classes, and the functions of the files that these are in."""
+    """Return the methods of modules' classes, and the functions in the files of these classes."""
     bases = {base for each in classes for base in each.__mro__}
     bases -= {*PreTrainedModel.__mro__} - {nn.Module}
     files = {inspect.getmodule(each) for each in bases if _package(each.__module__) != "torch"}
     return Slots((*bases, *(files - {None})), lambda each: isinstance(_plain(each), FunctionType))
 
 
-def own_code_around() -> str | None:
-    """Return what of the user's code runs in every forward at present, or None."""
+def user_code_around() -> str | None:
+    """Return the name of user code that runs in every forward at present, or None."""
     for slot in _REPLACED.exchanged():
         return f"the patched {slot.path}"
     if any(map(is_users, hooks_of_all())):
@@ -101,10 +101,10 @@ def own_code_around() -> str | None:
     return None
 
 
-def own_loop_of(model: Model) -> str | None:
-    """Return what of the user's makes `generate` another loop than lade's, or None."""
+def user_loop_of(model: Model) -> str | None:
+    """Return why user code makes the loop of `generate` differ from lade's, or None."""
     for name in _OF_LOOP:
-        if _is_own_method(model, name):
+        if _is_user_method(model, name):
             return f"its {name} is your own code"
     for slot in _REPLACED.exchanged():
         if (slot.holder, slot.name) in _CHOOSING or slot.path.startswith(_CACHES):
@@ -112,8 +112,8 @@ def own_loop_of(model: Model) -> str | None:
     return None
 
 
-def makes_own_masks(model: Model) -> bool:
-    """Return whether the user's code makes the masks that attention gets."""
+def has_user_masks(model: Model) -> bool:
+    """Return whether user code makes the masks that attention gets."""
     name = attention_of(model)
     make = AttentionMaskInterface().get(name)
     usual = _USUAL_MASKS.get(name, make)
@@ -121,22 +121,22 @@ def makes_own_masks(model: Model) -> bool:
     return is_patched_there or make is not usual or (make is not None and is_users(make))
 
 
-def has_own_inputs(model: Model) -> bool:
-    """Return whether the user's code prepares the inputs of forwards."""
-    return _is_own_method(model, "prepare_inputs_for_generation")
+def has_user_inputs(model: Model) -> bool:
+    """Return whether user code prepares the inputs of forwards."""
+    return _is_user_method(model, "prepare_inputs_for_generation")
 
 
-def _is_own_method(model: Model, name: str) -> bool:
-    """Return whether a method is the user's; a class of theirs may have inherited it."""
-    own = vars(model) if name != "_sample" else {}  # which `generate` asks of the class alone
-    method = _plain(own.get(name, getattr(type(model), name, None)))
+def _is_user_method(model: Model, name: str) -> bool:
+    """Return whether a method is user code; a user's class may have inherited it."""
+    on_instance = vars(model) if name != "_sample" else {}  # `generate` asks only the class for it
+    method = _plain(on_instance.get(name, getattr(type(model), name, None)))
     if method is None or not is_users(method):
         return False
     return not (isinstance(method, FunctionType) and _is_installed(method))
 
 
 def is_patched(name: str) -> bool:
-    """Return whether a function of `torch.nn.functional` is another one now."""
+    """Return whether a function of `torch.nn.functional` was replaced."""
     return any(slot[:2] == (functional, name) for slot in _REPLACED.exchanged())
 
 
@@ -152,53 +152,53 @@ def hooks_of_all() -> list[Any]:
 
 
 def around_now() -> tuple[Any, ...]:
-    """Return what surrounds every forward at present: exchanged functions, and hooks of all."""
+    """Return what surrounds every forward at present: replaced functions and global hooks."""
     return _REPLACED.exchanged(), tuple(hooks_of_all())
 
 
 def is_code(value: Any) -> bool:
-    """Return whether an attribute is a function or another callable that is no module."""
+    """Return whether an attribute is callable, but no module, tensor or class."""
     return callable(value) and not isinstance(value, nn.Module | Tensor | type)
 
 
 def is_users(code: Any, home: str = "", depth: int = 4) -> bool:
-    """Return whether a callable is the user's: the function, or one that it is made of.
+    """Return whether a callable, or a function that it wraps, is user code.
 
     Args:
         code: the callable.
-        home: the package that it stands in, whose functions are no one else's there.
+        home: the package of its surroundings, whose functions are expected there.
         depth: how many wrappers to look into.
     """
     code = _plain(code)
     inside = [getattr(code, "__wrapped__", None)]
     if isinstance(code, partial):
-        # accelerate puts a partial of its own function and the forward before in place of that.
+        # accelerate replaces a forward by a partial of its own function and that forward.
         inside = [code.func, *code.args]
     if depth and any(is_code(each) and is_users(each, home, depth - 1) for each in inside):
         return True
     if isinstance(code, partial):
         return False
-    # What is compiled and belongs to nobody is Python's or torch's.
+    # Compiled code without a module is Python's or torch's.
     package = _package(_module_of(code) or "builtins")
     return package not in _HOME and package not in sys.stdlib_module_names and package != home
 
 
 def _is_exchanged(slot: Slot) -> bool:
-    """Return whether a function of a class, or of its file, was put in the place of another."""
+    """Return whether user code replaces a function of a class, or of the class's file."""
     function, holder = _plain(slot.function), slot.holder
     home = holder.__module__ if isinstance(holder, type) else holder.__name__
     if not isinstance(function, FunctionType) or not is_users(function, _package(home)):
         return False
-    # A file may import functions of other packages, which have their names there.
+    # A file may import functions of other packages under their own names.
     is_imported = not isinstance(holder, type) and function.__name__ == slot.name
     return not (is_imported and _is_installed(function))
 
 
 def _home_of(module: nn.Module) -> str:
-    """Return the package whose functions are at home in a module's attributes.
+    """Return the package whose functions are expected in a module's attributes.
 
-    That is its class's; or that of the objects that wrap its forward, as accelerate's do where
-    weights are brought from elsewhere, unless one of them is the user's.
+    It is the package of the module's class. If installed objects of one package wrap the forward,
+    as accelerate's do for offloaded weights, it is theirs.
     """
     hook = getattr(module, "_hf_hook", None)
     hooks = [type(each) for each in (hook, *getattr(hook, "hooks", ())) if each is not None]
@@ -209,7 +209,7 @@ def _home_of(module: nn.Module) -> str:
 
 
 def _is_installed(code: Any) -> bool:
-    """Return whether a class or function is of an installed package, or of a checkpoint."""
+    """Return whether a class or function comes from an installed package or a checkpoint."""
     name = _module_of(code) or "builtins"
     if _package(name) in _HOME or _package(name) in sys.stdlib_module_names:
         return True
@@ -221,12 +221,12 @@ def _is_installed(code: Any) -> bool:
 
 @cache
 def _installed_elsewhere() -> frozenset[str]:
-    """Return all packages that are installed, in whatever folder; takes a fraction of a second."""
+    """Return all installed packages, in any folder; takes a fraction of a second."""
     return frozenset(packages_distributions())
 
 
 def _module_of(code: Any) -> str | None:
-    """Return the name of the module that a class, or a function's code, is of."""
+    """Return the name of the module that defines a class or a function's code."""
     if isinstance(code, FunctionType):  # `functools.wraps` copies the other names
         name = code.__globals__.get("__name__")
     else:
