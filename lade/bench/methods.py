@@ -39,7 +39,7 @@ Method = Callable[[Any, dict[str, Any], dict[str, Any]], Answer]
 
 def plain(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
     """Run `model.generate`."""
-    rows, sec = _plainly(model, inputs, options)
+    rows, sec = _standard(model, inputs, options)
     stats = DecodeStats(num_steps=max(map(len, rows)) - 1, num_prefills=len(rows))
     stats.num_row_steps = stats.num_committed_tokens = sum(map(len, rows)) - len(rows)
     return Answer(rows, sec, stats)
@@ -69,7 +69,7 @@ class TransformersAssisted:
 
         hook = model.register_forward_pre_hook(count, with_kwargs=True)
         try:
-            rows, sec = _plainly(model, inputs, {**options, **self._options})
+            rows, sec = _standard(model, inputs, {**options, **self._options})
         finally:
             hook.remove()
         num_steps, num_committed = len(sizes) - 1, len(rows[0]) - 1
@@ -123,7 +123,7 @@ def new_rows(model: Any, sequences: Tensor, num_prompt_tokens: int) -> list[list
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
-def _plainly(
+def _standard(
     model: Any, inputs: dict[str, Any], options: dict[str, Any]
 ) -> tuple[list[list[int]], float]:
     # By the class's generate, in case the model is wrapped.

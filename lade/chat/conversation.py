@@ -1,7 +1,7 @@
 """`Conversation`: messages, and answers to them piece by piece; `Turn`: what one answer was.
 
-How it is shown is for others. The model answers in a thread of its own, so that whoever waits for a
-piece can be interrupted at once.
+How it is shown is for others. The model answers in a thread of its own, so that a caller
+who waits for a piece can be interrupted at once.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`PieceStream`: an answer as pieces of text as they come, its thinking told from the rest."""
+"""`PieceStream`: an answer as pieces of text as they come, its thinking apart from the rest."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

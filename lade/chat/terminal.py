@@ -287,8 +287,8 @@ class Terminal:
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(no_wrap=self.console.width > 60)
         table.add_column(style="dim")
-        for name, (_, told) in _COMMANDS.items():
-            table.add_row(Text(_usage(name)), told)
+        for name, (_, purpose) in _COMMANDS.items():
+            table.add_row(Text(_usage(name)), purpose)
         self.console.print(table)
         self._say("Alt-Enter or Esc Enter begins a new line, Tab completes commands.")
 
@@ -333,8 +333,8 @@ class Terminal:
 
 def _completer() -> Completer:
     """Return what completes commands, and the files of those that take one."""
-    told = {f"/{name}": told for name, (_, told) in _COMMANDS.items()}
-    commands = WordCompleter([*told], meta_dict=told, sentence=True)
+    purposes = {f"/{name}": purpose for name, (_, purpose) in _COMMANDS.items()}
+    commands = WordCompleter([*purposes], meta_dict=purposes, sentence=True)
     path = PathCompleter(expanduser=True)
     files = NestedCompleter({"/save": path, "/load": path})
     return merge_completers([commands, files], deduplicate=True)

@@ -141,9 +141,9 @@ def _tell_time(out: Console, loaded: LoadedModel, settings: Settings, num_prompt
     sec = timed.sec / timed.num_tokens * settings.max_new_tokens * num_prompts * _TIMES
     about = f"{sec:.0f} seconds" if sec < 100 else f"{sec / 60:.0f} minutes"
     prompts = f"{num_prompts} prompts are" if num_prompts > 1 else "The prompt is"
-    told = f"{prompts} answered by three methods, which takes about {about}. lade's text is "
+    line = f"{prompts} answered by three methods, which takes about {about}. lade's text is "
     drafted = ("drafted by the n-gram pool and accepted", _DRAFTED)
-    out.print(Text.assemble("\n", told, drafted, ", or the model's own token."))
+    out.print(Text.assemble("\n", line, drafted, ", or the model's own token."))
 
 
 def _tell_model(out: Console, loaded: LoadedModel, found: Probe) -> None:
@@ -163,8 +163,8 @@ def _tell_model(out: Console, loaded: LoadedModel, found: Probe) -> None:
     )
     versions = {"lade": __version__, "python": platform.python_version()}
     versions |= {name: metadata.version(name) for name in ("torch", "transformers", "numba")}
-    told = ", ".join(f"{name} {version}" for name, version in versions.items())
-    out.print(f"[dim]{told}; {platform.machine()}, {get_host_cpu_name()}[/dim]")
+    line = ", ".join(f"{name} {version}" for name, version in versions.items())
+    out.print(f"[dim]{line}; {platform.machine()}, {get_host_cpu_name()}[/dim]")
     out.print(f"[bold]Verification[/bold] by {_LABELS.get(found.verification, found.verification)}")
     out.print(f"[dim]  attention {found.attention}, execution {found.execution}[/dim]")
     for verification, reason in found.reasons.items():

@@ -183,7 +183,7 @@ class ChatSamplingOptions(SamplingOptions):
     temperature: TemperatureOption = 0.7
 
 
-# --- what is told of files before any work is done -------------------------------------------
+# --- what is said of files before any work is done -------------------------------------------
 
 
 def check_place(path: Path | None) -> Path | None:

@@ -101,7 +101,7 @@ def _view_of(model: Model, num_layers: int) -> tuple[Model, VerificationPlan]:
 def _layers_of(model: Model, profile: Profile) -> tuple[str, list[int | None]]:
     """Return the name of a model's list of layers: of modules that a forward runs in order.
 
-    For each layer, it is told how many values it returns if it returns a tuple, else None.
+    For each layer, it gets how many values the layer returns if it returns a tuple, else None.
 
     Raises:
         UnsupportedModelError: there is no such list, with the reason.

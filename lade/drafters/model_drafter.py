@@ -39,7 +39,7 @@ _MAX_SUPPORT = 256
 
 
 class Level(NamedTuple):
-    """What a level of a draft is: the nodes that one forward of the drafting model told."""
+    """A level of a draft: the nodes that one forward of the drafting model found."""
 
     mass: float  # sum of the path probabilities of the nodes kept
     token_prob: float  # of the best of these nodes, given its parent

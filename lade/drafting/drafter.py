@@ -1,4 +1,4 @@
-"""`Drafter`, the base class of all that drafts, what one is told of its call; `ForcedTokens`."""
+"""`Drafter`, the base class of all drafters; `DraftingCall`, the call of one; `ForcedTokens`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Drafter:
 
     Attributes:
         name: Of this source in `DecodeStats.sources`; its class if empty.
-        num_successors: Top-k target tokens per node that `harvest` is told; 0 for none, and then
+        num_successors: Top-k target tokens per node that `harvest` gets; 0 for none, and then
             it is not called.
         learns_ngrams: Whether `observe_ngrams` learns; needed for `Config(lookahead=…)`.
         is_free: Whether a draft takes so little time that it is asked at every step; else it is

@@ -203,7 +203,7 @@ class Source:
         self.costs = Seconds()
         self.num_successors = 0
         self.learns_ngrams = self.is_free = False
-        # Whether it draws when it is told how much, or at once, where drafts are drawn.
+        # Whether it draws when it knows how much, or at once, where drafts are drawn.
         self.is_pool = self.is_made = False
         #: Whether it is a model that is asked only where that pays; None for no model.
         self.is_measured: bool | None = None
@@ -229,7 +229,7 @@ class Source:
             what: name of the method, as looking at it may raise, too; or what calls the drafter.
             instead: what to return then.
             args: of the method.
-            even_if_failed: whether to ask one that has failed; it is not told again.
+            even_if_failed: whether to ask one that has failed; the warning is not repeated.
             may_refuse: whether a `LadeError` ends the call.
         """
         if self.has_failed and not even_if_failed:

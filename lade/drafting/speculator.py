@@ -250,7 +250,7 @@ class Speculator:
     def _asked(self, row: int, state: _DraftedRow, context: Sequence[int], most: int) -> Draft:
         """Ask the sources that are worth it, and join what they propose.
 
-        Where drafts are drawn, a pool draws only when it is told how much, so what it proposes
+        Where drafts are drawn, a pool draws only when it knows how much, so what it proposes
         before may decide whether another source is worth asking instead.
         """
         state.asked, draft = [], _NOTHING

@@ -1,7 +1,7 @@
 """Which experts run which tokens: compiled functions of whole numbers, no products.
 
 Experts are chosen as `torch.topk` chooses, of equal values the same ones in the same order. Torch
-leaves that to the algorithms of its C++ library, so these are told step by step here.
+leaves that to the algorithms of its C++ library, so their steps are repeated here.
 """
 
 import numba

@@ -234,7 +234,7 @@ class FusedForwards:
             return _by_layers(model, [*layers, head])
 
         def forward(view: Any, *args: Any, **inputs: Any) -> Any:
-            plainly = type(view).forward.__get__(view)
+            by_torch = type(view).forward.__get__(view)
             is_whole = all(map(is_, view._modules.values(), children))  # else it is of a view
             try:
                 require(is_whole and not args, "it is not of this model, or has other arguments")
@@ -242,17 +242,17 @@ class FusedForwards:
                 has_kwargs = any(each._forward_pre_hooks_with_kwargs for each in layers)
                 require(not has_kwargs, "hooks of a layer see more than states")
             except UnsupportedForwardError:
-                return plainly(*args, **inputs)
+                return by_torch(*args, **inputs)
             hooked = [
                 bool(each._forward_hooks or each._forward_pre_hooks) and has_hook(each)
                 for each in layers
             ]
             if any(hooked) and self._weights.transform is not None:
-                return plainly(**inputs)  # the rows of whose products would depend on each other
+                return by_torch(**inputs)  # the rows of whose products would depend on each other
             if any(hooked):
                 run = partial(_run_by, *by_layers(), inputs)
                 request = request._replace(by_layers=run, hooked=tuple(hooked))
-            return self._choose(request, lambda: plainly(**inputs), inputs[CACHE])
+            return self._choose(request, lambda: by_torch(**inputs), inputs[CACHE])
 
         return with_forward(model, forward)
 
@@ -263,18 +263,21 @@ class FusedForwards:
 
     # --- what runs --------------------------------------------------------------------------------
 
-    def _choose(self, request: _JobRequest, plainly: Callable[[], Any], cache: Any) -> Any:
+    def _choose(self, request: _JobRequest, by_torch: Callable[[], Any], cache: Any) -> Any:
         """Run a forward by a job, unless that is slower; the first of a size in both ways."""
         size = _size_of(request.input_ids.shape[1])
         if self.why_not is not None or self._is_slow:
-            return plainly()
+            return by_torch()
         if size in self._checked:
-            return self._run_job(request, plainly, cache)
+            return self._run_job(request, by_torch, cache)
         if self._places(request) is None:
-            return plainly()  # once: windows may forget what the same tokens see again
+            return by_torch()  # once: windows may forget what the same tokens see again
         rewind = request.rewinding()
         sec, results, known = [], list[Any](), self._sec.get(size, (math.inf, math.inf))
-        for run in (partial(_own, plainly), partial(self._run_job, request, plainly, cache)):
+        for run in (
+            partial(_run_by_torch, by_torch),
+            partial(self._run_job, request, by_torch, cache),
+        ):
             rewind()
             begin = perf_counter()
             results.append(run())
@@ -287,10 +290,10 @@ class FusedForwards:
         self._checked.add(size)
         if self.why_not is None and not self._is_close(results[1], results[0]):
             rewind()
-            return plainly()  # once more, as the job has written keys and values of its own
+            return by_torch()  # once more, as the job has written keys and values of its own
         return results[1]
 
-    def _run_job(self, request: _JobRequest, plainly: Callable[[], Any], cache: Any) -> Any:
+    def _run_job(self, request: _JobRequest, by_torch: Callable[[], Any], cache: Any) -> Any:
         """Run a forward by a job; by the model itself where that fails."""
         rewind = request.rewinding()
         with Attempt() as attempt:
@@ -298,7 +301,7 @@ class FusedForwards:
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
         rewind()
-        result = _own(plainly)
+        result = _run_by_torch(by_torch)
         self.why_not = attempt.failure  # unless that fails, too
         return result
 
@@ -594,10 +597,10 @@ def _of_part(mask: Tensor | None, size: int, sees_all: bool) -> Tensor | None:
     return sees if sees.stride(1) == 1 else sees.contiguous()
 
 
-def _own(plainly: Callable[[], Any]) -> Any:
+def _run_by_torch(by_torch: Callable[[], Any]) -> Any:
     """Run the model's own forward."""
     with made_whole():  # packed weights: else a job would be held against itself
-        return plainly()
+        return by_torch()
 
 
 def _by_layers(model: Model, modules: Sequence[nn.Module]) -> tuple[Model, list[_RunLayer]]:

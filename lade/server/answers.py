@@ -35,7 +35,7 @@ async def whole(exchange: Exchange) -> str:
                 message[name] = message[name].strip()
         for call in message.get("tool_calls", ()):
             del call["index"]  # which is of streams
-    return _told(exchange, choices, **_figures(exchange))
+    return _as_json(exchange, choices, **_figures(exchange))
 
 
 async def events(exchange: Exchange) -> AsyncGenerator[str, None]:
@@ -61,12 +61,12 @@ async def _choices(exchange: Exchange) -> AsyncGenerator[Json, None]:
     exchange.check()
 
 
-def _told(exchange: Exchange, choices: Sequence[Json], **told: Any) -> str:
+def _as_json(exchange: Exchange, choices: Sequence[Json], **fields: Any) -> str:
     kind = "text_completion"
     if exchange.asked.is_chat:
         kind = "chat.completion.chunk" if exchange.asked.stream else "chat.completion"
     named = {"object": kind, "created": exchange.created, "model": exchange.model}
-    text = json.dumps({"id": exchange.request_id, **named, **told})
+    text = json.dumps({"id": exchange.request_id, **named, **fields})
     return f'{text[:-1]}, "choices": [{", ".join(map(_written, choices))}]}}'
 
 
@@ -79,8 +79,8 @@ def _written(choice: Json) -> str:
     return f'{text[:-1]}, "logprobs": {{"content": [{", ".join(tokens)}]}}}}'
 
 
-def _event(exchange: Exchange, choices: Sequence[Json], **told: Any) -> str:
-    text, options = _told(exchange, choices, **told), exchange.asked.stream_options
+def _event(exchange: Exchange, choices: Sequence[Json], **fields: Any) -> str:
+    text, options = _as_json(exchange, choices, **fields), exchange.asked.stream_options
     if options is not None and options.include_obfuscation is False:
         return f"{_EVENT}{text}\n\n"
     begin, end = f'{_EVENT}{text[:-1]}, "obfuscation": "', '"}\n\n'

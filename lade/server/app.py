@@ -1,4 +1,4 @@
-"""The server put together, and run until it is told to stop.
+"""The server put together, and run until it is to stop.
 
 Begin here; `routes.py` is what a request meets first.
 """
@@ -62,7 +62,7 @@ class Server(uvicorn.Server):
         options = ServerOptions() if options is None else options
         if getattr(loaded.tokenizer, "_tokenizer", None) is None:
             raise UserError(f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}")
-        # Of a folder clients are told its name alone, not where it lies.
+        # Clients see the name of a folder, not where it lies.
         name = Path(loaded.name).name if Path(loaded.name).exists() else loaded.name
         self.name = options.model_name or name
         loaded = loaded._replace(name=self.name)

@@ -100,13 +100,15 @@ class GuardedProtocol(H11Protocol):
         self._timed = self.cycle
         self._start(self.timeout_sec, self._end)
 
-    def _end(self, is_told: bool = False) -> None:
-        """Hang up on who has not read its answer; who may read is told first that it is late."""
+    def _end(self, has_notice: bool = False) -> None:
+        """Hang up on a client that has not read its answer, after a last line that it is late."""
         is_late = not self._timed.response_complete
-        if self.transport.get_write_buffer_size() or (is_told and (is_late or self._num_unread())):
+        if self.transport.get_write_buffer_size() or (
+            has_notice and (is_late or self._num_unread())
+        ):
             self.transport.abort()
         elif is_late or self._num_unread():
-            self._start(END_SEC, partial(self._end, is_told=True))
+            self._start(END_SEC, partial(self._end, has_notice=True))
 
     def _num_unread(self) -> int:
         """Return how many bytes the system has that the client's has not confirmed."""

@@ -12,7 +12,7 @@ _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: _LATER, 503: _LATER}
 
 @dataclass(eq=False)
 class ApiError(LadeError):
-    """What a client is told instead of an answer."""
+    """An error that a client gets instead of an answer."""
 
     status: int  # of HTTP
     message: str  # what was expected, and what came; nothing of other clients' requests
@@ -25,8 +25,8 @@ class ApiError(LadeError):
         """Return OpenAI's error object."""
         default = "invalid_request_error" if self.status < 500 else "server_error"
         kind = _KINDS.get(self.status, default)
-        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": told}
+        details = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": details}
 
     def headers(self) -> dict[str, str]:
         """Return the headers that go with the status."""
@@ -35,5 +35,5 @@ class ApiError(LadeError):
 
 
 def failed() -> ApiError:
-    """Return what a client is told of an error that is ours; the log has the rest."""
+    """Return what a client reads of an error that is ours; the log has the rest."""
     return ApiError(500, "the server failed to answer; its log says why", code="internal_error")

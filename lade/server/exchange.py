@@ -57,7 +57,7 @@ class Exchange:
 
     owner: KeyOwner
     of_whom: str  # the key, or where it comes from: what is shared fairly
-    knows_kept: bool  # whether it may be told what of its prompt was kept
+    knows_kept: bool  # whether it may see how much of its prompt was kept
     timeout_sec: float
     model: str  # as clients call it
     when_over: Callable[["Exchange"], None]  # called once, in the event loop

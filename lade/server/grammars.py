@@ -190,5 +190,5 @@ def _read(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusal(message: str) -> ApiError:
-    """Return what a client is told whose schema is not taken."""
+    """Return the error for a schema that is not taken."""
     return ApiError(400, message, param="response_format")

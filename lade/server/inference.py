@@ -164,7 +164,7 @@ class _Relay:
         self._new = list[tuple[int, int, int]]()
         self._waiting = deque[tuple[int, int, str, Any]]()
         self._named = lru_cache(_NAMED)(self._name)
-        self._pending = ""  # text that no piece has told of
+        self._pending = ""  # text that no piece has had yet
         self._delta: Json = {}
         self._num_calls = 0
         ends = one.prompt.options.eos_token_id
@@ -185,7 +185,7 @@ class _Relay:
 
     @torch.no_grad()
     def echo(self, model: Any) -> None:
-        """Begin with the prompt, of which each token but the first is foretold by those before."""
+        """Begin with the prompt, whose tokens but the first have log-probabilities, too."""
         input_ids = self._answer.prompt.inputs["input_ids"]
         first, *others = input_ids[0].tolist()
         self._read(self._text_of(first))
@@ -229,17 +229,17 @@ class _Relay:
         for (token_id, start, end), (mine,), top in zip(self._new, own, tops, strict=True):
             # The text of others is not in the answer; clients count the tokens of a prompt.
             if self.echoes or token_id not in self._special:
-                self._waiting.append((start, end, *self._told(token_id, mine, top)))
+                self._waiting.append((start, end, *self._written(token_id, mine, top)))
         self._new.clear()
 
-    def _told(
+    def _written(
         self, token_id: int, mine: float, top: Iterable[tuple[int, float]]
     ) -> tuple[str, Any]:
         text, begin = self._named(token_id)
         if not self._is_chat:
             return text, (mine, {self._named(each)[0]: logprob for each, logprob in top})
-        told = ", ".join(f"{self._named(each)[1]}{logprob:.7g}}}" for each, logprob in top)
-        return text, f'{begin}{mine:.7g}, "top_logprobs": [{told}]}}'
+        shown = ", ".join(f"{self._named(each)[1]}{logprob:.7g}}}" for each, logprob in top)
+        return text, f'{begin}{mine:.7g}, "top_logprobs": [{shown}]}}'
 
     def _name(self, token_id: int) -> tuple[str, str]:
         """Return a token's text, and what is said of it as JSON up to its log-probability."""
@@ -296,7 +296,7 @@ class _Relay:
 
     def _logprobs(self, is_last: bool) -> Json:
         """Return what there is to say of tokens whose text is shown."""
-        starts, texts, told = list[int](), list[str](), list[Any]()
+        starts, texts, shown = list[int](), list[str](), list[Any]()
         while self._waiting:
             start, end, text, each = self._waiting[0]
             # A stop may end the text within a token.
@@ -304,14 +304,14 @@ class _Relay:
                 break
             starts.append(start)
             texts.append(text)
-            told.append(each)
+            shown.append(each)
             self._waiting.popleft()
         if self._is_chat:
-            return {"content": told}
+            return {"content": shown}
         return {
             "tokens": texts,
-            "token_logprobs": [logprob for logprob, _ in told],
-            "top_logprobs": [top for _, top in told],
+            "token_logprobs": [logprob for logprob, _ in shown],
+            "top_logprobs": [top for _, top in shown],
             "text_offset": starts,
         }
 

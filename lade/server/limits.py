@@ -95,8 +95,8 @@ class Preparing:
             thinks = leaves_thoughts_open(exchange.prompts[0].parser)
             form = form._replace(thoughts=None) if thinks is False else form
         if form is None or (thinks and form.thoughts is None):
-            told = "not supported: the model's chat template does not tell how calls are written"
-            raise wrong("tool_choice", told)
+            reason = "not supported: the model's chat template does not tell how calls are written"
+            raise wrong("tool_choice", reason)
         try:
             return self.grammars.of_calls(form, chat.tools_forced, tenant, is_thinking=bool(thinks))
         except ApiError as error:
@@ -129,7 +129,7 @@ class Preparing:
         assert isinstance(asked, Chat)
         if not self._tokenizer.chat_template:
             raise UserError("expected a completion, for the model has no chat template")
-        messages = [each.told() for each in asked.messages]
+        messages = [each.as_template_input() for each in asked.messages]
         options = {"tools": asked.tools or None, **(asked.chat_template_kwargs or {})}
         for useless in useless_fields(self._tokenizer, messages, options):
             if useless == "tools" or not self._options.ignores_unknown:

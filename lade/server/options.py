@@ -43,7 +43,7 @@ class ServerOptions:
         max_new_tokens: of an answer.
         max_body_bytes: of a request.
         timeout_sec: of a request, from its first byte to the last of its answer.
-        grace_sec: for answers that are under way when the server is told to stop.
+        grace_sec: for answers that are under way when the server is to stop.
         ignores_unknown: whether unknown fields of requests are left out, and named in a header of
             the answer and in the log; else such requests are refused.
         config: of all calls; prefixes are reused for those who have a pool, whatever it says.

@@ -20,9 +20,9 @@ _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 def wrong(param: str | None, message: str) -> ApiError:
-    """Return what a client is told of a field that cannot be taken."""
-    told = message if param is None else f"{param}: {message}"
-    return ApiError(400, told, param=param, code="unsupported_or_invalid")
+    """Return the error for a field that cannot be taken."""
+    text = message if param is None else f"{param}: {message}"
+    return ApiError(400, text, param=param, code="unsupported_or_invalid")
 
 
 # Fields of OpenAI's that are accepted and have no effect; a header of the answer names them.
@@ -41,7 +41,7 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class _Strict(BaseModel, extra="forbid", strict=True, allow_inf_nan=False, cache_strings="none"):
-    """What has no fields but those that are told."""
+    """A body that has no fields but the declared ones."""
 
 
 class _TextPart(_Strict):
@@ -69,11 +69,11 @@ class _Message(_Strict, extra="allow"):
     content: _Content | None = None
     tool_calls: Annotated[list[Json], Field(fail_fast=True)] | None = None
 
-    def told(self) -> Json:
+    def as_template_input(self) -> Json:
         """Return it as chat templates take it: its text whole, without what asks for nothing."""
         text = " ".join(part.text for part in self.content or ())
-        told = self.model_dump(exclude_unset=True)
-        return {name: value for name, value in told.items() if value} | {"content": text}
+        fields = self.model_dump(exclude_unset=True)
+        return {name: value for name, value in fields.items() if value} | {"content": text}
 
 
 class _Prediction(_Strict):
@@ -223,7 +223,7 @@ class Chat(Asked):
 
     @property
     def tools_forced(self) -> list[Json] | None:
-        """The tools of which one is to be called, whatever the model would say."""
+        """The tools, if one of them must be called."""
         choice = self.tool_choice
         if choice is None or choice.type in ("none", "auto"):
             return None
@@ -333,7 +333,7 @@ def read(
 def _known_of(kind: type[Asked], data: bytes | bytearray, ignored: list[str]) -> bytes | bytearray:
     """Return a request without its unknown fields, whose names are added to a list."""
     found: Any = None
-    with suppress(ValueError, RecursionError):  # which are told of where it is read
+    with suppress(ValueError, RecursionError):  # the place that reads it reports these
         found = json.loads(data)
     if not isinstance(found, dict):
         return data

@@ -1,6 +1,6 @@
 """What can be asked, and what every request passes: keys, limits, the line, time.
 
-Whatever goes wrong is told in OpenAI's form. A request is prepared in threads, waits for its turn,
+Errors have OpenAI's form. A request is prepared in threads, waits for its turn,
 and is answered by `inference.py`; what is under way for a client that leaves is ended.
 """
 
@@ -126,8 +126,8 @@ class Routes:
             # A path may hold line breaks and escapes.
             path, sec = quote(scope["path"][:200]), perf_counter() - begin
             ignored = "" if exchange is None else exchange.without_effect
-            told = f", without effect: {ignored}" if ignored else ""
-            logger.info("%s %s %d %.3f s%s", scope["method"], path, status, sec, told)
+            note = f", without effect: {ignored}" if ignored else ""
+            logger.info("%s %s %d %.3f s%s", scope["method"], path, status, sec, note)
 
     @property
     def is_idle(self) -> bool:
@@ -260,7 +260,7 @@ class Routes:
 class _Workers:
     """Threads that prepare requests: so many at once, and of one key.
 
-    Whoever waits behind those of its own key waits for that many of each other, and no more.
+    A request waits for those of its own key before it, and for as many of each other key.
     """
 
     def __init__(self, most: int, most_of_key: int) -> None:
@@ -287,7 +287,7 @@ async def _watch(exchange: Exchange, request: Request) -> None:
 
 
 def _left() -> ApiError:
-    """Return what nobody is told; 499 is what logs call it."""
+    """Return the answer that nobody reads; 499 is what logs call it."""
     return ApiError(499, "the client has left")
 
 

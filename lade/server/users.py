@@ -63,7 +63,7 @@ class UserPools:
         chosen = [*dict.fromkeys(asked.pools or ())]
         for name in chosen:
             is_allowed = owner.corpora is None or name in owner.corpora
-            if not is_allowed or name not in self._corpora:  # which of both is not told
+            if not is_allowed or name not in self._corpora:  # the error does not say which
                 message = f"expected pools that this key may draft from, got {name!r}"
                 raise ApiError(404, message, param="pools", code="pool_not_found")
         layers = [*map(self._corpora.__getitem__, chosen), *self._layers]

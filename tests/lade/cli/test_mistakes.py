@@ -117,10 +117,6 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], told: s
         (["bench", "--json", "no/such/folder/x.json"], "no such folder: no/such/folder"),
         (["pool", "build", __file__, "--out", "no/a.pool"], "no such folder: no"),
         (["serve", "--allowed-host", "", "--port", "0"], "expected names of allowed hosts"),
-        (
-            ["serve", "--corpus", "a=no/file", "--port", "0", "--model", "y"],
-            "no such file: no/file",
-        ),
         (["serve", "--host", "192.0.2.1", "--model", "y"], "cannot listen at 192.0.2.1:8000"),
     ],
 )
