@@ -830,11 +830,11 @@ def test_whether_jobs_run_is_chosen_once_before_a_text_begins(
         now += theirs if output.logits.shape[1] <= file.MANY_TOKENS else 2.0
         return output
 
-    run_job, run_own = file.FusedForwards._by_job, file._own
+    run_job, run_own = file.FusedForwards._by_job, file._run_by_torch
     model = model_of("llama", torch.bfloat16)
     monkeypatch.setattr(file, "perf_counter", lambda: now)
     monkeypatch.setattr(file.FusedForwards, "_by_job", by_job)
-    monkeypatch.setattr(file, "_own", own)
+    monkeypatch.setattr(file, "_run_by_torch", own)
     runs = noted(monkeypatch)
     given: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     lade.generate(model, TEXT, **given)
