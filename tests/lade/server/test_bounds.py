@@ -30,11 +30,6 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return loaded_model(eos_token_id=93)
-
-
-@pytest.fixture(scope="module")
 def client(loaded: LoadedModel) -> Iterator[Client]:
     with serving(loaded, api_keys=KEYS) as client:
         yield client

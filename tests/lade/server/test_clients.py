@@ -1,7 +1,6 @@
 """Requests as programs of others send them, word for word where it matters, and what these read."""
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,19 +8,7 @@ import torch
 
 from lade.models import LoadedModel
 from tests.lade.server.client import QUESTION, Client, Json, text_of
-from tests.lade.server.serving import loaded_model, plain_text, serving, wait_until
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return loaded_model(eos_token_id=93)
-
-
-@pytest.fixture(scope="module")
-def client(loaded: LoadedModel) -> Iterator[Client]:
-    with serving(loaded) as client:
-        yield client
-
+from tests.lade.server.serving import plain_text, serving, wait_until
 
 # --- lm-evaluation-harness ------------------------------------------------------------------
 

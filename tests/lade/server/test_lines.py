@@ -16,7 +16,6 @@ from lade.models import LoadedModel
 from tests.lade.server.client import QUESTION, RUNNING, WAITING, Client, Json, error_of, text_of
 from tests.lade.server.serving import (
     Paced,
-    loaded_model,
     plain_text,
     serving,
     wait_until,
@@ -24,11 +23,6 @@ from tests.lade.server.serving import (
 
 SHORT: Json = {"messages": QUESTION, "max_tokens": 4, "temperature": 0}
 KEYS = ["boss admin", "one", "two"]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return loaded_model(eos_token_id=93)
 
 
 @pytest.fixture

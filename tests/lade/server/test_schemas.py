@@ -1,7 +1,6 @@
 """Schemas that are taken are kept to the letter; all others are refused."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -75,17 +74,6 @@ NOT_KEPT: list[tuple[dict[str, Any], str]] = [
     ({"type": "string", "%lark": "start: /a+/"}, "%lark"),
     ({"anyOf": [INTEGER, {"%regex": "a+"}]}, "%regex"),
 ]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return loaded_model(eos_token_id=93)
-
-
-@pytest.fixture(scope="module")
-def client(loaded: LoadedModel) -> Iterator[Client]:
-    with serving(loaded) as client:
-        yield client
 
 
 def asking(schema: Json) -> Json:
