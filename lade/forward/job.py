@@ -49,6 +49,7 @@ from lade.forward.reading import (
     adapters_of,
     arranged,
     given_to,
+    products_of,
     read,
 )
 from lade.openmp import Run
@@ -157,8 +158,7 @@ class FusedForwards:
         self._sizes = sizes = plan.sizes
         is_whole = sizes.head_size % compiled.LANES == 0
         require(is_whole, "its heads are no whole number of vectors")
-        products = [each for layer in plan.layers for each in layer.products if each is not None]
-        across = [each.module for each in products if isinstance(each.module, Conv1D)]
+        across = [each.module for each in products_of(plan) if isinstance(each.module, Conv1D)]
         is_whole = all(each.nf % compiled.LANES == 0 for each in across)
         require(is_whole, "its columns are no whole number of vectors")
         self._is_packed = type(plan.head) is PackedLinear
@@ -711,9 +711,8 @@ class _Weights:
         self._first_norm = _reference(first_norm)
         self.head: Callable[[], Any] = weakref.ref(plan.head)
         self.transform = None if plan.transform is None else _transforming(plan.transform)
-        products = [each for layer in plan.layers for each in layer.products if each is not None]
         # The rows behind those of layers: of what comes last, of additions, and of experts.
-        of_experts = 1 + sum(len(each.added) for each in products)
+        of_experts = 1 + sum(len(each.added) for each in products_of(plan))
         num_rows = end + of_experts + sum(layer.experts is not None for layer in plan.layers)
         self._table = np.zeros((num_rows, words.LAYER_SIZE), np.int64)
         places = [kinds.index(kind) for kind in plan.kinds]

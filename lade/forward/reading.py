@@ -319,12 +319,16 @@ def _with_originals(value: Any, originals: dict[Any, Any]) -> Any:
     return originals[id(value)]
 
 
+def products_of(plan: DecoderPlan) -> list[ProductPlan]:
+    """Return the products of all layers."""
+    return [each for layer in plan.layers for each in layer.products if each is not None]
+
+
 def adapters_of(plan: DecoderPlan) -> Iterator[nn.Module]:
     """Yield the modules that may add something to the results of a linear layer."""
-    for layer in plan.layers:
-        for product in layer.products:
-            if product is not None and product.around is not product.module:
-                yield product.around
+    for product in products_of(plan):
+        if product.around is not product.module:
+            yield product.around
 
 
 class _Reader:

@@ -10,7 +10,7 @@ from lade.attempts import Attempt
 from lade.captures import free_unused
 from lade.compat import Model, compiled_part_of, device_of_inputs, without_compiler
 from lade.config import Verification
-from lade.forward.job import forwards_for, why_by_torch
+from lade.forward.job import FusedForwards, forwards_for, why_by_torch
 from lade.forward.linear import products_for
 from lade.gpu.workspace import WorkspaceStore
 from lade.probing.proof import Distances
@@ -103,6 +103,8 @@ class Profile:
         """Return why forwards on a CPU run by torch; None if they may be compiled."""
 
         def find() -> str | None:
+            if isinstance(self.fast_views_for(model), FusedForwards):
+                return None  # known without reading the model again
             return self._user_code_in_jobs(model) or why_by_torch(model)
 
         return self.once("why_by_torch", find)
