@@ -3,9 +3,9 @@
 Between products torch spends as long on a CPU as on them: a layer is thirty calls, and each call
 wakes all threads. A job (`_kernels.py`) does the whole forward on the weights as they are, of any
 number of parts: tokens that follow one cache, such as a prompt, a tree, or those of one of several
-calls. What a model computes is read from it (`reading.py`), and the first forward of each size is
-held against the model's own. Whether jobs are faster is found out once, before a text begins: all
-forwards run by them then, so that a token has the same bits in each. Figures are in
+calls. What a model computes is read from it (`reading.py`). Before a text begins, jobs of a few
+sizes are held against a forward of the model's own, and it is found out whether they are faster:
+all forwards run by them then, so that a token has the same bits in each. Figures are in
 docs/internals/forward.md.
 """
 
@@ -36,7 +36,6 @@ from lade.compat import CACHE, Model, has_hook
 from lade.forward import words
 from lade.forward.comparing import ACTIVATIONS, UnsupportedForwardError, require
 from lade.forward.experts import ExpertsPlan
-from lade.forward.fastest import about
 from lade.forward.linear import FORMATS, MOST_TOKENS, REPORT, Products, is_plain, kernels
 from lade.forward.packed import PackedLinear, function_of, made_whole
 from lade.forward.reading import (
@@ -59,6 +58,9 @@ from lade.targets.kv_cache import TreeCache, TreeCacheLayer
 from lade.targets.rows import MOST_AT_ONCE
 from lade.view import viewed, with_forward
 
+# Tokens of the jobs that are held against the model's own forward: a single one, and all remainders
+# that tiles of rows leave.
+_HELD = (1, 3, 8, 31)
 # Tokens of the forwards by which it is found out whether jobs are faster. As texts must not depend
 # on a busy machine, the model's own have to be so much faster.
 _TRIED, _CLEAR = (1, 8), 0.8
@@ -111,6 +113,7 @@ class _JobRequest(NamedTuple):
         return rewind
 
 
+_Forward = Callable[[int], Tensor]  # runs so many tokens of a text, and returns their logits
 _RunLayer = Callable[[int, Tensor], Tensor]  # by its number, on its states; the last is the head
 
 
@@ -138,11 +141,12 @@ class FusedForwards:
 
     Attributes:
         why_not: why jobs are not used any more; None if they may be.
-        compared_sec: seconds of the model's own forwards that jobs were held against.
 
     Raises:
         UnsupportedForwardError: the model computes something that a plan has no place for.
     """
+
+    compared_sec = 0.0  # in calls, nothing is compared
 
     def __init__(
         self,
@@ -153,7 +157,6 @@ class FusedForwards:
     ) -> None:
         self._kernels, self._run, self._products = compiled, run, Products(compiled, run)
         self.why_not: str | None = None
-        self.compared_sec = 0.0
         plan = read(model)
         self._sizes = sizes = plan.sizes
         is_whole = sizes.head_size % compiled.LANES == 0
@@ -171,9 +174,6 @@ class FusedForwards:
         self._kinds = sorted({*plan.kinds})
         shape = (1, sizes.num_key_heads, 1, sizes.head_size)
         self._states = torch.empty(shape, dtype=self._dtype)
-        #: By size, seconds of the model's own forward and of the job held against it: the least.
-        self._sec: dict[int, tuple[float, float]] = {}
-        self._checked = set[int]()  # sizes that were held against the model's own
         self._is_slow = self._is_slow_for_prompts = False
         self._workspaces: list[_Workspace] = []
         self._weights = _Weights(plan, self._kinds, self._dtype)
@@ -190,32 +190,40 @@ class FusedForwards:
         is_used = self.why_not is None and not self._is_slow
         return is_used and self._dtype is not torch.float32
 
-    def settle(self, run: Callable[[int], Any]) -> None:
-        """Find out whether jobs are faster than the model's own forwards; once.
+    def settle(self, by_torch: _Forward, by_job: _Forward) -> None:
+        """Hold jobs against the model's own forward, and find out which are faster; once.
 
         Args:
-            run: runs a forward over so many tokens by a view, and forgets it.
+            by_torch: returns the logits [1, num_tokens, vocab_size] of the first tokens of a text,
+                by the model's own forward, and forgets them.
+            by_job: returns them by a view.
         """
-        if self._is_packed:
+        theirs = by_torch(max(_HELD))
+        for num_tokens in _HELD:
+            if self.why_not is None:
+                self._hold(by_job(num_tokens), theirs[:, :num_tokens])
+        if self._is_packed or self.why_not is not None:
             return  # nothing is slower than making weights whole
-        self._is_slow = self._are_slow(_TRIED, run)
+        self._is_slow = self._are_slow(_TRIED, by_torch, by_job)
         # Where the CPU multiplies pairs of bfloat16, jobs do, too, unless it multiplies tiles.
         may_be = self._dtype is torch.bfloat16 and (not self._has_dots or self._kernels.HAS_AMX)
         if may_be and not self._is_slow:
-            self._is_slow_for_prompts = self._are_slow((2 * MANY_TOKENS,), run)
+            prompts = (2 * MANY_TOKENS,)
+            self._is_slow_for_prompts = self._are_slow(prompts, by_torch, by_job)
 
-    def _are_slow(self, sizes: Sequence[int], run: Callable[[int], Any]) -> bool:
+    def _are_slow(self, sizes: Sequence[int], by_torch: _Forward, by_job: _Forward) -> bool:
         """Return whether jobs of some sizes are slower than the model's own forwards."""
-        theirs = mine = math.inf
+        least = np.full((2, len(sizes)), math.inf)
         for _ in range(2):  # what runs for the first time takes longer, and a machine may be busy
-            for num_tokens in sizes:
-                self._checked.discard(_size_of(num_tokens))
-                run(num_tokens)
-            sec = [self._sec[_size_of(num_tokens)] for num_tokens in sizes]
-            theirs, mine = map(sum, zip(*sec, strict=True))
+            for number, num_tokens in enumerate(sizes):
+                for sec, run in zip(least, (by_torch, by_job), strict=True):
+                    begin = perf_counter()
+                    run(num_tokens)
+                    sec[number] = min(sec[number], perf_counter() - begin)
+            theirs, mine = least.sum(axis=1).tolist()
             if theirs > mine:
                 return False
-        return theirs < _CLEAR * mine
+        return bool(theirs < _CLEAR * mine)
 
     def view(self, model: Model) -> Model:
         """Return a view whose forwards run by a job where one is faster; the model if none can.
@@ -264,34 +272,10 @@ class FusedForwards:
     # --- what runs --------------------------------------------------------------------------------
 
     def _choose(self, request: _JobRequest, by_torch: Callable[[], Any], cache: Any) -> Any:
-        """Run a forward by a job, unless that is slower; the first of a size in both ways."""
-        size = _size_of(request.input_ids.shape[1])
+        """Run a forward by a job, unless that is slower or wrong."""
         if self.why_not is not None or self._is_slow:
             return by_torch()
-        if size in self._checked:
-            return self._run_job(request, by_torch, cache)
-        if self._places(request) is None:
-            return by_torch()  # once: windows may forget what the same tokens see again
-        rewind = request.rewinding()
-        sec, results, known = [], list[Any](), self._sec.get(size, (math.inf, math.inf))
-        for run in (
-            partial(_run_by_torch, by_torch),
-            partial(self._run_job, request, by_torch, cache),
-        ):
-            rewind()
-            begin = perf_counter()
-            results.append(run())
-            sec.append(perf_counter() - begin)
-        self.compared_sec += sec[0]
-        theirs, mine = (each.logits.isnan() for each in results)
-        if bool((theirs & ~mine).any()):
-            return results[1]  # a token without numbers spoils the model's own, which tells nothing
-        self._sec[size] = min(sec[0], known[0]), min(sec[1], known[1])
-        self._checked.add(size)
-        if self.why_not is None and not self._is_close(results[1], results[0]):
-            rewind()
-            return by_torch()  # once more, as the job has written keys and values of its own
-        return results[1]
+        return self._run_job(request, by_torch, cache)
 
     def _run_job(self, request: _JobRequest, by_torch: Callable[[], Any], cache: Any) -> Any:
         """Run a forward by a job; by the model itself where that fails."""
@@ -301,13 +285,14 @@ class FusedForwards:
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
         rewind()
-        result = _run_by_torch(by_torch)
+        with made_whole():
+            result = by_torch()
         self.why_not = attempt.failure  # unless that fails, too
         return result
 
-    def _is_close(self, mine: Any, theirs: Any) -> bool:
-        """Return whether logits differ by rounding alone; in 16 bits single ones may by more."""
-        logits, reference = mine.logits.double(), theirs.logits.double()
+    def _hold(self, mine: Tensor, theirs: Tensor) -> None:
+        """Give jobs up if logits differ by more than rounding; in 16 bits single ones may."""
+        logits, reference = mine.double(), theirs.double()
         error = distance(logits, reference)
         has_experts = self._sizes.num_experts > 0
         is_rounded = has_experts or self._dtype is not torch.float32
@@ -318,7 +303,7 @@ class FusedForwards:
             squares = squares.median() if has_experts else squares.mean()
             error = float(squares.sqrt() / reference[finite].std().clamp(min=1e-30))
         if error <= self._limit:
-            return True
+            return
         self.why_not = f"logits differ by {error:.2g} of their standard deviation"
         # Some models amplify rounding, also that between torch's float32 and the exact result.
         hint = "" if error < _FAULTY * self._limit else f"; {REPORT}"
@@ -328,7 +313,6 @@ class FusedForwards:
             RuntimeWarning,
             stacklevel=2,
         )
-        return False
 
     def _by_job(self, request: _JobRequest) -> Tensor | None:
         """Return logits [num_rows, …, vocab_size]; None, with nothing written, if impossible."""
@@ -597,12 +581,6 @@ def _of_part(mask: Tensor | None, size: int, sees_all: bool) -> Tensor | None:
     return sees if sees.stride(1) == 1 else sees.contiguous()
 
 
-def _run_by_torch(by_torch: Callable[[], Any]) -> Any:
-    """Run the model's own forward."""
-    with made_whole():  # packed weights: else a job would be held against itself
-        return by_torch()
-
-
 def _by_layers(model: Model, modules: Sequence[nn.Module]) -> tuple[Model, list[_RunLayer]]:
     """Return a view in which the last function of a list runs some modules, hooks around."""
     numbers = {id(module): number for number, module in enumerate(modules)}
@@ -631,11 +609,6 @@ def _run_by(
     finally:
         running.pop()
     return logits
-
-
-def _size_of(num_tokens: int) -> int:
-    """Return the class of a number of tokens: all that come in pieces are of one."""
-    return about(min(num_tokens, MOST_TOKENS))
 
 
 def _place_of(mask: Tensor | None) -> tuple[int, int]:

@@ -20,7 +20,8 @@ from lade.compat import CACHE, Model, attention_of, device_of_inputs, mesh_of
 from lade.config import Execution
 from lade.drafting.drafts import chain, draft_of, narrowed
 from lade.errors import UnsupportedModelError
-from lade.forward.job import MANY_TOKENS, FusedForwards
+from lade.forward.job import FusedForwards
+from lade.forward.packed import made_whole
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
 from lade.probing.profile import CacheKind, CheckKey, CheckResult, Profile, Widths, profile_of
@@ -30,7 +31,7 @@ from lade.targets.base import Target
 from lade.targets.layout import takes_parts
 from lade.targets.trees import MASK_IS_ADDED, TreeTarget
 from lade.tree import Tree, starts
-from lade.view import apart
+from lade.view import FastViews, apart
 from ngram_pool import Draft
 
 # For a model that only drafts: its mistakes cost time and change no text. Weights in int8
@@ -177,20 +178,29 @@ def with_fast_views(chosen: VerificationPlan, model: Model, profile: Profile) ->
 def _settle(
     forwards: FusedForwards, model: Model, chosen: VerificationPlan, profile: Profile
 ) -> None:
-    """Measure on a made-up text whether compiled forwards are faster, before a real one comes."""
+    """Hold compiled forwards against the model's own on a made-up text, before a real one comes."""
     token_ids = check_tokens(model)
-    ids = torch.tensor([token_ids])
+    ids, nodes = torch.tensor([token_ids]), token_ids[::-1] * 8
+    settings = GenerationConfig(), chosen.attention
 
-    def run(num_tokens: int) -> None:
-        node = token_ids[0]
-        target.forward(target.inputs([Tree.build(node, chain([node] * (num_tokens - 1)))]))
-        target.discard()
+    def ready(fast_views: FastViews | None) -> Callable[[int], Tensor]:
+        layout = profile.layout_of(model)
+        target = TreeTarget(model, ids, {}, layout, len(nodes), *settings, fast_views)
+        target.prefill()
 
-    with Attempt(), torch.no_grad(), unchanged_random_state(model, profile):
-        settings = GenerationConfig(), chosen.attention, forwards
-        target = TreeTarget(model, ids, {}, profile.layout_of(model), 2 * MANY_TOKENS, *settings)
-        target.prefill(is_plain=True)
-        forwards.settle(run)
+        def run(num_tokens: int) -> Tensor:
+            tree = Tree.build(nodes[0], chain(nodes[1:num_tokens]))
+            logits = target.forward(target.inputs([tree]))
+            target.discard()
+            return logits
+
+        return run
+
+    seeds = unchanged_random_state(model, profile)
+    # Packed weights are made whole: else a job would be held against itself.
+    with Attempt() as attempt, torch.no_grad(), seeds, made_whole():
+        forwards.settle(ready(None), ready(forwards))
+    forwards.why_not = forwards.why_not or attempt.failure
 
 
 @contextmanager

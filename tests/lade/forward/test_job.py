@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 import lade
 from lade.closeness import distance
 from lade.compat import CACHE, experts_of
-from lade.drafting.drafts import draft_of
 from lade.forward import _kernels, _tiles, linear, words
 from lade.forward import job as file
 from lade.forward.job import forwards_for
@@ -79,6 +79,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Apart]:
             found.append(Apart(*sizes, has_dots, close, told))
         return output
 
+    monkeypatch.setattr(file.FusedForwards, "settle", lambda *_: None)
     monkeypatch.setattr(file.FusedForwards, "_choose", choose)
     return found
 
@@ -771,42 +772,42 @@ def test_a_wrong_job_is_never_used(dtype: torch.dtype, monkeypatch: pytest.Monke
             assert got.tolist() == expected.tolist()
     told = [each for each in caught if "compiled forward is not used" in str(each.message)]
     assert [each.category for each in told] == [RuntimeWarning]
-    assert len(runs) == 1
+    assert len(runs) == 2, "a made-up prompt, and the first token after it"
 
 
 def test_a_job_that_is_wrong_for_some_sizes_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first forward of each size is held against the model's own."""
+    """Before a text begins, so that nothing changes in the middle of it."""
     by_job = file.FusedForwards._by_job
 
     def wrong(self: Any, request: Any) -> Tensor:
         logits = by_job(self, request)
         assert logits is not None
         moved = torch.linspace(0, 9, logits.shape[-1])
-        return logits + moved if request.input_ids.shape[1] > 8 else logits
+        return logits + moved if request.input_ids.shape[1] == 3 else logits
 
-    target = Prefilled(model_of("llama"), TEXT)
     monkeypatch.setattr(file.FusedForwards, "_by_job", wrong)
-    forwards: Any = target._fast_views
-    for parents in ([], [-1, 0, 1]):
-        target.run(parents)
-    assert forwards.why_not is None
-    parents = [*range(-1, 11)]
+    model = model_of("llama")
     with pytest.warns(RuntimeWarning, match="compiled forward is not used"):
-        logits = target.run(parents)
-    assert is_close(logits, target.run_plainly(parents))[0]
+        lade.warm_up(model)
+    forwards: Any = profile_of(model).fast_views_for(model)
     assert "logits differ by" in str(forwards.why_not)
     assert not forwards.pays(1)
+    same_as_generate(model, TEXT, accept=0.7)
 
 
-def test_a_job_is_not_held_against_a_forward_that_a_draft_spoiled() -> None:
-    """A token whose embedding is NaN leaves the model's own logits without numbers."""
-    model = model_of("llama")
-    target = Prefilled(model, TEXT)
-    forwards: Any = target._fast_views
-    model.get_input_embeddings().weight[50] = math.nan
-    logits = target.forward(target.inputs([Tree.build(7, draft_of([8, 50], [-1, -1]))]))
-    assert bool(logits[0, :2, :50].isfinite().all())
-    assert forwards.why_not is None
+def test_calls_compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that jobs are held against runs before the first text begins."""
+    monkeypatch.setattr(file.FusedForwards, "_are_slow", lambda *_: False)
+    model = model_of("llama", torch.bfloat16)
+    lade.warm_up(model)
+    runs, choose = noted(monkeypatch), file.FusedForwards._choose
+
+    def by_job_alone(self: Any, request: Any, by_torch: Any, cache: Any) -> Any:
+        return choose(self, request, partial(pytest.fail, "torch ran the model"), cache)
+
+    monkeypatch.setattr(file.FusedForwards, "_choose", by_job_alone)
+    with_drafts(model, TEXT)
+    assert len({each.num_tokens for each in runs}) > 3
 
 
 @pytest.mark.parametrize(
@@ -824,17 +825,20 @@ def test_whether_jobs_run_is_chosen_once_before_a_text_begins(
         now += job if request.input_ids.shape[1] <= file.MANY_TOKENS else 9.0
         return run_job(self, request)
 
-    def own(plainly: Callable[[], Any]) -> Any:
-        nonlocal now
-        output = run_own(plainly)
-        now += theirs if output.logits.shape[1] <= file.MANY_TOKENS else 2.0
-        return output
+    def own(self: Any, sizes: Any, by_torch: Any, by_job: Any) -> bool:
+        def run(num_tokens: int) -> Tensor:
+            nonlocal now
+            now += theirs if num_tokens <= file.MANY_TOKENS else 2.0
+            logits: Tensor = by_torch(num_tokens)
+            return logits
 
-    run_job, run_own = file.FusedForwards._by_job, file._run_by_torch
+        return are_slow(self, sizes, run, by_job)
+
+    run_job, are_slow = file.FusedForwards._by_job, file.FusedForwards._are_slow
     model = model_of("llama", torch.bfloat16)
     monkeypatch.setattr(file, "perf_counter", lambda: now)
     monkeypatch.setattr(file.FusedForwards, "_by_job", by_job)
-    monkeypatch.setattr(file, "_run_by_torch", own)
+    monkeypatch.setattr(file.FusedForwards, "_are_slow", own)
     runs = noted(monkeypatch)
     given: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     lade.generate(model, TEXT, **given)

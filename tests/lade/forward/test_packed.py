@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import lade
-from lade.forward import job
 from lade.forward import packed as file
-from lade.forward.job import forwards_for
+from lade.forward.job import FusedForwards, forwards_for
 from lade.forward.linear import kernels
 from lade.forward.packed import FORMATS, PackedEmbedding, PackedLinear, made_whole
 from lade.models.gguf import load_gguf
@@ -145,16 +144,19 @@ def test_a_job_is_never_held_against_packed_products(
     """If both were by the same kernels, one that is wrong would agree with itself."""
     write(tmp_path, "llama", "Q8_0")
     model = load_gguf(tmp_path / "model.gguf")
-    times: list[int] = []
+    is_whole: list[bool] = []
+    settle = FusedForwards.settle
 
-    def noted() -> Any:
-        times.append(1)
-        return made_whole()
+    def noting(self: FusedForwards, by_torch: Any, by_job: Any) -> None:
+        def noted(num_tokens: int) -> Any:
+            is_whole.append(vars(file._whole).get("is_on", False))
+            return by_torch(num_tokens)
 
-    monkeypatch.setattr(job, "made_whole", noted)
-    options: Any = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
-    lade.generate(model, TEXT, attention_mask=torch.ones_like(TEXT), **options)
-    assert len(times) >= 2  # a prompt, and a single token
+        settle(self, noted, by_job)
+
+    monkeypatch.setattr(FusedForwards, "settle", noting)
+    lade.warm_up(model)
+    assert is_whole == [True]
 
 
 def test_a_prompt_in_pieces_is_that_of_the_model_made_whole(ran: list[Ran], tmp_path: Path) -> None:

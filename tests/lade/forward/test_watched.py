@@ -188,11 +188,10 @@ def test_hooks_get_the_modules_of_the_model(ran: list[Ran]) -> None:
     same_as_generate(model, ONE, knows=True, config=EIGHT, **LONG)  # with the check, by views apart
     for _ in range(2):
         seen.clear()
-        layer.num_seen = 0
+        layer.num_seen = model.num_seen = 0
         lade.generate(model, ONE, pad_token_id=0, do_sample=False, config=EIGHT, **LONG)
         assert {*seen} == {True}
         assert layer.num_seen >= 2 * model.num_seen / 3 > 0
-        model.num_seen = 0
     assert ran
 
 
