@@ -58,7 +58,7 @@ NUM_GIVEN = 10  # numbers that a product takes
 
 # Rows and columns of tiles: of few rows, of some more, and of numbers that are unpacked.
 _FEW, _TALL, _WHOLE = ((4, 4), (8, 2), (6, 4)) if LANES == 16 else ((4, 2), (4, 2), (4, 2))
-_MOST_FUSED = 16
+_MOST_FUSED = 16 if LANES == 16 else 4  # rows: else each part of them unpacks anew
 _AHEAD = 4096  # bytes, at least, that are fetched before they are needed
 
 _INT8, _INT32, _INT64, _HALF = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.HalfType()

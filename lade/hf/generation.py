@@ -15,7 +15,6 @@ from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS
 from lade.batch import Batch, Text
 from lade.budget.budget import Budget
-from lade.budget.seconds import Seconds
 from lade.compat import CACHE, has_adapters_by_row, has_custom_generate, may_be_users, mesh_of
 from lade.config import SPECULATING
 from lade.decoder import Decoder
@@ -300,9 +299,8 @@ class Generation:
         options = self._call.options
         temperature = 1.0 if options.temperature is None else options.temperature
         temperature = temperature if options.do_sample else 0.0
-        key = "costs", verification.verification, verification.execution, verification.is_fast
-        costs = self._profile.once(key, dict[int, Seconds])
-        return Budget(costs, temperature, asked)
+        method = verification.verification, verification.execution, verification.is_fast
+        return Budget(self._profile.step_costs(*method), temperature, asked)
 
     def _distances(self, verification: VerificationPlan) -> Distances | None:
         """Return the distance between proofs, shared by calls unless user code takes part."""

@@ -7,9 +7,10 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from lade.attempts import Attempt
+from lade.budget.seconds import Seconds
 from lade.captures import free_unused
 from lade.compat import Model, compiled_part_of, device_of_inputs, without_compiler
-from lade.config import Verification
+from lade.config import Execution, Verification
 from lade.forward.job import FusedForwards, forwards_for, why_by_torch
 from lade.forward.linear import products_for
 from lade.gpu.workspace import WorkspaceStore
@@ -77,6 +78,12 @@ class Profile:
         if known is _UNKNOWN:
             known = self.found.setdefault(name, find())
         return cast(_T, known)
+
+    def step_costs(
+        self, verification: Verification, execution: Execution, is_fast: bool
+    ) -> dict[int, Seconds]:
+        """Return what steps of a method cost, by the bit length of the number of rows."""
+        return self.once(("costs", verification, execution, is_fast), dict[int, Seconds])
 
     def layout_of(self, model: Model) -> TreeLayout:
         """Return the cache layout of the model's layers.

@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
+from lade.budget.seconds import Seconds
 from lade.captures import are_random_states, put_back, random_states
 from lade.closeness import distance, limit_of
 from lade.compat import CACHE, Model, attention_of, device_of_inputs, mesh_of
@@ -199,7 +200,12 @@ def _settle(
     seeds = unchanged_random_state(model, profile)
     # Packed weights are made whole: else a job would be held against itself.
     with Attempt() as attempt, torch.no_grad(), seeds, made_whole():
-        forwards.settle(ready(None), ready(forwards))
+        measured = forwards.settle(ready(None), ready(forwards))
+        # The first steps begin with them; what a step takes besides is learned from steps.
+        costs = profile.step_costs(chosen.verification, chosen.execution, True)
+        of_one_row = costs.setdefault(1, Seconds())
+        for num_tokens, sec in measured:
+            of_one_row.record(num_tokens, sec)
     forwards.why_not = forwards.why_not or attempt.failure
 
 

@@ -9,8 +9,13 @@ import torch
 from lade.budget.budget import Budget
 from lade.forward import fastest
 from lade.forward.fastest import Fastest
+from lade.forward.job import FusedForwards
 from lade.hf.api import generate
+from lade.openmp import runner
+from lade.prewarming.warming import warm_up
+from lade.probing.profile import profile_of
 from lade.targets.trees import TreeTarget
+from tests.lade.forward.families import model_of
 from tests.lade.shared import shared_model
 
 
@@ -46,3 +51,14 @@ def test_a_step_is_learned_without_what_others_of_its_size_do_not_take(
         assert 0 < sum(recorded) <= stats.sec - stats.prefill_sec
     else:
         assert recorded == []
+
+
+@pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here")
+def test_the_first_step_of_a_process_knows_what_steps_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the compiled forwards that were held against torch's."""
+    monkeypatch.setattr(FusedForwards, "_are_slow", lambda *_: False)
+    model = model_of("llama")
+    warm_up(model)
+    costs = profile_of(model).step_costs("tree", "eager", is_fast=True)[1]
+    assert costs.is_known
+    assert 0 < costs.at(1.0) < costs.at(64.0)
