@@ -144,6 +144,14 @@ class Asked(_Strict):
     speculation: bool | None = None
     pools: Annotated[list[_Name], Field(max_length=8)] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """Take a null as a field that is left out: some clients send all fields they know."""
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.stream_options is not None and not self.stream:

@@ -105,6 +105,16 @@ def test_answers_have_the_nulls_that_openais_schema_requires(client: Client, ask
     assert {each["logprobs"] for each in (*first, last)} == {None}
 
 
+def test_a_null_is_a_field_that_is_left_out(client: Client) -> None:
+    """As openai-python sends what its user names and gives None: also fields we do not know."""
+    nulls: Json = {"suffix": None, "best_of": None, "seed": None, "stop": None, "max_tokens": 3}
+    assert client.ask(prompt="What-is", **nulls)["usage"]["completion_tokens"] == 3
+    nulls = {"audio": None, "functions": None, "tools": None, "response_format": None, "n": None}
+    assert client.ask(max_tokens=3, **nulls)["usage"]["completion_tokens"] == 3
+    assert client.error(messages=None)["param"] == "messages"
+    assert client.error(path="/completions", suffix="a")["param"] == "suffix"
+
+
 # --- fields that only others know -----------------------------------------------------------
 
 # Of LiteLLM's proxy, with what its users hand on; and of Open WebUI, with settings of a chat.
