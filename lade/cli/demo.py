@@ -3,14 +3,16 @@
 import platform
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 from llvmlite.binding import get_host_cpu_name  # the microarchitecture, such as znver5
-from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
@@ -19,7 +21,7 @@ from lade._version import __version__
 from lade.bench.comparison import Side, compared, why_different
 from lade.bench.methods import Answer, Lade, Method, plain, prompt_lookup
 from lade.bench.prompts import DEMO_PROMPTS, Prompt, read_prompts
-from lade.bench.report import table
+from lade.bench.report import empty_table, table
 from lade.bench.run import Contest, Result, warm_up
 from lade.cli.bench import describe_model
 from lade.cli.loading import tell
@@ -58,26 +60,23 @@ def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int) -> None:
         "plain": lambda: plain,
         "prompt_lookup": lambda: prompt_lookup,
     }
-    warm_up(loaded, {**usual, "lade": Lade}, settings)
-    _tell_time(out, loaded, settings, len(prompts))
-    shown, results = _Shown(out, loaded.tokenizer), list[Result]()
+    timed = warm_up(loaded, {**usual, "lade": Lade}, settings)["plain"]
+    _tell_time(out, timed, settings, len(prompts))
+    shown, results = _Shown(out, loaded.tokenizer, len(prompts)), list[Result]()
     methods = {
         "plain": shown.by("plain generate", plain, streamer=shown),
         "prompt_lookup": shown.by("prompt lookup", prompt_lookup, streamer=shown),
         "lade": shown.by("lade", Lade(pool=NGramPool(), on_step=shown.step)),
     }
     contest = Contest(model, methods, settings)
-    for prompt, given in zip(prompts, inputs, strict=True):
-        out.rule(f"[bold]{prompt.id}", align="left")
-        flat = without_controls(prompt.text.strip())
-        cut = flat if len(flat) <= _SHOWN else f"{flat[:_SHOWN].rpartition(' ')[0]} …"
-        out.print(Text(cut, style="italic"))
-        results.append(contest.answer([prompt], given))
-        answers = results[-1].answers.items()
-        sides = [Side(name, each.rows[0], each.sec) for name, each in answers]
-        for line in compared(sides):
-            out.print(Text(line, style="dim"))
-        out.print()
+    with shown.live:
+        for prompt, given in zip(prompts, inputs, strict=True):
+            out.rule(f"[bold]{prompt.id}", align="left")
+            flat = without_controls(prompt.text.strip())
+            cut = flat if len(flat) <= _SHOWN else f"{flat[:_SHOWN].rpartition(' ')[0]} …"
+            out.print(Text(cut, style="italic"))
+            results.append(contest.answer([prompt], given))
+            _tell_sides(out, results[-1])
     names = [*results[0].answers]
     out.print(table(results, names, settings.describe()), crop=False)
     if any(each.answers["lade"].rows != each.answers["plain"].rows for each in results):
@@ -86,22 +85,47 @@ def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int) -> None:
         tell_of_table(loaded)
 
 
-class _Shown:
-    """Shows answers as they come, in lines that end between words; a streamer of `generate`."""
+@dataclass
+class _Run:
+    """What a method has answered so far."""
 
-    def __init__(self, out: Console, tokenizer: Any) -> None:
-        self._out, self._stream = out, TextStream(tokenizer)
-        self._word, self._column = Text(), 0  # what has not been printed yet, and where
-        self._has_prompt = False  # which `generate` gives to streamers first
+    num_answers: int = 0
+    num_tokens: int = 0
+    sec: float = 0.0  # of whole answers
+    begun: float | None = None  # when the answer that is being given began
+
+    @property
+    def tokens_per_sec(self) -> float:
+        """Tokens per second, 0 before the first answer begins."""
+        sec = self.sec + (perf_counter() - self.begun if self.begun else 0.0)
+        return self.num_tokens / sec if sec else 0.0
+
+
+class _Shown:
+    """Shows answers as they come, in lines that end between words; a streamer of `generate`.
+
+    In a terminal, the line that grows and a table of the methods so far stand below whole lines.
+    """
+
+    def __init__(self, out: Console, tokenizer: Any, num_prompts: int) -> None:
+        self._out, self._stream, self._num_prompts = out, TextStream(tokenizer), num_prompts
+        self._line, self._word = Text(), Text()  # neither is printed yet
+        self._runs: dict[str, _Run] = {}
+        self._run, self._has_prompt = _Run(), False  # `generate` gives prompts to streamers first
+        self.live = Live(
+            console=out, get_renderable=self._below, transient=True, refresh_per_second=8
+        )
 
     def by(self, title: str, method: Method, **options: Any) -> Callable[[], Method]:
         """Return what makes a method that shows its answers below a title."""
+        run = self._runs[title] = _Run()
 
         def answer(model: Any, inputs: dict[str, Any], given: dict[str, Any]) -> Answer:
             self._out.print(f"\n[bold]{title}[/bold]")
-            self._has_prompt, self._column = False, 0
+            self._run, self._has_prompt, run.begun = run, False, perf_counter()
             found = method(model, inputs, {**given, **options})
             self._put(self._stream.end() + "\n", "")
+            run.num_answers, run.sec, run.begun = run.num_answers + 1, run.sec + found.sec, None
             return found
 
         return lambda: answer
@@ -109,7 +133,7 @@ class _Shown:
     def put(self, value: torch.Tensor) -> None:
         """Show tokens of `generate`'s, dimmed."""
         for token_id in value.flatten().tolist() if self._has_prompt else ():
-            self._put(self._stream.put(token_id), "dim")
+            self._put_token(token_id, "dim")
         self._has_prompt = True
 
     def end(self) -> None:
@@ -118,26 +142,50 @@ class _Shown:
     def step(self, step: Step) -> None:
         """Show the tokens of a step of lade's, those that were drafted in a colour."""
         for place, token_id in enumerate(step.token_ids):
-            self._put(self._stream.put(token_id), _DRAFTED * (place < step.num_accepted))
+            self._put_token(token_id, _DRAFTED * (place < step.num_accepted))
+
+    def _put_token(self, token_id: int, style: str) -> None:
+        self._run.num_tokens += 1
+        self._put(self._stream.put(token_id), style)
 
     def _put(self, text: str, style: str) -> None:
         for part in re.split(r"(\s)", without_controls(text)):
             if not part.isspace():
                 self._word.append(part, style)
                 continue
-            width = cell_len(self._word.plain)
-            if self._column and self._column + width > self._out.width:
-                self._out.print()
-                self._column = 0
-            self._out.print(self._word, part, sep="", end="", soft_wrap=True)
-            self._column = 0 if part == "\n" else self._column + width + 1
+            if self._line and self._line.cell_len + self._word.cell_len > self._out.width:
+                self._print_line()
+            self._line.append(self._word).append(part * (part != "\n"))
             self._word = Text()
-        self._out.file.flush()
+            if part == "\n":
+                self._print_line()
+
+    def _print_line(self) -> None:
+        line, self._line = self._line, Text()
+        line.rstrip()
+        self._out.print(line, soft_wrap=True)
+
+    def _below(self) -> Group:
+        made = empty_table("", None)
+        made.add_column("so far")
+        for heading in ("prompts", "tokens", "tokens/s"):
+            made.add_column(heading, justify="right")
+        for title, run in self._runs.items():
+            answers = f"{run.num_answers} of {self._num_prompts}"
+            made.add_row(title, answers, f"{run.num_tokens:,}", f"{run.tokens_per_sec:.1f}")
+        return Group(self._line + self._word, made)
 
 
-def _tell_time(out: Console, loaded: LoadedModel, settings: Settings, num_prompts: int) -> None:
-    """Print what follows, and about how long it takes, by what plain generate takes now."""
-    timed = warm_up(loaded, {"plain": lambda: plain}, settings)["plain"]
+def _tell_sides(out: Console, result: Result) -> None:
+    """Print a line for each method's answer to a prompt."""
+    sides = [Side(name, each.rows[0], each.sec) for name, each in result.answers.items()]
+    for line in compared(sides):
+        out.print(Text(line, style="dim"))
+    out.print()
+
+
+def _tell_time(out: Console, timed: Answer, settings: Settings, num_prompts: int) -> None:
+    """Print what follows, and about how long it takes, by a short answer of plain generate."""
     sec = timed.sec / timed.num_tokens * settings.max_new_tokens * num_prompts * _TIMES
     about = f"{sec:.0f} seconds" if sec < 100 else f"{sec / 60:.0f} minutes"
     prompts = f"{num_prompts} prompts are" if num_prompts > 1 else "The prompt is"

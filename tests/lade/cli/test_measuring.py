@@ -1,5 +1,6 @@
 """`lade demo` and `lade bench`: what they print, write, and keep when they are stopped."""
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -8,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from lade.cli.demo import _Shown
+from tests.lade.chat.screen import Screen
 from tests.lade.cli.command import SHORT, Done, run
 from tests.lade.cli.conftest import TEMPLATE
+from tests.lade.tiny import byte_tokenizer
 
 
 @pytest.fixture
@@ -50,6 +55,32 @@ def test_demo_tells_what_lade_does_and_what_that_gains(folder: str) -> None:
     assert re.search(r"^prompt_lookup +12 tokens .*x plain, ", done.out, re.MULTILINE)
     assert "\x1b" not in done.out
     assert len(re.findall(r"^  lade +.* 100% ", done.out, re.MULTILINE)) == 3  # each, and overall
+
+
+def test_a_pipe_gets_whole_lines_of_the_demo_and_no_table_that_moves(folder: str) -> None:
+    done = run("demo", "--model", folder, *SHORT, "--prompt", "xyxy", columns=40)
+    assert "so far" not in done.out
+    assert "\x1b" not in done.out
+
+
+def test_the_demos_table_fills_below_its_text_in_a_terminal(folder: str) -> None:
+    screen = Screen(height=40)
+    done = run("demo", "--model", folder, *SHORT, "--prompt", "xyxy", screen=screen, TERM="xterm")
+    assert done.code == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert re.search(r"so far +prompts +tokens +tokens/s", text)
+    assert re.search(r"plain generate +1 of 1 +12 ", text)
+    assert re.search(r"lade +0 of 1 +0 +0\.0", text)
+    assert re.search(r"lade +1 of 1 +12 ", text)
+
+
+def test_lines_of_the_demo_end_between_words() -> None:
+    written = io.StringIO()
+    shown = _Shown(Console(file=written, width=10), byte_tokenizer(), 1)
+    for part in ("one two th", "ree\nfour ", "", "fi", "ve eleventeenth", " end\n"):
+        shown._put(part, "dim")
+    lines = ["one two", "three", "four five", "eleventeenth", "end", ""]
+    assert written.getvalue().split("\n") == lines
 
 
 @pytest.mark.exhaustive  # six prompts by three methods
