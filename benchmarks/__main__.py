@@ -38,7 +38,7 @@ LimitOption = Annotated[
     int | None, typer.Option(min=1, help="Use N prompts, spread over the file.")
 ]
 HalfOption = Annotated[
-    Half | None, typer.Option(help="Use one half of the file, told by the ids of prompts.")
+    Half | None, typer.Option(help="Use one half of the file, by the ids of prompts.")
 ]
 
 

@@ -39,5 +39,5 @@ def alone(function: Callable[..., T], *args: Any, timeout: float | None = None) 
 def _answer(sender: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         sender.send((True, function(*args)))
-    except Exception as error:  # told where it is waited for
+    except Exception as error:  # raised where the result is waited for
         sender.send((False, in_one_line(error)))

@@ -80,7 +80,7 @@ class SameText:
         self._token_ids = token_ids
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores of which all are -inf but that of the text's token."""
+        """Return scores that are -inf for every token but the text's."""
         token_id = self._token_ids[input_ids.shape[1] - self._num_prompt_tokens]
         only = torch.full_like(scores, -torch.inf)
         only[:, token_id] = 0.0

@@ -32,8 +32,8 @@ from lade.models import LoadedModel, encode
 from lade.models.gguf import gguf_in
 from lade.models.settings import Settings
 
-#: What is told of a method: sums over all prompts divided; medians, of speeds over plain's and of
-#: times; and a share.
+#: What is published of a method: sums over all prompts, divided; medians, of speeds over plain's
+#: and of times; and a share.
 COLUMNS = ("tokens_per_sec", "tokens_per_cpu_sec", "median_ratio", "first_token_sec", "same_text")
 HEADINGS = ("tokens/s", "tokens/CPU s", "median ratio", "first token, ms", "same text")
 _WARM_UP = "Count from one to ten."
@@ -81,7 +81,7 @@ def here(model: Any, options: dict[str, Any]) -> dict[str, Method]:
 def elsewhere(
     loaded: LoadedModel, names: Iterable[str], start: Start, max_new_tokens: int, stack: ExitStack
 ) -> dict[str, Method]:
-    """Return what answers in processes of its own, plainly and with prompt lookup of its own."""
+    """Return what answers in separate processes, without drafts and with the engine's lookup."""
     folder = Path(stack.enter_context(TemporaryDirectory()))
     found: dict[str, Method] = {}
 

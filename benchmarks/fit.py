@@ -45,14 +45,14 @@ class Harvested(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """All that a drafter was told of one prompt and its answer, in order."""
+    """All that a drafter received of one prompt and its answer, in order."""
 
     prompt_ids: list[int]
-    told: list[list[int] | Harvested]  # committed tokens, or what was harvested
+    said: list[list[int] | Harvested]  # committed tokens, or what was harvested
 
 
 class LessonRecorder(PoolDrafter):
-    """A drafter that keeps all that it is told."""
+    """A drafter that keeps all that it receives."""
 
     def __init__(self, pool: NGramPool, prewarmed: SuccessorTable | None) -> None:
         super().__init__(pool, prewarmed=prewarmed)
@@ -65,7 +65,7 @@ class LessonRecorder(PoolDrafter):
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Keep committed tokens, and feed them."""
-        self.lessons[-1].told.append([*token_ids])
+        self.lessons[-1].said.append([*token_ids])
         super().observe(sequence, token_ids)
 
     def harvest(
@@ -78,7 +78,7 @@ class LessonRecorder(PoolDrafter):
     ) -> None:
         """Keep what was harvested, and feed it."""
         nodes = [*token_ids], [*parents]
-        self.lessons[-1].told.append(Harvested([*committed[-2:]], *nodes, successors))
+        self.lessons[-1].said.append(Harvested([*committed[-2:]], *nodes, successors))
         super().harvest(sequence, committed, token_ids, parents, successors)
 
 
@@ -134,11 +134,11 @@ def learner(weights: NDArray[np.float64], rate: float) -> NGramPool:
 def teach(drafter: PoolDrafter, lesson: Lesson) -> None:
     """Tell a drafter all of a lesson."""
     sequence = drafter.open(lesson.prompt_ids)
-    for told in lesson.told:
-        if isinstance(told, Harvested):
-            drafter.harvest(sequence, *told)
+    for said in lesson.said:
+        if isinstance(said, Harvested):
+            drafter.harvest(sequence, *said)
         else:
-            drafter.observe(sequence, told)
+            drafter.observe(sequence, said)
     drafter.close(sequence)
 
 
@@ -162,7 +162,7 @@ def as_source(weights: NDArray[np.float64]) -> str:
 
 
 def run(loaded: LoadedModel, chosen: Chosen, settings: Settings, file: Path | None) -> None:
-    """Answer the prompts, fit weights to what pools were told meanwhile, print and write them."""
+    """Answer the prompts, fit weights to what pools received meanwhile, print and write them."""
     config = Config(max_draft_tokens=_MAX_DRAFT_TOKENS)
     prewarmed = table_for(loaded.model)
     if prewarmed is None:

@@ -29,7 +29,7 @@ class Continuation(NamedTuple):
 
 
 class Clock:
-    """Begins with a call, and is told of tokens as they come."""
+    """Begins with a call, and receives tokens as they come."""
 
     def __init__(self) -> None:
         self._start, self._first = perf_counter(), (0, 0.0, 0.0)

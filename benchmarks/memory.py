@@ -3,9 +3,9 @@
 The headline is the peak of the whole process while it generates, since that is what a machine must
 have; the growth over the loaded and warmed-up model is shown beside it. Loading a model may take
 more than generating with it, so the peak is reset after loading, as Linux and CUDA allow. The C
-allocator is told to return freed memory at once: by default glibc keeps some of it, or not, by
-chance (the same run of plain `generate` peaked at 1.4 or at 2.0 GiB). The process of plain decoding
-imports neither numba nor the pool: their memory counts against lade alone.
+allocator returns freed memory at once: by default glibc keeps some of it, or not, by chance (the
+same run of plain `generate` peaked at 1.4 or at 2.0 GiB). The process of plain decoding imports
+neither numba nor the pool: their memory counts against lade alone.
 """
 
 import gc

@@ -93,12 +93,12 @@ def _says_nothing(name: str, value: Any) -> bool:
 def _with_overheads(
     summary: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    def told(method: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    def published(method: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         found = [prompt[method].get("overhead") for prompt in prompts if method in prompt]
         shares = [share for share in found if share is not None]
         return {**entry, "overhead": median(shares)} if shares else {**entry}
 
-    overall = {method: told(method, entry) for method, entry in summary[_OVERALL].items()}
+    overall = {method: published(method, entry) for method, entry in summary[_OVERALL].items()}
     return {**summary, _OVERALL: overall}
 
 

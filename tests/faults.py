@@ -146,7 +146,7 @@ class Copy:
             **os.environ,
             "PYTHONPATH": str(self.path),
             "NUMBA_CACHE_DIR": str(cache or self._kernels),
-            "PYTHONDONTWRITEBYTECODE": "1",  # which is told from a new one by seconds and size
+            "PYTHONDONTWRITEBYTECODE": "1",  # Python compares only its seconds and size
             "COLUMNS": "1000",
         }
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", "--tb=short"]

@@ -1,4 +1,4 @@
-"""Grids of cases of which `make test` runs a few, and `make test-all` all."""
+"""Grids of cases: `make test` runs a few of them, and `make test-all` all."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

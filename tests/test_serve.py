@@ -69,4 +69,4 @@ def test_the_example_serves_and_asks(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     drafted = [int(line.split(" of its tokens were drafted")[0].split()[-1]) for line in lines]
-    assert drafted[1] > drafted[0]  # from what this user was told before
+    assert drafted[1] > drafted[0]  # from earlier answers to this user

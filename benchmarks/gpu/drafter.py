@@ -56,7 +56,7 @@ class _Outline(NamedTuple):
 
 
 class ReplayedDrafter(Drafter):
-    """Drafter of trees of a fixed size, of which each step accepts a prescribed number of nodes.
+    """Drafter of trees of a fixed size; each step accepts a prescribed number of nodes.
 
     A pool does all the work that it would do for lade; only its drafts are thrown away.
 

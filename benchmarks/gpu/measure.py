@@ -175,5 +175,5 @@ def run(shapes: str, stages: str | None, device: str, minutes: float, file: Path
     )
     kept.end(f"stopped after {len(rows)} stages")
     if failures:
-        told = "; ".join(f"{name}: {why}" for name, why in failures.items())
-        raise LadeError(f"{len(failures)} failed: {told}")
+        said = "; ".join(f"{name}: {why}" for name, why in failures.items())
+        raise LadeError(f"{len(failures)} failed: {said}")

@@ -132,8 +132,8 @@ def test_what_a_gpu_needs_is_told_at_once_and_what_torch_brings_is_not_carried(
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
-    told = "; ".join(prepare.what_is_missing("cuda"))
-    assert re.search("was not built for CUDA.*C compiler.*/nowhere/Python.h", told)
+    said = "; ".join(prepare.what_is_missing("cuda"))
+    assert re.search("was not built for CUDA.*C compiler.*/nowhere/Python.h", said)
     assert prepare.what_is_missing("cpu") == []
     needed = {*prepare.needed_beside_torch()}
     assert {"numba", "llvmlite", "typer", "pytest", "hypothesis"} <= needed

@@ -226,8 +226,8 @@ def test_engines_that_are_not_installed_are_left_out(
 ) -> None:
     monkeypatch.setattr(cpu_engines, "find_spec", lambda name: None)
     found = results("cpu-engines", *options, "--limit", 2)
-    told = " ".join(found["shown"].split())
-    assert "is left out: it is not installed: pip install openvino-genai " in told
+    reported = " ".join(found["shown"].split())
+    assert "is left out: it is not installed: pip install openvino-genai " in reported
     (rows,) = found["runs"].values()
     assert [*rows] == ["plain", "prompt_lookup", "no_drafts", "lade_fresh"]
     assert all(row[2] > 0 < row[3] and row[4] == 1.0 for row in rows.values())

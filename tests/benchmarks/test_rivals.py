@@ -24,7 +24,7 @@ class Top(NamedTuple):
 
 
 class Told:
-    """A rival with one sequence, told of a text and of successors."""
+    """A rival with one sequence, given a text and likely next tokens."""
 
     def __init__(self, drafter: Any, text: Sequence[int]) -> None:
         self.drafter: Any = RIVALS[drafter].make_drafter() if isinstance(drafter, str) else drafter
@@ -36,12 +36,12 @@ class Told:
         self.drafter.observe(self._sequence, token_ids)
 
     def harvest(self, nodes: dict[int, list[int]], probs: Sequence[float] = ()) -> None:
-        """Tell of a chain of nodes, the first of which is committed: token -> successors."""
+        """Give it a chain of nodes, the first one committed: token -> likely next tokens."""
         token_ids = np.array([*nodes.values()], np.int32)
         weights = np.array(probs) if probs else np.ones(token_ids.shape[1])
-        told = Top(token_ids, np.tile(weights / 2, (len(nodes), 1)).astype(np.float32))
+        top = Top(token_ids, np.tile(weights / 2, (len(nodes), 1)).astype(np.float32))
         committed = [*self.text[:-1], next(iter(nodes))]
-        self.drafter.harvest(self._sequence, committed, [*nodes], range(-1, len(nodes) - 1), told)
+        self.drafter.harvest(self._sequence, committed, [*nodes], range(-1, len(nodes) - 1), top)
 
     def drafted(self, most: int = 100, forced: Sequence[int] = ()) -> tuple[list[int], list[int]]:
         """Return tokens and parents of the next draft, which is a tree of so many nodes at most."""
@@ -91,9 +91,9 @@ def test_sam_copies_the_more_the_longer_the_match() -> None:
 def test_sam_recycling_copies_after_five_tokens() -> None:
     copied = chain_of([8, 1, 2, 3, 4, 5])
     for first, expected in ((1, copied), (9, ([60, 61], [-1, -1]))):  # a match of five, and of four
-        told = Told("rival_sam_recycling", [first, 2, 3, 4, 5, 8, 1, 2, 3, 4, 5])
-        told.harvest({5: [60, 61]})
-        assert told.drafted(80) == expected
+        rival = Told("rival_sam_recycling", [first, 2, 3, 4, 5, 8, 1, 2, 3, 4, 5])
+        rival.harvest({5: [60, 61]})
+        assert rival.drafted(80) == expected
 
 
 def test_recycling_fills_the_static_tree_with_the_successors_last_seen() -> None:
@@ -102,11 +102,11 @@ def test_recycling_fills_the_static_tree_with_the_successors_last_seen() -> None
     for parent, _ in tree:
         depths.append(1 if parent == ROOT else depths[parent] + 1)
     assert [depths.count(depth) for depth in range(1, 7)] == [8, 21, 25, 15, 8, 3]
-    told = Told("rival_recycling", [1, 5])
-    told.harvest({5: [2, 3], 6: [8, 9]})
-    told.harvest({5: [6, 7]})  # replaces, and does not add
+    rival = Told("rival_recycling", [1, 5])
+    rival.harvest({5: [2, 3], 6: [8, 9]})
+    rival.harvest({5: [6, 7]})  # replaces, and does not add
     # 8 and 9 stand under 6 at depth 2; of 7, 8 and 9 nothing is known.
-    assert told.drafted(80) == ([6, 8, 7, 9], [-1, 0, -1, 0])
+    assert rival.drafted(80) == ([6, 8, 7, 9], [-1, 0, -1, 0])
     whole = Told("rival_recycling", [0])
     whole.harvest({i: [(i + k) % 97 for k in range(1, 9)] for i in range(97)})
     assert len(whole.drafted(200)[0]) == 80
@@ -115,25 +115,25 @@ def test_recycling_fills_the_static_tree_with_the_successors_last_seen() -> None
 
 
 def test_goose_puts_branches_beside_a_copied_spine() -> None:
-    told = Told("rival_goose", [1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
-    told.harvest({3: [4, 9, 8, 7]}, probs=[0.5, 0.3, 0.195, 0.005])
+    rival = Told("rival_goose", [1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
+    rival.harvest({3: [4, 9, 8, 7]}, probs=[0.5, 0.3, 0.195, 0.005])
     # All seven tokens that followed 1 2 3; then 9 and 8 beside them, but not 4, which is there, nor
     # 7, whose probability is below 1 %. Behind the spine, whose last token is 3 again, one branch.
     expected = [4, 5, 6, 7, 1, 2, 3, 9, 8, 4], [-1, 0, 1, 2, 3, 4, 5, -1, -1, 6]
-    assert told.drafted() == expected
+    assert rival.drafted() == expected
     # Of 5 nodes, 6 with the root, 76 % are spine; the one left would hang from it, where nothing is
     # known, and not from the root.
-    assert told.drafted(5) == chain_of([4, 5, 6, 7])
+    assert rival.drafted(5) == chain_of([4, 5, 6, 7])
 
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_only_those_that_are_kept_warm_know_earlier_prompts(name: str) -> None:
-    told = Told(name, [1, 2, 3, 4, 5, 6])
-    if told.drafter.num_successors:
-        told.harvest({i: [i + 1, i + 2] for i in range(1, 6)})
-    told.observe([1, 2, 3, 4, 5, 6])
-    told.close()
-    later = Told(told.drafter, [3, 4])
+    rival = Told(name, [1, 2, 3, 4, 5, 6])
+    if rival.drafter.num_successors:
+        rival.harvest({i: [i + 1, i + 2] for i in range(1, 6)})
+    rival.observe([1, 2, 3, 4, 5, 6])
+    rival.close()
+    later = Told(rival.drafter, [3, 4])
     assert (later.drafted()[0] != []) == (name in ("rival_recycling", "rival_sam_recycling"))
 
 

@@ -8,7 +8,7 @@ Row = dict[str, str]  # factor -> value
 Pair = frozenset[tuple[str, str]]
 
 _TRIES = 40  # to complete a combination around a pair before the pair counts as impossible
-_AT_ONCE = 4  # combinations of which the one with most new pairs is taken
+_AT_ONCE = 4  # candidates; the one with most new pairs is taken
 
 
 def all_pairs(

@@ -156,7 +156,7 @@ def fits(row: Row) -> bool:
         has("method", "stable") and has("prompt", *_OF_SEVERAL),
         # Refused by name: a cache that cannot go back.
         has("drafts", "first layers", "all of these") and has("model", "rwkv"),
-        has("drafts", "a window") and has("output", "states"),  # which is decoded plainly
+        has("drafts", "a window") and has("output", "states"),  # falls back
         # `generate` draws for samples alone, and takes no other input with these.
         has("prompt", "samples") and has("choice", "greedy"),
         has("prompt", "embeddings") and has("processors", "guidance", "watermark", "biases"),

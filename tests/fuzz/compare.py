@@ -318,7 +318,7 @@ def disturb(
     found = [
         f"{name} is not as it was before {error}" for name in before if before[name] != after[name]
     ]
-    # Where forwards fail that verify drafts, plain decoding goes on: but not when told to stop.
+    # Where forwards fail that verify drafts, plain decoding goes on, unless the call was to stop.
     if has_blown and not raised and (place != "forward" or kind is KeyboardInterrupt):
         found.append(f"{error} in {place} was swallowed")
     if "generate" in vars(model):
@@ -333,7 +333,7 @@ def in_threads(
     plain: Callable[[dict[str, Any]], Any],
     ours: Callable[[dict[str, Any]], Any],
 ) -> list[str]:
-    """Make a call with other prompts, one after another plainly and at once; compare them."""
+    """Make a call with other prompts, one after another by `generate` and at once; compare."""
     logs: list[parts.Log] = [{} for _ in range(2 * num_threads)]
 
     def asked(number: int) -> dict[str, Any]:

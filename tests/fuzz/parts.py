@@ -256,7 +256,7 @@ class StopAfterCalls(StoppingCriteria):  # type: ignore[misc]
 
 
 class StopAtScore(StoppingCriteria):  # type: ignore[misc]
-    """Stops a row whose newest scores are sharp, where `generate` was told to output scores."""
+    """Stops a row whose newest scores are sharp, where `generate` outputs scores."""
 
     def __init__(self, log: Log, sharpness: float) -> None:
         self.log = log.setdefault("StopAtScore", [])
@@ -371,7 +371,7 @@ class ScriptDrafter(lade.Drafter):
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         text = list(committed)
         known = self.open_texts[sequence]  # what is sure to follow may stand behind it
-        assert text[: len(known)] == known, "observe told of other tokens than draft"
+        assert text[: len(known)] == known, "observe had other tokens than draft"
         spine = self._continuation(text)
         nodes: list[tuple[int, int, int]] = []  # token, parent, depth
         parent = -1

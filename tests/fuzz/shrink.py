@@ -16,7 +16,7 @@ MAX_TRIES = 250  # of running a case, while it is made smaller
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], max_tries: int = MAX_TRIES) -> Case:
-    """Return a case that still fails and of which no single part can be left out."""
+    """Return a case that still fails, and passes without any single part of it."""
     tries = 0
     smaller_found = True
     while smaller_found:

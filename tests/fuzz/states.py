@@ -7,7 +7,7 @@ and so must the random state that it leaves.
 
 Two things are not asked, as docs/exactness.md promises neither. After a change in the middle of a
 call, only the text up to the step of the change is compared; the next call must be right again.
-And each change is followed by `lade.release(model)`, as whoever keeps prefixes has to do for what
+And each change is followed by `lade.release(model)`, as users who keep prefixes have to do for what
 neither hooks nor weights show.
 """
 

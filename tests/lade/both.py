@@ -50,7 +50,7 @@ def same_as_generate(
         knows: whether lade has a pool that knows the answer.
         accept: how often the next token of a scripted drafter is right; None for no such drafter.
         seed: of both calls, and of the scripted drafter.
-        plainly: the reason in the warning with which lade decodes plainly.
+        plainly: the reason in the warning with which lade falls back to plain decoding.
         may_fail: whether lade may stop drafting on the way.
         fresh: makes options of each call anew, such as caches that are filled.
         by: what runs lade.
@@ -94,7 +94,7 @@ def same_as_generate(
         assert scripted.closed == num_opened
         assert num_opened == (0 if is_plain or (may_fail and not num_opened) else len(answers))
     if scripted is not None and not may_fail:
-        # Rows of a batch may end in padding, which no drafter is told.
+        # Rows of a batch may end in padding, which drafters do not receive.
         for observed, answer in zip(scripted.observed, answers, strict=not is_plain):
             assert observed == answer[: len(observed) if len(answers) > 1 else None]
     if torch.is_tensor(got) and torch.is_tensor(expected):

@@ -1,4 +1,4 @@
-"""State of the user's own in a model's forwards, of many kinds, each of which can be set.
+"""State that a user adds to a model's forward pass, of many kinds; each kind can be set.
 
 A kind takes a Llama of `SIZE` hidden states, changes it, and returns what sets its value: with 0.0
 the model computes what it did, with anything else it mostly treats the tokens of a forward apart.
@@ -63,7 +63,7 @@ def mlp_of(model: Any) -> Any:
     return model.model.layers[0].mlp
 
 
-# --- hooks, of which another is registered for each value -----------------------------------------
+# --- hooks; each value registers another one ------------------------------------------------------
 
 
 class Exchanged:
@@ -169,11 +169,11 @@ def global_value(model: Any) -> Set:
     return partial(GLOBAL.__setitem__, "alpha")
 
 
-# --- modules of one's own -------------------------------------------------------------------------
+# --- modules of the user --------------------------------------------------------------------------
 
 
 class Steering(nn.Module):
-    """A layer of one's own that treats the newest position apart."""
+    """A user's layer that treats the newest position apart."""
 
     kept: Tensor
 
@@ -233,7 +233,7 @@ def buffer(model: Any) -> Set:
 
 
 class LowRank(nn.Module):
-    """An adapter of one's own, with a scale and a switch."""
+    """A user's adapter, with a scale and a switch."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()

@@ -269,7 +269,7 @@ def test_a_store_has_what_was_learned_last(tmp_path: Path) -> None:
 def test_a_command_prints_the_text_of_generate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a model of bytes, most of which begin characters that do not go on."""
+    """Of a model of bytes; most bytes begin characters that do not go on."""
     tokenizer = byte_tokenizer()
     model = tiny_model(seed=2, dtype=torch.float32, vocab_size=256, eos_token_id=None)
     for saved in (model, tokenizer):

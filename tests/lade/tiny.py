@@ -96,7 +96,7 @@ def tiny_model(
     """
     config = CONFIG_MAPPING[family](**{**COMMON, **FAMILIES.get(family, {}), **options})
     with torch.random.fork_rng():
-        torch.manual_seed(seed)  # for vectors, some of which are drawn
+        torch.manual_seed(seed)  # some vectors are drawn
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def random_prompt(rng: np.random.Generator, max_length: int = 20) -> torch.Tenso
 
 
 def draft_of(token_ids: Sequence[int], parents: Sequence[int], probs: Any = 1.0) -> Draft:
-    """Return a draft of nodes, of which each comes after its parent."""
+    """Return a draft of nodes; each node comes after its parent."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)

@@ -48,7 +48,7 @@ print(sorted(first), sorted(compiled() - first), sep="|")
     given.setflags(write=False)
     pool.draft_chains(given, [2], 3, [sequence], num_new=1)
     pool.sample([1, 2], 100, np.random.default_rng(0), max_candidates=3, sequence=sequence)
-    for name, kernel in vars(_kernels).items():  # none is compiled twice, whoever calls it
+    for name, kernel in vars(_kernels).items():  # none is compiled twice
         if isinstance(kernel, Dispatcher) and name != "hash_with":
             assert len(kernel.nopython_signatures) <= 1, name
 

@@ -29,7 +29,7 @@ ONE_POOL = NGramPool(1000).nbytes
 
 
 def store_at(folder: Path, **options: object) -> PoolStore:
-    """A store of small pools that saves when it is told to."""
+    """A store of small pools that saves only when `save` is called."""
     settings = {"capacity_tokens": 1000, "save_every_sec": math.inf, **options}
     return PoolStore(folder, **settings)  # type: ignore[arg-type]
 
@@ -319,7 +319,7 @@ def test_a_deleted_pool_is_gone_and_does_not_come_back(tmp_path: Path) -> None:
             assert one.delete(name)
             mine.observe(SECRET)
             two.save()
-            assert texts_of(two, name) == [SECRET, SECRET]  # whoever has it open goes on
+            assert texts_of(two, name) == [SECRET, SECRET]  # a pool that is open stays
             pool.observe([4], None)
         observe(two, name, [5])
         two.save()

@@ -177,15 +177,15 @@ def end_processes(num_processes: int, seed: int = 0) -> Result:
                     os.dup2(output.fileno(), each)
                 _live(model, way, number, begun)
             os.close(begun)
-            told = _told(reading)
+            said = _told(reading)
             os.close(reading)
-            if sent is not None and told is not None:
+            if sent is not None and said is not None:
                 time.sleep(rng.random() * 0.2)
                 os.kill(process, sent)
                 result.interrupted += 1
             got = _status_of(process)
             result.calls += 1
-            expected = status if status is not None else told
+            expected = status if status is not None else said
             if got is None or got != expected:
                 output.seek(0)
                 last = output.read()[-400:].decode(errors="replace")

@@ -21,7 +21,7 @@ class Use:
     """A model and a pool, and a call that uses both."""
 
     model: Any  # that all calls share
-    call: Callable[[], Any]  # lade's; returns what can be told of the answer
+    call: Callable[[], Any]  # lade's; returns what can be compared
     plain: Callable[[], Any]  # the same without lade
     pool: NGramPool | None = None  # that all calls share
     keeps_random_state: bool = True  # a call, interrupted or not, draws no random number
@@ -57,15 +57,15 @@ def sampled() -> Use:
     options = _options(BATCH, do_sample=True, repetition_penalty=1.2, top_k=20)
 
     def ours() -> Any:
-        told: list[list[int]] = [[], []]
+        said: list[list[int]] = [[], []]
 
         def on_step(step: lade.Step) -> None:
-            told[step.row] += step.token_ids
+            said[step.row] += step.token_ids
 
         torch.manual_seed(3)
         config = lade.Config(max_draft_tokens=4)
         answer = lade.generate(model, BATCH, pool=pool, config=config, on_step=on_step, **options)
-        assert told == answer[:, BATCH.shape[1] :].tolist()
+        assert said == answer[:, BATCH.shape[1] :].tolist()
         return answer.tolist()
 
     def plain() -> Any:

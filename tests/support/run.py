@@ -114,7 +114,7 @@ class Row:
     compared: list[str] = field(default_factory=list)  # cases
     in_float32: list[str] = field(default_factory=list)  # of those, the ones float64 cannot run
     speculated: list[str] = field(default_factory=list)  # cases in which drafts were verified
-    #: By case: why a call of these lengths is decoded plainly, whatever a short check finds.
+    #: By case: why a call of these lengths falls back, whatever a short check finds.
     plain_by_rule: dict[str, str] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)  # the first of each case
     failures: dict[str, str] = field(default_factory=dict)  # by case: what lade raises

@@ -1,6 +1,6 @@
 """How `lade bench` and `benchmarks run` count: sums, medians, batches, loops; how tables are drawn.
 
-Private, since figures of one's own choice cannot be had from a command. Commands are tested in
+Private, since no command prints chosen figures. Commands are tested in
 `tests/lade/cli/test_measuring.py`, and `run` with all settings in `tests/benchmarks`.
 """
 

@@ -155,7 +155,7 @@ def test_models_without_a_template_and_templates_that_refuse_are_told(chat: Begi
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "reported"),
     [
         ("/hlp", "which /help lists, got /hlp; a space before it makes it a question"),
         ("/load", "expected /load FILE"),
@@ -169,9 +169,11 @@ def test_models_without_a_template_and_templates_that_refuse_are_told(chat: Begi
         ("/temperature -1", "expected a finite temperature"),
     ],
 )
-def test_wrong_commands_are_told_and_nothing_is_asked(chat: Begin, line: str, told: str) -> None:
+def test_wrong_commands_are_told_and_nothing_is_asked(
+    chat: Begin, line: str, reported: str
+) -> None:
     got = chat(f"{line}\r", CTRL_D)
-    assert told in " ".join(got.shown.split())
+    assert reported in " ".join(got.shown.split())
     assert " tokens, " not in got.shown
 
 
@@ -235,8 +237,8 @@ def test_a_chat_samples_unless_told(chat: Begin) -> None:
 
 
 def test_a_chat_prewarms_while_it_waits_where_that_is_asked_for(chat: Begin) -> None:
-    told = chat("/exit\r", options=("--prewarm",)).done.err
-    assert "While it waits, the model writes its table of likely tokens, for 30 minutes" in told
+    reported = chat("/exit\r", options=("--prewarm",)).done.err
+    assert "While it waits, the model writes its table of likely tokens, for 30 minutes" in reported
 
 
 def test_show_tells_drafted_tokens_apart_and_begins_with_the_last_answer(chat: Begin) -> None:
@@ -272,7 +274,7 @@ def test_a_conversation_is_saved_and_goes_on_elsewhere(chat: Begin, path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ({"system": 3}, "not all of it is text"),
         ({"settings": {"top_p": 7}}, "expected top_p"),
@@ -288,7 +290,7 @@ def test_a_conversation_is_saved_and_goes_on_elsewhere(chat: Begin, path: Path) 
     ],
 )
 def test_a_file_of_something_else_is_refused_and_changes_nothing(
-    chat: Begin, path: Path, change: dict[str, Any], told: str
+    chat: Begin, path: Path, change: dict[str, Any], reported: str
 ) -> None:
     settings = {"max_new_tokens": 5}
     content = {"system": None, "settings": settings}
@@ -296,7 +298,7 @@ def test_a_file_of_something_else_is_refused_and_changes_nothing(
     shown = chat(f"/load {path}\r", "abc\r", CTRL_D).shown
     flat = " ".join(shown.split())
     assert "expected a saved conversation in" in flat
-    assert told in flat
+    assert reported in flat
     assert "10 tokens, " in shown
 
 

@@ -1,4 +1,4 @@
-"""Answers piece by piece, which no terminal can be asked for: how they are cut, told and drawn."""
+"""Answers piece by piece, as no test of a terminal can set them: cut, printed and drawn."""
 
 import io
 import re

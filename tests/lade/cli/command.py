@@ -21,8 +21,8 @@ class Done(NamedTuple):
     err: str
 
     @property
-    def told(self) -> str:
-        """The error that it told, in one line."""
+    def error_line(self) -> str:
+        """The one line of its error."""
         assert self.code == 1, self.out + self.err
         (line,) = [line for line in self.err.splitlines() if line.startswith("error: ")]
         assert "Traceback" not in self.err

@@ -84,7 +84,7 @@ def test_a_prediction_is_drafted_from(folder: str, tmp_path: Path) -> None:
 
 
 def steps_of(done: Done) -> float:
-    """Return the tokens a step that were told."""
+    """Return the tokens a step that the command printed."""
     return float(re.findall(r"([\d.]+) a step", done.err)[-1])
 
 
@@ -102,7 +102,7 @@ def test_one_pool_learns_and_others_are_read(folder: str, tmp_path: Path) -> Non
     other.tokenizer = "another"
     other.save(tmp_path / "other.pool")
     done = run("generate", "abc", "--model", folder, *SHORT, "--pool", tmp_path / "other.pool")
-    assert "got text of 'another'" in done.told
+    assert "got text of 'another'" in done.error_line
 
 
 def test_the_rate_shown_is_that_of_the_answer_alone(

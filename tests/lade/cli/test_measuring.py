@@ -43,14 +43,14 @@ def test_demo_tells_what_lade_does_and_what_that_gains(folder: str) -> None:
     texts = re.findall("^(?:plain generate|lade)\n([^\n]+)\n", done.out, re.MULTILINE)
     assert len(texts) == 4
     assert texts[0] == texts[1]
-    for told in (
+    for reported in (
         "LlamaForCausalLM",
         "float32, cpu",
         f"torch {metadata.version('torch')}",
         "Verification by tree: all candidates in one forward",
         "drafted by the n-gram pool and accepted, or the model's own token.",
     ):
-        assert told in flat
+        assert reported in flat
     assert len(re.findall(r"^lade +12 tokens .*x plain, same text$", done.out, re.MULTILINE)) == 2
     assert re.search(r"^prompt_lookup +12 tokens .*x plain, ", done.out, re.MULTILINE)
     assert "\x1b" not in done.out
@@ -144,7 +144,7 @@ def test_what_was_measured_before_ctrl_c_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reported"),
     [
         (
             b"fine\n\xff\xfe\n",
@@ -158,7 +158,9 @@ def test_what_was_measured_before_ctrl_c_is_kept(
     ],
 )
 def test_prompts_are_read_before_a_model_is_loaded(
-    content: bytes, told: str, prompts: Path, tmp_path: Path
+    content: bytes, reported: str, prompts: Path, tmp_path: Path
 ) -> None:
     prompts.write_bytes(content)
-    assert told in run("bench", "--prompts", prompts, "--model", tmp_path / "no-model").told
+    assert (
+        reported in run("bench", "--prompts", prompts, "--model", tmp_path / "no-model").error_line
+    )

@@ -60,7 +60,7 @@ def test_version_and_completion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "said"),
     [
         (["check", "some/model"], "No such command 'check'"),
         (["pool", "merge", "a", "b"], "No such command 'merge'"),
@@ -69,15 +69,15 @@ def test_version_and_completion() -> None:
         (["serve", "--max-prefix-bytes", "-1"], "greater than or equal to 0"),
     ],
 )
-def test_unknown_words_are_told_with_what_there_is(arguments: list[str], told: str) -> None:
+def test_unknown_words_are_told_with_what_there_is(arguments: list[str], said: str) -> None:
     done = run(*arguments)
     assert done.code == 2
-    assert told in done.err
+    assert said in done.err
     assert "--help" in done.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "said"),
     [
         (["generate", "x", "--model", "a b/c d"], "'a b/c d' could not be loaded: Repo id"),
         (["generate", "x", "--model", ""], "got an empty text"),
@@ -120,26 +120,26 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], told: s
         (["serve", "--host", "192.0.2.1", "--model", "y"], "cannot listen at 192.0.2.1:8000"),
     ],
 )
-def test_mistakes_are_one_line_before_anything_is_loaded(arguments: list[str], told: str) -> None:
-    assert told.lower() in run(*arguments, given=b"ab\xff").told.lower()
+def test_mistakes_are_one_line_before_anything_is_loaded(arguments: list[str], said: str) -> None:
+    assert said.lower() in run(*arguments, given=b"ab\xff").error_line.lower()
 
 
 def test_a_system_prompt_and_a_question_without_a_place_are_told(
     folder: str, templated: Any
 ) -> None:
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    for model, told in (
+    for model, said in (
         (folder, "has no chat template"),
         (templated(refusing), "refuses it (no system)"),
         (templated("{{ messages[-1]['content'] }}"), "leaves it out"),
     ):
         done = run("generate", "ab", "--model", model, "--system", "be brief", *SHORT)
-        assert done.told.startswith("error: expected no system prompt: ")
-        assert told in done.told
-    told = run("demo", "--prompt", "", "--model", folder).told
-    assert "expected a prompt of one token or more, got none" in told
-    told = run("generate", "-", "--model", folder, *SHORT, given="x" * 600).told
-    assert "expected a prompt of at most 512 tokens" in told
+        assert done.error_line.startswith("error: expected no system prompt: ")
+        assert said in done.error_line
+    said = run("demo", "--prompt", "", "--model", folder).error_line
+    assert "expected a prompt of one token or more, got none" in said
+    said = run("generate", "-", "--model", folder, *SHORT, given="x" * 600).error_line
+    assert "expected a prompt of at most 512 tokens" in said
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
@@ -150,8 +150,8 @@ def test_a_damaged_file_of_a_model_is_an_error_of_one_line(
     path = tmp_path / "copy" / name
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     done = run("generate", "x", "--model", tmp_path / "copy")
-    assert f"error: the model '{tmp_path / 'copy'}' could not be loaded: " in done.told
-    assert done.told.endswith(" (--debug shows the whole error)")
+    assert f"error: the model '{tmp_path / 'copy'}' could not be loaded: " in done.error_line
+    assert done.error_line.endswith(" (--debug shows the whole error)")
 
 
 def test_what_is_missing_in_a_folder_or_machine_is_named(folder: str, tmp_path: Path) -> None:
@@ -160,12 +160,12 @@ def test_what_is_missing_in_a_folder_or_machine_is_named(folder: str, tmp_path: 
     empty.mkdir()
     shutil.copytree(folder, other)
     T5Config(vocab_size=256, d_model=8, d_ff=8, num_layers=1).save_pretrained(other)
-    for model, told in (
+    for model, said in (
         (copy, "it has no tokenizer"),
         (empty, "it has no tokenizer"),
         (other, "T5Config"),
     ):
-        assert told in run("generate", "x", "--model", model).told
+        assert said in run("generate", "x", "--model", model).error_line
     results = tmp_path / "x.json"
     assert run("bench", "--model", "./nofolder", "--json", results).code == 1
     assert not results.exists()
@@ -177,7 +177,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(
 ) -> None:
     (tmp_path / "no.pool").write_text("text")
     command = ["generate", "x", "--pool", str(tmp_path / "no.pool"), "--model", folder]
-    assert "no.pool" in run(*command).told
+    assert "no.pool" in run(*command).error_line
     with pytest.raises(PoolFileError):
         run(*command[:place], "--debug", *command[place:])
 

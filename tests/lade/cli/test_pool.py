@@ -1,4 +1,4 @@
-"""`lade pool build`: what is read of which files."""
+"""`lade pool build`: which files it reads, and what of them."""
 
 import gzip
 import json
@@ -57,7 +57,7 @@ def test_a_pool_that_exists_is_not_written_over(folder: str, source: Path, out: 
     command = ["pool", "build", source, "--out", out, "--model", folder]
     run(*command)
     before = out.read_bytes()
-    assert "expected the name of a new pool, got " in run(*command).told
+    assert "expected the name of a new pool, got " in run(*command).error_line
     assert out.read_bytes() == before
 
 
@@ -74,8 +74,8 @@ def test_folders_are_read_without_what_is_hidden_or_made(
     os.mkfifo(root / "pipe")  # to open it would wait for ever
     done = run("pool", "build", root, root / "b.py", "--out", out, "--model", folder)
     assert texts(out) == ["b.py", "a/c.txt"]
-    told = "left out: hidden, made by tools, or links: 9"
-    assert told in done.err.replace("\n", " ")
+    said = "left out: hidden, made by tools, or links: 9"
+    assert said in done.err.replace("\n", " ")
     out.unlink()
     run("pool", "build", root / "a" / ".env", "--out", out, "--model", folder)
     assert texts(out) == ["a/.env"]  # named
@@ -93,7 +93,7 @@ def test_what_is_no_text_is_left_out_and_told(folder: str, out: Path, tmp_path: 
         (root / name).write_bytes(content)
     command = ["pool", "build", root, "--out", out, "--model", folder]
     done = run(*command)
-    assert "expected text for code.pool in the files, got none" in done.told
+    assert "expected text for code.pool in the files, got none" in done.error_line
     assert "left out: no text in UTF-8: 3" in done.err
     assert not out.exists()
     (root / "f.jsonl").write_bytes(b'{"text": "text"}\n' * 1000 + "ü".encode("latin-1"))

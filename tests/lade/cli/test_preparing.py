@@ -27,15 +27,15 @@ def test_prewarm_makes_a_table_and_says_where_one_is_damaged(folder: str) -> Non
     (path,) = map(Path, paths)
     path.write_bytes(b"no table")
     assert run("generate", "one", "--model", folder, *SHORT).code == 0
-    assert "remove it to begin anew" in run("prewarm", *options).told
+    assert "remove it to begin anew" in run("prewarm", *options).error_line
 
 
 def test_a_model_that_is_decoded_plainly_is_not_prewarmed(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lade.prewarming.run.probe", lambda model: PLAIN)
-    told = "falls back to standard decoding for LlamaForCausalLM. tree: trees do not"
-    assert told in run("prewarm", "--model", folder).told
+    said = "falls back to standard decoding for LlamaForCausalLM. tree: trees do not"
+    assert said in run("prewarm", "--model", folder).error_line
     monkeypatch.setattr("lade.cli.demo.probe", lambda model: PLAIN)
     done = run("demo", "--model", folder, *SHORT, "--prompt", "one")
     assert "Verification by plain" in done.out
@@ -55,7 +55,7 @@ def test_compile_says_what_it_compiles_and_where_that_is_kept(folder: str) -> No
 
 def test_without_a_folder_compile_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ngram_pool.compiling.cache_folder", lambda *_: None)
-    assert "NUMBA_CACHE_DIR" in run("compile").told
+    assert "NUMBA_CACHE_DIR" in run("compile").error_line
 
 
 # Runs a command, and writes which kernels its process has, for which types.

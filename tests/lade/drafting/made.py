@@ -119,7 +119,7 @@ class Able(Faulty):
 
 
 def shy(*names: str) -> Any:
-    """Return a drafter of which some attributes raise when they are looked at."""
+    """Return a drafter with attributes that raise when they are read."""
 
     def look(self: Any) -> Any:
         raise RuntimeError("do not look")

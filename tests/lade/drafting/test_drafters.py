@@ -1,4 +1,4 @@
-"""A drafter of one's own can change the speed alone, whatever it returns, raises, draws or is."""
+"""A user's drafter changes the speed alone, whatever it returns, raises, draws or is."""
 
 from collections.abc import Sequence
 from typing import Any

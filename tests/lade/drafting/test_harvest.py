@@ -1,4 +1,4 @@
-"""What drafters are told of the target's own successors."""
+"""What drafters receive of the target model's likely next tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from tests.lade.tiny import tiny_model
 
 
 class Listener(lade.Drafter):
-    """Drafts two tokens side by side, one of them right now and then, and keeps what it is told."""
+    """Drafts two tokens side by side, one of them sometimes right, and keeps what it receives."""
 
     num_successors = 3
 

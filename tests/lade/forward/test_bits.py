@@ -81,7 +81,7 @@ def no_grad() -> Any:
 
 
 class Nodes(NamedTuple):
-    """Tokens after a cache's own, of which some are the next ones of the text."""
+    """Tokens after those of a cache; some of them continue the text."""
 
     token_ids: list[int]
     depths: list[int]
@@ -315,7 +315,7 @@ def test_what_is_hidden_adds_nothing_whatever_it_holds(value: float, way: Way) -
 
 
 def decoded(model: Any, ids: Tensor, num: int, answers: list[list[int]], **options: Any) -> Any:
-    """Decode with so many draft tokens, of which seven in ten are right."""
+    """Decode with so many draft tokens; seven in ten are right."""
     drafter = Forgiving(answers, np.random.default_rng(num), 0.7)
     given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
     given |= {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True, **options}

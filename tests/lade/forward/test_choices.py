@@ -1,4 +1,4 @@
-"""Experts are chosen as torch chooses them, and routers are told apart."""
+"""Experts are chosen as torch chooses them, and kinds of routers are recognized."""
 
 from typing import Any
 

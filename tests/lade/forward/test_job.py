@@ -54,7 +54,7 @@ class Apart(NamedTuple):
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[Apart]:
-    """Run every forward plainly and by all jobs there are; return how they will have differed."""
+    """Run every forward by torch and by every job; return a list that their differences fill."""
     found: list[Apart] = []
 
     def choose(self: Any, request: Any, plainly: Callable[[], Any], _: Any) -> Any:
@@ -198,7 +198,7 @@ def test_long_prompts_run_in_pieces(
         assert [each.num_tokens for each in compared] == [num_tokens]
         whole, rest = divmod(num_tokens, 128)
         assert pieces == [128] * whole + [rest] * (rest > 0)
-        # A prompt whose logits are all asked for is told them in its order.
+        # A prompt whose logits are all asked for gets them in the prompt's order.
         cache = target._make_cache(target.kinds, num_tokens, 512)
         of_all = target._view(input_ids=ids, **{CACHE: cache})
         assert len(compared) == 2
@@ -613,7 +613,7 @@ def test_peft_is_read(dtype: torch.dtype, compared: list[Apart]) -> None:
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=4, lora_alpha=9, target_modules=["q_proj", "v_proj", "down_proj"])
     model = peft.get_peft_model(model_of("llama", dtype), settings).eval()
-    with_drafts(model, TEXT, max_new_tokens=8)  # of which the second factors are still zero
+    with_drafts(model, TEXT, max_new_tokens=8)  # the second factors are still zero
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             weight.data.normal_()
@@ -905,7 +905,7 @@ def _texts(models: list[Any], num_calls: int) -> None:
                     models[number], ids, attention_mask=torch.ones_like(ids), **given
                 )
                 got[number].append(tokens.tolist())
-            except BaseException as error:  # told by the thread that waits
+            except BaseException as error:  # raised again by the thread that waits
                 got[number].append(error)
 
     threads = [threading.Thread(target=answer, args=(number,)) for number in range(len(models))]

@@ -207,7 +207,7 @@ def test_another_image_in_the_same_text_has_its_own_answer(name: str) -> None:
 def test_layers_that_attend_to_images_alone_change_no_answer(
     num_images: tuple[int, ...], do_sample: bool
 ) -> None:
-    """Whether mllama is sped up or decoded plainly, with a warning, is left open here."""
+    """Mllama may be sped up, or fall back to plain decoding with a warning."""
     model, inputs = tiny_vlm("mllama", num_images)
     same_as_generate(model, **inputs, config=EIGHT, do_sample=do_sample, eos_token_id=None)
 
@@ -223,7 +223,7 @@ def test_images_and_texts_beside_each_other_have_their_own_answers(name: str) ->
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
     expected = [model.generate(**call, **options).tolist() for call in calls]
     with warnings.catch_warnings(), lade.Batcher(model, config=EIGHT) as batcher:
-        if not IS_NEWEST:  # there Qwen2-VL keeps positions in its modules, and goes on plainly
+        if not IS_NEWEST:  # Qwen2-VL keeps positions in its modules there, and falls back
             warnings.simplefilter("ignore", lade.VerificationWarning)
         requests = [batcher.submit(**call, **options) for call in calls * 2]
         assert [request.result().tolist() for request in requests] == expected * 2

@@ -1,4 +1,4 @@
-"""A call whose drafts cannot be verified any more goes on plainly, and loses nothing."""
+"""A call whose drafts can no longer be verified goes on without drafts, and loses nothing."""
 
 import copy
 import warnings
@@ -29,7 +29,7 @@ class CallsProcessor(LogitsProcessor):  # type: ignore[misc]
 
 
 class Breaking:
-    """Lets a forward of several tokens fail once so many steps were told.
+    """Lets a forward of several tokens fail once so many steps were reported.
 
     Args:
         model: whose forward it is.
@@ -83,7 +83,7 @@ def compared(
     for row, answer in enumerate(tokens_of(expected).tolist()):
         new, told = answer[prompt.shape[1] :], breaking.told[row]
         assert new[: len(told)] == told
-        assert all(token in (0, 96) for token in new[len(told) :])  # padding alone is not told
+        assert all(token in (0, 96) for token in new[len(told) :])  # padding is not reported
     for name in ("scores", "logits"):
         theirs, mine = getattr(expected, name, None), getattr(got, name, None)
         assert (theirs is None) == (mine is None)

@@ -65,7 +65,7 @@ def test_the_question_that_is_shown_first_is_answered_rightly_and_drafted_for(pa
 def test_gemma_keeps_its_text_past_its_window() -> None:
     if not (platformdirs.user_cache_path("lade", False) / "models" / "gemma-3-270m-gguf").is_dir():
         pytest.skip("not fetched: see its terms, then: lade generate --model gemma-3-270m Hello")
-    loaded = load("gemma-3-270m", dtype="float32", device="cpu", progress=lambda *told: None)
+    loaded = load("gemma-3-270m", dtype="float32", device="cpu", progress=lambda *said: None)
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")[:3600]
     assert encode(loaded.tokenizer, text)["input_ids"].shape[1] > 512
     expected, got = both(loaded, text, lade.NGramPool())

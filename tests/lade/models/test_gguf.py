@@ -149,7 +149,7 @@ def put(kind: str, at: int, value: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "said"),
     [
         (put("I", 0, 2**31), "'blk.1.ffn_up.weight' has 2,147,483,648 dimensions"),
         (put("Q", 4, 2**40), "'blk.1.ffn_up.weight' of shape [512, 1099511627776] has"),
@@ -172,8 +172,8 @@ def put(kind: str, at: int, value: int) -> Any:
         ),
     ],
 )
-def test_forged_files_are_refused_by_what_is_wrong(change: Any, told: str, tmp_path: Path) -> None:
-    assert told in forged(tmp_path, change)
+def test_forged_files_are_refused_by_what_is_wrong(change: Any, said: str, tmp_path: Path) -> None:
+    assert said in forged(tmp_path, change)
 
 
 def test_a_part_of_a_file_says_how_parts_are_joined(tmp_path: Path) -> None:

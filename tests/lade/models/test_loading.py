@@ -61,8 +61,10 @@ def test_a_model_that_is_not_here_is_looked_for_once(monkeypatch: pytest.MonkeyP
         raise OSError("no route")
 
     monkeypatch.setattr("huggingface_hub.model_info", unreachable)
-    told = r"'a/b' could not be loaded: .* be reached \(no route\); .* smollm2-135m-instruct and "
-    with pytest.raises(ValueError, match=told):
+    reported = (
+        r"'a/b' could not be loaded: .* be reached \(no route\); .* smollm2-135m-instruct and "
+    )
+    with pytest.raises(ValueError, match=reported):
         load("a/b")
     assert asked == ["a/b"]
 

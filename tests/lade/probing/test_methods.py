@@ -1,4 +1,4 @@
-"""How drafts of a model are verified, and why not better; what is wrong is decoded plainly."""
+"""How drafts of a model are verified, and why; a model that cannot verify falls back to plain."""
 
 import warnings
 from collections.abc import Callable, Iterator

@@ -108,7 +108,7 @@ def wide() -> Any:
 def test_functions_of_torch_are_the_patched_ones(
     make: Any, module: Any, name: str, patch: Any, do_sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a model that was used before, and of which texts are kept."""
+    """In a model that was used before, with prefixes kept of it."""
     model, options = make(), {"do_sample": do_sample}
     kept = {**options, "config": lade.Config(reuses_prefix=True, max_draft_tokens=8)}
     assert num_drafted(model, **options) > 0

@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 class Client:
-    """Asks a server, as the owner of a key unless told otherwise."""
+    """Asks a server, by default as the owner of a key."""
 
     def __init__(self, server: Any, url: str, key: str = "none") -> None:
         self.server, self.url, self.key = server, url, key

@@ -1,4 +1,4 @@
-"""A tiny model that speaks printable text, served, and what it says plainly.
+"""A tiny model that speaks printable text, served, and its text by plain `generate`.
 
 The only file of these tests that imports what is not public.
 """

@@ -103,17 +103,17 @@ def test_several_answers_are_those_of_the_seeds_that_follow(client: Client, more
     asked = {"seed": 7, **SAMPLED, **more}
     alone = [client.ask(**{**asked, "seed": seed}) for seed in (7, 8, 9)]
     together = client.ask(n=3, **asked)
-    told = [each["choices"][0] | {"index": index} for index, each in enumerate(alone)]
+    reported = [each["choices"][0] | {"index": index} for index, each in enumerate(alone)]
     # How tokens came to forwards decides the last digits of their log-probabilities.
-    for mine, theirs in zip(together["choices"], told, strict=True):
+    for mine, theirs in zip(together["choices"], reported, strict=True):
         of_mine, of_theirs = (choice.pop("logprobs", None) or {} for choice in (mine, theirs))
         pairs = zip(of_mine.get("content", ()), of_theirs.get("content", ()), strict=True)
         for token, expected in pairs:
             assert token.pop("logprob") == pytest.approx(expected.pop("logprob"), abs=1e-4)
         assert of_mine == of_theirs
-    assert together["choices"] == told
+    assert together["choices"] == reported
     events = client.stream(n=3, stream_options={"include_usage": True}, **asked)
-    for index, choice in enumerate(told):
+    for index, choice in enumerate(reported):
         mine = [e for e in events if e["choices"] and e["choices"][0]["index"] == index]
         assert text_of(mine) == choice["message"]["content"]
         assert mine[0]["choices"][0]["delta"] == {"role": "assistant"}
@@ -145,9 +145,9 @@ def test_several_answers_each_keep_a_schema_as_if_alone(ends: Client, schema: Js
     assert ends.metric("vllm:prompt_tokens_total") - before == len(prompt_of())
     events = [each["choices"][0] for each in ends.stream(n=3, **asked)]
     for index, text in enumerate(texts):
-        told = [each for each in events if each["index"] == index]
-        assert "".join(each["delta"].get("content", "") for each in told) == text
-        assert told[-1]["finish_reason"] == "stop"
+        reported = [each for each in events if each["index"] == index]
+        assert "".join(each["delta"].get("content", "") for each in reported) == text
+        assert reported[-1]["finish_reason"] == "stop"
 
 
 def test_several_answers_end_when_their_client_leaves(client: Client) -> None:
@@ -283,17 +283,17 @@ def test_streamed_logprobs_go_with_their_text(client: Client) -> None:
 def test_completions_have_logprobs_of_their_own(client: Client) -> None:
     options: Json = {"prompt": "What-is", "max_tokens": 9, "logprobs": 2}
     choice = client.ask(**options)["choices"][0]
-    told = choice["logprobs"]
-    assert "".join(told["tokens"]) == choice["text"]
-    assert told["text_offset"] == list(range(9))
+    reported = choice["logprobs"]
+    assert "".join(reported["tokens"]) == choice["text"]
+    assert reported["text_offset"] == list(range(9))
     for token, logprob, top in zip(
-        told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
+        reported["tokens"], reported["token_logprobs"], reported["top_logprobs"], strict=True
     ):
         assert top[token] == max(top.values()) == logprob
     streamed = [each["choices"][0].get("logprobs") for each in client.stream(**options)]
     shown = [each for each in streamed if each]
-    assert [token for each in shown for token in each["tokens"]] == told["tokens"]
-    assert [at for each in shown for at in each["text_offset"]] == told["text_offset"]
+    assert [token for each in shown for token in each["tokens"]] == reported["tokens"]
+    assert [at for each in shown for at in each["text_offset"]] == reported["text_offset"]
 
 
 # --- schemas ---------------------------------------------------------------------------------
@@ -350,10 +350,10 @@ def test_usage_and_metrics_say_what_was_drafted(client: Client) -> None:
     events = client.stream(user="dora", stream_options={"include_usage": True})
     assert [each.get("usage") for each in events[:-1]] == [None] * (len(events) - 1)
     assert events[-1]["choices"] == []
-    for told in (whole, events[-1]):
-        usage, details = told["usage"], told["usage"]["completion_tokens_details"]
+    for reported in (whole, events[-1]):
+        usage, details = reported["usage"], reported["usage"]["completion_tokens_details"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt_of()), 40)
-        drafts = told["metrics"]["speculative_decoding"]  # as vLLM has it
+        drafts = reported["metrics"]["speculative_decoding"]  # as vLLM has it
         counts = drafts["acceptance_histogram"]
         assert sum(counts) == drafts["num_spec_steps"] > 0
         accepted = sum(number * count for number, count in enumerate(counts))

@@ -80,7 +80,7 @@ def test_a_request_names_one_host(client: Client, second: str) -> None:
 )
 @pytest.mark.parametrize("key", ["one", "none"])
 def test_a_request_has_one_length(client: Client, line: str, key: str) -> None:
-    """On every path, whoever asks: else what follows may be another's for a proxy."""
+    """On every path and for every key: else a proxy may take the rest for another's request."""
     begin = f"{line} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
     lengths = "Content-Type: application/json\r\nContent-Length: 4\r\nTransfer-Encoding: chunked"
     second = "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -147,7 +147,7 @@ def test_the_time_of_one_request_ends_no_other_of_its_connection(loaded: LoadedM
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Schemas that were looked at in a process, each of which takes its time."""
+    """Schemas that a process has checked; each check takes time."""
     found, run = list[str](), subprocess.run
 
     def counted(command: Any, **options: Any) -> Any:
@@ -168,7 +168,7 @@ def test_keys_that_are_alone_share_no_schema(
         assert len(looks) == num
 
 
-# --- what clients are told ------------------------------------------------------------------
+# --- what clients can read ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

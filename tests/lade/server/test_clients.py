@@ -34,12 +34,12 @@ def test_lm_eval_scores_continuations(
     answer = client.ask(**body)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     for choice, text, token_ids in zip(answer["choices"], PROMPTS, ids, strict=True):
-        told = choice["logprobs"]
-        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
-        found, end = told["token_logprobs"], len(token_ids)
+        reported = choice["logprobs"]
+        assert reported["token_logprobs"][0] is reported["top_logprobs"][0] is None
+        found, end = reported["token_logprobs"], len(token_ids)
         assert len(found) == end + max_tokens
         assert found[1:end] == pytest.approx(logprobs_of(loaded, token_ids).tolist(), abs=1e-4)
-        for logprob, top in zip(found[1:], told["top_logprobs"][1:], strict=True):
+        for logprob, top in zip(found[1:], reported["top_logprobs"][1:], strict=True):
             assert len(top) == 1
             assert logprob <= max(top.values())
         assert choice["text"].startswith(text.replace("~", ""))
@@ -148,9 +148,9 @@ def test_unknown_fields_are_ignored_where_that_is_asked_for(
             told_of = answer.headers["x-without-effect"]
             wait_until(lambda: told_of in caplog.text)
         assert answer.json()["choices"][0]["message"]["content"] == plain
-        told = told_of.split(", ")
-        assert {*names} <= {*told}
-        assert ("messages.0.timestamp" in told) == ("messages" in fields)
+        reported = told_of.split(", ")
+        assert {*names} <= {*reported}
+        assert ("messages.0.timestamp" in reported) == ("messages" in fields)
         assert "x-without-effect" not in lenient.post(json={"messages": QUESTION}).headers
 
 
@@ -160,8 +160,8 @@ def test_what_is_ignored_neither_hides_mistakes_nor_breaks_headers(loaded: Loade
         assert client.error(tools=[{"function": {"name": "f"}}])["param"] == "tools"
         fields = {"a\r\nb: c": 1, "é": 2, **{f"field{place}" * 99: 0 for place in range(99)}}
         body: Any = {"messages": QUESTION, "max_tokens": 1, **fields}
-        told = client.post(json=body).headers["x-without-effect"]
-        assert told.startswith("a%0D%0Ab%3A%20c, ")
-        assert len(told) < 2**13
+        reported = client.post(json=body).headers["x-without-effect"]
+        assert reported.startswith("a%0D%0Ab%3A%20c, ")
+        assert len(reported) < 2**13
         for content in (b"[1]", b"{", b'{"messages": NaN, "a": 1}', b"[" * 10_000):
             assert client.post(content=content).status_code == 400

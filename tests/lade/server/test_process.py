@@ -51,9 +51,9 @@ def test_pools_outlive_a_kill_and_a_stop_ends_well(tmp_path: Path) -> None:
         place = f"{client.url}/chat/completions"
         with httpx.stream("POST", place, json=body, headers=headers) as answer:
             lines = answer.iter_lines()
-            told = [next(lines) for _ in range(5)]
+            reported = [next(lines) for _ in range(5)]
             process.send_signal(signal.SIGTERM)
-            events = [json.loads(each[6:]) for each in [*told, *lines] if each.endswith("}")]
+            events = [json.loads(each[6:]) for each in [*reported, *lines] if each.endswith("}")]
         assert text_of(events) == plain_text(loaded, max_new_tokens=300)
         assert process.wait(60) == 0
     shown = log.read_text()

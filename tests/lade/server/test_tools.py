@@ -1,4 +1,4 @@
-"""Calls of tools and thoughts: told apart, forced where the template shows how, else refused."""
+"""Calls of tools and thoughts: recognized, forced where the template shows how, else refused."""
 
 import json
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def calling(
 ) -> Iterator[tuple[Client, list[str]]]:
     """Serve a model that writes what stands in the list, or what its random weights would.
 
-    Marks that are told, between blanks, are tokens; a prompt ends with what opens an answer, and
+    `marks`, between blanks, are tokens; a prompt ends with what opens an answer, and
     there is more in its template.
     """
     loaded, written = loaded_model(eos_token_id=93, vocab_size=99), [CALLS[kind]]
@@ -112,15 +112,15 @@ def test_calls_and_thoughts_are_told_apart(kind: str) -> None:
         (streamed,) = [call for each in deltas for call in each.get("tool_calls", ())]
         assert (streamed["index"], streamed["function"]) == (0, function)
         assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
-        told = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
 
         def num_prompt(said: str) -> Any:
-            messages = [*QUESTION, {**message, "content": said}, told]
+            messages = [*QUESTION, {**message, "content": said}, result]
             return client.ask(messages=messages, tools=TOOLS, max_tokens=9)["usage"][
                 "prompt_tokens"
             ]
 
-        assert num_prompt("yes") == num_prompt("") + 3  # what was said beside a call is told, too
+        assert num_prompt("yes") == num_prompt("") + 3  # the prompt also has the text beside a call
 
 
 @pytest.mark.parametrize(
@@ -146,16 +146,16 @@ def test_calls_of_tools_are_predicted() -> None:
     """They change no text, and count as no prediction of the client's."""
     with calling("qwen3") as (client, _):
 
-        def told(**options: Any) -> Any:
+        def details_of(**options: Any) -> Any:
             answer = client.ask(tools=TOOLS, max_tokens=90, **options)
             return answer["usage"]["completion_tokens_details"]
 
-        details = told()
+        details = details_of()
         assert details["accepted_draft_tokens"] > 20
         assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0
-        details = told(prediction={"type": "content", "content": "nothing-of-it"})
+        details = details_of(prediction={"type": "content", "content": "nothing-of-it"})
         assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == 13
-        assert told(tool_choice="none")["accepted_draft_tokens"] < 20
+        assert details_of(tool_choice="none")["accepted_draft_tokens"] < 20
 
 
 # --- forced ---------------------------------------------------------------------------------

@@ -22,19 +22,19 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def told(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def learned(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pool of the question and its answer, which nobody is likely to guess."""
     pool = lade.NGramPool()
     token_ids = loaded.tokenizer(prompt_of() + plain_text(loaded))["input_ids"]
     pool.observe(token_ids, pool.open_sequence())
-    path = tmp_path_factory.mktemp("told") / "told.pool"
+    path = tmp_path_factory.mktemp("learned") / "learned.pool"
     lade.save_pool(pool, path, tokenizer=loaded.tokenizer)
     return path
 
 
 @pytest.fixture
-def client(loaded: LoadedModel, told: Path) -> Iterator[Client]:
-    corpora = {"docs": told, "secret": told}
+def client(loaded: LoadedModel, learned: Path) -> Iterator[Client]:
+    corpora = {"docs": learned, "secret": learned}
     with serving(loaded, api_keys=KEYS, corpora=corpora) as client:
         yield client
 
@@ -77,7 +77,7 @@ def test_requests_of_nobody_are_kept_for_nobody(loaded: LoadedModel, tmp_path: P
         assert [*tmp_path.rglob("*.pool")] == []
         assert client.drafted(user="a") <= first + 2
         assert client.drafted(user="a") > first + 10
-        # Without keys, whoever guesses a name would read that one's prompt by what was kept.
+        # Without keys, a user who guesses another's name could read that prompt by what was kept.
         assert "prompt_tokens_details" not in client.ask(user="a")["usage"]
 
 
@@ -115,12 +115,12 @@ def test_pools_outlive_the_server_and_name_nobody(loaded: LoadedModel, tmp_path:
             assert path.suffix == ".pool" or word not in path.read_bytes()
 
 
-def test_layers_are_drafted_from_and_learn_nothing(loaded: LoadedModel, told: Path) -> None:
-    before = told.read_bytes()
-    with serving(loaded, layers=[told]) as client:
+def test_layers_are_drafted_from_and_learn_nothing(loaded: LoadedModel, learned: Path) -> None:
+    before = learned.read_bytes()
+    with serving(loaded, layers=[learned]) as client:
         assert client.drafted() > 20
         assert client.drafted(user="a") > 20
-    assert told.read_bytes() == before
+    assert learned.read_bytes() == before
 
 
 def test_a_corpus_is_drafted_from_by_requests_that_name_it(
