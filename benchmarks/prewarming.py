@@ -86,7 +86,7 @@ def run(
         "rows": rows,
     }
     headings = ("", "minutes", "MB", *(f"MAT, {name}" for name in configs), "of none")
-    row = [
+    lines = [
         (
             *("", f"{row['minutes']:g}", f"{row.get('megabytes', 0.0):.1f}"),
             *(f"{row[name]['mean_accepted_tokens']:.3f}" for name in configs),
@@ -94,5 +94,5 @@ def run(
         )
         for row in rows
     ]
-    show(file, content, sheet("After so many minutes of lade prewarm", headings, [row]))
+    show(file, content, sheet("After so many minutes of lade prewarm", headings, [lines]))
     kept.end(f"stopped after {len(rows)} of {len(minutes) + 1} tables")

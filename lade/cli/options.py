@@ -29,7 +29,7 @@ of_drafting = partial(typer.Option, rich_help_panel="Drafting")
 
 
 # How options are written whose values are of these types, where they do not say.
-_METAVARS: dict[type, str] = {int: "N", float: "T", Path: "FILE"}
+_METAVARS: dict[type, str] = {int: "N", float: "T", Path: "FILE", bool: " "}
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -147,6 +147,8 @@ class SamplingOptions:
         float,
         _of_sampling(
             metavar="P",
+            min=0.0,
+            max=1.0,
             help="Sample from the likeliest tokens that make up this probability; 1 is off.",
         ),
     ] = 1.0

@@ -55,17 +55,17 @@ def pool_build(
     built = build(pool, files, tokenizer)
     if built.num_tokens:
         lade.save_pool(pool, out, tokenizer=tokenizer)
-    _tell_built(built, out, len(pool))
+        rate = built.num_tokens / max(built.sec, 1e-3)
+        print(
+            f"{built.num_tokens:,} tokens of {built.num_files:,} files in {built.sec:.1f} seconds "
+            f"({rate:,.0f} a second); {out.name} holds {len(pool):,}"
+        )
+    _tell_built(built, len(pool))
     if not built.num_tokens:
         raise UserError(f"expected text for {out.name} in the files, got none")
 
 
-def _tell_built(built: "Built", out: Path, num_held: int) -> None:
-    rate = built.num_tokens / max(built.sec, 1e-3)
-    print(
-        f"{built.num_tokens:,} tokens of {built.num_files:,} files in {built.sec:.1f} seconds "
-        f"({rate:,.0f} a second); {out.name} holds {num_held:,}"
-    )
+def _tell_built(built: "Built", num_held: int) -> None:
     left_out = "; ".join(f"{why}: {number:,}" for why, number in built.left_out.items() if number)
     if left_out:
         console.print(f"[dim]left out: {left_out}[/dim]", soft_wrap=True)

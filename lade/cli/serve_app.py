@@ -109,7 +109,7 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI's clients; every key and "user" has a pool of its own."""
     if not 0 <= port < 2**16:
-        raise UserError(f"expected a port below 65536, got {port}")
+        raise UserError(f"expected a port of 0 to 65535, got {port}")
     if port:
         _check_port(host, port)
     from lade.cli.serve import check_extra, check_folder, corpora_of, keys_of, run
@@ -158,6 +158,8 @@ def _check_port(host: str, port: int) -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
         try:
             listener.bind((host, port))
+        except socket.gaierror as error:
+            raise UserError(f"cannot listen at {host}: {error.strerror}") from None
         except OSError as error:
             raise UserError(
                 f"cannot listen at {host}:{port}: {error.strerror}; --port names another port"

@@ -21,6 +21,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _CAUSES = {
     "trust_remote_code": "it comes with code of its own, which --trust-remote-code lets run",
     "backend tokenizer": "it has no tokenizer",
+    "deserializing header": "one of its .safetensors files is cut short or damaged",
 }
 
 
