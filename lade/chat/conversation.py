@@ -30,10 +30,10 @@ from lade.stats import DecodeStats, Step, ends_in_loop
 from ngram_pool import NGramPool
 from ngram_pool.writing import write_whole
 
-# Of the same few tokens over and over, until an answer is ended: lists and tables that somebody
-# asks for have fewer. They are looked for that often, since a look takes a tenth of a millisecond.
+# An answer ends after this many repeated tokens: lists and tables that users ask for repeat fewer.
+# Loops are looked for only so often, since a look takes a tenth of a millisecond.
 _LOOP_TOKENS, _LOOKS_EVERY = 320, 16
-# What the thread of an answer passes on: steps, then the end: statistics, none, or an error.
+# The thread of an answer passes on steps, and at the end statistics, None or an error.
 _Made = Step | DecodeStats | BaseException | None
 
 
@@ -41,16 +41,16 @@ _Made = Step | DecodeStats | BaseException | None
 class Turn:
     """One answer, finished or not; it grows while it is generated."""
 
-    seed: int  # of torch's generator when it began
+    seed: int  # of torch's generator when the answer began
     is_plain: bool  # whether the model's own `generate` made it
     prompt_ids: list[int]  # tokens of the whole conversation before it
-    pieces: list[Piece] = field(default_factory=list)  # what was said, thinking included
-    steps: list[Step] = field(default_factory=list)  # of each forward, the prompt's first
-    first_token_sec: float | None = None  # None before there is one
-    sec: float = 0.0  # that it took altogether, the prompt included
-    is_complete: bool = False  # it has come to its end, and was not stopped before
-    is_looping: bool = False  # that end was made, as it said the same over and over
-    stats: DecodeStats | None = None  # of the whole call, at its end; none of plain answers
+    pieces: list[Piece] = field(default_factory=list)  # text of the answer, thinking included
+    steps: list[Step] = field(default_factory=list)  # one for each forward pass, the prompt's first
+    first_token_sec: float | None = None  # None before the first token
+    sec: float = 0.0  # of the whole answer, the prompt included
+    is_complete: bool = False  # the model ended it, and nobody stopped it before
+    is_looping: bool = False  # the chat ended it, because it repeated itself
+    stats: DecodeStats | None = None  # of the whole call, at its end; None for plain answers
 
     @property
     def text(self) -> str:
@@ -65,7 +65,7 @@ class Turn:
 
     @property
     def tokens_per_sec(self) -> float:
-        """Tokens per second of all its time, the prompt's included."""
+        """Tokens per second of the whole answer, the prompt's time included."""
         return len(self.token_ids) / self.sec if self.sec > 0 else 0.0
 
     @property
@@ -80,7 +80,7 @@ class Turn:
         return pieces
 
     def figures(self) -> list[str]:
-        """Return what is said of it, the most important first."""
+        """Return notes about the answer, the most important first."""
         num_tokens = len(self.token_ids)
         parts = ["stopped"] * (not self.is_complete) + ["plain"] * self.is_plain
         parts.append(f"{num_tokens:,} token{'s' * (num_tokens != 1)}")
@@ -222,7 +222,7 @@ class Conversation:
             thread.join()
             if turn.pieces or turn.is_complete:
                 self._num_answers += 1
-                # Without thinking, as models are to see earlier turns.
+                # Models see earlier turns without their thinking.
                 self.messages.append({"role": "assistant", "content": turn.text})
             else:
                 self.messages[:], self.turn = before
@@ -230,7 +230,7 @@ class Conversation:
     def _generate(
         self, turn: Turn, options: dict[str, Any], stop: "_Stop", put: Callable[[_Made], None]
     ) -> None:
-        """Answer; in the thread. Plain `generate` counts nothing."""
+        """Answer, in the answer's thread. Plain `generate` counts nothing."""
         model = self.loaded.model
         options["stopping_criteria"] = StoppingCriteriaList([stop])
         try:
@@ -255,7 +255,7 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """The system prompt of all messages; one that has no place raises a `UserError`."""
+        """The system prompt; setting one that the chat template ignores raises a `UserError`."""
         return self._system
 
     @system.setter

@@ -15,7 +15,7 @@ class Piece(NamedTuple):
     """A part of an answer; all parts in order are the answer."""
 
     text: str
-    is_drafted: bool  # whether its tokens were drafted and accepted, all of them
+    is_drafted: bool  # whether all its tokens were drafted and accepted
     is_thinking: bool
 
 
@@ -29,7 +29,7 @@ class PieceStream:
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int]) -> None:
         self._stream = TextStream(tokenizer)
         added = tokenizer.added_tokens_decoder.items()
-        # Whether what follows a token is thinking.
+        # By token: whether the text after it is thinking.
         self._marks = {
             token_id: token.content in _OPENING
             for token_id, token in added
@@ -38,7 +38,7 @@ class PieceStream:
         self._is_thinking = False
         for token_id in prompt_ids[-_END_OF_PROMPT:]:
             self._is_thinking = self._marks.get(token_id, self._is_thinking)
-        self._is_character_drafted = True  # all tokens so far of one that is incomplete
+        self._is_character_drafted = True  # so far, of an incomplete character
 
     def put(self, token_id: int, is_drafted: bool) -> list[Piece]:
         """Take a token; return the pieces that are new."""

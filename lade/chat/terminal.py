@@ -42,7 +42,7 @@ _CONTINUED = "  "
 _STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "prompt": "bold"})
 _COMMAND = re.compile(r"/([A-Za-z]+)(?:\s+(.*))?", re.DOTALL)
 
-# By name: what may follow it, and what it does.
+# By name: its argument, and what the command does.
 _COMMANDS = {
     "plain": ("[QUESTION]", "answer this or the last question by plain generate as well"),
     "retry": ("", "answer the last question again, when sampling by another seed"),
@@ -105,10 +105,10 @@ class Terminal:
         self.console = console
         self._history = history
         self._shows_drafted = False
-        self.is_waiting = False  # for a line to be typed
+        self.is_waiting = False  # until the user has typed a line
         self._has_left = False
-        self._cancelled = threading.Event()  # by Ctrl-C, since a line was asked for
-        self._typed = ""  # what stands in the next prompt to begin with
+        self._cancelled = threading.Event()  # set by Ctrl-C after the last prompt
+        self._typed = ""  # text that the next prompt begins with
 
     def run(self) -> None:
         """Read and answer until the user leaves.
@@ -141,7 +141,7 @@ class Terminal:
                     self.take(line)
 
     def _line(self, session: "PromptSession[str]") -> str:
-        """Return what the user types."""
+        """Return the line that the user types."""
         typed, self._typed = self._typed, ""
         self.is_waiting = True
         try:
@@ -198,7 +198,7 @@ class Terminal:
         return turn
 
     def _compare(self, text: str | None) -> None:
-        """Answer by plain generate and then by lade, with one seed, and hold them together."""
+        """Answer by plain generate and then by lade, with one seed, and compare the answers."""
         self.console.rule("plain generate", align="left", style="dim")
         plain = self._answer(text, is_plain=True)
         if not plain.is_complete:
@@ -332,7 +332,7 @@ class Terminal:
 
 
 def _completer() -> Completer:
-    """Return what completes commands, and the files of those that take one."""
+    """Return a completer of commands, and of files where a command takes one."""
     purposes = {f"/{name}": purpose for name, (_, purpose) in _COMMANDS.items()}
     commands = WordCompleter([*purposes], meta_dict=purposes, sentence=True)
     path = PathCompleter(expanduser=True)
@@ -341,7 +341,7 @@ def _completer() -> Completer:
 
 
 def _key_bindings() -> KeyBindings:
-    """Return what keys do other than usual."""
+    """Return the key bindings that differ from the usual ones."""
     bindings = KeyBindings()
 
     @bindings.add("escape", "enter")

@@ -27,8 +27,8 @@ THINKING = "dim"
 # Without rich's black behind inline code, which stands out of light windows.
 THEME = Theme({"markdown.code": "bold cyan"})
 
-_PAUSE_SEC = 1 / 12  # between two drawings, and at least:
-_PAUSES = 10  # times as long as one takes, for long code takes long
+_PAUSE_SEC = 1 / 12  # between two drawings, or longer:
+_PAUSES = 10  # times as long as the last drawing took, since long code takes long
 
 _Line = list[Segment]
 
@@ -58,16 +58,16 @@ class AnswerView:
     def __init__(self, console: Console, shows_drafted: bool = False) -> None:
         self._console = console
         self._shows_drafted = shows_drafted
-        self._open = Text()  # what may still change of a part
-        self._is_thinking: bool | None = None  # that part; None without one
-        self._num_printed = 0  # lines of it that are printed for good
+        self._open = Text()  # the end of a part, which later text may change
+        self._is_thinking: bool | None = None  # whether that part is thinking; None without a part
+        self._num_printed = 0  # lines of that part that are printed for good
         self._has_gap = False  # whether an empty line stands before it
-        self._has_printed = False  # anything of the answer
-        self._drawn: list[_Line] = [[Segment("…")]]  # until there is something
+        self._has_printed = False  # whether any text of the answer is printed
+        self._drawn: list[_Line] = [[Segment("…")]]  # until the first piece comes
         self._drawn_at, self._pause = 0.0, 0.0
         self._live = Live(
             get_renderable=lambda: SegmentLines(self._drawn, new_lines=True),
-            # A recording would hold every state that it went through.
+            # A recording would hold every state of the drawing.
             console=Console(file=io.StringIO()) if console.record else console,
             auto_refresh=False,
             transient=True,
@@ -84,7 +84,7 @@ class AnswerView:
             self._live.stop()
 
     def add(self, piece: Piece) -> None:
-        """Show a piece more."""
+        """Show one more piece."""
         text = without_controls(piece.text)
         if self._is_thinking != piece.is_thinking:
             text = text.lstrip("\n")
@@ -99,7 +99,7 @@ class AnswerView:
         if perf_counter() - self._drawn_at > self._pause:
             self._draw()
 
-    # --- what is printed for good -------------------------------------------------------------
+    # --- text that is printed for good --------------------------------------------------------
 
     def _finish(self) -> None:
         """Print all that is open."""
@@ -108,7 +108,7 @@ class AnswerView:
         self._print(lines, then=[])
 
     def _settle(self) -> None:
-        """Print what no later text can change: all blocks but the last, or all whole lines."""
+        """Print the text that later text cannot change: all blocks but the last, or whole lines."""
         text, is_markdown = self._open.plain, self._is_markdown()
         cuts = _begins_of_blocks(text)[1:] if is_markdown else [text.rfind("\n") + 1]
         *parts, self._open = self._open.divide(cuts)
@@ -124,11 +124,11 @@ class AnswerView:
         self._has_printed |= bool(lines)
         with self._console:  # in one write
             self._drawn = [*then[-self._height :]]
-            self._live.refresh()  # else printing repeats what was drawn last
+            self._live.refresh()  # else printing repeats the last drawing
             if lines:
                 self._console.print(SegmentLines(lines, new_lines=True), end="")
 
-    # --- what changes -------------------------------------------------------------------------
+    # --- text that may change -----------------------------------------------------------------
 
     @property
     def _height(self) -> int:
@@ -136,7 +136,7 @@ class AnswerView:
         return max(1, self._console.height - 2)
 
     def _draw(self) -> None:
-        """Draw what is open anew; what is higher than the window is printed for good."""
+        """Draw the open part anew; print its lines above the window for good."""
         begin = perf_counter()
         lines = self._lines(self._open)
         before = self._num_printed

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from lade.chat.pieces import Piece, PieceStream
 from lade.chat.view import AnswerView
+from lade.cli.demo import _Shown
 from tests.lade.chat.screen import Screen
 from tests.lade.tiny import byte_tokenizer
 
@@ -152,3 +153,15 @@ def test_a_character_was_drafted_if_all_its_tokens_were_and_one_that_is_cut_is_n
     found = [piece for pair in pairs for piece in stream.put(*pair)]
     assert found == [Piece("a", True, False), Piece("€", False, False), Piece("é", True, False)]
     assert stream.end(is_cut=True) == []
+
+
+# --- of lade demo ---------------------------------------------------------------------------
+
+
+def test_lines_of_the_demo_end_between_words() -> None:
+    written = io.StringIO()
+    shown = _Shown(Console(file=written, width=10), byte_tokenizer(), 1)
+    for part in ("one two th", "ree\nfour ", "", "fi", "ve eleventeenth", " end\n"):
+        shown._put(part, "dim")
+    lines = ["one two", "three", "four five", "eleventeenth", "end", ""]
+    assert written.getvalue().split("\n") == lines

@@ -1,6 +1,5 @@
 """`lade demo` and `lade bench`: what they print, write, and keep when they are stopped."""
 
-import io
 import json
 import re
 from collections.abc import Callable
@@ -9,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from lade.cli.demo import _Shown
 from tests.lade.chat.screen import Screen
 from tests.lade.cli.command import SHORT, Done, run
 from tests.lade.cli.conftest import TEMPLATE
-from tests.lade.tiny import byte_tokenizer
 
 
 @pytest.fixture
@@ -72,15 +68,6 @@ def test_the_demos_table_fills_below_its_text_in_a_terminal(folder: str) -> None
     assert re.search(r"plain generate +1 of 1 +12 ", text)
     assert re.search(r"lade +0 of 1 +0 +0\.0", text)
     assert re.search(r"lade +1 of 1 +12 ", text)
-
-
-def test_lines_of_the_demo_end_between_words() -> None:
-    written = io.StringIO()
-    shown = _Shown(Console(file=written, width=10), byte_tokenizer(), 1)
-    for part in ("one two th", "ree\nfour ", "", "fi", "ve eleventeenth", " end\n"):
-        shown._put(part, "dim")
-    lines = ["one two", "three", "four five", "eleventeenth", "end", ""]
-    assert written.getvalue().split("\n") == lines
 
 
 @pytest.mark.exhaustive  # six prompts by three methods
