@@ -32,13 +32,13 @@ def no_files_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def nothing_was_found(result: Result) -> bool:
-    return (result.raised, result.wrong, result.left, result.said) == (0, 0, 0, [])
+    return (result.raised, result.wrong, result.left, result.told) == (0, 0, 0, [])
 
 
 @pytest.mark.parametrize("name", thinned(USES, "tree", "sampled", "strings"))
 def test_interrupted_between_functions_nothing_is_left(name: str) -> None:
     result = interrupt_between(12, [name])
-    assert nothing_was_found(result), result.said
+    assert nothing_was_found(result), result.told
     assert result.interrupted >= 6  # not all functions are called every time
 
 
@@ -46,14 +46,14 @@ def test_interrupted_between_functions_nothing_is_left(name: str) -> None:
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
 def test_interrupted_by_a_signal_nothing_is_left(num: int) -> None:
     result = interrupt_by_signals(num, [*USES])
-    assert nothing_was_found(result), result.said
+    assert nothing_was_found(result), result.told
     assert result.interrupted >= num // 2  # on a busy machine, more timers run out too late
 
 
 @pytest.mark.parametrize("name", thinned(["tree", "sparse", "gemma2"], "tree"))
 def test_called_from_several_threads_nothing_is_left(name: str) -> None:
     result = call_from_threads(name, 40, 4)
-    assert nothing_was_found(result), result.said
+    assert nothing_was_found(result), result.told
 
 
 def test_what_is_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_what_is_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lade.hf.generation.Decoder", Careless)
     result = interrupt_between(60, ["tree"])
     assert result.left > 0
-    assert "model: hooks differs" in " ".join(result.said)
+    assert "model: hooks differs" in " ".join(result.told)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

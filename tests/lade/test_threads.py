@@ -18,7 +18,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 9]])
 def test_threads_that_share_a_model_get_the_plain_text(kind: str, num_calls: int) -> None:
     result = call_from_threads(kind, num_calls, num_threads=4)
     assert result.calls == num_calls
-    assert (result.raised, result.wrong, result.left, result.said) == (0, 0, 0, [])
+    assert (result.raised, result.wrong, result.left, result.told) == (0, 0, 0, [])
 
 
 @pytest.mark.parametrize("family", ["gemma2", "vaultgemma", "granite_swa"])

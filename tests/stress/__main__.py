@@ -47,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = (interrupt_between if between else interrupt_by_signals)(
             asked.calls, USES, asked.seed
         )
-    said = {"what": asked.what, "seed": asked.seed, "kind": asked.kind} | asdict(result)
-    said |= {"seconds": round(time.perf_counter() - start, 1)} | about()
-    print(json.dumps(said, indent=1))
+    told = {"what": asked.what, "seed": asked.seed, "kind": asked.kind} | asdict(result)
+    told |= {"seconds": round(time.perf_counter() - start, 1)} | about()
+    print(json.dumps(told, indent=1))
     if asked.out is not None:  # in the place of an earlier one
         results = json.loads(asked.out.read_text()) if asked.out.exists() else {}
-        results[" ".join(filter(None, (asked.what, asked.kind)))] = said
+        results[" ".join(filter(None, (asked.what, asked.kind)))] = told
         asked.out.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
     return int(bool(result.raised or result.wrong or result.left))
 

@@ -35,7 +35,7 @@ class Result:
     wrong: int = 0  # answers that are not those of plain decoding
     left: int = 0  # what was not whole
     grad_left_off: int = 0  # how often torch's own `no_grad` was interrupted half-way
-    said: list[str] = field(default_factory=list)  # of each finding, where
+    told: list[str] = field(default_factory=list)  # of each finding, where
 
     def tell(self, where: str, found: Iterable[str]) -> None:
         """Note what was found behind one interrupt."""
@@ -43,8 +43,8 @@ class Result:
             kind = "raised" if "raised" in what else "wrong" if "answer" in what else "left"
             setattr(self, kind, getattr(self, kind) + 1)
             result = f"{where}: {what}"
-            if result not in self.said and len(self.said) < _MOST_TOLD:
-                self.said.append(result)
+            if result not in self.told and len(self.told) < _MOST_TOLD:
+                self.told.append(result)
 
 
 # --- in this thread -----------------------------------------------------------------------------
