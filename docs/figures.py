@@ -483,6 +483,20 @@ def _arena_names(file: str) -> dict[str, str]:
     return {**_NAMES, **of_lade, "lade_fresh": ours}
 
 
+@_figure
+def trials(file: str) -> str:
+    """Return MAT with one thing changed at a time, by replay."""
+    headings = [f"{pool} {size}" for pool in ("new pools,", "one pool,") for size in (7, 11)]
+    rows = [
+        (
+            run["change"],
+            *(f"{n:.2f}" for pool in ("new_pools", "one_pool") for n in run[pool].values()),
+        )
+        for run in _read(file)["runs"]
+    ]
+    return _table(("changed, MAT at", *headings), 1, rows)
+
+
 _SERVERS = {
     "continuous": "`transformers serve --continuous-batching`",
     "before": "`lade serve`, before the compiled forward pass",

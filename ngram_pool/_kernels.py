@@ -1258,8 +1258,8 @@ def put_successors(
 
 # --- unigrams: how often the target would use a token, by all that was harvested ---
 
-# Added to the count of all tokens, because the first counts say little. With 16, the first ten tokens
-# of calls with a new pool took 1 % longer, by the costs of flat forwards.
+# Added to the count of all tokens, because the first counts say little. With 16, the first ten
+# tokens of calls with a new pool took 1 % longer, by the costs of flat forwards.
 _UNSEEN_UNIGRAMS = 64.0
 
 
