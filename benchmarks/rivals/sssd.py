@@ -18,7 +18,7 @@ _MAX_DEPTH = 10
 
 
 @dataclass(slots=True)
-class _Index:
+class _Places:
     """A text, and where each of its short n-grams ended."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -69,12 +69,12 @@ class SssdDrafter(Drafter):
 
     def __init__(self) -> None:
         self._handles = count()
-        self._open: dict[int, _Index] = {}
+        self._open: dict[int, _Places] = {}
 
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Index a prompt."""
         sequence = next(self._handles)
-        self._open[sequence] = _Index()
+        self._open[sequence] = _Places()
         self._open[sequence].extend(prompt_ids)
         return sequence
 
