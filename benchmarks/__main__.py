@@ -152,6 +152,14 @@ def run_arena(
     methods: MethodsOption = None,
     max_draft_tokens: SizesOption = "8,16,32",
     max_new_tokens: MaxNewTokensOption = 96,
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            help="A result of forwards: tell tokens a second by these costs, and the best sizes.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
     json: JsonOption = None,
@@ -159,8 +167,8 @@ def run_arena(
     """Compare drafters live, on the same texts and with equal numbers of draft tokens.
 
     generate answers each prompt greedily; then every method has to write that text, so that in
-    half precision, too, all draft the same. Time does not count: the numbers depend on the
-    machine only by the rounding of its arithmetic.
+    half precision, too, all draft the same. Time is not measured: the numbers depend on the
+    machine only by the rounding of its arithmetic, and by the costs of forwards that are given.
     """
     from benchmarks.arena import METHODS, run
     from benchmarks.methods import named, numbers
@@ -168,7 +176,7 @@ def run_arena(
     names, sizes = named(methods, METHODS), numbers(max_draft_tokens)
     chosen = asked.chosen()
     loaded = LoadOptions(dtype=dtype).load(model)
-    run(loaded, chosen, names, sizes, Settings(max_new_tokens), json)
+    run(loaded, chosen, names, sizes, Settings(max_new_tokens), json, costs)
 
 
 @app.command("fit")

@@ -3,13 +3,19 @@
 In half precision the texts of two methods soon differ, and with them what can be drafted. So
 `generate` writes each answer first, and every method then has to write just that. What it drafts,
 and what it learns from the logits of draft tokens, rejected ones too, is all its own.
+
+Time is not measured here, where methods in Python stand beside compiled ones. Given what forwards
+take by their number of tokens (`forwards.py`), every method counts by tokens a second of its
+forwards, at the draft size that is best for it.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.table import Table
 from torch import Tensor
@@ -18,7 +24,7 @@ from transformers import LogitsProcessorList
 from benchmarks.environment import environment
 from benchmarks.methods import METHODS as ALL_METHODS
 from benchmarks.methods import Given
-from benchmarks.prompts import Chosen
+from benchmarks.prompts import Chosen, fingerprint
 from benchmarks.report import Keeping, msec_text, progress_bar, rounded, share_text, sheet, show
 from benchmarks.rivals.catalogue import RIVALS
 from lade.bench.methods import Method, plain
@@ -41,6 +47,9 @@ METHODS = {
         *RIVALS,
     )
 }
+
+
+_NUM_BEFORE = 300  # tokens of prompt and answer before a step, in about the middle of such prompts
 
 
 class Entry(NamedTuple):
@@ -70,6 +79,21 @@ class Point(NamedTuple):
     draft_tokens_per_step: float
     acceptance_rate: float
     draft_sec_per_step: float
+    tokens_per_sec: float | None = None  # of forwards, by their given costs
+
+
+class ForwardCosts:
+    """Seconds of a forward of lade by its number of tokens, from a result of `forwards.py`."""
+
+    def __init__(self, file: Path) -> None:
+        measured = json.loads(file.read_text("utf-8"))["seconds"]["lade"]
+        nearest = min(measured, key=lambda before: abs(int(before) - _NUM_BEFORE))
+        self._sizes, self._sec = zip(*measured[nearest].items(), strict=True)
+
+    def tokens_per_sec(self, mean_accepted_tokens: float, draft_tokens_per_step: float) -> float:
+        """Return what steps of one size emit in the time of their forwards."""
+        sec = np.interp(1 + draft_tokens_per_step, [*map(int, self._sizes)], self._sec)
+        return mean_accepted_tokens / float(sec)
 
 
 class SameText:
@@ -146,7 +170,7 @@ def steps_by_prompt(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     return [*by_prompt.values()]
 
 
-def points(entries: Sequence[Entry]) -> list[Point]:
+def points(entries: Sequence[Entry], costs: ForwardCosts | None = None) -> list[Point]:
     """Sum up answers by group, in the order of their methods."""
     made = []
     for group, part in groups(entries).items():
@@ -155,13 +179,20 @@ def points(entries: Sequence[Entry]) -> list[Point]:
             stats = DecodeStats()
             for each in of_run:
                 stats.add(each.stats)
-            sums = {name: getattr(stats, name) for name in Point._fields[4:]}
+            sums = {name: getattr(stats, name) for name in Point._fields[4:-1]}
+            if costs is not None:
+                of_steps = stats.mean_accepted_tokens, stats.draft_tokens_per_step
+                sums["tokens_per_sec"] = costs.tokens_per_sec(*of_steps)
             made.append(Point(group, method, size, len(of_run), **sums))
     return made
 
 
 def table(made: Sequence[Point]) -> Table:
     """Return a table of all answers without loops and, in a section apart, of those with loops."""
+    best = {
+        (each.group, each.method): each  # the last one is kept
+        for each in sorted(made, key=lambda point: point.tokens_per_sec or 0.0)
+    }
     sections = [
         [
             (
@@ -170,6 +201,8 @@ def table(made: Sequence[Point]) -> Table:
                 f"{point.draft_tokens_per_step:.1f}",
                 share_text(point.acceptance_rate),
                 msec_text(point.draft_sec_per_step),
+                "" if point.tokens_per_sec is None else f"{point.tokens_per_sec:.1f}",
+                "*" if point.tokens_per_sec and best[point.group, point.method] is point else "",
             )
             for point in made
             if point.group == group
@@ -177,9 +210,17 @@ def table(made: Sequence[Point]) -> Table:
         for group in (OVERALL, LOOPS)
     ]
     title = "Live, every step verifying as many draft tokens as it may, loops apart"
-    headings = ("answers", "method", "max draft tokens", "MAT", "draft tokens/step", "accepted")
+    headings: tuple[str, ...] = (
+        "answers",
+        "method",
+        "max draft tokens",
+        "MAT",
+        "draft tokens/step",
+        "accepted",
+    )
     caption = "All methods write the texts of generate."
-    return sheet(title, (*headings, "draft ms/step"), list(filter(None, sections)), caption)
+    headings = (*headings, "draft ms/step", "tokens/s of forwards", "best")
+    return sheet(title, headings, list(filter(None, sections)), caption)
 
 
 def run(
@@ -189,8 +230,10 @@ def run(
     draft_sizes: Sequence[int],
     settings: Settings,
     file: Path | None,
+    costs: Path | None = None,
 ) -> None:
     """Run the arena; print and write the results, even after an interruption."""
+    of_forwards = None if costs is None else ForwardCosts(costs)
     num_answers = len(chosen.prompts) * len(methods) * len(draft_sizes)
     prewarmed = table_for(loaded.model)
     entries: list[Entry] = []
@@ -209,9 +252,10 @@ def run(
         "draft_sizes": [*draft_sizes],
         "num_table_contexts": None if prewarmed is None else len(prewarmed),
         "verification": probe(loaded.model).verification,
+        "costs": None if costs is None else fingerprint(costs),
         "interrupted": kept.by is not None,
     }
-    measured = points(entries)
+    measured = points(entries, of_forwards)
     runs = [rounded(point._asdict()) for point in measured]
     content = {"environment": environment(), "settings": described, "runs": runs}
     show(file, {**content, "prompts": steps_by_prompt(entries)}, table(measured))

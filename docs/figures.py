@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import api  # of this folder
 import commands
 
+from benchmarks.arena import ForwardCosts
 from benchmarks.cpu_engines import HEADINGS, cells_of
 from benchmarks.environment import code as present_code
 from benchmarks.report import msec_text, share_text, speedup_text
@@ -66,6 +67,7 @@ _NAMES = {
     "rival_recycling": "Token Recycling",
     "rival_sam_recycling": "SAM with Recycling",
     "rival_goose": "copy and adjacency (Goose-like)",
+    "rival_sssd": "SSSD, without a datastore",
 }
 _ENGINES = {
     "plain": "none",
@@ -433,11 +435,7 @@ def arena(*files: str) -> str:
     for file in files:
         runs = _runs(file)
         sizes = sorted({size for _, size in runs})
-        has_table = _read(file)["settings"]["num_table_contexts"] is not None
-        ours = _PREWARMED if has_table else _NAMES["lade"]
-        one = "one pool for all prompts"
-        of_lade = {"lade": f"{ours}, {one}", "lade_untabled": f"{_NAMES['lade']}, {one}"}
-        names = {**_NAMES, **of_lade, "lade_fresh": ours}
+        names = _arena_names(file)
         for method in dict.fromkeys(name for name, _ in runs):
             numbers = [
                 f"{run['mean_accepted_tokens']:.2f} ({run['draft_tokens_per_step']:.0f})"
@@ -445,6 +443,58 @@ def arena(*files: str) -> str:
             ]
             rows.append((names.get(method, f"`{method}`"), *numbers))
     return _table(("drafter, MAT (draft tokens a step)", *map(str, sizes)), 1, rows)
+
+
+@_figure
+def arena_speeds(*files: str) -> str:
+    """Return tokens a second of forwards of every drafter, at its best budget by their costs.
+
+    Args:
+        files: results of forwards, a column each; after `--`, those of the arena.
+    """
+    split = files.index("--")
+    costs = [ForwardCosts(_path(file)) for file in files[:split]]
+    formats = [_read(file)["dtype"] for file in files[:split]]
+    rows = [("none", *(f"{each.tokens_per_sec(1.0, 0.0):.0f}" for each in costs))]
+    for file in files[split + 1 :]:
+        runs, names = _runs(file), _arena_names(file)
+        for method in dict.fromkeys(name for name, _ in runs):
+            cells = [names.get(method, f"`{method}`")]
+            for each in costs:
+                speeds = {
+                    size: each.tokens_per_sec(
+                        run["mean_accepted_tokens"], run["draft_tokens_per_step"]
+                    )
+                    for (name, size), run in runs.items()
+                    if name == method
+                }
+                best = max(speeds, key=speeds.__getitem__)
+                cells.append(f"{speeds[best]:.0f} ({best})")
+            rows.append((*cells,))
+    return _table(("drafter, tokens a second (at most draft tokens)", *formats), 1, rows)
+
+
+def _arena_names(file: str) -> dict[str, str]:
+    """Return the names of drafters in a result of the arena."""
+    has_table = _read(file)["settings"]["num_table_contexts"] is not None
+    ours = _PREWARMED if has_table else _NAMES["lade"]
+    one = "one pool for all prompts"
+    of_lade = {"lade": f"{ours}, {one}", "lade_untabled": f"{_NAMES['lade']}, {one}"}
+    return {**_NAMES, **of_lade, "lade_fresh": ours}
+
+
+@_figure
+def trials(file: str) -> str:
+    """Return MAT with one thing changed at a time, by replay."""
+    headings = [f"{pool} {size}" for pool in ("new pools,", "one pool,") for size in (7, 11)]
+    rows = [
+        (
+            run["change"],
+            *(f"{n:.2f}" for pool in ("new_pools", "one_pool") for n in run[pool].values()),
+        )
+        for run in _read(file)["runs"]
+    ]
+    return _table(("changed, MAT at", *headings), 1, rows)
 
 
 _SERVERS = {

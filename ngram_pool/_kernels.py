@@ -1258,13 +1258,9 @@ def put_successors(
 
 # --- unigrams: how often the target would use a token, by all that was harvested ---
 
-# Factor on the chance of a token whose successors no table knows: its harvest serves whenever the
-# token comes again. Twelve prompts, a new pool each, SmolLM2: with 0, 4 and 10, decoding was 1.81,
-# 2.03 and 2.05 times as fast as standard decoding by the step costs of a CPU with flat costs, and
-# 1.62, 1.69 and 1.65 times by those of a CPU with steeper costs.
-_WORTH_OF_UNKNOWN = 5.0
-# Added to the count of all tokens, because the first counts say little.
-_UNSEEN_UNIGRAMS = 16.0
+# Added to the count of all tokens, because the first counts say little. With 16, the first ten
+# tokens of calls with a new pool took 1 % longer, by the costs of flat forwards.
+_UNSEEN_UNIGRAMS = 64.0
 
 
 @kernel
@@ -1298,40 +1294,24 @@ def count_unigrams(pool: Int64Array, token_ids: Int32Array, probs: NDArray[np.fl
 
 @kernel
 def find_worthwhile(
-    pool: Int64Array,
-    sequence: Int64Array,
-    excluded: Int64Array,
-    token_ids: Int32Array,
-    worths: Float64Array,
+    pool: Int64Array, excluded: Int64Array, token_ids: Int32Array, worths: Float64Array
 ) -> int:
-    """Find the tokens most worth running at any point of a text; return how many there are.
-
-    The worth of a token is its unigram probability, the chance that it comes next; five times as
-    much if no table knows its successors, because they will be harvested.
+    """Find the tokens that are likeliest at any point of a text; return how many there are.
 
     Args:
         excluded: int64 [num_excluded], tokens to leave out.
-        token_ids: int32 [num_tokens], filled with tokens, the most worthwhile first.
-        worths: float64 [num_tokens], filled with their worths, at most 1.
+        token_ids: int32 [num_tokens], filled with tokens, the likeliest first.
+        worths: float64 [num_tokens], filled with their unigram probabilities.
     """
-    (unigram_ids, unigram_counts), layers = unigrams_of(pool), layers_of(sequence)
+    unigram_ids, unigram_counts = unigrams_of(pool)
     total = _UNSEEN_UNIGRAMS
     for row in range(unigram_ids.shape[0]):
         total += unigram_counts[row]
     num = 0
     for row in range(unigram_ids.shape[0]):
-        token_id, worth = int(unigram_ids[row]), unigram_counts[row]
+        token_id, worth = int(unigram_ids[row]), unigram_counts[row] / total
         if token_id == NONE:
             continue
-        least = worths[num - 1] * total if num == token_ids.shape[0] else 0.0
-        if _WORTH_OF_UNKNOWN * worth <= least:
-            continue
-        is_known = find_context(prewarmed_of(sequence), NONE, token_id) != NONE
-        for i in range(1 + layers.shape[0]):
-            table = harvested_of(layers[i - 1] if i > 0 else pool)
-            is_known = is_known or find_context(table, NONE, token_id) != NONE
-        worth *= 1.0 if is_known else _WORTH_OF_UNKNOWN
-        worth = min(worth / total, 1.0)
         if num == token_ids.shape[0] and worth <= worths[num - 1]:
             continue
         is_excluded = False

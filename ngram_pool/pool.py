@@ -639,18 +639,15 @@ class NGramPool:
         self,
         max_tokens: int,
         excluded: Sequence[int] | NDArray[np.integer[Any]] = (),
-        sequence: int | None = None,
     ) -> tuple[Int32Array, Float64Array]:
         """Return tokens worth running anywhere in a text, for the harvest after them.
 
-        The worth of a token is its unigram probability over all harvests, five times as much if its
-        successors are not known yet. Before the first harvest, the result is empty. Linear in
-        4,096, the number of tokens whose counts are kept.
+        The worth of a token is its unigram probability over all harvests. Before the first harvest,
+        the result is empty. Linear in 4,096, the number of tokens whose counts are kept.
 
         Args:
             max_tokens: maximum number of tokens to return.
             excluded: integers [num_excluded], tokens to leave out.
-            sequence: the open sequence that will run them, for its table; None for no table.
 
         Returns:
             Token ids, int32 [num_tokens], and the worth of each in expected tokens, float64
@@ -668,8 +665,7 @@ class NGramPool:
         max_tokens = positive("max_tokens", max_tokens)
         token_ids, worths = np.empty(max_tokens, np.int32), np.empty(max_tokens)
         with self._lock:
-            rows = self._header().row, self._sequence(sequence).row()
-            found = _kernels.find_worthwhile(*rows, ids, token_ids, worths)
+            found = _kernels.find_worthwhile(self._header().row, ids, token_ids, worths)
         return token_ids[:found], worths[:found]
 
     def as_read_only(self) -> "NGramPool":

@@ -10,6 +10,7 @@ from benchmarks.rivals.goose import GooseDrafter
 from benchmarks.rivals.prompt_lookup import PromptLookupDrafter
 from benchmarks.rivals.recycling import RecyclingDrafter
 from benchmarks.rivals.sam import SamRecyclingDrafter
+from benchmarks.rivals.sssd import SssdDrafter
 from lade.drafting.drafter import Drafter
 
 
@@ -43,5 +44,11 @@ RIVALS: dict[str, Rival] = {
         100,
         "Goose (arXiv 2604.02047): copied spine, branches of the target's top 10, 60 to 100 nodes, "
         "new for each prompt",
+    ),
+    "rival_sssd": Rival(
+        SssdDrafter,
+        16,
+        "SSSD (arXiv 2411.05894) without a datastore: all that followed the last 4 to 1 tokens, by "
+        "frequency; 16 draft tokens here, where the paper measures how many",
     ),
 }

@@ -1,6 +1,6 @@
 """Goose: a spine copied from the context, and branches of the target's own successors beside it.
 
-Next file: `catalogue.py`.
+Next file: `sssd.py`.
 """
 
 from collections import deque

@@ -98,7 +98,6 @@ class PoolDrafter(Drafter):
 
     def explore(
         self,
-        sequence: int,
         draft: Draft,
         excluded: NDArray[np.int32],
         vocab_size: int,
@@ -106,18 +105,16 @@ class PoolDrafter(Drafter):
     ) -> Draft:
         """Return a draft with further children of the root, to be run for what is harvested there.
 
-        Frequent tokens, above all those whose successors are not known, stand among the draft's
-        nodes by how many tokens each is expected to save in the long run, as the draft's own do by
-        their probabilities.
+        Frequent tokens stand among the draft's nodes by how often the target would use them, as the
+        draft's own do by their probabilities.
 
         Args:
-            sequence: handle of the sequence.
             draft: the draft, best first.
             excluded: tokens not to add, as they are run anyway, int32 [num_excluded].
             vocab_size: exclusive upper bound of the tokens to add.
             max_draft_tokens: maximum number of nodes, at least 1.
         """
-        token_ids, worths = self.pool.explore(max_draft_tokens, excluded, sequence)
+        token_ids, worths = self.pool.explore(max_draft_tokens, excluded)
         new = token_ids < vocab_size
         token_ids, worths = token_ids[new], worths[new]
         if not len(token_ids):

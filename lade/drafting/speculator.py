@@ -320,7 +320,7 @@ class Speculator:
             return state.draft
         excluded = np.concatenate([state.draft.token_ids, self._placeholders, *others])
         args = state.draft, excluded, self._call.vocab_size, max_draft_tokens
-        state.draft = explorer.ask("explore", state.draft, explorer.handles.get(row), *args)
+        state.draft = explorer.ask("explore", state.draft, *args)
         return state.draft
 
     def _drawn(self, row: int, num_nodes: int) -> Draft:

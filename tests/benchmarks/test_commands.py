@@ -179,11 +179,13 @@ def test_what_was_measured_before_an_interruption_is_kept(
 
 
 def test_in_the_arena_all_write_the_texts_of_generate_at_every_size(
-    options: list[Any], results: Callable[..., Any]
+    options: list[Any], results: Callable[..., Any], tmp_path: Path
 ) -> None:
     names, sizes = ["lade", "lade_fresh", *RIVALS], [2, 8]
+    costs = tmp_path / "forwards.json"
+    costs.write_text(json.dumps({"seconds": {"lade": {"50": {"1": 0.5, "16": 0.5}}}}))
     options += ["--methods", ",".join(names), "--max-draft-tokens", "2,8", "--limit", 2]
-    found = results("arena", *options)
+    found = results("arena", *options, "--costs", costs)
     runs = {(r["group"], r["method"], r["max_draft_tokens"]): r for r in found["runs"]}
     for name in names:
         for size in sizes:
@@ -193,6 +195,8 @@ def test_in_the_arena_all_write_the_texts_of_generate_at_every_size(
             steps = [prompt["num_steps"][name][str(size)] for prompt in found["prompts"]]
             # Each prompt's first token takes no step.
             assert each["mean_accepted_tokens"] == pytest.approx((16 - 2) / sum(steps), rel=1e-4)
+            # Where all forwards take half a second.
+            assert each["tokens_per_sec"] == pytest.approx((16 - 2) / (sum(steps) / 2), rel=1e-4)
 
 
 def test_weights_are_fitted_to_one_half_of_the_prompts(

@@ -126,6 +126,15 @@ def test_goose_puts_branches_beside_a_copied_spine() -> None:
     assert rival.drafted(5) == chain_of([4, 5, 6, 7])
 
 
+def test_sssd_drafts_all_continuations_by_their_frequency() -> None:
+    told = Told("rival_sssd", [1, 2, 5, 1, 2, 6, 7, 3, 2, 8, 1, 2, 6, 9, 1, 2])
+    # After 1 2: two of three times 6, of these once 7 and once 9; once 5. Last, 8 after 2 alone.
+    assert told.drafted(4) == ([6, 5, 7, 9], [-1, -1, 0, 0])
+    tokens, parents = told.drafted()
+    assert (8, -1) in zip(tokens, parents, strict=True)
+    assert Told("rival_sssd", [1, 2, 3]).drafted() == ([], [])
+
+
 @pytest.mark.parametrize("name", RIVALS)
 def test_only_those_that_are_kept_warm_know_earlier_prompts(name: str) -> None:
     rival = Told(name, [1, 2, 3, 4, 5, 6])
@@ -145,6 +154,7 @@ def test_each_rival_has_its_published_budget_unless_one_is_asked_for() -> None:
         "rival_recycling": 80,
         "rival_sam_recycling": 80,
         "rival_goose": 100,
+        "rival_sssd": 16,
     }
     assert {name: rival.max_draft_tokens for name, rival in RIVALS.items()} == published
     model, prompt = tiny_model("llama", seed=4), torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8]])

@@ -50,7 +50,7 @@ def test_expected_counts_are_not_counted_twice() -> None:
     for _ in range(2):
         pool.merge(other)
         found = dict(zip(*(part.tolist() for part in pool.explore(9)), strict=True))
-        assert found == {5: 5 * 2.0 / 19.5, 7: 5 * 1.0 / 19.5, 6: 5 * 0.5 / 19.5}
+        assert found == {5: 2.0 / 67.5, 7: 1.0 / 67.5, 6: 0.5 / 67.5}
 
 
 def test_text_of_another_tokenizer_is_refused() -> None:

@@ -114,7 +114,7 @@ def test_tokens_join_a_draft_by_what_they_are_worth(
     found = token_ids[new][:most], np.array(worths)[new][:most]
     drafter = PoolDrafter(POOL)
     drafter.pool = Mock(explore=lambda *_: found)
-    whole = drafter.explore(0, draft, others, 200, most)
+    whole = drafter.explore(draft, others, 200, most)
     assert not excluded & {*whole.token_ids.tolist()}
     worths = [worth for i, worth in enumerate(worths) if 100 + i not in excluded]
     assert whole.probs.tolist() == sorted([*draft.probs.tolist(), *worths], reverse=True)[:most]
