@@ -979,6 +979,61 @@ def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped
     _wait(phase, num_done, num_before)
 
 
+# --- short convolutions -------------------------------------------------------------------------
+
+
+@_part
+def _convolve(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped-def]
+    """Write the inputs of a short convolution into the cache, and arrange its gated results.
+
+    A piece is some channels, of all tokens: their inputs depend on no other piece.
+    """
+    size, format_, taps = g[w.HIDDEN], g[w.FORMAT], layer[w.TAPS]
+    width, of_result = 4 if format_ == FLOAT32 else 2, 2 if g[w.ARRANGED] == w.NARROW else 4
+    step = _share(size, g[w.NUM_THREADS], _UNIT, _MOST_COLUMNS)
+    start, num_done = take(phase, step), 0
+    while start < size:
+        num = min(step, size - start)
+        lying, row = _row(scratch, num * taps), _row(scratch + 4 * num * taps, num)
+        _load(layer[w.CONVOLUTION] + width * start * taps, lying, format_)
+        sums = _row(scratch + 4 * num * (taps + 1), num)
+        place = scratch + 4 * num * (taps + 2)
+        weights = numba.carray(pointer(place), (taps, num), np.float32)
+        for tap in range(taps):
+            for i in range(num):
+                weights[tap, i] = lying[i * taps + tap]
+        for part in range(g[w.NUM_PARTS]):
+            num_new = parts[part, w.NUM_NEW]
+            for new in range(num_new):
+                token = parts[part, w.FIRST] + new
+                mixed = g[w.MIXED] + 4 * (3 * size * token + start)
+                first = _row(mixed + 4 * size * layer[w.FIRST_KEY], num)
+                second = _row(mixed + 4 * size * layer[w.FIRST_VALUE], num)
+                for i in range(num):
+                    row[i] = first[i] * second[i]
+                _round(row, format_)
+                slot = places[part, w.NUM_KEYS] - num_new + new
+                _store(row, places[part, w.KEYS] + width * (size * slot + start), format_)
+                _fill(sums, _F(0))
+                for tap in range(max(taps - 1 - slot, 0), taps):  # before the text are zeros
+                    of_slot = size * (slot - taps + 1 + tap) + start
+                    _load(places[part, w.KEYS] + width * of_slot, row, format_)
+                    for i in range(num):
+                        sums[i] += weights[tap, i] * row[i]
+                if layer[w.CONVOLUTION_BIAS] != 0:
+                    _add_from(layer[w.CONVOLUTION_BIAS], start, sums, format_)
+                _round(sums, format_)
+                gate = _row(mixed + 4 * size * layer[w.FIRST_QUERY], num)
+                for i in range(num):
+                    sums[i] = sums[i] * gate[i]
+                _round(sums, format_)
+                target = g[w.ATTENDED] + of_result * size * token
+                _arrange(sums, target, start, size, g[w.ARRANGED])
+        num_done += num
+        start = take(phase, step)
+    _wait(phase, num_done, size)
+
+
 # --- experts ------------------------------------------------------------------------------------
 
 
@@ -1247,6 +1302,9 @@ def run_forward(address: Any) -> None:
             is_parallel = step == 5 and layer[w.IS_PARALLEL] != 0
             tokens = kept if is_end else every
             _run_states(g, phase, tokens, before, norm, of, is_parallel, scratch)
+        elif step in (2, 3) and layer[w.TAPS] > 0:
+            if step == 2:
+                _convolve(g, phase, layer, parts, places, scratch)
         elif step == 2:
             _write_heads(g, phase, layer, parts, places, scratch)
         elif step == 3:
@@ -1261,9 +1319,10 @@ def run_forward(address: Any) -> None:
                 num_rows, num_all = g[w.NUM_KEPT], g[w.VOCAB_SIZE]
                 products, result = g[w.HEAD : w.HEAD + w.PRODUCT_SIZE], (w.TO_LOGITS, g[w.LOGITS])
             elif step == 1:
-                num_all, result = num_mixed, (w.TO_ROWS, g[w.MIXED])
+                num_all = 3 * g[w.HIDDEN] if layer[w.TAPS] > 0 else num_mixed
+                result = w.TO_ROWS, g[w.MIXED]
             elif step == 4:
-                given = g[w.ATTENDED], num_attended
+                given = g[w.ATTENDED], g[w.HIDDEN] if layer[w.TAPS] > 0 else num_attended
                 products = layer[w.OUT : w.OUT + w.PRODUCT_SIZE]
             elif step == 6:
                 num_all, result = layer[w.INNER_SIZE], (w.TO_INNER, g[w.INNER])
@@ -1287,6 +1346,7 @@ def scratch_size(
     between: int = 0,
     num_experts: int = 0,
     num_chosen: int = 0,
+    taps: int = 0,
 ) -> int:
     """Return how many bytes each thread needs."""
     of_rows = 2 * max(hidden, (num_heads + 1) * head_size)
@@ -1298,4 +1358,6 @@ def scratch_size(
         of_inner = (num_tokens + 1) * (_MOST_COLUMNS + DEPTH)
         of_results = max((num_choices + 1) * _UNIT, (_FEW_CHOICES + 1) * _MOST_COLUMNS)
         of_experts = 5 * (num_experts + 1) + 4 * num_choices + max(of_inner, of_results)
-    return -(-4 * max(of_rows, of_attention, of_products, of_experts) // 4096) * 4096
+    of_convolution = 2 * (taps + 1) * _MOST_COLUMNS
+    most = max(of_rows, of_attention, of_products, of_experts, of_convolution)
+    return -(-4 * most // 4096) * 4096

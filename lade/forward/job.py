@@ -172,8 +172,12 @@ class FusedForwards:
         names = {module: name for name, module in model.named_modules()}
         self._names = [names[each] for each in (plan.head, *plan.modules)]
         self._kinds = sorted({*plan.kinds})
-        shape = (1, sizes.num_key_heads, 1, sizes.head_size)
-        self._states = torch.empty(shape, dtype=self._dtype)
+        keys, inputs = (1, sizes.num_key_heads, 1, sizes.head_size), (1, 1, 1, sizes.hidden)
+        #: By layer, what a token adds to the cache.
+        self._states = [
+            torch.empty(keys if layer.convolution is None else inputs, dtype=self._dtype)
+            for layer in plan.layers
+        ]
         self._is_slow = self._is_slow_for_prompts = False
         self._workspaces: list[_Workspace] = []
         self._weights = _Weights(plan, self._kinds, self._dtype)
@@ -737,6 +741,10 @@ class _Weights:
             row[words.SOFTCAP], row[words.FACTOR] = _bits(layer.softcap), _bits(layer.factor)
             row[words.IS_PARALLEL], row[words.SCALED] = layer.is_parallel, layer.is_scaled
             row[words.NUM_GROUPS : words.LAYER_SIZE] = layer.order.num_groups, *layer.order.firsts
+            if layer.convolution is not None:
+                row[words.TAPS] = layer.convolution.kernel_size[0]
+                self._add(number, words.CONVOLUTION, layer.convolution, "weight", dtype)
+                self._add(number, words.CONVOLUTION_BIAS, layer.convolution, "bias", dtype)
             if layer.sinks is not None:
                 self._add(number, words.SINKS, layer.sinks, "sinks", dtype)
             bounds.append(len(self._slots))
@@ -896,9 +904,12 @@ class _Workspace:
         hidden, head, chosen = sizes.hidden, sizes.head_size, sizes.num_chosen
         of_heads = sizes.num_heads * head
         mixed = of_heads + 2 * sizes.num_key_heads * head
+        attended = of_heads
+        if sizes.taps:
+            mixed, attended = max(mixed, 3 * hidden), max(attended, hidden)
         self._scratch = kernels.scratch_size(
             *(num_tokens, hidden, sizes.num_heads, head, sizes.between, sizes.num_experts),
-            chosen,
+            *(chosen, sizes.taps),
         )
         # What torch lends begins with a line: what two threads write is never in one.
         self._memory = {
@@ -907,7 +918,7 @@ class _Workspace:
                 words.NORMED: 4 * num_tokens * hidden,
                 words.MIXED: 4 * num_tokens * mixed,
                 words.QUERIES: 4 * num_tokens * of_heads,
-                words.ATTENDED: 4 * num_tokens * of_heads,
+                words.ATTENDED: 4 * num_tokens * attended,
                 words.INNER: 4 * num_tokens * sizes.inner,
                 words.ADDED: 4 * num_tokens * hidden,
                 words.BETWEEN: 4 * num_tokens * sizes.between,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
@@ -138,6 +139,7 @@ class LayerPlan(NamedTuple):
     factor: float  # of what comes to the states
     is_parallel: bool  # whether attention and MLP get the same states
     experts: ExpertsPlan | None  # then the MLP is what all tokens share, if anything
+    convolution: nn.Conv1d | None  # in the place of attention, between two gates
 
     @property
     def inner(self) -> int:
@@ -170,6 +172,7 @@ class DecoderSizes(NamedTuple):
     vocab_size: int
     inner: int  # of the largest MLP
     between: int  # the factors of a layer's low-rank additions, at most
+    taps: int  # tokens that a convolution sees
     num_experts: int  # of a layer, at most, as the following
     num_chosen: int  # of a token
     expert_inner: int
@@ -225,6 +228,21 @@ class _Mlp(NamedTuple):
     activation: int
     experts: ExpertsPlan | None
     done: set[nn.Module]  # modules that it tells of
+
+
+class _Mixing(NamedTuple):
+    """What makes of the states of several tokens what comes to each."""
+
+    products: tuple[ProductPlan | None, ...]  # query, or all three, key, value, out
+    given: Tensor
+    out: Tensor
+    order: HeadOrder
+    turned: tuple[_Turned, _Turned]  # queries, keys
+    rotary: CallPlan | None
+    num_turned: int
+    settings: tuple[float, float, nn.Module | None]  # scaling, softcap, sinks
+    convolution: nn.Conv1d | None
+    done: set[nn.Module]
 
 
 class _Attention(NamedTuple):
@@ -364,14 +382,16 @@ class _Reader:
         )
         is_alike = all(each.value.shape[3] == sizes[2] for each in attended)
         require(is_alike and not others, "its layers have heads of different sizes")
-        modules = tuple(self._layer_of(each.module) for each in attended)
+        by_layer = {self._layer_of(each.module): each for each in attended}
+        require(len(by_layer) == len(attended), "a layer attends several times")
+        modules = self._layers_with(by_layer)
         states, _ = self._io(modules[0])
         embedding = self._embedding(states)
         names = {module: name for name, module in self._view.named_modules()}
         layers = []
-        for module, each in zip(modules, attended, strict=True):
+        for module in modules:
             try:
-                layer, states = self._layer(module, each, states, sizes)
+                layer, states = self._layer(module, by_layer.get(module), states, sizes)
             except UnsupportedForwardError as error:
                 raise UnsupportedForwardError(f"{names[module]}: {error}") from None
             layers.append(layer)
@@ -391,6 +411,9 @@ class _Reader:
             for layer in layers
         )
         of_heads = (len(layers), states.shape[-1], *sizes, head.out_features)
+        taps = max(
+            (each.convolution.kernel_size[0] for each in layers if each.convolution), default=0
+        )
         experts = [layer.experts for layer in layers if layer.experts is not None]
         of_experts = (
             max((len(each.router.weight) for each in experts), default=0),
@@ -398,7 +421,8 @@ class _Reader:
             max((each.inner for each in experts), default=0),
         )
         factors = _factors_of(self._view)
-        decoder = DecoderSizes(*of_heads, inner, between, *of_experts, has_windows, factors, finish)
+        of_layers = *of_heads, inner, between, taps, *of_experts
+        decoder = DecoderSizes(*of_layers, has_windows, factors, finish)
         return DecoderPlan(decoder, (), embedding, tuple(layers), norm, transform, head, modules)
 
     def _transform(self, states: Tensor, given: Tensor) -> TransformPlan | None:
@@ -422,6 +446,13 @@ class _Reader:
         while layer in self._parents and not isinstance(self._parents[layer], nn.ModuleList):
             layer = self._parents[layer]
         return layer
+
+    def _layers_with(self, found: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+        """Return the layers of a model in which some are found that attend."""
+        lists = {self._parents[layer] for layer in found if layer in self._parents}
+        if len(lists) != 1:
+            return (*found,)
+        return tuple(each for each in lists.pop().children() if each in self._calls)
 
     def _embedding(self, states: Tensor) -> EmbeddingPlan:
         """Return what makes the states of the first layer."""
@@ -506,7 +537,7 @@ class _Reader:
     def _layer(
         self,
         layer: nn.Module,
-        attended: _Attention,
+        attended: _Attention | None,
         states: Tensor,
         sizes: tuple[int, int, int],
     ) -> tuple[LayerPlan, Tensor]:
@@ -516,34 +547,95 @@ class _Reader:
         result = out[0] if isinstance(out, tuple) else out
         leaves = [*dict.fromkeys(self._leaves(layer))]
         self._norms = self._norms_of(leaves)
-        mixing, out_linear, heads = self._projections(attended, leaves, sizes)
-        given, attention_out = self._io(mixing[0].around)[0], self._results(out_linear)
-        before = self._norm_between(states, given)
-        rotary, angles = self._rotary(layer)
-        order, of_query, of_key = self._ordered(attended, heads, angles)
-        used: set[nn.Module] = {each.around for each in (*mixing, out_linear)}
-        linears = [each for each in leaves if self._is_product(each) and each not in used]
+        if attended is not None:
+            mixing = self._attending(layer, attended, leaves, sizes)
+        else:
+            mixing = self._convolved(layer)
+        before = self._norm_between(states, mixing.given)
+        of_query, of_key = mixing.turned
+        linears = [each for each in leaves if self._is_product(each) and each not in mixing.done]
         mlp = self._mlp(layer, linears)
         factor = float(getattr(layer, "residual_multiplier", 1.0))
-        way = _Way(states, given, attention_out, mlp.given, mlp.out, result)
+        way = _Way(states, mixing.given, mixing.out, mlp.given, mlp.out, result)
         (after, before_mlp, after_mlp, *last), is_parallel = self._residuals(way, factor)
-        before_mlp = before if mlp.given is given else before_mlp
+        before_mlp = before if mlp.given is mixing.given else before_mlp
         gated = mlp.products[0] and self._results(mlp.products[0])
-        self._require_all_used(leaves, {*used, *linears, *mlp.done}, gated)
-        scaling, softcap, sinks = _settings_of(attended, self._implementation)
+        self._require_all_used(leaves, {*mixing.done, *linears, *mlp.done}, gated)
+        scaling, softcap, sinks = mixing.settings
         plan = LayerPlan(
             (before, after, before_mlp, after_mlp, of_query.norm, of_key.norm, *last),
-            (*mixing, *[None] * (3 - len(mixing)), out_linear, *mlp.products),
-            order,
+            (*mixing.products, *mlp.products),
+            mixing.order,
             mlp.activation,
-            rotary if of_query.turn else None,
-            arranged(angles, of_query.arrangement)[0].shape[-1] if of_query.turn else 0,
+            mixing.rotary,
+            mixing.num_turned,
             of_query.turn,
             of_query.arrangement,
             of_query.is_scaled,
             *(scaling * of_query.scale, softcap, sinks, factor, is_parallel, mlp.experts),
+            mixing.convolution,
         )
         return plan, result
+
+    def _attending(
+        self,
+        layer: nn.Module,
+        attended: _Attention,
+        leaves: list[nn.Module],
+        sizes: tuple[int, int, int],
+    ) -> _Mixing:
+        """Return how a layer attends."""
+        mixing, out_linear, heads = self._projections(attended, leaves, sizes)
+        rotary, angles = self._rotary(layer)
+        order, of_query, of_key = self._ordered(attended, heads, angles)
+        num_turned = arranged(angles, of_query.arrangement)[0].shape[-1] if of_query.turn else 0
+        return _Mixing(
+            (*mixing, *[None] * (3 - len(mixing)), out_linear),
+            self._io(mixing[0].around)[0],
+            self._results(out_linear),
+            order,
+            (of_query, of_key),
+            rotary if of_query.turn else None,
+            num_turned,
+            _settings_of(attended, self._implementation),
+            None,
+            {each.around for each in (*mixing, out_linear)},
+        )
+
+    def _convolved(self, layer: nn.Module) -> _Mixing:
+        """Return the short convolution of a layer, between two gates.
+
+        One product gives three numbers for each channel: two of them, multiplied, are the input of
+        the convolution, and the third multiplies its result.
+        """
+        found = [each for each in layer.modules() if type(each) is nn.Conv1d]
+        require(len(found) == 1, "it attends to nothing, and is no short convolution")
+        convolution, (taps,) = found[0], found[0].kernel_size
+        inside = {*self._parents[convolution].modules()}
+        called = [each for each in self._calls if each in inside and self._is_product(each)]
+        channels = convolution.out_channels
+        is_one = len(called) == 2 and convolution.groups == channels
+        require(is_one, "its convolution is not one between two gates")
+        into, out = map(self._product, called)
+        given, rows = self._io(into.around)
+        is_one = rows.shape[-1] == 3 * channels == 3 * out.num == 3 * given.shape[-1]
+        require(is_one, "its convolution is not one between two gates")
+        parts = rows.chunk(3, dim=-1)
+        for last in range(3):
+            first, second = (parts[each] for each in range(3) if each != last)
+            inputs = functional.pad((first * second).transpose(1, 2), (taps - 1, 0))
+            weights = convolution.weight, convolution.bias
+            made = functional.conv1d(inputs, *weights, groups=channels).transpose(1, 2)
+            if is_near(parts[last] * made, self._io(out.around)[0]):
+                order = HeadOrder(1, (last, *(each for each in range(3) if each != last)))
+                straight = _Turned(None, 0, 0, 1.0, False)
+                products, done = (into, None, None, out), {into.around, out.around, convolution}
+                turned, settings = (straight, straight), (1.0, 0.0, None)
+                made = self._results(out)
+                return _Mixing(
+                    products, given, made, order, turned, None, 0, settings, convolution, done
+                )
+        raise UnsupportedForwardError("its convolution is not one between two gates")
 
     def _residuals(self, way: "_Way", factor: float) -> tuple[list[NormPlan | None], bool]:
         """Return norms after attention, around the MLP and of sums; and whether both are parallel.
@@ -829,17 +921,18 @@ class _Reader:
         self, layer: nn.Module, linears: list[nn.Module]
     ) -> tuple[ProductPlan, ProductPlan | None, ProductPlan, int]:
         """Return gate, up and down, and the activation; without a gate, up stands in its place."""
-        named = {name.rpartition(".")[2]: each for name, each in layer.named_modules()}
         up: ProductPlan | None = None
-        if len(linears) == 3 and {"gate_proj", "up_proj", "down_proj"} <= named.keys():
-            gate, up, down = (
-                self._product(named[f"{name}_proj"]) for name in ("gate", "up", "down")
-            )
+        linears.sort(key=[*self._calls].index)
+        if len(linears) == 3:
+            gate, up, down = map(self._product, linears)
             is_same = torch.equal(self._io(gate.around)[0], self._io(up.around)[0])
             require(is_same, "gate and up get different states")
+            # Which one is activated shows only in what they give.
+            inner = self._io(down.around)[0]
+            if _activation_of(self._results(gate), self._results(up), inner) is None:
+                gate, up = up, gate
         else:
             require(len(linears) == 2, f"a layer has {len(linears)} linear layers for its MLP")
-            linears.sort(key=[*self._calls].index)
             gate, down = map(self._product, linears)
             if gate.num == 2 * down.num_inputs:  # both in one
                 gate, up = (

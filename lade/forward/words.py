@@ -16,9 +16,11 @@
     ARRANGED,
     STATES,  # [tokens, HIDDEN], at first those of the embedding
     NORMED,  # [tokens, HIDDEN], arranged
-    MIXED,  # queries, keys, values: [tokens, (NUM_HEADS + 2 · NUM_KEY_HEADS) · HEAD_SIZE]
+    # Queries, keys, values: [tokens, (NUM_HEADS + 2 · NUM_KEY_HEADS) · HEAD_SIZE]; or [tokens, 3 ·
+    # HIDDEN], of a convolution.
+    MIXED,
     QUERIES,  # [tokens, NUM_HEADS · HEAD_SIZE]
-    ATTENDED,  # the same, arranged
+    ATTENDED,  # the same, arranged; or [tokens, HIDDEN], of a convolution
     INNER,  # [tokens, of the layer's MLP], arranged
     ADDED,  # [tokens, HIDDEN], what comes to the states
     LAYERS,  # int64 [NUM_LAYERS, LAYER_SIZE]
@@ -65,8 +67,11 @@ OF_ATTENTION, OF_MLP = range(24, 32, NORM_SIZE)
 (QUERY, KEY, VALUE, OUT, GATE, UP, DOWN) = range(32, 95, PRODUCT_SIZE)
 INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(95, 105)
 # EXPERTS: which of the rows of ADDITIONS tells of a layer's experts, counted from 1; 0 for none.
-FACTOR, IS_PARALLEL, SCALED, EXPERTS = range(105, 109)
-NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, LAYER_SIZE = range(109, 114)
+# Of a short convolution instead of attention: addresses of its weights, [HIDDEN, TAPS], and of its
+# biases; TAPS is 0 for attention. FIRST_QUERY is which third of MIXED multiplies its results then,
+# FIRST_KEY and FIRST_VALUE the two that make its inputs; keys are these inputs, [slots, HIDDEN].
+FACTOR, IS_PARALLEL, SCALED, EXPERTS, CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(105, 112)
+NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, LAYER_SIZE = range(112, 117)
 # A low-rank addition to a product: its first factor as a product, the second's WEIGHT and BIAS,
 # what the result is multiplied by, the format of both, and where in a row of BETWEEN it begins.
 SECOND = PRODUCT_SIZE

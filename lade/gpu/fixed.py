@@ -17,6 +17,7 @@ from lade.attention.masks import AttentionSpan, TreeSlots
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, Seen, runs_in_triton, with_seen
 from lade.captures import free_unused
 from lade.compat import CACHE
+from lade.errors import UnsupportedModelError
 from lade.gpu.graphs import Graphs, dependencies_of
 from lade.gpu.workspace import (
     StaticInputs,
@@ -80,6 +81,8 @@ class FixedTarget(TreeTarget):
         self._choose_graphs()
 
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
+        if any(kind.kind == "convolved" for kind in kinds):
+            raise UnsupportedModelError("its convolutions see a text as long as it is")
         size = slots_for(min(max_slots, num_slots + _FIRST_NEW + MAX_OVERHANG))
         kind, stream = self.device.type, None
         if kind == "cuda":

@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionLayer,
+    StaticCache,
+    StaticLayer,
+)
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -213,7 +219,10 @@ def requirements_of(
             exclude("without a cache, its token types may let tokens see later ones", *SPECULATING)
     elif type(cache) is not DynamicCache:
         exclude(f"its cache is a {type(cache).__name__}", "tree")
-    elif any(kind_of(layer) is None for layer in cache.layers):
+    elif any(
+        kind_of(layer) is None and type(layer) is not LinearAttentionLayer  # see `tree_layout`
+        for layer in cache.layers
+    ):
         exclude("its cache has layers that cannot hold a tree", "tree")
     elif cache.offloading:
         exclude("its cache is offloaded", "tree")

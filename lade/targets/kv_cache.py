@@ -12,7 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+)
 
 from lade.transfer import integers_on
 
@@ -21,14 +26,16 @@ from lade.transfer import integers_on
 FIRST_NUM_SLOTS = 256
 _GROWTH = 4  # each growth adds a quarter, up to the maximum length of the generation
 
-Kind = Literal["full", "windowed", "indexed", "empty"]
+Kind = Literal["full", "windowed", "indexed", "convolved", "empty"]
 
 
 class LayerKind(NamedTuple):
     """The kind of a cache layer, and its window."""
 
     kind: Kind
-    window: int | None = None  # a windowed layer keeps one slot fewer, as transformers' own does
+    # A windowed layer keeps one slot fewer, as transformers' own does; then a convolved one keeps
+    # as many as its convolution sees.
+    window: int | None = None
 
 
 # By exact type: an unknown subclass may keep more than its parents.
@@ -101,6 +108,11 @@ class Store:
         larger[:, :, :, :num_slots] = self.buffer
         self.buffer = larger
 
+    def shrink(self, num_slots: int) -> None:
+        """Go on in memory for so many slots, if there is more, without the contents."""
+        if self.buffer.shape[3] > num_slots:
+            self.buffer = self._allocated(self.buffer, num_slots, num_slots)
+
     def _allocated(self, like: Tensor, least: int, num_slots: int) -> Tensor:
         """Return memory for `num_slots` slots, or for `least` if there is not enough."""
         shape = list(like.shape)
@@ -130,14 +142,18 @@ class Group:
         max_slots: int,
         is_fixed: bool,
         spare_bytes: int = 0,
+        is_convolved: bool = False,
     ) -> None:
         self.window = window
+        #: Whether a long prompt is held whole until it is committed, so that a forward may run it.
+        self.is_convolved = is_convolved
         self._spare_bytes = spare_bytes if window is None else 0
         self.offset = 0
         self.fixed: FixedSlots | None = None  # for the next forwards
         self._is_fixed = is_fixed
         self._num_layers = num_layers
         self._slack = min(FIRST_NUM_SLOTS, window) if window is not None else 0
+        self._slack = FIRST_NUM_SLOTS if is_convolved else self._slack
         if window is not None:
             max_slots = min(max_slots, window + self._slack + FIRST_NUM_SLOTS)
             num_slots = max_slots if is_fixed else min(num_slots, window + self._slack)
@@ -175,6 +191,8 @@ class Group:
             return
         for store in self:  # the other slots of every layer move up
             left = store.buffer[:, :, :, num_slots:stop].clone()
+            if self.is_convolved:
+                store.shrink(self._max_slots)
             store.buffer[:, :, :, : stop - num_slots] = left
         self.offset += num_slots
 
@@ -194,6 +212,8 @@ class CacheState:
 class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """The part of a `TreeCache` that one attention layer writes to and reads from."""
 
+    stored: tuple[str, ...] = "keys", "values"  # what each token adds
+
     def __init__(self, state: CacheState, group: Group, index: int) -> None:
         # Not the base class's __init__: it would assign `keys` and `values`, properties here.
         self.is_initialized = False
@@ -210,7 +230,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def offset(self) -> int:
         """The first slot held."""
-        if self._state.is_prefilling:
+        if self._state.is_prefilling and not self._group.is_convolved:
             return self._group.first_slot(self.get_seq_length())
         return self._group.offset
 
@@ -320,7 +340,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             held.index_copy_(2, group.fixed.of_new, states)
             return held[:, :, : group.fixed.num_shown]
         length = self._state.length + num_pending
-        if group.window is None or not self._state.is_prefilling:
+        if group.window is None or group.is_convolved or not self._state.is_prefilling:
             start = length - group.offset
             stop = start + num_new
             if stop > store.buffer.shape[3]:
@@ -332,6 +352,68 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         num_held = length - group.first_slot(length)
         num_kept = length + num_new - group.first_slot(length + num_new)
         return store.roll(index, states, num_held, num_kept)
+
+
+class ConvolvedLayer(TreeCacheLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+    """The part of a `TreeCache` that holds the inputs of one short convolution, token by token."""
+
+    stored = ("keys",)  # [1, 1, length, channels]
+    record_past = True  # else models write to a state without saying so
+
+    @property
+    def has_previous_state(self) -> list[bool]:
+        """Whether any token has run."""
+        return [bool(self.get_seq_length())]
+
+    @property
+    def conv_states(self) -> list[Tensor]:
+        """[1, channels, width], the last inputs that the convolution sees, after zeros."""
+        held = self._held("keys")[:, 0].transpose(1, 2)
+        width = self._width
+        return [torch.nn.functional.pad(held, (width - held.shape[2], 0))]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Claim a layer of the store; called with the first inputs."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._claim("keys", key_states)
+        self.is_initialized = True
+
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Write new inputs [1, channels, num_new] after those held; return all of them."""
+        inputs = conv_states.transpose(1, 2)[:, None]
+        if not self.is_initialized:
+            self.lazy_initialization(inputs)
+        held = self._put("keys", inputs, self.num_pending)
+        self.num_pending += inputs.shape[2]
+        return held[:, 0].transpose(1, 2)
+
+    def take_over(self, layer: Any, length: int = 0) -> None:
+        """Copy the last of so many tokens' inputs from a filled layer of a transformers cache."""
+        if not length or not layer.has_previous_state[0]:
+            return
+        states = layer.conv_states[0].transpose(1, 2)[:, None]
+        first = self._group.first_slot(length)
+        self._group.offset = first
+        self.lazy_initialization(states)
+        store, index = self._claims["keys"]
+        store.reserve(length - first)
+        store.buffer[index][:, :, : length - first] = states[:, :, first - length :]
+        self.num_pending = length
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Refuse: models of such layers keep no other state."""
+        raise NotImplementedError("a convolution keeps no recurrent state")
+
+    def hand_over(self, layer: Any) -> None:
+        """Fill a layer of a transformers cache with a copy of the last inputs."""
+        (states,) = self.conv_states
+        layer.lazy_initialization(conv_states=states)
+        layer.conv_states[0], layer.has_previous_state[0] = states.contiguous(), True
+
+    @property
+    def _width(self) -> int:
+        assert self._group.window is not None
+        return self._group.window - 1
 
 
 class TreeCache(Cache):  # type: ignore[misc]
@@ -359,9 +441,11 @@ class TreeCache(Cache):  # type: ignore[misc]
         first = num_slots if is_fixed else min(num_slots + FIRST_NUM_SLOTS, max_slots)
         windows = [kind.window for kind in kinds if kind.kind != "empty"]
         of_layer = spare_bytes // (2 * max(1, len(windows)))  # for keys, and for values
+        convolved = {kind.window for kind in kinds if kind.kind == "convolved"}
         self._groups = {
             window: Group(
-                window, windows.count(window) if share else 1, first, max_slots, is_fixed, of_layer
+                *(window, windows.count(window) if share else 1, first, max_slots, is_fixed),
+                *(of_layer, window in convolved),
             )
             for window in windows
         }
@@ -376,7 +460,8 @@ class TreeCache(Cache):  # type: ignore[misc]
                 layers.append(cache_utils.DummyLayer())
                 continue
             index = windows[: len(self.held)].count(kind.window)
-            self.held.append(TreeCacheLayer(self._state, self._groups[kind.window], index))
+            made = ConvolvedLayer if kind.kind == "convolved" else TreeCacheLayer
+            self.held.append(made(self._state, self._groups[kind.window], index))
             layers.append(self.held[-1])
         super().__init__(layers=layers)
 
@@ -436,38 +521,42 @@ class TreeCache(Cache):  # type: ignore[misc]
             capacities[window] = min((store.buffer.shape[3] for store in group), default=0)
         return capacities
 
-    def slot_addresses(self, num_new: int, states: Tensor) -> NDArray[np.int64] | None:
+    def slot_addresses(self, num_new: int, states: Sequence[Tensor]) -> NDArray[np.int64] | None:
         """Reserve slots for new tokens, and return where keys and values lie in memory.
 
         Args:
             num_new: number of new tokens; they are not counted as pending yet.
-            states: keys or values of one token, which show heads, head size and dtype.
+            states: for each layer, what one token adds to its keys, or to its values; they show
+                heads, head size and dtype.
 
         Returns:
             int64 [num_layers, 5]: address of the keys, bytes from one head to the next, both for
-            values, and the number of keys. None if keys and values do not lie in one store of such
-            heads, or if windows may have dropped some.
+            values, and the number of keys, for which the inputs of a convolution stand. None if
+            keys and values do not lie in one store of such heads, or if windows may have
+            dropped some.
         """
         groups = self._groups.values()
         if not all(layer.is_initialized for layer in self.held):
-            for layer in self.held:
-                layer.lazy_initialization(states, states)
+            for layer, of_token in zip(self.held, states, strict=True):
+                layer.lazy_initialization(*[of_token] * len(layer.stored))
         num_pending = self.held[0].num_pending
         if any(layer.num_pending != num_pending for layer in self.held):
             return None
         stop = self.length + num_new + num_pending
-        if self._state.is_prefilling and any(group.first_slot(stop) for group in groups):
+        ends = [group for group in groups if not group.is_convolved]
+        if self._state.is_prefilling and any(group.first_slot(stop) for group in ends):
             return None  # layers with windows keep only the end of a long prompt
         self.reserve(num_new + num_pending)
         if self._found is None or self._found[0] != self.addresses:
-            stores = [layer._claims[name] for layer in self.held for name in ("keys", "values")]
-            if not all(store.fits(states) for store, _ in stores):
-                return None
-            found = [
-                (store.buffer[index].data_ptr(), store.buffer.stride(2) * states.element_size())
-                for store, index in stores
-            ]
-            self._found = self.addresses, np.array(found).reshape(-1, 4)
+            found = np.zeros((len(self.held), 4), np.int64)
+            for row, layer, of_token in zip(found, self.held, states, strict=True):
+                for place, name in enumerate(layer.stored):
+                    store, index = layer._claims[name]
+                    if not store.fits(of_token):
+                        return None
+                    step = store.buffer.stride(2) * of_token.element_size()
+                    row[2 * place : 2 * place + 2] = store.buffer[index].data_ptr(), step
+            self._found = self.addresses, found
         addresses = np.empty((len(self.held), 5), np.int64)
         addresses[:, :4] = self._found[1]
         addresses[:, 4] = [stop - layer._group.offset for layer in self.held]
@@ -496,7 +585,7 @@ class TreeCache(Cache):  # type: ignore[misc]
     def has_nan_in_windows(self) -> bool:
         """Whether layers with windows hold NaN, as some models compute for padding."""
         layers = [layer for layer in self.held if layer.is_sliding and layer.is_initialized]
-        held = (layer._held(name) for layer in layers for name in ("keys", "values"))
+        held = (layer._held(name) for layer in layers for name in layer.stored)
         return any(bool(each.isnan().any()) for each in held)
 
     def reset(self) -> None:
@@ -515,7 +604,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         self._commit(self.length + max(layer.num_pending for layer in self.held))
         self._state.is_prefilling = False
         for group in self._groups.values():
-            group.offset = group.first_slot(self.length)
+            if not group.is_convolved:
+                group.offset = group.first_slot(self.length)
 
     def keep(self, path: Sequence[int]) -> None:
         """Keep the slots of a path, in order; drop the other slots since the last commit.
@@ -543,7 +633,9 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Copy the contents of a filled cache, which is not changed; only before the prompt."""
         self._state.length = 0  # some models replace the cache that they were given
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
-            if isinstance(mine, TreeCacheLayer):
+            if isinstance(mine, ConvolvedLayer):
+                mine.take_over(theirs, cache.get_seq_length())
+            elif isinstance(mine, TreeCacheLayer):
                 mine.take_over(theirs)
         self._commit(max(layer.num_pending for layer in self.held))
 
@@ -559,7 +651,7 @@ class TreeCache(Cache):  # type: ignore[misc]
     def _commit(self, length: int) -> None:
         self._state.length = length
         for group in self._groups.values():
-            if group.window is not None and not self._state.is_prefilling:
+            if group.window is not None and (group.is_convolved or not self._state.is_prefilling):
                 group.trim(length)
         for layer in self.held:
             layer.commit()

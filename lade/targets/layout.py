@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from lade.attention.masks import FULL, AttentionSpan
@@ -28,6 +29,11 @@ class TreeLayout(NamedTuple):
     kinds: tuple[LayerKind, ...]
     spans: dict[str, AttentionSpan]  # by layer type; if all are equal, one mask serves all layers
 
+    @property
+    def max_candidates(self) -> int | None:
+        """Paths of a tree that one forward can run: a convolution sees the tokens as one text."""
+        return 1 if any(kind.kind == "convolved" for kind in self.kinds) else None
+
 
 def tree_layout(model: Model) -> TreeLayout:
     """Return the layout of a model whose trees a 4D mask can describe.
@@ -48,12 +54,17 @@ def tree_layout(model: Model) -> TreeLayout:
     if getattr(config, "alibi", False):
         raise UnsupportedModelError("its ALiBi bias follows the cache slots and not the positions")
     layers = DynamicCache(config=config).layers
-    kinds = [kind_of(layer) for layer in layers]
-    unknown = {type(layer).__name__ for layer in layers if kind_of(layer) is None}
+    convolved = _convolved(model, config)
+    kinds = [convolved.get(place, kind_of(layer)) for place, layer in enumerate(layers)]
+    pairs = zip(kinds, layers, strict=True)
+    unknown = {type(layer).__name__ for kind, layer in pairs if kind is None}
     if unknown or not kinds:
         names = ", ".join(sorted(unknown)) or "no layers"
         raise UnsupportedModelError(f"its cache has {names}")
     spans = _spans(config, layers)
+    is_both = convolved and any(kind is not None and kind.kind == "windowed" for kind in kinds)
+    if is_both or len(convolved) == len(kinds):
+        raise UnsupportedModelError("it has convolutions without full attention, or with windows")
     is_remote = not type(model).__module__.startswith("transformers.")
     if is_remote and any(span != FULL for span in spans.values()):
         raise UnsupportedModelError(
@@ -72,6 +83,7 @@ def takes_parts(model: Model, layout: TreeLayout, attention: str | None) -> bool
     is_scaled = getattr(config, "floor_scale", None) is not None  # by slot
     chooses = getattr(config, "index_topk", None) is not None
     chooses |= any(kind.kind == "indexed" for kind in layout.kinds)
+    chooses |= layout.max_candidates is not None  # a convolution would see other rows
     has_own_angles = rope_of(config) is not None
     return attention == PACKED_ROWS and not (is_scaled or chooses or has_own_angles)
 
@@ -84,7 +96,7 @@ def _spans(config: Any, layers: Sequence[Any]) -> dict[str, AttentionSpan]:
     alike = "chunked_attention" if chunk is not None else "full_attention"
     alike = "sliding_attention" if has_window else alike
     spans = {}
-    for name in set(getattr(config, "layer_types", None) or (alike,)) - {"moe", "mlp"}:
+    for name in set(getattr(config, "layer_types", None) or (alike,)) - {"moe", "mlp", "conv"}:
         if name not in _SPANS:
             raise UnsupportedModelError(f"it has layers of {name}")
         if _SPANS[name] == "window":
@@ -95,6 +107,19 @@ def _spans(config: Any, layers: Sequence[Any]) -> dict[str, AttentionSpan]:
         else:
             spans[name] = AttentionSpan(chunk=chunk) if _SPANS[name] == "chunk" else FULL
     return spans
+
+
+def _convolved(model: Model, config: Any) -> dict[int, LayerKind]:
+    """Return the kinds of a model's layers that are short convolutions, by number.
+
+    Recurrences, which keep a state of their own, are layers of other types.
+    """
+    types = getattr(config, "layer_types", None) or ()
+    places = [place for place, name in enumerate(types) if name == "conv"]
+    widths = {each.kernel_size[0] for each in model.modules() if isinstance(each, nn.Conv1d)}
+    if not places or len(widths) != 1:
+        return {}
+    return dict.fromkeys(places, LayerKind("convolved", widths.pop() + 1))
 
 
 def rope_of(config: Any) -> tuple[str, int] | None:

@@ -78,13 +78,15 @@ class TreeTarget(Target):
         self._spans = layout.spans
         self._is_uniform = all(kind.kind == "full" for kind in layout.kinds)
         self.attention = attention
+        self.max_candidates = layout.max_candidates
         past = model_kwargs.get(CACHE)
         num_slots = num_slots_of(input_ids, self._generation_config, model_kwargs)
         self.cache = self._make_cache(
             _kinds_held(layout.kinds, past), num_slots, num_slots + max_new_tokens + MAX_OVERHANG
         )
         if past is not None and past.get_seq_length():
-            held = next(layer.keys.shape[0] for layer in past.layers if layer.keys is not None)
+            keys = (getattr(layer, "keys", None) for layer in past.layers)
+            held = next(each.shape[0] for each in keys if each is not None)
             if held != 1:
                 raise MisfitError(f"expected {CACHE} of 1 row, got {held}")
             self.cache.take_over(past)
@@ -424,7 +426,8 @@ def _kinds_held(kinds: Sequence[LayerKind], past: Any) -> list[LayerKind]:
     """
     if past is None:
         return [*kinds]
-    given = [kind for layer in past.layers if (kind := kind_of(layer)) is not None]
+    pairs = zip(past.layers, kinds, strict=False)
+    given = [kind_of(layer) or kind for layer, kind in pairs]
     full = LayerKind("full")
     later = [full if kind.kind == "windowed" else kind for kind in kinds[len(given) :]]
     return [*given, *later][: len(kinds)]

@@ -45,6 +45,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # It runs all of its layers eight times, each time with separate keys and values.
     "hrm_text": {"num_hidden_layers": 2},
     # Layer types are empty by default.
+    "lfm2": _layers("conv", "full_attention"),
     "lfm2_moe": {**_layers("conv", "full_attention"), "num_dense_layers": 1},
     # Here, heads are the recurrence's: heads times head size is expand * width.
     "mamba2": {"num_heads": 8, "head_dim": 16},

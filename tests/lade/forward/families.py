@@ -11,7 +11,7 @@ from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types, tiny_mode
 QUICK = [
     *("llama", "gemma2", "gemma3_text", "cohere2", "olmo2", "qwen3", "phi3", "starcoder2"),
     *("glm", "granite", "nemotron", "stablelm", "gpt2", "gpt_neox", "bert"),
-    *("mixtral", "qwen2_moe", "glm4_moe"),
+    *("mixtral", "qwen2_moe", "glm4_moe", "lfm2"),
 ]
 READABLE = [
     *QUICK,

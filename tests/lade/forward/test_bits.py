@@ -23,7 +23,8 @@ from lade.forward import _tiles
 from lade.forward.job import FusedForwards, forwards_for
 from lade.openmp import runner
 from lade.targets.joint import JointCache
-from lade.targets.kv_cache import TreeCache, kind_of
+from lade.targets.kv_cache import TreeCache
+from lade.targets.layout import tree_layout
 from tests.grids import thinned
 from tests.lade.forward.conftest import Ran
 from tests.lade.forward.families import adapted, model_of
@@ -96,8 +97,10 @@ class Texts:
         made = forwards or forwards_for(model)
         assert made is not None
         self._config = model.config
-        self._kinds = [kind_of(layer) for layer in DynamicCache(config=model.config).layers]
-        self._window = next((kind.window for kind in self._kinds if kind and kind.window), None)
+        layout = tree_layout(model)
+        self._kinds, self._is_chain = layout.kinds, layout.max_candidates == 1
+        windowed = [kind.window for kind in self._kinds if kind.kind == "windowed"]
+        self._window = next(iter(windowed), None)
         self._names = made._kinds
         self._view, self._num_ids = made.view(model), model.get_input_embeddings().num_embeddings
         rng = random.Random(0)
@@ -126,7 +129,7 @@ class Texts:
                     found.append(f"{how} of {num}: logits of token {position}, node {node}")
             cache.keep(nodes.path)
         for layer, (mine, theirs) in enumerate(zip(cache.held, self.cache.held, strict=True)):
-            for name in ("keys", "values"):
+            for name in mine.stored:
                 pair = [getattr(each, name) for each in (mine, theirs)]
                 num = min(each.shape[2] for each in pair)
                 if not same_bits(*(each[:, :, each.shape[2] - num :] for each in pair)):
@@ -141,6 +144,12 @@ class Texts:
             lower = torch.ones((num, num), dtype=torch.bool).tril()
             return Nodes(self._ids[start : start + num], [*range(num)], lower, [*range(num)])
         num = rng.choice((1, 2, 4, 9, 16, 33, 64))
+        if self._is_chain:
+            num_right = min(left, rng.randint(1, num))
+            ids = self._ids[start : start + num_right]
+            ids += [rng.randrange(self._num_ids) for _ in range(num - num_right)]
+            lower = torch.ones((num, num), dtype=torch.bool).tril()
+            return Nodes(ids, [*range(num)], lower, [*range(num_right)])
         path = [0, *sorted(rng.sample(range(1, num), min(left, rng.randint(1, num)) - 1))]
         ids, depths, ancestors = list[int](), list[int](), torch.eye(num, dtype=torch.bool)
         for node in range(num):
@@ -155,7 +164,7 @@ class Texts:
 
     def _filled(self, num_tokens: int = 1, first: int | None = None) -> TreeCache:
         """Return a cache after some tokens, those of the text if no other first one is given."""
-        cache = TreeCache(self._kinds, 64, 512)  # type: ignore[arg-type]
+        cache = TreeCache(self._kinds, 64, 512)
         ids = self._ids[:num_tokens] if first is None else [first] * num_tokens
         self._run(cache, ids, [*range(num_tokens)], None)
         cache.keep_all()
@@ -165,7 +174,7 @@ class Texts:
         """Return a cache that has taken over a text that was kept."""
         held = DynamicCache(config=self._config)  # layers with windows know what has left them
         cache.hand_over(held)
-        other = TreeCache(self._kinds, 64, 512)  # type: ignore[arg-type]
+        other = TreeCache(self._kinds, 64, 512)
         other.take_over(held)
         other.keep_all()
         return other
@@ -194,7 +203,7 @@ class Texts:
         """Return what nodes see, by kind of layers, bool [1, 1, num_nodes, num_keys]."""
         masks, of_nodes = {}, torch.tensor(nodes.depths) + cache.length
         for name in self._names:
-            has_window = "sliding" in name or all(kind and kind.window for kind in self._kinds)
+            has_window = "sliding" in name or all(kind.window for kind in self._kinds)
             window = self._window if has_window else None
             positions = torch.cat([torch.arange(cache.first_slot(window), cache.length), of_nodes])
             num_before = len(positions) - len(of_nodes)
