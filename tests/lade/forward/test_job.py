@@ -798,7 +798,6 @@ def test_a_job_that_is_wrong_for_some_sizes_alone_is_found(monkeypatch: pytest.M
 
 
 def test_calls_compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that jobs are held against runs before the first text begins."""
     monkeypatch.setattr(file.FusedForwards, "_are_slow", lambda *_: False)
     model = model_of("llama", torch.bfloat16)
     lade.warm_up(model)
