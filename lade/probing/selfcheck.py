@@ -187,7 +187,7 @@ def _settle(
     def ready(fast_views: FastViews | None) -> Callable[[int], Tensor]:
         layout = profile.layout_of(model)
         target = TreeTarget(model, ids, {}, layout, len(nodes), *settings, fast_views)
-        target.prefill()
+        target.prefill(is_plain=True)
 
         def run(num_tokens: int) -> Tensor:
             tree = Tree.build(nodes[0], chain(nodes[1:num_tokens]))
