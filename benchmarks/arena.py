@@ -47,8 +47,6 @@ METHODS = {
         *RIVALS,
     )
 }
-
-
 _NUM_BEFORE = 300  # tokens of prompt and answer before a step, in about the middle of such prompts
 
 
@@ -210,16 +208,11 @@ def table(made: Sequence[Point]) -> Table:
         for group in (OVERALL, LOOPS)
     ]
     title = "Live, every step verifying as many draft tokens as it may, loops apart"
-    headings: tuple[str, ...] = (
-        "answers",
-        "method",
-        "max draft tokens",
-        "MAT",
-        "draft tokens/step",
-        "accepted",
+    headings = (
+        *("answers", "method", "max draft tokens", "MAT", "draft tokens/step", "accepted"),
+        *("draft ms/step", "tokens/s of forwards", "best"),
     )
     caption = "All methods write the texts of generate."
-    headings = (*headings, "draft ms/step", "tokens/s of forwards", "best")
     return sheet(title, headings, list(filter(None, sections)), caption)
 
 

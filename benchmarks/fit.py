@@ -48,7 +48,7 @@ class Lesson(NamedTuple):
     """All that a drafter received of one prompt and its answer, in order."""
 
     prompt_ids: list[int]
-    said: list[list[int] | Harvested]  # committed tokens, or what was harvested
+    given: list[list[int] | Harvested]  # committed tokens, or what was harvested
 
 
 class LessonRecorder(PoolDrafter):
@@ -65,7 +65,7 @@ class LessonRecorder(PoolDrafter):
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Keep committed tokens, and feed them."""
-        self.lessons[-1].said.append([*token_ids])
+        self.lessons[-1].given.append([*token_ids])
         super().observe(sequence, token_ids)
 
     def harvest(
@@ -78,7 +78,7 @@ class LessonRecorder(PoolDrafter):
     ) -> None:
         """Keep what was harvested, and feed it."""
         nodes = [*token_ids], [*parents]
-        self.lessons[-1].said.append(Harvested([*committed[-2:]], *nodes, successors))
+        self.lessons[-1].given.append(Harvested([*committed[-2:]], *nodes, successors))
         super().harvest(sequence, committed, token_ids, parents, successors)
 
 
@@ -134,11 +134,11 @@ def learner(weights: NDArray[np.float64], rate: float) -> NGramPool:
 def teach(drafter: PoolDrafter, lesson: Lesson) -> None:
     """Tell a drafter all of a lesson."""
     sequence = drafter.open(lesson.prompt_ids)
-    for said in lesson.said:
-        if isinstance(said, Harvested):
-            drafter.harvest(sequence, *said)
+    for given in lesson.given:
+        if isinstance(given, Harvested):
+            drafter.harvest(sequence, *given)
         else:
-            drafter.observe(sequence, said)
+            drafter.observe(sequence, given)
     drafter.close(sequence)
 
 

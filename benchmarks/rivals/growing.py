@@ -1,12 +1,15 @@
-"""`GrowingDraft`: a draft made node by node, for rivals that merge candidates into a tree.
+"""What rivals share: drafts made node by node, and an index of each text.
 
 Next file: `prompt_lookup.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from lade.drafting.drafter import Drafter
 from ngram_pool import Draft
 
 ROOT = -1  # the parent of first tokens
@@ -76,3 +79,42 @@ class GrowingDraft:
             np.array(self._depths, np.int32),
             np.array(self._probs, np.float64),
         )
+
+
+class TextIndex(Protocol):
+    """What a rival knows of a text, without arguments at first."""
+
+    def __init__(self) -> None: ...
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Index the next tokens."""
+
+
+_Index = TypeVar("_Index", bound=TextIndex)
+
+
+class IndexingDrafter(Drafter, Generic[_Index]):
+    """Drafter by an index of prompt and answer, new for each prompt.
+
+    Args:
+        make: makes an empty index.
+    """
+
+    def __init__(self, make: type[_Index]) -> None:
+        self._handles, self._make = count(), make
+        self._open: dict[int, _Index] = {}
+
+    def open(self, prompt_ids: Sequence[int]) -> int:
+        """Index a prompt."""
+        sequence = next(self._handles)
+        self._open[sequence] = self._make()
+        self._open[sequence].extend(prompt_ids)
+        return sequence
+
+    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """Index the committed tokens."""
+        self._open[sequence].extend(token_ids)
+
+    def close(self, sequence: int) -> None:
+        """Forget the index."""
+        del self._open[sequence]

@@ -4,9 +4,8 @@ Next file: `recycling.py`.
 """
 
 from collections.abc import Sequence
-from itertools import count
 
-from lade.drafting.drafter import Drafter
+from benchmarks.rivals.growing import IndexingDrafter
 from lade.drafting.drafts import chain
 from ngram_pool import Draft
 
@@ -38,7 +37,7 @@ class _Index:
         return []
 
 
-class PromptLookupDrafter(Drafter):
+class PromptLookupDrafter(IndexingDrafter[_Index]):
     """Drafter that copies a single candidate from prompt and answer.
 
     It looks for the last three tokens, then two, then one, and copies ten tokens from the earliest
@@ -48,25 +47,9 @@ class PromptLookupDrafter(Drafter):
     """
 
     def __init__(self) -> None:
-        self._handles = count()
-        self._open: dict[int, _Index] = {}
-
-    def open(self, prompt_ids: Sequence[int]) -> int:
-        """Index a prompt."""
-        sequence = next(self._handles)
-        self._open[sequence] = _Index()
-        self._open[sequence].extend(prompt_ids)
-        return sequence
+        super().__init__(_Index)
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Copy up to ten tokens."""
         num_tokens = min(_NUM_TOKENS, max_draft_tokens)
         return chain(self._open[sequence].continuation(committed, num_tokens))
-
-    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Index the committed tokens."""
-        self._open[sequence].extend(token_ids)
-
-    def close(self, sequence: int) -> None:
-        """Forget the text."""
-        del self._open[sequence]

@@ -4,9 +4,9 @@ Next file: `goose.py`.
 """
 
 from collections.abc import Sequence
-from itertools import count
 from typing import NamedTuple
 
+from benchmarks.rivals.growing import IndexingDrafter
 from benchmarks.rivals.recycling import RecyclingDrafter
 from lade.drafting.drafter import Drafter
 from lade.drafting.drafts import chain
@@ -99,7 +99,7 @@ class SuffixAutomaton:
         return len(self._moves) - 1
 
 
-class SamDrafter(Drafter):
+class SamDrafter(IndexingDrafter[SuffixAutomaton]):
     """Drafter that copies what followed the earliest occurrence of the longest repeated suffix.
 
     After a match of m tokens in prompt and answer, it copies 1 + 4 m tokens, 40 at most, as a
@@ -109,15 +109,7 @@ class SamDrafter(Drafter):
     """
 
     def __init__(self) -> None:
-        self._handles = count()
-        self._open: dict[int, SuffixAutomaton] = {}
-
-    def open(self, prompt_ids: Sequence[int]) -> int:
-        """Read a prompt."""
-        sequence = next(self._handles)
-        self._open[sequence] = SuffixAutomaton()
-        self._open[sequence].extend(prompt_ids)
-        return sequence
+        super().__init__(SuffixAutomaton)
 
     def match(self, sequence: int, committed: Sequence[int]) -> Match:
         """Return the longest suffix that occurred before."""
@@ -130,14 +122,6 @@ class SamDrafter(Drafter):
             min(1 + _TOKENS_PER_MATCH * length, _MAX_TOKENS, max_draft_tokens) if length else 0
         )
         return chain(self._open[sequence].token_ids[start : start + num_tokens])
-
-    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Read the committed tokens."""
-        self._open[sequence].extend(token_ids)
-
-    def close(self, sequence: int) -> None:
-        """Forget the automaton."""
-        del self._open[sequence]
 
 
 class SamRecyclingDrafter(Drafter):

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
-from benchmarks.rivals.growing import GrowingDraft
-from lade.drafting.drafter import Drafter
+from benchmarks.rivals.growing import GrowingDraft, IndexingDrafter
 from ngram_pool import Draft
 
 _SIZES = (4, 3, 2, 1)  # of the contexts to match, in tokens, longest first
@@ -54,7 +53,7 @@ class _Places:
                 heappush(queue, (share, next(numbers), (*path, token_id), behind))
 
 
-class SssdDrafter(Drafter):
+class SssdDrafter(IndexingDrafter[_Places]):
     """Drafter of all that followed the last tokens in prompt and answer, merged into one tree.
 
     The continuations of the longest context that occurred come first, best first by their
@@ -68,15 +67,7 @@ class SssdDrafter(Drafter):
     """
 
     def __init__(self) -> None:
-        self._handles = count()
-        self._open: dict[int, _Places] = {}
-
-    def open(self, prompt_ids: Sequence[int]) -> int:
-        """Index a prompt."""
-        sequence = next(self._handles)
-        self._open[sequence] = _Places()
-        self._open[sequence].extend(prompt_ids)
-        return sequence
+        super().__init__(_Places)
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Grow a tree from the longest context to the shortest."""
@@ -84,11 +75,3 @@ class SssdDrafter(Drafter):
         for size in _SIZES:
             index.grow(growing, index.ends.get(tuple(committed[-size:]), []))
         return growing.build()
-
-    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Index the committed tokens."""
-        self._open[sequence].extend(token_ids)
-
-    def close(self, sequence: int) -> None:
-        """Forget the text."""
-        del self._open[sequence]

@@ -334,9 +334,8 @@ class _Check(NamedTuple):
         root, after, last, *drafted = check_tokens(self.model)[_PROMPT_LENGTH:]
         first, second = draft_of(drafted[:4], _PARENTS), draft_of(drafted[4:6], (-1, -1))
         kept = [0, 2]
-        has_trees = self.chosen.verification == "tree"
-        has_trees = has_trees and self.profile.layout_of(self.model).max_candidates is None
-        if not has_trees:
+        is_tree = self.chosen.verification == "tree"
+        if not is_tree or self.profile.layout_of(self.model).max_candidates is not None:
             first, second, kept = narrowed(first, 1), narrowed(second, 1), [0, 1]
         return [
             _Step(root, first, kept),

@@ -152,8 +152,8 @@ class Group:
         self.fixed: FixedSlots | None = None  # for the next forwards
         self._is_fixed = is_fixed
         self._num_layers = num_layers
-        self._slack = min(FIRST_NUM_SLOTS, window) if window is not None else 0
-        self._slack = FIRST_NUM_SLOTS if is_convolved else self._slack
+        slack = 0 if window is None else min(FIRST_NUM_SLOTS, window)
+        self._slack = FIRST_NUM_SLOTS if is_convolved else slack
         if window is not None:
             max_slots = min(max_slots, window + self._slack + FIRST_NUM_SLOTS)
             num_slots = max_slots if is_fixed else min(num_slots, window + self._slack)
