@@ -659,7 +659,7 @@ class NGramPool:
         >>> pool = NGramPool()
         >>> pool.harvest([[-1, 5]], [[5, 6]], [[0.75, 0.25]])
         >>> pool.explore(max_tokens=2)[0].tolist()
-        [6, 5]
+        [5, 6]
         """
         ids = token_ids_of("excluded", excluded)
         max_tokens = positive("max_tokens", max_tokens)
