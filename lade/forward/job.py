@@ -354,8 +354,7 @@ class FusedForwards:
                 logits = self._by_head(transform(last, self._product))
             logits = sizes.finish(logits)
         for part in request.parts:
-            for layer in part.cache.held:
-                layer.num_pending += part.num
+            part.cache.count(part.num)
         return logits
 
     def _run_layer(
@@ -404,8 +403,7 @@ class FusedForwards:
         sizes, num, all_places = self._sizes, request.input_ids.shape[1], self._places(request)
         if all_places is None:
             return None
-        is_long = len(request.parts) == 1 and request.parts[0].masks[0] is None
-        step, pieces = MOST_TOKENS if is_long else num, []
+        step, pieces = MOST_TOKENS if len(request.parts) == 1 else num, []
         for start in range(0, num, step):
             size = min(step, num - start)
             places = all_places.copy()
@@ -413,7 +411,7 @@ class FusedForwards:
             at = np.array([[each[:, start:].data_ptr() for each in pair] for pair in angles])
             parts = np.array(
                 [
-                    (part.first, min(part.num, size), *_place_of(part.masks[kind]))
+                    (part.first, min(part.num, size), *_place_of(part.masks[kind], start))
                     for kind in range(len(self._kinds))
                     for part in request.parts
                 ]
@@ -623,8 +621,9 @@ def _run_by(
     return logits
 
 
-def _place_of(mask: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if mask is None else (mask.data_ptr(), mask.stride(0))
+def _place_of(mask: Tensor | None, start: int) -> tuple[int, int]:
+    """Return where a mask has the row of a token, and bytes from one row to the next."""
+    return (0, 0) if mask is None else (mask[start:].data_ptr(), mask.stride(0))
 
 
 def _wide(states: Tensor) -> Tensor:

@@ -92,6 +92,13 @@ class Store:
         self.buffer[layer][:, :, :num_kept] = all_states[:, :, all_states.shape[2] - num_kept :]
         return all_states
 
+    def keep_end(self, first: int, stop: int) -> None:
+        """Move some slots to the front, and give back what a long prompt took besides."""
+        kept, num = self.buffer[:, :, :, first:stop], stop - first
+        num_slots = max(num, min(self.buffer.shape[3], self._max_slots))
+        self.buffer = self._allocated(kept, num, num_slots)
+        self.buffer[:, :, :, :num] = kept
+
     def reserve(self, stop: int) -> None:
         """Ensure capacity for `stop` slots, moving the contents to new memory if needed.
 
@@ -517,7 +524,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         capacities = {}
         for window, group in self._groups.items():
             for store in group:
-                store.reserve(stop - group.offset)
+                store.reserve(stop - self.first_slot(window))
             capacities[window] = min((store.buffer.shape[3] for store in group), default=0)
         return capacities
 
@@ -532,10 +539,9 @@ class TreeCache(Cache):  # type: ignore[misc]
         Returns:
             int64 [num_layers, 5]: address of the keys, bytes from one head to the next, both for
             values, and the number of keys, for which the inputs of a convolution stand. None if
-            keys and values do not lie in one store of such heads, or if windows may have
-            dropped some.
+            keys and values do not lie in one store of such heads. What is written there counts
+            once `count` has been called.
         """
-        groups = self._groups.values()
         if not all(layer.is_initialized for layer in self.held):
             for layer, of_token in zip(self.held, states, strict=True):
                 layer.lazy_initialization(*[of_token] * len(layer.stored))
@@ -543,9 +549,6 @@ class TreeCache(Cache):  # type: ignore[misc]
         if any(layer.num_pending != num_pending for layer in self.held):
             return None
         stop = self.length + num_new + num_pending
-        ends = [group for group in groups if not group.is_convolved]
-        if self._state.is_prefilling and any(group.first_slot(stop) for group in ends):
-            return None  # layers with windows keep only the end of a long prompt
         self.reserve(num_new + num_pending)
         if self._found is None or self._found[0] != self.addresses:
             found = np.zeros((len(self.held), 4), np.int64)
@@ -559,8 +562,19 @@ class TreeCache(Cache):  # type: ignore[misc]
             self._found = self.addresses, found
         addresses = np.empty((len(self.held), 5), np.int64)
         addresses[:, :4] = self._found[1]
-        addresses[:, 4] = [stop - layer._group.offset for layer in self.held]
+        addresses[:, 4] = [stop - layer.offset for layer in self.held]
         return addresses
+
+    def count(self, num_new: int) -> None:
+        """Count tokens as pending whose keys and values were written at `slot_addresses`."""
+        before = {window: self.first_slot(window) for window in self._groups}
+        for layer in self.held:
+            layer.num_pending += num_new
+        stop = self.length + self.held[0].num_pending
+        for window, offset in before.items():  # windows keep only the end of a long prompt
+            if (first := self.first_slot(window)) > offset:
+                for store in self._groups[window]:
+                    store.keep_end(first - offset, stop - offset)
 
     def fix(self, slots: Mapping[int | None, FixedSlots], length: Tensor | None = None) -> None:
         """Make forwards write at these slots until the next call.

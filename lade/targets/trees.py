@@ -94,15 +94,14 @@ class TreeTarget(Target):
         mask = model_kwargs.get("attention_mask")
         self._padding: Tensor | None = None
         self._num_padding: Tensor | None = None  # in front; chunks begin after it
+        self._is_padded = mask is not None and not bool(mask.all())
         if mask is not None:
             self._padding = mask.bool().to(self.device)
             self._num_padding = (self._padding.cumsum(dim=-1) == 0).sum(dim=-1)
         self._fast_views = fast_views
         self._compared_before = self._compared_sec  # as the last forward began
         #: Whether its forwards may run together with other calls.
-        self.may_join = takes_parts(model, layout, attention) and (
-            self._padding is None or bool(self._padding.all())
-        )
+        self.may_join = takes_parts(model, layout, attention) and not self._is_padded
         self._num_committed = 1.0  # recent mean of tokens per step
         # A user's attention is assumed to take masks as torch's does; the check compares them.
         is_added = MASK_IS_ADDED.get(attention or attention_of(model) or "eager", False)
@@ -119,6 +118,8 @@ class TreeTarget(Target):
         logits = None
         if self._engine_call is not None and not is_plain:
             logits = self._in_chunks(self._engine_call)
+        if logits is None and not is_plain:
+            logits = self._by_masks()
         if logits is None:
             model, fast_views = self._model, self._fast_views
             # The whole length decides, so that a kept prefix makes no difference.
@@ -172,10 +173,31 @@ class TreeTarget(Target):
             start += num
         return logits
 
+    def _by_masks(self) -> Tensor | None:
+        """Run a prompt with padding, or longer than a window, as its later tokens will run.
+
+        Return None for other prompts, and where forwards do not give a token the same bits.
+        """
+        num_tokens, fast_views = self._input_ids.shape[1], self._fast_views
+        limits = [span.num_slots for span in self._spans.values()]
+        sees_all = all(limit is None or num_tokens <= limit for limit in limits)
+        if fast_views is None or not self.has_one_way or (sees_all and not self._is_padded):
+            return None
+        positions, start = self._prompt_positions(), self.cache.get_seq_length()
+        if positions is None or not fast_views.pays(num_tokens):
+            return None
+        if self._is_padded and self.max_candidates is not None:
+            return None  # a model leaves padding out of its convolutions, a job does not
+        part = self._prompt_part(positions, start, num_tokens - start)
+        logits: Tensor = part.view(**part.inputs, **{LOGITS_KEPT: 1}).logits
+        return logits
+
     def _prompt_positions(self) -> Tensor | None:
         """Return the positions of a prompt that may run as parts of forwards; None for others."""
         num_tokens = self._input_ids.shape[1]
         positions = self._model_kwargs.get("position_ids")
+        if positions is None and self._is_padded:
+            return None
         if positions is None:
             positions = torch.arange(num_tokens, device=self.device)[None]
         # If the caller passed only new tokens, only the mask shows where they begin.
@@ -195,9 +217,12 @@ class TreeTarget(Target):
         """Return a prefill chunk of `num` tokens as a part of a forward."""
         nodes, mask = slice(start, start + num), None  # causal
         token_ids = self._input_ids[:, nodes]
-        if start or not self._is_uniform:
+        if start or self._is_padded or not self._is_uniform:
             self._num_cached = integers_on(self.device, [start])
             seen = torch.ones((1, num, num), dtype=torch.bool, device=self.device).tril()
+            if self._padding is not None:  # which sees itself, as numbers must come of it
+                own = torch.eye(num, dtype=torch.bool, device=self.device)
+                seen &= self._padding[:, None, nodes] | own
             steps = torch.arange(num, device=self.device)[None]
             mask = self._mask(TreeTensors(token_ids, steps, seen))
         inputs = {

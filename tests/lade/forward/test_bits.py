@@ -9,14 +9,12 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-import lade
 from lade.attention.packed import Calls, with_calls
 from lade.compat import CACHE
 from lade.forward import _tiles
@@ -26,10 +24,9 @@ from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache
 from lade.targets.layout import tree_layout
 from tests.grids import thinned
-from tests.lade.forward.conftest import Ran
 from tests.lade.forward.families import adapted, model_of
 from tests.lade.forward.lanes import kernels_with
-from tests.lade.forward.test_job import SERVED, TEXT, Forgiving
+from tests.lade.forward.test_job import SERVED
 
 pytestmark = pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here")
 
@@ -318,41 +315,3 @@ def test_what_is_hidden_adds_nothing_whatever_it_holds(value: float, way: Way) -
     assert same_bits(got[[0, 2, 4]], path[:3])
     whole = texts._run(texts._filled(1), [5, 6, 8, 7, 9], [1, 2, 3, 4, 5], None)
     assert whole.isnan().any(-1).tolist() == [False, False, False, True, True]
-
-
-# --- texts ------------------------------------------------------------------------------------
-
-
-def decoded(model: Any, ids: Tensor, num: int, answers: list[list[int]], **options: Any) -> Any:
-    """Decode with so many draft tokens; seven in ten are right."""
-    drafter = Forgiving(answers, np.random.default_rng(num), 0.7)
-    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
-    given |= {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True, **options}
-    config = lade.Config(max_draft_tokens=num)
-    return lade.generate(model, ids, drafter=drafter, config=config, **given)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", thinned(["llama", "gemma2", "qwen3", "phi3"], "llama"))
-def test_drafts_change_no_text_and_no_score(
-    family: str, dtype: torch.dtype, ran: list[Ran]
-) -> None:
-    model = model_of(family, dtype, **MIDDLE)
-    for ids in TEXT, torch.randint(5, 96, (1, 150)):
-        plain = decoded(model, ids, 0, [[7] * 200], output_scores=True)
-        for num in (3, 7, 15):
-            ran.clear()
-            got = decoded(model, ids, num, plain.sequences.tolist(), output_scores=True)
-            assert got.sequences.tolist() == plain.sequences.tolist()
-            assert all(map(same_bits, got.scores, plain.scores))
-            assert max(each.num_tokens for each in ran[1:]) > 1
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_neither_drafts_nor_other_rows_change_a_text(dtype: torch.dtype, ran: list[Ran]) -> None:
-    model = model_of("llama", dtype, **MIDDLE)
-    rows = torch.cat([TEXT, TEXT.flip(1), TEXT.roll(2)])
-    alone = [decoded(model, row[None], 0, [[7] * 99]).sequences[0].tolist() for row in rows]
-    for num in (0, 7):
-        assert decoded(model, rows, num, alone).sequences.tolist() == alone
-    assert max(each.num_parts for each in ran) == 3
