@@ -20,7 +20,7 @@ from lade.models.loading import LoadedModel
 from lade.probing.factory import make_target
 from lade.probing.plan import choose_verification
 from lade.probing.profile import profile_of
-from lade.probing.selfcheck import with_fast_views
+from lade.probing.selfcheck import ready
 from lade.targets.base import Target
 from lade.tree import Tree
 
@@ -67,7 +67,7 @@ def shaped(name: str, options: LoadOptions) -> LoadedModel:
 def _timed(model: Model, contexts: Iterable[int]) -> Seconds:
     profile = profile_of(model)
     plan = choose_verification(model, profile=profile)
-    plans = {"torch": plan, "lade": with_fast_views(plan, model, profile)}
+    plans = {"torch": plan, "lade": ready(plan, model, profile)}
     if not plans["lade"].is_fast:
         raise ValueError("expected a model on a CPU with large layers, verified by trees")
     vocab_size = model.config.get_text_config(decoder=True).vocab_size

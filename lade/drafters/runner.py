@@ -14,7 +14,7 @@ from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.plan import choose_for_drafting
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
-from lade.probing.selfcheck import Plain, with_fast_views
+from lade.probing.selfcheck import Plain, ready
 from lade.tree import Tree
 
 _training = attrgetter("training")
@@ -35,7 +35,7 @@ def plan_for(model: Model) -> VerificationPlan:
         raise UnsupportedModelError(f"{name} cannot draft, for its cache cannot go back. {reasons}")
     if profile.draws:  # as its check has found
         raise UnsupportedModelError(f"{name} cannot draft, for its forwards draw random numbers")
-    return with_fast_views(plan, model, profile)
+    return ready(plan, model, profile)
 
 
 class ModelRunner:

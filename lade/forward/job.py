@@ -194,34 +194,26 @@ class FusedForwards:
         is_used = self.why_not is None and not self._is_slow
         return is_used and self._dtype is not torch.float32
 
-    def settle(self, by_torch: _Forward, by_job: _Forward) -> list[tuple[int, float]]:
+    def settle(self, by_torch: _Forward, by_job: _Forward) -> None:
         """Hold jobs against the model's own forward, and find out which are faster; once.
 
         Args:
             by_torch: returns the logits [1, num_tokens, vocab_size] of the first tokens of a text,
                 by the model's own forward, and forgets them.
             by_job: returns them by a view.
-
-        Returns:
-            Numbers of tokens, and the seconds that a forward of so many takes; each number twice.
         """
-        theirs, measured = by_torch(max(_HELD)), list[tuple[int, float]]()
-        for num_tokens in 2 * _HELD:
-            begin = perf_counter()
-            mine = by_job(num_tokens)
-            measured.append((num_tokens, perf_counter() - begin))
-            self._hold(mine, theirs[:, :num_tokens])
-            if self.why_not is not None:
-                return []
-        if self._is_packed:
-            return measured  # nothing is slower than making weights whole
+        theirs = by_torch(max(_HELD))
+        for num_tokens in _HELD:
+            if self.why_not is None:
+                self._hold(by_job(num_tokens), theirs[:, :num_tokens])
+        if self._is_packed or self.why_not is not None:
+            return  # nothing is slower than making weights whole
         self._is_slow = self._are_slow(_TRIED, by_torch, by_job)
         # Where the CPU multiplies pairs of bfloat16, jobs do, too, unless it multiplies tiles.
         may_be = self._dtype is torch.bfloat16 and (not self._has_dots or self._kernels.HAS_AMX)
         if may_be and not self._is_slow:
             prompts = (2 * MANY_TOKENS,)
             self._is_slow_for_prompts = self._are_slow(prompts, by_torch, by_job)
-        return [] if self._is_slow else measured
 
     def _are_slow(self, sizes: Sequence[int], by_torch: _Forward, by_job: _Forward) -> bool:
         """Return whether jobs of some sizes are slower than the model's own forwards."""

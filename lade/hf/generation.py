@@ -47,7 +47,7 @@ from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import profile_of
 from lade.probing.proof import DISTANCE, Distances, ProvedTarget, VerificationError
 from lade.probing.rules import Requirements, requirements_of
-from lade.probing.selfcheck import with_fast_views
+from lade.probing.selfcheck import ready
 from lade.probing.user_code import has_user_inputs, is_users, user_code_around
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
@@ -172,8 +172,9 @@ class Generation:
             verification = found or choose(is_padded=needed.is_padded)
             verification = verification._replace(why_eager=why_eager or verification.why_eager)
             may_differ = config.stable_text or self._around is not None
-            if config.uses_kernels and not may_differ:
-                verification = with_fast_views(verification, model, self._profile)
+            if not may_differ:
+                uses_kernels = config.uses_kernels
+                verification = ready(verification, model, self._profile, uses_kernels=uses_kernels)
             if verification.verification == "plain":
                 return verification, needed, None
             num_beside = 0 if config.lookahead is None else config.lookahead.num_cells

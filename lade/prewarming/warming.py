@@ -14,7 +14,7 @@ from lade.gpu.policy import DevicePolicy
 from lade.probing.plan import choose_verification, execution_of
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
-from lade.probing.selfcheck import with_fast_views
+from lade.probing.selfcheck import ready
 from ngram_pool import NGramPool
 
 
@@ -45,8 +45,8 @@ def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) ->
             chosen = choose_verification(
                 model, config=config, num_rows=num, execution=execution, profile=profile
             )
-            if config.uses_kernels and not config.stable_text:
-                with_fast_views(chosen, model, profile)
+            if not config.stable_text:
+                ready(chosen, model, profile, uses_kernels=config.uses_kernels)
     profile.is_warm = True
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,10 @@ from ngram_pool import Draft
 # SmolLM2-135M differs by 1.1 (paths) to 1.8 (trees) and is refused: a model with wrong positions
 # differs as much.
 _DRAFTING_LIMIT = 1.0
+# Tokens of the forward passes that are timed at first, and seconds after which they are not timed
+# a second time: a busy machine disturbs short ones.
+_TIMED = (1, 8, 24)
+_ENOUGH_SEC = 1.0
 _NUM_RUNS = 3  # runs that must all change the random state: other threads may draw, too
 
 
@@ -162,29 +167,34 @@ def _why_not_continued(model: Model, profile: Profile) -> str | None:
     )
 
 
-def with_fast_views(chosen: VerificationPlan, model: Model, profile: Profile) -> VerificationPlan:
-    """Return a plan whose forwards may run by lade's kernels, if they can.
+def ready(
+    chosen: VerificationPlan, model: Model, profile: Profile, *, uses_kernels: bool = True
+) -> VerificationPlan:
+    """Return a plan whose forward passes run by lade's kernels, if they can, and time them.
 
     Models verified by paths may keep a state in their modules, which views would duplicate.
     """
     is_usual = (chosen.verification, chosen.execution) == ("tree", "eager")
     if not is_usual or device_of_inputs(model).type != "cpu" or mesh_of(model) is not None:
         return chosen
-    views = profile.fast_views_for(model)
-    if isinstance(views, FusedForwards):
-        profile.once("settled", partial(_settle, views, model, chosen, profile))
-    return chosen._replace(is_fast=views is not None)
+    views = profile.fast_views_for(model) if uses_kernels else None
+    chosen = chosen._replace(is_fast=views is not None)
+    if isinstance(views, FusedForwards) or profile.user_code is None:
+        profile.once(("ready", chosen.is_fast), partial(_try_out, views, model, chosen, profile))
+    return chosen
 
 
-def _settle(
-    forwards: FusedForwards, model: Model, chosen: VerificationPlan, profile: Profile
+def _try_out(
+    views: FastViews | None, model: Model, chosen: VerificationPlan, profile: Profile
 ) -> None:
-    """Hold compiled forwards against the model's own on a made-up text, before a real one comes."""
-    token_ids = check_tokens(model)
-    ids, nodes = torch.tensor([token_ids]), token_ids[::-1] * 8
-    settings = GenerationConfig(), chosen.attention
+    """Compare and time forward passes on a made-up text, before a real one comes.
 
-    def ready(fast_views: FastViews | None) -> Callable[[int], Tensor]:
+    The first steps begin with these times; the rest of a step's time is learned from steps.
+    """
+    token_ids, settings = check_tokens(model), (GenerationConfig(), chosen.attention)
+    ids, nodes, extra_sec = torch.tensor([token_ids]), token_ids[::-1] * 8, dict[int, float]()
+
+    def prefilled(fast_views: FastViews | None) -> Callable[[int], Tensor]:
         layout = profile.layout_of(model)
         target = TreeTarget(model, ids, {}, layout, len(nodes), *settings, fast_views)
         target.prefill(is_plain=True)
@@ -193,20 +203,29 @@ def _settle(
             tree = Tree.build(nodes[0], chain(nodes[1:num_tokens]))
             logits = target.forward(target.inputs([tree]))
             target.discard()
+            extra_sec[num_tokens] = target.extra_sec
             return logits
 
         return run
 
     seeds = unchanged_random_state(model, profile)
-    # Packed weights are made whole: else a job would be held against itself.
-    with Attempt() as attempt, torch.no_grad(), seeds, made_whole():
-        measured = forwards.settle(ready(None), ready(forwards))
-        # The first steps begin with them; what a step takes besides is learned from steps.
-        costs = profile.step_costs(chosen.verification, chosen.execution, True)
+    with Attempt() as attempt, torch.no_grad(), seeds:
+        run = prefilled(views)
+        if isinstance(views, FusedForwards):
+            with made_whole():  # packed weights: else a job would be held against itself
+                views.settle(prefilled(None), run)
+        costs = profile.step_costs(chosen.verification, chosen.execution, chosen.is_fast)
         of_one_row = costs.setdefault(1, Seconds())
-        for num_tokens, sec in measured:
-            of_one_row.record(num_tokens, sec)
-    forwards.why_not = forwards.why_not or attempt.failure
+        since = perf_counter()
+        for num_tokens in 2 * _TIMED:
+            begin = perf_counter()
+            if begin - since > _ENOUGH_SEC and num_tokens == _TIMED[0]:
+                break
+            run(num_tokens)
+            if (sec := perf_counter() - begin - extra_sec[num_tokens]) > 0:
+                of_one_row.record(num_tokens, sec)
+    if isinstance(views, FusedForwards):
+        views.why_not = views.why_not or attempt.failure
 
 
 @contextmanager

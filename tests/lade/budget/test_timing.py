@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lade.budget.budget import Budget
+from lade.config import Config
 from lade.forward import fastest
 from lade.forward.fastest import Fastest
 from lade.forward.job import FusedForwards
@@ -54,11 +55,13 @@ def test_a_step_is_learned_without_what_others_of_its_size_do_not_take(
 
 
 @pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here")
-def test_the_first_step_of_a_process_knows_what_steps_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the compiled forwards that were held against torch's."""
+@pytest.mark.parametrize("uses_kernels", [True, False])
+def test_the_first_step_of_a_process_knows_what_steps_cost(
+    uses_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FusedForwards, "_are_slow", lambda *_: False)
     model = model_of("llama")
-    warm_up(model)
-    costs = profile_of(model).step_costs("tree", "eager", is_fast=True)[1]
+    warm_up(model, config=Config(uses_kernels=uses_kernels))
+    costs = profile_of(model).step_costs("tree", "eager", is_fast=uses_kernels)[1]
     assert costs.is_known
     assert 0 < costs.at(1.0) < costs.at(64.0)

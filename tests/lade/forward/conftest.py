@@ -28,7 +28,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
     monkeypatch.setattr(
         fastest.Fastest, "__init__", lambda self, *_, **__: self.__dict__.update(_ALWAYS)
     )
-    monkeypatch.setattr(file.FusedForwards, "settle", lambda *_: [])
+    monkeypatch.setattr(file.FusedForwards, "settle", lambda *_: None)
     monkeypatch.setattr(file.FusedForwards, "_choose", choose)
     return noted(monkeypatch)
 

@@ -59,7 +59,7 @@ def force(name: str, monkeypatch: pytest.MonkeyPatch) -> Way:
         assert logits is not None
         return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 
-    monkeypatch.setattr(FusedForwards, "settle", lambda *_: [])
+    monkeypatch.setattr(FusedForwards, "settle", lambda *_: None)
     monkeypatch.setattr(FusedForwards, "_choose", choose)
     return way
 

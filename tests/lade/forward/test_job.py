@@ -79,7 +79,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Apart]:
             found.append(Apart(*sizes, has_dots, close, told))
         return output
 
-    monkeypatch.setattr(file.FusedForwards, "settle", lambda *_: [])
+    monkeypatch.setattr(file.FusedForwards, "settle", lambda *_: None)
     monkeypatch.setattr(file.FusedForwards, "_choose", choose)
     return found
 

@@ -147,12 +147,12 @@ def test_a_job_is_never_held_against_packed_products(
     is_whole: list[bool] = []
     settle = FusedForwards.settle
 
-    def noting(self: FusedForwards, by_torch: Any, by_job: Any) -> list[tuple[int, float]]:
+    def noting(self: FusedForwards, by_torch: Any, by_job: Any) -> None:
         def noted(num_tokens: int) -> Any:
             is_whole.append(vars(file._whole).get("is_on", False))
             return by_torch(num_tokens)
 
-        return settle(self, noted, by_job)
+        settle(self, noted, by_job)
 
     monkeypatch.setattr(FusedForwards, "settle", noting)
     lade.warm_up(model)
