@@ -137,18 +137,21 @@ def _by_place(arguments: dict[str, Any]) -> list[Any]:
     return [arguments.pop("place")] if "place" in arguments else []
 
 
-def compare(case: Case, ours: Door = call_lade, *, anew: bool = False) -> Verdict:
+def compare(
+    case: Case, ours: Door = call_lade, *, theirs: Door = call_plain, anew: bool = False
+) -> Verdict:
     """Run a case both ways.
 
     Args:
         case: to run.
-        ours: what is compared with plain `generate`.
+        ours: the way that is tested.
+        theirs: the way that is right.
         anew: let lade forget what it knows of the model, as in a process of its own.
     """
-    verdict = _compared(case, ours, anew)
+    verdict = _compared(case, ours, theirs, anew)
     if verdict.kind == "mismatch" and _may_be_rounding(case, verdict):
         precise = replace(case, model={**case.model, "dtype": "float64"})
-        if _compared(precise, ours, anew).kind == "same":
+        if _compared(precise, ours, theirs, anew).kind == "same":
             verdict.kind = "rounding"
     return verdict
 
@@ -159,25 +162,25 @@ def _may_be_rounding(case: Case, verdict: Verdict) -> bool:
     return is_single and all("values differ" in each for each in verdict.differences)
 
 
-def _compared(case: Case, ours: Door, anew: bool) -> Verdict:
+def _compared(case: Case, ours: Door, theirs: Door, anew: bool) -> Verdict:
     with quiet():
         try:
             model = parts.model_of(case.model)
         except CannotBuild as error:
             return Verdict("not built", reason=str(error))
         if case.is_private:
-            return _compare(case, deepcopy(model), ours)
+            return _compare(case, deepcopy(model), ours, theirs)
         if anew:
             vars(model).pop("_lade_profiles", None)
         own_config = model.generation_config
         model.generation_config = deepcopy(own_config)
         try:
-            return _compare(case, model, ours)
+            return _compare(case, model, ours, theirs)
         finally:
             model.generation_config = own_config
 
 
-def _compare(case: Case, model: Any, ours: Door) -> Verdict:
+def _compare(case: Case, model: Any, ours: Door, theirs: Door) -> Verdict:
     verdict = Verdict("same")
     names = {**vars(parts), **vars(events), "model": model}
     for event in case.events:
@@ -191,7 +194,7 @@ def _compare(case: Case, model: Any, ours: Door) -> Verdict:
         _prepare(case, names)
     except Exception as error:  # lade has no part in an earlier turn
         return Verdict("refused", reason=f"plain refuses the earlier turn: {type(error).__name__}")
-    plain = _run(case, names, call_plain, {})
+    plain = _run(case, names, theirs, {})
     answer = plain.sequences
     names["answer"] = answer.tolist() if answer is not None else [list(row) for row in case.rows]
     given: dict[str, Any] = {}
@@ -206,13 +209,13 @@ def _compare(case: Case, model: Any, ours: Door) -> Verdict:
         return Verdict("mismatch", [f"making {case.lade} raised {_told(error)}"])
     verdict.error = type(plain.error).__name__ if plain.error else ""
     if not settings:
-        return _compare_calls(case, names, plain, given, ours, verdict)
+        return _compare_calls(case, names, plain, given, ours, theirs, verdict)
     try:
         before = events.settle(names["model"], **settings)
     except Exception as error:
         return Verdict("mismatch", [f"looking at the model raised {_told(error)}"])
     try:
-        return _compare_calls(case, names, plain, given, ours, verdict)
+        return _compare_calls(case, names, plain, given, ours, theirs, verdict)
     finally:
         events.settle(names["model"], **before)
 
@@ -223,6 +226,7 @@ def _compare_calls(
     plain: Run,
     given: dict[str, Any],
     ours: Door,
+    theirs: Door,
     verdict: Verdict,
 ) -> Verdict:
     make, call, call_ours = _calls(case, names, ours, given)
@@ -251,8 +255,8 @@ def _compare_calls(
         verdict.differences = differences(plain, mine) + leaks(given)
         is_last = number == case.num_calls - 1
         if is_last and not verdict.differences and case.follow_up:
-            door = ours if case.follow_up == "lade" else call_plain
-            verdict.differences = follow_up(names["model"], plain, mine, door)
+            doors = (theirs, ours) if case.follow_up == "lade" else (call_plain, call_plain)
+            verdict.differences = follow_up(names["model"], plain, mine, *doors)
         if verdict.differences:
             if _is_tie(case, names, plain, mine):
                 verdict.kind = "tie"
@@ -716,9 +720,9 @@ def _contents(holder: Any) -> dict[str, Any]:
     return held
 
 
-def follow_up(model: Any, plain: Run, mine: Run, ours: Door) -> list[str]:
+def follow_up(model: Any, plain: Run, mine: Run, theirs: Door, ours: Door) -> list[str]:
     """Compare how the text goes on from the caches that were returned."""
-    first = _continued(model, plain, call_plain)
+    first = _continued(model, plain, theirs)
     second = _continued(model, mine, ours)
     if first is None or second is None:
         return []
@@ -781,7 +785,7 @@ def _is_unsteady(case: Case, plain: Run) -> bool:
         again, once_more = (_run(case, names, call_plain, {}) for _ in range(2))
         if differences(plain, again) or differences(plain, once_more):
             return True
-        if case.follow_up and follow_up(names["model"], again, once_more, call_plain):
+        if case.follow_up and follow_up(names["model"], again, once_more, call_plain, call_plain):
             return True
     return False
 

@@ -189,7 +189,8 @@ def program(case: Case, title: str) -> str:
         "    found = differences(expected, got) + leaks(given)",
     ]
     if case.follow_up:
-        lines.append(f"    found = found or follow_up(model, expected, got, call_{case.follow_up})")
+        doors = f"call_plain, call_{case.follow_up}"
+        lines.append(f"    found = found or follow_up(model, expected, got, {doors})")
     lines.append("    assert not found, found")
     if case.threads:
         lines.append(

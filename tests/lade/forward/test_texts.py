@@ -1,5 +1,6 @@
 """In half precision, neither drafts nor what runs beside a text changes it or its scores."""
 
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import lade
+from tests.equality.table import case_of, cases
+from tests.fuzz.compare import call_lade, compare
+from tests.fuzz.run import deterministic
 from tests.grids import thinned
 from tests.lade.forward.conftest import Ran
 from tests.lade.forward.families import model_of
@@ -118,3 +122,26 @@ def test_padding_that_a_template_has_in_its_middle_changes_no_text(
     got = decoded(model, ids, 7, alone.sequences.tolist(), **more)
     assert got.sequences.tolist() == alone.sequences.tolist()
     assert all(map(same_bits, got.scores, alone.scores))
+
+
+def undrafted(model: Any, door: str, arguments: dict[str, Any], given: dict[str, Any]) -> Any:
+    """Call lade without drafts; the same signature as `call_lade`."""
+    return call_lade(model, "generate", arguments, {"config": lade.Config(max_draft_tokens=0)})
+
+
+@pytest.mark.parametrize("dtype", thinned(["bfloat16", "float16"], "bfloat16"))
+@pytest.mark.parametrize("family", thinned(["llama", "gemma2", "qwen3", "mistral"], "llama"))
+def test_of_a_call_with_any_options_drafts_change_nothing(
+    family: str, dtype: str, ran: list[Ran]
+) -> None:
+    """In the cases of the equality table, by lade without drafts."""
+    num = 0
+    for number, (row, _) in enumerate(cases()):
+        if row["model"] == "llama":
+            found = row | {"model": f"{family} {dtype}", "method": "as found"}
+            with deterministic():
+                verdict = compare(case_of(found, Random(number)), theirs=undrafted)
+            assert verdict.kind == "same", (found, verdict.differences)
+            num += 1
+    assert num > 10
+    assert max(each.num_tokens for each in ran) > 8
