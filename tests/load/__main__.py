@@ -4,7 +4,8 @@ python -m tests.load --clients 1000 --seconds 1200 --out docs/results/load.json
 
 Attackers, if asked for, send what takes much, by keys of their own, after a tenth of the time.
 Every complete answer is held against plain `generate`'s for its prompt and seed, so that a wrong
-one, or one that was meant for somebody else, is seen.
+one, or one that was meant for somebody else, is seen. In half precision (`--dtype bfloat16`) the
+right answer is that of lade without drafts and alone.
 """
 
 import argparse
@@ -19,13 +20,16 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import httpx
 import numpy as np
+import torch
 
+import lade
 from tests.about import about
 from tests.lade.server.hostile import BODIES, FLOODS
 from tests.lade.server.serving import loaded_model, plain_text, process_of
@@ -61,8 +65,10 @@ class Load:
             name: [] for name in ("first_token", "quiet_first_token", "health", "own")
         }
         self.memory_bytes: list[int] = []
-        # Schemas want a model whose answers end.
-        self.loaded = loaded_model(eos_token_id=93) if plan.attackers else loaded_model()
+        # Schemas want a model whose answers end; compiled forwards want heads of whole vectors.
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        options: dict[str, Any] = heads | {"dtype": getattr(torch, plan.dtype)}
+        self.loaded = loaded_model(**options, **({"eos_token_id": 93} if plan.attackers else {}))
         self.asked = [self._question(number, seed) for number in range(40) for seed in range(4)]
 
     def _question(self, number: int, seed: int) -> tuple[dict[str, Any], str]:
@@ -70,6 +76,10 @@ class Load:
         messages = [{"role": "user", "content": f"Question-{number}:-what-is-{number * 37}?"}]
         body = {"messages": messages, "max_tokens": 24, "temperature": 0.9, "seed": seed}
         sampling: Any = {"temperature": 0.9, "max_new_tokens": 24}
+        if self.plan.dtype != "float32":
+            sampling["custom_generate"] = partial(
+                lade.decode, config=lade.Config(max_draft_tokens=0)
+            )
         return body, plain_text(self.loaded, messages, seed=seed, **sampling)
 
     async def run(self, url: str) -> str:
@@ -248,6 +258,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1200)
     parser.add_argument("--max-queue", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--attackers", type=int, default=0, help="that send what takes much")
     parser.add_argument("--out", type=Path)
     load = Load(plan := parser.parse_args())

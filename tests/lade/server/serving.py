@@ -168,7 +168,8 @@ def process_of(loaded: LoadedModel, folder: Path, *options: str) -> Iterator[tup
     loaded.model.save_pretrained(folder / "model")
     loaded.tokenizer.save_pretrained(folder / "model")
     command = [sys.executable, "-m", "lade", "serve", "--model", str(folder / "model")]
-    command += ["--model-name", NAME, "--dtype", "float32", "--threads", "1", "--port", "0"]
+    command += ["--dtype", str(loaded.model.dtype).removeprefix("torch.")]
+    command += ["--model-name", NAME, "--threads", "1", "--port", "0"]
     log = folder / "log"
     with log.open("w") as file:
         wide = {**os.environ, "COLUMNS": "500"}
