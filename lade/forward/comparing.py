@@ -1,13 +1,19 @@
 """How numbers that passed in a watched forward are held against those of a plan."""
 
 import math
+import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lade.closeness import distance
 from lade.forward import words
+
+#: What users are asked for where kernels are wrong.
+REPORT = "please report this with your CPU and model"
+_FAULTY = 10  # times the limit: no model amplifies rounding so far
 
 ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
     words.SILU: functional.silu,
@@ -38,6 +44,39 @@ def difference(mine: Tensor, theirs: Tensor) -> float:
 def tolerance(values: Tensor) -> float:
     """Return how far results may be apart that are rounded at other places."""
     return 16 * torch.finfo(values.dtype).eps * float(values.abs().max())
+
+
+def why_wrong(
+    mine: Tensor, theirs: Tensor, limit: float, what: str, *, is_rounded: bool, may_choose: bool
+) -> str | None:
+    """Return why logits of lade's kernels are wrong, and warn; None if they are right.
+
+    Args:
+        mine, theirs: by lade's kernels, and by torch.
+        limit: on the largest difference, in standard deviations of the logits.
+        what: the kernels, for the warning.
+        is_rounded: whether single logits may be further apart, as in 16 bits.
+        may_choose: whether rounding may choose other experts for a few tokens.
+    """
+    logits, reference = mine.double(), theirs.double()
+    error = distance(logits, reference)
+    if error > limit and (is_rounded or may_choose) and error < math.inf:
+        finite = reference.isfinite()
+        squares = (logits - reference).where(finite, 0.0).square().flatten(0, -2).mean(dim=-1)
+        square = squares.median() if may_choose else squares.mean()
+        error = float(square.sqrt() / reference[finite].std().clamp(min=1e-30))
+    if error <= limit:
+        return None
+    reason = f"logits differ by {error:.2g} of their standard deviation"
+    # Some models amplify rounding, also that between torch's float32 and the exact result.
+    hint = "" if error < _FAULTY * limit else f"; {REPORT}"
+    warnings.warn(
+        f"lade's {what} is not used, as its {reason} from torch's (expected at most "
+        f"{limit:.2g}){hint}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return reason
 
 
 def is_near(mine: Tensor, theirs: Tensor) -> bool:

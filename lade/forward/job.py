@@ -11,7 +11,6 @@ docs/internals/forward.md.
 
 import functools
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -31,12 +30,12 @@ from transformers.pytorch_utils import Conv1D
 
 from lade.attempts import Attempt
 from lade.attention.packed import Calls
-from lade.closeness import distance, limit_of
+from lade.closeness import limit_of
 from lade.compat import CACHE, Model, has_hook
 from lade.forward import words
-from lade.forward.comparing import ACTIVATIONS, UnsupportedForwardError, require
+from lade.forward.comparing import ACTIVATIONS, UnsupportedForwardError, require, why_wrong
 from lade.forward.experts import ExpertsPlan
-from lade.forward.linear import FORMATS, MOST_TOKENS, REPORT, Products, is_plain, kernels
+from lade.forward.linear import FORMATS, HELD, MOST_TOKENS, Products, is_plain, kernels
 from lade.forward.packed import PackedLinear, function_of, made_whole
 from lade.forward.reading import (
     AdditionPlan,
@@ -58,9 +57,6 @@ from lade.targets.kv_cache import TreeCache, TreeCacheLayer
 from lade.targets.rows import MOST_AT_ONCE
 from lade.view import viewed, with_forward
 
-# Tokens of the jobs that are held against the model's own forward: a single one, and all remainders
-# that tiles of rows leave.
-_HELD = (1, 3, 8, 31)
 # Tokens of the forwards by which it is found out whether jobs are faster. As texts must not depend
 # on a busy machine, the model's own have to be so much faster.
 _TRIED, _CLEAR = (1, 8), 0.8
@@ -69,7 +65,6 @@ MANY_TOKENS = 64
 # How far a token's logits may be apart in 16 bits, in standard deviations, if rounding has chosen
 # another expert: up to 0.3 was seen, by torch as well as by jobs; what is wrong is off by about 1.
 _ANOTHER_EXPERT = 0.5
-_FAULTY = 10  # times the limit: no model amplifies rounding so far
 _GIVEN = {
     *("input_ids", "position_ids", "attention_mask", "return_dict", "use_cache"),
     *(CACHE, LOGITS_KEPT),
@@ -146,8 +141,6 @@ class FusedForwards:
         UnsupportedForwardError: the model computes something that a plan has no place for.
     """
 
-    compared_sec = 0.0  # in calls, nothing is compared
-
     def __init__(
         self,
         model: Model,
@@ -202,8 +195,8 @@ class FusedForwards:
                 by the model's own forward, and forgets them.
             by_job: returns them by a view.
         """
-        theirs = by_torch(max(_HELD))
-        for num_tokens in _HELD:
+        theirs = by_torch(max(HELD))
+        for num_tokens in HELD:
             if self.why_not is None:
                 self._hold(by_job(num_tokens), theirs[:, :num_tokens])
         if self._is_packed or self.why_not is not None:
@@ -295,27 +288,11 @@ class FusedForwards:
         return result
 
     def _hold(self, mine: Tensor, theirs: Tensor) -> None:
-        """Give jobs up if logits differ by more than rounding; in 16 bits single ones may."""
-        logits, reference = mine.double(), theirs.double()
-        error = distance(logits, reference)
-        has_experts = self._sizes.num_experts > 0
-        is_rounded = has_experts or self._dtype is not torch.float32
-        if error > self._limit and is_rounded and error < math.inf:
-            finite = reference.isfinite()
-            squares = (logits - reference).where(finite, 0.0).square().flatten(0, -2).mean(dim=-1)
-            # Where rounding decides between two experts, a token becomes another; most do not.
-            squares = squares.median() if has_experts else squares.mean()
-            error = float(squares.sqrt() / reference[finite].std().clamp(min=1e-30))
-        if error <= self._limit:
-            return
-        self.why_not = f"logits differ by {error:.2g} of their standard deviation"
-        # Some models amplify rounding, also that between torch's float32 and the exact result.
-        hint = "" if error < _FAULTY * self._limit else f"; {REPORT}"
-        warnings.warn(
-            f"lade's compiled forward is not used, as its {self.why_not} from torch's (expected at "
-            f"most {self._limit:.2g}){hint}",
-            RuntimeWarning,
-            stacklevel=2,
+        """Give jobs up if logits differ by more than rounding."""
+        self.why_not = why_wrong(
+            *(mine, theirs, self._limit, "compiled forward"),
+            is_rounded=self._dtype is not torch.float32,
+            may_choose=self._sizes.num_experts > 0,
         )
 
     def _by_job(self, request: _JobRequest) -> Tensor | None:

@@ -4,13 +4,16 @@ Torch's products of a few rows are far from what memory and cores allow: in floa
 weights anew in each call, and without AVX-512 those in 16 bits take as many times as there are
 rows. Ours, which are what a job of no layers does, read the weights where they are. Without AMX,
 torch is faster at many rows in float32 than in 16 bits, so that widening the weights pays. Which
-one is fastest is measured with the first calls, by format, size and number of rows.
+one is fastest is measured with the first calls, by format, size and number of rows: layers of a
+size run them in turn.
 """
 
 import ctypes
+import math
 import platform
-import warnings
 from collections import Counter
+from collections.abc import Callable
+from time import perf_counter
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -21,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import linear
 
-from lade.closeness import float32_precision
+from lade.closeness import float32_precision, limit_of
 from lade.compat import Model
 from lade.forward import words
-from lade.forward.fastest import Fastest, about
+from lade.forward.comparing import why_wrong
 from lade.openmp import Run, runner
 from lade.view import viewed
 
@@ -38,15 +41,12 @@ _TENSORS = (Tensor, nn.Parameter)
 # little memory, and the second cache holds most of them.
 _MANY_ROWS, _NUM_WIDENED = 65, 2**20
 
-# What asking which one is faster takes for each layer, with its share of making the view that asks.
-# Where lade's products save less in a forward, only one such forward in so many asks.
-_ASKING_SEC, _ASKED_EVERY = 10e-6, 64
-#: What users are asked for where kernels are wrong.
-REPORT = "please report this with your CPU and model"
-
-# Both round; what differs by more than such a share of the largest result is wrong.
-_TOLERANCE = {torch.float32: 256 * 2**-23, torch.bfloat16: 4 * 2**-7, torch.float16: 4 * 2**-10}
-
+# Seconds to ask which product is the fastest, for each layer, with its share of making the view.
+_ASKING_SEC = 10e-6
+_NUM_TIMES = 2  # that each product runs before the fastest one is known
+#: Tokens of the forwards that are held against the model's own: a single one, and all remainders
+#: that tiles of rows leave.
+HELD = (1, 3, 8, 31)
 
 _TORCHS, _OURS, _WIDENED = range(3)  # products
 _MOST_ROWS = 64  # of a job, whose inputs the second cache holds
@@ -56,23 +56,66 @@ _Job = ctypes.c_int64 * (_JOB_SIZE + 64)
 _EVERY = np.arange(_MOST_ROWS)
 
 
+class _FastestProduct:
+    """Which of some products of a size is the fastest; each runs a few times, in turn, first."""
+
+    def __init__(self, num_ways: int) -> None:
+        self._sec = [math.inf] * num_ways  # the shortest of each
+        self._num_left = _NUM_TIMES * num_ways
+
+    @property
+    def saved_sec(self) -> float:
+        """Seconds that a call saves beside torch's product; infinite if not known yet."""
+        return math.inf if self._num_left > 0 else self._sec[_TORCHS] - min(self._sec)
+
+    def run(self, by: Callable[[int], Tensor], scale: float) -> Tensor:
+        """Return a product by the fastest way, or by the next to be timed.
+
+        `scale` is what times are multiplied by, so that they can be held against others'.
+        """
+        if self._num_left <= 0:
+            return by(self._sec.index(min(self._sec)))
+        self._num_left -= 1
+        which, begin = self._num_left % len(self._sec), perf_counter()
+        result = by(which)
+        self._sec[which] = min(self._sec[which], scale * (perf_counter() - begin))
+        return result
+
+
 class Products:
     """Which products are used for a model's layers, as measured so far.
 
     Args:
         compiled: the kernels.
         run: calls a function on several threads.
+        limit: on the difference of logits, as `limit_of` returns it.
+
+    Attributes:
+        why_not: why they are not used any more; None if they may be.
     """
 
     has_one_way = False  # which product runs is measured by number of rows
 
-    def __init__(self, compiled: ModuleType, run: Run) -> None:
+    def __init__(self, compiled: ModuleType, run: Run, limit: float = math.inf) -> None:
         self._kernels, self._run, self._kept = compiled, run, _EVERY.ctypes.data
+        self.why_not: str | None = None
+        self._limit = limit
         # By dtype and size of the weights, and about the number of rows.
-        self._choices: dict[tuple[torch.dtype, int, int, int], Fastest] = {}
+        self._choices: dict[tuple[torch.dtype, int, int, int], _FastestProduct] = {}
         self._num_layers: Counter[tuple[torch.dtype, int, int]] = Counter()  # of the last view
-        self.compared_sec = 0.0
-        self._num_apart = Counter[int]()  # forwards without them, by about their number of rows
+
+    def settle(
+        self, by_torch: Callable[[int], Tensor], by_products: Callable[[int], Tensor]
+    ) -> None:
+        """Hold products against the model's own forward; see `FusedForwards.settle`."""
+        theirs = by_torch(max(HELD))
+        for num_tokens in HELD:
+            if self.why_not is None:
+                self.why_not = why_wrong(
+                    *(by_products(num_tokens), theirs[:, :num_tokens], self._limit, "product"),
+                    is_rounded=theirs.dtype is not torch.float32,
+                    may_choose=True,
+                )
 
     def view(self, model: Model) -> Model:
         """Return a view of a model whose large linear layers choose.
@@ -81,8 +124,8 @@ class Products:
         are. What a layer holds is looked at in each call, so that a weight may be changed or
         replaced at any time.
         """
-        if nn.Linear.forward is not _FORWARD:
-            return model  # somebody wants to see every call
+        if self.why_not is not None or nn.Linear.forward is not _FORWARD:
+            return model  # wrong, or somebody wants to see every call
 
         def forward(layer: Any, inputs: Tensor) -> Tensor:
             return self.product(inputs, layer.weight, layer.bias)
@@ -103,19 +146,15 @@ class Products:
     def pays(self, num_rows: int) -> bool:
         """Return whether the next forward over so many rows is to run by a view.
 
-        Where torch's products are about as fast, asking costs more than it saves: there only a few
-        forwards ask, in case a busy machine made lade's look slow.
+        Where torch's products are about as fast, asking costs more than it saves.
         """
-        size = about(num_rows)
+        size = _about(num_rows)
         saved = [
             number * self._choices[*layer, size].saved_sec
             for layer, number in self._num_layers.items()
             if (*layer, size) in self._choices
         ]
-        if not saved or sum(saved) > _ASKING_SEC * self._num_layers.total():
-            return True
-        self._num_apart[size] += 1
-        return self._num_apart[size] % _ASKED_EVERY == 0
+        return not saved or sum(saved) > _ASKING_SEC * self._num_layers.total()
 
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return what `torch.nn.functional.linear` returns, up to rounding.
@@ -129,22 +168,16 @@ class Products:
             return functional.linear(inputs, weight, bias)
         num_columns, num_inputs = weight.shape
         num_rows = inputs.numel() // num_inputs
-        size = about(num_rows)
+        size = _about(num_rows)
         key = weight.dtype, num_columns, num_inputs, size
         choice = self._choices.get(key)
         if choice is None:
             may_widen = num_rows >= _MANY_ROWS and weight.dtype is not torch.float32
-            choice = self._choices[key] = Fastest(3 if may_widen else 2)
-        if choice.best is None or choice.is_due():
-            # What many rows take grows with them: torch's product gains on lade's, so that the few
-            # of a class must not speak for the many.
-            scale = 2**size / num_rows if num_rows >= _MANY_ROWS else 1.0
-            result = choice.compare(
-                lambda which: self._by(which, inputs, weight, bias), _is_close, scale
-            )
-            self.compared_sec += choice.extra_sec
-            return result
-        return self._by(choice.best, inputs, weight, bias)
+            choice = self._choices[key] = _FastestProduct(3 if may_widen else 2)
+        # What many rows take grows with them: torch's product gains on lade's, so that the few of a
+        # class must not speak for the many.
+        scale = 2**size / num_rows if num_rows >= _MANY_ROWS else 1.0
+        return choice.run(lambda which: self._by(which, inputs, weight, bias), scale)
 
     def _by(self, which: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if which == _TORCHS:
@@ -220,7 +253,7 @@ _LINEAR = torch._C._nn.linear
 def products_for(model: Model) -> Products | None:
     """Return products that nothing is known of yet; None where lade's cannot run, or no layer."""
     compiled = kernels() if any(map(_is_candidate, model.modules())) else None
-    return None if compiled is None else Products(*compiled)
+    return None if compiled is None else Products(*compiled, limit_of(model))
 
 
 def kernels() -> tuple[ModuleType, Run] | None:
@@ -277,15 +310,6 @@ def is_plain(weight: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def _is_close(mine: Tensor, theirs: Tensor) -> bool:
-    """Return whether two results differ by rounding alone."""
-    tolerance, mine, theirs = _TOLERANCE[theirs.dtype], mine.double(), theirs.double()
-    most = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max())
-    if torch.allclose(mine, theirs, rtol=0.0, atol=tolerance * most, equal_nan=True):
-        return True
-    warnings.warn(
-        f"lade's kernels differ from torch's, which are used instead; {REPORT}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return False
+def _about(num_rows: int) -> int:
+    """Return the class of a number of rows: up to a power of two, or above 1,024."""
+    return min((num_rows - 1).bit_length(), 11)

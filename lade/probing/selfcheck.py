@@ -22,7 +22,6 @@ from lade.compat import CACHE, Model, attention_of, device_of_inputs, mesh_of
 from lade.config import Execution
 from lade.drafting.drafts import chain, draft_of, narrowed
 from lade.errors import UnsupportedModelError
-from lade.forward.job import FusedForwards
 from lade.forward.packed import made_whole
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
@@ -179,7 +178,7 @@ def ready(
         return chosen
     views = profile.fast_views_for(model) if uses_kernels else None
     chosen = chosen._replace(is_fast=views is not None)
-    if isinstance(views, FusedForwards) or profile.user_code is None:
+    if views is not None or profile.user_code is None:
         profile.once(("ready", chosen.is_fast), partial(_try_out, views, model, chosen, profile))
     return chosen
 
@@ -192,7 +191,7 @@ def _try_out(
     The first steps begin with these times; the rest of a step's time is learned from steps.
     """
     token_ids, settings = check_tokens(model), (GenerationConfig(), chosen.attention)
-    ids, nodes, extra_sec = torch.tensor([token_ids]), token_ids[::-1] * 8, dict[int, float]()
+    ids, nodes = torch.tensor([token_ids]), token_ids[::-1] * 8
 
     def prefilled(fast_views: FastViews | None) -> Callable[[int], Tensor]:
         layout = profile.layout_of(model)
@@ -203,7 +202,6 @@ def _try_out(
             tree = Tree.build(nodes[0], chain(nodes[1:num_tokens]))
             logits = target.forward(target.inputs([tree]))
             target.discard()
-            extra_sec[num_tokens] = target.extra_sec
             return logits
 
         return run
@@ -211,7 +209,7 @@ def _try_out(
     seeds = unchanged_random_state(model, profile)
     with Attempt() as attempt, torch.no_grad(), seeds:
         run = prefilled(views)
-        if isinstance(views, FusedForwards):
+        if views is not None:
             with made_whole():  # packed weights: else a job would be held against itself
                 views.settle(prefilled(None), run)
         costs = profile.step_costs(chosen.verification, chosen.execution, chosen.is_fast)
@@ -222,9 +220,8 @@ def _try_out(
             if begin - since > _ENOUGH_SEC and num_tokens == _TIMED[0]:
                 break
             run(num_tokens)
-            if (sec := perf_counter() - begin - extra_sec[num_tokens]) > 0:
-                of_one_row.record(num_tokens, sec)
-    if isinstance(views, FusedForwards):
+            of_one_row.record(num_tokens, perf_counter() - begin)
+    if views is not None:
         views.why_not = views.why_not or attempt.failure
 
 

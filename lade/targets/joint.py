@@ -23,7 +23,6 @@ from lade.compat import CACHE, Model
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
 from lade.transfer import integers_on
-from lade.view import FastViews
 
 
 @dataclass(eq=False)
@@ -36,7 +35,6 @@ class Part:
         inputs: of the view's forward, one row.
         undo: makes the cache forget the forward.
         num_committed: tokens that the call usually commits in a step.
-        fast_views: made the view; None for torch's own forwards.
         is_prompt: whether it is a prefill chunk; only its last token has logits.
         is_inference: whether the call is in torch's inference mode, which belongs to its thread.
     """
@@ -46,7 +44,6 @@ class Part:
     inputs: dict[str, Any]
     undo: Callable[[], None]
     num_committed: float
-    fast_views: FastViews | None = None
     is_prompt: bool = False
     is_inference: bool = False
 
@@ -103,14 +100,10 @@ class JointForwards:
         # Without memory for all, there may be enough for one after the other. Any other
         # `BaseException`, such as an exit, comes from one call, which raises it again alone.
         with suppress(BaseException), Attempt() as attempt:
-            fast_views = parts[0].fast_views
-            before = 0.0 if fast_views is None else fast_views.compared_sec
             begin = perf_counter()
             kept = [part.num_kept for part in parts]
             together = [*torch.split(run_as_one(parts), kept, dim=1)]
-            sec = perf_counter() - begin
-            extra_sec = 0.0 if fast_views is None else fast_views.compared_sec - before
-            self._learn(parts, sec - extra_sec)
+            self._learn(parts, perf_counter() - begin)
         if together:
             self._failure = None
             return together

@@ -151,11 +151,6 @@ class RowsTarget(Target):
         """Whether all forwards but the model's give a token the same bits."""
         return self._rows[0].has_one_way
 
-    @property
-    def extra_sec(self) -> float:
-        """Extra seconds of the last forward over others of its size; infinite if unknown."""
-        return super().extra_sec + self._rows[0].extra_sec
-
     def join(self, call: EngineCall) -> None:
         """Run forwards together with other calls, if all rows may."""
         if all(target.may_join for target in self._all):

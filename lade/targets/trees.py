@@ -99,7 +99,6 @@ class TreeTarget(Target):
             self._padding = mask.bool().to(self.device)
             self._num_padding = (self._padding.cumsum(dim=-1) == 0).sum(dim=-1)
         self._fast_views = fast_views
-        self._compared_before = self._compared_sec  # as the last forward began
         #: Whether its forwards may run together with other calls.
         self.may_join = takes_parts(model, layout, attention) and not self._is_padded
         self._num_committed = 1.0  # recent mean of tokens per step
@@ -267,7 +266,6 @@ class TreeTarget(Target):
     def forward(self, inputs: Any) -> Tensor:
         """Run the model on the inputs, together with other calls if there are any."""
         view = self._view_for(inputs["input_ids"].shape[1])
-        self._compared_before = self._compared_sec
         logits: Tensor
         if self._engine_call is None:
             logits = view(**inputs).logits
@@ -280,26 +278,16 @@ class TreeTarget(Target):
         """Whether all forwards but the model's give a token the same bits."""
         return self._fast_views is not None and self._fast_views.has_one_way
 
-    @property
-    def extra_sec(self) -> float:
-        """Extra seconds of the last forward over others of its size; infinite if unknown."""
-        return super().extra_sec + self._compared_sec - self._compared_before
-
-    @property
-    def _compared_sec(self) -> float:
-        return 0.0 if self._fast_views is None else self._fast_views.compared_sec
-
     def part(self, inputs: dict[str, Any]) -> Part:
         """Return a step as a part of a forward."""
-        self._compared_before = self._compared_sec
         return self._as_part(self._view, inputs)
 
     def _as_part(self, view: Model, inputs: dict[str, Any], is_prompt: bool = False) -> Part:
         is_inference = torch.is_inference_mode_enabled()
         shape = inputs["position_ids"].dim(), *sorted(inputs)
         kind = (id(self._model), self.attention, self._fast_views, is_inference, *shape)
-        habits = self._num_committed, self._fast_views
-        return Part(kind, view, inputs, self.discard, *habits, is_prompt, is_inference)
+        num = self._num_committed
+        return Part(kind, view, inputs, self.discard, num, is_prompt, is_inference)
 
     def join(self, call: EngineCall) -> None:
         """Run forwards together with other calls of the model, if that is exact."""

@@ -8,8 +8,6 @@ import torch
 
 from lade.budget.budget import Budget
 from lade.config import Config
-from lade.forward import fastest
-from lade.forward.fastest import Fastest
 from lade.forward.job import FusedForwards
 from lade.hf.api import generate
 from lade.openmp import runner
@@ -18,18 +16,6 @@ from lade.probing.profile import profile_of
 from lade.targets.trees import TreeTarget
 from tests.lade.forward.families import model_of
 from tests.lade.shared import shared_model
-
-
-def test_a_comparison_tells_what_it_took_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(fastest, "perf_counter", lambda: now[0])
-
-    def run(which: int) -> None:
-        now[0] += (5.0, 2.0, 3.0)[which]
-
-    choice = Fastest(3)
-    choice.compare(run, lambda mine, theirs: True)
-    assert choice.extra_sec == 8.0
 
 
 @pytest.mark.parametrize("extra_sec", [0.0, 1e-6, math.inf])

@@ -5,10 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from lade.forward import fastest
 from lade.forward import job as file
-
-_ALWAYS = {"best": 1, "_num_left": -1, "_sec": [1.0, 0.0, 1.0]}
 
 
 class Ran(NamedTuple):
@@ -25,9 +22,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
     def choose(self: Any, request: Any, plainly: Any, cache: Any) -> Any:
         return self._run_job(request, plainly, cache) if self.why_not is None else plainly()
 
-    monkeypatch.setattr(
-        fastest.Fastest, "__init__", lambda self, *_, **__: self.__dict__.update(_ALWAYS)
-    )
     monkeypatch.setattr(file.FusedForwards, "settle", lambda *_: None)
     monkeypatch.setattr(file.FusedForwards, "_choose", choose)
     return noted(monkeypatch)
