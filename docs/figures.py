@@ -23,6 +23,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,6 @@ _PREWARMED = "**lade**, after `lade prewarm`"
 _ARENA = "results/arena/smollm2_bfloat16"  # what is plotted
 _MODELS = {"smollm2-135m-instruct": "SmolLM2-135M-Instruct", "gemma-3-270m": "Gemma 3 270M"}
 
-
 def main(arguments: Sequence[str]) -> int:
     """Write or check all pages and plots; return the exit code."""
     is_check = "--check" in arguments
@@ -101,7 +101,6 @@ def main(arguments: Sequence[str]) -> int:
         print(f"of other code than this: {', '.join(older)}")
     return int(is_check and bool(found or plots))
 
-
 def of_older_code() -> list[str]:
     """Return the result files that are not of the present code.
 
@@ -114,13 +113,11 @@ def of_older_code() -> list[str]:
     made = {path: _made(json.loads(path.read_text("utf-8"))).get("code") for path in files}
     return [str(path.relative_to(DOCS)) for path in files if made[path] != present_code()]
 
-
 def _made(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a result says of its making; the fuzzer's files say it themselves."""
     found: Mapping[str, Any] = content.get("environment", content)
     made = found if "date" in found else next(iter(content.values()))
     return {**made.get("versions", {}), **made}
-
 
 def outdated() -> Iterator[tuple[Path, str]]:
     """Yield every file whose figures differ from its results, with the text that it should have."""
@@ -130,13 +127,11 @@ def outdated() -> Iterator[tuple[Path, str]]:
         if made != text:
             yield path, made
 
-
 def pages() -> list[Path]:
     """Return all Markdown files that may hold figures."""
     made = ("_build", "results", "support")
     found = [path for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] not in made]
     return [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(found)]
-
 
 def filled(text: str, name: str = "text") -> str:
     """Return a page with its figures made anew.
@@ -159,38 +154,31 @@ def filled(text: str, name: str = "text") -> str:
 
     return _MARKED.sub(make, text)
 
-
 def _figure(function: Callable[..., str]) -> Callable[..., str]:
     _FIGURES[function.__name__] = function
     return function
 
-
 # --- lines -----------------------------------------------------------------------------------
-
 
 @_figure
 def command_line() -> str:
     """Return a section for every command, from the program itself."""
     return commands.markdown()
 
-
 @_figure
 def example(path: str) -> str:
     """Return a file of the repository as a block of code."""
     return f"```python\n{(ROOT / path).read_text(encoding='utf-8').strip()}\n```"
-
 
 @_figure
 def reference(*names: str) -> str:
     """Return a section for each of some names, from signatures and docstrings."""
     return api.markdown(*names)
 
-
 @_figure
 def names(*paths: str) -> str:
     """Return a short section for each of some names, a line for each method."""
     return api.summary(*paths)
-
 
 @_figure
 def lines(*folders: str) -> str:
@@ -204,13 +192,10 @@ def lines(*folders: str) -> str:
     rows = [(f"`{name}`", _hundreds(num)) for name, num in sorted(found.items())]
     return _table(("package", "lines"), 1, [*rows, ("all", _hundreds(found.total()))])
 
-
 def _hundreds(num_lines: int) -> str:
     return f"{round(num_lines, -2):,}"
 
-
 # --- single numbers -------------------------------------------------------------------------
-
 
 @_figure
 def value(file: str, path: str, form: str = "") -> str:
@@ -219,7 +204,6 @@ def value(file: str, path: str, form: str = "") -> str:
     for key in path.split("/"):
         found = found[key]
     return speedup_text(found) if form == "x" else f"{found:{form}}"
-
 
 _EDITS = {
     "rename": "an attribute renamed, nine times",
@@ -236,7 +220,6 @@ _EDITED = {
     ("text", "prediction"): "with the prediction",
 }
 
-
 @_figure
 def edits() -> str:
     """Return how many steps every edit took, with and without a prediction."""
@@ -250,27 +233,23 @@ def edits() -> str:
     ]
     return _table(("edit", "tokens", *_EDITED.values()), 1, rows)
 
-
 # --- tables ---------------------------------------------------------------------------------
 
-
 @_figure
-def forwards(*files: str) -> str:
-    """Return what forwards take by their number of tokens, by torch and by lade."""
+def forwards(context: str, *files: str) -> str:
+    """Return what forward passes behind so many tokens take, by torch and by lade."""
     rows: list[Sequence[str]] = []
     sizes: list[str] = []
     for file in files:
         found = _read(file)
         what = f"{found['model']}, {found['dtype']}"
-        rows.append((f"{what}: reading the weights", "", f"{1000 * found['reading']:.1f}"))
-        for context in found["seconds"]["torch"]:
-            for name, of_way in found["seconds"].items():
-                sizes = [*of_way[context]]
-                times = (f"{1000 * of_way[context][size]:.1f}" for size in sizes)
-                rows.append((_NAMES.get(name, name), context, *times))
-    padded = [(*row, *[""] * (2 + len(sizes) - len(row))) for row in rows]
-    return _table(("milliseconds", "tokens before", *sizes), 1, padded)
-
+        rows.append((f"{what}: reading all parameters", f"{1000 * found['reading']:.0f}"))
+        for name, of_way in found["seconds"].items():
+            sizes = [*of_way[context]]
+            times = (f"{1000 * of_way[context][size]:.0f}" for size in sizes)
+            rows.append((_NAMES.get(name, name), *times))
+    padded = [(*row, *[""] * (1 + len(sizes) - len(row))) for row in rows]
+    return _table(("milliseconds", *sizes), 1, padded)
 
 @_figure
 def budget(file: str) -> str:
@@ -285,36 +264,14 @@ def budget(file: str) -> str:
         )
         for way, each in summary.items()
     ]
-    told = ("of the best", "lowest process", "lowest category", "first calls")
-    return _table(("tokens a second", *numbers, *told), 1, rows)
-
-
-@_figure
-def prewarming(*files: str) -> str:
-    """Return what tables of so many minutes bring, in all and of each number of draft tokens."""
-    rows = []
-    for file in files:
-        content = _read(file)
-        first = content["rows"][0]
-        names = [name for name, of in first.items() if isinstance(of, dict) and "," not in name]
-        for row in content["rows"]:
-            without = row["uses_table=False, auto"]
-            speed = row["auto"]["tokens_per_sec"] / without["tokens_per_sec"]
-            told = (f"{row[name]['mean_accepted_tokens']:.2f}" for name in names)
-            size = f"{row['megabytes']:.1f}" if "megabytes" in row else ""
-            rows.append(
-                (content["settings"]["dtype"], f"{row['minutes']:g}", size, *told, f"{speed:.2f}x")
-            )
-    headings = (f"MAT, {name}" for name in names)
-    return _table(("weights", "minutes", "MB", *headings, "of none"), 1, rows)
-
+    shares = ("of the best", "lowest process", "lowest category", "first calls")
+    return _table(("tokens a second", *numbers, *shares), 1, rows)
 
 _SAMENESS = {
     "lade": "lade without drafts, against `generate`",
     "one_thread": "`generate` on one thread, against `generate`",
     "eager": "`generate` with eager attention, against `generate`",
 }
-
 
 @_figure
 def sameness(*files: str) -> str:
@@ -329,17 +286,15 @@ def sameness(*files: str) -> str:
             for key, counts in content[part].items():
                 name = _SAMENESS.get(key, f"lade: {key}")
                 texts, logits = counts["num_same_text"], counts["num_same_logits"]
-                told = f"{texts}" if logits in (None, texts) else f"{texts} ({logits})"
-                rows.setdefault(name, []).append(told)
+                cell = f"{texts}" if logits in (None, texts) else f"{texts} ({logits})"
+                rows.setdefault(name, []).append(cell)
     return _table(("", *columns), 1, [(name, *cells) for name, cells in rows.items()])
-
 
 @_figure
 def cpu_engines(file: str, run: str) -> str:
     """Return what engines did with the same weights, in one dtype and with so many threads."""
     rows = [(_NAMES[name], *cells_of(row)) for name, row in _read(file)["runs"][run].items()]
     return _table(("decoding", *HEADINGS), 1, rows)
-
 
 _COLUMNS = {
     "no_drafts": "compiled forward only, no drafts",
@@ -348,7 +303,6 @@ _COLUMNS = {
     "rival_prompt_lookup": "prompt lookup on the compiled forward",
 }
 _FEWEST = 3  # prompts of a category that may be named as the lowest
-
 
 @_figure
 def headline(*files: str) -> str:
@@ -373,7 +327,6 @@ def headline(*files: str) -> str:
     columns.insert(2, "lade, its lowest category")
     return _table((_model(files[0]), *columns), 1, rows)
 
-
 @_figure
 def methods(*files: str) -> str:
     """Return the methods of one file, or of several with the same columns."""
@@ -393,7 +346,6 @@ def methods(*files: str) -> str:
     headings = ("decoding", "tokens/s", "speed-up", "MAT", "draft tokens/step", "same text")
     return _table(headings, 1, rows)
 
-
 @_figure
 def drafters(file: str) -> str:
     """Return the methods of a run of drafters, with their times."""
@@ -411,22 +363,26 @@ def drafters(file: str) -> str:
     )
     return _table(headings, 1, rows)
 
-
 @_figure
-def categories(file: str) -> str:
-    """Return the speed-up of every method in every category."""
-    summary = _read(file)["summary"]
-    names = [name for name in summary[OVERALL] if name != "plain"]
-    rows = [
-        (
-            f"{group} ({of_methods['plain']['num_prompts']})",
-            *(speedup_text(of_methods[name]["speedup"]) for name in names),
+def categories(*files: str) -> str:
+    """Return lade's speed-up in every category, a column for each file."""
+    summaries = [_read(file)["summary"] for file in files]
+    groups = [group for group in dict.fromkeys(chain(*summaries)) if group not in (OVERALL, LOOPS)]
+    rows = []
+    for group in (*groups, OVERALL, LOOPS):
+        entries = [summary.get(group) for summary in summaries]
+        cells = (
+            f"{speedup_text(of['lade_fresh']['speedup'])} ({of['plain']['num_prompts']})"
+            if of
+            else ""
+            for of in entries
         )
-        for group, of_methods in summary.items()
-    ]
-    labels = [_name(name) for name in names]
-    return _table(("category (prompts)", *labels), 1, rows)
-
+        rows.append((group, *cells))
+    columns = (
+        f"{_read(file)['settings']['dtype']}{', no AVX-512' if file.endswith('_avx2') else ''}"
+        for file in files
+    )
+    return _table(("speed-up of lade (prompts)", *columns), 1, rows)
 
 @_figure
 def arena(*files: str) -> str:
@@ -443,7 +399,6 @@ def arena(*files: str) -> str:
             ]
             rows.append((names.get(method, f"`{method}`"), *numbers))
     return _table(("drafter, MAT (draft tokens a step)", *map(str, sizes)), 1, rows)
-
 
 @_figure
 def arena_speeds(*files: str) -> str:
@@ -473,7 +428,6 @@ def arena_speeds(*files: str) -> str:
             rows.append((*cells,))
     return _table(("drafter, tokens a second (at most draft tokens)", *formats), 1, rows)
 
-
 def _arena_names(file: str) -> dict[str, str]:
     """Return the names of drafters in a result of the arena."""
     has_table = _read(file)["settings"]["num_table_contexts"] is not None
@@ -482,39 +436,20 @@ def _arena_names(file: str) -> dict[str, str]:
     of_lade = {"lade": f"{ours}, {one}", "lade_untabled": f"{_NAMES['lade']}, {one}"}
     return {**_NAMES, **of_lade, "lade_fresh": ours}
 
-
-@_figure
-def trials(file: str) -> str:
-    """Return MAT with one thing changed at a time, by replay."""
-    headings = [f"{pool} {size}" for pool in ("new pools,", "one pool,") for size in (7, 11)]
-    rows = [
-        (
-            run["change"],
-            *(f"{n:.2f}" for pool in ("new_pools", "one_pool") for n in run[pool].values()),
-        )
-        for run in _read(file)["runs"]
-    ]
-    return _table(("changed, MAT at", *headings), 1, rows)
-
-
 _SERVERS = {
     "continuous": "`transformers serve --continuous-batching`",
-    "before": "`lade serve`, before the compiled forward pass",
     "lade": "`lade serve`",
 }
-
 
 @_figure
 def servers(file: str, what: str, digits: str) -> str:
     """Return one figure of servers that were asked the same, by how many clients asked at once."""
     found = _read(file)["summary"]
-    names = [*next(iter(found.values()))]
     rows = [
-        (_SERVERS[name], *(f"{by_name[name][what]:.{digits}f}" for by_name in found.values()))
-        for name in names
+        (label, *(f"{by_name[name][what]:.{digits}f}" for by_name in found.values()))
+        for name, label in _SERVERS.items()
     ]
     return _table(("clients", *found), 1, rows)
-
 
 _FUZZED = {
     "fuzz": ("random calls, mostly in float64", "num_cases", "num_mismatches"),
@@ -526,7 +461,6 @@ _FUZZED = {
     ),
     "fuzz_states": ("calls of models that change, also during the call", "num_cases", "num_wrong"),
 }
-
 
 @_figure
 def fuzz() -> str:
@@ -540,36 +474,6 @@ def fuzz() -> str:
         rows.append((what, *cells))
     return _table(("compared", "calls", "refused", "different", "date", "code"), 1, rows)
 
-
-@_figure
-def load(*files: str) -> str:
-    """Return what a server did under load, a column for each run."""
-    rows: dict[str, list[str]] = {}
-    for file in files:
-        found, made = _read(file), _made(_read(file))
-        plan, seconds = found["plan"], found["first_token_sec"]
-        attackers = plan.get("num_attackers", plan.get("attackers"))
-        of_run = {
-            "": f"{attackers} attackers" if attackers else "no attackers",
-            "clients": f"{plan.get('num_clients', plan.get('clients')):,}",
-            "minutes": f"{found['sec'] / 60:.0f}",
-            "right answers": f"{found['num_right']:,}",
-            "wrong, another client's, or lost": "{num_wrong}, {num_mixed}, {num_lost}".format(
-                **found
-            ),
-            "clients that left": f"{found['num_left']:,}",
-            "first token, s: median, 99th percentile": "{p50:.2f}, {p99:.2f}".format(**seconds),
-            "memory, MB: after a tenth of the time, at the end": (
-                f"{found['memory_mb']['after_a_tenth']}, {found['memory_mb']['last']}"
-            ),
-            "date, code": f"{made['date'].split()[0]}, {made['code']}",
-        }
-        for name, cell in of_run.items():
-            rows.setdefault(name, []).append(cell)
-    headings = ("", *rows.pop(""))
-    return _table(headings, 1, [(name, *cells) for name, cells in rows.items()])
-
-
 @_figure
 def engine_drafts(file: str) -> str:
     """Return what methods in an engine drafted, and how much was accepted, by pass."""
@@ -577,48 +481,35 @@ def engine_drafts(file: str) -> str:
     for method, by_pass in _engine_rows(file).items():
         if method != "plain":
             mats = [f"{row['mat']:.2f}" for row in by_pass]
-            lengths = [f"{row['acceptance_length']:.2f}" for row in by_pass]
             first = by_pass[0]
             share = first["num_accepted_tokens"] / first["num_draft_tokens"]
             per_token = first["num_draft_tokens"] / first["num_tokens"]
             label = _ENGINES[method]
-            rows.append((label, *mats, *lengths, f"{per_token:.2f}", f"{share:.0%}"))
+            rows.append((label, *mats, f"{per_token:.2f}", f"{share:.0%}"))
     passes = [f"pass {row['pass']}" for row in by_pass]
     headings = (
         "method",
         *(f"MAT, {name}" for name in passes),
-        *(f"acceptance length, {name}" for name in passes),
         "drafted for a token, pass 1",
         "accepted, pass 1",
     )
     return _table(headings, 1, rows)
 
-
 @_figure
-def engine_speeds(*files: str) -> str:
-    """Return how fast methods in an engine were, by the number of requests at once."""
-    rows = []
-    for file in files:
-        for size in dict.fromkeys(row["concurrency"] for row in _read(file)["rows"]):
-            of_size = _engine_rows(file, size)
-            for method, by_pass in of_size.items():
-                speeds = [
-                    speedup_text(row["tokens_per_sec"] / plain["tokens_per_sec"])
-                    for row, plain in zip(by_pass, of_size["plain"], strict=True)
-                ]
-                first = by_pass[0]
-                rows.append(
-                    (
-                        *(f"{size}", _ENGINES[method], f"{first['tokens_per_sec']:.1f}", *speeds),
-                        f"{first['first_token_sec']:.2f}",
-                        f"{first['latency_sec']:.2f}",
-                        msec_text(first["draft_sec_per_step"]) if method != "plain" else "",
-                    )
-                )
-    passes = [f"speed, pass {row['pass']}" for row in by_pass]
-    times = ("first token, s", "latency, s", "draft ms/step")
-    return _table(("at once", "method", "tokens/s, pass 1", *passes, *times), 2, rows)
-
+def engine_speeds(file: str) -> str:
+    """Return how fast methods in an engine were in each pass, by the number of requests at once."""
+    sizes = [*dict.fromkeys(row["concurrency"] for row in _read(file)["rows"])]
+    cells: dict[str, list[str]] = {}
+    for size in sizes:
+        of_size = _engine_rows(file, size)
+        for method, by_pass in of_size.items():
+            ratios = (
+                speedup_text(row["tokens_per_sec"] / plain["tokens_per_sec"])
+                for row, plain in zip(by_pass, of_size["plain"], strict=True)
+            )
+            cells.setdefault(method, []).append(", ".join(ratios))
+    rows = [(_ENGINES[name], *of) for name, of in cells.items() if name != "plain"]
+    return _table(("method", *(f"{size} at once" for size in sizes)), 1, rows)
 
 def _engine_rows(file: str, concurrency: int | None = None) -> dict[str, list[dict[str, Any]]]:
     """Return the passes of each method, with so many requests at once, or the first number."""
@@ -629,7 +520,6 @@ def _engine_rows(file: str, concurrency: int | None = None) -> dict[str, list[di
         if row["concurrency"] == size:
             by_method.setdefault(row["method"], []).append(row)
     return by_method
-
 
 @_figure
 def pool(file: str) -> str:
@@ -647,13 +537,11 @@ def pool(file: str) -> str:
     draft = f"draft of {content['settings']['max_draft_tokens']} tokens, µs (95 %)"
     return _table(("tokens held", "observe, µs a token", draft, "bytes a token"), 0, rows)
 
-
 def _by_release() -> list[str]:
     """Return the files of architectures, the newest transformers first, then those of others."""
     files = [path.stem for path in (DOCS / "support").glob("*.json")]
     files = [stem for stem in files if stem not in ("formats", "forwards")]
     return sorted(files, key=lambda stem: [*map(int, re.findall(r"\d+", stem))], reverse=True)
-
 
 @_figure
 def support() -> str:
@@ -669,7 +557,6 @@ def support() -> str:
             counts = content["summary"][kind]
             rows.append((f"{label}, {kind}", *(str(counts[name]) for name in names)))
     return _table(("checked", *names), 1, rows)
-
 
 @_figure
 def architectures() -> str:
@@ -706,7 +593,6 @@ def architectures() -> str:
         )
     )
 
-
 @_figure
 def jobs() -> str:
     """Return of which architectures a whole forward runs as one compiled job."""
@@ -718,22 +604,18 @@ def jobs() -> str:
         f"{len(names) - counts['jobs']} variants: {', '.join(names)}."
     )
 
-
 def _num_names(item: tuple[object, Mapping[str, Sequence[str]]]) -> int:
     return sum(map(len, item[1].values()))
-
 
 def _reason(text: str) -> str:
     """Return why no better method will do, without what differs from model to model."""
     text = re.sub(r" by [\d.]+ of their standard deviation \(expected at most [\d.]+\)", "", text)
     return re.sub(r"(its forward fails) \([^;]*", r"\1", text)
 
-
 def _words(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table of texts, which may have what Markdown reads."""
     escaped = [[re.sub(r"([|<*])", r"\\\1", cell) for cell in row] for row in rows]
     return _table(headings, len(headings), escaped)
-
 
 @_figure
 def formats(*widths: str) -> str:
@@ -752,14 +634,12 @@ def formats(*widths: str) -> str:
     headings = [f"{width} tokens" for width in widths]
     return _table(("format", "in float32", "in bfloat16", *headings), 3, rows)
 
-
 def _verified(row: Mapping[str, str] | None) -> str:
     return "" if row is None else f"{row['one row']}, {row['text'].split(';')[0]}"
 
-
 @_figure
 def source(*files: str) -> str:
-    """Return where figures come from: the files, the machine, and the commit."""
+    """Return where figures come from: the files, the settings, the machine and the date."""
     names = ", ".join(f"`docs/{file}.json`" for file in files)
     content = _read(files[0])
     parts = []
@@ -779,18 +659,10 @@ def source(*files: str) -> str:
     if "versions" not in made:
         parts.append(_hardware(files[0]))
     engines = [name for name in ("vllm", "openvino-genai", "llama-cpp-python") if name in made]
-    known = ("python", "torch", "transformers", *engines)
-    parts.append(", ".join(f"{'Python' if n == 'python' else n} {made[n]}" for n in known))
-    at = (
-        f"code {made['code']}"
-        if made.get("code")
-        else f"code of commit {made['stored_in']} or before"
-    )
-    return f"*{names}: {'; '.join(parts)}; {made['date'].split()[0]}, {at}.*"
-
+    parts += [f"{name} {made[name]}" for name in engines]
+    return f"*{names}: {'; '.join(parts)}; {made['date'].split()[0]}.*"
 
 # --- plots ----------------------------------------------------------------------------------
-
 
 def outdated_plots() -> list[str]:
     """Return the names of plots that are not of their present result files."""
@@ -799,7 +671,6 @@ def outdated_plots() -> list[str]:
         for name in _PLOTS
         if not _plot(name).exists() or _mark(name) not in _plot(name).read_text("utf-8")
     ]
-
 
 def draw(name: str) -> Path:
     """Draw a plot as a small SVG, marked with what it is of; return its file."""
@@ -823,15 +694,12 @@ def draw(name: str) -> Path:
     _plot(name).write_text(f"{text.strip()}\n{_mark(name)}\n", encoding="utf-8")
     return _plot(name)
 
-
 def _plot(name: str) -> Path:
     return DOCS / "plots" / f"{name}.svg"
-
 
 def _mark(name: str) -> str:
     file, _ = _PLOTS[name]
     return f"<!-- of {file}.json {hashlib.sha256(_path(file).read_bytes()).hexdigest()[:16]} -->"
-
 
 def _draw_arena(folder: Path, name: str, content: Any) -> None:
     lines: dict[str, list[tuple[int, float]]] = {}
@@ -846,24 +714,20 @@ def _draw_arena(folder: Path, name: str, content: Any) -> None:
     axes.set_ylabel("mean accepted tokens")
     _save(figure, axes, folder, name)
 
-
 def _new_figure() -> tuple[Any, Any]:
     from matplotlib.figure import Figure  # not pyplot, which keeps figures and wants a display
 
     figure = Figure(figsize=(6.0, 4.0), layout="constrained")
     return figure, figure.subplots()
 
-
 def _save(figure: Any, axes: Any, folder: Path, name: str) -> None:
     axes.legend()
     figure.savefig(folder / f"{name}.svg", dpi=150)
-
 
 # By name: the file that it is of, and what draws it.
 _PLOTS: dict[str, tuple[str, Callable[[Path, str, Any], None]]] = {
     "arena": (_ARENA, _draw_arena),
 }
-
 
 def _table(headings: Sequence[str], num_words: int, rows: Sequence[Sequence[str]]) -> str:
     """Return a table without its title; the columns after the first `num_words` are numbers."""
@@ -871,18 +735,14 @@ def _table(headings: Sequence[str], num_words: int, rows: Sequence[Sequence[str]
     lines = [[cell.replace("|", "\\|") for cell in row] for row in (headings, rule, *rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
-
 # --- reading --------------------------------------------------------------------------------
-
 
 def _path(file: str) -> Path:
     return DOCS / f"{file}.json"
 
-
 @cache
 def _read(file: str) -> Any:
     return json.loads(_path(file).read_text(encoding="utf-8"))
-
 
 def _runs(file: str) -> dict[tuple[str, int], Mapping[str, Any]]:
     runs = _read(file)["runs"]
@@ -890,21 +750,17 @@ def _runs(file: str) -> dict[tuple[str, int], Mapping[str, Any]]:
         (run["method"], run["max_draft_tokens"]): run for run in runs if run["group"] == OVERALL
     }
 
-
 def _settings(content: Mapping[str, Any]) -> BenchSettings:
     return BenchSettings(
         **{name: content[name] for name in BenchSettings.__dataclass_fields__ if name in content}
     )
 
-
 def _decoding(file: str) -> str:
     return _settings(_read(file)["settings"]).describe()
-
 
 def _model(file: str) -> str:
     name = str(_read(file)["settings"]["model"])
     return _MODELS.get(name, name)
-
 
 def _hardware(file: str) -> str:
     made, settings = _read(file)["environment"], _read(file)["settings"]
@@ -914,10 +770,8 @@ def _hardware(file: str) -> str:
     threads = f", {number} {'thread' if number == 1 else 'threads'}" if number else ""
     return f"{made['cpu']}, {made['num_cores']} cores{threads}"
 
-
 def _name(method: str) -> str:
     return _NAMES.get(method, f"`{method}`")
-
 
 def _each_pass(label: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if "each_pass" not in entry:
@@ -926,18 +780,14 @@ def _each_pass(label: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapp
     for number, of_pass in enumerate(entry["each_pass"], start=1):
         yield f"{label}, pass {number}", of_pass
 
-
 def _passes_text(entry: Mapping[str, Any]) -> str:
     return ", ".join(f"{ratio:.2f}" for ratio in entry["speedup_of_each_pass"])
-
 
 def _mat(entry: Mapping[str, Any]) -> str:
     return f"{entry['mean_accepted_tokens']:.2f}"
 
-
 def _counts(entry: Mapping[str, Any]) -> tuple[str, str, str]:
     return _mat(entry), f"{entry['draft_tokens_per_step']:.1f}", share_text(entry["same_text"])
-
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
