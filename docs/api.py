@@ -12,8 +12,8 @@ _HEADING = re.compile(rf"^({'|'.join(_SECTIONS)}):$", re.MULTILINE)
 _ENTRY = re.compile(r"^(?=[\w*][\w*., ]*:\s)", re.MULTILINE)
 _MODULES = re.compile(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z_])")
 _OBJECT = re.compile(r"<[^<>]+>")
+_ARRAY = re.compile(r"ndarray\[tuple\[Any, \.\.\.\], dtype\[(\w+)\]\]")
 _WIDTH = 96
-
 
 def markdown(*names: str) -> str:
     """Return a section for everything named, as `package.Class` or `package.Class:method,…`.
@@ -22,7 +22,6 @@ def markdown(*names: str) -> str:
     one, with none.
     """
     return "\n\n".join(part for name in names for part in _parts(*name.partition(":")))
-
 
 def _parts(path: str, colon: str, members: str) -> Iterator[str]:
     thing = resolve_name(path)
@@ -51,11 +50,9 @@ def _parts(path: str, colon: str, members: str) -> Iterator[str]:
                 yield _signature(f"{thing.__name__}.{name}", getattr(thing, name))
             yield from _paragraphs(_HEADING.split(documented)[0].strip().split("\n\n")[0])
 
-
 def summary(*names: str) -> str:
     """Return for everything named its signature, what it is, and a line for each of its methods."""
     return "\n\n".join(part for name in names for part in _brief(name))
-
 
 def _brief(path: str) -> Iterator[str]:
     thing = resolve_name(path)
@@ -82,7 +79,6 @@ def _brief(path: str) -> Iterator[str]:
     if lines:
         yield "\n".join(lines)
 
-
 def _signature(name: str, function: Callable[..., Any]) -> str:
     """Return how something is called, a parameter a line where one line is too long."""
     signature = inspect.signature(function)
@@ -97,7 +93,6 @@ def _signature(name: str, function: Callable[..., Any]) -> str:
         line = f"{name}(\n{names}){returned}"
     return f"```text\n{line}\n```"
 
-
 def _each(parameters: list[inspect.Parameter]) -> Iterator[str]:
     has_star = any(each.kind is each.VAR_POSITIONAL for each in parameters)
     for number, each in enumerate(parameters):
@@ -111,11 +106,10 @@ def _each(parameters: list[inspect.Parameter]) -> Iterator[str]:
         ):
             yield "/"
 
-
 def _plain(signature: str) -> str:
-    """Return a signature without modules of types, and without addresses."""
-    return _MODULES.sub("", _OBJECT.sub("...", signature)).replace("~", "")
-
+    """Return a signature without modules of types, addresses and shapes of arrays."""
+    names = _MODULES.sub("", _OBJECT.sub("...", signature)).replace("~", "")
+    return _ARRAY.sub(r"ndarray[\1]", names)
 
 def _text(docstring: str) -> Iterator[str]:
     """Yield the paragraphs of a docstring, and its sections as lists."""
@@ -133,11 +127,9 @@ def _text(docstring: str) -> Iterator[str]:
         for text in rest:
             yield from _paragraphs(text)
 
-
 def _entry(text: str) -> str:
     name, _, meaning = text.partition(":")
     return f"- `{name}`: {_joined(meaning)}"
-
 
 def _paragraphs(text: str) -> Iterator[str]:
     """Yield paragraphs, and what is indented or a session of Python as code."""
@@ -151,7 +143,6 @@ def _paragraphs(text: str) -> Iterator[str]:
             yield part
         else:
             yield _joined(part).replace("::", ":")
-
 
 def _joined(text: str) -> str:
     """Return a paragraph in one line, what Markdown would take for more than text escaped."""
