@@ -15,6 +15,7 @@ _OBJECT = re.compile(r"<[^<>]+>")
 _ARRAY = re.compile(r"ndarray\[tuple\[Any, \.\.\.\], dtype\[(\w+)\]\]")
 _WIDTH = 96
 
+
 def markdown(*names: str) -> str:
     """Return a section for everything named, as `package.Class` or `package.Class:method,…`.
 
@@ -22,6 +23,7 @@ def markdown(*names: str) -> str:
     one, with none.
     """
     return "\n\n".join(part for name in names for part in _parts(*name.partition(":")))
+
 
 def _parts(path: str, colon: str, members: str) -> Iterator[str]:
     thing = resolve_name(path)
@@ -50,9 +52,11 @@ def _parts(path: str, colon: str, members: str) -> Iterator[str]:
                 yield _signature(f"{thing.__name__}.{name}", getattr(thing, name))
             yield from _paragraphs(_HEADING.split(documented)[0].strip().split("\n\n")[0])
 
+
 def summary(*names: str) -> str:
     """Return for everything named its signature, what it is, and a line for each of its methods."""
     return "\n\n".join(part for name in names for part in _brief(name))
+
 
 def _brief(path: str) -> Iterator[str]:
     thing = resolve_name(path)
@@ -79,6 +83,7 @@ def _brief(path: str) -> Iterator[str]:
     if lines:
         yield "\n".join(lines)
 
+
 def _signature(name: str, function: Callable[..., Any]) -> str:
     """Return how something is called, a parameter a line where one line is too long."""
     signature = inspect.signature(function)
@@ -93,6 +98,7 @@ def _signature(name: str, function: Callable[..., Any]) -> str:
         line = f"{name}(\n{names}){returned}"
     return f"```text\n{line}\n```"
 
+
 def _each(parameters: list[inspect.Parameter]) -> Iterator[str]:
     has_star = any(each.kind is each.VAR_POSITIONAL for each in parameters)
     for number, each in enumerate(parameters):
@@ -106,10 +112,12 @@ def _each(parameters: list[inspect.Parameter]) -> Iterator[str]:
         ):
             yield "/"
 
+
 def _plain(signature: str) -> str:
     """Return a signature without modules of types, addresses and shapes of arrays."""
     names = _MODULES.sub("", _OBJECT.sub("...", signature)).replace("~", "")
     return _ARRAY.sub(r"ndarray[\1]", names)
+
 
 def _text(docstring: str) -> Iterator[str]:
     """Yield the paragraphs of a docstring, and its sections as lists."""
@@ -127,9 +135,11 @@ def _text(docstring: str) -> Iterator[str]:
         for text in rest:
             yield from _paragraphs(text)
 
+
 def _entry(text: str) -> str:
     name, _, meaning = text.partition(":")
     return f"- `{name}`: {_joined(meaning)}"
+
 
 def _paragraphs(text: str) -> Iterator[str]:
     """Yield paragraphs, and what is indented or a session of Python as code."""
@@ -143,6 +153,7 @@ def _paragraphs(text: str) -> Iterator[str]:
             yield part
         else:
             yield _joined(part).replace("::", ":")
+
 
 def _joined(text: str) -> str:
     """Return a paragraph in one line, what Markdown would take for more than text escaped."""

@@ -83,6 +83,7 @@ _PREWARMED = "**lade**, after `lade prewarm`"
 _ARENA = "results/arena/smollm2_bfloat16"  # what is plotted
 _MODELS = {"smollm2-135m-instruct": "SmolLM2-135M-Instruct", "gemma-3-270m": "Gemma 3 270M"}
 
+
 def main(arguments: Sequence[str]) -> int:
     """Write or check all pages and plots; return the exit code."""
     is_check = "--check" in arguments
@@ -101,6 +102,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"of other code than this: {', '.join(older)}")
     return int(is_check and bool(found or plots))
 
+
 def of_older_code() -> list[str]:
     """Return the result files that are not of the present code.
 
@@ -113,11 +115,13 @@ def of_older_code() -> list[str]:
     made = {path: _made(json.loads(path.read_text("utf-8"))).get("code") for path in files}
     return [str(path.relative_to(DOCS)) for path in files if made[path] != present_code()]
 
+
 def _made(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a result says of its making; the fuzzer's files say it themselves."""
     found: Mapping[str, Any] = content.get("environment", content)
     made = found if "date" in found else next(iter(content.values()))
     return {**made.get("versions", {}), **made}
+
 
 def outdated() -> Iterator[tuple[Path, str]]:
     """Yield every file whose figures differ from its results, with the text that it should have."""
@@ -127,11 +131,13 @@ def outdated() -> Iterator[tuple[Path, str]]:
         if made != text:
             yield path, made
 
+
 def pages() -> list[Path]:
     """Return all Markdown files that may hold figures."""
     made = ("_build", "results", "support")
     found = [path for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] not in made]
     return [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(found)]
+
 
 def filled(text: str, name: str = "text") -> str:
     """Return a page with its figures made anew.
@@ -154,31 +160,38 @@ def filled(text: str, name: str = "text") -> str:
 
     return _MARKED.sub(make, text)
 
+
 def _figure(function: Callable[..., str]) -> Callable[..., str]:
     _FIGURES[function.__name__] = function
     return function
 
+
 # --- lines -----------------------------------------------------------------------------------
+
 
 @_figure
 def command_line() -> str:
     """Return a section for every command, from the program itself."""
     return commands.markdown()
 
+
 @_figure
 def example(path: str) -> str:
     """Return a file of the repository as a block of code."""
     return f"```python\n{(ROOT / path).read_text(encoding='utf-8').strip()}\n```"
+
 
 @_figure
 def reference(*names: str) -> str:
     """Return a section for each of some names, from signatures and docstrings."""
     return api.markdown(*names)
 
+
 @_figure
 def names(*paths: str) -> str:
     """Return a short section for each of some names, a line for each method."""
     return api.summary(*paths)
+
 
 @_figure
 def lines(*folders: str) -> str:
@@ -192,10 +205,13 @@ def lines(*folders: str) -> str:
     rows = [(f"`{name}`", _hundreds(num)) for name, num in sorted(found.items())]
     return _table(("package", "lines"), 1, [*rows, ("all", _hundreds(found.total()))])
 
+
 def _hundreds(num_lines: int) -> str:
     return f"{round(num_lines, -2):,}"
 
+
 # --- single numbers -------------------------------------------------------------------------
+
 
 @_figure
 def value(file: str, path: str, form: str = "") -> str:
@@ -204,6 +220,7 @@ def value(file: str, path: str, form: str = "") -> str:
     for key in path.split("/"):
         found = found[key]
     return speedup_text(found) if form == "x" else f"{found:{form}}"
+
 
 _EDITS = {
     "rename": "an attribute renamed, nine times",
@@ -220,6 +237,7 @@ _EDITED = {
     ("text", "prediction"): "with the prediction",
 }
 
+
 @_figure
 def edits() -> str:
     """Return how many steps every edit took, with and without a prediction."""
@@ -233,7 +251,9 @@ def edits() -> str:
     ]
     return _table(("edit", "tokens", *_EDITED.values()), 1, rows)
 
+
 # --- tables ---------------------------------------------------------------------------------
+
 
 @_figure
 def forwards(context: str, *files: str) -> str:
@@ -251,6 +271,7 @@ def forwards(context: str, *files: str) -> str:
     padded = [(*row, *[""] * (1 + len(sizes) - len(row))) for row in rows]
     return _table(("milliseconds", *sizes), 1, padded)
 
+
 @_figure
 def budget(file: str) -> str:
     """Return tokens a second of the budget and of fixed numbers, medians of fresh processes."""
@@ -267,11 +288,13 @@ def budget(file: str) -> str:
     shares = ("of the best", "lowest process", "lowest category", "first calls")
     return _table(("tokens a second", *numbers, *shares), 1, rows)
 
+
 _SAMENESS = {
     "lade": "lade without drafts, against `generate`",
     "one_thread": "`generate` on one thread, against `generate`",
     "eager": "`generate` with eager attention, against `generate`",
 }
+
 
 @_figure
 def sameness(*files: str) -> str:
@@ -290,11 +313,13 @@ def sameness(*files: str) -> str:
                 rows.setdefault(name, []).append(cell)
     return _table(("", *columns), 1, [(name, *cells) for name, cells in rows.items()])
 
+
 @_figure
 def cpu_engines(file: str, run: str) -> str:
     """Return what engines did with the same weights, in one dtype and with so many threads."""
     rows = [(_NAMES[name], *cells_of(row)) for name, row in _read(file)["runs"][run].items()]
     return _table(("decoding", *HEADINGS), 1, rows)
+
 
 _COLUMNS = {
     "no_drafts": "compiled forward only, no drafts",
@@ -303,6 +328,7 @@ _COLUMNS = {
     "rival_prompt_lookup": "prompt lookup on the compiled forward",
 }
 _FEWEST = 3  # prompts of a category that may be named as the lowest
+
 
 @_figure
 def headline(*files: str) -> str:
@@ -327,6 +353,7 @@ def headline(*files: str) -> str:
     columns.insert(2, "lade, its lowest category")
     return _table((_model(files[0]), *columns), 1, rows)
 
+
 @_figure
 def methods(*files: str) -> str:
     """Return the methods of one file, or of several with the same columns."""
@@ -346,6 +373,7 @@ def methods(*files: str) -> str:
     headings = ("decoding", "tokens/s", "speed-up", "MAT", "draft tokens/step", "same text")
     return _table(headings, 1, rows)
 
+
 @_figure
 def drafters(file: str) -> str:
     """Return the methods of a run of drafters, with their times."""
@@ -362,6 +390,7 @@ def drafters(file: str) -> str:
         *("draft ms/step", "same text"),
     )
     return _table(headings, 1, rows)
+
 
 @_figure
 def categories(*files: str) -> str:
@@ -384,6 +413,7 @@ def categories(*files: str) -> str:
     )
     return _table(("speed-up of lade (prompts)", *columns), 1, rows)
 
+
 @_figure
 def arena(*files: str) -> str:
     """Return MAT, and draft tokens a step, of every drafter at every budget, live."""
@@ -399,6 +429,7 @@ def arena(*files: str) -> str:
             ]
             rows.append((names.get(method, f"`{method}`"), *numbers))
     return _table(("drafter, MAT (draft tokens a step)", *map(str, sizes)), 1, rows)
+
 
 @_figure
 def arena_speeds(*files: str) -> str:
@@ -428,6 +459,7 @@ def arena_speeds(*files: str) -> str:
             rows.append((*cells,))
     return _table(("drafter, tokens a second (at most draft tokens)", *formats), 1, rows)
 
+
 def _arena_names(file: str) -> dict[str, str]:
     """Return the names of drafters in a result of the arena."""
     has_table = _read(file)["settings"]["num_table_contexts"] is not None
@@ -436,10 +468,12 @@ def _arena_names(file: str) -> dict[str, str]:
     of_lade = {"lade": f"{ours}, {one}", "lade_untabled": f"{_NAMES['lade']}, {one}"}
     return {**_NAMES, **of_lade, "lade_fresh": ours}
 
+
 _SERVERS = {
     "continuous": "`transformers serve --continuous-batching`",
     "lade": "`lade serve`",
 }
+
 
 @_figure
 def servers(file: str, what: str, digits: str) -> str:
@@ -450,6 +484,7 @@ def servers(file: str, what: str, digits: str) -> str:
         for name, label in _SERVERS.items()
     ]
     return _table(("clients", *found), 1, rows)
+
 
 _FUZZED = {
     "fuzz": ("random calls, mostly in float64", "num_cases", "num_mismatches"),
@@ -462,6 +497,7 @@ _FUZZED = {
     "fuzz_states": ("calls of models that change, also during the call", "num_cases", "num_wrong"),
 }
 
+
 @_figure
 def fuzz() -> str:
     """Return how many random calls were compared with `generate`, and how many differed."""
@@ -473,6 +509,7 @@ def fuzz() -> str:
         cells = (f"{found[total]:,}", refused, f"{found[wrong]:,}", made["date"], made["code"])
         rows.append((what, *cells))
     return _table(("compared", "calls", "refused", "different", "date", "code"), 1, rows)
+
 
 @_figure
 def engine_drafts(file: str) -> str:
@@ -495,6 +532,7 @@ def engine_drafts(file: str) -> str:
     )
     return _table(headings, 1, rows)
 
+
 @_figure
 def engine_speeds(file: str) -> str:
     """Return how fast methods in an engine were in each pass, by the number of requests at once."""
@@ -511,6 +549,7 @@ def engine_speeds(file: str) -> str:
     rows = [(_ENGINES[name], *of) for name, of in cells.items() if name != "plain"]
     return _table(("method", *(f"{size} at once" for size in sizes)), 1, rows)
 
+
 def _engine_rows(file: str, concurrency: int | None = None) -> dict[str, list[dict[str, Any]]]:
     """Return the passes of each method, with so many requests at once, or the first number."""
     rows = _read(file)["rows"]
@@ -520,6 +559,7 @@ def _engine_rows(file: str, concurrency: int | None = None) -> dict[str, list[di
         if row["concurrency"] == size:
             by_method.setdefault(row["method"], []).append(row)
     return by_method
+
 
 @_figure
 def pool(file: str) -> str:
@@ -537,11 +577,13 @@ def pool(file: str) -> str:
     draft = f"draft of {content['settings']['max_draft_tokens']} tokens, µs (95 %)"
     return _table(("tokens held", "observe, µs a token", draft, "bytes a token"), 0, rows)
 
+
 def _by_release() -> list[str]:
     """Return the files of architectures, the newest transformers first, then those of others."""
     files = [path.stem for path in (DOCS / "support").glob("*.json")]
     files = [stem for stem in files if stem not in ("formats", "forwards")]
     return sorted(files, key=lambda stem: [*map(int, re.findall(r"\d+", stem))], reverse=True)
+
 
 @_figure
 def support() -> str:
@@ -557,6 +599,7 @@ def support() -> str:
             counts = content["summary"][kind]
             rows.append((f"{label}, {kind}", *(str(counts[name]) for name in names)))
     return _table(("checked", *names), 1, rows)
+
 
 @_figure
 def architectures() -> str:
@@ -593,6 +636,7 @@ def architectures() -> str:
         )
     )
 
+
 @_figure
 def jobs() -> str:
     """Return of which architectures a whole forward runs as one compiled job."""
@@ -604,18 +648,22 @@ def jobs() -> str:
         f"{len(names) - counts['jobs']} variants: {', '.join(names)}."
     )
 
+
 def _num_names(item: tuple[object, Mapping[str, Sequence[str]]]) -> int:
     return sum(map(len, item[1].values()))
+
 
 def _reason(text: str) -> str:
     """Return why no better method will do, without what differs from model to model."""
     text = re.sub(r" by [\d.]+ of their standard deviation \(expected at most [\d.]+\)", "", text)
     return re.sub(r"(its forward fails) \([^;]*", r"\1", text)
 
+
 def _words(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table of texts, which may have what Markdown reads."""
     escaped = [[re.sub(r"([|<*])", r"\\\1", cell) for cell in row] for row in rows]
     return _table(headings, len(headings), escaped)
+
 
 @_figure
 def formats(*widths: str) -> str:
@@ -634,8 +682,10 @@ def formats(*widths: str) -> str:
     headings = [f"{width} tokens" for width in widths]
     return _table(("format", "in float32", "in bfloat16", *headings), 3, rows)
 
+
 def _verified(row: Mapping[str, str] | None) -> str:
     return "" if row is None else f"{row['one row']}, {row['text'].split(';')[0]}"
+
 
 @_figure
 def source(*files: str) -> str:
@@ -662,7 +712,9 @@ def source(*files: str) -> str:
     parts += [f"{name} {made[name]}" for name in engines]
     return f"*{names}: {'; '.join(parts)}; {made['date'].split()[0]}.*"
 
+
 # --- plots ----------------------------------------------------------------------------------
+
 
 def outdated_plots() -> list[str]:
     """Return the names of plots that are not of their present result files."""
@@ -671,6 +723,7 @@ def outdated_plots() -> list[str]:
         for name in _PLOTS
         if not _plot(name).exists() or _mark(name) not in _plot(name).read_text("utf-8")
     ]
+
 
 def draw(name: str) -> Path:
     """Draw a plot as a small SVG, marked with what it is of; return its file."""
@@ -694,12 +747,15 @@ def draw(name: str) -> Path:
     _plot(name).write_text(f"{text.strip()}\n{_mark(name)}\n", encoding="utf-8")
     return _plot(name)
 
+
 def _plot(name: str) -> Path:
     return DOCS / "plots" / f"{name}.svg"
+
 
 def _mark(name: str) -> str:
     file, _ = _PLOTS[name]
     return f"<!-- of {file}.json {hashlib.sha256(_path(file).read_bytes()).hexdigest()[:16]} -->"
+
 
 def _draw_arena(folder: Path, name: str, content: Any) -> None:
     lines: dict[str, list[tuple[int, float]]] = {}
@@ -714,20 +770,24 @@ def _draw_arena(folder: Path, name: str, content: Any) -> None:
     axes.set_ylabel("mean accepted tokens")
     _save(figure, axes, folder, name)
 
+
 def _new_figure() -> tuple[Any, Any]:
     from matplotlib.figure import Figure  # not pyplot, which keeps figures and wants a display
 
     figure = Figure(figsize=(6.0, 4.0), layout="constrained")
     return figure, figure.subplots()
 
+
 def _save(figure: Any, axes: Any, folder: Path, name: str) -> None:
     axes.legend()
     figure.savefig(folder / f"{name}.svg", dpi=150)
+
 
 # By name: the file that it is of, and what draws it.
 _PLOTS: dict[str, tuple[str, Callable[[Path, str, Any], None]]] = {
     "arena": (_ARENA, _draw_arena),
 }
+
 
 def _table(headings: Sequence[str], num_words: int, rows: Sequence[Sequence[str]]) -> str:
     """Return a table without its title; the columns after the first `num_words` are numbers."""
@@ -735,14 +795,18 @@ def _table(headings: Sequence[str], num_words: int, rows: Sequence[Sequence[str]
     lines = [[cell.replace("|", "\\|") for cell in row] for row in (headings, rule, *rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
+
 # --- reading --------------------------------------------------------------------------------
+
 
 def _path(file: str) -> Path:
     return DOCS / f"{file}.json"
 
+
 @cache
 def _read(file: str) -> Any:
     return json.loads(_path(file).read_text(encoding="utf-8"))
+
 
 def _runs(file: str) -> dict[tuple[str, int], Mapping[str, Any]]:
     runs = _read(file)["runs"]
@@ -750,17 +814,21 @@ def _runs(file: str) -> dict[tuple[str, int], Mapping[str, Any]]:
         (run["method"], run["max_draft_tokens"]): run for run in runs if run["group"] == OVERALL
     }
 
+
 def _settings(content: Mapping[str, Any]) -> BenchSettings:
     return BenchSettings(
         **{name: content[name] for name in BenchSettings.__dataclass_fields__ if name in content}
     )
 
+
 def _decoding(file: str) -> str:
     return _settings(_read(file)["settings"]).describe()
+
 
 def _model(file: str) -> str:
     name = str(_read(file)["settings"]["model"])
     return _MODELS.get(name, name)
+
 
 def _hardware(file: str) -> str:
     made, settings = _read(file)["environment"], _read(file)["settings"]
@@ -770,8 +838,10 @@ def _hardware(file: str) -> str:
     threads = f", {number} {'thread' if number == 1 else 'threads'}" if number else ""
     return f"{made['cpu']}, {made['num_cores']} cores{threads}"
 
+
 def _name(method: str) -> str:
     return _NAMES.get(method, f"`{method}`")
+
 
 def _each_pass(label: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if "each_pass" not in entry:
@@ -780,14 +850,18 @@ def _each_pass(label: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapp
     for number, of_pass in enumerate(entry["each_pass"], start=1):
         yield f"{label}, pass {number}", of_pass
 
+
 def _passes_text(entry: Mapping[str, Any]) -> str:
     return ", ".join(f"{ratio:.2f}" for ratio in entry["speedup_of_each_pass"])
+
 
 def _mat(entry: Mapping[str, Any]) -> str:
     return f"{entry['mean_accepted_tokens']:.2f}"
 
+
 def _counts(entry: Mapping[str, Any]) -> tuple[str, str, str]:
     return _mat(entry), f"{entry['draft_tokens_per_step']:.1f}", share_text(entry["same_text"])
+
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
