@@ -1,4 +1,4 @@
-"""Which of some ways to compute the same is the fastest, by the times of a few calls."""
+"""`Fastest`: the fastest of several ways to compute the same, by the times of a few calls."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,34 +9,34 @@ _R = TypeVar("_R")
 TORCHS = 0  # the way that is right by definition
 
 
-# A product is timed when it runs first, as the others find the weights in the cache. Twice for
-# each, unless one is so much slower that another time would cost more than it can tell.
+# A product is timed only as the first of a round, as the others find the weights in the cache. Each
+# is timed twice, unless it is so much slower that a second time would change nothing.
 _NUM_TIMES = 2
 _CLEAR, _CLEAR_SEC = 2.0, 3e-3
-# Calls until one is timed again, if all take about the same time, and in any case.
+# Calls until ways are timed again, if all take about the same time, and in any case.
 _LEAST_CALLS, _MOST_CALLS = 100, 20_000
 
 
 class Fastest:
-    """Which of some ways is the fastest, by the shortest times of a few calls.
+    """Finds the fastest of several ways, by the shortest times of a few calls.
 
-    A busy machine may make the wrong one look slow, so they are timed again now and then, in turn.
+    A busy machine may make a fast way look slow, so all are timed again now and then, in turn.
 
     Args:
-        num_ways: the first is torch's.
+        num_ways: number of ways; the first is torch's.
 
     Attributes:
-        best: None as long as it is not known.
-        extra_sec: what the last comparison took, besides the fastest way.
+        best: number of the fastest way; None until it is known.
+        extra_sec: seconds of the last comparison, without those of the fastest way.
     """
 
     def __init__(self, num_ways: int) -> None:
         self.best: int | None = None
         self.extra_sec = 0.0
-        self._sec = [math.inf] * num_ways  # the shortest of each
-        self._rivals: Sequence[int] = range(num_ways)  # that run when they are compared
-        self._place, self._num_rounds = 0, 0  # in a round, each of them is the first once
-        self._num_left = 0  # calls until one is timed again
+        self._sec = [math.inf] * num_ways  # the shortest time of each way
+        self._rivals: Sequence[int] = range(num_ways)  # the ways that comparisons run
+        self._place, self._num_rounds = 0, 0  # in a round, each way is the first once
+        self._num_left = 0  # calls until the next comparison
 
     def compare(
         self,
@@ -44,12 +44,12 @@ class Fastest:
         is_close: Callable[[_R, _R], bool],
         scale: float = 1.0,
     ) -> _R:
-        """Run the rivals, and return torch's result if it is one, else another.
+        """Run all rivals; return torch's result if torch is a rival, else another's.
 
         Args:
-            run: runs one of them.
-            is_close: whether two results differ by rounding alone; says so where they do not.
-            scale: what times are multiplied by, so that they can be held against others'.
+            run: runs one way.
+            is_close: returns whether two results differ by rounding alone; warns if not.
+            scale: factor of the times, which makes them comparable with those of other calls.
         """
         rivals, is_known = self._rivals, self.best is not None
         begin, least = perf_counter(), math.inf
@@ -75,16 +75,16 @@ class Fastest:
 
     @property
     def saved_sec(self) -> float:
-        """What a call saves by the best; as much as it takes while that is not known."""
+        """Seconds that the fastest way saves in a call; all of them until it is known."""
         return math.inf if self.best is None else self._sec[TORCHS] - self._sec[self.best]
 
     def is_due(self) -> bool:
-        """Count a call; return whether all ways are to be compared."""
+        """Count a call; return whether it should compare all ways."""
         self._num_left -= 1
         return self._num_left == 0
 
     def _end_round(self) -> None:
-        """Choose, unless some rivals are to be timed once more."""
+        """Choose the fastest way, unless some rivals must be timed once more."""
         self._num_rounds += 1
         fast = min(self._sec)
         rivals = [i for i, sec in enumerate(self._sec) if sec < max(_CLEAR * fast, _CLEAR_SEC)]
@@ -97,7 +97,7 @@ class Fastest:
     def _choose(self) -> None:
         fast, slow = min(self._sec), max(self._sec)
         self.best = self._sec.index(fast)
-        # What takes so many times as long is tried so rarely that it costs a percent at most.
+        # A much slower way is tried so rarely that it costs a percent at most.
         self._num_left = int(min(_LEAST_CALLS * (slow / fast) ** 2, _MOST_CALLS))
 
 
