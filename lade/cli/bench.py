@@ -1,4 +1,4 @@
-"""`lade bench`: answer prompts by every method, and print and write what came of it."""
+"""`lade bench`: answer prompts by every method; print and write the results."""
 
 import json
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def compare(
     *,
     shows_budget: bool = False,
 ) -> None:
-    """Run every method of `lade bench`; also show what its budget chose where that is asked for."""
+    """Run every method of `lade bench`; on request, also show what the budget chose."""
     from lade.bench.methods import METHODS
     from lade.bench.report import budget_table, groups, table
     from lade.bench.run import Contest, stats_of, summarise, warm_up

@@ -87,7 +87,7 @@ def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int) -> None:
 
 @dataclass
 class _Run:
-    """What a method has answered so far."""
+    """The answers of a method so far."""
 
     num_answers: int = 0
     num_tokens: int = 0

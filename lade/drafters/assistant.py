@@ -47,7 +47,7 @@ class AssistantModel(Drafter):
             check_integer("length", length, 1)
         self.model = model
         self.name = name
-        self._shares_ids: bool | None = None  # as far as tokenizers tell
+        self._shares_ids: bool | None = None  # None without both tokenizers
         if tokenizer is not None and target_tokenizer is not None:
             size = model.config.get_text_config(decoder=True).vocab_size
             self._shares_ids = _shares_ids(target_tokenizer, tokenizer, size)
