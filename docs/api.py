@@ -54,7 +54,7 @@ def _parts(path: str, colon: str, members: str) -> Iterator[str]:
 
 
 def summary(*names: str) -> str:
-    """Return for everything named its signature, what it is, and a line for each of its methods."""
+    """Return for everything named its signature, one paragraph, and a line for each method."""
     return "\n\n".join(part for name in names for part in _brief(name))
 
 
@@ -66,7 +66,7 @@ def _brief(path: str) -> Iterator[str]:
         return
     if inspect.isclass(thing) and not issubclass(thing, BaseException):
         yield _signature(path, thing)
-    yield from _paragraphs(_HEADING.split(inspect.getdoc(thing) or "")[0].strip("\n"))
+    yield from _paragraphs((inspect.getdoc(thing) or "").split("\n\n")[0])
     if not inspect.isclass(thing):
         return
     lines = []

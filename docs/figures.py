@@ -610,11 +610,7 @@ def architectures() -> str:
         if _read(f"support/{each}")["settings"].get("execution", "eager") == "eager"
     )
     content = _read(f"support/{file}")
-    made, counts = content["environment"], content["summary"]
-    totals = [
-        (name, str(number), str(counts["variants"][name]))
-        for name, number in counts["architectures"].items()
-    ]
+    made = content["environment"]
     by_verdict: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for cells in content["rows"]:
         row = dict(zip(content["headings"], cells, strict=True))
@@ -631,7 +627,6 @@ def architectures() -> str:
         (
             f"With transformers {made['transformers']}, torch {made['torch']} and lade "
             f"{made['lade']}, {made['date']}, seed {content['settings']['seed']}.",
-            _table(("", "architectures", "variants"), 1, totals),
             _words(headings, rows),
         )
     )
@@ -642,10 +637,9 @@ def jobs() -> str:
     """Return of which architectures a whole forward runs as one compiled job."""
     content = _read("support/forwards")
     made, counts = content["environment"], content["summary"]
-    names = content["jobs"]
+    names = ", ".join(content["jobs"][: counts["jobs"]])  # variants follow
     return (
-        f"With transformers {made['transformers']}, {counts['jobs']} of {counts['all']} and "
-        f"{len(names) - counts['jobs']} variants: {', '.join(names)}."
+        f"With transformers {made['transformers']}, {counts['jobs']} of {counts['all']}: {names}."
     )
 
 

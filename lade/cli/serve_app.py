@@ -85,7 +85,7 @@ def serve(
     ] = None,
     corpus: Annotated[
         list[str] | None,
-        _of_drafting(metavar="NAME=FILE", help='A pool for requests whose "pools" name it.'),
+        _of_drafting(metavar="NAME=FILE", help="Pool of requests that name it."),
     ] = None,
     max_draft_tokens: Annotated[
         int | None, _of_drafting(min=0, help="Limit of a step; 0 drafts nothing.")
@@ -105,7 +105,7 @@ def serve(
         bool, _of_model("--trust-remote-code", help="Run the model's own code.")
     ] = False,
 ) -> None:
-    """Serve a model by an OpenAI-compatible API, with a pool for every key and "user"."""
+    """Serve a model by an OpenAI-compatible API; each key and "user" has a pool."""
     if not 0 <= port < 2**16:
         raise UserError(f"expected a port of 0 to 65535, got {port}")
     if port:
