@@ -1,4 +1,4 @@
-"""The command line. `app.py` defines the commands, `options.py` what options they share.
+"""The command line. `app.py` defines the commands, `options.py` their common options.
 
 The implementations are in other modules, imported with their heavy dependencies only when a command
 runs.

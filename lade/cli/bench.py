@@ -74,7 +74,7 @@ def compare(
 
 
 def describe_model(loaded: LoadedModel) -> dict[str, Any]:
-    """Return what results say of a model and how it is run."""
+    """Return the description of a model, and of how it runs, for results."""
     import torch
 
     from lade.forward.packed import formats_of

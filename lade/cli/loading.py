@@ -23,7 +23,7 @@ def tell(what: str) -> None:
 
 
 def bar(*columns: ProgressColumn) -> Progress:
-    """Return a progress bar, gone at its end: what is done, how much of it, and more columns."""
+    """Return a progress bar that disappears at its end: a task, its share, and more columns."""
     shown = (TextColumn("{task.description}"), BarColumn(), *columns)
     return Progress(*shown, console=console, transient=True)
 

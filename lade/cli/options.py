@@ -183,14 +183,14 @@ class ChatSamplingOptions(SamplingOptions):
     temperature: TemperatureOption = 0.7
 
 
-# --- what is said of files before any work is done -------------------------------------------
+# --- files, checked before any work ----------------------------------------------------------
 
 
 def check_place(path: Path | None) -> Path | None:
-    """Raise if a file could not be written at a path later; make none, which would look like one.
+    """Raise if a file could not be written at a path later; leave no file behind.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: its folder does not exist.
         OSError: nothing can be written to it.
     """
     if path is not None:
@@ -258,10 +258,10 @@ class DraftOptions:
 
     @contextmanager
     def open_pools(self, loaded: "LoadedModel") -> "Iterator[list[NGramPool]]":
-        """Open them; save what learned at the end, where asked for, however that comes.
+        """Open the pools; at the end, also after an error, save the one of `--save-pool`.
 
         Yields:
-            The pool that learns first, loaded if its file exists, then those that are read.
+            First the pool that learns, loaded if its file exists, then the read-only pools.
         """
         import lade
         from lade.cli.loading import console
