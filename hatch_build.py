@@ -6,7 +6,7 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-_LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)")
+_LINK = re.compile(r"(!?)\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)")
 
 
 class ReadmeHook(MetadataHookInterface):  # type: ignore[misc]
@@ -20,12 +20,19 @@ class ReadmeHook(MetadataHookInterface):  # type: ignore[misc]
 
 
 def with_links(text: str, source: str | None) -> str:
-    """Return Markdown with relative links made absolute, or where there is no home, their words.
+    """Return Markdown with relative links and images made absolute.
 
     Args:
         text: the Markdown.
-        source: of `[project.urls]`: the repository's address, as GitHub has it.
+        source: of `[project.urls]`: the repository's address, as GitHub has it; None for no links
+            and no images.
     """
-    if source is None:
-        return _LINK.sub(r"\1", text)
-    return _LINK.sub(rf"[\1]({source.rstrip('/')}/blob/main/\2)", text)
+
+    def make(match: re.Match[str]) -> str:
+        mark, words, path = match.groups()
+        if source is None:
+            return "" if mark else words
+        # Images: GitHub's `blob` is a page about a file, `raw` the file itself.
+        return f"{mark}[{words}]({source.rstrip('/')}/{'raw' if mark else 'blob'}/main/{path})"
+
+    return _LINK.sub(make, text)

@@ -12,6 +12,7 @@ _HEADING = re.compile(rf"^({'|'.join(_SECTIONS)}):$", re.MULTILINE)
 _ENTRY = re.compile(r"^(?=[\w*][\w*., ]*:\s)", re.MULTILINE)
 _MODULES = re.compile(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z_])")
 _OBJECT = re.compile(r"<[^<>]+>")
+_ARRAY = re.compile(r"ndarray\[tuple\[Any, \.\.\.\], dtype\[(\w+)\]\]")
 _WIDTH = 96
 
 
@@ -53,7 +54,7 @@ def _parts(path: str, colon: str, members: str) -> Iterator[str]:
 
 
 def summary(*names: str) -> str:
-    """Return for everything named its signature, what it is, and a line for each of its methods."""
+    """Return for everything named its signature, one paragraph, and a line for each method."""
     return "\n\n".join(part for name in names for part in _brief(name))
 
 
@@ -65,7 +66,7 @@ def _brief(path: str) -> Iterator[str]:
         return
     if inspect.isclass(thing) and not issubclass(thing, BaseException):
         yield _signature(path, thing)
-    yield from _paragraphs(_HEADING.split(inspect.getdoc(thing) or "")[0].strip("\n"))
+    yield from _paragraphs((inspect.getdoc(thing) or "").split("\n\n")[0])
     if not inspect.isclass(thing):
         return
     lines = []
@@ -113,8 +114,9 @@ def _each(parameters: list[inspect.Parameter]) -> Iterator[str]:
 
 
 def _plain(signature: str) -> str:
-    """Return a signature without modules of types, and without addresses."""
-    return _MODULES.sub("", _OBJECT.sub("...", signature)).replace("~", "")
+    """Return a signature without modules of types, addresses and shapes of arrays."""
+    names = _MODULES.sub("", _OBJECT.sub("...", signature)).replace("~", "")
+    return _ARRAY.sub(r"ndarray[\1]", names)
 
 
 def _text(docstring: str) -> Iterator[str]:

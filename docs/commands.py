@@ -1,6 +1,6 @@
 """The page of the command line, written from the program's own commands, options and help texts."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum
 from pathlib import Path
 from types import NoneType
@@ -12,29 +12,55 @@ from lade.cli.app import app
 
 
 def markdown() -> str:
-    """Return a section for every command."""
-    return "\n\n".join(_sections(typer.main.get_command(app), "lade"))
+    """Return a section for every command, and one for the options that several of them have."""
+    commands = [*_commands(typer.main.get_command(app), "lade")]
+    found: dict[str, list[str]] = {}
+    for name, command in commands:
+        for row in _rows(command):
+            found.setdefault(row, []).append(name.removeprefix("lade "))
+    shared = {row: names for row, names in found.items() if len(names) > 1}
+    parts = [part for name, command in commands for part in _section(name, command, shared)]
+    rows = [
+        row.replace(" | ", f" | {', '.join(names)} | ", 1)
+        for row, names in sorted(shared.items(), key=lambda each: -len(each[1]))
+    ]
+    table = ["| option | commands | meaning |", "| --- | --- | --- |", *rows]
+    return "\n\n".join([*parts, "## Common options", "\n".join(table)])
 
 
 # What stands behind an option that takes a value, by the type of its parameter.
 _PLACEHOLDERS = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
 
 
-def _sections(command: Any, name: str) -> Iterator[str]:
-    subcommands = getattr(command, "commands", {})
+def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    yield name, command
+    for each in getattr(command, "commands", {}).values():
+        if not each.hidden:
+            yield from _commands(each, f"{name} {each.name}")
+
+
+def _section(name: str, command: Any, shared: Collection[str]) -> Iterator[str]:
     if name != "lade":
         yield f"## {name}"
     yield _text(command.help or "")
+    if not hasattr(command, "commands"):
+        yield f"```\n{' '.join([name, *_usage(*_parameters(command))])}\n```"
+    rows = [*_rows(command)]
+    if alone := [row for row in rows if row not in shared]:
+        yield "\n".join(["| option | meaning |", "| --- | --- |", *alone])
+    if others := [row.split("`")[1] for row in rows if row in shared]:
+        names = ", ".join(f"`{each}`" for each in others)
+        yield f"[Common options](#common-options): {names}."
+
+
+def _parameters(command: Any) -> tuple[list[Any], dict[str, Any]]:
     types = get_type_hints(command.callback) if command.callback else {}
-    parameters = [each for each in command.params if each.name in types and not each.hidden]
-    if not subcommands:
-        yield f"```\n{' '.join([name, *_usage(parameters, types)])}\n```"
-    rows = [_row(each, types) for each in parameters]
-    if rows:
-        yield "\n".join(["| option | meaning |", "| --- | --- |", *rows])
-    for each in subcommands.values():
-        if not each.hidden:
-            yield from _sections(each, f"{name} {each.name}")
+    return [each for each in command.params if each.name in types and not each.hidden], types
+
+
+def _rows(command: Any) -> Iterator[str]:
+    parameters, types = _parameters(command)
+    return (_row(each, types) for each in parameters)
 
 
 def _usage(parameters: list[Any], types: dict[str, Any]) -> Iterator[str]:

@@ -23,6 +23,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -255,21 +256,20 @@ def edits() -> str:
 
 
 @_figure
-def forwards(*files: str) -> str:
-    """Return what forwards take by their number of tokens, by torch and by lade."""
+def forwards(context: str, *files: str) -> str:
+    """Return what forward passes behind so many tokens take, by torch and by lade."""
     rows: list[Sequence[str]] = []
     sizes: list[str] = []
     for file in files:
         found = _read(file)
         what = f"{found['model']}, {found['dtype']}"
-        rows.append((f"{what}: reading the weights", "", f"{1000 * found['reading']:.1f}"))
-        for context in found["seconds"]["torch"]:
-            for name, of_way in found["seconds"].items():
-                sizes = [*of_way[context]]
-                times = (f"{1000 * of_way[context][size]:.1f}" for size in sizes)
-                rows.append((_NAMES.get(name, name), context, *times))
-    padded = [(*row, *[""] * (2 + len(sizes) - len(row))) for row in rows]
-    return _table(("milliseconds", "tokens before", *sizes), 1, padded)
+        rows.append((f"{what}: reading all parameters", f"{1000 * found['reading']:.0f}"))
+        for name, of_way in found["seconds"].items():
+            sizes = [*of_way[context]]
+            times = (f"{1000 * of_way[context][size]:.0f}" for size in sizes)
+            rows.append((_NAMES.get(name, name), *times))
+    padded = [(*row, *[""] * (1 + len(sizes) - len(row))) for row in rows]
+    return _table(("milliseconds", *sizes), 1, padded)
 
 
 @_figure
@@ -285,28 +285,8 @@ def budget(file: str) -> str:
         )
         for way, each in summary.items()
     ]
-    told = ("of the best", "lowest process", "lowest category", "first calls")
-    return _table(("tokens a second", *numbers, *told), 1, rows)
-
-
-@_figure
-def prewarming(*files: str) -> str:
-    """Return what tables of so many minutes bring, in all and of each number of draft tokens."""
-    rows = []
-    for file in files:
-        content = _read(file)
-        first = content["rows"][0]
-        names = [name for name, of in first.items() if isinstance(of, dict) and "," not in name]
-        for row in content["rows"]:
-            without = row["uses_table=False, auto"]
-            speed = row["auto"]["tokens_per_sec"] / without["tokens_per_sec"]
-            told = (f"{row[name]['mean_accepted_tokens']:.2f}" for name in names)
-            size = f"{row['megabytes']:.1f}" if "megabytes" in row else ""
-            rows.append(
-                (content["settings"]["dtype"], f"{row['minutes']:g}", size, *told, f"{speed:.2f}x")
-            )
-    headings = (f"MAT, {name}" for name in names)
-    return _table(("weights", "minutes", "MB", *headings, "of none"), 1, rows)
+    shares = ("of the best", "lowest process", "lowest category", "first calls")
+    return _table(("tokens a second", *numbers, *shares), 1, rows)
 
 
 _SAMENESS = {
@@ -329,8 +309,8 @@ def sameness(*files: str) -> str:
             for key, counts in content[part].items():
                 name = _SAMENESS.get(key, f"lade: {key}")
                 texts, logits = counts["num_same_text"], counts["num_same_logits"]
-                told = f"{texts}" if logits in (None, texts) else f"{texts} ({logits})"
-                rows.setdefault(name, []).append(told)
+                cell = f"{texts}" if logits in (None, texts) else f"{texts} ({logits})"
+                rows.setdefault(name, []).append(cell)
     return _table(("", *columns), 1, [(name, *cells) for name, cells in rows.items()])
 
 
@@ -413,19 +393,25 @@ def drafters(file: str) -> str:
 
 
 @_figure
-def categories(file: str) -> str:
-    """Return the speed-up of every method in every category."""
-    summary = _read(file)["summary"]
-    names = [name for name in summary[OVERALL] if name != "plain"]
-    rows = [
-        (
-            f"{group} ({of_methods['plain']['num_prompts']})",
-            *(speedup_text(of_methods[name]["speedup"]) for name in names),
+def categories(*files: str) -> str:
+    """Return lade's speed-up in every category, a column for each file."""
+    summaries = [_read(file)["summary"] for file in files]
+    groups = [group for group in dict.fromkeys(chain(*summaries)) if group not in (OVERALL, LOOPS)]
+    rows = []
+    for group in (*groups, OVERALL, LOOPS):
+        entries = [summary.get(group) for summary in summaries]
+        cells = (
+            f"{speedup_text(of['lade_fresh']['speedup'])} ({of['plain']['num_prompts']})"
+            if of
+            else ""
+            for of in entries
         )
-        for group, of_methods in summary.items()
-    ]
-    labels = [_name(name) for name in names]
-    return _table(("category (prompts)", *labels), 1, rows)
+        rows.append((group, *cells))
+    columns = (
+        f"{_read(file)['settings']['dtype']}{', no AVX-512' if file.endswith('_avx2') else ''}"
+        for file in files
+    )
+    return _table(("speed-up of lade (prompts)", *columns), 1, rows)
 
 
 @_figure
@@ -483,23 +469,8 @@ def _arena_names(file: str) -> dict[str, str]:
     return {**_NAMES, **of_lade, "lade_fresh": ours}
 
 
-@_figure
-def trials(file: str) -> str:
-    """Return MAT with one thing changed at a time, by replay."""
-    headings = [f"{pool} {size}" for pool in ("new pools,", "one pool,") for size in (7, 11)]
-    rows = [
-        (
-            run["change"],
-            *(f"{n:.2f}" for pool in ("new_pools", "one_pool") for n in run[pool].values()),
-        )
-        for run in _read(file)["runs"]
-    ]
-    return _table(("changed, MAT at", *headings), 1, rows)
-
-
 _SERVERS = {
     "continuous": "`transformers serve --continuous-batching`",
-    "before": "`lade serve`, before the compiled forward pass",
     "lade": "`lade serve`",
 }
 
@@ -508,10 +479,9 @@ _SERVERS = {
 def servers(file: str, what: str, digits: str) -> str:
     """Return one figure of servers that were asked the same, by how many clients asked at once."""
     found = _read(file)["summary"]
-    names = [*next(iter(found.values()))]
     rows = [
-        (_SERVERS[name], *(f"{by_name[name][what]:.{digits}f}" for by_name in found.values()))
-        for name in names
+        (label, *(f"{by_name[name][what]:.{digits}f}" for by_name in found.values()))
+        for name, label in _SERVERS.items()
     ]
     return _table(("clients", *found), 1, rows)
 
@@ -542,52 +512,21 @@ def fuzz() -> str:
 
 
 @_figure
-def load(*files: str) -> str:
-    """Return what a server did under load, a column for each run."""
-    rows: dict[str, list[str]] = {}
-    for file in files:
-        found, made = _read(file), _made(_read(file))
-        plan, seconds = found["plan"], found["first_token_sec"]
-        attackers = plan.get("num_attackers", plan.get("attackers"))
-        of_run = {
-            "": f"{attackers} attackers" if attackers else "no attackers",
-            "clients": f"{plan.get('num_clients', plan.get('clients')):,}",
-            "minutes": f"{found['sec'] / 60:.0f}",
-            "right answers": f"{found['num_right']:,}",
-            "wrong, another client's, or lost": "{num_wrong}, {num_mixed}, {num_lost}".format(
-                **found
-            ),
-            "clients that left": f"{found['num_left']:,}",
-            "first token, s: median, 99th percentile": "{p50:.2f}, {p99:.2f}".format(**seconds),
-            "memory, MB: after a tenth of the time, at the end": (
-                f"{found['memory_mb']['after_a_tenth']}, {found['memory_mb']['last']}"
-            ),
-            "date, code": f"{made['date'].split()[0]}, {made['code']}",
-        }
-        for name, cell in of_run.items():
-            rows.setdefault(name, []).append(cell)
-    headings = ("", *rows.pop(""))
-    return _table(headings, 1, [(name, *cells) for name, cells in rows.items()])
-
-
-@_figure
 def engine_drafts(file: str) -> str:
     """Return what methods in an engine drafted, and how much was accepted, by pass."""
     rows = []
     for method, by_pass in _engine_rows(file).items():
         if method != "plain":
             mats = [f"{row['mat']:.2f}" for row in by_pass]
-            lengths = [f"{row['acceptance_length']:.2f}" for row in by_pass]
             first = by_pass[0]
             share = first["num_accepted_tokens"] / first["num_draft_tokens"]
             per_token = first["num_draft_tokens"] / first["num_tokens"]
             label = _ENGINES[method]
-            rows.append((label, *mats, *lengths, f"{per_token:.2f}", f"{share:.0%}"))
+            rows.append((label, *mats, f"{per_token:.2f}", f"{share:.0%}"))
     passes = [f"pass {row['pass']}" for row in by_pass]
     headings = (
         "method",
         *(f"MAT, {name}" for name in passes),
-        *(f"acceptance length, {name}" for name in passes),
         "drafted for a token, pass 1",
         "accepted, pass 1",
     )
@@ -595,29 +534,20 @@ def engine_drafts(file: str) -> str:
 
 
 @_figure
-def engine_speeds(*files: str) -> str:
-    """Return how fast methods in an engine were, by the number of requests at once."""
-    rows = []
-    for file in files:
-        for size in dict.fromkeys(row["concurrency"] for row in _read(file)["rows"]):
-            of_size = _engine_rows(file, size)
-            for method, by_pass in of_size.items():
-                speeds = [
-                    speedup_text(row["tokens_per_sec"] / plain["tokens_per_sec"])
-                    for row, plain in zip(by_pass, of_size["plain"], strict=True)
-                ]
-                first = by_pass[0]
-                rows.append(
-                    (
-                        *(f"{size}", _ENGINES[method], f"{first['tokens_per_sec']:.1f}", *speeds),
-                        f"{first['first_token_sec']:.2f}",
-                        f"{first['latency_sec']:.2f}",
-                        msec_text(first["draft_sec_per_step"]) if method != "plain" else "",
-                    )
-                )
-    passes = [f"speed, pass {row['pass']}" for row in by_pass]
-    times = ("first token, s", "latency, s", "draft ms/step")
-    return _table(("at once", "method", "tokens/s, pass 1", *passes, *times), 2, rows)
+def engine_speeds(file: str) -> str:
+    """Return how fast methods in an engine were in each pass, by the number of requests at once."""
+    sizes = [*dict.fromkeys(row["concurrency"] for row in _read(file)["rows"])]
+    cells: dict[str, list[str]] = {}
+    for size in sizes:
+        of_size = _engine_rows(file, size)
+        for method, by_pass in of_size.items():
+            ratios = (
+                speedup_text(row["tokens_per_sec"] / plain["tokens_per_sec"])
+                for row, plain in zip(by_pass, of_size["plain"], strict=True)
+            )
+            cells.setdefault(method, []).append(", ".join(ratios))
+    rows = [(_ENGINES[name], *of) for name, of in cells.items() if name != "plain"]
+    return _table(("method", *(f"{size} at once" for size in sizes)), 1, rows)
 
 
 def _engine_rows(file: str, concurrency: int | None = None) -> dict[str, list[dict[str, Any]]]:
@@ -680,11 +610,7 @@ def architectures() -> str:
         if _read(f"support/{each}")["settings"].get("execution", "eager") == "eager"
     )
     content = _read(f"support/{file}")
-    made, counts = content["environment"], content["summary"]
-    totals = [
-        (name, str(number), str(counts["variants"][name]))
-        for name, number in counts["architectures"].items()
-    ]
+    made = content["environment"]
     by_verdict: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for cells in content["rows"]:
         row = dict(zip(content["headings"], cells, strict=True))
@@ -701,7 +627,6 @@ def architectures() -> str:
         (
             f"With transformers {made['transformers']}, torch {made['torch']} and lade "
             f"{made['lade']}, {made['date']}, seed {content['settings']['seed']}.",
-            _table(("", "architectures", "variants"), 1, totals),
             _words(headings, rows),
         )
     )
@@ -712,10 +637,9 @@ def jobs() -> str:
     """Return of which architectures a whole forward runs as one compiled job."""
     content = _read("support/forwards")
     made, counts = content["environment"], content["summary"]
-    names = content["jobs"]
+    names = ", ".join(content["jobs"][: counts["jobs"]])  # variants follow
     return (
-        f"With transformers {made['transformers']}, {counts['jobs']} of {counts['all']} and "
-        f"{len(names) - counts['jobs']} variants: {', '.join(names)}."
+        f"With transformers {made['transformers']}, {counts['jobs']} of {counts['all']}: {names}."
     )
 
 
@@ -759,7 +683,7 @@ def _verified(row: Mapping[str, str] | None) -> str:
 
 @_figure
 def source(*files: str) -> str:
-    """Return where figures come from: the files, the machine, and the commit."""
+    """Return where figures come from: the files, the settings, the machine and the date."""
     names = ", ".join(f"`docs/{file}.json`" for file in files)
     content = _read(files[0])
     parts = []
@@ -779,14 +703,8 @@ def source(*files: str) -> str:
     if "versions" not in made:
         parts.append(_hardware(files[0]))
     engines = [name for name in ("vllm", "openvino-genai", "llama-cpp-python") if name in made]
-    known = ("python", "torch", "transformers", *engines)
-    parts.append(", ".join(f"{'Python' if n == 'python' else n} {made[n]}" for n in known))
-    at = (
-        f"code {made['code']}"
-        if made.get("code")
-        else f"code of commit {made['stored_in']} or before"
-    )
-    return f"*{names}: {'; '.join(parts)}; {made['date'].split()[0]}, {at}.*"
+    parts += [f"{name} {made[name]}" for name in engines]
+    return f"*{names}: {'; '.join(parts)}; {made['date'].split()[0]}.*"
 
 
 # --- plots ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ class Attempt:
 
     Args:
         passed: further errors that are raised.
-        even_memory: whether a lack of memory is kept, too, where no verdict follows from it.
+        even_memory: whether a lack of memory is kept, too, as no verdict follows from it.
     """
 
     def __init__(self, *passed: type[Exception], even_memory: bool = False) -> None:

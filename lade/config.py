@@ -55,47 +55,41 @@ class Config:
         max_draft_tokens: Maximum number of draft tokens to verify per step; if set, every step
             verifies as many as the draft has, up to this number. None lets the measured cost of a
             step decide (`lade.budget`). 0 disables drafting.
-        acceptance: How draft tokens are accepted when sampling. "exact" emits, seed for seed, the
-            tokens that `generate(do_sample=True)` emits, and accepts a draft token if it is the
-            same. "rejection" draws drafts from the pool's probabilities and accepts or rejects
-            them so that the text has the target's distribution (`lade.sampling.rejection`), with
-            other tokens for the same seed. Greedy decoding is the same with both: its target
-            distribution is a single token.
+        acceptance: How draft tokens are accepted when sampling. "exact" emits the tokens that
+            `generate(do_sample=True)` emits with the same seed, and accepts a draft token if it is
+            that token. "rejection" draws drafts at random and accepts or rejects them so that the
+            text has the target's distribution; the same seed gives other tokens. Greedy decoding
+            is the same with both.
         verification: Verification method. "tree": all candidates in one forward pass, under a tree
             mask; "chain": only the best candidate, with the KV cache cropped after the accepted
             tokens; "snapshot": as "chain", restoring a copy of the state from before the draft;
             "plain": no drafts. None takes the best method that a check of the model finds exact
             (`lade.probe`).
-        execution: How forward passes that verify trees are executed. "eager": at their exact size.
-            "fixed": padded to a few shapes, in memory that is kept with the model between calls
-            (`lade.release`). "graphs": in the same shapes, recorded as CUDA graphs and replayed if
-            the model allows it. None is "eager": neither graphs, nor the Triton kernels that both
-            other ways use on CUDA, have run on a GPU yet.
+        execution: How forward passes that verify trees are executed. "eager" (and None): at their
+            exact size. "fixed": padded to a few shapes, in memory that is kept with the model
+            between calls (`lade.release`). "graphs": in the same shapes, recorded as CUDA graphs if
+            the model allows it. "fixed" and "graphs" have not run on a GPU yet.
         stable_text: Whether a prompt gets the same text in half precision, too, whatever the pool
             holds: all steps have one width (8 tokens, 32 on CUDA, more if `max_draft_tokens` or
-            `lookahead` needs it) and attention sums in float64. This is slower, on unpredictable
-            text slower than standard decoding, and the text is no closer to that of `generate`.
-            Only for models verified by trees, without experts. Not needed with the compiled forward
-            pass on a CPU (`lade.forward`), which gives each token the same bits in any case.
+            `lookahead` needs it) and attention sums in float64. This is slower, and the text is no
+            closer to that of `generate`. Only for models verified by trees, without experts. Not
+            needed with the compiled forward pass on a CPU.
         lookahead: Window of lookahead decoding, run beside the draft in every forward pass; it
-            teaches the pool n-grams that no text has contained yet. Only for models that verify
-            whole trees. None runs no window.
+            finds n-grams that are in no text yet. Only for models verified by trees. None for no
+            window.
         uses_table: Whether to use the table that `lade.prewarm` made for the model, if there is
             one.
         reuses_prefix: Whether to keep the KV cache after a call, and to run only the rest of a
             prompt that begins as an earlier text did (`stats.num_reused_tokens`). Only calls that
-            learn into the same pool find a kept text; calls that learn into no pool share theirs.
-            Kept texts are dropped once the model is changed, and by `lade.release`. The result's
-            `past_key_values` is then None. This has an effect only on calls with one prompt of
-            text alone. Not beside `stable_text`.
-        max_prefix_bytes: Memory for the texts that `reuses_prefix` keeps of a model, in bytes, on
-            its device; the texts used last stay. 0 keeps nothing.
+            learn into the same pool find a kept text; calls without a learning pool share theirs.
+            Kept texts are dropped when the model changes, and by `lade.release`. The result has no
+            cache then. Only for calls with one prompt of text alone. Not beside `stable_text`.
+        max_prefix_bytes: Memory for kept texts, in bytes, on the model's device; the least recently
+            used texts go first. 0 keeps nothing.
         uses_kernels: Whether forward passes on a CPU may run by lade's compiled kernels, as a whole
-            or layer by layer (`lade.forward`), in float32, bfloat16 and float16, where they prove
-            faster than torch's. Has no effect beside `stable_text`, whose calls repeat exactly.
+            or layer by layer, if they are faster than torch's. No effect beside `stable_text`.
         strict_drafter: Whether a drafter's errors and invalid drafts are raised, for authors of
-            drafters. Otherwise a single warning reports them, and the call continues without
-            drafts.
+            drafters. Otherwise one warning reports them, and the call continues without drafts.
 
     Raises:
         TypeError: a field is not an integer.

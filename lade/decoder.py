@@ -90,7 +90,7 @@ class Decoder:
         laps.end("prefill")
         paths = accepted_paths(plan.trees, self._choice, self._batch)
         laps.end("verify")
-        if not self._overlaps:  # nobody who reads along waits for what is learned of prompts
+        if not self._overlaps:  # the first token does not wait for the pool to read the prompt
             self._speculator.open_all()
         steps = self._observed(plan, paths)
         self._end_step(partial(self._speculator.learn, plan, steps, successors, True))

@@ -20,8 +20,8 @@ WIDTHS = np.array([0, 1, 3, 7, 11, 15, 23, 31, 47, MAX_DRAFT_TOKENS])
 # less for each `_LEAD` tokens that a row is ahead of the last one. Leads of 2 to 8 differ little.
 _LEAD = 4.0
 
-# Where drafts do not pay, steps rest: they have no draft. After this many drafts that were not
-# worth verifying, only one step in as many asks for a draft. If the likeliest draft token of such a
+# If drafts do not pay, steps have none (they rest). After this many drafts that were not worth
+# verifying, only one step in as many asks for a draft. If the likeliest draft token of such a
 # step comes true, as many further steps ask for one.
 _DRAFTS_BEFORE_REST = 8
 _FADING = 0.9  # per step, of the number of nodes verified before

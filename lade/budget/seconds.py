@@ -41,7 +41,7 @@ SHARE_OF_TRIALS = 0.005
 # the slope, and of the deviation from a size to one e times as large.
 _SLOPE = 0.04
 _LEVEL_SD, _SLOPE_SD, _DEVIATION_SD = 2.0, 1.1, 0.12
-_FORGOTTEN = 0.001  # of what is known, with each measurement
+_FORGOTTEN = 0.001  # share of the knowledge that each measurement forgets
 # Standard deviation of a measurement at first; later it is measured, and the newest measurement has
 # the weight `_NEWEST`. The variance of a time that is too long grows by a share of the squared
 # excess: otherwise one such time among the first ones kept one of eight simulated batches from

@@ -1,7 +1,7 @@
-"""`Conversation`: messages, and answers to them piece by piece; `Turn`: what one answer was.
+"""`Conversation`: messages, and answers to them piece by piece; `Turn`: one answer.
 
-How it is shown is for others. The model answers in a thread of its own, so that a caller
-who waits for a piece can be interrupted at once.
+It prints nothing. The model answers in another thread, so that a caller who waits for a piece can
+be interrupted at once.
 """
 
 import json
@@ -31,7 +31,7 @@ from ngram_pool import NGramPool
 from ngram_pool.writing import write_whole
 
 # An answer ends after this many repeated tokens: lists and tables that users ask for repeat fewer.
-# Loops are looked for only so often, since a look takes a tenth of a millisecond.
+# Tokens between two searches for a loop; a search takes a tenth of a millisecond.
 _LOOP_TOKENS, _LOOKS_EVERY = 320, 16
 # The thread of an answer passes on steps, and at the end statistics, None or an error.
 _Made = Step | DecodeStats | BaseException | None
@@ -48,7 +48,7 @@ class Turn:
     steps: list[Step] = field(default_factory=list)  # one for each forward pass, the prompt's first
     first_token_sec: float | None = None  # None before the first token
     sec: float = 0.0  # of the whole answer, the prompt included
-    is_complete: bool = False  # the model ended it, and nobody stopped it before
+    is_complete: bool = False  # the model ended it, and it was not stopped
     is_looping: bool = False  # the chat ended it, because it repeated itself
     stats: DecodeStats | None = None  # of the whole call, at its end; None for plain answers
 
@@ -103,19 +103,20 @@ class Conversation:
             print(piece.text, end="")
         print(conversation.turn.tokens_per_sec)
 
-    One pool is kept for all answers. A question is there with its answer, or neither is: what fails
-    or is stopped before its first word leaves the messages as they were. Answers that sample draw
-    from torch's own generator, and only what is new of each prompt is run.
+    All answers share one pool. A question that fails or is stopped before the first word of its
+    answer is removed from the messages. Sampled answers draw from torch's global generator. Only
+    the new tokens of each prompt are run.
 
     Attributes:
-        messages: of user and assistant in turn, as chat templates take them; without the system's.
-        turn: the last answer, also while it is generated; None without one that still stands.
-        settings: of the next answer.
-        system: the system prompt of all messages; None without one.
+        messages: messages of user and assistant in turn, in the form of chat templates, without the
+            system prompt.
+        turn: the last answer, also while it is generated; None if there is none.
+        settings: settings of the next answer.
+        system: the system prompt; None without one.
 
     Raises:
-        TypeError: `pool` has something that is no pool.
-        UserError: the model has no place for a system prompt.
+        TypeError: `pool` contains an object that is no pool.
+        UserError: the model's chat template takes no system prompt.
     """
 
     def __init__(
@@ -147,18 +148,18 @@ class Conversation:
     ) -> Iterator[Piece]:
         """Answer a message, or the last one once more; return the pieces as they come.
 
-        What is wrong with the message is raised at once, and nothing begins before the first piece
-        is asked for. Closing the iterator and setting the event end the answer after the forward
-        that runs, and keep what came. If nothing did, the question is taken back, too.
+        Errors in the message are raised at once; the answer begins when the first piece is
+        requested. If the iterator is closed or the event is set, the answer ends after the running
+        forward, and its text so far is kept. Without any text, the question is removed, too.
 
         Args:
-            text: of the user; None to answer the last message again, in place of its last answer.
+            text: the user's message; None to answer the last message again, replacing its answer.
             is_plain: whether to answer by the model's own `generate`.
-            seed: for torch's generator; None for the settings' first seed and then the next ones.
-            cancelled: ends the answer once it is set.
+            seed: seed of torch's generator; None for the next seed, from the settings' on.
+            cancelled: event that ends the answer.
 
         Raises:
-            ContextLengthError: the conversation is longer than what the model has positions for.
+            ContextLengthError: the conversation is longer than the model's context.
             UserError: there is no message to answer, it has no token, or the chat template refuses
                 the messages.
         """
@@ -288,12 +289,12 @@ class Conversation:
         write_whole(Path(path), text.encode())
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Go on from a file that `save` wrote, in place of all messages, with its settings.
+        """Replace all messages and settings by those of a file that `save` wrote.
 
         Raises:
             OSError: the file cannot be read.
-            UserError: it is not one of ours, or the model has no place for its system prompt;
-                nothing was changed.
+            UserError: the file is no saved conversation, or the chat template takes no system
+                prompt; nothing was changed.
         """
         data = Path(path).read_bytes()
         try:
@@ -315,7 +316,7 @@ class Conversation:
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]
-    """Ends an answer that loops, or once its event is set or nobody waits for its pieces any more.
+    """Ends an answer that loops, whose event is set, or whose iterator was closed.
 
     Each token of plain decoding is put as a step of its own.
     """

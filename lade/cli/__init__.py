@@ -1,4 +1,4 @@
-"""The command line. `app.py` defines the commands, `options.py` what options they share.
+"""The command line. `app.py` defines the commands, `options.py` their common options.
 
 The implementations are in other modules, imported with their heavy dependencies only when a command
 runs.
@@ -53,7 +53,7 @@ def replacing(stream: TextIO) -> TextIO:
 
 
 def line_of(error: Exception) -> str | None:
-    """Return what to tell the user of an error; None if only its traceback tells enough.
+    """Return the line that a user reads of an error; None to show its traceback.
 
     Told are our own errors, which are written for users, and those of the system, such as a file
     that is not there. All others are faults.

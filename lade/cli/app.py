@@ -145,8 +145,8 @@ def chat(
 ) -> None:
     """Chat with a model in this terminal.
 
-    Answers appear as they come, with their speed; /help lists what else one can type, such as
-    /plain, which answers by plain generate as well and compares.
+    Answers appear as they come, with their speed. /help lists the commands, such as /plain, which
+    compares lade with plain generate.
     """
     from lade.cli.chat import check_terminal, run
     from lade.cli.prompting import read_typed
@@ -175,11 +175,10 @@ def demo(
     model: ModelOption = None,
     loading: LoadOptions,
 ) -> None:
-    """Tell what lade does with a model, and what that gains on this machine.
+    """Show how lade verifies drafts of a model, and how much faster it is on this machine.
 
-    A check of the model finds out how it can verify drafts without a change of its text, and why
-    better methods are ruled out. Then six prompts are answered by plain generate, by transformers'
-    prompt lookup and by lade, which is shown as it writes.
+    A check finds the best exact method of verification for the model, and why better methods are
+    ruled out. Then plain generate, transformers' prompt lookup and lade answer six prompts.
     """
     loaded = loading.load(model)
     from lade.cli.demo import run  # imports torch, in silence
@@ -200,21 +199,22 @@ def bench(
         bool,
         typer.Option(
             "--budget",
-            help="Show how many draft tokens lade chose to verify, and what it expected of others.",
+            help="Show how many draft tokens lade verified, and the speed it expected of other "
+            "numbers.",
         ),
     ] = False,
     json: JsonOption = None,
 ) -> None:
     """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
 
-    All answer each prompt in turn, with the same options and seeds. lade has one pool for all
-    prompts, lade_fresh an empty one for each, and no_drafts decodes one token a step, on a CPU with
-    lade's own products. The columns of the table:
+    All methods answer each prompt in turn, with the same options and seeds. lade has one pool for
+    all prompts, lade_fresh a new pool for each, and no_drafts decodes one token a step (on a CPU,
+    by the compiled forward pass). The columns of the table:
 
-    - tokens/s: tokens up to the end of the answer, over the time of the whole call.
-    - MAT: mean accepted tokens, those that a step adds; plain decoding is 1.00.
-    - same text: the share of answers with plain's tokens. prompt_lookup draws otherwise when it
-      samples, so its texts differ then and are as likely.
+    - tokens/s: tokens of the answer, over the time of the whole call.
+    - MAT: mean accepted tokens, the tokens of a step; plain generate has 1.00.
+    - same text: the share of answers with plain's tokens. When it samples, prompt_lookup draws
+      other random numbers, so its texts differ.
     - accepted: the share of draft tokens that were accepted.
     """
     from lade.bench.prompts import DEMO_PROMPTS, read_prompts
@@ -230,17 +230,16 @@ def bench(
 def prewarm(
     *,
     seconds: Annotated[
-        float, typer.Option(min=1.0, help="Work for T seconds; another run goes on from there.")
+        float, typer.Option(min=1.0, help="Run for T seconds; another run continues from there.")
     ] = 120.0,
     model: ModelOption = None,
     loading: LoadOptions,
 ) -> None:
-    """Learn a model's likely next tokens once, to draft from the first step on.
+    """Make a table of a model's likely next tokens, to draft from the first step on.
 
-    No text is needed: the model is asked about single tokens, those first that it names most often,
-    and writes texts of its own. The table made of it is kept in your cache folder and used with
-    this model from then on, also in other number formats and on other devices. The longer it runs,
-    the more it helps.
+    No text is needed: the model is asked about single tokens, the most frequent first, and writes
+    texts itself. The table is kept in your cache folder and used with this model from then on, also
+    in other dtypes and on other devices.
     """
     from lade.cli.prewarm import run
 
@@ -259,11 +258,11 @@ def compile_(
         ),
     ] = None,
 ) -> None:
-    """Compile ahead what the first answer on this machine would wait for.
+    """Compile lade's kernels ahead, so that the first answer does not wait for it.
 
-    What is compiled is kept beside the installed package, or in the folder that NUMBA_CACHE_DIR
-    names, and serves every later process on a CPU of the same kind. For an image, run this as it
-    is built. Kernels for a GPU follow a model's sizes: name the model, where the GPU is.
+    Compiled code is kept beside the installed package, or in the folder NUMBA_CACHE_DIR, for all
+    later processes on a CPU of the same kind. Run this while an image is built. Kernels for a GPU
+    depend on the model's sizes: name the model, on a machine with the GPU.
     """
     from lade.cli.compile import run
 

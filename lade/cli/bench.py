@@ -1,4 +1,4 @@
-"""`lade bench`: answer prompts by every method, and print and write what came of it."""
+"""`lade bench`: answer prompts by every method; print and write the results."""
 
 import json
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def compare(
     *,
     shows_budget: bool = False,
 ) -> None:
-    """Run every method of `lade bench`; also show what its budget chose where that is asked for."""
+    """Run every method of `lade bench`; on request, also show what the budget chose."""
     from lade.bench.methods import METHODS
     from lade.bench.report import budget_table, groups, table
     from lade.bench.run import Contest, stats_of, summarise, warm_up
@@ -74,7 +74,7 @@ def compare(
 
 
 def describe_model(loaded: LoadedModel) -> dict[str, Any]:
-    """Return what results say of a model and how it is run."""
+    """Return the description of a model, and of how it runs, for results."""
     import torch
 
     from lade.forward.packed import formats_of

@@ -19,7 +19,7 @@ _BATCH = 2**7  # texts that are tokenised in one call, which tokenizers do in se
 
 @dataclass
 class Built:
-    """What a run has done."""
+    """Counts of a run."""
 
     num_tokens: int = 0
     num_files: int = 0
@@ -59,7 +59,7 @@ def _texts(files: Iterable[Path], render: Render, built: Built) -> Iterator[str]
 
 
 def _renderer_of(tokenizer: Any, built: Built) -> Render:
-    """Return what makes a text of a chat: the tokenizer's template, or its texts without one."""
+    """Return a function from a chat to its text, by the chat template if there is one."""
     from jinja2 import TemplateError
 
     def render(messages: list[Message]) -> str:

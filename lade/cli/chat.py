@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_terminal() -> None:
-    """Raise a `UserError` where there is no terminal to chat in."""
+    """Raise a `UserError` if there is no terminal to chat in."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(
             "expected a terminal to chat in; lade generate - answers a question from a pipe or file"
@@ -28,7 +28,7 @@ def run(
     *,
     prewarms: bool = False,
 ) -> None:
-    """Chat until the user leaves; prewarm the model while it waits, where that is asked for."""
+    """Chat until the user leaves; with `prewarms`, prewarm the model while it waits."""
     try:
         from lade.chat.terminal import Terminal, history_in
         from lade.chat.view import THEME

@@ -1,4 +1,4 @@
-"""`lade compile`: compile ahead what is else compiled at first use, as for an image."""
+"""`lade compile`: compile kernels ahead, as for an image."""
 
 from time import perf_counter
 from typing import Any
@@ -9,7 +9,7 @@ from lade.models.loading import LoadedModel
 
 
 def run(loaded: LoadedModel | None) -> None:
-    """Compile, or load what was compiled before, and say where it is kept.
+    """Compile kernels, or load compiled ones, and print their folder.
 
     Raises:
         LadeError: it cannot be kept, so that every process would compile anew.

@@ -1,4 +1,4 @@
-"""`lade demo`: what lade does with a model, and prompts answered by `generate`, lookup and lade."""
+"""`lade demo`: the check of a model, and prompts answered by `generate`, lookup and lade."""
 
 import platform
 import re
@@ -87,7 +87,7 @@ def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int) -> None:
 
 @dataclass
 class _Run:
-    """What a method has answered so far."""
+    """The answers of a method so far."""
 
     num_answers: int = 0
     num_tokens: int = 0
@@ -117,7 +117,7 @@ class _Shown:
         )
 
     def by(self, title: str, method: Method, **options: Any) -> Callable[[], Method]:
-        """Return what makes a method that shows its answers below a title."""
+        """Return a maker of a method that shows its answers below a title."""
         run = self._runs[title] = _Run()
 
         def answer(model: Any, inputs: dict[str, Any], given: dict[str, Any]) -> Answer:
@@ -140,7 +140,7 @@ class _Shown:
         """Have no more tokens; the method's end shows the rest."""
 
     def step(self, step: Step) -> None:
-        """Show the tokens of a step of lade's, those that were drafted in a colour."""
+        """Show the tokens of a step, drafted tokens in a colour."""
         for place, token_id in enumerate(step.token_ids):
             self._put_token(token_id, _DRAFTED * (place < step.num_accepted))
 
@@ -185,7 +185,7 @@ def _tell_sides(out: Console, result: Result) -> None:
 
 
 def _tell_time(out: Console, timed: Answer, settings: Settings, num_prompts: int) -> None:
-    """Print what follows, and about how long it takes, by a short answer of plain generate."""
+    """Print the next part and its estimated time, by a short answer of plain generate."""
     sec = timed.sec / timed.num_tokens * settings.max_new_tokens * num_prompts * _TIMES
     about = f"{sec:.0f} seconds" if sec < 100 else f"{sec / 60:.0f} minutes"
     prompts = f"{num_prompts} prompts are" if num_prompts > 1 else "The prompt is"
@@ -195,7 +195,7 @@ def _tell_time(out: Console, timed: Answer, settings: Settings, num_prompts: int
 
 
 def _tell_model(out: Console, loaded: LoadedModel, found: Probe) -> None:
-    """Print what is known before anything is answered."""
+    """Print the model, its check and the machine before the first answer."""
     model = loaded.model
     num_bytes = sum(weight.nbytes for weight in model.parameters())
     described = describe_model(loaded)

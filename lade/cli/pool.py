@@ -37,13 +37,12 @@ def pool_build(
     model: ModelOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Read files into a pool, tokenised as for a model, whose weights are not needed.
+    """Read files into a pool, with the tokenizer of a model, whose weights are not needed.
 
-    Read are text and code in UTF-8, and chats in JSON lines with messages, in the model's chat
-    template. In folders, hidden files,
-    virtual environments and what is no text are left out and counted.
+    The command reads text and code in UTF-8, and chats in JSON lines with messages, in the model's
+    chat template. In folders, it leaves out hidden files, virtual environments and binary files.
 
-    The pool is written at the end, whole.
+    The pool is written as a whole, at the end.
     """
     if out.exists():
         raise UserError(f"expected the name of a new pool, got {out}, which exists")

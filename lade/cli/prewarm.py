@@ -1,4 +1,4 @@
-"""`lade prewarm`, with a progress bar; and what other commands say of its tables."""
+"""`lade prewarm`, with a progress bar; and the hint of other commands at it."""
 
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
@@ -12,7 +12,7 @@ from lade.probing.profile import profile_of
 
 
 def run(loaded: LoadedModel, seconds: float) -> None:
-    """Build or extend a model's table; print what it holds, even after an interruption."""
+    """Build or extend a model's table; print its size, even after an interruption."""
     tell("Checking how the model verifies drafts")
     try:
         with bar(TimeRemainingColumn()) as bars:
@@ -49,7 +49,7 @@ def tell_of_idle(idle: IdlePrewarming) -> None:
 
 
 def tell_of_table(loaded: LoadedModel) -> None:
-    """Say what a table would bring, where the model has none."""
+    """Print a hint at `lade prewarm` if the model has no table."""
     if prewarmed_table_of(loaded.model, profile_of(loaded.model)) is None:
         console.print(
             "[dim]This model has no table of its likely tokens yet. lade prewarm makes one, and "

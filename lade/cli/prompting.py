@@ -19,7 +19,7 @@ def read_prompt(argument: str) -> str:
 
 
 def read_prediction(path: Path) -> str:
-    """Return what an answer will probably be, without the line break at the end of its file.
+    """Return the prediction in a file, without the line break at its end.
 
     Raises:
         OSError, UserError: the file cannot be read, is not UTF-8, or has no text.
@@ -61,7 +61,7 @@ def encode_prompt(
     """Return `input_ids` and `attention_mask` of a prompt, int64 [1, num_tokens].
 
     Raises:
-        UserError: the prompt has no token, or there is no place for a system prompt.
+        UserError: the prompt has no token, or the chat template takes no system prompt.
     """
     check_text(text, is_raw=is_raw)
     messages = [{"role": "user", "content": text}]
@@ -91,10 +91,10 @@ def room_for(model: Any, num_prompt_tokens: int, max_new_tokens: int) -> int:
 def encode_prompts(
     loaded: LoadedModel, texts: Sequence[str], max_new_tokens: int
 ) -> list[dict[str, Any]]:
-    """Encode prompts, and check that each leaves room for the longest answer.
+    """Encode prompts, and check that each fits into the context with the longest answer.
 
     Raises:
-        UserError: one does not, or has no token; nothing was generated.
+        UserError: a prompt does not fit, or has no token; nothing was generated.
     """
     inputs = [encode_prompt(loaded, text) for text in texts]
     longest = max(each["input_ids"].shape[1] for each in inputs)

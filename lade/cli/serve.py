@@ -17,7 +17,7 @@ from lade.models.loading import LoadedModel
 from lade.server.hosts import is_local
 from lade.server.options import ServerOptions
 
-# What the extra `serve` brings; each may be there without the others.
+# Packages of the extra `serve`; any of them may be missing.
 _NEEDED = ("prometheus_client", "pydantic", "starlette", "uvicorn", "llguidance")
 
 
@@ -33,7 +33,7 @@ def check_extra() -> None:
 
 
 def keys_of(keys: Sequence[str], path: Path | None) -> list[str]:
-    """Return API keys, given one by one and by the lines of a file, with their rights.
+    """Return API keys with their rights, from options and from the lines of a file.
 
     Raises:
         OSError: the file cannot be read.

@@ -22,14 +22,14 @@ _FILE = {"exists": True, "dir_okay": False}
 def serve(
     *,
     host: Annotated[
-        str, _of_server(metavar="NAME", help="Address, 127.0.0.1; 0.0.0.0 is for all.")
+        str, _of_server(metavar="NAME", help="Address, 127.0.0.1; 0.0.0.0 is all.")
     ] = "127.0.0.1",
-    port: Annotated[int, _of_server(metavar="N", help="8000; 0 takes a free one.")] = 8000,
+    port: Annotated[int, _of_server(metavar="N", help="Port, 8000; 0 is a free one.")] = 8000,
     api_key: Annotated[
         list[str] | None,
         _of_server(
             metavar="KEY",
-            help="Let in who sends it; or LADE_API_KEY.",
+            help="Required key; or LADE_API_KEY.",
             envvar="LADE_API_KEY",
             show_envvar=False,
         ),
@@ -37,15 +37,15 @@ def serve(
     api_keys_file: Annotated[
         Path | None,
         _of_server(
-            help="KEY [pools=NAME,…] [admin] [alone] a line.",
+            help="Lines: KEY [pools=NAME,…] [admin] [alone].",
             **_FILE,
         ),
     ] = None,
     allowed_host: Annotated[
-        list[str] | None, _of_server(metavar="NAME", help="What a proxy calls the server.")
+        list[str] | None, _of_server(metavar="NAME", help="Host name, as of a proxy.")
     ] = None,
     model_name: Annotated[
-        str | None, _of_server(metavar="NAME", help="What clients call the model.")
+        str | None, _of_server(metavar="NAME", help="Name of the model in the API.")
     ] = None,
     max_batch_size: Annotated[
         int, _of_server(metavar="N", help="Requests answered at once, 16.")
@@ -54,46 +54,44 @@ def serve(
         int, _of_server(metavar="N", help="Requests of a key that may wait, 100.")
     ] = 100,
     max_prompt_tokens: Annotated[
-        int | None, _of_server(help="The longest prompt; else the model's.")
+        int | None, _of_server(help="Longest prompt; else the model's.")
     ] = None,
-    max_new_tokens: Annotated[
-        int, _of_server(metavar="N", help="The longest answer, 4096.")
-    ] = 4096,
+    max_new_tokens: Annotated[int, _of_server(metavar="N", help="Longest answer, 4096.")] = 4096,
     timeout: Annotated[float, _of_server(metavar="T", help="Seconds for a request, 600.")] = 600.0,
     grace_sec: Annotated[
-        float, _of_server(metavar="T", help="Seconds for answers at the end, 30.")
+        float, _of_server(metavar="T", help="Seconds to finish answers, 30.")
     ] = 30.0,
     unknown_fields: Annotated[
-        _Unknown, _of_server(metavar="WHAT", help="In requests: refuse, or ignore and tell.")
+        _Unknown, _of_server(metavar="WHAT", help="Of requests: refuse or ignore.")
     ] = "refuse",
     keeps: Annotated[
         Path | None,
         _of_drafting(
-            "--pools", metavar="FOLDER", help="Keep everybody's pools here.", file_okay=False
+            "--pools", metavar="FOLDER", help="Keep all users' pools here.", file_okay=False
         ),
     ] = None,
     share_pool: Annotated[
-        bool, _of_drafting("--share-pool", help="One for all: a machine of one user.")
+        bool, _of_drafting("--share-pool", help="One pool for all: a single user.")
     ] = False,
     pool_memory_bytes: Annotated[
         int, _of_drafting(metavar="N", help="Memory for pools, 1 GiB.")
     ] = 2**30,
     max_prefix_bytes: Annotated[
-        int, _of_drafting(metavar="N", min=0, help="Memory for kept prompts, 1 GiB.")
+        int, _of_drafting(metavar="N", min=0, help="Memory for kept prefixes, 1 GiB.")
     ] = 2**30,
     pool: Annotated[
         list[Path] | None,
-        _of_drafting(help="Draft from this pool too, for all.", callback=check_pools, **_FILE),
+        _of_drafting(help="Also draft from this pool.", callback=check_pools, **_FILE),
     ] = None,
     corpus: Annotated[
         list[str] | None,
-        _of_drafting(metavar="NAME=FILE", help='A pool for requests whose "pools" name it.'),
+        _of_drafting(metavar="NAME=FILE", help="Pool of requests that name it."),
     ] = None,
     max_draft_tokens: Annotated[
-        int | None, _of_drafting(min=0, help="Of a step; 0 drafts nothing.")
+        int | None, _of_drafting(min=0, help="Limit of a step; 0 drafts nothing.")
     ] = None,
     prewarm: Annotated[
-        bool, _of_drafting("--prewarm", help="Prewarm the model while nobody asks.")
+        bool, _of_drafting("--prewarm", help="Prewarm the model while idle.")
     ] = False,
     model: Annotated[
         str | None, _of_model(metavar="ID", help="A Hugging Face id or a folder.")
@@ -107,7 +105,7 @@ def serve(
         bool, _of_model("--trust-remote-code", help="Run the model's own code.")
     ] = False,
 ) -> None:
-    """Serve a model to OpenAI's clients; every key and "user" has a pool of its own."""
+    """Serve a model by an OpenAI-compatible API; each key and "user" has a pool."""
     if not 0 <= port < 2**16:
         raise UserError(f"expected a port of 0 to 65535, got {port}")
     if port:

@@ -1,6 +1,6 @@
-"""What pools are built from: files found, and their texts; chats as their messages.
+"""The files that pools are built from, and their texts; chats as messages.
 
-What is no text is left out and counted. Nothing here knows a tokenizer. Next file: `build.py`.
+Files without text are left out and counted. Nothing here knows a tokenizer. Next file: `build.py`.
 """
 
 import json
@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 _JSON_LINES = (".jsonl", ".ndjson")
-_MADE = ("__pycache__", "node_modules")  # folders of what tools make or fetch
+_MADE = ("__pycache__", "node_modules")  # folders that tools write
 
 Message = dict[str, str]  # role and content, as chat templates take them
 Render = Callable[[list[Message]], str]
 
 
 def find_files(paths: Iterable[Path], left_out: Counter[str]) -> list[Path]:
-    """Return all files of folders in order, each once, and those that are named.
+    """Return the named files and all files of the named folders, in order, each once.
 
     Left out of folders, and counted, are hidden files and folders such as `.git`, virtual
-    environments, folders that tools make, links, and what is no file.
+    environments, folders that tools write, links, and anything that is no file.
     """
     found: list[Path] = []
     for path in paths:
@@ -43,14 +43,14 @@ def _is_wanted(path: Path) -> bool:
 
 
 def texts_of(path: Path, render: Render) -> Iterator[str]:
-    """Yield the texts of a file: all of it, or of JSON lines, which its name tells, each chat.
+    """Yield the texts of a file: its whole text, or each chat of JSON lines (by its name).
 
     Raises:
         UnicodeError: it is no text in UTF-8, from here on.
         OSError: it cannot be read.
     """
     with path.open("rb") as content:
-        if b"\0" in content.peek():  # the first bytes tell, as for git
+        if b"\0" in content.peek():  # a NUL byte means binary, as for git
             raise UnicodeError("binary")
     with path.open(encoding="utf-8-sig") as lines:
         if path.suffix.lower() not in _JSON_LINES:

@@ -1,4 +1,4 @@
-"""Drafters that are models, and what combines drafters: objects for `drafter=`.
+"""Objects for `drafter=`: drafters that are models, and lists of drafters.
 
 `AssistantModel` is another causal LM, `FirstLayers` the target's own first layers. What both share
 is in `model_drafter.py`: which tree a draft is, and how far it goes. `runner.py` runs a model with

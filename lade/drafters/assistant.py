@@ -15,21 +15,21 @@ from lade.errors import UnsupportedModelError
 class AssistantModel(Drafter):
     """A small causal LM that drafts for a larger one.
 
-    One object serves any number of calls, one after another or side by side. Each call has caches
-    of its own; only what forwards cost is kept for the next.
+    One object serves any number of calls, one after another or side by side. Each call has its own
+    KV cache; the measured times of forward passes are kept for later calls.
 
     Args:
-        model: drafts; it is not changed, and may be in use elsewhere.
-        tokenizer: of the assistant; see `target_tokenizer`.
-        target_tokenizer: of the target. With both tokenizers, tokens of the same ids must be the
-            same, however far models pad their number. Without, the sizes of the vocabularies must
-            be equal.
-        length: how many tokens a draft has along a path, K; None to go on as long as that makes
-            tokens come faster, by measured times.
-        name: of this source in `DecodeStats.sources`.
+        model: the assistant; it is not changed, and may be in use elsewhere.
+        tokenizer: the assistant's tokenizer; see `target_tokenizer`.
+        target_tokenizer: the target's tokenizer. With both tokenizers, equal ids must be equal
+            tokens, and the vocabularies may be padded to different sizes. Without them, the sizes
+            must be equal.
+        length: number of tokens of a draft; None to extend a draft as long as that makes decoding
+            faster, by measured times.
+        name: name of this source in `DecodeStats.sources`.
 
     Raises:
-        TypeError, ValueError: an argument is none of those.
+        TypeError, ValueError: an argument has a wrong type or value.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class AssistantModel(Drafter):
             check_integer("length", length, 1)
         self.model = model
         self.name = name
-        self._shares_ids: bool | None = None  # as far as tokenizers tell
+        self._shares_ids: bool | None = None  # None without both tokenizers
         if tokenizer is not None and target_tokenizer is not None:
             size = model.config.get_text_config(decoder=True).vocab_size
             self._shares_ids = _shares_ids(target_tokenizer, tokenizer, size)

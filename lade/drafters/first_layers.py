@@ -1,9 +1,9 @@
 """The target's own first layers as a drafter.
 
-They are a view of the model, whose other layers hand on what they get, with a cache of its own. The
-layers are found by structure; nothing is known here of any class: a forward shows which list of
-modules a model runs one after the other. Whatever a model does before its layers and after them, it
-does in the view, too, and no config, mask or cache has to be changed.
+They are a view of the model with its own KV cache, whose other layers return their inputs. Layers
+are found without knowing any class: a forward shows which list of modules the model runs in order.
+The view does everything else that the model does before and after its layers, so no config, mask or
+cache has to be changed.
 """
 
 from collections import OrderedDict
@@ -34,17 +34,16 @@ from lade.view import HOOKS, apart, viewed
 class FirstLayers(Drafter):
     """The target's own first layers, followed by its last norm and head, as a drafter.
 
-    No second model is needed, and none of its memory but for keys and values: the first layers have
-    a cache of their own and run the prompt once more. The decoder layers are found by structure, in
-    any causal LM. The model is never changed.
+    No second model is needed; the memory is that of a second KV cache, as the first layers run the
+    prompt once more. The model is not changed.
 
     Args:
-        num_layers: how many layers; a third of them is a first try.
+        num_layers: number of layers; try a third of them first.
         length: as for `AssistantModel`.
-        name: of this source in `DecodeStats.sources`.
+        name: name of this source in `DecodeStats.sources`.
 
     Raises:
-        TypeError, ValueError: an argument is none of those.
+        TypeError, ValueError: an argument has a wrong type or value.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class FirstLayers(Drafter):
 
 
 def _view_of(model: Model, num_layers: int) -> tuple[Model, VerificationPlan]:
-    """Return a view that runs only the first layers, and how to run trees of drafts of it.
+    """Return a view that runs only the first layers, and the plan for its trees.
 
     Both are found once and kept with the model's profile.
     """

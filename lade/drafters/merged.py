@@ -1,6 +1,6 @@
-"""`Merged` and `CallPool`: lists of sources for `drafter=`, which a call takes apart.
+"""`Merged` and `CallPool`: lists of sources for `drafter=`.
 
-What a call does with them is in `lade/drafting/sources.py`.
+`lade/drafting/sources.py` runs the sources of a call.
 """
 
 from collections.abc import Sequence
@@ -23,32 +23,30 @@ class CallPool(Drafter):
 
 
 class Merged(Drafter):
-    """Several drafters: their drafts are joined to one tree, and only those asked that pay.
+    """Several drafters, whose drafts are joined into one tree; only drafters that pay are asked.
 
         assistant = lade.drafters.AssistantModel(small_model)
         both = lade.drafters.Merged([lade.drafters.CallPool(), assistant])
         lade.generate(model, input_ids, drafter=both)
 
     Drafters are asked in the order of their cost. Tokens on the same path become one node, whose
-    probability is learned from what became of each drafter's nodes. An expensive drafter is asked
-    where the tokens that it adds are worth its time, which is measured: at each level of how sure
-    the cheaper ones are. Where it does not pay, it is tried again for at most half a percent of the
-    time; a few trials of each call, no longer than a step in all, come on top. Pools are always
-    asked. A part that fails is dropped with one `lade.DrafterWarning`.
+    probability is learned from how often each drafter's nodes were right. Pools are always asked.
+    An expensive drafter is asked if the tokens that it adds to the cheaper drafts are worth its
+    measured time; otherwise it is tried again for about half a percent of the time. A drafter that
+    fails is dropped with one `lade.DrafterWarning`.
 
-    Where drafts are drawn (`Config(acceptance="rejection")`), one drafter alone drafts a step.
-    Where several processes run one model together, all drafters are asked at every step.
+    With `Config(acceptance="rejection")` one drafter drafts each step. If several processes run the
+    model together, all drafters are asked at every step.
 
-    What drafts cost is kept for later calls, also of other threads; what depends on texts, as what
-    drafters add, begins anew with each call. Statistics of a call by drafter are in
-    `DecodeStats.sources`, by the drafter's attribute `name` or its class.
+    Measured times are kept for later calls; everything that depends on a text begins anew with each
+    call. `DecodeStats.sources` has a call's statistics by drafter (`name`, or the class).
 
     Args:
-        drafters: drafters or pools. Those of a `Merged` among them are taken one by one.
+        drafters: drafters or pools; a `Merged` among them stands for its drafters.
 
     Raises:
-        TypeError: one of them is no drafter.
-        ValueError: there are none.
+        TypeError: an item is no drafter and no pool.
+        ValueError: the list is empty.
     """
 
     def __init__(self, drafters: Sequence[Drafter | NGramPool]) -> None:

@@ -1,7 +1,7 @@
-"""What all drafters that are models share: drafts that grow level by level, and how far they go, K.
+"""`ModelDrafter`: drafts of a model, which grow level by level up to a length K.
 
-A level is what one forward of the drafting model tells: the likeliest tokens after the nodes of the
-level before, or tokens drawn there. Next file: `runner.py`.
+A level is the result of one forward of the drafting model: the likeliest tokens after the nodes of
+the level before, or tokens drawn there. Next file: `runner.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +24,10 @@ from lade.sampling.processors import HypotheticalProcessors
 from lade.transfer import HostCopy
 from ngram_pool import Draft, SampledDraft
 
-_MAX_LEVELS = 20  # of a draft whose K is no number: transformers has as many
-_SURE = 0.4  # a draft goes on after such a token where no times are known, as transformers' does
-TREE_WIDTH = 4  # nodes of a level that are run for the next, and children that each may have
-# Nodes less likely than this share of the best of their level are left out: hardly any text takes
-# them.
+_MAX_LEVELS = 20  # of a draft without a fixed K, as in transformers
+_SURE = 0.4  # without measured times, a less probable token ends a draft, as in transformers
+TREE_WIDTH = 4  # nodes of a level that the next level extends, and children of each
+# Nodes less likely than this share of their level's best are left out: they are hardly ever right.
 _LEAST_SHARE = 0.1
 # Tokens that a drawn token is drawn from: the likeliest, with their probabilities scaled to 1. That
 # is the distribution that it is verified with, so the text is not affected.
@@ -42,30 +41,29 @@ class Level(NamedTuple):
     """A level of a draft: the nodes that one forward of the drafting model found."""
 
     mass: float  # sum of the path probabilities of the nodes kept
-    token_prob: float  # of the best of these nodes, given its parent
-    num_nodes: int  # kept
+    token_prob: float  # probability of the best node, given its parent
+    num_nodes: int  # number of nodes kept
 
 
 class Rule:
     """The rule for K in one sequence.
 
-    Where times are known, another level is run if the tokens that it adds come faster than those
-    before it: the tokens expected per second of the step, drafting included, must grow. Whether a
-    first level pays is decided in `lade/budget/asking.py`.
+    With measured times, another level is run if it raises the expected tokens per second of the
+    step, drafting included. `lade/budget/asking.py` decides whether a first level pays.
 
     Args:
-        forward_sec: of the drafting model, over a level; None where K is a number.
-        step_sec: returns the seconds of a step that verifies so many nodes, 0 where unknown.
+        forward_sec: seconds of the drafting model's forwards, by level; None for a fixed K.
+        step_sec: returns the seconds of a step that verifies so many nodes, 0 if unknown.
     """
 
     def __init__(self, forward_sec: Seconds | None, step_sec: Callable[[int], float]) -> None:
         self._forward_sec, self._step_sec = forward_sec, step_sec
-        #: How often a level was right, given the one before, of late; at first, a guess.
+        #: How often a level was right lately, given the one before; at first, a guess.
         self.right = Mean(0.7, 4.0)
         self._calibration = Calibration()
 
     def goes_on(self, levels: Sequence[Level]) -> bool:
-        """Return whether another level is worth a forward, after these; at least one."""
+        """Return whether another level is worth a forward, after one or more levels."""
         if self._forward_sec is None:
             return True
         forward_sec = float(self._forward_sec.at(1.0)) if self._forward_sec.is_known else 0.0
@@ -80,11 +78,11 @@ class Rule:
         return more * (step_sec + len(levels) * forward_sec) > expected * more_sec
 
     def learn(self, levels: Sequence[Level], num_right: int, is_ended: bool) -> None:
-        """Learn what became of a draft.
+        """Learn from the outcome of a draft.
 
         Args:
-            levels: of the draft.
-            num_right: how many of them are on the path of the text.
+            levels: levels of the draft.
+            num_right: number of levels on the path of the text.
             is_ended: whether the text left the draft, or went past its end.
         """
         came = np.arange(min(len(levels), num_right + is_ended)) < num_right
@@ -118,18 +116,17 @@ class _GrownNode(NamedTuple):
 
 
 class GrowingTree:
-    """The nodes of a draft that grows: the likeliest tokens after others, or drawn ones.
+    """The nodes of a growing draft: the likeliest tokens, or drawn tokens.
 
-    Drawn ones are verified by rejection sampling. Each node has its tokens drawn one after another,
-    without replacement, from what the model says. Which nodes have how many is decided by how often
-    drawn tokens were accepted before, so that it does not depend on the tokens; their probabilities
-    are those that were expected before.
+    Drawn tokens are verified by rejection sampling. A node's children are drawn from the model's
+    distribution, without replacement. Their number depends on how often drawn tokens were accepted
+    before, and not on the drawn tokens; their probabilities are those expected before the draw.
 
     Args:
-        num_nodes: of a draft at most.
+        num_nodes: maximum number of nodes.
         is_chain: whether each node has one child.
-        rng: to draw with; None for the likeliest.
-        acceptance: probability that a drawn token is accepted, if those beside it were not.
+        rng: random generator for draws; None for the likeliest tokens.
+        acceptance: probability that a drawn token is accepted, if its earlier siblings were not.
     """
 
     def __init__(
@@ -142,10 +139,10 @@ class GrowingTree:
         self.nodes: list[_GrownNode] = []
         self._num_nodes = num_nodes
         self._num_children = 1 if is_chain else TREE_WIDTH
-        #: How many of the likeliest tokens after a node are wanted.
+        #: Number of likeliest tokens to rank after each node.
         self.num_ranked = self._num_children if rng is None else _MAX_SUPPORT
         self._rng = rng
-        # Of an acceptance of 1, nothing would be left for the second token of a node.
+        # With an acceptance of 1, a node's second token would have probability 0.
         self._acceptance = min(max(acceptance, 0.05), 0.95)
 
     def grow(
@@ -155,13 +152,13 @@ class GrowingTree:
         goes_on: Callable[[Sequence[Level]], bool],
         ends: frozenset[int] = frozenset(),
     ) -> list[Level]:
-        """Grow, a level by each forward of a model; return the levels as rules for K see them.
+        """Grow the draft, a level for each forward of a model; return the levels.
 
         Args:
             say: runs nodes, -1 for the text alone, and returns the likeliest tokens after each.
-            num_levels: levels at most.
-            goes_on: whether another level is worth a forward.
-            ends: tokens that nothing follows.
+            num_levels: maximum number of levels.
+            goes_on: returns whether another level is worth a forward.
+            ends: tokens that end a text.
         """
         running, levels, nodes = [-1], list[Level](), self.nodes
         add = self._add_likeliest if self._rng is None else self._draw
@@ -170,7 +167,7 @@ class GrowingTree:
             levels.append(Level(mass, nodes[level[0]].token_prob, len(level)))
             best = sorted(level, key=self._order)[:TREE_WIDTH]
             running = [node for node in best if nodes[node].token_id not in ends]
-            # A later node may be likelier, but is not drawn in the place of an earlier one.
+            # A later drawn node does not replace an earlier one, even if it is likelier.
             is_full = self._rng is not None and len(nodes) >= self._num_nodes
             if len(levels) >= num_levels or is_full or not running or not goes_on(levels):
                 break
@@ -181,10 +178,10 @@ class GrowingTree:
         return [] if node < 0 else [*self.path(self.nodes[node].parent), self.nodes[node].token_id]
 
     def draft(self) -> Draft:
-        """Return the draft of the best nodes, best first; of drawn ones, the first."""
+        """Return the draft of the best nodes, best first; of drawn nodes, the first drawn."""
         order = [*range(len(self.nodes))]
         if self._rng is None:
-            # Children are not likelier than their parents, and come later where they are as likely.
+            # A child is at most as likely as its parent, and comes later if equally likely.
             order.sort(key=self._order)
         order = order[: self._num_nodes]
         kept = [self.nodes[node] for node in order]
@@ -211,7 +208,7 @@ class GrowingTree:
         return 1.0 if node < 0 else self.nodes[node].prob
 
     def _add_likeliest(self, parents: Sequence[int], ranked: RankedTokens) -> list[int]:
-        """Add the ranked tokens as children; return those that may be in the draft, best first."""
+        """Add ranked tokens as children; return the ones that may be in the draft, best first."""
         first = len(self.nodes)
         self.nodes += [
             _GrownNode(token_id, parent, self._prob_of(parent) * prob, prob)
@@ -257,19 +254,19 @@ class _DraftedText:
     rule: Rule
     runner: ModelRunner | None = None
     num_followed: int = 0  # tokens of the text that the runner has seen
-    # The last draft, and its levels until it is known what became of them.
+    # The last draft, and its levels until their outcome is known.
     draft: Draft = field(default_factory=Draft.empty)
     levels: list[Level] = field(default_factory=list)
 
 
 class ModelDrafter(Drafter):
-    """A drafter of one call that asks a model.
+    """The drafter of one call that drafts with a model.
 
     Args:
-        open_runner: returns the model for a sequence; asked at its first draft.
-        length: K, levels of a draft; None for as many as make tokens come faster.
-        forward_sec: of the model, over a level; kept between calls.
-        max_length: tokens, text and draft together, that the model has positions for.
+        open_runner: returns the model's runner for a sequence; called at its first draft.
+        length: K, levels of a draft; None for as many as make decoding faster.
+        forward_sec: seconds of the model's forwards, by level; kept between calls.
+        max_length: the model's context length, for text and draft together.
     """
 
     def __init__(
@@ -306,12 +303,12 @@ class ModelDrafter(Drafter):
         state.levels = []
         room = self._max_length - len(committed)
         num_levels = min(max_draft_tokens, room, self._num_levels)
-        # The newest token of a text is no part of what a model has run.
+        # The model has not run the newest token of the text.
         if num_levels < 1 or len(committed) < 2:
             return Draft.empty()
         if state.runner is None:
             state.runner = self._open_runner()
-        # Of a drawn tree, no path can be left out afterwards.
+        # No path of a drawn tree may be left out afterwards.
         few = call.max_candidates is not None and (call.rngs is not None or call.max_candidates < 2)
         is_chain = state.runner.is_chain or few
         rng = None if call.rngs is None else call.rngs[state.row]
@@ -322,7 +319,7 @@ class ModelDrafter(Drafter):
         return state.draft
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """See what became of the last draft."""
+        """Learn from the outcome of the last draft."""
         state = self._texts[sequence]
         if state.levels:
             num_right = matched_depth(state.draft, token_ids)
@@ -331,7 +328,7 @@ class ModelDrafter(Drafter):
             state.levels = []
 
     def close(self, sequence: int) -> None:
-        """End a sequence; free what the model holds for it."""
+        """End a sequence; free its KV cache."""
         state = self._texts.pop(sequence)
         if state.runner is not None:
             state.runner.close()

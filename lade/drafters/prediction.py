@@ -1,8 +1,8 @@
-"""`Prediction`: what an answer will probably be, drafted from where the answer is in it.
+"""`Prediction`: drafts from a predicted answer, at the place that the real answer has reached.
 
-A pool would find its place by the last tokens alone, which says nothing right after an edit. Here
-the place is followed: after a token that was not predicted, the text probably goes on behind the
-token in its place, or in front of it, and what was replaced once is probably replaced again.
+A pool finds a place by the last tokens alone, which does not work right after an edit. Here the
+place is followed. After a token that was not predicted, the answer probably goes on behind the
+predicted token or in front of it. A replacement that was made once is probably made again.
 """
 
 from bisect import bisect_left
@@ -15,28 +15,27 @@ from lade.drafting.drafter import Drafter
 from lade.drafting.drafts import draft_of
 from ngram_pool import Draft
 
-# Expected acceptance of a next token where the place was lost; half as many are wrong where one
-# token before it was that of the place, and so on for 2, 3 to 4, 5 to 8, 9 to 16, and more. The
-# call knows better soon.
+# Expected acceptance of a next token right after the place was lost. The error halves after one
+# matched token, and again after 2, 3 to 4, 5 to 8, 9 to 16, and more. Each call soon measures it.
 _FIRST_PROB, _NUM_LEVELS = 0.2, 7
-# A path has at most so many tokens, and as many more for each matched token before it: at a place
-# that is wrong, a wide step is lost.
+# Tokens of a path, and further tokens for each matched token before it: a wide step at a wrong
+# place is lost.
 _PATH_PER_MATCH = 4
-_SURE_RUN = 3  # matched tokens from which a place is believed, and what lies between is an edit
+_SURE_RUN = 3  # matched tokens after which a place is sure, and the tokens before them are an edit
 _LONGEST_MATCH = 16
-# Tokens around the last sure place in which shorter matches count; places compared for one token.
+# Distance to the last sure place within which shorter matches count; places compared for a token.
 _NEAR = 64
-_LEAST_PROB = 0.05  # of a path, for it to be drafted further
-# Tokens replaced, and in their place; after more, it is not guessed that as many were replaced.
+_LEAST_PROB = 0.05  # lowest probability of a path that is drafted further
+# Most old and new tokens of an edit; after longer ones, no replacement of equal length is guessed.
 _LONGEST_EDIT = 8
 
 
 class _Place(NamedTuple):
-    """Where a text is in the prediction."""
+    """A place in the prediction."""
 
-    next: int  # of the prediction
-    left: tuple[int, ...] = ()  # of an edit's new tokens, to come before
-    edit: tuple[int, ...] = ()  # its old tokens
+    next: int  # index of the next token in the prediction
+    left: tuple[int, ...] = ()  # new tokens of an edit that come first
+    edit: tuple[int, ...] = ()  # old tokens of that edit
 
 
 _BEGINNING = _Place(0)
@@ -44,11 +43,11 @@ _BEGINNING = _Place(0)
 
 @dataclass(slots=True)
 class _Row:
-    """A text, and where it is."""
+    """A text and its place in the prediction."""
 
     text: list[int]  # its last tokens
-    length: int  # of all of it
-    place: _Place | None = _BEGINNING  # None where it is lost
+    length: int  # of the whole text
+    place: _Place | None = _BEGINNING  # None if it is lost
     run: int = _SURE_RUN  # matched tokens before
     #: Last sure place, and the tokens emitted since the text left it.
     anchor: int = 0
@@ -59,7 +58,7 @@ class _Row:
 
 
 class Prediction(Drafter):
-    """Drafter from one text, for one call; every row finds its own place in it.
+    """Drafter from one predicted text, for one call; every row has its own place in it.
 
     Args:
         token_ids: the predicted answer, without the prompt.
@@ -90,7 +89,7 @@ class Prediction(Drafter):
         del self._rows[sequence]
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        """Return how the prediction goes on, in one path, or in two where the place is guessed."""
+        """Return the continuation, in one path, or in two if the place is guessed."""
         row = self._rows[sequence]
         forced = committed[row.length :]  # by a grammar, and not observed
         starts = self._starts(row)
@@ -122,14 +121,14 @@ class Prediction(Drafter):
         del row.text[:-_LONGEST_MATCH]
 
     def _prob(self, run: int) -> Mean:
-        """Return how probable a next token is after so many that matched."""
+        """Return the probability of a next token after a number of matched tokens."""
         level = run if run < 3 else min(1 + (run - 1).bit_length(), len(self._probs) - 1)
         return self._probs[level]
 
-    # --- where the text is --------------------------------------------------------------------
+    # --- places -------------------------------------------------------------------------------
 
     def _starts(self, row: _Row) -> list[_Place]:
-        """Return the places that a text may be at, each with another next token."""
+        """Return possible places of a text, each with another next token."""
         if row.place is not None:
             return [row.place]
         first: dict[int, _Place] = {}
@@ -150,7 +149,7 @@ class Prediction(Drafter):
         return place
 
     def _ahead(self, row: _Row, place: _Place) -> Iterator[tuple[int, _Place]]:
-        """Yield what comes from a place on, and the place behind it, with what is replaced."""
+        """Yield the tokens from a place on, edits applied, each with the place behind it."""
         while True:
             if not place.left:
                 place = self._with_edit(row, place.next)
@@ -164,7 +163,7 @@ class Prediction(Drafter):
             yield token_id, place
 
     def _with_edit(self, row: _Row, start: int) -> _Place:
-        """Return a place with the longest edit of what comes there."""
+        """Return a place with the longest known edit of the tokens there."""
         for size in range(_LONGEST_EDIT if row.edits else 0, 0, -1):
             old = self._ids[start : start + size]
             if len(old) == size and old in row.edits and old not in row.not_edits:
@@ -190,14 +189,14 @@ class Prediction(Drafter):
             if row.run >= _SURE_RUN:
                 self._settle(row)
             return
-        if not row.since:  # it was sure
+        if not row.since:  # the place was sure
             row.anchor = row.place.next - len(row.place.edit)
             row.not_edits.add(row.place.edit or self._with_edit(row, row.anchor).edit)
         row.since.append(token_id)
         self._find(row)
 
     def _settle(self, row: _Row) -> None:
-        """Learn what was replaced, once it is sure where the text goes on."""
+        """Learn a replacement, once the place behind it is sure."""
         assert row.place is not None
         if row.since and not row.place.left:
             new = tuple(row.since[: -row.run])
@@ -207,7 +206,7 @@ class Prediction(Drafter):
         row.since.clear()
 
     def _guesses(self, row: _Row) -> list[_Place]:
-        """Return where a lost text may go on: as many tokens were replaced, or none."""
+        """Return where a lost text may go on: behind as many old tokens as new ones, or none."""
         if len(row.since) > _LONGEST_EDIT:
             return []
         places = {row.anchor + len(row.since), row.anchor}
@@ -216,7 +215,7 @@ class Prediction(Drafter):
     def _find(self, row: _Row) -> None:
         """Find the place by the last tokens: the longest match, of equal ones the nearest."""
         behind = self._places.get(row.text[-1], [])
-        # Where nothing was replaced, and where as much was.
+        # After an insertion, and after a replacement of equal length.
         expected = row.anchor + 1, row.anchor + len(row.since)
         first = max(0, bisect_left(behind, expected[0]) - _NEAR // 2)
         best, place = (0, 0), None
@@ -230,7 +229,7 @@ class Prediction(Drafter):
             self._settle(row)
 
     def _match(self, row: _Row, place: int) -> int:
-        """Return how many of the last tokens are those before a place."""
+        """Return how many of the last tokens match the tokens before a place."""
         most = min(place, len(row.text), _LONGEST_MATCH)
         run = 0
         while run < most and self._ids[place - 1 - run] == row.text[-1 - run]:

@@ -1,4 +1,4 @@
-"""A causal LM with a cache of its own, run over a text and a tree that grows after it."""
+"""`ModelRunner`: a causal LM with its own KV cache, run over a text and a growing tree."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -25,7 +25,7 @@ def plan_for(model: Model) -> VerificationPlan:
 
     Raises:
         UnsupportedModelError: no method is known to go back in its cache, or its forwards draw
-            random numbers, which would change what the target draws.
+            random numbers, which would change the target's draws.
     """
     refuse_encoder_decoder(model)
     name, profile = type(model).__name__, profile_of(model)
@@ -70,9 +70,9 @@ class ModelRunner:
 
     @torch.no_grad()
     def follow(self, committed: Sequence[int]) -> Tensor:
-        """Commit what was run of a text, run the rest of it; return the logits after it [vocab].
+        """Commit the tokens of a text that were run, run the rest; return its logits [vocab].
 
-        What is grown next follows it: its last token is node -1.
+        The next tree grows from the text: its last token is node -1.
         """
         if [*map(_training, self._modules)] != self._modes:
             name = type(self._model).__name__
@@ -144,7 +144,7 @@ class ModelRunner:
         return logits
 
     def _commit(self, committed: Sequence[int]) -> None:
-        """Keep the longest path of what was run that the text takes; never its last token."""
+        """Keep the longest path of run nodes that the text took, without the text's last token."""
         if not self._tokens:
             return
         path = path_along(self._tokens, self._parents, committed[len(self._held) : -1])
@@ -156,7 +156,7 @@ class ModelRunner:
         self._tokens, self._parents = token_ids, [*range(-1, len(token_ids) - 1)]
         self._places = {-1: len(token_ids) - 1}
         logits = self._run(0)[-1]
-        if self.is_chain:  # the state after the text is what drafts go back to
+        if self.is_chain:  # drafts go back to the state after the text
             self._target.commit([[*range(len(token_ids))]])
             self._held += token_ids
             self._tokens, self._parents, self._places = [], [], {-1: -1}

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ngram_pool._kernels import Int64Array, kernel
 
 Bits = NDArray[np.integer[Any]]
-_BLOCK = 256  # logits; a block that has none of the highest is passed over
+_BLOCK = 256  # logits; a block without one of the highest is skipped
 
 
 @kernel

@@ -13,23 +13,22 @@ from ngram_pool import Draft
 
 
 class Drafter:
-    """Source of drafts; it can change the speed of decoding, never the text.
+    """Base class of sources of drafts; a drafter can change the speed of decoding, never the text.
 
-    Subclass it, and write `draft`, and `observe` where it learns; the rest does nothing by itself.
+    Subclasses override `draft`, and `observe` if they learn. The other methods do nothing here.
 
-    One object serves any number of sequences; each begins with `open` and ends with `close`. After
-    each of its methods, torch's global random state is put back, so that what it draws or seeds
-    there changes no sampled text. It should have a generator of its own all the same: the state is
-    that of all threads. What a thread of the drafter draws between two methods is not undone, and
-    what other threads draw during one is.
+    One object serves any number of sequences; each begins with `open` and ends with `close`. lade
+    restores torch's global random state after each method, so random numbers that the method draws
+    change no sampled text. All threads share that state: a drafter that draws in a thread, or
+    beside other threads that do, must use a generator of its own.
 
     Attributes:
-        name: Of this source in `DecodeStats.sources`; its class if empty.
-        num_successors: Top-k target tokens per node that `harvest` gets; 0 for none, and then
-            it is not called.
-        learns_ngrams: Whether `observe_ngrams` learns; needed for `Config(lookahead=…)`.
-        is_free: Whether a draft takes so little time that it is asked at every step; else it is
-            asked where that pays, as long as there are others.
+        name: Name of the drafter in `DecodeStats.sources`; if empty, the name of its class.
+        num_successors: How many of the target's likeliest tokens `harvest` gets for each node; if
+            0, `harvest` is not called.
+        learns_ngrams: Whether `observe_ngrams` learns; `Config(lookahead=…)` needs it.
+        is_free: Whether a draft takes hardly any time. A free drafter is asked at every step;
+            others are asked where their tokens are worth the time, if the call has several.
     """
 
     name: str = ""
@@ -38,12 +37,12 @@ class Drafter:
     is_free: bool = False
 
     def for_call(self, call: "DraftingCall") -> "Drafter":
-        """Return what drafts for one call: itself, or a drafter whose state belongs to the call.
+        """Return the drafter for one call: this one, or one whose state belongs to the call.
 
         Raises:
-            LadeError: it cannot draft for this call, which ends before anything is generated. Of
-                the subclasses, `lade.UnsupportedOptionError` is also a `ValueError`. Anything else
-                that is raised is a `lade.DrafterWarning`, and the call goes on without drafts.
+            LadeError: the drafter cannot draft for this call; the call raises the error before
+                anything is generated. Every other exception becomes a `lade.DrafterWarning`, and
+                the call goes on without drafts.
         """
         return self
 
@@ -54,8 +53,8 @@ class Drafter:
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Propose at most `max_draft_tokens` tokens after `committed`, best first.
 
-        `committed` includes the prompt. Where a grammar forces the next tokens, it ends with those,
-        whether observed or not.
+        `committed` includes the prompt. If a grammar forces the next tokens, `committed` ends with
+        them, although they were not observed yet.
         """
         return Draft.empty()
 
@@ -70,10 +69,10 @@ class Drafter:
         parents: Sequence[int],
         successors: Successors,
     ) -> None:
-        """Learn what the target found likely after nodes that were run, accepted or not.
+        """Learn the target's likeliest tokens after each node of a step, accepted or not.
 
-        Called after the tokens that they led to were observed. Otherwise what is harvested would
-        contain the very answer from which `observe` learns how far to trust what was known.
+        Called after `observe` of the same step. In the other order, `observe` would measure how far
+        to trust successors that already contain the answer.
 
         Args:
             sequence: handle of the sequence.
@@ -87,8 +86,8 @@ class Drafter:
     def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
         """Learn n-grams [num_ngrams, ngram_size] of a lookahead window, outside of any text.
 
-        The first token of each is the one that was assumed there; the others are the target's
-        likeliest, each found one step later than the one before it.
+        The first token of an n-gram is the window's guess; the others are the target's likeliest
+        tokens, each found one step later than the one before it.
         """
 
     def close(self, sequence: int) -> None:
@@ -97,23 +96,23 @@ class Drafter:
 
 @dataclass(frozen=True, slots=True)
 class DraftingCall:
-    """What a drafter may know of the call that it drafts for.
+    """Properties of the call that a drafter drafts for.
 
     Attributes:
-        model: The target's model; not to be changed.
+        model: The target's model; the drafter must not change it.
         vocab_size: Exclusive upper bound of the token ids in a draft.
         max_length: Maximum length of a row, prompt included.
         device: Where the target chooses its tokens; None for the CPU.
         num_rows: Sequences of the call; they are opened in the order of its rows.
         max_candidates: Paths of a draft that can be verified at once; None for no limit.
-        processors: The call's logits processors; those that keep state must not be called.
+        processors: The call's logits processors; the drafter must not call one that keeps state.
         samples: Whether tokens are sampled; else decoding is greedy.
-        rngs: Where lade's own drafters draw (`Config(acceptance="rejection")` and sampling), one
-            for each row, to draw with; else None.
-        make_pool_drafter: Returns a drafter by the call's own pools and table, as the call has
-            without another drafter.
-        step_sec: Returns the seconds of a step that verifies so many tokens in each row, as far as
-            measured, else 0.
+        rngs: Random generators, one for each row, if drafts are drawn (sampling with
+            `Config(acceptance="rejection")`); else None.
+        make_pool_drafter: Returns a drafter by the call's pools and table, which is the drafter of
+            a call without `drafter=`.
+        step_sec: Returns the measured seconds of a step that verifies so many tokens in each row; 0
+            if none was measured.
     """
 
     model: Any
@@ -130,18 +129,19 @@ class DraftingCall:
 
 
 class ForcedTokens(ABC):
-    """Foresight of what a logits processor will enforce; a base class of processors that have it.
+    """Base class of logits processors that know which tokens they will force.
 
-    A processor of another class is never asked, whatever its methods are called. Nor is a
-    `prefix_allowed_tokens_fn`, which may keep state.
+    Only processors of this class are asked. A `prefix_allowed_tokens_fn` is not, because it may
+    keep state.
     """
 
     @abstractmethod
     def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
-        """Return the tokens that must follow, as far as they are known.
+        """Return the tokens that must follow, as many as are known.
 
-        Called between steps: the processor was called once for each emitted token, so it has seen
-        all of `committed` but the last token. This must not change what the processor does later.
+        Called between steps. By then, the processor was called once for each emitted token, so it
+        has seen all of `committed` but the last token. This method must not change its later
+        results.
 
         Args:
             row: the sequence's row in the batch that the processor is called with.

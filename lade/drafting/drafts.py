@@ -63,7 +63,7 @@ def joined(drafts: Sequence[Draft], max_nodes: int) -> Draft:
     """
     if len(drafts) == 1:
         return drafts[0].first(max_nodes)
-    places: dict[tuple[int, int], int] = {}  # of a parent's place and a token
+    places: dict[tuple[int, int], int] = {}  # by parent's place and token
     misses: list[float] = []  # probability that all sources are wrong, given the parent
     for draft in drafts:
         nodes = zip(
@@ -123,7 +123,7 @@ def narrowed(draft: Draft, max_candidates: int) -> Draft:
 def checked(draft: object, max_draft_tokens: int) -> Draft:
     """Validate a drafter's draft and return it with its depths recomputed.
 
-    What it was drawn from, if it was, is left out: it is verified like any other.
+    The distribution of a drawn draft is left out: the result is verified like any other draft.
 
     Args:
         max_draft_tokens: maximum number of nodes; later ones are dropped.

@@ -1,7 +1,7 @@
-"""The sources of a call's drafts, its pool first, each asked in one guarded way.
+"""The sources of a call's drafts, its pool first, each guarded against errors.
 
-`speculator.py` joins what they propose. Nowhere else is a user's drafter or grammar asked: no call
-fails, and no text changes.
+`speculator.py` joins their drafts. User drafters and grammars run only here, so none of them can
+fail a call or change a text.
 """
 
 import warnings
@@ -35,7 +35,7 @@ class PoolDrafter(Drafter):
         max_candidates: G, the maximum number of paths in a draft; None for no limit.
         prewarmed: the successors that the target finds likely after single tokens and pairs, as
             `lade.prewarm` found them.
-        layers: pools that are only read, whose text drafts come from as well.
+        layers: read-only pools, from whose text drafts come as well.
     """
 
     name = "pool"
@@ -58,11 +58,10 @@ class PoolDrafter(Drafter):
         self._open_prompts: dict[int, tuple[int, ...]] = {}
 
     def open(self, prompt_ids: Sequence[int]) -> int:
-        """Feed the prompt as a sequence of its own.
+        """Feed the prompt as a new sequence.
 
-        If the same prompt is being answered already, as when several samples are asked for, only
-        its end is fed again, to tie the new answer to it: more would drown out what follows
-        elsewhere.
+        If the same prompt is being answered already (several samples), only its end is fed again,
+        to connect the new answer with it: more copies would outweigh all other text.
         """
         prompt = tuple(prompt_ids)
         is_answered = prompt in self._open_prompts.values()
@@ -70,14 +69,14 @@ class PoolDrafter(Drafter):
         sequence = self.pool.open_sequence(self._prewarmed, self._layers)
         try:
             self.pool.observe(new, sequence)
-        except BaseException:  # of an interrupt, too: nobody else knows of the sequence
+        except BaseException:  # also an interrupt: no other code knows the sequence
             self.pool.close_sequence(sequence)
             raise
         self._open_prompts[sequence] = prompt
         return sequence
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        """Look up the last tokens in all that the pool holds."""
+        """Look up the last tokens in all text of the pool."""
         context = committed[-self._max_match :]
         return self.pool.draft(context, max_draft_tokens, self._max_candidates, sequence)
 
@@ -88,7 +87,7 @@ class PoolDrafter(Drafter):
         max_draft_tokens: int,
         rng: np.random.Generator,
     ) -> SampledDraft:
-        """Draw from what may follow the last tokens, by all that the pool holds.
+        """Draw continuations of the last tokens, by the pool's probabilities.
 
         Node i depends only on the draws of nodes before i, so that `SampledDraft.first` is
         unbiased.
@@ -103,10 +102,10 @@ class PoolDrafter(Drafter):
         vocab_size: int,
         max_draft_tokens: int,
     ) -> Draft:
-        """Return a draft with further children of the root, to be run for what is harvested there.
+        """Add children of the root whose successors are worth harvesting; return the whole draft.
 
-        Frequent tokens stand among the draft's nodes by how often the target would use them, as the
-        draft's own do by their probabilities.
+        The nodes are ordered by probability; of the new tokens, by how often the target would use
+        them.
 
         Args:
             draft: the draft, best first.
@@ -119,10 +118,12 @@ class PoolDrafter(Drafter):
         token_ids, worths = token_ids[new], worths[new]
         if not len(token_ids):
             return draft.first(max_draft_tokens)
-        # Where a probability rises, it counts as the one before, so that parents stay first.
+        # A probability that rises counts as the one before it, so that parents stay first.
         probs = np.concatenate([np.minimum.accumulate(draft.probs), worths])
         order = (-probs).argsort(kind="stable")[:max_draft_tokens]
-        places = np.full(len(probs) + 1, -1, np.int32)  # of nodes among all; the last is the root's
+        places = np.full(
+            len(probs) + 1, -1, np.int32
+        )  # new index of each node; the last is the root's
         places[order] = np.arange(len(order))
         parents = np.concatenate([draft.parents, np.full(len(token_ids), -1)])
         depths = np.concatenate([draft.depths, np.ones(len(token_ids), np.int32)])
@@ -146,7 +147,7 @@ class PoolDrafter(Drafter):
         self.pool.observe(token_ids, sequence, is_answer=True)
 
     def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
-        """Feed each n-gram as a sequence of its own: none is part of a text."""
+        """Feed each n-gram as a separate sequence, as it is part of no text."""
         for ngram in ngrams:
             self.pool.observe(ngram, None)
 
@@ -157,23 +158,23 @@ class PoolDrafter(Drafter):
 
 
 class Source:
-    """A drafter or a grammar in one call: how it is asked, what it can do, and what it did.
+    """A drafter or a grammar in one call, with its statistics and costs.
 
-    The first exception becomes a warning, and it is not asked again. After each answer, torch's
-    global random state is what it was before, on the CPU and on the target's device: text is drawn
-    from it. That takes 5 µs.
+    The first exception becomes a warning, and the drafter is not asked again. After each answer,
+    torch's global random state, from which text is drawn, is restored on the CPU and on the
+    target's device. That takes 5 µs.
 
-    The state is that of all threads, and what others draw in between is undone as well. So it is
-    left alone for lade's drafters, which draw nothing there. Their drafts are not checked either,
-    as that takes half as long as drafting.
+    All threads share that state, so restoring it also undoes the draws of other threads. Therefore
+    it is not restored for lade's drafters, which draw nothing from it. Their drafts are not checked
+    either, as a check takes half as long as drafting.
 
     Args:
-        drafter: what the user gave, or a pool; or a logits processor that knows a grammar.
-        name: in statistics; its class if it is none of several.
-        is_part: whether it is one of several.
-        what: is done without where it fails, for the warning; drafts unless said otherwise.
-        is_strict: let exceptions through, for authors of drafters.
-        device: of the target; None for the CPU.
+        drafter: a drafter, a pool, or a logits processor that knows a grammar.
+        name: name in statistics; if empty, the drafter's class.
+        is_part: whether it is one of several drafters.
+        what: what the call loses if the drafter fails, for the warning.
+        is_strict: whether exceptions are raised, for authors of drafters.
+        device: the target's device; None for the CPU.
     """
 
     def __init__(
@@ -200,16 +201,17 @@ class Source:
         self.costs = Seconds()
         self.num_successors = 0
         self.learns_ngrams = self.is_free = False
-        # Whether it draws when it knows how much, or at once, where drafts are drawn.
+        # With rejection sampling: whether it is a pool, which draws after the budget has chosen a
+        # number, or a drafter that draws at once.
         self.is_pool = self.is_made = False
-        #: Whether it is a model that is asked only where that pays; None for no model.
+        #: Whether it is a model that is asked only if it pays; None if it is no model.
         self.is_measured: bool | None = None
         self.handles: dict[int, Any] = {}  # by row
         self.num_run: dict[int, int] = {}  # tokens of the text at its last draft, by row
 
     def _asks(self, drafter: object) -> None:
         self.drafter: Any = drafter
-        # Whether it is one of lade's own, and no subclass of a user's.
+        # Whether its class is lade's, and not a user's subclass.
         self._is_own = type(drafter).__module__.startswith("lade.")
 
     def ask(
@@ -220,13 +222,13 @@ class Source:
         even_if_failed: bool = False,
         may_refuse: bool = False,
     ) -> Any:
-        """Return what a method of the drafter returns, or `instead` where it fails or has failed.
+        """Call a method of the drafter; return `instead` if it fails or has failed before.
 
         Args:
-            what: name of the method, as looking at it may raise, too; or what calls the drafter.
-            instead: what to return then.
-            args: of the method.
-            even_if_failed: whether to ask one that has failed; the warning is not repeated.
+            what: name of the method (looking it up may raise, too), or a function that calls it.
+            instead: result after a failure.
+            args: arguments of the method.
+            even_if_failed: whether to call it after a failure; the warning is not repeated.
             may_refuse: whether a `LadeError` ends the call.
         """
         if self.has_failed and not even_if_failed:
@@ -251,17 +253,17 @@ class Source:
                 put_back(self._device, states)
 
     def make(self, call: DraftingCall) -> "Source":
-        """Make what drafts for a call, and look at it.
+        """Make the drafter of this call, and read its attributes.
 
         Raises:
-            LadeError: it cannot draft for this call.
+            LadeError: the drafter cannot draft for this call.
         """
         self.ask(self._make, None, call, may_refuse=True)
         return self
 
     def _make(self, call: DraftingCall) -> None:
         given = self.drafter
-        # Of its drafts, in earlier calls, too: they are kept with the drafter.
+        # The costs of drafts are kept with the drafter, for later calls.
         self.costs = getattr(given, "__dict__", {}).setdefault("_lade_costs", self.costs)
         if isinstance(given, NGramPool):
             pools = (NGramPool(), (given,)) if given.is_read_only else (given, ())
@@ -292,7 +294,7 @@ class Source:
         most: int,
         rng: np.random.Generator | None = None,
     ) -> Draft:
-        """Return a valid draft, drawn by a pool if there is an `rng`."""
+        """Return a valid draft; with `rng`, a pool draws it at random."""
         handle = self.handles.get(row)
         if rng is None:
             draft: Draft = self.drafter.draft(handle, committed, most)
@@ -301,7 +303,7 @@ class Source:
         return draft if self._is_own else checked(draft, most)
 
     def forced(self, row: int, committed: Sequence[int], most: int) -> list[int]:
-        """Return the tokens that a grammar forces; those outside of the vocabulary stay."""
+        """Return the tokens that a grammar forces, also tokens outside of the vocabulary."""
         forced = islice(self.drafter.forced_tokens(row, committed, most), most)
         return [min(max(-1, index(token_id)), MAX_TOKEN_ID) for token_id in forced]
 

@@ -1,7 +1,7 @@
-"""What a decoder does about drafts: what each step verifies, and what is learned from it.
+"""`Speculator`: the drafts that each step verifies, and the lessons from its outcome.
 
-A call's sources are one list (`sources.py`). Which of them are worth asking is decided in
-`lade/budget/asking.py`; how much of what they propose is verified, in `budget.py` there.
+A call's sources are one list (`sources.py`). `lade/budget/asking.py` decides which sources are
+asked, and `lade/budget/budget.py` how many of their draft tokens are verified.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,23 +35,23 @@ _MAX_PENDING = 16  # tokens to run again; from then on, a step without a draft r
 
 
 class Runner(Protocol):
-    """What a target reports about its next forward."""
+    """A target's report on its next forward pass."""
 
     @property
     def num_pending(self) -> int:
-        """Committed tokens that the next forward runs again."""
+        """Number of committed tokens that the next forward pass runs again."""
 
     @property
     def marginal_cost(self) -> float | None:
-        """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
+        """Expected tokens that a draft token must add in joint forward passes; None elsewhere."""
 
     def width_of(self, num_tokens: int) -> int:
-        """Return the padded width of a forward over `num_tokens` of each row."""
+        """Return the padded width of a forward pass over `num_tokens` of each row."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one step runs."""
+    """The trees and the window that one step runs."""
 
     trees: dict[int, Tree]  # by row, the root and the draft to verify
     proposed: Mapping[int, Draft]  # by row, the whole proposal, verified or not
@@ -80,46 +80,50 @@ class Plan:
 
 
 class _Asked(NamedTuple):
-    """A source that was asked for a draft, and what was known by then."""
+    """A source that was asked for a draft, with the joint drafts before and after."""
 
     source: Source
-    before: Draft  # what was proposed before
-    after: Draft  # the same with the source's own
-    draft: Draft  # its own
+    before: Draft  # joint draft of the sources before it
+    after: Draft  # joint draft with this source
+    draft: Draft  # draft of this source alone
     sec: float
 
 
 @dataclass(slots=True)
 class _DraftedRow:
-    """What became of the last proposal for a row."""
+    """The last proposal for a row."""
 
     asked: list[_Asked] = field(default_factory=list)  # until the outcome is known
-    forced: list[int] = field(default_factory=list)  # first tokens, where a grammar forces them
-    draft: Draft = field(default_factory=Draft.empty)  # tokens to explore included
-    room: int = 0  # maximum depth that the target can run
+    forced: list[int] = field(default_factory=list)  # first tokens, if a grammar forces them
+    draft: Draft = field(default_factory=Draft.empty)  # with tokens to explore
+    max_depth: int = 0  # that the target can run
 
 
 class Speculator:
-    """The drafts of a batch and the lookahead window of a single row: what to run and to learn.
+    """Drafts for the rows of a batch, and the lookahead window of a single row.
 
-    All draft tokens of a row are proposed, and a budget decides how many of them to verify; that
-    many are taken, or drawn anew where drafts are random. The number of nodes drawn must not depend
-    on the tokens drawn, or the text would no longer have the right distribution.
+    Sources propose as many draft tokens as they can for a row; the budget decides how many of them
+    are verified. With rejection sampling, drafts are drawn after that: a number of nodes that
+    depended on the drawn tokens would change the distribution of the text.
 
-    Sources are asked in the order of their cost, where the tokens that they add are worth their
-    time. Tokens on the same path become one node, whose probability is learned from what became of
-    each source's nodes. Where drafts are drawn, one source alone drafts a step. It is chosen before
-    anything is drawn; choosing among draws would favour some tokens, and joining them would change
-    what each was drawn from.
+    Sources are asked in the order of their cost, if the tokens that they add are worth their time.
+    Tokens on the same path become one node, whose probability is learned from how often each
+    source's nodes were right. With rejection sampling, one source drafts a step, and it is chosen
+    before anything is drawn: a choice among draws would favour some tokens, and joining draws would
+    change their distribution.
 
-    No source can fail the call: whatever one raises and an invalid draft become a warning, and it
+    No source can fail the call: an exception or an invalid draft becomes a warning, and the source
     is not asked again (`Source.ask`).
 
     Args:
-        sources: of the call.
-        grammar: asks for the tokens that a grammar forces on the text, if there is one.
-        lookahead: size of the window to run beside drafts, which takes verification by tree; None
-            for no window.
+        batch: the rows and their text.
+        sources: the call's sources of drafts.
+        call: properties of the call.
+        budget: chooses the number of draft tokens.
+        runner: reports on the target's next forward pass.
+        grammar: source of the tokens that a grammar forces, if there is one.
+        lookahead: size of the window to run beside drafts, for verification by tree; None for no
+            window.
     """
 
     def __init__(
@@ -149,17 +153,17 @@ class Speculator:
         self._placeholders = np.array(placeholders_of(call.model), np.int32)
         self._pace = StepRate()
         self._asking = {source: SourceGate(source.costs, self._pace) for source in sources}
-        # Alone, a pool or a drafter of the user's is asked at every step; nothing is learned of it.
+        # A single pool or user drafter is asked at every step, and its costs do not matter.
         self._learns = any(s.is_part or s.is_measured is not None for s in sources)
-        # Where drafts are drawn, or paths are few, every node should be as likely as can be.
+        # If drafts are drawn or have few paths, no node is spent on exploring.
         explores = call.max_candidates is None and call.rngs is None
         self._explorer = next((s for s in sources if s.is_pool and explores), None)
         self._rows: dict[int, _DraftedRow] = {}
-        # Of the step under way: seconds of asking sources, and tokens emitted.
+        # Of the running step: seconds of asking sources, and number of emitted tokens.
         self._asking_sec, self._num_emitted = 0.0, 0
 
     def sources(self) -> dict[str, SourceStats]:
-        """Return what each source did, where there are several or models."""
+        """Return statistics by source, if there are several sources or models."""
         return {source.name: source.stats for source in self._sources} if self._learns else {}
 
     # --- before a forward -------------------------------------------------------------------
@@ -182,10 +186,10 @@ class Speculator:
         return Plan(trees, {}, None)
 
     def plan(self, emitting: Sequence[int]) -> Plan:
-        """Return what the next step runs: drafts of the rows that emit, roots of the others."""
+        """Return the plan of the next step: drafts for rows that emit, roots for the others."""
         batch, text, most = self._batch, self._batch.text, self._budget.max_draft_tokens
         window, proposed = self._window, dict[int, Draft]()
-        # What a window finds that is cut by the end of the text could hardly be used any more.
+        # No window near the end of the text: its n-grams would come too late.
         if window is not None and window.depth > batch.capacity_left(0):
             window = None
         for row in () if self._may_rest and self._budget.is_resting else emitting:
@@ -214,7 +218,7 @@ class Speculator:
             drawn = {
                 row: len(each) for row, each in drafts.items() if isinstance(each, SampledDraft)
             }
-            if drawn:  # how many of them are verified must not depend on what was drawn
+            if drawn:  # the number of verified tokens must not depend on the drawn tokens
                 return dict.fromkeys(drafts, max(drawn.values())) | drawn
         num_beside = 0 if window is None else window.num_cells
         probs = {row: draft.probs for row, draft in drafts.items()}
@@ -228,11 +232,11 @@ class Speculator:
     # --- a row's draft ----------------------------------------------------------------------
 
     def propose(self, row: int, max_draft_tokens: int) -> Draft:
-        """Return a draft of what may follow in a row, likeliest nodes first."""
+        """Return a draft for a row, likeliest nodes first."""
         state, batch = self._rows[row], self._batch
-        context, room = batch.contexts[row], batch.depth_left(row)
-        state.room, state.forced, draft = room, [], _NOTHING
-        most = min(room, max_draft_tokens)
+        context, max_depth = batch.contexts[row], batch.depth_left(row)
+        state.max_depth, state.forced, draft = max_depth, [], _NOTHING
+        most = min(max_depth, max_draft_tokens)
         if most > 0 and (grammar := self._grammar) is not None:
             committed = self._batch.text.token_ids[row]
             state.forced = grammar.ask(grammar.forced, [], row, committed, most)
@@ -248,10 +252,10 @@ class Speculator:
         return state.draft
 
     def _asked(self, row: int, state: _DraftedRow, context: Sequence[int], most: int) -> Draft:
-        """Ask the sources that are worth it, and join what they propose.
+        """Ask the sources that are worth it, and join their drafts.
 
-        Where drafts are drawn, a pool draws only when it knows how much, so what it proposes
-        before may decide whether another source is worth asking instead.
+        With rejection sampling, a pool draws only after the budget has chosen a number. So its
+        proposal here may decide whether another source is asked instead.
         """
         state.asked, draft = [], _NOTHING
         if not self._learns:
@@ -300,23 +304,25 @@ class Speculator:
         if not self._asks_all:
             working.sort(key=lambda s: s.costs.at(1.0) if s.costs.is_known else np.inf)
         if self._call.rngs is not None:
-            # First a prediction, then those that are not drawn from yet.
+            # First a prediction, then pools, which are not drawn from yet.
             working.sort(key=lambda s: (not s.is_free or s.is_pool, s.is_made))
         return working
 
     def _with_explored(
         self, row: int, others: Sequence[NDArray[np.int32]], max_draft_tokens: int
     ) -> Draft:
-        """Add tokens to explore to a row's proposal, and return it with these.
+        """Add tokens to explore to a row's proposal; return the whole proposal.
 
-        They are run for what is harvested there, more than for their chance to be right, so nothing
-        is learned of the drafter's probabilities from them.
+        They are run to harvest their successors more than for their chance to be right. So the
+        calibration of the drafter's probabilities ignores them.
 
         Args:
+            row: the row.
             others: tokens that other rows run in this step.
+            max_draft_tokens: maximum number of nodes.
         """
         state, explorer = self._rows[row], self._explorer
-        if explorer is None or state.forced or min(state.room, max_draft_tokens) < 1:
+        if explorer is None or state.forced or min(state.max_depth, max_draft_tokens) < 1:
             return state.draft
         excluded = np.concatenate([state.draft.token_ids, self._placeholders, *others])
         args = state.draft, excluded, self._call.vocab_size, max_draft_tokens
@@ -324,7 +330,7 @@ class Speculator:
         return state.draft
 
     def _drawn(self, row: int, num_nodes: int) -> Draft:
-        """Return the first `num_nodes` nodes of the proposal, or as many drawn in their place."""
+        """Return the first `num_nodes` nodes of the proposal, or as many drawn nodes instead."""
         state, rngs = self._rows[row], self._call.rngs
         if isinstance(state.draft, SampledDraft):
             return state.draft if num_nodes else state.draft.first(0)
@@ -339,11 +345,11 @@ class Speculator:
         return self._possible(state, sampled)
 
     def _possible(self, state: _DraftedRow, draft: Draft) -> Draft:
-        """Put forced tokens before a draft, and cut it before what the target cannot run.
+        """Put forced tokens before a draft, and cut it before the first node that cannot be run.
 
-        Such a node is deeper than there is room, or its token is a placeholder or outside the
-        vocabulary, as from a pool that learned from another model's text. For a drawn node, the
-        tokens that it could have become decide, not the one that it became.
+        Such a node is too deep, or its token is a placeholder or outside the vocabulary, as from a
+        pool with another model's text. For a drawn node, all tokens that it could have become are
+        checked, not only the one that it became.
         """
         if state.forced:
             draft = after(state.forced, draft)
@@ -354,9 +360,9 @@ class Speculator:
             unknown |= np.isin(ids, self._placeholders)
         if isinstance(draft, SampledDraft):
             unknown = np.any(unknown & (draft.support_probs > 0), axis=1)
-        if len(draft) <= state.room and not unknown.any():
+        if len(draft) <= state.max_depth and not unknown.any():
             return draft
-        impossible = np.flatnonzero((draft.depths > state.room) | unknown)
+        impossible = np.flatnonzero((draft.depths > state.max_depth) | unknown)
         return draft.first(int(impossible[0])) if len(impossible) else draft
 
     # --- after a forward --------------------------------------------------------------------
@@ -366,7 +372,7 @@ class Speculator:
 
         Args:
             logits: [1, num_nodes, vocab_size or more].
-            ranked: ranks of these logits that are known already, or None.
+            ranked: ranks of these logits if they are known, or None.
         """
         num_successors = 0
         for source in self._sources:
@@ -399,7 +405,7 @@ class Speculator:
         return num_tokens
 
     def observe(self, row: int, token_ids: Sequence[int]) -> None:
-        """Tell all sources what a step emitted, and learn from what they had proposed."""
+        """Feed all sources the emitted tokens, and learn from their proposals."""
         state = self._rows[row]
         self._batch.contexts[row] += token_ids
         for source in self._sources:
@@ -420,7 +426,7 @@ class Speculator:
         state.asked = []
 
     def harvest(self, row: int, context: Sequence[int], tree: Tree, found: Successors) -> None:
-        """Tell harvested successors of the nodes of a row's tree."""
+        """Feed the sources the harvested successors of a row's tree."""
         parents = [-1, *(tree.draft.parents + 1).tolist()]
         for source in self._sources:
             if (num := source.num_successors) and row in source.handles:
@@ -433,13 +439,13 @@ class Speculator:
     def learn(
         self, plan: Plan, steps: Sequence[Step], successors: HostCopy | None, is_prefill: bool
     ) -> None:
-        """Learn from the last committed step: what followed all of its nodes.
+        """Learn from the last committed step: successors of all nodes, and outcomes of drafts.
 
         Args:
-            plan: what it ran.
-            steps: of the rows that emitted.
-            successors: of the nodes, on their way to the host; None where nobody asks for them.
-            is_prefill: whether it had no drafts as it was the first.
+            plan: the step's plan.
+            steps: tokens of the rows that emitted.
+            successors: successors of the nodes, on their way to the host; None if no source asks.
+            is_prefill: whether it was the first step, which has no drafts.
         """
         batch, trees, emitted = self._batch, plan.trees, dict[int, Sequence[int]]()
         for step in steps:
@@ -458,19 +464,19 @@ class Speculator:
             self._budget.learn(outcomes, {row: batch.text.num_emitted(row) for row in batch.rows})
 
     def record(self, num_rows: int, num_tokens: float, sec: float, extra_sec: float) -> None:
-        """Learn what a step took.
+        """Learn the cost of a step.
 
         Args:
             num_rows: rows of the batch.
-            num_tokens: of its forward per row, besides the root; their mean where rows have no
-                padding.
-            sec: of the whole step.
-            extra_sec: of these, what other steps of its size do not take; infinite if unknown.
+            num_tokens: tokens of its forward pass per row, besides the root; their mean if rows
+                have no padding.
+            sec: seconds of the whole step.
+            extra_sec: seconds of it that other steps of this size do not take; infinite if unknown.
         """
         self._pace.record(sec, self._num_emitted)
         for asking in self._asking.values():
             asking.passed(sec)
-        if extra_sec < sec:  # what sources take is known by source
+        if extra_sec < sec:  # sources count their own seconds
             self._budget.record(num_rows, num_tokens, sec - extra_sec - self._asking_sec)
         self._asking_sec, self._num_emitted = 0.0, 0
 

@@ -20,12 +20,12 @@ class Successors(NamedTuple):
 
     @classmethod
     def sent(cls, copy: HostCopy) -> "Successors":
-        """Return those that were sent to the host (`with_probs`), once they are there."""
+        """Return the successors that `with_probs` sent to the host, once they are there."""
         token_ids, probs = copy.get()
         return cls(token_ids.to(torch.int32).numpy(), probs.numpy())
 
     def of_tree(self, start: int, num_nodes: int) -> "Successors":
-        """Return those of the nodes of one tree, whose root is at `start` of the only row."""
+        """Return the successors of one tree's nodes; its root is at `start` of the only row."""
         nodes = slice(start, start + num_nodes)
         return Successors(self.token_ids[0, nodes], self.probs[0, nodes])
 

@@ -1,4 +1,4 @@
-"""Forwards on a CPU, faster than torch's: whole ones as one compiled job, or layer by layer.
+"""Forward passes on a CPU by lade's kernels: whole, as one compiled job, or layer by layer.
 
 Start with `job.py`.
 """

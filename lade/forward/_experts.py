@@ -1,7 +1,7 @@
-"""Which experts run which tokens: compiled functions of whole numbers, no products.
+"""Choose experts, and group tokens by expert: compiled functions of integers and scores.
 
-Experts are chosen as `torch.topk` chooses, of equal values the same ones in the same order. Torch
-leaves that to the algorithms of its C++ library, so their steps are repeated here.
+Experts are chosen as by `torch.topk`, also among equal values and in the same order. torch leaves
+that to algorithms of the C++ library, so their steps are repeated here.
 """
 
 import numba
@@ -9,7 +9,7 @@ import numpy as np
 
 _compiled = numba.njit(nogil=True, error_model="numpy")
 
-_SORTED_WHOLE = 64  # torch sorts a heap where there are so many times more than are chosen
+_SORTED_WHOLE = 64  # torch sorts a heap if there are so many times more values than choices
 
 
 @_compiled
@@ -26,7 +26,7 @@ def _swap(order, first, second):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _insert(values, order, first, last):  # type: ignore[no-untyped-def]
-    """Sort a few; what is equal stays in its order."""
+    """Sort a few values; equal values stay in their order."""
     for place in range(first + 1, last):
         number = order[place]
         while place > first and _is_before(values, number, order[place - 1]):
@@ -37,7 +37,7 @@ def _insert(values, order, first, last):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _sink(values, order, hole, size, number):  # type: ignore[no-untyped-def]
-    """Put a number in a heap whose place `hole` is free; its last in the order comes first."""
+    """Put a number into a heap whose place `hole` is free; the last in the order is on top."""
     top, child = hole, hole
     while child < (size - 1) // 2:
         child = 2 * (child + 1)
@@ -69,7 +69,7 @@ def _select_by_heap(values, order, num, last):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _split(values, order, first, last):  # type: ignore[no-untyped-def]
-    """Bring what comes before a median of three to the front; return where the others begin."""
+    """Move values before a median of three to the front; return the index of the others."""
     low, middle, high = first + 1, first + (last - first) // 2, last - 1
     if _is_before(values, order[low], order[middle]):
         inner, outer = middle, low
@@ -95,9 +95,9 @@ def _split(values, order, first, last):  # type: ignore[no-untyped-def]
 
 @_compiled
 def select(values, order, num, is_sorted):  # type: ignore[no-untyped-def]
-    """Write the numbers of all values, those of the `num` largest first, as `torch.topk` does.
+    """Write the indices of all values, the `num` largest first, in the order of `torch.topk`.
 
-    Sorted, of at most 17: where there are more, the C++ library sorts in another way.
+    With `sorted`, `num` is at most 17: the C++ library sorts more values in another way.
     """
     last = len(values)
     for place in range(last):
@@ -131,7 +131,7 @@ def select(values, order, num, is_sorted):  # type: ignore[no-untyped-def]
 
 @_compiled
 def leave_groups(values, sums, order, num_left):  # type: ignore[no-untyped-def]
-    """Leave the values of some groups: those whose two largest are together the largest."""
+    """Keep the values of some groups: the ones with the largest sum of their two largest."""
     size = len(values) // len(sums)
     for group in range(len(sums)):
         most = second = -np.float32(np.inf)
@@ -149,14 +149,14 @@ def leave_groups(values, sums, order, num_left):  # type: ignore[no-untyped-def]
 
 @_compiled
 def group(chosen, num_chosen, ends, tokens, slots):  # type: ignore[no-untyped-def]
-    """Sort choices by expert, and return how many experts have any.
+    """Sort choices by expert, and return the number of experts that were chosen.
 
     Args:
-        chosen: the experts of tokens, `num_chosen` of each, one after the other.
-        num_chosen: see there.
-        ends: [num_experts + 1], gets where the choices of each expert begin, and the last end.
-        tokens: gets the tokens of the choices, by expert.
-        slots: gets where among these each choice is.
+        chosen: the experts of each token, token after token.
+        num_chosen: number of experts of a token.
+        ends: [num_experts + 1], gets the index of each expert's first choice, and the last end.
+        tokens: gets the token of each choice, expert after expert.
+        slots: gets the index in `tokens` of each choice.
     """
     for expert in range(len(ends)):
         ends[expert] = 0

@@ -1,8 +1,8 @@
 """Every compiled function of this package, and nothing else: a decoder's forward as one job.
 
-All threads run the same phases in the same order. Of each they take pieces until none is left, and
-go on when all pieces are done, by whomever: a thread that comes late, or not at all, delays nobody.
-What a phase hands to the next one is rounded wherever torch would store it.
+All threads run the same phases in the same order. A phase is divided into pieces of work; each
+thread takes pieces until none is left, and goes on when all are done. So a thread that comes late,
+or not at all, delays no other. Results of a phase are rounded wherever torch would store them.
 """
 
 import math
@@ -40,24 +40,24 @@ from lade.forward._tiles import (
     take,
 )
 
-_MOST_ROWS = BLOCK  # of a piece of attention
+_MOST_ROWS = BLOCK  # rows of queries in a piece of attention
 _UNIT, _MOST_COLUMNS = (32, 192) if LANES == 16 else (48, 192)
-_FEW_CHOICES = 64  # of experts, whose results for many columns the second cache holds
-_SPINS, _YIELDS = 2000, 20  # until a thread that waits yields, and then sleeps
+_FEW_CHOICES = 64  # choices of experts whose results for many columns fit into the second cache
+_SPINS, _YIELDS = 2000, 20  # a waiting thread spins so often, then yields so often, then sleeps
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
 _INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _F = np.float32
 
 _compiled = numba.njit(nogil=True, error_model="numpy")
-# What has one caller becomes part of it, before types are inferred: compiled alone it would be
-# optimized twice, with all that it calls.
+# A function with one caller is inlined before types are inferred: compiled alone, it and the
+# functions that it calls would be optimized twice.
 _part = numba.njit(nogil=True, error_model="numpy", inline="always")
 _summing = numba.njit(nogil=True, error_model="numpy", fastmath=_FAST)
 
 
 @instruction(types.int64, types.int64)
 def _look(builder: Any, address: Any) -> Any:
-    """Return an integer that threads share, before all that is read afterwards."""
+    """Return a shared integer; no later read is moved before this one."""
     return builder.load_atomic(builder.inttoptr(address, _INT64.as_pointer()), "acquire", 8)
 
 
@@ -90,7 +90,7 @@ def _to_half(builder: Any, number: Any) -> Any:
 
 @instruction(types.float32)
 def _fused(builder: Any, of: Any) -> Any:
-    """Return the product of two numbers, plus a third, rounded once where the CPU does that."""
+    """Return the product of two numbers plus a third, rounded once if the CPU fuses them."""
     first, second, third = cgutils.unpack_tuple(builder, of)
     if "sse2" in FEATURES and not FEATURES.get("fma"):
         return builder.fadd(builder.fmul(first, second), third)
@@ -175,7 +175,7 @@ def _add_from(address, start, row, format_):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _store(row, address, format_):  # type: ignore[no-untyped-def]
-    """Store float32 that are rounded to a format."""
+    """Store float32 numbers that are already rounded to a format."""
     size = len(row)
     if format_ == FLOAT32:
         _copy(row, _row(address, size))
@@ -192,7 +192,7 @@ def _store(row, address, format_):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _arrange(row, address, start, whole, arranged):  # type: ignore[no-untyped-def]
-    """Put what is from `start` on in a row of `whole` numbers where products take it from."""
+    """Put numbers, from `start` on in a row of `whole`, in the order of matrix products."""
     size = len(row)
     if arranged == w.NARROW:
         _store(row, address + 2 * start, BFLOAT16)
@@ -237,7 +237,7 @@ def _sum_of_squares(row, mean):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _normalize(row, of, out, wide, format_):  # type: ignore[no-untyped-def]
-    """Normalize a row as LayerNorm or RMSNorm do; `wide` is of as many numbers."""
+    """Normalize a row as LayerNorm or RMSNorm do; `wide` is scratch of the same size."""
     size, flags = _F(len(row)), of[w.FLAGS]
     mean = _sum(row) / size if flags & w.CENTERS else _F(0)
     factor = _F(1) / np.sqrt(_sum_of_squares(row, mean) / size + _number(of, w.EPS))
@@ -280,27 +280,27 @@ def _turn(row, cos, sin, straight, turned, how, format_):  # type: ignore[no-unt
     _round(row[:size], format_)
 
 
-# What follows is compiled without liberties: where a vector ends, of how many numbers it is, must
-# change no bit.
+# The following functions are compiled without fast math: neither the length of a vector nor its end
+# may change a bit.
 
 
 @_compiled
 def _within(number, bound):  # type: ignore[no-untyped-def]
-    """Return the nearest number up to a bound on both sides; one that is none stays."""
+    """Clamp a number to a bound on both sides; NaN stays."""
     return -bound if number < -bound else bound if number > bound else number
 
 
 @_compiled
 def _exponent(number):  # type: ignore[no-untyped-def]
-    """Return the whole power of 2 that is nearest to e to the power of a number."""
+    """Return the integer exponent of the power of 2 nearest to e to the power of a number."""
     return np.floor(_fused((number, _F(1.4426950408889634), _F(0.5))))
 
 
 @_compiled
 def _mantissa(number, exponent):  # type: ignore[no-untyped-def]
-    """Return e to the power of a number, divided by 2 to that of its exponent.
+    """Return e to the power of a number, divided by 2 to the power of its exponent.
 
-    That leaves up to ln(2) / 2, for which six terms of the Taylor series are right to 1e-7.
+    The remaining power is at most ln(2) / 2; six terms of the Taylor series give it to 1e-7.
     """
     rest = _fused((exponent, _F(-0.6931471805599453), number))
     series = _fused((_F(1 / 720), rest, _F(1 / 120)))
@@ -311,7 +311,7 @@ def _mantissa(number, exponent):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _scale(exponent):  # type: ignore[no-untyped-def]
-    """Return 2 to the power of a whole number from -126 on; of one below, 0."""
+    """Return 2 to the power of an integer of at least -126; 0 for a lower one."""
     bounded = exponent if exponent > _F(-126) else _F(-126)
     power = _as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
     return _F(0) if exponent < _F(-126) else power
@@ -330,7 +330,7 @@ def _squash(row):  # type: ignore[no-untyped-def]
     for i in range(len(row)):
         bounded = _within(row[i], _F(10))
         power = _exponential(_F(2) * bounded)
-        # Near 0 the difference would lose what the series keeps.
+        # Near 0, the difference would cancel digits that the series keeps.
         square = bounded * bounded
         near = bounded * (_F(1) - square * (_F(1 / 3) - square * _F(2 / 15)))
         far = (power - _F(1)) / (power + _F(1))
@@ -363,7 +363,7 @@ def _softmax(row):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _activate(row, how, wide):  # type: ignore[no-untyped-def]
-    """Replace numbers by what an activation makes of them; `wide` is of as many numbers."""
+    """Apply an activation to numbers in place; `wide` is scratch of the same size."""
     if how == w.SILU:
         _silu(row)
     elif how == w.GELU:
@@ -387,8 +387,8 @@ def _activate(row, how, wide):  # type: ignore[no-untyped-def]
 
 # --- a softmax, block by block -------------------------------------------------------------------
 # It is renormalised with each block of keys, so that keys and values are read once, for all rows.
-# Source: FlashAttention (arXiv 2205.14135), algorithm 1. But by powers of 2 alone, which round
-# nothing: where blocks begin, and what is hidden between the keys that a row sees, moves no bit.
+# Source: FlashAttention (arXiv 2205.14135), algorithm 1. But it is renormalised by powers of 2,
+# which round nothing: neither the begin of blocks nor hidden keys in between change a bit.
 
 
 @numba.njit(nogil=True, error_model="numpy", fastmath={*_FAST, "nnan"})
@@ -401,7 +401,7 @@ def _largest(scores):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _take_query(source, target, format_, scaling):  # type: ignore[no-untyped-def]
-    """Scale a query, and arrange it as tiles take inputs of a format: pairs of bfloat16 apart."""
+    """Scale a query, and arrange it in the order of tiles: with bfloat16, pairs apart."""
     size = len(source)
     num_paired = size // PER_LINE * PER_LINE if format_ == BFLOAT16 else 0
     for start in range(0, num_paired, 2 * LANES):
@@ -414,16 +414,16 @@ def _take_query(source, target, format_, scaling):  # type: ignore[no-untyped-de
 
 @_compiled
 def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
-    """Turn scores of a row into weights, and what it has summed so far into that of these.
+    """Turn a row's scores of a block of keys into weights, and rescale the row's sums to them.
 
     Args:
-        scores: of a whole block; of keys that are hidden, or are none, minus infinity.
-        peak: exponent of the largest weight so far, by which all are divided.
-        total: of the weights so far.
-        sums: of the values so far.
+        scores: scores of the block; minus infinity for hidden keys and behind the last key.
+        peak: exponent of the largest weight so far; all weights are divided by that power of 2.
+        total: sum of the weights so far.
+        sums: weighted sums of the values so far.
     """
     new_peak = max(peak[0], _exponent(_largest(scores)))
-    if new_peak == -np.inf:  # it has seen nothing yet
+    if new_peak == -np.inf:  # no key was visible yet
         _fill(scores, _F(0))
         return
     if new_peak > peak[0]:
@@ -443,7 +443,7 @@ def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _num_seen(sees):  # type: ignore[no-untyped-def]
-    """Return how many keys a mask shows."""
+    """Return the number of keys that a mask shows."""
     num = 0
     for each in sees:
         num += 1 if each else 0
@@ -452,7 +452,7 @@ def _num_seen(sees):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _hide(scores, sees):  # type: ignore[no-untyped-def]
-    """Make scores of keys that are not seen minus infinity."""
+    """Set the scores of hidden keys to minus infinity."""
     for i in range(len(sees)):
         score = scores[i]
         scores[i] = score if sees[i] else -_F(np.inf)
@@ -460,7 +460,7 @@ def _hide(scores, sees):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _are_finite(address, num, format_):  # type: ignore[no-untyped-def]
-    """Return whether no number of a format is infinite, or none."""
+    """Return whether no number of a format is infinite or NaN."""
     most = np.int32(0)
     if format_ == FLOAT32:
         highest = np.int32(0x7F800000)
@@ -478,9 +478,10 @@ def _are_finite(address, num, format_):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _wait(phase, num_done, num_pieces):  # type: ignore[no-untyped-def]
-    """Report pieces of a phase that are done, and wait until all are.
+    """Report finished pieces of a phase, and wait until all pieces are finished.
 
-    Who has one may have lost its core to another process: a core that sleeps is given to it.
+    The thread of an unfinished piece may have lost its core to another process; a waiting thread
+    that sleeps gives it one.
     """
     if num_done > 0:
         take(phase + 64, num_done)
@@ -492,13 +493,13 @@ def _wait(phase, num_done, num_pieces):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _share(num, num_threads, unit, most):  # type: ignore[no-untyped-def]
-    """Return how many a thread takes at once: several times each, but many enough to pay."""
+    """Return how many units a thread takes at once: several pieces each, but none too small."""
     return min(max(num // (8 * num_threads) // unit * unit, unit), most)
 
 
 @_compiled
 def _straighten(address, start, row, whole, arranged):  # type: ignore[no-untyped-def]
-    """Undo for bfloat16 what `_arrange` did, from `start` on, a multiple of DEPTH."""
+    """Undo `_arrange` for bfloat16, from `start` on, a multiple of DEPTH."""
     if arranged == w.NARROW:
         _load(address + 2 * start, row, BFLOAT16)
         return
@@ -537,7 +538,7 @@ def _multiply_across(g, format_, inputs, num_inputs, num_rows, of, first, num, o
     """
     step, result = of[w.ACROSS], (out, out_step)
     weight = of[w.WEIGHT] + (4 if format_ == FLOAT32 else 2) * first
-    # Sums of the inputs themselves, which nobody looks at.
+    # The kernel also sums the inputs themselves; those sums are not used.
     totals = (out + out_step * num_rows + 63) // 64 * 64
     num_paired = num_inputs // PER_LINE * PER_LINE if g[w.ARRANGED] == w.PAIRS else 0
     for k in range(0, num_paired, 2 * LANES):
@@ -553,7 +554,7 @@ def _multiply_across(g, format_, inputs, num_inputs, num_rows, of, first, num, o
 
 @_compiled
 def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, out_step, to):  # type: ignore[no-untyped-def]
-    """Write some columns of a product of arranged inputs, and its bias, rounded to a format."""
+    """Write some columns of a matrix product, plus bias, rounded to a format."""
     num, width = until - first, 4 if format_ == FLOAT32 else 2
     weight = of[w.WEIGHT] + width * first * num_inputs
     for row in range(num_rows):
@@ -588,7 +589,7 @@ def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, o
 
 @_part
 def _write_between(g, phase, inputs, num_inputs, num_rows, first, until, scratch):  # type: ignore[no-untyped-def]
-    """Write what the first factors of some low-rank additions give."""
+    """Multiply inputs by the first factors of some low-rank additions."""
     added = numba.carray(pointer(g[w.ADDITIONS]), (until, w.LAYER_SIZE), np.int64)
     piece, num_before, num_done, out_step = take(phase, 1), 0, 0, 4 * _MOST_COLUMNS
     for number in range(first, until):
@@ -611,7 +612,7 @@ def _write_between(g, phase, inputs, num_inputs, num_rows, first, until, scratch
 
 @_part
 def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # type: ignore[no-untyped-def]
-    """Add to some columns of a product what its low-rank additions give, rounded as by torch."""
+    """Add the low-rank additions to some columns of a product, rounded as by torch."""
     num, format_, is_wide = until - first, g[w.FORMAT], False
     added = numba.carray(pointer(g[w.ADDITIONS]), (of[w.END_ADDED], w.LAYER_SIZE), np.int64)
     sums = _row(scratch, num)
@@ -654,15 +655,15 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
 
     Args:
         g, phase: the job, and the address of the phase.
-        num_rows: of the inputs.
-        layer: whose MLP it is, where it is one.
-        given: address of the inputs, and how many there are in a row.
-        products: PRODUCT_SIZE numbers of each.
-        result: what becomes of the columns, and where they go: to rows of `num_all` float32, those
-            of one product after those of the other; to logits, the same in the job's format; or to
-            the inner states, both with the same columns, the first activated and times the second.
+        num_rows: number of rows of inputs.
+        layer: numbers of the layer, if the product belongs to an MLP.
+        given: address of the inputs, and number of inputs in a row.
+        products: PRODUCT_SIZE numbers for each product.
+        result: use of the columns, and their address. TO_ROWS: float32 [rows, num_all], product
+            after product. TO_LOGITS: the same in the job's format. TO_INNER: inner states of an
+            MLP, the first product activated and multiplied by the second.
         num_all: number of columns.
-        scratch: of the thread.
+        scratch: the thread's scratch memory.
     """
     format_, (inputs, num_inputs), (kind, target) = g[w.FORMAT], given, result
     most = _MOST_COLUMNS // 2 if kind == w.TO_INNER else _MOST_COLUMNS
@@ -712,7 +713,7 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
 
 @_compiled
 def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-def]
-    """Add what attention or MLP gave, after its norm if it has one."""
+    """Add the result of attention or MLP to a token's states, after its norm if it has one."""
     size, format_ = g[w.HIDDEN], g[w.FORMAT]
     states, added = _row(g[w.STATES] + 4 * size * token, size), _row(scratch, size)
     given = _row(g[w.ADDED] + 4 * size * token, size)
@@ -738,7 +739,7 @@ def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-d
 
 @_compiled
 def _norm_states(g, of, token, place, scratch):  # type: ignore[no-untyped-def]
-    """Arrange the states of a token, after a norm if there is one, as the inputs at a place."""
+    """Arrange a token's states, after a norm if there is one, as inputs of the next product."""
     size = g[w.HIDDEN]
     states, normed = _row(g[w.STATES] + 4 * size * token, size), _row(scratch, size)
     if of[w.FLAGS] & w.IS_NORM:
@@ -751,16 +752,16 @@ def _norm_states(g, of, token, place, scratch):  # type: ignore[no-untyped-def]
 
 @_part
 def _run_states(g, phase, tokens, layer, norm, of, is_parallel, scratch):  # type: ignore[no-untyped-def]
-    """Add to the states what the last phase gave, and arrange them for the next.
+    """Add the result of the last phase to the states, and arrange them for the next phase.
 
     Args:
         g, phase: the job, and the address of the phase.
-        tokens: which.
-        layer: that gave what is added, after its norm number `norm`; -1 if nothing is.
-        norm: see there.
-        of: norm of the inputs for what follows.
-        is_parallel: whether these are of the states as they were before.
-        scratch: of the thread.
+        tokens: numbers of the tokens.
+        layer: numbers of the layer whose result is added.
+        norm: position in `layer` of the norm of that result; -1 if nothing is added.
+        of: the norm of the next phase's inputs.
+        is_parallel: whether the next phase gets the states from before the addition.
+        scratch: the thread's scratch memory.
     """
     num = len(tokens)
     step = _share(num, g[w.NUM_THREADS], 1, 8)
@@ -780,17 +781,16 @@ def _run_states(g, phase, tokens, layer, norm, of, is_parallel, scratch):  # typ
 
 @_part
 def _write_head(g, head, layer, places, part, token, scratch):  # type: ignore[no-untyped-def]
-    """Norm and turn a query or key, if it is, and put it where attention takes it from.
+    """Norm and rotate a query or key, and write it, or a value, where attention reads it.
 
     Args:
         g: the job.
-        head: among those of queries, keys and values, which follow each other.
-        layer: its numbers.
-        places: of the layer.
-        part: which of them the token's keys and values go to, and the token's number among the
-            new ones there.
-        token: among those of all parts.
-        scratch: of the thread.
+        head: number of the head; queries come first, then keys, then values.
+        layer: the layer's numbers.
+        places: the layer's addresses in the KV cache (PLACES).
+        part: the token's part, and the token's number within it.
+        token: the token's number among all parts.
+        scratch: the thread's scratch memory.
     """
     num_heads, num_key_heads = g[w.NUM_HEADS], g[w.NUM_KEY_HEADS]
     size, format_ = g[w.HEAD_SIZE], g[w.FORMAT]
@@ -867,9 +867,9 @@ def _write_heads(g, phase, layer, parts, places, scratch):  # type: ignore[no-un
 
 @_part
 def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ignore[no-untyped-def]
-    """Attend from some rows of a part: those of a token, one for each head that shares a key head.
+    """Attend from some rows of a part; a token has a row for each head that shares a key head.
 
-    Without a mask, a token sees those before it, and itself.
+    Without a mask, a token sees the tokens before it and itself.
     """
     size, format_, num_sharing = g[w.HEAD_SIZE], g[w.FORMAT], g[w.NUM_HEADS] // g[w.NUM_KEY_HEADS]
     width, num_rows = 4 if format_ == FLOAT32 else 2, stop - start
@@ -934,7 +934,7 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
             places = sums.ctypes.data, totals.ctypes.data
             add_values(format_, scores.ctypes.data, num_rows, of_values, num, size, *places)
             continue
-        for row in range(num_rows):  # else what is hidden would count, for all its weight of 0
+        for row in range(num_rows):  # a weight of 0 times an infinite hidden value is NaN
             token = (start + row) // num_sharing
             for i in range(num):
                 sees_it = key + i <= num_before + token
@@ -961,7 +961,7 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
 def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped-def]
     num_parts, num_key_heads = g[w.NUM_PARTS], g[w.NUM_KEY_HEADS]
     num_sharing = g[w.NUM_HEADS] // num_key_heads
-    # Groups of rows read keys and values again, but a thread without any has nothing to do.
+    # Each group of rows reads keys and values again, but threads without a group would idle.
     wanted = -(-4 * g[w.NUM_THREADS] // (num_key_heads * num_parts))
     piece, num_before, num_done = take(phase, 1), 0, 0
     for part in range(num_parts):
@@ -986,7 +986,7 @@ def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped
 def _convolve(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped-def]
     """Write the inputs of a short convolution into the cache, and arrange its gated results.
 
-    A piece is some channels, of all tokens: their inputs depend on no other piece.
+    A piece is some channels of all tokens; channels do not depend on each other.
     """
     size, format_, taps = g[w.HIDDEN], g[w.FORMAT], layer[w.TAPS]
     width, of_result = 4 if format_ == FLOAT32 else 2, 2 if g[w.ARRANGED] == w.NARROW else 4
@@ -1015,7 +1015,7 @@ def _convolve(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyp
                 slot = places[part, w.NUM_KEYS] - num_new + new
                 _store(row, places[part, w.KEYS] + width * (size * slot + start), format_)
                 _fill(sums, _F(0))
-                for tap in range(max(taps - 1 - slot, 0), taps):  # before the text are zeros
+                for tap in range(max(taps - 1 - slot, 0), taps):  # before the text, inputs are zero
                     of_slot = size * (slot - taps + 1 + tap) + start
                     _load(places[part, w.KEYS] + width * of_slot, row, format_)
                     for i in range(num):
@@ -1039,7 +1039,7 @@ def _convolve(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyp
 
 @_part
 def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
-    """Write what the router of a layer gives, and the gate of what is shared."""
+    """Write the scores of a layer's router, and the gate of its shared expert."""
     num_rows, num_experts = g[w.NUM_TOKENS], of[w.ROUTER + w.NUM_COLUMNS]
     num_all, out_step = num_experts + of[w.SHARED_GATE + w.NUM_COLUMNS], 4 * _MOST_COLUMNS
     x, format_ = (g[w.NORMED], g[w.HIDDEN], num_rows), g[w.FORMAT]
@@ -1065,7 +1065,7 @@ def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _choose(g, of, token, scratch):  # type: ignore[no-untyped-def]
-    """Choose the experts of a token, and what the result of each is multiplied by."""
+    """Choose the experts of a token, and the factor of each expert's result."""
     num, num_chosen, routing = of[w.ROUTER + w.NUM_COLUMNS], of[w.NUM_CHOSEN], of[w.ROUTING]
     raw = _row(g[w.SCORES] + 4 * g[w.SCORES_SIZE] * token, num + 1)
     order = numba.carray(pointer(scratch), (num,), np.int64)
@@ -1117,7 +1117,7 @@ def _choose_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _grouped(g, of, scratch):  # type: ignore[no-untyped-def]
-    """Return what `group` makes of all choices, in memory of the thread, and what is left of it."""
+    """Group all choices by expert in the thread's memory; return the groups and the rest of it."""
     num, num_chosen = g[w.NUM_TOKENS] * of[w.NUM_CHOSEN], of[w.NUM_CHOSEN]
     chosen = numba.carray(pointer(g[w.CHOSEN]), (num,), np.int64)
     ends = numba.carray(pointer(scratch), (of[w.ROUTER + w.NUM_COLUMNS] + 1,), np.int64)
@@ -1134,10 +1134,10 @@ def _add_gathered(g, tokens, weights, out, out_step, memory):  # type: ignore[no
 
     Args:
         g: the job.
-        tokens: which.
-        weights: address, and how many rows.
-        out, out_step: address of sums, and bytes from one row to the next.
-        memory: for DEPTH numbers of all these states.
+        tokens: numbers of the tokens.
+        weights: address of the weights, and their number of rows.
+        out, out_step: address of the sums, and bytes from one row to the next.
+        memory: memory for DEPTH numbers of each of these states.
     """
     size, width, num = g[w.HIDDEN], 4 if g[w.FORMAT] == FLOAT32 else 2, len(tokens)
     kind, of_input = (DOTS, 2) if g[w.ARRANGED] == w.NARROW else (g[w.FORMAT], 4)
@@ -1153,7 +1153,7 @@ def _add_gathered(g, tokens, weights, out, out_step, memory):  # type: ignore[no
 
 @_part
 def _run_into_experts(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
-    """Write the inner states of all choices, each expert's one after the other."""
+    """Write the inner states of all choices, expert by expert."""
     size, inner, format_ = g[w.HIDDEN], of[w.EXPERT_INNER], g[w.FORMAT]
     num_hit, ends, tokens, _, scratch = _grouped(g, of, scratch)
     out_step, width = 4 * _MOST_COLUMNS, 4 if format_ == FLOAT32 else 2
@@ -1194,9 +1194,9 @@ def _run_into_experts(g, phase, layer, of, scratch):  # type: ignore[no-untyped-
 
 @_part
 def _run_out_of_experts(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
-    """Write what experts give, and what is shared, as it comes to the states.
+    """Write the weighted sum of the experts' results, plus the shared expert's.
 
-    The results of a token's experts are added in the order of its choices, whatever is beside it.
+    The results are added in the order of the token's choices, so other tokens change no bit.
     """
     size, inner, format_, num_chosen = (
         g[w.HIDDEN],
@@ -1273,7 +1273,7 @@ def _run_experts(g, step, phase, layer, scratch):  # type: ignore[no-untyped-def
 
 @job
 def run_forward(address: Any) -> None:
-    """Run what other threads leave of a forward."""
+    """Run the pieces of a forward that other threads have not taken."""
     g = numba.carray(address, (w.JOB_SIZE,), np.int64)
     scratch = g[w.SCRATCH] + g[w.SCRATCH_SIZE] * take(g.ctypes.data + 8 * w.NEXT_THREAD, 1)
     num_layers, num_parts, num_tokens = g[w.NUM_LAYERS], g[w.NUM_PARTS], g[w.NUM_TOKENS]
@@ -1286,7 +1286,9 @@ def run_forward(address: Any) -> None:
         step, phase = index % w.PHASES_OF_LAYER, g[w.PHASES] + 256 * index
         number = index // w.PHASES_OF_LAYER
         is_end = number == num_layers
-        layer = layers[max(number - 1, 0) if is_end else number]  # of none, only the head runs
+        layer = layers[
+            max(number - 1, 0) if is_end else number
+        ]  # without layers, only the head runs
         of_parts = g[w.PARTS] + 32 * num_parts * layer[w.SEES]
         parts = numba.carray(pointer(of_parts), (num_parts, 4), np.int64)
         of_places = g[w.PLACES] + 40 * num_parts * number
@@ -1312,7 +1314,7 @@ def run_forward(address: Any) -> None:
         elif step >= 8:
             if layer[w.EXPERTS] != 0:
                 _run_experts(g, step, phase, layer, scratch)
-        elif step < 6 or layer[w.INNER_SIZE] > 0:  # else experts share nothing
+        elif step < 6 or layer[w.INNER_SIZE] > 0:  # otherwise there is no shared expert
             num_rows, given, num_all = num_tokens, (g[w.NORMED], g[w.HIDDEN]), g[w.HIDDEN]
             products, result = layer[w.QUERY : w.VALUE + w.PRODUCT_SIZE], (w.TO_ROWS, g[w.ADDED])
             if is_end:
@@ -1348,7 +1350,7 @@ def scratch_size(
     num_chosen: int = 0,
     taps: int = 0,
 ) -> int:
-    """Return how many bytes each thread needs."""
+    """Return the bytes of scratch memory that each thread needs."""
     of_rows = 2 * max(hidden, (num_heads + 1) * head_size)
     of_attention = _MOST_ROWS * (BLOCK + 2 * head_size + 3)
     of_products = (num_tokens + 2) * _MOST_COLUMNS + between * (_MOST_COLUMNS + 1) + DEPTH

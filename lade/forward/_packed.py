@@ -1,12 +1,12 @@
-"""Products with weights that stay packed, in blocks as GGUF files hold them; one format at a time.
+"""Matrix products with weights in the blocks of GGUF files.
 
-y = x · Wᵀ, where a row of W is blocks of small whole numbers, each block with a scale and maybe an
-offset. Few rows of inputs are multiplied as blocks are unpacked in registers, 16 numbers of 4 bits
-by one look-up in a vector of what they stand for. For many, some columns are unpacked into the
-first cache, once for all rows. Sums are of float32, and those of a row are added in one order,
-however many rows there are: vector by vector, up to DEPTH inputs at a time.
+y = x · Wᵀ, where a row of W is blocks of small integers, each block with a scale and maybe an
+offset. For few rows of inputs, blocks are unpacked in registers: one look-up in a vector of values
+unpacks 16 numbers of 4 bits. For many rows, some columns are unpacked into the first cache, once
+for all rows. Sums are in float32, in an order that does not depend on the number of rows: vector by
+vector, up to DEPTH inputs at a time.
 
-Each format is compiled by itself, where a model first has it. A job calls it by its address.
+Each format is compiled when a model first has it. A job calls the function by its address.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from lade.forward._tiles import (
     job,
 )
 
-# GGML's numbers of formats, with numbers in a block, and bytes of one.
+# GGML's numbers of formats, with the numbers in a block and the bytes of a block.
 F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 = 0, 1, 2, 3, 6, 7, 8
 Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, BF16 = 12, 13, 14, 20, 23, 30
 BLOCKS = {
@@ -52,19 +52,19 @@ BLOCKS = {
     IQ4_XS: (256, 136),
 }
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-HAS_IQ4 = LANES == 16 or "avx2" in FEATURES  # look-ups of what is no straight line
-STRIP = 4 * DEPTH  # float32 that are unpacked at once for many rows
-NUM_GIVEN = 10  # numbers that a product takes
+HAS_IQ4 = LANES == 16 or "avx2" in FEATURES  # its values need look-ups
+STRIP = 4 * DEPTH  # numbers that are unpacked at once for many rows
+NUM_GIVEN = 10  # arguments of a product
 
-# Rows and columns of tiles: of few rows, of some more, and of numbers that are unpacked.
+# Rows and columns of tiles: for few rows, for some more, and for unpacked numbers.
 _FEW, _TALL, _WHOLE = ((4, 4), (8, 2), (6, 4)) if LANES == 16 else ((4, 2), (4, 2), (4, 2))
-_MOST_FUSED = 16 if LANES == 16 else 4  # rows: else each part of them unpacks anew
-_AHEAD = 4096  # bytes, at least, that are fetched before they are needed
+_MOST_FUSED = 16 if LANES == 16 else 4  # rows; more are unpacked once for all
+_AHEAD = 4096  # bytes, at least, that are prefetched
 
 _INT8, _INT32, _INT64, _HALF = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.HalfType()
 _FLOAT = ir.FloatType()
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
-_Make = Callable[[], Any]  # writes what gives a vector of weights
+_Make = Callable[[], Any]  # emits code that returns a vector of weights
 
 
 def _floats(numbers: Sequence[float]) -> Any:
@@ -76,14 +76,14 @@ def _ints(number: int) -> Any:
 
 
 class _Unpack:
-    """Writes code that unpacks blocks of one format, of some columns."""
+    """Emits code that unpacks blocks of one format, of some columns."""
 
     def __init__(self, build: Any, format_: int, num_columns: int) -> None:
         self._build, self._format = build, format_
         self.numbers, self.bytes = BLOCKS[format_]
         self.num_groups = {Q4_K: 4, Q5_K: 4, Q6_K: 2, IQ4_XS: 8}.get(format_, 1)
-        self._scales: dict[int, Any] = {}  # of a block, by column: vectors
-        self._factors: list[Any] = []  # of the parts of a block: in memory
+        self._scales: dict[int, Any] = {}  # vectors of a block's scale, by column
+        self._factors: list[Any] = []  # scales of a block's parts, in memory
         if format_ in (Q4_K, Q5_K, Q6_K):
             with build.goto_entry_block():
                 self._factors = [build.alloca(ir.ArrayType(_FLOAT, 32)) for _ in range(num_columns)]
@@ -91,7 +91,7 @@ class _Unpack:
                 each.align = 64
 
     def prepare(self, column: int, place: Any) -> None:
-        """Write what reads the scales of the block at a place."""
+        """Emit code that reads the scales of a block."""
         if self._format in (Q4_1, Q5_1):
             self._scales[column] = self._halves(place)
         elif self._format in (Q4_0, Q5_0, Q8_0, IQ4_NL, IQ4_XS):
@@ -109,7 +109,7 @@ class _Unpack:
                 self._store(column, 16 + start, least)
 
     def vectors(self, column: int, place: Any, group: Any) -> list[_Make]:
-        """Return what writes the weights of a group of the block at a place, in their order."""
+        """Return emitters of the weights of a group of a block, in their order."""
         build, starts = self._build, range(0, 32, LANES)
         if self._format in (F32, F16, BF16):
             kind = {F32: _FLOAT, F16: _HALF, BF16: ir.IntType(16)}[self._format]
@@ -133,7 +133,7 @@ class _Unpack:
         fifth = self._fifth_bits(place, group)
         made: list[_Make] = []
         for half in range(2):
-            # For each half once, and not before it is needed.
+            # Once for each half, when it is needed.
             scales = cache(partial(self._scales_of, column, place, group, half))
             for part, each in enumerate(packed):
                 made.append(partial(self._nibbles, each, half, scales, fifth and fifth(half, part)))
@@ -142,17 +142,17 @@ class _Unpack:
     # --- numbers ----------------------------------------------------------------------------------
 
     def _nibbles(self, packed: Any, half: int, scales: Any, fifth: Any) -> Any:
-        """Write what the lower or the upper half of bytes stands for."""
+        """Emit the values of the lower or the upper halves of bytes."""
         build = self._build
         index = build.lshr(packed, _ints(4)) if half else packed
-        if not half and (LANES != 16 or fifth is not None):  # look-ups in 16 take but 4 bits
+        if not half and (LANES != 16 or fifth is not None):  # a look-up in 16 values takes 4 bits
             index = build.and_(index, _ints(15))
         if fifth is not None:
             index = build.select(fifth, build.or_(index, _ints(16)), index)
         return scales()(index)
 
     def _scales_of(self, column: int, place: Any, group: Any, half: int) -> Callable[[Any], Any]:
-        """Return what writes the weights that whole numbers of a half of a group stand for."""
+        """Return emitters of the weights of half a group's integers."""
         build = self._build
         if self._format in (Q4_K, Q5_K):
             index = build.add(build.mul(group, _INT64(2)), _INT64(half))
@@ -184,7 +184,7 @@ class _Unpack:
         return by_level
 
     def _fifth_bits(self, place: Any, group: Any) -> Any:
-        """Return what tells for a half and a vector of it which numbers have the bit of 16."""
+        """Return a function that gives the fifth bits of a vector of a half."""
         build = self._build
         if self._format in (Q5_0, Q5_1):
             bits = self._all(self._load(place, self.bytes - 20, _INT32))
@@ -207,7 +207,7 @@ class _Unpack:
         return of_bytes
 
     def _of_six(self, column: int, place: Any, group: Any) -> list[_Make]:
-        """Return what writes 128 weights of Q6_K, four quarters whose bits are interleaved."""
+        """Return emitters of 128 weights of Q6_K, four quarters whose bits are interleaved."""
         build = self._build
         lower_at, upper_at = build.mul(group, _INT64(64)), build.mul(group, _INT64(32))
         lowers = [self._bytes(place, build.add(lower_at, _INT64(i))) for i in range(0, 64, LANES)]
@@ -238,7 +238,7 @@ class _Unpack:
         return loaded
 
     def _looked_up(self, table: Any, index: Any) -> Any:
-        """Write a look-up by the lowest bits, in a vector."""
+        """Emit a look-up in a vector, by the lowest bits."""
         name = "llvm.x86.avx512.permvar.sf.512" if LANES == 16 else "llvm.x86.avx2.permps"
         kind = ir.FunctionType(_FLOATS, [_FLOATS, _INTS])
         look = cgutils.get_or_insert_function(self._build.module, kind, name)
@@ -251,7 +251,7 @@ class _Unpack:
     # --- scales -----------------------------------------------------------------------------------
 
     def _store_scales(self, column: int, place: Any) -> None:
-        """Write what stores the 8 scales of Q4_K or Q5_K, then what is taken off, 8 times."""
+        """Emit code that stores the 8 scales of Q4_K or Q5_K, then their 8 offsets."""
         build = self._build
         first, second, third = (self._load(place, 4 + 4 * i, _INT32) for i in range(3))
         six, four = _INT32(0x3F3F3F3F), _INT32(0x0F0F0F0F)
@@ -277,7 +277,7 @@ class _Unpack:
             self._store(column, LANES * i, build.fmul(part, factor))
 
     def _sixth_scale(self, column: int, place: Any, group: Any) -> Any:
-        """Write a scale of IQ4_XS, in all lanes: that of the block times a number of 6 bits."""
+        """Emit a scale of IQ4_XS in all lanes: the block's scale times a number of 6 bits."""
         build = self._build
         at_byte = build.add(_INT64(4), build.lshr(group, _INT64(1)))
         lower = build.zext(self._load(build.add(place, at_byte), 0, _INT8), _INT64)
@@ -290,7 +290,7 @@ class _Unpack:
         return build.fmul(self._scales[column][0], factor)
 
     def _factor(self, column: int, index: Any, start: int = 0) -> Any:
-        """Write a number that was stored, in all lanes."""
+        """Emit a stored number in all lanes."""
         build = self._build
         place = build.bitcast(self._factors[column], _FLOAT.as_pointer())
         place = build.gep(place, [build.add(index, _INT64(start))])
@@ -307,7 +307,7 @@ class _Unpack:
         return self._build.load(at(self._build, place, _INT64(offset), 1, kind), align=1)
 
     def _bytes(self, place: Any, offset: Any, *, signed: bool = False) -> Any:
-        """Write LANES bytes as whole numbers of 32 bits."""
+        """Emit LANES bytes as integers of 32 bits."""
         loaded = self._load(self._build.add(place, offset), 0, ir.VectorType(_INT8, LANES))
         return (self._build.sext if signed else self._build.zext)(loaded, _INTS)
 
@@ -320,15 +320,15 @@ class _Unpack:
         return self._build.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
 
     def _half(self, place: Any, offset: int) -> Any:
-        """Write the float32 of a float16, in all lanes."""
+        """Emit a float16 as float32 in all lanes."""
         half = self._all(self._load(place, offset, _HALF), ir.VectorType(_HALF, LANES))
         return self._build.fpext(half, _FLOATS)
 
     def _halves(self, place: Any) -> list[Any]:
-        """Write the float32 of two float16 at a place, each in all lanes.
+        """Emit two float16 in memory as float32, each in all lanes.
 
-        They are loaded as one number: to load one into a part of a register waits for what was
-        there, such as a sum.
+        They are loaded as one number: a load into a part of a register waits for the value that
+        was there before, such as a sum.
         """
         build, kind = self._build, ir.VectorType(_INT32, LANES // 2)
         one = build.insert_element(
@@ -355,15 +355,15 @@ def _at_once(format_: int) -> int:
 def _over_blocks(
     build: Any, unpack: _Unpack, at_once: int, num_blocks: Any, ahead: Any, weights: Any, take: Any
 ) -> None:
-    """Write a loop over blocks, a whole number of turns, that fetches what is so many bytes ahead.
+    """Emit a loop over blocks, a whole number of turns, that prefetches.
 
     Args:
-        build, unpack: write it.
-        at_once: blocks in a turn.
-        num_blocks: how many there are.
-        ahead: bytes, or None to fetch nothing.
+        build, unpack: emit the code.
+        at_once: number of blocks in a turn.
+        num_blocks: number of all blocks.
+        ahead: distance of the prefetch in bytes, or None for no prefetch.
         weights: addresses of the first block of each column.
-        take: called with the number of inputs before, and what makes a vector of each column.
+        take: called with the number of inputs before, and emitters of a vector of each column.
     """
     num_groups = unpack.num_groups
     of_group = unpack.numbers // num_groups
@@ -394,7 +394,7 @@ def _over_blocks(
 
 
 def _write_tile(build: Any, format_: int, num_rows: int, num_columns: int, given: Any) -> None:
-    """Write the code of a tile of one size, given what `_tile` takes but for the size."""
+    """Emit the code of a tile of one size; the arguments are those of `_tile` without the size."""
     x, x_step, w, w_step, out, out_step, num_blocks, ahead = given
     unpack = _Unpack(build, format_, num_columns)
     inputs = [build.add(x, build.mul(x_step, _INT64(row))) for row in range(num_rows)]
@@ -432,7 +432,7 @@ def _tile(typing_context: Any, format_: Any, of: Any) -> Any:
         of: in two tuples, number of rows and of columns, of a size in `_sizes`; address of the
             first input, and bytes from one row to the next; address of the first weight, and bytes
             from one column to the next; address of the first result, and bytes from one row to the
-            next; number of blocks; bytes from what is unpacked to what is fetched.
+            next; number of blocks; distance of the prefetch in bytes.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -462,7 +462,7 @@ def _sizes(format_: int) -> list[tuple[int, int]]:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _unpack_row(typing_context: Any, format_: Any, of: Any) -> Any:
-    """Unpack blocks of a format, a constant: address of the first, how many, where float32 go."""
+    """Unpack blocks of a format, a constant, given their address and number, to float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place, num_blocks, target = cgutils.unpack_tuple(builder, arguments[1])
@@ -484,7 +484,7 @@ def _unpack_row(typing_context: Any, format_: Any, of: Any) -> Any:
 
 @instruction(types.void)
 def call_product(builder: Any, of: Any) -> None:
-    """Call what `product_of` has compiled: its address, and what it takes, whole numbers."""
+    """Call a function of `product_of`, given its address and its arguments, int64."""
     function, *given = cgutils.unpack_tuple(builder, of)
     place = cgutils.alloca_once(builder, _INT64, size=len(given))
     for number, each in enumerate(given):
@@ -495,7 +495,7 @@ def call_product(builder: Any, of: Any) -> None:
 
 @numba.njit(inline="always")
 def _add_rows(format_, most, inputs, weights, results, num_blocks, ahead):  # type: ignore[no-untyped-def]
-    """Add products of all rows, in parts of about as many each, and of the columns of a tile."""
+    """Add products of all rows, in parts of about equal size, for the columns of a tile."""
     (rows, columns), (x, x_step, num_rows), (y, y_step) = most, inputs, results
     num_parts, row = -(-num_rows // rows), 0
     for part in range(num_parts):
@@ -508,11 +508,11 @@ def _add_rows(format_, most, inputs, weights, results, num_blocks, ahead):  # ty
 def product_of(format_: int) -> Any:
     """Compile products with weights of a format; return Numba's function.
 
-    It takes the address of NUM_GIVEN int64: address of inputs, float32, bytes from one row to the
-    next, and how many rows; address of weights, bytes from one column to the next, and how many
-    columns; address of results, float32, and bytes from one row to the next, to which products are
-    added; number of inputs, of whole blocks; and address of STRIP float32 of memory. Without
-    inputs, address 0, it unpacks the weights to the results, a row for each column.
+    Its argument is the address of NUM_GIVEN int64: address of inputs (float32), bytes between rows,
+    number of rows; address of weights, bytes between columns, number of columns; address of results
+    (float32), to which products are added, bytes between rows; number of inputs, whole blocks;
+    address of scratch memory for STRIP float32. If the address of inputs is 0, it unpacks the
+    weights to the results, a row for each column.
     """
     numbers, in_bytes = BLOCKS[format_]
     at_once, most_fused, few, tall, whole = _at_once(format_), _MOST_FUSED, _FEW, _TALL, _WHOLE
@@ -528,7 +528,7 @@ def product_of(format_: int) -> Any:
             return
         if num_rows <= most_fused and num_blocks % at_once == 0:
             rows, columns = few if num_rows <= few[0] else tall
-            depth = size if num_rows <= few[0] else DEPTH  # the first cache holds so much of inputs
+            depth = size if num_rows <= few[0] else DEPTH  # fits into the first cache
             num_fused, ahead = num_columns // columns * columns, max(columns * w_step, _AHEAD)
             for k in range(0, size, depth):
                 of_x, num = (x + 4 * k, x_step, num_rows), min(depth, size - k) // numbers
@@ -536,7 +536,7 @@ def product_of(format_: int) -> Any:
                     of_w = w + w_step * column + k // numbers * in_bytes, w_step
                     of_y = y + 4 * column, y_step
                     _add_rows(format_, (rows, columns), of_x, of_w, of_y, num, ahead)
-        for k in range(0, size, DEPTH):  # the second cache holds so much of all inputs
+        for k in range(0, size, DEPTH):  # all inputs of a part fit into the second cache
             of_x, num = (x + 4 * k, x_step, num_rows), min(DEPTH, size - k)
             for column in range(num_fused, num_columns, whole[1]):
                 width = min(whole[1], num_columns - column)

@@ -1,4 +1,4 @@
-"""How numbers that passed in a watched forward are held against those of a plan."""
+"""Compare tensors of a watched forward with those that a plan computes."""
 
 import math
 import warnings
@@ -25,7 +25,7 @@ ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
 
 
 class UnsupportedForwardError(Exception):
-    """A model, or a forward of it, computes something that a plan has no place for."""
+    """A model, or one of its forwards, computes something that a plan cannot describe."""
 
 
 def require(holds: bool, reason: str) -> None:
@@ -42,7 +42,7 @@ def difference(mine: Tensor, theirs: Tensor) -> float:
 
 
 def tolerance(values: Tensor) -> float:
-    """Return how far results may be apart that are rounded at other places."""
+    """Return how much results may differ that are rounded in other places."""
     return 16 * torch.finfo(values.dtype).eps * float(values.abs().max())
 
 

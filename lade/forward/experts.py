@@ -1,7 +1,7 @@
-"""Read from a layer that was watched which experts it chooses, and what these compute.
+"""Read from a watched layer how it chooses experts, and what the experts compute.
 
-A router's numbers tell little of five tokens: it is asked about many others, and what a plan says
-must choose the same experts of all of them.
+Five tokens show little of a router. So it is asked about many others, and the plan must choose the
+same experts for all of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from lade.forward.comparing import (
 
 _NUM_ASKED = 256  # made-up tokens that a router is asked about
 _MOST_SORTED = 17  # `_experts.select`
-_WAYS = (  # what choices are weighed with, and whether they are chosen by the router's own numbers
+_WAYS = (  # scores that weigh the choices, and whether raw scores choose the experts
     (words.BY_SOFTMAX, 0),
     (words.BY_SIGMOID, 0),
     (words.BY_SOFTMAX_OF_CHOSEN, words.SELECTS_RAW),
@@ -32,20 +32,22 @@ _WAYS = (  # what choices are weighed with, and whether they are chosen by the r
 
 
 class RoutingPlan(NamedTuple):
-    """How experts are chosen, and their results weighed, by the numbers of a router."""
+    """How a router's scores choose experts and weigh their results."""
 
     weighs: int
     flags: int
-    groups: tuple[int, int]  # how many, and of how many of them experts are chosen; zeros for none
-    share: float  # what weights are multiplied by
+    groups: tuple[
+        int, int
+    ]  # number of groups, and of groups with chosen experts; 0, 0 without groups
+    share: float  # factor of all weights
 
 
 class ExpertsPlan(NamedTuple):
     """The experts of a layer."""
 
-    module: nn.Module  # that has the stacked weights
-    router: Any  # the module that has its weight
-    correction: tuple[nn.Module, str, torch.dtype] | None  # of what experts are chosen by
+    module: nn.Module  # has the stacked weights
+    router: Any  # the module that has the router's weight
+    correction: tuple[nn.Module, str, torch.dtype] | None  # added to the scores that choose experts
     shared_gate: nn.Linear | None
     routing: RoutingPlan
     num_chosen: int
@@ -56,12 +58,12 @@ class ExpertsPlan(NamedTuple):
 class _Bias(NamedTuple):
     module: nn.Module
     name: str
-    held: dict[str, Any]  # where it is
-    numbers: Tensor  # that were put there when the router was asked
+    held: dict[str, Any]  # the dict that holds it
+    numbers: Tensor  # made-up values while the router is asked
 
 
 class Routed(NamedTuple):
-    """What a router said of some tokens."""
+    """The choices of a router for some tokens."""
 
     states: Tensor  # [num_tokens, hidden]
     chosen: Tensor  # int64 [num_tokens, num_chosen]
@@ -86,14 +88,14 @@ def read_experts(
     gates: Sequence[nn.Linear],
     calls: Mapping[nn.Module, Any],
 ) -> ExpertsPlan:
-    """Return what experts compute, and how they are chosen.
+    """Return the plan of a layer's experts.
 
     Args:
-        block: the module that calls both of the following.
-        module: has the stacked weights, `gate_up_proj` and `down_proj`.
-        router: chooses.
-        gates: linear layers with one result beside them, that of what all tokens share.
-        calls: what passed, by module.
+        block: the module that calls `module` and `router`.
+        module: the module with the stacked weights, `gate_up_proj` and `down_proj`.
+        router: the module that chooses experts.
+        gates: linear layers with one output, candidates for the gate of the shared expert.
+        calls: inputs and outputs in the watched forward, by module.
     """
     name, (call, *others) = type(module).__name__, calls[module]
     given = [*call.args, *call.kwargs.values()]
@@ -135,7 +137,7 @@ def _error(which: int, call: Any) -> float:
 
 
 def _result(module: Any, activation: int, routed: Routed) -> Tensor:
-    """Return the weighed results of experts, added in the order of choices."""
+    """Return the weighted sum of the experts' results, in the order of choices."""
     states, chosen, shares = routed
     parts = states.new_zeros((*chosen.shape, states.shape[1]), dtype=shares.dtype)
     for expert in sorted({*chosen.flatten().tolist()}):
@@ -147,7 +149,7 @@ def _result(module: Any, activation: int, routed: Routed) -> Tensor:
 
 
 def router_of(module: nn.Module, calls: Mapping[nn.Module, Any]) -> nn.Module:
-    """Return the module that tells a module of stacked weights what is chosen, and its shares."""
+    """Return the module whose output is the choice and the shares of the stacked experts."""
     given = [*calls[module][0].args, *calls[module][0].kwargs.values()][1:]
     for router, (call, *_) in calls.items():
         made = {*map(id, call.out)} if isinstance(call.out, tuple) else set()
@@ -157,7 +159,7 @@ def router_of(module: nn.Module, calls: Mapping[nn.Module, Any]) -> nn.Module:
 
 
 def _asked(router: nn.Module, routed: Routed, call: Any, biases: Sequence[_Bias]) -> Routed:
-    """Return what a router says of made-up states, with made-up numbers as its biases."""
+    """Ask a router about made-up states, with made-up numbers as its correction."""
     (given, *others), kwargs = call.args, call.kwargs
     noise = torch.Generator().manual_seed(0)
     rows = torch.randn((_NUM_ASKED, given.shape[-1]), generator=noise) * given.float().std()
@@ -182,7 +184,7 @@ def _asked(router: nn.Module, routed: Routed, call: Any, biases: Sequence[_Bias]
 
 
 def _biases(block: nn.Module, num_experts: int, weighing: nn.Module) -> list[_Bias]:
-    """Return what may be added to the numbers that experts are chosen by."""
+    """Return the parameters that may be added to the scores that choose experts."""
     found, noise = list[_Bias](), torch.Generator().manual_seed(1)
     for module in block.modules():
         for held in (module._parameters, module._buffers):
@@ -198,7 +200,7 @@ def _biases(block: nn.Module, num_experts: int, weighing: nn.Module) -> list[_Bi
 def _routing(
     block: nn.Module, router: nn.Module, weighing: Any, biases: Sequence[_Bias], asked: Routed
 ) -> tuple[RoutingPlan, _Bias | None]:
-    """Return what chooses just these experts of all tokens, and weighs them so."""
+    """Return the routing that gives the same choices and shares for all tokens."""
     num_experts, is_rounded = len(weighing.weight), asked.states.dtype is not torch.float32
     corrections = [None, *biases]
     held = [each for module in (router, block) for each in vars(module).values()]
@@ -224,7 +226,7 @@ def _routing(
 def _chosen(
     plan: RoutingPlan, weighing: Any, correction: _Bias | None, asked: Routed
 ) -> tuple[Tensor, Tensor]:
-    """Return the experts that a plan chooses, and what their results are weighed with."""
+    """Return the experts that a plan chooses, and the shares of their results."""
     states, weight, bias = asked.states, weighing.weight, weighing._parameters.get("bias")
     if not plan.flags & words.ROUNDS_SCORES:
         states, weight = states.float(), weight.float()
@@ -254,7 +256,7 @@ def _chosen(
 def _shares(
     plan: RoutingPlan, scores: Tensor, shares: Tensor, numbers: set[float]
 ) -> Iterator[RoutingPlan]:
-    """Yield the plans by which experts of some scores get their shares."""
+    """Yield the routings that may turn scores into these shares."""
     if plan.weighs == words.BY_SOFTMAX_OF_CHOSEN:
         scores = scores.softmax(dim=-1)
     for flag, share in product((0, words.IS_SUMMED), sorted(numbers, key=lambda each: each != 1.0)):

@@ -1,11 +1,11 @@
-"""Forwards of a model as one compiled job, where that is faster than module by module.
+"""Forward passes of a model as compiled jobs, if that is faster than module by module.
 
-Between products torch spends as long on a CPU as on them: a layer is thirty calls, and each call
-wakes all threads. A job (`_kernels.py`) does the whole forward on the weights as they are, of any
-number of parts: tokens that follow one cache, such as a prompt, a tree, or those of one of several
-calls. What a model computes is read from it (`reading.py`). Before a text begins, jobs of a few
-sizes are held against a forward of the model's own, and it is found out whether they are faster:
-all forwards run by them then, so that a token has the same bits in each. Figures are in
+On a CPU, torch spends as long between matrix products as on them: a layer is thirty calls, and each
+call wakes all threads. A job (`_kernels.py`) runs a whole forward pass on the model's own weights.
+Its parts are tokens that follow one cache: a prompt, a tree, or the tokens of one of several calls.
+`reading.py` reads from the model what it computes. Before a text begins, jobs of a few sizes are
+compared with the model's own forward pass, in their results and their time. If they are right and
+faster, all forward passes run by jobs, so that a token has the same bits in each. Figures are in
 docs/internals/forward.md.
 """
 
@@ -60,10 +60,10 @@ from lade.view import viewed, with_forward
 # Tokens of the forwards by which it is found out whether jobs are faster. As texts must not depend
 # on a busy machine, the model's own have to be so much faster.
 _TRIED, _CLEAR = (1, 8), 0.8
-#: Prompts of more tokens may run by the model's own forwards, where these are faster there.
+#: Prompts of more tokens may run by the model's own forwards, if these are faster.
 MANY_TOKENS = 64
-# How far a token's logits may be apart in 16 bits, in standard deviations, if rounding has chosen
-# another expert: up to 0.3 was seen, by torch as well as by jobs; what is wrong is off by about 1.
+# How much a token's logits may differ in 16 bits, in standard deviations, if rounding has chosen
+# another expert: torch and jobs differ by up to 0.3, wrong results by about 1.
 _ANOTHER_EXPERT = 0.5
 _GIVEN = {
     *("input_ids", "position_ids", "attention_mask", "return_dict", "use_cache"),
@@ -75,9 +75,11 @@ class _ForwardPart(NamedTuple):
     """Tokens of a forward that follow one row of a cache."""
 
     cache: TreeCache
-    first: int  # among the tokens of all parts
+    first: int  # number of its first token among all parts
     num: int
-    masks: tuple[Tensor | None, ...]  # by kind: bool [num, num_keys], or None for all before it
+    masks: tuple[
+        Tensor | None, ...
+    ]  # by kind: bool [num, num_keys], or None to see all tokens before
 
 
 class _JobRequest(NamedTuple):
@@ -87,9 +89,9 @@ class _JobRequest(NamedTuple):
     positions: Tensor  # int64 [1, num_tokens]
     parts: list[_ForwardPart]
     kept: NDArray[np.int64]  # tokens whose logits are wanted
-    #: Runs the model, which calls its layers, with what runs each; None to run all at once.
+    #: Runs the model, given a function that runs each layer; None to run all layers at once.
     by_layers: Callable[["_RunLayer"], Tensor] | None = None
-    hooked: tuple[bool, ...] = ()  # whether a layer is to be called by itself
+    hooked: tuple[bool, ...] = ()  # whether a layer must be called by itself
     held: "_Held | None" = None  # the weights, for all forwards of a call
 
     @property
@@ -98,7 +100,7 @@ class _JobRequest(NamedTuple):
         return [layer for part in self.parts for layer in part.cache.held]
 
     def rewinding(self) -> Callable[[], None]:
-        """Return a function that makes the layers forget what is written from now on."""
+        """Return a function that makes the layers forget all tokens written from now on."""
         before = [(layer, layer.num_pending) for layer in self.layers]
 
         def rewind() -> None:
@@ -108,37 +110,38 @@ class _JobRequest(NamedTuple):
         return rewind
 
 
-_Forward = Callable[[int], Tensor]  # runs so many tokens of a text, and returns their logits
-_RunLayer = Callable[[int, Tensor], Tensor]  # by its number, on its states; the last is the head
+_Forward = Callable[[int], Tensor]  # from a number of tokens of a text to their logits
+_RunLayer = Callable[
+    [int, Tensor], Tensor
+]  # from a layer's number and input states to its output; the last is the head
 
 
 class _Piece(NamedTuple):
-    """Tokens of a forward that run at once."""
+    """Tokens of a forward that one job runs."""
 
     start: int
     num: int
-    kept: NDArray[np.int64]  # of these tokens, those whose logits are wanted
-    job: NDArray[np.int64]  # what is the same for all layers
+    kept: NDArray[np.int64]  # the ones of them whose logits are wanted
+    job: NDArray[np.int64]  # the job's array (`words.py`)
     angles: NDArray[np.int64]  # [rotary modules, 2], addresses of cosines and sines
     refers_to: tuple[NDArray[np.int64], ...]  # arrays whose addresses the job has
 
 
 class FusedForwards:
-    """Runs forwards of a model by jobs where that is faster.
+    """Runs forwards of a model by jobs if that is faster.
 
     Args:
-        model: is read; in another state it needs others.
+        model: the model, in one state; another state needs another object.
         compiled: the kernels.
         run: calls a function on several threads.
-        is_unchanged: whether nothing that forwards of the model read has changed; asked before each
-            forward where adapters add to products, which may be switched at any time; None if
-            nobody can tell.
+        is_unchanged: returns whether the model's state is unchanged; called before each forward of
+            a model with adapters, which may be switched at any time; None if it is unknown.
 
     Attributes:
-        why_not: why jobs are not used any more; None if they may be.
+        why_not: why jobs are no longer used; None if they may be.
 
     Raises:
-        UnsupportedForwardError: the model computes something that a plan has no place for.
+        UnsupportedForwardError: the model computes something that a plan cannot describe.
     """
 
     def __init__(
@@ -183,24 +186,24 @@ class FusedForwards:
 
     @property
     def has_one_way(self) -> bool:
-        """Whether all forwards give a token the same bits, in a dtype where torch's do not."""
+        """Whether all forwards give a token the same bits, in a dtype in which torch's do not."""
         is_used = self.why_not is None and not self._is_slow
         return is_used and self._dtype is not torch.float32
 
     def settle(self, by_torch: _Forward, by_job: _Forward) -> None:
-        """Hold jobs against the model's own forward, and find out which are faster; once.
+        """Compare jobs with the model's own forward, in results and in time; once.
 
         Args:
             by_torch: returns the logits [1, num_tokens, vocab_size] of the first tokens of a text,
-                by the model's own forward, and forgets them.
-            by_job: returns them by a view.
+                by the model's own forward; the tokens leave no trace in its cache.
+            by_job: returns the same by a job.
         """
         theirs = by_torch(max(HELD))
         for num_tokens in HELD:
             if self.why_not is None:
                 self._hold(by_job(num_tokens), theirs[:, :num_tokens])
         if self._is_packed or self.why_not is not None:
-            return  # nothing is slower than making weights whole
+            return  # torch would dequantize the weights, which is always slower
         self._is_slow = self._are_slow(_TRIED, by_torch, by_job)
         # Where the CPU multiplies pairs of bfloat16, jobs do, too, unless it multiplies tiles.
         may_be = self._dtype is torch.bfloat16 and (not self._has_dots or self._kernels.HAS_AMX)
@@ -223,10 +226,10 @@ class FusedForwards:
         return bool(theirs < _CLEAR * mine)
 
     def view(self, model: Model) -> Model:
-        """Return a view whose forwards run by a job where one is faster; the model if none can.
+        """Return a view whose forwards run by jobs if these are faster; the model if none can.
 
         Args:
-            model: a view of the model, with the same modules where it counts.
+            model: a view of the model that has the modules which the plan uses.
         """
         if self.why_not is not None or not self._weights.fit():
             return model
@@ -240,7 +243,9 @@ class FusedForwards:
 
         def forward(view: Any, *args: Any, **inputs: Any) -> Any:
             by_torch = type(view).forward.__get__(view)
-            is_whole = all(map(is_, view._modules.values(), children))  # else it is of a view
+            is_whole = all(
+                map(is_, view._modules.values(), children)
+            )  # else the layers are a view's
             try:
                 require(is_whole and not args, "it is not of this model, or has other arguments")
                 request = self._request(inputs, view.config)._replace(held=held)
@@ -262,11 +267,11 @@ class FusedForwards:
         return with_forward(model, forward)
 
     def pays(self, num_rows: int) -> bool:
-        """Return whether a prompt of so many tokens is to run by a job."""
+        """Return whether a prompt of so many tokens runs by a job."""
         is_slow = self._is_slow or (self._is_slow_for_prompts and num_rows > MANY_TOKENS)
         return self.why_not is None and not is_slow
 
-    # --- what runs --------------------------------------------------------------------------------
+    # --- running ----------------------------------------------------------------------------------
 
     def _choose(self, request: _JobRequest, by_torch: Callable[[], Any], cache: Any) -> Any:
         """Run a forward by a job, unless that is slower or wrong."""
@@ -275,7 +280,7 @@ class FusedForwards:
         return self._run_job(request, by_torch, cache)
 
     def _run_job(self, request: _JobRequest, by_torch: Callable[[], Any], cache: Any) -> Any:
-        """Run a forward by a job; by the model itself where that fails."""
+        """Run a forward by a job; by the model itself if the job fails."""
         rewind = request.rewinding()
         with Attempt() as attempt:
             logits = self._by_job(request)
@@ -301,7 +306,7 @@ class FusedForwards:
         states = self._weights.embedded(request.input_ids, request.positions)
         if states.dtype is not self._dtype or states.shape != (1, num, sizes.hidden):
             return None
-        # Of all pieces at once: some angles depend on how long the text is.
+        # Angles of all pieces at once: some depend on the length of the text.
         angles = self._angles(states, request.positions)
         pieces = self._pieces(request, angles)
         if pieces is None:
@@ -329,21 +334,21 @@ class FusedForwards:
     def _run_layer(
         self, pieces: list[_Piece], hooked: Sequence[bool], number: int, states: Tensor
     ) -> Tensor:
-        """Run a layer and those behind it up to one with hooks, or the head; return the states."""
+        """Run a layer and all up to the next with hooks, or the head; return the states."""
         last, hidden = self._sizes.num_layers, self._sizes.hidden
         if states.dtype is not self._dtype or states.shape[0] != 1 or states.shape[2] != hidden:
             raise ValueError(f"states of a layer have become {states.dtype} {[*states.shape]}")
         if number == last:
             return self._by_head(states)
         if number > 0 and not hooked[number] and not hooked[number - 1]:
-            return states  # it has run with those before it
+            return states  # it has run together with an earlier layer
         wide = _wide(states)
         end = number + 1
         while end < last and not hooked[number] and not hooked[end]:
             end += 1
         if len(wide) != sum(piece.num for piece in pieces):
             raise ValueError(f"a layer has states of {len(wide)} tokens")
-        # Hooks may have brought other weights, which are held as long as they are read.
+        # Hooks may have replaced weights; the new ones are held while they are read.
         held = _Held()
         table = self._weights.table(held, (number, end))
         for piece in pieces:
@@ -363,10 +368,10 @@ class FusedForwards:
     def _pieces(
         self, request: _JobRequest, angles: Sequence[tuple[Tensor, ...]]
     ) -> list[_Piece] | None:
-        """Describe the tokens that run at once; None if it is impossible.
+        """Describe the tokens that one job runs; None if no job can.
 
         Args:
-            request: what is asked for.
+            request: the forward.
             angles: cosines and sines, float32 [1, num_tokens, …], of each rotary module.
         """
         sizes, num, all_places = self._sizes, request.input_ids.shape[1], self._places(request)
@@ -413,11 +418,11 @@ class FusedForwards:
         """Run some layers on tokens, and write their keys and values.
 
         Args:
-            piece: which tokens.
+            piece: the tokens.
             states: float32 [num_tokens, hidden_size] of all pieces, which are overwritten.
-            table: of `_Weights.table`; gets the addresses of the piece's angles.
-            layers: the first one, and the one behind the last.
-            logits: where those of the kept tokens go; None if more layers follow.
+            table: a table of `_Weights.table`; gets the addresses of the piece's angles.
+            layers: the first layer, and the one behind the last.
+            logits: gets the logits of the kept tokens; None if more layers follow.
         """
         job, num, (first, end) = piece.job.copy(), piece.num, layers
         turning = self._weights.turning
@@ -443,7 +448,7 @@ class FusedForwards:
         self._workspaces.append(workspace)
 
     def _places(self, request: _JobRequest) -> NDArray[np.int64] | None:
-        """Return where keys and values are, int64 [num_layers, num_parts, 5]; None if unknown."""
+        """Return addresses in the caches, int64 [num_layers, num_parts, 5]; None if unknown."""
         found = [part.cache.slot_addresses(part.num, self._states) for part in request.parts]
         known = [each for each in found if each is not None]
         if len(known) < len(found):
@@ -461,7 +466,7 @@ class FusedForwards:
     def _angles(self, states: Tensor, positions: Tensor) -> list[tuple[Tensor, ...]]:
         """Let the model make its angles: cosines and sines, float32 [1, num_tokens, …].
 
-        Factors of queries, twice, come last where there are some.
+        If queries have factors, these come last, twice.
         """
         given = {words.STATES_GIVEN: states, words.POSITIONS_GIVEN: positions}
         made = [
@@ -473,20 +478,20 @@ class FusedForwards:
         return made
 
     def _workspace(self, num_tokens: int, num_threads: int) -> "_Workspace":
-        """Return memory for so many tokens, which no other thread uses meanwhile."""
+        """Return memory for so many tokens that no other thread uses."""
         with suppress(IndexError):
             found = self._workspaces.pop()
             if found.fits(num_tokens, num_threads):
                 return found
         return _Workspace(self._kernels, self._sizes, num_tokens, num_threads)
 
-    # --- what is asked for ------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def _request(self, inputs: dict[str, Any], config: Any) -> _JobRequest:
-        """Return what a forward's inputs ask of a job.
+        """Return the request of a forward's inputs.
 
         Raises:
-            UnsupportedForwardError: it is not for one.
+            UnsupportedForwardError: no job can run them.
         """
         ids, cache = inputs.get("input_ids"), inputs.get(CACHE)  # type: Any, Any
         others = [inputs[name] for name in inputs.keys() - _GIVEN]
@@ -543,12 +548,12 @@ class FusedForwards:
 
 
 def _of_part(mask: Tensor | None, size: int, sees_all: bool) -> Tensor | None:
-    """Return a mask as a job takes it, bool [size, num_keys]; None if all tokens before are seen.
+    """Return a job's mask, bool [size, num_keys]; None if tokens see all tokens before them.
 
     Args:
         mask: [1, 1, num, num_keys], or which of the tokens are no padding, or None.
-        size: tokens of the part.
-        sees_all: whether, without a mask, they see all before them.
+        size: number of tokens of the part.
+        sees_all: whether tokens without a mask see all tokens before them.
     """
     if mask is None or mask.dim() == 2:
         has_none = mask is None or bool(mask[0].all())
@@ -561,7 +566,7 @@ def _of_part(mask: Tensor | None, size: int, sees_all: bool) -> Tensor | None:
 
 
 def _by_layers(model: Model, modules: Sequence[nn.Module]) -> tuple[Model, list[_RunLayer]]:
-    """Return a view in which the last function of a list runs some modules, hooks around."""
+    """Return a view in which the last function of a list runs some modules, inside their hooks."""
     numbers = {id(module): number for number, module in enumerate(modules)}
     running: list[_RunLayer] = []
 
@@ -591,24 +596,24 @@ def _run_by(
 
 
 def _place_of(mask: Tensor | None, start: int) -> tuple[int, int]:
-    """Return where a mask has the row of a token, and bytes from one row to the next."""
+    """Return the address of a token's row of a mask, and the bytes between rows."""
     return (0, 0) if mask is None else (mask[start:].data_ptr(), mask.stride(0))
 
 
 def _wide(states: Tensor) -> Tensor:
-    """Return states [1, num_tokens, hidden_size] as float32 rows of their own, one by one."""
+    """Return a float32 copy of states [1, num_tokens, hidden_size], contiguous row by row."""
     return torch.empty(states.shape[1:], dtype=torch.float32).copy_(states[0])
 
 
 class _Held:
-    """Weights whose addresses are in use: their memory lives as long as this does.
+    """Keeps the memory of weights alive while their addresses are in use.
 
-    A parameter alone would not do: its `data` may be exchanged.
+    A reference to the parameter is not enough, because its `data` may be exchanged.
     """
 
     def __init__(self) -> None:
         self.addresses: list[int] = []
-        self.words: Any = ()  # int64, what the job has of each
+        self.words: Any = ()  # int64, the words of the job's table for each weight
         self._memory: list[Tensor] = []
 
     def hold(self, weights: Sequence[Tensor], starts: NDArray[np.int64]) -> None:
@@ -619,7 +624,7 @@ class _Held:
 
 
 def _calling(plan: CallPlan) -> Callable[[Mapping[Any, Any]], Any]:
-    """Return what calls a module, which is not held, with tensors for what stands for them."""
+    """Return a function that calls a module, weakly referenced, with tensors for placeholders."""
     module, unheld = _reference(plan.module), plan._replace(module=None)
 
     def call(tensors: Mapping[Any, Any]) -> Any:
@@ -630,7 +635,7 @@ def _calling(plan: CallPlan) -> Callable[[Mapping[Any, Any]], Any]:
 
 
 def _transforming(plan: TransformPlan) -> Callable[[Tensor, Callable[[Tensor, Any], Tensor]], Any]:
-    """Return what transforms states by a plan, whose modules are not held."""
+    """Return a function that transforms states by a plan, whose modules are weakly referenced."""
     first, linear, last = map(_reference, (plan.first, plan.linear, plan.last))
     activation, has_first = ACTIVATIONS[plan.activation], plan.first is not None
 
@@ -646,15 +651,15 @@ def _reference(module: nn.Module | None) -> Callable[[], Any]:
 
 
 class _Weights:
-    """Where a plan's weights are, as the job takes it; looked up anew for each forward.
+    """Addresses of a plan's weights, in the form of a job; looked up anew for each forward.
 
     Attributes:
-        head: a weak reference to what makes logits of states.
-        transform: makes of the last states those that the head gets, by the function that it is
-            given for products; None if a norm at most is between.
-        of_kind: numbers of the layers that have a kind of mask.
-        rotaries: what makes angles, and how these are arranged.
-        turning: int64 [layers that have angles, 2], their numbers and those of what makes them.
+        head: a weak reference to the module that makes logits of states.
+        transform: turns the last states into the head's input, given a function for products; None
+            if there is only a norm between them, or nothing.
+        of_kind: numbers of the layers that have each kind of mask.
+        rotaries: the modules that make angles, and the arrangement of the angles.
+        turning: int64 [layers with angles, 2], numbers of the layer and of its rotary module.
     """
 
     def __init__(self, plan: DecoderPlan, kinds: Sequence[str], dtype: torch.dtype) -> None:
@@ -664,17 +669,17 @@ class _Weights:
         self._first_norm = _reference(first_norm)
         self.head: Callable[[], Any] = weakref.ref(plan.head)
         self.transform = None if plan.transform is None else _transforming(plan.transform)
-        # The rows behind those of layers: of what comes last, of additions, and of experts.
+        # Rows behind the layers': last norm and head, then additions, then experts.
         of_experts = 1 + sum(len(each.added) for each in products_of(plan))
         num_rows = end + of_experts + sum(layer.experts is not None for layer in plan.layers)
         self._table = np.zeros((num_rows, words.LAYER_SIZE), np.int64)
         places = [kinds.index(kind) for kind in plan.kinds]
         self.of_kind = [np.flatnonzero(np.array(places) == kind) for kind in range(len(kinds))]
-        # Parameters, by module and name, with the word that each goes to and the bytes that it
-        # begins after; the layer after the last has the last norm, and the head. Additions follow.
+        # Parameters by module and name, with the number of their word and an offset in bytes. The
+        # last norm and the head count as the layer after the last; additions follow.
         self._slots: list[tuple[Any, ...]] = []
-        self._absent: list[tuple[int, Callable[[], Any], str]] = []  # those that are None
-        bounds = [0]  # the first slots of layers, and of what comes after them
+        self._absent: list[tuple[int, Callable[[], Any], str]] = []  # parameters that are None
+        bounds = [0]  # index of the first parameter of each layer, and of the parts behind
         self.rotaries: list[tuple[Callable[[Mapping[Any, Any]], Any], int]] = []
         turning: list[tuple[int, int]] = []
         known: dict[tuple[int, int], int] = {}
@@ -770,7 +775,7 @@ class _Weights:
         column: int,
         dtype: torch.dtype,
     ) -> None:
-        """Add the weight and the bias of a linear layer, from a column of the results on."""
+        """Add weight and bias of a linear layer, from one of its columns on."""
         start = column * dtype.itemsize
         if type(module) is PackedLinear:
             function = function_of(module.weight, module.ggml_type)
@@ -815,7 +820,7 @@ class _Weights:
         return embedded
 
     def fit(self, part: slice = slice(None)) -> bool:
-        """Return whether all are plain matrices in memory, as they were when they were read."""
+        """Return whether all weights are still plain matrices in memory."""
         first, stop, _ = part.indices(len(self._slots))
         none_came = all(
             module()._parameters.get(name) is None
@@ -879,7 +884,7 @@ class _Workspace:
             *(num_tokens, hidden, sizes.num_heads, head, sizes.between, sizes.num_experts),
             *(chosen, sizes.taps),
         )
-        # What torch lends begins with a line: what two threads write is never in one.
+        # torch aligns memory to cache lines, so two threads never write to one line.
         self._memory = {
             word: torch.empty(num, dtype=torch.uint8)
             for word, num in {
@@ -901,11 +906,11 @@ class _Workspace:
         self._every = np.arange(num_tokens)
 
     def fits(self, num_tokens: int, num_threads: int) -> bool:
-        """Return whether it is large enough."""
+        """Return whether the memory is large enough."""
         return num_tokens <= self._num_tokens and num_threads <= self._num_threads
 
     def describe(self, job: NDArray[np.int64]) -> None:
-        """Tell a job where it is."""
+        """Write the addresses of the memory into a job."""
         self._memory[words.PHASES].numpy().fill(0)
         for word, memory in self._memory.items():
             job[word] = memory.data_ptr()
@@ -916,16 +921,16 @@ class _Workspace:
 def forwards_for(
     model: Model, is_unchanged: Callable[[], bool] | None = None
 ) -> FusedForwards | None:
-    """Return what runs a model's forwards by jobs, see `FusedForwards`; None where none can.
+    """Return the `FusedForwards` of a model; None if no job can run its forwards.
 
-    The first time on a machine, kernels are compiled, for some seconds.
+    The first time on a machine, kernels are compiled, which takes some seconds.
     """
     found = _found_for(model, is_unchanged)
     return None if isinstance(found, str) else found
 
 
 def why_by_torch(model: Model) -> str | None:
-    """Return why no job can run forwards of a model, and which module is the reason, or None."""
+    """Return why no job can run forwards of a model, with the module at fault; None if one can."""
     found = _found_for(model, None)
     return found if isinstance(found, str) else None
 
@@ -936,6 +941,6 @@ def _found_for(model: Model, is_unchanged: Callable[[], bool] | None) -> FusedFo
     compiled = kernels()
     if compiled is None:
         return "compiled kernels do not run here"
-    with Attempt(even_memory=True) as attempt:  # what is watched may fail in ways of its own
+    with Attempt(even_memory=True) as attempt:  # the watched forward runs the model's code
         return FusedForwards(model, *compiled, is_unchanged)
     return str(attempt.failure).removeprefix(f"{UnsupportedForwardError.__name__}: ")

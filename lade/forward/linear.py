@@ -1,11 +1,10 @@
-"""Linear layers that run by whichever is fastest on this machine, torch's product or lade's.
+"""Linear layers that run by the fastest product on this machine, torch's or lade's.
 
-Torch's products of a few rows are far from what memory and cores allow: in float32 they pack the
-weights anew in each call, and without AVX-512 those in 16 bits take as many times as there are
-rows. Ours, which are what a job of no layers does, read the weights where they are. Without AMX,
-torch is faster at many rows in float32 than in 16 bits, so that widening the weights pays. Which
-one is fastest is measured with the first calls, by format, size and number of rows: layers of a
-size run them in turn.
+torch's products of a few rows are far slower than memory and cores allow: in float32 they pack the
+weights anew in each call, and in 16 bits without AVX-512, n rows take n times as long as one.
+lade's products, which are jobs of no layers, read the weights where they are. Without AMX, torch is
+faster at many rows in float32 than in 16 bits, so that widening the weights pays. The first calls
+measure the fastest product, by dtype, size and number of rows: layers of one size run them in turn.
 """
 
 import ctypes
@@ -31,9 +30,9 @@ from lade.forward.comparing import why_wrong
 from lade.openmp import Run, runner
 from lade.view import viewed
 
-MOST_TOKENS = 128  # that a job takes at once; a longer prompt is run in pieces
+MOST_TOKENS = 128  # of one job; a longer prompt runs as several
 
-# Weights of fewer elements are done before a thread is woken for them.
+# Smaller weights are multiplied faster than a thread wakes.
 _MIN_ELEMENTS = 2**16
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TENSORS = (Tensor, nn.Parameter)
@@ -41,15 +40,16 @@ _TENSORS = (Tensor, nn.Parameter)
 # little memory, and the second cache holds most of them.
 _MANY_ROWS, _NUM_WIDENED = 65, 2**20
 
-# Seconds to ask which product is the fastest, for each layer, with its share of making the view.
+# Seconds to choose a product, for each layer, with its share of making the view.
 _ASKING_SEC = 10e-6
 _NUM_TIMES = 2  # that each product runs before the fastest one is known
-#: Tokens of the forwards that are held against the model's own: a single one, and all remainders
-#: that tiles of rows leave.
+#: Sizes of the forwards that are compared with the model's own: a single token, and all remainders
+#: of tiles of rows.
 HELD = (1, 3, 8, 31)
 
+
 _TORCHS, _OURS, _WIDENED = range(3)  # products
-_MOST_ROWS = 64  # of a job, whose inputs the second cache holds
+_MOST_ROWS = 64  # of a job: the second cache holds the inputs of so many rows
 # A job has no layers here, but looks at the numbers of one; those of its two phases are behind.
 _JOB_SIZE = max(words.JOB_SIZE, words.LAYER_SIZE)
 _Job = ctypes.c_int64 * (_JOB_SIZE + 64)
@@ -83,7 +83,7 @@ class _FastestProduct:
 
 
 class Products:
-    """Which products are used for a model's layers, as measured so far.
+    """The products that a model's linear layers use, by the times measured so far.
 
     Args:
         compiled: the kernels.
@@ -94,7 +94,7 @@ class Products:
         why_not: why they are not used any more; None if they may be.
     """
 
-    has_one_way = False  # which product runs is measured by number of rows
+    has_one_way = False  # other numbers of rows may use other products
 
     def __init__(self, compiled: ModuleType, run: Run, limit: float = math.inf) -> None:
         self._kernels, self._run, self._kept = compiled, run, _EVERY.ctypes.data
@@ -118,11 +118,10 @@ class Products:
                 )
 
     def view(self, model: Model) -> Model:
-        """Return a view of a model whose large linear layers choose.
+        """Return a view of a model whose large linear layers run by the fastest product.
 
         Layers whose weights are not plain matrices, or whose forward is not torch's, stay as they
-        are. What a layer holds is looked at in each call, so that a weight may be changed or
-        replaced at any time.
+        are. Each call reads the weight anew, so that it may be changed or replaced at any time.
         """
         if self.why_not is not None or nn.Linear.forward is not _FORWARD:
             return model  # wrong, or somebody wants to see every call
@@ -144,7 +143,7 @@ class Products:
         return view
 
     def pays(self, num_rows: int) -> bool:
-        """Return whether the next forward over so many rows is to run by a view.
+        """Return whether the next forward over so many rows should run by a view.
 
         Where torch's products are about as fast, asking costs more than it saves.
         """
@@ -196,9 +195,9 @@ class Products:
 
         Args:
             inputs, weight, bias: as for `product`.
-            packed: of a weight that is uint8 in blocks, the words PACKED and HALF; results are
-                float32 then, as the inputs are.
-            has_dots: whether pairs of bfloat16 may be multiplied by the CPU's own instruction.
+            packed: the words PACKED and HALF of a weight of uint8 blocks; inputs and results are
+                float32 then.
+            has_dots: whether the CPU's instruction for pairs of bfloat16 may be used.
         """
         num_columns, num_inputs = len(weight), inputs.shape[-1]
         num_rows, dtype = inputs.numel() // num_inputs, inputs.dtype
@@ -257,14 +256,14 @@ def products_for(model: Model) -> Products | None:
 
 
 def kernels() -> tuple[ModuleType, Run] | None:
-    """Return the compiled kernels and what runs them, or None where they cannot run.
+    """Return the compiled kernels and the function that runs them; None if they cannot run.
 
-    The first time on a machine, they are compiled, for some seconds.
+    The first time on a machine, they are compiled, which takes some seconds.
     """
     # CPUs with long vectors all convert float16.
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     has_vectors = not is_x86 or llvmlite.binding.get_host_cpu_features().get("f16c")
-    # What is summed in less than float32 is what the user asked for.
+    # The user may have asked torch for sums of less than float32.
     run = runner()
     if run is None or not has_vectors or float32_precision("cpu") != "highest":
         return None
@@ -281,7 +280,7 @@ def _is_candidate(module: nn.Module) -> bool:
 
 
 def _fits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether a product is of plain matrices in memory, of a format that we know."""
+    """Return whether inputs and weight are plain matrices in memory, of a dtype that runs."""
     dtype = inputs.dtype
     return (
         dtype in FORMATS
@@ -290,7 +289,7 @@ def _fits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and inputs.is_cpu
         and not inputs.is_neg()
         and weight.dim() == 2
-        and inputs.shape[-1:] == weight.shape[1:]  # else torch says what is wrong
+        and inputs.shape[-1:] == weight.shape[1:]  # else torch raises its own error
         and (bias is None or (is_plain(bias, dtype) and bias.shape == weight.shape[:1]))
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
@@ -306,7 +305,7 @@ def is_plain(weight: Any, dtype: torch.dtype) -> bool:
         and weight.dtype is dtype
         and weight.is_cpu
         and weight.is_contiguous()
-        and not weight.is_neg()  # a bit says that the values are the opposite
+        and not weight.is_neg()  # torch's lazy negation
     )
 
 

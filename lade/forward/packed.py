@@ -1,7 +1,7 @@
-"""Linear layers and embeddings whose weights stay packed in blocks, as GGUF files hold them.
+"""Linear layers and embeddings whose weights stay in the blocks of GGUF files.
 
-Results are those of the weights made whole in float32: with products of this package where they
-run (`_packed.py`), else by torch, some rows at a time. Weights are never whole in memory.
+Results are those of the weights dequantized to float32: by this package's kernels (`_packed.py`) if
+they run, else by torch, some rows at a time. Weights are never dequantized as a whole.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from lade.forward.linear import Products, is_plain, kernels
 
-# GGML's numbers of formats, and what they are called; F32 needs no layer of its own.
+# GGML's numbers and names of formats; F32 needs no layer of its own.
 FORMATS = {
     1: "F16",
     2: "Q4_0",
@@ -33,7 +33,7 @@ FORMATS = {
     23: "IQ4_XS",
     30: "BF16",
 }
-_NUM_CHECKED = 2**18  # numbers that are unpacked in both ways when a format is first met
+_NUM_CHECKED = 2**18  # numbers that are unpacked in both ways when a format is first used
 _TOLERANCE = 2**-16  # of the largest result
 _NUM_UNPACKED = 2**20  # numbers that are unpacked at once: little memory
 
@@ -42,12 +42,12 @@ class PackedLinear(nn.Linear):
     """A linear layer whose weight is uint8 [out_features, bytes of a row], in blocks.
 
     Args:
-        weight: is kept as it is, such as a part of a file that is mapped into memory.
+        weight: the blocks, kept as they are, such as a memory-mapped part of a file.
         ggml_type: GGML's number of the format, one of `FORMATS`.
         in_features: numbers of a row, whole blocks.
         bias: float32 [out_features].
-        half: rows of half a head where those of its two halves take turns in the weight, as in
-            files of Llama's kind; 0 where rows are as they come.
+        half: rows of half a head if the rows of its two halves alternate, as in GGUF files of
+            Llama; else 0.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PackedLinear(nn.Linear):
         return (results if self.bias is None else results + self.bias).to(inputs.dtype)
 
     def extra_repr(self) -> str:
-        """Return what `print` shows."""
+        """Return the layer's sizes for `print`."""
         return f"{super().extra_repr()}, format={FORMATS[self.ggml_type]}"
 
 
@@ -99,7 +99,7 @@ class PackedEmbedding(nn.Embedding):
     Args:
         weight, ggml_type: as of a `PackedLinear`.
         embedding_dim: numbers of a row.
-        embed_scale: what they are multiplied by.
+        embed_scale: factor of the numbers.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PackedEmbedding(nn.Embedding):
 
 
 def formats_of(model: nn.Module) -> list[str]:
-    """Return what formats of blocks the weights of a model have, if any."""
+    """Return the block formats of a model's weights."""
     packed = (each for each in model.modules() if isinstance(each, PackedLinear | PackedEmbedding))
     return sorted({FORMATS[each.ggml_type] for each in packed})
 
@@ -137,7 +137,7 @@ def unpacked(weight: Tensor, format_: int) -> Tensor:
 
 
 def _by_reference(weight: Tensor, format_: int) -> Tensor:
-    """Return packed rows as GGML's own package makes them whole."""
+    """Return packed rows dequantized by GGML's own package."""
     from gguf import GGMLQuantizationType, dequantize
 
     rows = dequantize(weight.cpu().numpy(), GGMLQuantizationType(format_))
@@ -156,10 +156,10 @@ def _by_function(weight: Tensor, function: "Function") -> Tensor:
 
 
 class Function(NamedTuple):
-    """What is compiled for a format."""
+    """The compiled kernel of a format."""
 
     address: int
-    compiled: Any  # `_packed.product_of` says what it takes
+    compiled: Any  # see `_packed.product_of`
     numbers: int  # in a block
     bytes: int
 
@@ -172,10 +172,10 @@ _functions: dict[int, Function | None] = {}
 
 
 def function_of(weight: Tensor, format_: int) -> Function | None:
-    """Return what is compiled for a format; None where it cannot run, or is wrong.
+    """Return the kernel of a format; None if it cannot run, or is wrong.
 
-    The first time, some rows of this weight are unpacked by GGML's own package, too, and what is
-    compiled must give these very numbers, and their products up to rounding.
+    The first time, some rows of this weight are also unpacked by GGML's own package. The kernel
+    must give the same numbers, and the same products up to rounding.
     """
     if format_ not in _functions:
         _functions[format_] = _compiled(weight, format_)
@@ -229,7 +229,7 @@ _whole = threading.local()
 
 @contextmanager
 def made_whole() -> Iterator[None]:
-    """Let packed layers be run by torch in this thread: what products are held against."""
+    """Run packed layers by torch in this thread, as the reference of comparisons."""
     before = vars(_whole).get("is_on", False)
     _whole.is_on = True
     try:

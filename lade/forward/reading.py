@@ -1,7 +1,7 @@
 """Read from a model how its decoder computes, so that one compiled job can do the same.
 
-Nothing is known of architectures: a short forward is watched, and each number that passes between
-modules must be what the plan says it is. What does not fit raises `UnsupportedForwardError`.
+No architecture is known by name. A short forward is watched, and every tensor that passes between
+modules must be the one that the plan computes. A difference raises `UnsupportedForwardError`.
 """
 
 import math
@@ -30,11 +30,11 @@ from lade.forward.experts import ExpertsPlan, experts_in, read_experts, router_o
 from lade.forward.packed import PackedLinear
 from lade.view import apart, with_attention
 
-_POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the forward that is watched
+_POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the watched forward
 _WATCHED = "lade_watched"
 _sdpa = AttentionInterface()["sdpa"]
 
-# What a module tells attention that a plan has, or says nothing of the result.
+# Arguments of attention that a plan contains, or that do not change the result.
 _HONOURED = {
     *("dropout", "scaling", "softcap", "s_aux", "sliding_window", "is_causal", "position_ids"),
     *("use_cache", "output_attentions", "output_hidden_states", "cache_position", "return_dict"),
@@ -42,17 +42,17 @@ _HONOURED = {
 }
 _LINEARS = (nn.Linear, PackedLinear)
 _PRODUCTS = (*_LINEARS, Conv1D)
-_NOTHING = (nn.Dropout, nn.Identity)  # done by these when a text is generated
+_NOTHING = (nn.Dropout, nn.Identity)  # these change nothing when a text is generated
 _MIXING = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
-# What cosines and sines are of what a module gives: sines come first, or turn back; only the first
-# half counts; neighbours share a number.
+# Forms of a rotary module's output: sines first, or negated; only the first half used; the same
+# number for two neighbours.
 _SINES_FIRST, _BACK, _HALVED, _SHARED = 1, 2, 4, 8
 _ARRANGEMENTS = [
     how | sines
     for how in (0, _HALVED | _SHARED, _SHARED)
     for sines in (0, _SINES_FIRST, _BACK, _SINES_FIRST | _BACK)
 ]
-# What makes logits of the head's results, by the setting that tells how much.
+# Last operations on logits, by the name of the setting that has their factor.
 _FINISHES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "final_logit_softcapping": lambda results, most: torch.tanh(results / most) * most,
     "logit_scale": lambda results, scale: results * scale,
@@ -69,30 +69,30 @@ class NormPlan(NamedTuple):
 
 
 class AdditionPlan(NamedTuple):
-    """What is added to the results of a linear layer: those of two others, times a number."""
+    """A low-rank addition to a linear layer: the product of two others, times a factor."""
 
-    first: nn.Linear  # to few numbers
+    first: nn.Linear  # from inputs to the rank
     second: nn.Linear
     times: float
 
 
 class ProductPlan(NamedTuple):
-    """Some columns of a linear layer, with what is added to them."""
+    """Some columns of a linear layer, with their low-rank additions."""
 
     module: nn.Linear | Conv1D
     first: int
     num: int
-    around: nn.Module  # that gives the sum; the layer itself if nothing is added
+    around: nn.Module  # the module that returns the sum; the layer itself without additions
     added: tuple[AdditionPlan, ...]
 
     @property
     def num_inputs(self) -> int:
-        """Numbers of a row of inputs."""
+        """Size of a row of inputs."""
         return size_of(self.module)[1]
 
 
 class CallPlan(NamedTuple):
-    """A module, and what it is called with, besides what stands for tensors."""
+    """A module and the arguments of its call, with placeholders for tensors."""
 
     module: Any
     args: tuple[Any, ...]
@@ -100,21 +100,21 @@ class CallPlan(NamedTuple):
 
 
 class EmbeddingPlan(NamedTuple):
-    """What the states of the first layer are of tokens and positions."""
+    """The embedding: the first layer's input states, from tokens and positions."""
 
-    calls: tuple[CallPlan, ...]  # whose results are added up, that of tokens first
-    scale: float  # of what that gives
+    calls: tuple[CallPlan, ...]  # their results are added; the one of tokens comes first
+    scale: float  # factor of the sum
     norm: nn.Module | None  # of the sum
 
 
 class HeadOrder(NamedTuple):
-    """In what order products give heads of queries, keys and values."""
+    """The order of query, key and value heads in the output of a product."""
 
-    num_groups: int  # of equal shares of each
+    num_groups: int  # groups with equal numbers of heads of each kind
     firsts: tuple[int, ...]  # heads in a group before those of each kind
 
     def heads(self, kind: int, num: int, num_all: int) -> list[int]:
-        """Return where the heads of a kind are among all, given their number."""
+        """Return the indices of a kind's heads among all, given their number."""
         share = num // self.num_groups
         starts = [num_all // self.num_groups * group for group in range(self.num_groups)]
         return [start + self.firsts[kind] + each for start in starts for each in range(share)]
@@ -123,7 +123,7 @@ class HeadOrder(NamedTuple):
 class LayerPlan(NamedTuple):
     """A decoder layer."""
 
-    # Before and after attention, MLP; of queries, keys; of the states with either's result.
+    # Before and after attention and MLP; of queries and keys; of the states after each addition.
     norms: tuple[NormPlan | None, ...]
     products: tuple[ProductPlan | None, ...]  # query, or all three, key, value, out, gate, up, down
     order: HeadOrder
@@ -131,19 +131,19 @@ class LayerPlan(NamedTuple):
     rotary: CallPlan | None
     num_turned: int
     turn: int
-    arrangement: int  # of the angles, see `arranged`
+    arrangement: int  # form of the angles, see `arranged`
     is_scaled: bool  # whether queries are multiplied by a number for each position
     scaling: float
     softcap: float
     sinks: nn.Module | None
-    factor: float  # of what comes to the states
+    factor: float  # of the results that are added to the states
     is_parallel: bool  # whether attention and MLP get the same states
-    experts: ExpertsPlan | None  # then the MLP is what all tokens share, if anything
-    convolution: nn.Conv1d | None  # in the place of attention, between two gates
+    experts: ExpertsPlan | None  # with experts, the MLP is the shared expert, if there is one
+    convolution: nn.Conv1d | None  # instead of attention, between two gates
 
     @property
     def inner(self) -> int:
-        """Numbers of a token inside of the MLP."""
+        """Inner size of the MLP."""
         return 0 if self.products[-1] is None else self.products[-1].num_inputs
 
     @property
@@ -153,7 +153,7 @@ class LayerPlan(NamedTuple):
 
 
 class TransformPlan(NamedTuple):
-    """What the last states go through on their way to the head, instead of a norm alone."""
+    """The layers between the last states and the head, if there is more than a norm."""
 
     first: nn.Module | None  # a norm
     linear: nn.Linear
@@ -162,7 +162,7 @@ class TransformPlan(NamedTuple):
 
 
 class DecoderSizes(NamedTuple):
-    """What of a plan is no module."""
+    """Sizes and functions of a plan."""
 
     num_layers: int
     hidden: int
@@ -170,15 +170,15 @@ class DecoderSizes(NamedTuple):
     num_key_heads: int
     head_size: int
     vocab_size: int
-    inner: int  # of the largest MLP
+    inner: int  # inner size of the largest MLP
     between: int  # the factors of a layer's low-rank additions, at most
     taps: int  # tokens that a convolution sees
-    num_experts: int  # of a layer, at most, as the following
+    num_experts: int  # maximum over layers, as the following
     num_chosen: int  # of a token
     expert_inner: int
-    has_windows: bool  # whether layers see but the last of the tokens before
+    has_windows: bool  # whether layers see only the last tokens
     factors: Callable[[Tensor], Tensor] | None  # of queries, by positions
-    finish: Callable[[Tensor], Tensor]  # of the head's results, to logits
+    finish: Callable[[Tensor], Tensor]  # from the head's results to logits
 
 
 class DecoderPlan(NamedTuple):
@@ -201,7 +201,7 @@ class _Call(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """What states pass in a layer."""
+    """The states at the stages of a layer, in the watched forward."""
 
     states: Tensor
     given: Tensor  # to attention
@@ -212,7 +212,7 @@ class _Way(NamedTuple):
 
 
 class _Turned(NamedTuple):
-    """What becomes of queries or keys: the norm, how they are turned, by which angles; a factor."""
+    """The operations on queries or keys: norm, rotation, angles, factor."""
 
     norm: NormPlan | None
     turn: int
@@ -227,11 +227,11 @@ class _Mlp(NamedTuple):
     products: tuple[ProductPlan | None, ...]  # gate, up, down
     activation: int
     experts: ExpertsPlan | None
-    done: set[nn.Module]  # modules that it tells of
+    done: set[nn.Module]  # the modules that it covers
 
 
 class _Mixing(NamedTuple):
-    """What makes of the states of several tokens what comes to each."""
+    """Attention or a short convolution of a layer, which mix tokens."""
 
     products: tuple[ProductPlan | None, ...]  # query, or all three, key, value, out
     given: Tensor
@@ -257,7 +257,7 @@ class _Attention(NamedTuple):
 def _watched(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend as `sdpa`, and note what of, in the module of the view that is watched."""
+    """Attend as `sdpa`, and note the inputs in the watched view's module."""
     kept = {name: each for name, each in kwargs.items() if name in ("scaling", "is_causal")}
     out, _ = _sdpa(module, query, key, value, attention_mask, **kept)
     noted = vars(module).setdefault(_WATCHED, [])
@@ -271,14 +271,14 @@ AttentionMaskInterface.register(_WATCHED, AttentionMaskInterface()["sdpa"])
 
 @torch.no_grad()
 def read(model: Model) -> DecoderPlan:
-    """Return how a model computes.
+    """Return the plan of a model.
 
     Raises:
-        UnsupportedForwardError: in a way that no plan tells, or code of others' own takes part.
+        UnsupportedForwardError: no plan describes the model, or user code takes part.
     """
     require(not any(module.training for module in model.modules()), "it is in training mode")
     view = apart(with_attention(model, _WATCHED))
-    # Those of the whole model and of its layers are called around what a job runs.
+    # Hooks of the whole model and of its layers are called around jobs.
     hooked: set[nn.Module] = set()
     calls: dict[nn.Module, list[_Call]] = {}
     for module in view.modules():
@@ -300,8 +300,8 @@ def read(model: Model) -> DecoderPlan:
     taken = {*placeholders_of(model), getattr(text, "pad_token_id", None)}
     ids = [each for each in range(text.vocab_size // 2, text.vocab_size) if each not in taken]
     input_ids = torch.tensor([ids[: len(_POSITIONS)]])
-    # Some scale queries by their position, from thousands of tokens on; others learn a state for
-    # each of some thousand.
+    # Some models scale queries by position, from thousands of tokens on; others have embeddings of
+    # some thousand positions.
     last = getattr(text, "max_position_embeddings", None) or len(_POSITIONS)
     for places in (_POSITIONS, [0, 1, 2, last - 2, last - 1]):
         positions = torch.tensor([places])
@@ -331,7 +331,7 @@ def _with_originals(value: Any, originals: dict[Any, Any]) -> Any:
         return originals[value]
     if not isinstance(value, tuple):
         return value
-    if id(value) not in originals:  # what is one object stays one
+    if id(value) not in originals:  # one object stays one
         parts = [_with_originals(each, originals) for each in value]
         originals[id(value)] = tuple(parts) if type(value) is tuple else type(value)(*parts)
     return originals[id(value)]
@@ -343,14 +343,14 @@ def products_of(plan: DecoderPlan) -> list[ProductPlan]:
 
 
 def adapters_of(plan: DecoderPlan) -> Iterator[nn.Module]:
-    """Yield the modules that may add something to the results of a linear layer."""
+    """Yield the modules that may be an adapter of a linear layer."""
     for product in products_of(plan):
         if product.around is not product.module:
             yield product.around
 
 
 class _Reader:
-    """Holds what passed between modules in one forward against what a plan can tell."""
+    """Finds the plan that explains the tensors between modules in one forward."""
 
     def __init__(
         self,
@@ -365,10 +365,12 @@ class _Reader:
         self._parents = {
             child: module for module in view.modules() for child in module._modules.values()
         }
-        self._norms: list[tuple[nn.Module, Tensor, Tensor]] = []  # of the layer, not yet used
+        self._norms: list[
+            tuple[nn.Module, Tensor, Tensor]
+        ] = []  # norms of the layer that are not explained yet
         self._rotaries: dict[int, CallPlan] = {}
         self._passed: dict[nn.Module, list[tuple[Tensor, Any]]] = {}
-        # Linear layers inside of others, which may add something to their results.
+        # Linear layers inside of adapters.
         self._adapted: dict[nn.Module, tuple[nn.Linear, tuple[AdditionPlan, ...]]] = {}
         for module in view.modules():
             found = self._additions(module) if module._modules else None
@@ -441,25 +443,25 @@ class _Reader:
         return None
 
     def _layer_of(self, module: nn.Module) -> nn.Module:
-        """Return the module in a list of such that attention is part of."""
+        """Return the layer, a module of a module list, that contains an attention."""
         layer: nn.Module = self._parents[module]
         while layer in self._parents and not isinstance(self._parents[layer], nn.ModuleList):
             layer = self._parents[layer]
         return layer
 
     def _layers_with(self, found: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-        """Return the layers of a model in which some are found that attend."""
+        """Return all layers of the module list that has the attending layers."""
         lists = {self._parents[layer] for layer in found if layer in self._parents}
         if len(lists) != 1:
             return (*found,)
         return tuple(each for each in lists.pop().children() if each in self._calls)
 
     def _embedding(self, states: Tensor) -> EmbeddingPlan:
-        """Return what makes the states of the first layer."""
+        """Return the plan of the embedding."""
         made: list[tuple[CallPlan, Tensor]] = []
         for module, (call, *_) in self._calls.items():
             if isinstance(call.out, Tensor) and call.out.shape == states.shape:
-                with Attempt():  # some look at more than tokens and positions
+                with Attempt():  # some modules take more than tokens and positions
                     made.append((self._call_of(module, call), call.out))
         for called, out in made:
             if words.TOKENS_GIVEN not in (*called.args, *called.kwargs.values()):
@@ -491,7 +493,7 @@ class _Reader:
         return plan
 
     def _planned(self, module: nn.Module, call: _Call) -> CallPlan:
-        """Return a call with what stands for its tensors."""
+        """Return a call with placeholders for its tensors."""
 
         def kept(value: Any) -> Any:
             if isinstance(value, Tensor) and value.dtype == torch.int64:
@@ -505,14 +507,14 @@ class _Reader:
         return CallPlan(module, tuple(map(kept, call.args)), kwargs)
 
     def _ios(self, module: nn.Module) -> list[tuple[Tensor, Any]]:
-        """Return what a module got and gave, by its calls; rows of tokens as of one text."""
+        """Return inputs and outputs of a module's calls; rows of tokens as of one text."""
         num = self._positions.shape[1]
 
         def of_text(value: Any) -> Any:
             is_flat = isinstance(value, Tensor) and value.dim() == 2 and len(value) == num
             return value[None] if is_flat else value
 
-        if module not in self._passed:  # each time the same tensors
+        if module not in self._passed:  # return the same tensors each time
             self._passed[module] = [
                 (of_text(next(iter((*call.args, *call.kwargs.values())), None)), of_text(call.out))
                 for call in self._calls.get(module, ())
@@ -520,17 +522,17 @@ class _Reader:
         return self._passed[module]
 
     def _io(self, module: nn.Module) -> tuple[Tensor, Any]:
-        """Return what a module got and gave, which was called once."""
+        """Return input and output of a module that was called once."""
         calls = self._ios(module)
         require(len(calls) == 1, f"{type(module).__name__} is called {len(calls)} times")
         return calls[0]
 
     def _norms_of(self, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Tensor, Tensor]]:
-        """Return norms among modules, each time with what they got and gave."""
+        """Return the norms among modules, with input and output of each call."""
         return [(each, *io) for each in modules if _is_norm(each) for io in self._ios(each)]
 
     def _results(self, product: ProductPlan) -> Tensor:
-        """Return what some columns of a linear layer gave, with what is added to them."""
+        """Return the output of some columns of a linear layer, additions included."""
         out: Tensor = self._io(product.around)[1]
         return out[..., product.first : product.first + product.num]
 
@@ -541,7 +543,7 @@ class _Reader:
         states: Tensor,
         sizes: tuple[int, int, int],
     ) -> tuple[LayerPlan, Tensor]:
-        """Return a layer, and the states that it gives."""
+        """Return the plan of a layer, and its output states."""
         got, out = self._io(layer)
         require(torch.equal(got, states), "a layer does not get what the one before it gives")
         result = out[0] if isinstance(out, tuple) else out
@@ -584,7 +586,7 @@ class _Reader:
         leaves: list[nn.Module],
         sizes: tuple[int, int, int],
     ) -> _Mixing:
-        """Return how a layer attends."""
+        """Return the attention of a layer."""
         mixing, out_linear, heads = self._projections(attended, leaves, sizes)
         rotary, angles = self._rotary(layer)
         order, of_query, of_key = self._ordered(attended, heads, angles)
@@ -605,7 +607,7 @@ class _Reader:
     def _convolved(self, layer: nn.Module) -> _Mixing:
         """Return the short convolution of a layer, between two gates.
 
-        One product gives three numbers for each channel: two of them, multiplied, are the input of
+        One linear layer gives three numbers for each channel: the product of two is the input of
         the convolution, and the third multiplies its result.
         """
         found = [each for each in layer.modules() if type(each) is nn.Conv1d]
@@ -638,9 +640,9 @@ class _Reader:
         raise UnsupportedForwardError("its convolution is not one between two gates")
 
     def _residuals(self, way: "_Way", factor: float) -> tuple[list[NormPlan | None], bool]:
-        """Return norms after attention, around the MLP and of sums; and whether both are parallel.
+        """Return norms after attention, around the MLP and of sums; and whether it is parallel.
 
-        Attention and MLP are so where each gets the states that the layer gets.
+        A layer is parallel if attention and MLP both get the layer's input states.
         """
 
         def times(added: Tensor) -> Tensor:
@@ -666,12 +668,12 @@ class _Reader:
     def _require_all_used(
         self, leaves: list[nn.Module], done: set[nn.Module], gated: Tensor | None
     ) -> None:
-        """Refuse a layer in which something else takes part than what a plan tells of it."""
+        """Refuse a layer with modules that the plan does not cover."""
         rest = [
             each
             for each in leaves
             if each not in done and not isinstance(each, _NOTHING) and not _is_norm(each)
-            # An activation is part of the MLP.
+            # Activations belong to the MLP.
             if each._parameters or gated is None or not torch.equal(self._io(each)[0], gated)
         ]
         rest += [module for module, _, _ in self._norms]
@@ -680,9 +682,9 @@ class _Reader:
     def _projections(
         self, attended: _Attention, leaves: list[nn.Module], sizes: tuple[int, int, int]
     ) -> tuple[list[ProductPlan], ProductPlan, Tensor]:
-        """Return what makes queries, keys and values, and what takes the result of attention.
+        """Return the linear layers before attention and the one behind it.
 
-        Also what the first give, as heads [1, num, num_tokens, head_size].
+        Also the output of the first ones, as heads [1, num, num_tokens, head_size].
         """
         num_heads, num_key_heads, head_size = sizes
         children = dict(attended.module.named_children())
@@ -713,7 +715,7 @@ class _Reader:
     def _ordered(
         self, attended: _Attention, heads: Tensor, angles: tuple[Tensor, ...]
     ) -> tuple[HeadOrder, _Turned, _Turned]:
-        """Return the order of heads, and what becomes of queries and keys."""
+        """Return the order of heads, and the operations on queries and keys."""
         wanted = attended.query, attended.key, attended.value
         norms, reason = self._norms, "values are not what their projection gives"
         for order in _orders(*(each.shape[1] for each in wanted[:2])):
@@ -739,7 +741,7 @@ class _Reader:
         raise UnsupportedForwardError(reason)
 
     def _leaves(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Yield modules that were called and call no others; an adapted layer is one of them."""
+        """Yield called modules that call no others; a layer with adapters counts as one."""
         if module in self._adapted or not module._modules:
             if module in self._calls:
                 yield module
@@ -751,14 +753,14 @@ class _Reader:
         return isinstance(module, nn.Linear | Conv1D) or module in self._adapted
 
     def _product(self, module: Any, first: int = 0, num: int | None = None) -> ProductPlan:
-        """Return some columns of a linear layer, by default all."""
+        """Return the plan of some columns of a linear layer, by default all."""
         linear, added = self._adapted.get(module, (module, ()))
         name = type(module).__name__
         require(type(linear) in _PRODUCTS, f"{name} is not a plain linear layer")
         return ProductPlan(linear, first, num or size_of(linear)[0], module, added)
 
     def _additions(self, module: nn.Module) -> tuple[nn.Linear, tuple[AdditionPlan, ...]] | None:
-        """Return the linear layer in a module, and what is added; None for other modules."""
+        """Return the linear layer in a module, and its additions; None for other modules."""
         inside = {*module.modules()} - {module}
         called = [
             each
@@ -796,7 +798,7 @@ class _Reader:
     def _take_norm(
         self, fits: Callable[[Tensor, Tensor], bool]
     ) -> tuple[NormPlan | None, Any, Any]:
-        """Return the norm whose input and result fit, and these; None of all if none does."""
+        """Return the norm whose input and output fit, with both; all None if none fits."""
         for place, (module, mine, out) in enumerate(self._norms):
             if fits(mine, out):
                 del self._norms[place]
@@ -804,24 +806,24 @@ class _Reader:
         return None, None, None
 
     def _norm_between(self, given: Tensor, normed: Tensor) -> NormPlan | None:
-        """Return the norm whose result this is, of these states; None if it is these states."""
+        """Return the norm that made a result of states; None if the result is the states."""
         if normed is given:
             return None
         norm, *_ = self._take_norm(
             lambda mine, out: torch.equal(out, normed) and is_near(mine, given)
         )
-        # In 16 bits a norm may leave states as they are that have just been normed.
+        # In 16 bits, a norm may not change states that were normed just before.
         is_known = norm is not None or torch.equal(normed, given)
         require(is_known, "states change on their way in another way than by a norm")
         return norm
 
     def _after(self, given: Tensor) -> tuple[NormPlan | None, Tensor]:
-        """Return the norm of what attention or MLP gave, if it has one, and what is added."""
+        """Return the norm of attention's or the MLP's result, if any, and the normed result."""
         norm, _, out = self._take_norm(lambda mine, _: torch.equal(mine, given))
         return norm, given if norm is None else out
 
     def _rotary(self, layer: nn.Module) -> tuple[CallPlan | None, tuple[Tensor, ...]]:
-        """Return what made the angles of a layer, and these: cosines and sines."""
+        """Return the module that made a layer's angles, and its cosines and sines."""
         call = self._calls[layer][0]
         pairs = [
             each[0]
@@ -832,7 +834,7 @@ class _Reader:
             for made in calls:
                 is_pair = isinstance(made.out, tuple) and len(made.out) == 2
                 if is_pair and any(made.out[0] is each for each in pairs):
-                    if id(made) not in self._rotaries:  # one for all layers that it is made for
+                    if id(made) not in self._rotaries:  # one for all layers that use it
                         self._rotaries[id(made)] = self._rotary_of(module, made)
                     return self._rotaries[id(made)], made.out
         return None, ()
@@ -845,7 +847,7 @@ class _Reader:
         return plan
 
     def _turned(self, heads: Tensor, turned: Tensor, angles: tuple[Tensor, ...]) -> _Turned:
-        """Return what becomes of heads [1, num, num_tokens, head_size] of queries or keys."""
+        """Return the operations on heads [1, num, num_tokens, head_size] of queries or keys."""
         size, flat = heads.shape[-1], heads.transpose(1, 2).flatten()
         norm, mine, out = self._take_norm(
             lambda mine, _: any(
@@ -888,7 +890,7 @@ class _Reader:
         raise UnsupportedForwardError("queries change in another way than by angles")
 
     def _mlp(self, layer: nn.Module, linears: list[nn.Module]) -> _Mlp:
-        """Return the MLP of a layer, or its experts and what tokens share beside these."""
+        """Return the MLP of a layer, or its experts and the shared expert."""
         module = experts_in(layer, self._calls)
         if module is None:
             gate, up, down, activation = self._dense(layer, linears)
@@ -920,21 +922,21 @@ class _Reader:
     def _dense(
         self, layer: nn.Module, linears: list[nn.Module]
     ) -> tuple[ProductPlan, ProductPlan | None, ProductPlan, int]:
-        """Return gate, up and down, and the activation; without a gate, up stands in its place."""
+        """Return gate, up and down, and the activation; without a gate, up counts as the gate."""
         up: ProductPlan | None = None
         linears.sort(key=[*self._calls].index)
         if len(linears) == 3:
             gate, up, down = map(self._product, linears)
             is_same = torch.equal(self._io(gate.around)[0], self._io(up.around)[0])
             require(is_same, "gate and up get different states")
-            # Which one is activated shows only in what they give.
+            # Only the result shows which of the two is activated.
             inner = self._io(down.around)[0]
             if _activation_of(self._results(gate), self._results(up), inner) is None:
                 gate, up = up, gate
         else:
             require(len(linears) == 2, f"a layer has {len(linears)} linear layers for its MLP")
             gate, down = map(self._product, linears)
-            if gate.num == 2 * down.num_inputs:  # both in one
+            if gate.num == 2 * down.num_inputs:  # one layer has gate and up
                 gate, up = (
                     self._product(gate.around, first, down.num_inputs)
                     for first in (0, down.num_inputs)
@@ -947,7 +949,7 @@ class _Reader:
 
 
 def _activation_of(given: Tensor, times: Any, result: Tensor) -> int | None:
-    """Return which activation makes a result of numbers, times others; None if none does."""
+    """Return the activation that turns numbers into a result, times others; None if none does."""
     errors = {difference(make(given) * times, result): which for which, make in ACTIVATIONS.items()}
     return errors[min(errors)] if min(errors) <= tolerance(result) else None
 
@@ -955,7 +957,7 @@ def _activation_of(given: Tensor, times: Any, result: Tensor) -> int | None:
 def _settings_of(
     attended: _Attention, implementation: str | None
 ) -> tuple[float, float, nn.Module | None]:
-    """Return scaling and softcap of attention, and the module that has its sinks, if any."""
+    """Return scaling and softcap of attention, and the module with its sinks, if any."""
     settings = {name: each for name, each in attended.kwargs.items() if each is not None}
     for name in ("softcap", "s_aux"):
         if name in settings and implementation == "sdpa" and _is_ignored(attended, name):
@@ -966,7 +968,7 @@ def _settings_of(
         if name not in _HONOURED and each is not False and not isinstance(each, dict)
     ]
     unknown += ["dropout"] * bool(settings.get("dropout"))
-    # What a module says of itself holds where nothing is passed.
+    # Attributes of the module hold for arguments that are not passed.
     is_causal = settings.get("is_causal", getattr(attended.module, "is_causal", True))
     require(is_causal is True, "its tokens see those behind them")
     require(not unknown, f"its attention gets {unknown}")
@@ -981,10 +983,9 @@ def _settings_of(
 def _factors(
     module: nn.Module, linear: nn.Linear, seconds: list[nn.Linear], given: Tensor
 ) -> list[float] | None:
-    """Return what a module multiplies results of some layers by before it adds them to another's.
+    """Return the factor by which an adapter multiplies its low-rank results; None if there is none.
 
-    Asked of numbers put in place of these results, which tell nothing where a weight is still zero.
-    None if it does something else with them.
+    It is found by made-up results, as a new adapter has weights of zero.
     """
     if not seconds:
         return []
@@ -1031,7 +1032,7 @@ def _turned_by(heads: Tensor, angles: Sequence[Tensor], how: int) -> Tensor:
 
 
 def arranged(angles: Sequence[Tensor], how: int) -> list[Tensor]:
-    """Return cosines and sines, a number for each of a head that is turned."""
+    """Return cosines and sines, one for each rotated number of a head."""
     cos, sin = angles[:: -1 if how & _SINES_FIRST else 1]
     found = [cos, -sin if how & _BACK else sin]
     if how & _HALVED:
@@ -1042,7 +1043,7 @@ def arranged(angles: Sequence[Tensor], how: int) -> list[Tensor]:
 def given_to(
     plan: CallPlan, tensors: Mapping[Any, Tensor | None]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return what a module is called with, with tensors for what stands for them."""
+    """Return the arguments of a call, with tensors instead of placeholders."""
 
     def put(value: Any) -> Any:
         return next((each for name, each in tensors.items() if name is value), value)
@@ -1051,14 +1052,14 @@ def given_to(
 
 
 def size_of(linear: Any) -> tuple[int, int]:
-    """Return how many columns and inputs a linear layer has."""
+    """Return the numbers of columns and inputs of a linear layer."""
     if isinstance(linear, Conv1D):
         return linear.nf, linear.nx
     return linear.out_features, linear.in_features
 
 
 def _orders(num_heads: int, num_key_heads: int) -> Iterator[HeadOrder]:
-    """Yield the orders that heads of queries, keys and values may have; first one after another."""
+    """Yield possible orders of query, key and value heads; first one kind after another."""
     for num_groups in range(1, num_key_heads + 1):
         if num_heads % num_groups == num_key_heads % num_groups == 0:
             nums = [each // num_groups for each in (num_heads, num_key_heads, num_key_heads)]
@@ -1069,7 +1070,7 @@ def _orders(num_heads: int, num_key_heads: int) -> Iterator[HeadOrder]:
 
 
 def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> NormPlan:
-    """Return what kind of norm a module is, by what it gave."""
+    """Return the kind of norm that a module is, by its output."""
     name, names = type(module).__name__, ("variance_epsilon", "eps", "epsilon")
     eps = next((getattr(module, each) for each in names if hasattr(module, each)), 1e-5)
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
@@ -1096,7 +1097,7 @@ def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> NormPlan:
 
 
 def _factors_of(view: Model) -> Callable[[Tensor], Tensor] | None:
-    """Return what some models multiply queries by, given positions, if its settings tell of it."""
+    """Return the function from positions to factors of queries, if the config asks for one."""
     settings = getattr(view.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     times, step = (
         settings.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
@@ -1107,7 +1108,7 @@ def _factors_of(view: Model) -> Callable[[Tensor], Tensor] | None:
 
 
 def _finish_of(results: Tensor, logits: Tensor, view: Model) -> Callable[[Tensor], Tensor]:
-    """Return what makes logits of the results of the head."""
+    """Return the function from the head's results to logits."""
     if torch.equal(results, logits):
         return lambda each: each
     text = view.config.get_text_config(decoder=True)

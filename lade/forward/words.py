@@ -1,8 +1,8 @@
-"""The numbers by which a job and what prepares it understand each other, and nothing else."""
+"""Positions and codes in the int64 arrays that describe a job to the kernels."""
 
-# A job is an int64 array: sizes; how many threads may come, what format numbers have, and how the
-# inputs of products are arranged; then addresses, of float32 unless it says otherwise; a norm and a
-# product. An entry's position follows from this order.
+# A job is an int64 array: sizes; the number of threads, the format of numbers, and the arrangement
+# of the inputs of products; then addresses, of float32 unless a comment says otherwise; the last
+# norm and the head's product. An entry's position follows from this order.
 (
     NUM_TOKENS,
     HIDDEN,
@@ -14,7 +14,7 @@
     NUM_THREADS,
     FORMAT,
     ARRANGED,
-    STATES,  # [tokens, HIDDEN], at first those of the embedding
+    STATES,  # [tokens, HIDDEN], at first the embeddings
     NORMED,  # [tokens, HIDDEN], arranged
     # Queries, keys, values: [tokens, (NUM_HEADS + 2 · NUM_KEY_HEADS) · HEAD_SIZE]; or [tokens, 3 ·
     # HIDDEN], of a convolution.
@@ -22,77 +22,78 @@
     QUERIES,  # [tokens, NUM_HEADS · HEAD_SIZE]
     ATTENDED,  # the same, arranged; or [tokens, HIDDEN], of a convolution
     INNER,  # [tokens, of the layer's MLP], arranged
-    ADDED,  # [tokens, HIDDEN], what comes to the states
+    ADDED,  # [tokens, HIDDEN], the result to be added to the states
     LAYERS,  # int64 [NUM_LAYERS, LAYER_SIZE]
-    # Int64 [kinds of masks, NUM_PARTS, 4]: a part's first token, how many, address of its mask,
-    # bool [tokens, keys], or 0 if they see all keys, and bytes from one row of that to the next.
+    # Int64 [kinds of masks, NUM_PARTS, 4]: a part's first token, its number of tokens, the address
+    # of its mask (bool [tokens, keys]; 0 if they see all keys), and bytes between the mask's rows.
     PARTS,
     NUM_PARTS,
     PLACES,  # int64 [NUM_LAYERS, NUM_PARTS, 5], as `TreeCache.slot_addresses` returns them
-    KEPT,  # int64, which tokens
+    KEPT,  # int64, the tokens whose logits are wanted
     NUM_KEPT,
     LOGITS,  # of the format [NUM_KEPT, VOCAB_SIZE]
     SCRATCH,  # of all threads
     SCRATCH_SIZE,  # bytes of each
-    # Int64 [phases, 32], zeros: the next piece, and 64 bytes on how many are done; then the same of
-    # what low-rank additions need first.
+    # Int64 [phases, 32], zeros: the next piece, 64 bytes later the number of finished pieces; then
+    # both again for the first factors of low-rank additions.
     PHASES,
     NEXT_THREAD,
     EVERY,  # int64, the numbers of all tokens
     ADDITIONS,  # int64 [additions, LAYER_SIZE]
     BETWEEN,  # [tokens, BETWEEN_SIZE], between the factors of a layer's additions
     BETWEEN_SIZE,
-    FACTORS,  # [tokens], of queries where a layer is SCALED
-    SCORES,  # [tokens, SCORES_SIZE], of experts, then the gate of what is shared
+    FACTORS,  # [tokens], factors of queries if a layer is SCALED
+    SCORES,  # [tokens, SCORES_SIZE], of experts, then the gate of the shared expert
     SCORES_SIZE,
     CHOSEN,  # int64 [tokens, NUM_CHOSEN of the layer], experts
-    SHARES,  # the same, float32: what the results of these are multiplied by
+    SHARES,  # float32, the same shape: factors of these experts' results
     OF_EXPERTS,  # [choices, EXPERT_INNER of the layer], arranged; by expert
     LAST_NORM,
 ) = range(39)
 FLAGS, EPS, NORM_WEIGHT, NORM_BIAS, NORM_SIZE = range(5)  # EPS, as SCALING: bits of a float32
-# PACKED: address of what is compiled for a packed weight's format, else 0; then the bytes of a row,
-# and half the rows of a head, whose first and second halves take turns in the weight, or 0. ACROSS:
-# bytes from the weights of one input to those of the next, where columns lie side by side, or 0.
+# PACKED: address of the function compiled for a packed weight's format, or 0. ROW_BYTES: bytes of a
+# row of it. HALF: half the rows of a head, if rows of its first and second half alternate, or 0.
+# ACROSS: bytes between the weights of two inputs, if the weight is stored input by input, or 0.
 (WEIGHT, BIAS, NUM_COLUMNS, FIRST_ADDED, END_ADDED, PACKED, ROW_BYTES, HALF, ACROSS) = range(9)
 PRODUCT_SIZE = 9
 HEAD = LAST_NORM + NORM_SIZE
 JOB_SIZE = HEAD + PRODUCT_SIZE
 
-# A layer has norms, the last two of what states become; products; the shape of its MLP; addresses
-# of the angles' cosines and sines, [tokens, TURNED]; what its attention and residuals need; and in
-# what order MIXED has the heads: so many groups, and the heads of one before each kind's.
+# A layer: norms, the last two of the states after each addition; products; the shape of its MLP;
+# addresses of the angles' cosines and sines, [tokens, TURNED]; settings of attention and residuals;
+# the order of heads in MIXED: number of groups, and heads in a group before those of each kind.
 (PRE_ATTENTION, POST_ATTENTION, PRE_MLP, POST_MLP, QUERY_NORM, KEY_NORM) = range(0, 24, NORM_SIZE)
 OF_ATTENTION, OF_MLP = range(24, 32, NORM_SIZE)
 (QUERY, KEY, VALUE, OUT, GATE, UP, DOWN) = range(32, 95, PRODUCT_SIZE)
 INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(95, 105)
-# EXPERTS: which of the rows of ADDITIONS tells of a layer's experts, counted from 1; 0 for none.
-# Of a short convolution instead of attention: addresses of its weights, [HIDDEN, TAPS], and of its
-# biases; TAPS is 0 for attention. FIRST_QUERY is which third of MIXED multiplies its results then,
-# FIRST_KEY and FIRST_VALUE the two that make its inputs; keys are these inputs, [slots, HIDDEN].
+# EXPERTS: the row of ADDITIONS that describes a layer's experts, counted from 1; 0 for none.
+# A short convolution instead of attention has addresses of its weights, [HIDDEN, TAPS], and of its
+# biases; for attention, TAPS is 0. Then FIRST_QUERY is the third of MIXED that multiplies the
+# results, FIRST_KEY and FIRST_VALUE the two whose product is the input; keys are these inputs,
+# [slots, HIDDEN].
 FACTOR, IS_PARALLEL, SCALED, EXPERTS, CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(105, 112)
 NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, LAYER_SIZE = range(112, 117)
-# A low-rank addition to a product: its first factor as a product, the second's WEIGHT and BIAS,
-# what the result is multiplied by, the format of both, and where in a row of BETWEEN it begins.
+# A low-rank addition to a product: its first factor as a product, WEIGHT and BIAS of the second,
+# the scale of the result, the format of both factors, and its first number in a row of BETWEEN.
 SECOND = PRODUCT_SIZE
 TIMES, OF_ADDED, START = range(SECOND + 2, SECOND + 5)
-# Experts: the router, and the gate of what is shared, as products; how experts are chosen and their
-# results weighed; the formats of the router and of what is added to its scores; and addresses of
-# the stacked weights, of gate and up together, and of down.
+# Experts: the router, and the gate of the shared expert, as products; codes for the choice and the
+# factors of results; the formats of the router and of the correction of its scores; addresses of
+# the stacked weights: gate and up together, and down.
 ROUTER, SHARED_GATE = 0, PRODUCT_SIZE
 (NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(18, 25)
 (OF_ROUTER, OF_CORRECTION, EXPERT_GATE_UP, EXPERT_DOWN, EXPERT_INNER) = range(25, 30)
 
-# Flags of a norm; the last two say what it spans, and when it runs.
+# Flags of a norm; the last two say which numbers it spans, and when it runs.
 IS_NORM, CENTERS, ROUNDS, ADDS_ONE, IS_WHOLE, AFTER_TURN = 1, 2, 4, 8, 16, 32
 PLAIN, PAIRS, NARROW = range(3)  # arranged as float32, as float32 for bfloat16, as bfloat16
-HALVES, NEIGHBOURS, WIDE = 1, 2, 4  # what is turned with what; without rounding between
+HALVES, NEIGHBOURS, WIDE = 1, 2, 4  # the pairs that are rotated together; no rounding between
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED = range(5)
-TO_ROWS, TO_INNER, TO_LOGITS = range(3)  # what becomes of the columns of a product
+TO_ROWS, TO_INNER, TO_LOGITS = range(3)  # use of a product's columns
 FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 KEYS, KEY_HEAD, VALUES, VALUE_HEAD, NUM_KEYS = range(5)
 
-# What experts are chosen by and weighed with, and what else is done for that.
+# Scores by which experts are chosen, factors of their results, and further operations on both.
 BY_SOFTMAX, BY_SIGMOID, BY_SOFTMAX_OF_CHOSEN = range(3)
 SELECTS_RAW, IS_SORTED, IS_SUMMED, ROUNDS_SCORES, ROUNDS_SHARES = 1, 2, 4, 8, 16
 

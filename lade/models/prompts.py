@@ -1,4 +1,4 @@
-"""Prompts as tokens: the one place where a chat template is asked, and where positions end."""
+"""Prompts as tokens, by the chat template, within the model's context."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from typing import Any
 from lade.errors import ContextLengthError, UserError
 from lade.models.loading import LoadedModel
 
-# Fields of messages that ask for nothing where a template leaves them out: which call a result is
-# of shows in the order, and what was thought before is often left out on purpose.
+# Fields of messages that a template may leave out: the order shows which call a result belongs to,
+# and templates often leave out earlier thoughts on purpose.
 _ANYWAY = {"role", "content", "tool_call_id", "reasoning_content", "reasoning", "thinking"}
 
 
@@ -29,13 +29,13 @@ def encode_messages(
     is_raw: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return what `encode` returns, of messages as chat templates take them.
+    """Return the same as `encode`, for messages in the form of chat templates.
 
     Args:
         loaded: the model and its tokenizer.
-        messages: without a chat template, they are one text, which the model is to go on with.
+        messages: the messages; without a chat template, one text for the model to continue.
         is_raw: whether to leave out the chat template.
-        options: for the chat template, such as tools.
+        options: arguments of the chat template, such as tools.
 
     Raises:
         UserError: there is no token, or the chat template refuses the messages.
@@ -67,7 +67,7 @@ def _encoded(
 
 
 def _as_text(messages: Sequence[Mapping[str, str]]) -> str:
-    """Return what was said as one text; each answer follows its question at once."""
+    """Return all messages as one text; each answer follows its question at once."""
     return "".join(
         "\n" * (place > 0 and each["role"] == "user") + each["content"]
         for place, each in enumerate(messages)
@@ -118,7 +118,7 @@ def _variables_of(template: str) -> frozenset[str]:
 
 @contextmanager
 def _refusals(what: str) -> Iterator[None]:
-    """Tell of a chat template that raises as a fault of what it was given."""
+    """Turn errors of a chat template into a `UserError` about the messages."""
     from jinja2 import TemplateError
 
     try:
@@ -130,7 +130,7 @@ def _refusals(what: str) -> Iterator[None]:
 
 
 def check_system(loaded: LoadedModel, system: str) -> None:
-    """Check that the model's chat template has a place for a system prompt.
+    """Check that the model's chat template takes a system prompt.
 
     Raises:
         UserError: there is no chat template, or it refuses a system prompt or leaves it out.
@@ -147,13 +147,13 @@ def check_system(loaded: LoadedModel, system: str) -> None:
 
 
 def tool_calls(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return a call of each tool, one behind the other, as the chat template writes calls.
+    """Return a call of each tool, one after the other, in the form of the chat template.
 
-    It is for `prediction=`: arguments are empty, and found again where others were put in.
+    Use it as `prediction=`. Arguments are empty; drafting goes on behind the model's arguments.
 
     Args:
-        tokenizer: with a chat template.
-        tools: JSON schemas of functions, as chat templates take them.
+        tokenizer: a tokenizer with a chat template.
+        tools: JSON schemas of functions, in the form of chat templates.
 
     Raises:
         ValueError: there is no chat template, or it refuses tool calls or leaves them out.
@@ -175,14 +175,14 @@ def tool_calls(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def num_positions(model: Any) -> int | None:
-    """Return the most tokens that a model was made for; None if it names no limit."""
+    """Return the context length of a model; None if its config names none."""
     config = model.config.get_text_config(decoder=True)
     limit: int | None = getattr(config, "max_position_embeddings", None)
     return limit
 
 
 def room_after(model: Any, num_prompt_tokens: int) -> int | None:
-    """Return how many new tokens have positions after a prompt; None for any number.
+    """Return how many new tokens fit after a prompt; None for any number.
 
     Raises:
         ContextLengthError: the prompt alone is too long.

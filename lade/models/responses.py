@@ -1,4 +1,4 @@
-"""What tells the parts of a model's answers: what is said, thought and called."""
+"""Parsers that divide a model's answer into content, thoughts and tool calls."""
 
 import json
 import re
@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as templates call them
 _NAMED = {"name": "{name}", "arguments": "{content}"}
-# A call that the chat template is asked to write, to see how it writes any.
+# A sample call; the chat template shows by it how calls are written.
 _CALL: Json = {"name": "lade_function", "arguments": {"lade_argument": ""}}
 _WRITTEN = re.compile(r'(.*?)lade_function(.*?)\{\s*"lade_argument"\s*:\s*""\s*\}(.*)', re.DOTALL)
 
@@ -62,7 +62,7 @@ _TEMPLATES = {"qwen2": _HERMES, "qwen3": _HERMES, "qwen3_5": _XML, "gemma4": _GE
 
 
 def parser_of(loaded: LoadedModel, prefix: str, tools: list[Json] | None) -> Any:
-    """Return what reads an answer to a prompt; None where a model's answers are text alone."""
+    """Return a parser of the answer to a prompt; None if the model's answers are text alone."""
     template = _template_of(loaded)
     return template and ResponseParser(template, prefix=prefix, tools=tools)
 
@@ -82,15 +82,15 @@ class CallForm(NamedTuple):
     begin: str  # in front of the name
     middle: str  # between name and arguments
     end: str  # behind the arguments
-    between: str | None  # two calls; None where an answer has but one
-    thoughts: tuple[str, str] | None  # around what may be thought before; None for nothing
+    between: str | None  # between two calls; None if an answer has only one
+    thoughts: tuple[str, str] | None  # marks around thoughts before a call; None without thoughts
 
 
 def call_form_of(loaded: LoadedModel) -> CallForm | None:
-    """Return how the chat template writes calls; None where it does not, or the parser reads none.
+    """Return the form of calls in the chat template; None if template or parser have none.
 
     Raises:
-        Exception: whatever a chat template raises that refuses calls.
+        Exception: the chat template refuses calls.
     """
     template = _template_of(loaded)
     if template is None:
@@ -129,7 +129,7 @@ def leaves_thoughts_open(parser: ResponseParser) -> bool | None:
 
 
 def parts_of(events: Iterable[Json]) -> Iterator[tuple[str, Any]]:
-    """Yield what a parser has found: texts and called functions by their fields in an answer."""
+    """Yield the texts and function calls of a parser's events, with their fields in an answer."""
     for event in events:
         field = event.get("field")
         if event["type"] == "region_close" and field == "tool_calls":

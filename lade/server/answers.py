@@ -1,4 +1,4 @@
-"""Answers as OpenAI's clients expect them: one object, or events, the text of a step in one."""
+"""Answers in OpenAI's form: one object, or a stream with one event for each step."""
 
 import json
 import secrets
@@ -11,11 +11,11 @@ from lade.server.exchange import Exchange
 from lade.stats import DecodeStats
 
 _EVENT = "data: "
-# An event with the text of a step fits into one: 260 bytes and the model's name are of all events.
+# Events are padded to a multiple of this; 260 bytes and the model's name are in all of them.
 _BLOCK_BYTES = 512
 
 Json = dict[str, Any]
-#: What OpenAI's clients expect of each choice, also where there is nothing to say.
+#: Fields that OpenAI's clients expect in each choice, null or not.
 NULLS: Json = {"logprobs": None, "finish_reason": None}
 
 
@@ -31,15 +31,15 @@ async def whole(exchange: Exchange) -> str:
     for choice in choices if exchange.asked.is_chat else ():
         choice["message"] = message = {"content": "", "refusal": None, **choice.pop("delta")}
         for name in ("content", "reasoning_content") if exchange.prompts[0].parser else ():
-            if name in message:  # blanks around marks are nobody's
+            if name in message:  # templates write blanks around their marks
                 message[name] = message[name].strip()
         for call in message.get("tool_calls", ()):
-            del call["index"]  # which is of streams
+            del call["index"]  # only streams have it
     return _as_json(exchange, choices, **_figures(exchange))
 
 
 async def events(exchange: Exchange) -> AsyncGenerator[str, None]:
-    """Yield answers as events, which are of a size that tells nothing unless asked not to be."""
+    """Yield answers as events; padding hides the size of a step unless the request refuses it."""
     options = exchange.asked.stream_options
     try:
         async for choice in _choices(exchange):
@@ -71,7 +71,7 @@ def _as_json(exchange: Exchange, choices: Sequence[Json], **fields: Any) -> str:
 
 
 def _written(choice: Json) -> str:
-    """Return a choice as JSON; of a chat's log-probabilities, each token is JSON already."""
+    """Return a choice as JSON; the tokens of a chat's log-probabilities are JSON already."""
     tokens = (choice["logprobs"] or {}).get("content")
     if tokens is None:
         return json.dumps(choice)
@@ -89,13 +89,13 @@ def _event(exchange: Exchange, choices: Sequence[Json], **fields: Any) -> str:
 
 
 def _figures(exchange: Exchange) -> Json:
-    """Return usage and metrics: what was run, drafted, accepted and kept."""
+    """Return usage and metrics: tokens of the prompt, the answer, the drafts and the prefix."""
     stats, answers = DecodeStats(), exchange.answers
     for each in answers:
         assert each.stats is not None, "the answer is whole"
         stats.add(each.stats)
     num_prompt, num_new = exchange.num_prompt_tokens, sum(len(each.token_ids) for each in answers)
-    # Tokens of the answer that were drafted from the client's prediction, and the rest of it.
+    # Tokens of the prediction that the answer took, and the other tokens of the prediction.
     is_clients = getattr(exchange.asked, "prediction", None) is not None
     num_predicted = len(answers) * len(exchange.prediction or ()) if is_clients else 0
     source = stats.sources.get("prediction")
@@ -118,7 +118,7 @@ def _figures(exchange: Exchange) -> Json:
 
 
 def add(whole: Json, new: Json) -> None:
-    """Put what is new behind what there is: texts and lists go on, other values are the last."""
+    """Add a delta to a message: texts and lists are appended, other values replaced."""
     for name, value in new.items():
         if isinstance(value, dict):
             whole[name] = whole.get(name) or {}
@@ -129,7 +129,7 @@ def add(whole: Json, new: Json) -> None:
 
 
 def speculation(stats: DecodeStats) -> Json:
-    """Return what vLLM tells of the drafts of a request, with its names; trees count by depth.
+    """Return vLLM's figures for the drafts of a request; trees count by depth.
 
     Source: https://docs.vllm.ai/en/stable/features/speculative_decoding/acceptance_metrics/
     """

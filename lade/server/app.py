@@ -1,4 +1,4 @@
-"""The server put together, and run until it is to stop.
+"""`Server`: one model behind an OpenAI-compatible API.
 
 Begin here; `routes.py` is what a request meets first.
 """
@@ -29,21 +29,21 @@ from lade.server.routes import Routes
 
 logger = logging.getLogger(__name__)
 
-# Longer than clients keep idle connections, or these would now and then use one just closed.
+# Longer than clients keep idle connections; otherwise a client may use one that was just closed.
 _KEEP_ALIVE_SEC = 75
 
 
 class Server(uvicorn.Server):
-    """Serves one model to OpenAI's clients, from the construction on until it is closed.
+    """An OpenAI-compatible server of one model; it serves from its construction until `close`.
 
         with Server(lade.models.load(), port=0) as server:
             client = openai.OpenAI(base_url=server.url, api_key="none")
 
     Args:
-        loaded: the model, which others may go on using.
-        options: how to serve it.
-        host: address to listen at; anything but the default lets other machines in.
-        port: 0 for a free one.
+        loaded: the model; other code may go on using it.
+        options: settings; None for the defaults.
+        host: address to listen at; other machines reach every address but the default.
+        port: port to listen at; 0 for a free one.
 
     Raises:
         OSError: the address is taken, or a folder cannot be used.
@@ -62,14 +62,14 @@ class Server(uvicorn.Server):
         options = ServerOptions() if options is None else options
         if getattr(loaded.tokenizer, "_tokenizer", None) is None:
             raise UserError(f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}")
-        # Clients see the name of a folder, not where it lies.
+        # Clients see the name of a folder, not its path.
         name = Path(loaded.name).name if Path(loaded.name).exists() else loaded.name
         self.name = options.model_name or name
         loaded = loaded._replace(name=self.name)
         self._grace_sec, self._thread = options.grace_sec, threading.Thread(target=self._run)
         with ExitStack() as stack:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            # Nobody is heard before there is somebody to answer.
+            # Listen only when requests can be answered.
             self._socket = stack.enter_context(socket.socket(family))
             if os.name == "posix":
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,15 +103,15 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 access_log=False,
-                proxy_headers=False,  # anybody can write these: addresses take turns
+                proxy_headers=False,  # any client can write these headers, and addresses take turns
                 timeout_keep_alive=_KEEP_ALIVE_SEC,
                 timeout_graceful_shutdown=int(options.grace_sec + 2 * END_SEC),
             )
         )
 
     def run(self) -> None:  # type: ignore[override]
-        """Serve until SIGTERM or SIGINT, then finish or end what is under way and save pools."""
-        # uvicorn raises these again after it has stopped; the exit code is to be 0.
+        """Serve until SIGTERM or SIGINT; then finish or end running requests, and save pools."""
+        # uvicorn raises the signals again after it has stopped; the exit code is to be 0.
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, lambda *_: None)
         try:
@@ -138,17 +138,17 @@ class Server(uvicorn.Server):
         super().run([self._socket])
 
     def _finish(self) -> None:
-        self._engine.wait(END_SEC)  # not longer, whatever forward it may be in
+        self._engine.wait(END_SEC)  # no longer, although a forward pass may be running
         self._stack.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Note a signal; Ctrl-C, once more, hangs up at once."""
+        """Note a signal; a second Ctrl-C hangs up at once."""
         super().handle_exit(sig, frame)
         for each in [*self.server_state.connections] if self.force_exit else ():
             each.loop.call_soon_threadsafe(each.transport.abort)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let nobody in, and wait until all is answered, or until Ctrl-C comes once more."""
+        """Stop listening, and wait until all requests are answered or Ctrl-C comes once more."""
         logger.info("shutting down; running answers have %g s", self._grace_sec)
         self._routes.end()
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""A look at a grammar in a process of its own, which may take only so much time and memory.
+"""Check a grammar in another process, with limits of time and memory.
 
 A schema of a few bytes may take minutes or gigabytes, such as `allOf` with thirty patterns, and a
 thread cannot be stopped.
@@ -11,26 +11,26 @@ from functools import lru_cache
 
 import llguidance
 
-#: Of the library's own limits that of memory: each state of a lexer takes 2 kB.
+#: llguidance's limit that bounds memory: each state of a lexer takes 2 kB.
 LIMITS = llguidance.LLParserLimits(
     max_lexer_states=20_000, precompute_large_lexemes=False, verbose_errors=False
 )
 # 2,000 properties take a third of a second, and the start of the process a tenth.
-_CPU_SEC, _WALL_SEC = 1, 60.0  # a busy machine may take so long for this work
+_CPU_SEC, _WALL_SEC = 1, 60.0  # on a busy machine, a second of work may take a minute
 _MEMORY_BYTES = 2**30
-_NICENESS = 5  # the model, which all wait for, goes before
+_NICENESS = 5  # the model goes first
 
 
-@lru_cache(1024)  # of those without a fault
+@lru_cache(1024)  # valid grammars alone
 def check(grammar: str, tenant: str) -> None:
-    """Look at a grammar, once for each tenant.
+    """Check a grammar, once for each tenant.
 
     Raises:
         ValueError: there is something wrong with it, or it takes too much.
     """
     command = [sys.executable, "-P", "-m", __name__]
     try:
-        # Without standard error: warnings tell what was asked for.
+        # No standard error: warnings would show the schema of the request.
         done = subprocess.run(
             command, input=grammar.encode(), capture_output=True, timeout=_WALL_SEC, check=True
         )
@@ -49,7 +49,7 @@ def _look() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     tokens = llguidance.LLTokenizer("byte")
     matcher = llguidance.LLMatcher(tokens, sys.stdin.read(), log_level=0, limits=LIMITS)
-    matcher.compute_bitmask()  # some of what takes too much is found here only
+    matcher.compute_bitmask()  # some slow grammars are found only here
     sys.stdout.write(matcher.get_error())
 
 

@@ -1,4 +1,4 @@
-"""Connections: how many there may be, how large their headers, and how long each has for what."""
+"""Limits of connections: their number, the size of their headers, and their time."""
 
 import asyncio
 import sys
@@ -11,20 +11,20 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# A client that has begun a request has so long to send its headers.
+# Time to send the headers of a request.
 HEADER_SEC = 20.0
-# To end an answer or to tell a client of it: it may not read, and a prompt is run in one piece.
+# Time to end an answer: its client may not read, and a forward pass cannot be interrupted.
 END_SEC = 5.0
-# Of a request line and headers, up to twice that: a parser refuses more once it has read so much.
+# Size of request line and headers. The parser checks between reads, so up to twice this passes.
 HEADER_BYTES = 2**14
 # Files that a process opens beside its connections.
 _OTHER_FILES = 128
-# One address may have one of so many parts of the connections.
+# One address may have the connections divided by this.
 _PARTS = 4
 
 
 class Shares:
-    """How much of something limited each key has: all, and one of them, may have so much."""
+    """Counts a limited resource, for all keys together and for each key."""
 
     def __init__(self, most: int, most_of_key: int) -> None:
         self._most, self._most_of_key = most, most_of_key
@@ -32,7 +32,7 @@ class Shares:
         self._num_taken = 0
 
     def take(self, key: str, number: int = 1) -> bool:
-        """Take so many; return whether there were."""
+        """Take some of it; return whether as much was free."""
         of_key, of_all = self._taken[key] + number, self._num_taken + number
         if of_all > self._most or of_key > self._most_of_key:
             return False
@@ -40,7 +40,7 @@ class Shares:
         return True
 
     def give(self, key: str, number: int = 1) -> None:
-        """Give so many back."""
+        """Give some of it back."""
         self._num_taken -= number
         self._taken[key] -= number
         if not self._taken[key]:
@@ -54,15 +54,17 @@ class GuardedProtocol(H11Protocol):
     time limit for silence only.
     """
 
-    shares: ClassVar[Shares]  # of connections, by where they come from
-    timeout_sec: ClassVar[float]  # of a request, until the client has all of its answer
+    shares: ClassVar[Shares]  # of connections, by address
+    timeout_sec: ClassVar[float]  # from a request's first byte to the last of its answer
     _timer: asyncio.TimerHandle | None = None
-    _timed: Any = None  # the request whose time runs; none while headers are waited for
+    _timed: Any = None  # the request that is timed; None while waiting for headers
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for headers, or hang up."""
+        """Wait for headers, or hang up if there are too many connections."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # an answer begins once the one before is sent
+        transport.set_write_buffer_limits(
+            high=0
+        )  # an answer begins after the one before it was sent
         self._origin = origin_of(transport.get_extra_info("peername"))
         self._has_share = self.shares.take(self._origin)
         if self._has_share:
@@ -71,14 +73,14 @@ class GuardedProtocol(H11Protocol):
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
+        """Stop the timer."""
         self._stop()
         if self._has_share:
             self.shares.give(self._origin)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come, in pieces: the parser looks at the size of headers between them."""
+        """Feed data in small parts, as the parser checks the size of headers between them."""
         before = self.cycle
         for begin in range(0, len(data), HEADER_BYTES):
             if not self.transport.is_closing():
@@ -91,7 +93,7 @@ class GuardedProtocol(H11Protocol):
             self._start(HEADER_SEC, self.transport.abort)
 
     def on_response_complete(self) -> None:
-        """Go on with the next request, if it has come already."""
+        """Go on with the next request, if it has arrived."""
         super().on_response_complete()
         if self.cycle is not self._timed:
             self._begin()
@@ -101,7 +103,7 @@ class GuardedProtocol(H11Protocol):
         self._start(self.timeout_sec, self._end)
 
     def _end(self, has_notice: bool = False) -> None:
-        """Hang up on a client that has not read its answer, after a last line that it is late."""
+        """Hang up on a client that has not read its answer in time, after a last error event."""
         is_late = not self._timed.response_complete
         if self.transport.get_write_buffer_size() or (
             has_notice and (is_late or self._num_unread())
@@ -111,7 +113,7 @@ class GuardedProtocol(H11Protocol):
             self._start(END_SEC, partial(self._end, has_notice=True))
 
     def _num_unread(self) -> int:
-        """Return how many bytes the system has that the client's has not confirmed."""
+        """Return how many sent bytes the client's system has not confirmed."""
         with suppress(ImportError, OSError):  # none on Windows
             import fcntl
             from termios import TIOCOUTQ
@@ -131,7 +133,7 @@ class GuardedProtocol(H11Protocol):
 
 
 def guarded(most: int, timeout_sec: float) -> type[GuardedProtocol]:
-    """Return a protocol for so many connections, or as many as the system has files for."""
+    """Return a protocol for so many connections, at most as many as the process may open files."""
     with suppress(ImportError, ValueError, OSError):  # none on Windows
         import resource
 
@@ -143,7 +145,7 @@ def guarded(most: int, timeout_sec: float) -> type[GuardedProtocol]:
 
 
 def origin_of(peer: Sequence[Any] | None) -> str:
-    """Return what stands for a client without a key: its address, of IPv6 its network.
+    """Return the address of a client, of IPv6 its /64 network, for limits without keys.
 
     A single subscriber has all of a /64, and may use another address for each request.
     """

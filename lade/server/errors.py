@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them."""
+"""Errors in OpenAI's form."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -15,11 +15,11 @@ class ApiError(LadeError):
     """An error that a client gets instead of an answer."""
 
     status: int  # of HTTP
-    message: str  # what was expected, and what came; nothing of other clients' requests
+    message: str  # expected and given value; nothing of other clients' requests
     _: KW_ONLY
     param: str | None = None  # the field at fault, as in "messages.0.role"
     code: str | None = None  # for programs
-    closes: bool = False  # whether the connection, of whose body more may come
+    closes: bool = False  # whether to close the connection, as more of the body may come
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
@@ -35,5 +35,5 @@ class ApiError(LadeError):
 
 
 def failed() -> ApiError:
-    """Return what a client reads of an error that is ours; the log has the rest."""
+    """Return the error that a client reads if the server fails; the log has the details."""
     return ApiError(500, "the server failed to answer; its log says why", code="internal_error")

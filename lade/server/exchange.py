@@ -20,11 +20,11 @@ from lade.stats import DecodeStats
 
 
 class OnePrompt(NamedTuple):
-    """One of the prompts of a request."""
+    """One prompt of a request, ready for the model."""
 
-    inputs: Any  # of the model: `input_ids` and `attention_mask`, [1, num_tokens]
+    inputs: Any  # `input_ids` and `attention_mask`, [1, num_tokens]
     options: Any  # a GenerationConfig
-    parser: Any = None  # of its answers, at their begin
+    parser: Any = None  # of its answers, in the state before their first token
 
     @property
     def num_tokens(self) -> int:
@@ -34,56 +34,56 @@ class OnePrompt(NamedTuple):
 
 @dataclass(eq=False)
 class OneAnswer:
-    """One of the answers to a request, written by the thread that makes it until it is over."""
+    """One answer to a request; only the thread that generates it writes to it."""
 
-    index: int  # among those to the request
+    index: int  # among the answers to the request
     prompt: OnePrompt
     seed: int | None
-    grammar: Any  # that it keeps, and advances
-    parser: Any  # tells what is said, thought and called; None where all is said
+    grammar: Any  # the answer advances it
+    parser: Any  # divides text into content, thoughts and calls; None if all is content
     admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None
     token_ids: list[int] = field(default_factory=list)
-    stats: DecodeStats | None = None  # None unless it came to its end
+    stats: DecodeStats | None = None  # None until the answer is complete
 
 
-_MOST_NAMES = 64  # fields that a header names, and the characters of each
+_MOST_NAMES = 64  # most fields that a header names, and most characters of each
 
 
 @dataclass(eq=False)
 class Exchange:
-    """A request that was let in, until its answers are complete; written by the event loop."""
+    """An accepted request until its answers are complete; only the event loop writes to it."""
 
     owner: KeyOwner
-    of_whom: str  # the key, or where it comes from: what is shared fairly
-    knows_kept: bool  # whether it may see how much of its prompt was kept
+    of_whom: str  # the key or the address, among which turns and memory are shared fairly
+    knows_kept: bool  # whether `usage` may show how much of its prompt was kept
     timeout_sec: float
-    model: str  # as clients call it
+    model: str  # the model's name in the API
     when_over: Callable[["Exchange"], None]  # called once, in the event loop
     created: int = field(default_factory=lambda: int(time()))
     request_id: str = field(default_factory=lambda: f"{uuid.uuid4()}")
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    num_held: int = 0  # bytes of its body that count as held for a client
+    num_held: int = 0  # bytes of its body, which count for its key
     arrived: float = field(default_factory=perf_counter)
-    # What preparing makes of it, before it is submitted.
+    # Set before the request is submitted.
     asked: Asked = field(default_factory=Asked)
     config: Config = field(default_factory=Config)
     ignored: list[str] = field(default_factory=list)  # names of unknown fields
     prompts: list[OnePrompt] = field(default_factory=list)
-    grammar: Any = None  # of its answers, at its begin
-    tokens: Any = None  # knows the bytes of each, if log-probabilities are asked for
-    prediction: list[int] | None = None  # its tokens; else those of calls of its tools
+    grammar: Any = None  # of its answers, in its first state
+    tokens: Any = None  # knows the bytes of each token; None without log-probabilities
+    prediction: list[int] | None = None  # token ids of the prediction, or of calls of its tools
     pools: Pools | None = None
-    is_private: bool = True  # whether no later request may know what this one was about
-    # What comes of it.
+    is_private: bool = True  # whether nothing is kept for later requests
+    # Set from then on.
     answers: list[OneAnswer] = field(default_factory=list)
-    futures: list["Future[None]"] = field(default_factory=list)  # of the engine, one of each answer
-    watch: "asyncio.Task[None] | None" = None  # on the client
-    # What is new with each step, as choices of a stream, of all answers: one that is empty once the
-    # turn of one has come, and None where there are no more of any.
+    futures: list["Future[None]"] = field(default_factory=list)  # the engine's, one for each answer
+    watch: "asyncio.Task[None] | None" = None  # ends the exchange if the client leaves
+    # Choices of a stream, one for each step of an answer. An empty one comes when an answer begins,
+    # and None after the last choice of all answers.
     choices: "asyncio.Queue[dict[str, Any] | None]" = field(default_factory=asyncio.Queue)
-    error: ApiError | None = None  # why it ends early
+    error: ApiError | None = None  # the reason why it ends early
 
     def __post_init__(self) -> None:
         message = f"the answer took longer than {self.timeout_sec:g} seconds"
@@ -92,22 +92,22 @@ class Exchange:
 
     @property
     def num_answers(self) -> int:
-        """Answers that it asks for, to all of its prompts."""
+        """Number of answers to all prompts."""
         return len(self.prompts) * (self.asked.n or 1)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(prompt.num_tokens for prompt in self.prompts)
 
     @property
     def without_effect(self) -> str:
-        """Names of fields that were asked for and change nothing, as headers and logs may have."""
+        """Names of fields of the request that have no effect, safe for headers and logs."""
         names = [*self.asked.without_effect, *self.ignored][:_MOST_NAMES]
         return ", ".join(quote(name[:_MOST_NAMES]) for name in names)
 
     def make_answers(self) -> None:
-        """Begin as many as were asked for, each as if it were alone, with the next seed."""
+        """Make the answers, each with the next seed."""
         seed, self._num_left = self.asked.seed, self.num_answers
         for prompt in self.prompts:
             for place in range(self.asked.n or 1):
@@ -118,7 +118,7 @@ class Exchange:
                 )
 
     def end(self, error: ApiError) -> None:
-        """End it before its next token, or its turn; the first reason stays."""
+        """End the exchange before its next token or its turn; the first reason is kept."""
         if self.error is None:
             self.error = error
         for future in self.futures:
@@ -126,7 +126,7 @@ class Exchange:
         self.in_loop(self.choices.put_nowait, None)
 
     def finish(self) -> None:
-        """Be over once all answers are, if there are any. Called in the event loop for each."""
+        """Finish after the last answer; called in the event loop for each answer."""
         self._num_left -= 1
         if self._num_left <= 0:
             self._timer.cancel()
@@ -136,11 +136,11 @@ class Exchange:
             self.when_over(self)
 
     def check(self) -> None:
-        """Raise why it is to end, if it is."""
+        """Raise the reason to end, if there is one."""
         if self.error is not None:
             raise self.error
 
     def in_loop(self, function: Callable[..., None], *args: Any) -> None:
-        """Have the event loop call a function, from any thread."""
-        with suppress(RuntimeError):  # it is closed
+        """Call a function in the event loop; may be called from any thread."""
+        with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(function, *args)

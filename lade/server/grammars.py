@@ -1,4 +1,4 @@
-"""JSON schemas and calls that answers keep to the letter; what they force is drafted for free."""
+"""Grammars of JSON schemas and tool calls; tokens that a grammar forces are drafted for free."""
 
 import json
 import re
@@ -20,9 +20,9 @@ from lade.server.checking import LIMITS, check
 from lade.server.errors import ApiError
 
 _MAX_CHARS = 2**16
-# Words of llguidance's own grammars, which it leaves out of schemas without a word.
+# Keywords that llguidance silently leaves out of schemas.
 _FOREIGN = {"%lark", "%json", "%regex"}
-# Without free blanks, which a model may write until its answer is full.
+# No free whitespace, with which a model may fill its whole answer.
 _NAME = re.compile(r"[\w.-]+")
 _FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -36,7 +36,7 @@ class Grammars:
         self._ends: list[int] = [ends] if isinstance(ends, int) else list(ends or ())
 
     def made(self, schema: Mapping[str, Any], tenant: str = "") -> llguidance.LLMatcher:
-        """Return the grammar of a JSON schema, at its begin.
+        """Return the grammar of a JSON schema, in its first state.
 
         Args:
             schema: of the answer.
@@ -57,13 +57,13 @@ class Grammars:
         *,
         is_thinking: bool = False,
     ) -> llguidance.LLMatcher:
-        """Return the grammar of calls, at its begin; thoughts may come before.
+        """Return the grammar of tool calls, in its first state; thoughts may come before.
 
         Args:
-            form: how the model writes them.
-            functions: their names, and their parameters as JSON schemas.
+            form: the form in which the model writes calls.
+            functions: names and parameters (JSON schemas) of the functions.
             tenant: as for `made`.
-            is_thinking: whether thoughts have begun.
+            is_thinking: whether the prompt ends within thoughts.
 
         Raises:
             ApiError: as for `made`.
@@ -82,7 +82,7 @@ class Grammars:
     def _checked(
         self, write: Callable[[Mapping[str, int]], str], tenant: str
     ) -> llguidance.LLMatcher:
-        """Return a grammar that is written by the special tokens there are, at its begin."""
+        """Return the grammar that `write` makes for the special tokens of the tokenizer."""
         if not self._ends:
             raise refusal("expected no schema, for the model has no token that ends an answer")
         try:  # by bytes alone, where no token is special
@@ -94,13 +94,13 @@ class Grammars:
 
     @cached_property
     def _specials(self) -> dict[str, int]:
-        """Tokens that are no text to a grammar, by what they look like."""
+        """Ids of the special tokens by their text."""
         added = self._loaded.tokenizer.added_tokens_decoder
         return {added[each].content: each for each in added if self.tokens.is_special_token(each)}
 
     @cached_property
     def tokens(self) -> llguidance.LLTokenizer:
-        """What knows the bytes of every token."""
+        """The tokenizer of llguidance, which knows the bytes of every token."""
         model, tokenizer, _ = self._loaded
         size = model.config.get_text_config(decoder=True).vocab_size
         ends: Any = self._ends or None
@@ -108,14 +108,14 @@ class Grammars:
 
 
 class Kept(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
-    """Has one answer keep its grammar, which it advances."""
+    """Logits processor that makes one answer keep its grammar; it advances the grammar."""
 
     def __init__(self, grammar: llguidance.LLMatcher, num_prompt_tokens: int) -> None:
         self._grammar = grammar
         self._num_seen = num_prompt_tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Allow what may follow; called once for each emitted token, with one row."""
+        """Mask the tokens that the grammar forbids; called once for each emitted token."""
         self._grammar.consume_tokens(input_ids[0, self._num_seen :].tolist())
         self._num_seen = input_ids.shape[1]
         bits = np.frombuffer(self._grammar.compute_bitmask(), np.uint8)
@@ -126,7 +126,7 @@ class Kept(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
         return scores.masked_fill(~allowed, -torch.inf)
 
     def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
-        """Return what must follow, as most tokenizers would write it."""
+        """Return the forced tokens, as most tokenizers would write them."""
         ahead = self._grammar.deep_copy()
         ahead.consume_tokens([*committed[self._num_seen :]])
         return ahead.compute_ff_tokens()[:max_tokens]
@@ -156,7 +156,7 @@ def _lark(
     if form.thoughts is not None:
         opening, closing = map(said, form.thoughts)
         any_text, blank = r"/(.|\n)*/", r"/\s{0,4}/"
-        is_text = closing.startswith('"')  # which must not be taken for thoughts
+        is_text = closing.startswith('"')  # a quote must not end thoughts
         rules.append(
             f"rest[suffix={closing}]: {any_text}" if is_text else f"rest: {any_text} {closing}"
         )
@@ -165,8 +165,8 @@ def _lark(
 
 
 def _text_of(schema: Mapping[str, Any], form: Any = None) -> str:
-    """Return a JSON schema as text, with how instances are written where that is given."""
-    if "x-guidance" in schema:  # which would loosen what is kept
+    """Return a JSON schema as text, with llguidance's options for whitespace if given."""
+    if "x-guidance" in schema:  # it would loosen the grammar
         raise refusal("expected a schema without x-guidance")
     text = json.dumps(json.loads(json.dumps(schema), object_hook=_read))
     if len(text) > _MAX_CHARS:
@@ -175,7 +175,7 @@ def _text_of(schema: Mapping[str, Any], form: Any = None) -> str:
 
 
 def _read(part: dict[str, Any]) -> dict[str, Any]:
-    """Have `anyOf` stand for the `oneOf` of a tagged union, whose parts exclude each other.
+    """Replace the `oneOf` of a tagged union by `anyOf`, as its parts exclude each other.
 
     A grammar does not find that out where they are references.
 
@@ -190,5 +190,5 @@ def _read(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusal(message: str) -> ApiError:
-    """Return the error for a schema that is not taken."""
+    """Return the error for a refused schema."""
     return ApiError(400, message, param="response_format")

@@ -11,7 +11,7 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 def is_local(address: str) -> bool:
-    """Return whether only this machine reaches an address to listen at."""
+    """Return whether an address can be reached from this machine alone."""
     if address == "localhost":
         return True
     try:
@@ -24,7 +24,7 @@ def names_of(address: str, more: Iterable[str] = ()) -> Container[str] | None:
     """Return the names, in lower case, that clients may use; None for any.
 
     Args:
-        address: to listen at. One that other machines reach may be called by many names.
+        address: address to listen at. One that other machines reach may have any name.
         more: names given by the operator.
     """
     more = [*more]

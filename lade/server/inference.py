@@ -1,4 +1,4 @@
-"""Answers in the engine: seeded, drafted from their own pools, stopped, recorded."""
+"""Run one answer in the engine, and send its text to the client step by step."""
 
 import json
 import logging
@@ -33,17 +33,17 @@ from lade.targets.joint import Part
 
 logger = logging.getLogger(__name__)
 
-# What JSON has no number for.
+# JSON has no number for minus infinity.
 _LOWEST_LOGPROB = -9999.0
-# Tokens of a block, whose maximum is looked at first: finding 20 of 49,152 takes 0.05 ms, not 0.46.
+# Tokens of a block. The maxima of blocks are compared first: 20 of 49,152 take 0.05 ms, not 0.46.
 _BLOCK = 128
-_ROWS = 64  # of a prompt, whose logits are looked at together
-# Tokens whose names one answer has made; each takes some microseconds.
+_ROWS = 64  # tokens of a prompt whose log-probabilities are sent together
+# Size of an answer's cache of token names; making a name takes some microseconds.
 _NAMED = 2**12
 
 
 def tell_end(exchange: Exchange, future: Future[None]) -> None:
-    """Tell the client's side that an answer has ended, and how."""
+    """End the exchange of an answer that has ended, with its error if it failed."""
     failure = None if future.cancelled() else future.exception()
     if isinstance(failure, ApiError):
         exchange.end(failure)
@@ -75,7 +75,7 @@ def answer(
         processors.append(Kept(one.grammar, one.prompt.num_tokens))
 
     def run(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
-        if asked.num_logprobs is not None:  # before penalties and grammars, which change scores
+        if asked.num_logprobs is not None:  # first, as penalties and grammars change scores
             prepared["logits_processor"].insert(0, relay.record)
         mark_as_new(prepared)
         return decode(
@@ -89,7 +89,7 @@ def answer(
             **prepared,
         )
 
-    # Another request must not continue the random numbers of this one, which its client knows.
+    # A fresh seed: the client of an earlier request knows how its random numbers go on.
     torch.manual_seed(secrets.randbits(63) if one.seed is None else one.seed)
     output = loaded.model.generate(
         **one.prompt.inputs,
@@ -103,9 +103,10 @@ def answer(
 
 
 class _Record(LogitsProcessor):  # type: ignore[misc]
-    """Notes the target's logits; called once for each emitted token, in order.
+    """Records the target's log-probabilities; called once for each emitted token, in order.
 
-    A class, as transformers looks at each call how a processor is called: 0.7 ms for a method.
+    It is a class because transformers inspects a processor's signature at each call, which takes
+    0.7 ms for a method.
     """
 
     def __init__(self) -> None:
@@ -117,11 +118,12 @@ class _Record(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Penalties(LogitsProcessor):  # type: ignore[misc]
-    """Lowers the logits of the answer's own tokens, once and by how often they came, as OpenAI's.
+    """OpenAI's presence and frequency penalties.
 
     Args:
-        presence, frequency: what a token loses that is there, and each time that it is.
-        num_prompt_tokens: which do not count.
+        presence: subtracted from the logit of each token that the answer has.
+        frequency: subtracted once more for each time that it has the token.
+        num_prompt_tokens: length of the prompt, whose tokens do not count.
     """
 
     def __init__(self, presence: float, frequency: float, num_prompt_tokens: int) -> None:
@@ -136,14 +138,14 @@ class _Penalties(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Relay:
-    """Takes every emitted token, tells what is new of a step, and ends a call that is to end.
+    """Takes every emitted token, sends the new text after each step, and stops the answer.
 
-    Where strings or a call may end the answer, it is also called as a stop criterion. transformers'
-    own looks at every token of the vocabulary first, which takes a server of many users 0.4 s a
-    request, and minutes where a string is made for it.
+    If stop strings or a tool call may end the answer, the relay is also a stopping criterion.
+    transformers' criterion for stop strings looks at every token of the vocabulary first: 0.4 s a
+    request, and minutes for a string that was chosen to be slow.
 
     Attributes:
-        decides: whether it may end the answer.
+        decides: whether the relay may end the answer.
         echoes: whether the answer begins with its prompt.
     """
 
@@ -158,21 +160,22 @@ class _Relay:
         self._num_top = exchange.asked.num_logprobs
         self._special = frozenset(tokenizer.all_special_ids)
         self.record = _Record()
-        self._num_chars = self._num_shown = 0  # of the text, and of what is in the answer for sure
-        # Tokens of this step, with where their text begins and ends; and once their text is shown,
-        # what is to be said of them: their text, and all of it, of chats as JSON.
+        # Characters of all text, and of the text that no stop string can take back.
+        self._num_chars = self._num_shown = 0
+        # Tokens of this step, with start and end of their text. Then tokens whose text is not shown
+        # yet: start, end, text, and the log-probabilities to send (in chats as JSON).
         self._new = list[tuple[int, int, int]]()
         self._waiting = deque[tuple[int, int, str, Any]]()
         self._named = lru_cache(_NAMED)(self._name)
-        self._pending = ""  # text that no piece has had yet
+        self._pending = ""  # text that the parser has not turned into an event yet
         self._delta: Json = {}
         self._num_calls = 0
         ends = one.prompt.options.eos_token_id
         self._ends = frozenset([ends] if isinstance(ends, int) else ends or ())
-        self._silent = frozenset[int]()  # tokens that are no text
-        if self._parser is not None:  # which sees special tokens, but the answer's end
+        self._silent = frozenset[int]()  # tokens without text
+        if self._parser is not None:  # the parser sees all special tokens but the end of the answer
             self._silent = self._ends
-            self._add(parts_of(self._parser.initial_events))  # what the prompt has of it already
+            self._add(parts_of(self._parser.initial_events))  # the prompt may begin the answer
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Take the last token of [1, num_tokens]; return whether the answer ends there."""
@@ -185,7 +188,7 @@ class _Relay:
 
     @torch.no_grad()
     def echo(self, model: Any) -> None:
-        """Begin with the prompt, whose tokens but the first have log-probabilities, too."""
+        """Send the prompt first, with the log-probabilities of its tokens but the first."""
         input_ids = self._answer.prompt.inputs["input_ids"]
         first, *others = input_ids[0].tolist()
         self._read(self._text_of(first))
@@ -211,7 +214,7 @@ class _Relay:
         self._read(self._cutter.feed(self._text_of(token_id)))
 
     def _text_of(self, token_id: int) -> str:
-        """Return what is new with a token, which is noted."""
+        """Return the text that a token adds, and note the token for its log-probability."""
         text = "" if token_id in self._silent else self._stream.put(token_id)
         start, self._num_chars = self._num_chars, self._num_chars + len(text)
         if self._num_top is not None:
@@ -219,7 +222,7 @@ class _Relay:
         return text
 
     def _describe(self) -> None:
-        """Note what there is to say of a step's tokens, as OpenAI does."""
+        """Note the log-probabilities of a step's tokens, as OpenAI does."""
         if not self._new:
             return
         rows = torch.stack([self.record.rows.popleft() for _ in self._new])
@@ -227,7 +230,7 @@ class _Relay:
         own = rows.gather(1, token_ids[:, None]).clamp_min(_LOWEST_LOGPROB).tolist()
         tops = _likeliest(rows, self._num_top or 0)
         for (token_id, start, end), (mine,), top in zip(self._new, own, tops, strict=True):
-            # The text of others is not in the answer; clients count the tokens of a prompt.
+            # Special tokens are not in the answer; of a prompt, clients count them.
             if self.echoes or token_id not in self._special:
                 self._waiting.append((start, end, *self._written(token_id, mine, top)))
         self._new.clear()
@@ -242,13 +245,13 @@ class _Relay:
         return text, f'{begin}{mine:.7g}, "top_logprobs": [{shown}]}}'
 
     def _name(self, token_id: int) -> tuple[str, str]:
-        """Return a token's text, and what is said of it as JSON up to its log-probability."""
+        """Return a token's text, and the JSON of the token up to its log-probability."""
         data: bytes = self._exchange.tokens.decode_bytes([token_id])
         text = data.decode(errors="replace")
         return text, f'{{"token": {json.dumps(text)}, "bytes": {[*data]}, "logprob": '
 
     def _read(self, text: str, *, is_last: bool = False) -> None:
-        """Make pieces of text that is in the answer; without a parser all is said."""
+        """Add text of the answer; a parser divides it into content, thoughts and tool calls."""
         self._num_shown += len(text)
         self._pending += text
         try:
@@ -256,7 +259,7 @@ class _Relay:
                 events = self._parser.finalize()[1] if is_last else self._parser.feed(text)
                 self._add([*parts_of(events)])
         except (ValueError, RuntimeError, LookupError, TypeError):
-            self._parser = None  # what looks like a call is none: it and the rest are text
+            self._parser = None  # no tool call after all: this and the rest are text
         if self._parser is None and self._pending:
             self._add([("content", self._pending)])
 
@@ -272,13 +275,13 @@ class _Relay:
                 add(self._delta, {name: value})
 
     def take(self, step: Step) -> None:
-        """Take the tokens of a step that are new, and send what they say."""
+        """Take the new tokens of a step, and send their text."""
         for token_id in () if self.decides else step.token_ids:
             self._put(token_id)
         self._tell()
 
     def _tell(self, *, is_last: bool = False) -> None:
-        """Send what is new: token by token, their number would show in how they are sent."""
+        """Send the new text of a step in one event, which hides its number of tokens."""
         self._describe()
         exchange, delta = self._exchange, self._delta
         if not (delta or is_last):
@@ -295,7 +298,7 @@ class _Relay:
         exchange.in_loop(exchange.choices.put_nowait, choice)
 
     def _logprobs(self, is_last: bool) -> Json:
-        """Return what there is to say of tokens whose text is shown."""
+        """Return the log-probabilities of the tokens whose text is shown."""
         starts, texts, shown = list[int](), list[str](), list[Any]()
         while self._waiting:
             start, end, text, each = self._waiting[0]
@@ -316,7 +319,7 @@ class _Relay:
         }
 
     def finish(self) -> None:
-        """Send what is known at the end only, once statistics are."""
+        """Send the rest of the text and the reason why the answer ended."""
         self._read(self._cutter.feed(self._stream.end(), is_last=True))
         self._read("", is_last=True)
         self._tell(is_last=True)
@@ -325,7 +328,7 @@ class _Relay:
 def _logits_of(model: Any, input_ids: Tensor) -> Iterator[Tensor]:
     """Yield the model's own logits, [vocab_size], at each token of a prompt [1, num_tokens].
 
-    Where forwards of calls run together, others go on between its pieces.
+    In joint forward passes it runs in prefill chunks, between which other calls go on.
     """
     call, num_tokens, start = current_call(), input_ids.shape[1], 0
     if call is None or call.engine.max_running == 1:

@@ -1,4 +1,4 @@
-"""Who asks, and what that one may do: API keys."""
+"""API keys: the owner of a request, and the owner's rights."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,42 +9,42 @@ from lade.server.errors import ApiError
 
 
 class KeyOwner(NamedTuple):
-    """Whose a request is, and what it may do beyond asking."""
+    """The owner of a request, and the rights of its key."""
 
-    key: str = ""  # of the API; "" where none is needed
-    corpora: frozenset[str] | None = None  # that it may draft from; None for all
+    key: str = ""  # "" on a server without keys
+    corpora: frozenset[str] | None = None  # names of corpora that it may use; None for all
     administers: bool = False  # whether it may read the metrics
-    is_alone: bool = False  # whether no time that others measure depends on its texts
+    is_alone: bool = False  # decoded without drafts, nothing kept
 
 
 class ApiKeys:
-    """The keys that open the server; without any, it is open.
+    """The API keys of a server; a server without keys answers everybody.
 
     Args:
-        lines: a key each, and behind it what its owner may do: `pools=NAME,…` or `pools=*` for the
-            corpora to draft from, `admin` to read the metrics; `alone` to be served without drafts
-            and without anything kept, so that others who measure times learn nothing of the text.
+        lines: a key and its rights each. `pools=NAME,…` or `pools=*` names the corpora that it may
+            use, `admin` may read the metrics. `alone` is decoded without drafts and leaves nothing
+            behind, so that others who measure times learn nothing of its text.
 
     Raises:
-        UserError: something else is behind a key, no client can send it, or it is there twice.
+        UserError: a line has another right, a key that no client can send, or a key twice.
     """
 
     def __init__(self, lines: Sequence[str]) -> None:
         self.replace(lines)
 
     def replace(self, lines: Sequence[str]) -> None:
-        """Take other keys from now on; what is under way is ended for nobody."""
+        """Replace the keys; requests that are running go on."""
         owners = [_owner_of(line, number) for number, line in enumerate(lines, 1)]
         known = {owner.key: owner for owner in owners}
-        if len(known) < len(owners):  # which of its rights would hold?
+        if len(known) < len(owners):  # its rights would be ambiguous
             raise UserError("expected each API key once, got one again")
         self._known = known
 
     def identify(self, headers: Mapping[str, str]) -> KeyOwner:
-        """Return whose a request is.
+        """Return the owner of a request.
 
         Raises:
-            ApiError: it has no key where one is needed, or one that is not known.
+            ApiError: the request has no valid key, and the server has keys.
         """
         known = self._known  # once: SIGHUP may replace it at any line
         if not known:
@@ -67,7 +67,7 @@ def _owner_of(line: str, number: int) -> KeyOwner:
             f"expected API keys that a header may have, in ASCII, got another: key {number}"
         )
     if not all(re.fullmatch("admin|alone|pools=.+", right) for right in rights):
-        # What else is there may be a part of a key.
+        # The message must not show the line: it may be part of a key.
         raise UserError(f"expected nothing but pools=NAME,…, admin and alone behind key {number}")
     named = (right.removeprefix("pools=").split(",") for right in rights if "=" in right)
     corpora = frozenset(name for names in named for name in names if name)

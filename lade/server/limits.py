@@ -1,4 +1,4 @@
-"""Prompts of requests, how long they and their answers may be, and a call's options."""
+"""Turn requests into prompts, lengths and options of calls, within the server's limits."""
 
 import copy
 import math
@@ -22,29 +22,29 @@ from lade.server.grammars import Grammars
 from lade.server.options import ServerOptions
 from lade.server.requests import Asked, Chat, Completion, wrong
 
-# Of a token in the mean, and of a body beside its prompt: megabytes of more are refused before they
-# are made tokens.
+# Bytes of a token in the mean, and of a body beside its prompt. A body with more bytes than its
+# longest prompt could have is refused before it is tokenized.
 _MOST_BYTES, _OTHER_BYTES = 64, 2**16
-# Whose calls are predicted: each is a run of the chat template, which keeps others waiting.
+# Tools whose calls are predicted. Each runs the chat template, while other requests wait.
 _MOST_TOOLS = 64
-_USUAL_NEW_TOKENS = 1024  # where neither request nor model names more
+_USUAL_NEW_TOKENS = 1024  # if neither request nor model names a number
 
 
 class Preparing:
-    """Makes what a call needs of a request; may be called from threads."""
+    """Prepares the calls of requests; its methods may be called from threads."""
 
     def __init__(self, loaded: LoadedModel, options: ServerOptions) -> None:
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._options, self._positions = options, num_positions(loaded.model) or math.inf
         self._max_prompt_tokens = min(options.max_prompt_tokens or math.inf, self._positions - 1)
         self.grammars = Grammars(loaded)
-        self._lock = threading.Lock()  # a tokenizer's settings are not made for threads
+        self._lock = threading.Lock()  # tokenizers change settings, which is not thread-safe
 
     def prepare(self, exchange: Exchange) -> None:
         """Set config, prompts and prediction of an exchange.
 
         Raises:
-            ApiError: no prompt can be made of it, or one that is too long.
+            ApiError: the request makes no prompt, or one that is too long.
         """
         asked = exchange.asked
         chat = asked if isinstance(asked, Chat) else None
@@ -60,7 +60,7 @@ class Preparing:
                 given = self._encoded(asked, exchange.ignored)
         except ApiError:
             raise
-        except Exception as error:  # whatever templates and tokenizers raise of a request
+        except Exception as error:  # templates and tokenizers raise anything
             message = "expected a request that makes a prompt"
             raise ApiError(400, str(error) if isinstance(error, UserError) else message) from error
         exchange.prompts = [
@@ -72,7 +72,7 @@ class Preparing:
         if chat is None:
             return
         if chat.tools and chat.prediction is None and chat.speculation is not False:
-            with Attempt():  # templates may refuse what they are never asked to write
+            with Attempt():  # a template may refuse a call that no answer would contain
                 calls = tool_calls(self._tokenizer, chat.tools[:_MOST_TOOLS])
                 exchange.prediction = self._predicted(calls)
         (prompt,) = exchange.prompts
@@ -83,7 +83,7 @@ class Preparing:
         """Return the grammar of a chat's schema, or of the calls that it forces.
 
         Raises:
-            ApiError: it cannot be kept, or how the model writes calls is not known.
+            ApiError: no grammar can be made of it, or the form of the model's calls is unknown.
         """
         chat = exchange.asked
         assert isinstance(chat, Chat)
@@ -91,7 +91,7 @@ class Preparing:
             assert chat.schema_asked is not None
             return self.grammars.made(chat.schema_asked, tenant)
         form = self._call_form
-        if form is not None:  # which comes of a parser
+        if form is not None:  # then there is a parser
             thinks = leaves_thoughts_open(exchange.prompts[0].parser)
             form = form._replace(thoughts=None) if thinks is False else form
         if form is None or (thinks and form.thoughts is None):
@@ -105,7 +105,7 @@ class Preparing:
 
     @cached_property
     def _call_form(self) -> CallForm | None:
-        with Attempt(), self._lock:  # templates may refuse what they are never asked to write
+        with Attempt(), self._lock:  # a template may refuse a call that no answer would contain
             return call_form_of(self._loaded)
         return None
 
@@ -114,7 +114,7 @@ class Preparing:
         config = self._options.config
         if asked.speculation is not False:
             return config
-        if config.stable_text:  # near-ties depend on the width of steps, which this would change
+        if config.stable_text:  # decoding without drafts has another width of steps
             message = "expected no speculation: the texts are kept stable"
             raise ApiError(400, message, param="speculation")
         for name in ("prediction", "pools"):
@@ -123,7 +123,7 @@ class Preparing:
         return replace(config, lookahead=None, max_draft_tokens=0)
 
     def _encoded(self, asked: Asked, ignored: list[str]) -> list[dict[str, Any]]:
-        """Return the inputs of each prompt; names of fields that it leaves out go to `ignored`."""
+        """Return the inputs of each prompt; append the names of unused fields to `ignored`."""
         if isinstance(asked, Completion):
             return [*map(self._encoded_text, asked.prompt)]
         assert isinstance(asked, Chat)
@@ -153,17 +153,17 @@ class Preparing:
         return size
 
     def _generation(self, asked: Asked, num_prompt: int) -> Any:
-        """Return the GenerationConfig of a call, if its prompt leaves room for the answer."""
+        """Return the GenerationConfig of a call, if prompt and answer fit into the context."""
         self._check_length(num_prompt, "prompt")
-        room = int(min(self._options.max_new_tokens, self._positions - num_prompt))
+        most = int(min(self._options.max_new_tokens, self._positions - num_prompt))
         wanted = getattr(asked, "max_completion_tokens", None) or asked.max_tokens
-        if wanted is not None and wanted > room:
-            message = f"expected an answer of at most {room} tokens after a prompt of {num_prompt}"
+        if wanted is not None and wanted > most:
+            message = f"expected an answer of at most {most} tokens after a prompt of {num_prompt}"
             raise _too_long(f"{message}, got {wanted}", "max_tokens")
         options = copy.deepcopy(self._loaded.model.generation_config)
         if wanted is None:
             wanted = max(options.max_new_tokens or 0, _USUAL_NEW_TOKENS)
-        options.max_new_tokens, options.max_length = min(wanted, room), None
+        options.max_new_tokens, options.max_length = min(wanted, most), None
         options.return_dict_in_generate = True
         for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
             if (value := getattr(asked, name)) is not None:
@@ -182,7 +182,7 @@ class Preparing:
 
     def _predicted(self, text: str) -> list[int]:
         """Return the tokens of a prediction, which may have as many as a prompt."""
-        # A batch, for which the tokenizer lets other threads go on.
+        # Tokenizers release the GIL only for batches.
         encode = self._tokenizer._tokenizer.encode_batch_fast
         token_ids: list[int] = encode([text], add_special_tokens=False)[0].ids
         self._check_length(len(token_ids), "prediction")

@@ -66,7 +66,7 @@ class Metrics:
             "lade:pool_in_memory": ("Pools in memory.", lambda: store.stats.num_in_memory),
             "lade:pool_failed": ("Attempts to save that failed.", lambda: store.stats.num_failed),
         }
-        for name, (text, read) in gauges.items():  # when somebody asks
+        for name, (text, read) in gauges.items():  # read on request
             made(prometheus.Gauge, name, text).labels(model_name).set_function(read)
         prometheus.ProcessCollector(registry=self._registry)
 
@@ -75,11 +75,11 @@ class Metrics:
         return prometheus.generate_latest(self._registry)
 
     def count_request(self, status: int) -> None:
-        """Count a request that was answered or sent away."""
+        """Count a request, answered or refused."""
         self._requests.labels(self._name, str(status)).inc()
 
     def count(self, exchange: Exchange) -> None:
-        """Count an exchange that is over."""
+        """Count a finished exchange."""
         for one in exchange.answers:
             self._count(exchange, one)
 
@@ -97,7 +97,7 @@ class Metrics:
         if one.index == 0:  # of all, the request's and the prompts' are the same
             times["e2e_request_latency"].observe(perf_counter() - arrived)
             counts["prompt_tokens"] = exchange.num_prompt_tokens
-        if stats is not None:  # it has not ended early
+        if stats is not None:  # None if it ended early
             counts["spec_decode_num_drafts"] = stats.num_drafted_row_steps
             counts["spec_decode_num_draft_tokens"] = stats.num_draft_tokens
             counts["spec_decode_num_accepted_tokens"] = stats.num_accepted_tokens

@@ -1,4 +1,4 @@
-"""`ServerOptions`: what an operator decides."""
+"""`ServerOptions`: the settings of a server."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,41 +18,41 @@ _LEAST = {
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """How to serve a model.
+    """Settings of a server, most of them options of `lade serve`.
 
     Args:
-        model_name: what clients call it; None for the name that it was loaded by.
-        api_keys: keys; a client must send one of them. Each line has its owner's rights, as for
-            `lade.server.keys.ApiKeys`; none let everybody in.
-        shares_pool: whether all clients have one pool and one set of prefixes.
-        is_for_one: whether requests that say nothing of who asks are one user's, whose pool and
-            prefixes are kept; else nothing is kept of them.
-        layers: files of pools that are only read, for all.
-        corpora: files of pools by name, for requests that choose them.
-        pools: folder that keeps the pools of clients; None for a temporary one.
-        pool_memory_bytes, pool_disk_bytes: for all of them together.
-        save_every_sec: how often those that learn are saved.
-        allowed_hosts: names that clients may call the server by, beside its address; without any,
-            all where it listens at an address that others reach, else those of this machine.
-        max_connections: clients that may be connected.
-        max_batch_size: requests that are answered at once, where forwards of the model can run
-            together; one key has all places but one at most.
-        max_batch_tokens: of all of these, as for `lade.Batcher`.
-        max_queue: requests that may wait, of each key or, without keys, from each address.
-        max_prompt_tokens: of a request; None for what the model has positions for.
-        max_new_tokens: of an answer.
-        max_body_bytes: of a request.
-        timeout_sec: of a request, from its first byte to the last of its answer.
-        grace_sec: for answers that are under way when the server is to stop.
+        model_name: the model's name in the API; None for the name that it was loaded by.
+        api_keys: lines of a key and its rights, as in `--api-keys-file`; with none, no client needs
+            a key.
+        shares_pool: whether all clients share one pool and one set of kept prefixes.
+        is_for_one: whether requests without a key, `user` or `cache_salt` belong to one user, whose
+            pool and prefixes are kept; else nothing of them is kept.
+        layers: files of read-only pools, for all requests.
+        corpora: files of read-only pools by name, for requests that name them.
+        pools: folder that keeps the pools of clients; None for a temporary folder.
+        pool_memory_bytes, pool_disk_bytes: limits of all pools together.
+        save_every_sec: seconds between two saves of the pools that have learned.
+        allowed_hosts: host names that requests may have, beside the server's address. If empty, a
+            server that other machines reach accepts all names, others those of this machine.
+        max_connections: maximum number of connections.
+        max_batch_size: maximum number of requests that are answered at once, if the model's forward
+            passes can run together; one key gets all slots but one at most.
+        max_batch_tokens: maximum tokens of these requests, as for `lade.Batcher`.
+        max_queue: maximum number of waiting requests of a key, or of an address without keys.
+        max_prompt_tokens: maximum length of a prompt; None for the model's context length.
+        max_new_tokens: maximum length of an answer.
+        max_body_bytes: maximum size of a request's body.
+        timeout_sec: limit of a request, from its first byte to the last byte of the answer.
+        grace_sec: seconds that running answers have to finish when the server stops.
         ignores_unknown: whether unknown fields of requests are left out, and named in a header of
             the answer and in the log; else such requests are refused.
-        config: of all calls; prefixes are reused for those who have a pool, whatever it says.
-        prewarms: whether the model writes its table while nobody asks, as `lade.prewarm` does.
-        drafter: drafts from a request's pools and whatever else it has, as a `lade.drafters.Merged`
-            of a `CallPool` and others does; None for the pools alone.
+        config: settings of all calls; `reuses_prefix` is set for requests that have a pool.
+        prewarms: whether the model writes its table while no request runs, as `lade.prewarm` does.
+        drafter: drafter of all requests, such as a `lade.drafters.Merged` of a `CallPool` and
+            others; None for the pools alone.
 
     Raises:
-        UserError: one is out of its range.
+        UserError: a setting is out of its range.
     """
 
     model_name: str | None = None

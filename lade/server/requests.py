@@ -1,4 +1,4 @@
-"""What may be asked: every field is understood or refused by name."""
+"""Requests and their fields; an unknown field is refused by name."""
 
 import json
 import re
@@ -13,24 +13,24 @@ from transformers import PreTrainedTokenizerBase
 from lade.server.errors import ApiError
 
 Json = dict[str, Any]
-# Of a request: a conversation of a thousand turns has some thousands.
+# JSON values of a request: a conversation of a thousand turns has some thousands.
 _MAX_VALUES = 50_000
 MOST_ANSWERS = 64  # to one request
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 def wrong(param: str | None, message: str) -> ApiError:
-    """Return the error for a field that cannot be taken."""
+    """Return the error for an invalid field."""
     text = message if param is None else f"{param}: {message}"
     return ApiError(400, text, param=param, code="unsupported_or_invalid")
 
 
-# Fields of OpenAI's that are accepted and have no effect; a header of the answer names them.
+# OpenAI's fields that are accepted without effect; a header of the answer names them.
 _WITHOUT_EFFECT = (
     *("metadata", "prompt_cache_key", "reasoning_effort", "safety_identifier"),
     *("service_tier", "store", "verbosity"),
 )
-_LOWEST_TEMPERATURE = 1e-4  # below it, scores may exceed what float32 holds
+_LOWEST_TEMPERATURE = 1e-4  # below it, scores may overflow float32
 _Tokens = Annotated[
     list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)
 ]
@@ -41,7 +41,7 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class _Strict(BaseModel, extra="forbid", strict=True, allow_inf_nan=False, cache_strings="none"):
-    """A body that has no fields but the declared ones."""
+    """An object that has no other fields than the declared ones."""
 
 
 class _TextPart(_Strict):
@@ -50,7 +50,7 @@ class _TextPart(_Strict):
 
 
 def _listed(part: Callable[[str], Any]) -> BeforeValidator:
-    """Have a text stand for a list: of one form, errors name the place and nothing else."""
+    """Turn a text into a list, so that errors name a place in a list and no union of types."""
     return BeforeValidator(lambda value: [part(value)] if isinstance(value, str) else value)
 
 
@@ -70,7 +70,7 @@ class _Message(_Strict, extra="allow"):
     tool_calls: Annotated[list[Json], Field(fail_fast=True)] | None = None
 
     def as_template_input(self) -> Json:
-        """Return it as chat templates take it: its text whole, without what asks for nothing."""
+        """Return the message as chat templates take it: text as one string, no empty fields."""
         text = " ".join(part.text for part in self.content or ())
         fields = self.model_dump(exclude_unset=True)
         return {name: value for name, value in fields.items() if value} | {"content": text}
@@ -96,7 +96,7 @@ class _Schema(_Strict):
 class _Format(_Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
-    schema_: Annotated[Json | None, Field(alias="schema")] = None  # of llama.cpp, of an object
+    schema_: Annotated[Json | None, Field(alias="schema")] = None  # llama.cpp's, for json_object
 
 
 class _Function(_Strict):
@@ -112,7 +112,7 @@ _as_choice = BeforeValidator(lambda how: {"type": how} if isinstance(how, str) e
 
 
 class Asked(_Strict):
-    """What both endpoints take."""
+    """Fields of both endpoints."""
 
     is_chat: ClassVar[bool]
     model: str | None = None
@@ -135,19 +135,19 @@ class Asked(_Strict):
     service_tier: Any = None
     store: Any = None
     verbosity: Any = None
-    # Of vLLM and transformers.
+    # vLLM's and transformers'.
     cache_salt: _Name | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1 for all
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    # Ours: whether anything is drafted, and from which corpora; every draft looks into all.
+    # lade's: whether to draft, and from which corpora.
     speculation: bool | None = None
     pools: Annotated[list[_Name], Field(max_length=8)] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        """Take a null as a field that is left out: some clients send all fields they know."""
+        """Leave out fields that are null, which some clients send for all fields they know."""
         if not isinstance(data, dict):
             return data
         return {name: value for name, value in data.items() if value is not None}
@@ -162,12 +162,12 @@ class Asked(_Strict):
 
     @property
     def without_effect(self) -> list[str]:
-        """Fields that were asked for and change nothing."""
+        """Names of fields of the request that have no effect."""
         return [name for name in _WITHOUT_EFFECT if getattr(self, name)]
 
     @property
     def num_logprobs(self) -> int | None:
-        """None for none, 0 for those of the answer alone."""
+        """Number of likeliest tokens to report beside each token; None for no log-probabilities."""
         asked: bool | int | None = getattr(self, "logprobs", None)
         if not isinstance(asked, bool):
             return asked
@@ -175,7 +175,7 @@ class Asked(_Strict):
 
 
 class Chat(Asked):
-    """A conversation that is to go on."""
+    """A request for the next message of a conversation."""
 
     is_chat = True
     messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
@@ -188,7 +188,7 @@ class Chat(Asked):
     tools: Annotated[list[Json], Field(fail_fast=True)] | None = None
     response_format: _Format | None = None
     chat_template_kwargs: Json | None = None
-    # Of vLLM and transformers: whether an answer begins, or the last message goes on.
+    # vLLM's and transformers': whether to continue the last message.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
@@ -241,7 +241,7 @@ class Chat(Asked):
 
     @property
     def calls_once(self) -> bool:
-        """Whether its answer ends with its first call."""
+        """Whether the answer ends with its first tool call."""
         is_named = self.tool_choice is not None and self.tool_choice.type == "function"
         return bool(self.tools) and (is_named or self.parallel_tool_calls is False)
 
@@ -255,7 +255,7 @@ class Chat(Asked):
 
 
 class Completion(Asked):
-    """Texts that are to go on."""
+    """A request to continue texts."""
 
     is_chat = False
     prompt: Annotated[
@@ -278,11 +278,11 @@ class Completion(Asked):
 
 
 def _are_several(prompt: Any) -> bool:
-    """Return whether a value is a list of prompts, and not one of tokens."""
+    """Return whether a value is a list of prompts, and not one prompt of token ids."""
     return isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
 
 
-# Arguments of `apply_chat_template` that are not the template's, and what it calls the messages.
+# Arguments of `apply_chat_template` itself, and the template's name for the messages.
 _NOT_OF_TEMPLATES = {
     *signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     "messages",
@@ -321,13 +321,15 @@ def read(
     Raises:
         ApiError: it is not JSON, or a field is unknown, of a wrong type or not supported.
     """
-    # A parser lets nobody else go on until it is done, so values are counted before.
+    # Parsing holds the GIL until it ends, so the values are counted before.
     if sum(map(_STRINGS.sub(b"", data).count, (b",", b"[", b"{"))) > _MAX_VALUES:
         raise ApiError(400, f"expected at most {_MAX_VALUES} values in a request, got more")
     try:
         known = data if ignored is None else _known_of(kind, data, ignored)
         asked = kind.model_validate_json(known)  # at most 200 deep
-    except ValidationError as error:  # its first error as OpenAI would put it, without values
+    except (
+        ValidationError
+    ) as error:  # its first error in OpenAI's form, without values of the request
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = ".".join(map(str, first["loc"]))[:200] or None
         message = "not supported" if first["type"] == "extra_forbidden" else first["msg"][:300]
@@ -341,7 +343,7 @@ def read(
 def _known_of(kind: type[Asked], data: bytes | bytearray, ignored: list[str]) -> bytes | bytearray:
     """Return a request without its unknown fields, whose names are added to a list."""
     found: Any = None
-    with suppress(ValueError, RecursionError):  # the place that reads it reports these
+    with suppress(ValueError, RecursionError):  # the parser reports these
         found = json.loads(data)
     if not isinstance(found, dict):
         return data

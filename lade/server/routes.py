@@ -1,7 +1,7 @@
-"""What can be asked, and what every request passes: keys, limits, the line, time.
+"""The HTTP routes, and the way of a request: key, limits, preparation, queue, answer.
 
-Errors have OpenAI's form. A request is prepared in threads, waits for its turn,
-and is answered by `inference.py`; what is under way for a client that leaves is ended.
+Errors have OpenAI's form. A request is prepared in threads, waits for its turn, and is answered by
+`inference.py`. If the client leaves, its answers end.
 """
 
 import asyncio
@@ -47,13 +47,14 @@ class Routes:
     """Lets requests in, and answers them; an ASGI application.
 
     Args:
-        loaded, engine: the model.
-        name: what clients call it.
-        options: of the server.
-        hosts: names that clients may call the server by; None for any.
+        loaded, engine: the model, and the engine that runs its calls.
+        name: the model's name in the API.
+        options: the server's settings.
+        hosts: host names that requests may have; None for any.
 
     Attributes:
-        keys, pools: of its users; the server that runs it closes the pools.
+        keys: the API keys.
+        pools: the users' pools; the server closes them.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Routes:
         self._loaded, self._engine = loaded, engine
         prefixes = Profiles.of(loaded.model).prefixes
         self._metrics = Metrics(name, engine, self.pools.store, prefixes)
-        self._workers, self._lookers = _Workers(4, 2), _Workers(1, 1)  # the latter for schemas
+        self._workers, self._lookers = _Workers(4, 2), _Workers(1, 1)  # for schemas
         most = options.max_body_bytes
         self._bytes = Shares(_MAX_BODIES * most, _MAX_BODIES_OF_KEY * most)
         self._open: set[Exchange] = set()
@@ -90,7 +91,9 @@ class Routes:
 
         async def metrics(request: Request) -> Response:
             if not self._identified(request).administers:
-                raise ApiError(403, "metrics tell what others ask: expected a key that is admin")
+                raise ApiError(
+                    403, "expected a key with the right admin, as metrics show what others ask"
+                )
             return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
         routes = [
@@ -106,7 +109,7 @@ class Routes:
         self._app.router.redirect_slashes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, and note in log and metrics what came of it."""
+        """Serve one request, and note its outcome in log and metrics."""
         begin, status = perf_counter(), 0
         lengths = {b"content-length", b"transfer-encoding"} - {name for name, _ in scope["headers"]}
         app: ASGIApp = self._app if lengths else _of_two_lengths
@@ -118,7 +121,7 @@ class Routes:
 
         try:
             await app(scope, receive, noting)
-        finally:  # of what fails, uvicorn writes the log
+        finally:  # uvicorn logs exceptions
             exchange: Exchange | None = scope["state"].get("exchange")
             if exchange is not None and exchange.error is not None and exchange.error.status == 499:
                 status = 499
@@ -135,7 +138,7 @@ class Routes:
         return not self._open
 
     def end(self, even_running: bool = False) -> None:
-        """End what waits, and what is under way if it is to end, too: the server stops."""
+        """End waiting requests, and running ones if `even_running`, as the server stops."""
         for exchange in self._open:
             if even_running or not any(one.admitted for one in exchange.answers):
                 exchange.end(ApiError(503, "the server is shutting down", code="shutting_down"))
@@ -159,20 +162,20 @@ class Routes:
                 return StreamingResponse(events(exchange), 200, named, "text/event-stream")
             return Response(await whole(exchange), 200, named, "application/json")
         finally:
-            if not exchange.futures:  # else it is over when the engine has ended it
+            if not exchange.futures:  # otherwise the engine finishes it
                 exchange.finish()
 
     def _identified(self, request: Request) -> KeyOwner:
-        """Return whose a request is, if it is somebody's and to a server of this name."""
-        # By names of others, a page in a browser may reach what is not for it.
+        """Return the owner of a request, after its host name and key were checked."""
+        # A page in a browser may reach this server by a name of its own (DNS rebinding).
         if not is_known(request.headers.get("host", ""), self._hosts):
             raise ApiError(421, "expected a Host header that this server is known by")
         return self.keys.identify(request.headers)
 
     def _let_in(self, request: Request) -> Exchange:
-        """Return a new exchange, if keys and headers are right."""
+        """Return a new exchange, if key and headers are valid."""
         headers, options, owner = request.headers, self._options, self._identified(request)
-        # Pages of other sites may send any other type without asking first.
+        # A browser sends other types for any page, without asking the server first.
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "expected Content-Type: application/json")
@@ -189,7 +192,7 @@ class Routes:
         return exchange
 
     async def _body(self, request: Request, exchange: Exchange) -> bytearray:
-        """Read a body; one that is too long is read on, or its client would not see why."""
+        """Read a body, one that is too long to its end, so that the client gets the error."""
         data, most = bytearray(), self._options.max_body_bytes
         sec = min(_BODY_SEC, exchange.timeout_sec)
         try:
@@ -198,7 +201,7 @@ class Routes:
                     exchange.check()
                     if piece and len(data) <= most:
                         if not self._bytes.take(exchange.of_whom, len(piece)):
-                            message = "too much of other requests has come already"
+                            message = "other requests hold too much memory; try again later"
                             raise ApiError(429, message, code="queue_full")
                         exchange.num_held += len(piece)
                         data += piece
@@ -213,7 +216,7 @@ class Routes:
         return data
 
     async def _prepared(self, kind: type[Asked], exchange: Exchange, data: bytearray) -> None:
-        """Do all that can be done before the turn."""
+        """Read and check a request, and make its prompts, pools and grammar, before its turn."""
         run = self._workers.run
         ignored = exchange.ignored if self._options.ignores_unknown else None
         asked: Asked = await run(exchange, read, kind, data, self._name, ignored)
@@ -229,7 +232,7 @@ class Routes:
             exchange.grammar = await self._lookers.run(exchange, make, exchange, who)
 
     async def _begin(self, exchange: Exchange) -> None:
-        """Have it answered, unless too many of the key wait; return once a turn has come."""
+        """Submit the answers, unless too many of the key wait; return at the first turn."""
         engine, owner, num = self._engine, exchange.of_whom, exchange.num_answers
         num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
         has_place = engine.num_running + num_before + num <= engine.max_running
@@ -247,7 +250,7 @@ class Routes:
             exchange.check()
 
     def _let_go(self, exchange: Exchange) -> None:
-        """Count what came of a request no more."""
+        """Give back the memory of a request's body."""
         self._bytes.give(exchange.of_whom, exchange.num_held)
         exchange.num_held = 0
 
@@ -258,9 +261,9 @@ class Routes:
 
 
 class _Workers:
-    """Threads that prepare requests: so many at once, and of one key.
+    """Threads that prepare requests, at most `most` at once and `most_of_key` of one key.
 
-    A request waits for those of its own key before it, and for as many of each other key.
+    A request waits for earlier ones of its key, and for at most as many of each other key.
     """
 
     def __init__(self, most: int, most_of_key: int) -> None:
@@ -287,26 +290,26 @@ async def _watch(exchange: Exchange, request: Request) -> None:
 
 
 def _left() -> ApiError:
-    """Return the answer that nobody reads; 499 is what logs call it."""
+    """Return the error of a client that has left; logs call it 499."""
     return ApiError(499, "the client has left")
 
 
 async def _of_two_lengths(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuse a request with two lengths: a proxy might take its end for another request."""
+    """Refuse a request with two lengths: a proxy may take the rest for another request."""
     error = ApiError(400, "expected one length of the body, got two", closes=True)
     await (await _refused(Request(scope), error))(scope, receive, send)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Tell of any error in OpenAI's form."""
+    """Return any error in OpenAI's form."""
     headers = {}
     if isinstance(error, HTTPException):
-        headers = {**(error.headers or {})}  # what methods there are
+        headers = {**(error.headers or {})}  # the methods that are allowed
         asked = f"{request.method} {request.url.path}"[:200]
-        message = f"expected a path and method that there is, got {asked}"
+        message = f"expected a path and method of this server, got {asked}"
         error = ApiError(error.status_code, message)
     elif not isinstance(error, ApiError):
         error = failed()
-    # What was raised holds the frames that hold a request, in cycles that are freed late.
+    # A traceback holds the frames that hold the request, in cycles that are freed late.
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return JSONResponse(error.body(), error.status, {**headers, **error.headers()})

@@ -1,4 +1,4 @@
-"""Whose pool is drafted from: names of pools, the folder that keeps them, corpora by name."""
+"""Pools of users: their names, the folder that keeps them, corpora by name."""
 
 import hashlib
 import json
@@ -18,9 +18,9 @@ from ngram_pool import PoolStore
 
 
 class UserPools:
-    """A pool for each user, the layers that all draft from, and corpora that requests choose.
+    """A pool for each user, layers for all requests, and corpora that requests choose.
 
-    Pools of other tokenizers are kept apart from the model's own.
+    Pools of another tokenizer have a folder of their own.
 
     Raises:
         OSError, ngram_pool.PoolFileError: a folder or a layer cannot be used.
@@ -52,13 +52,13 @@ class UserPools:
         self._corpora = {name: read(path) for name, path in options.corpora.items()}
 
     def of(self, owner: KeyOwner, asked: Asked) -> tuple[Pools | None, str]:
-        """Return the pools of a request, and the name that what is kept of it is found by.
+        """Return the pools of a request, and the name of its user's pool and kept prefixes.
 
-        A request that says nothing of who asks, where that is not one user's, and one of a key that
-        is alone have a pool of their own, which ends with them, and the name "".
+        The name is "", and the pool ends with the request, if the request names no user on a server
+        of several users, or if its key is `alone`.
 
         Raises:
-            ApiError: it names a corpus that it may not draft from, or that there is not.
+            ApiError: a corpus does not exist, or the key may not use it.
         """
         chosen = [*dict.fromkeys(asked.pools or ())]
         for name in chosen:
@@ -73,10 +73,10 @@ class UserPools:
         if is_nobody or owner.is_alone:
             return layers or None, ""
         who = json.dumps([key, user, salt]).encode()
-        name = "shared" if self._shares else hashlib.sha256(who).hexdigest()  # tells not who it is
+        name = "shared" if self._shares else hashlib.sha256(who).hexdigest()  # hides who it is
         return [self.store.named(name), *layers], name
 
     def close(self) -> None:
-        """Save all pools, or remove them if nobody asked to keep them."""
+        """Save all pools, or remove them if they are in a temporary folder."""
         with self._stack:
             self.store.close()
