@@ -20,7 +20,7 @@ from lade.models.loading import LoadedModel
 from lade.probing.factory import make_target
 from lade.probing.plan import choose_verification
 from lade.probing.profile import profile_of
-from lade.probing.selfcheck import ready
+from lade.probing.settling import ready
 from lade.targets.base import Target
 from lade.tree import Tree
 

@@ -179,7 +179,7 @@ def test_with_the_default_model(
         from lade.budget.budget import Budget
 
         # Times measured on a busy machine may say that no draft pays.
-        monkeypatch.setattr("lade.hf.generation.Budget", lambda *_, **__: Budget(fixed=16))
+        monkeypatch.setattr("lade.hf.setup.Budget", lambda *_, **__: Budget(fixed=16))
     if name == "constrained_json.py":
         pytest.importorskip("xgrammar", reason="xgrammar has no wheel for this platform")
     output = run(name, capsys)

@@ -1,4 +1,4 @@
-"""Tests have few lines, and few of them in files that know what is not public."""
+"""Tests have few lines, few of them in files that know what is not public; no file knows many."""
 
 import ast
 import subprocess
@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST, MOST_PRIVATE = 36_000, 9_900  # lines
+MOST_IMPORTS = 20  # modules of ours that one module of the wheel may know
 #: What users import: a name in these, or one of these. Of engines, any module.
 PUBLIC = {"lade", "ngram_pool", "lade.drafters", "lade.models"}
 
@@ -23,19 +24,22 @@ def is_private(name: str) -> bool:
     return is_ours and name not in PUBLIC and not f"{name}.".startswith("lade.engines.")
 
 
-def private_names(path: Path) -> set[str]:
-    """Return the modules of ours that a file imports, wherever in it, and that are not public."""
+def modules_of(path: Path) -> set[str]:
+    """Return the modules, ours and others, that a file imports, wherever in it."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module in PUBLIC:
-            package = ROOT.joinpath(*node.module.split("."))
-            names = {alias.name for alias in node.names}
-            found |= {f"{node.module}.{n}" for n in names if _is_module(package / n)}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return {*filter(is_private, found)}
+            package = ROOT.joinpath(*node.module.split("."))
+            names = [f"{node.module}.{a.name}" for a in node.names if _is_module(package / a.name)]
+            found |= {*names} if len(names) == len(node.names) else {*names, node.module}
+    return found
+
+
+def private_names(path: Path) -> set[str]:
+    """Return the modules of ours that a file imports and that are not public."""
+    return {*filter(is_private, modules_of(path))}
 
 
 def _is_module(path: Path) -> bool:
@@ -51,3 +55,14 @@ def test_tests_are_few_lines_and_know_little_of_insides() -> None:
         which = "private" if found is private else "all"
         total = sum(found.values())
         assert total <= most, f"{total:,} lines in {which} of tests, at most {most:,}:\n{told}"
+
+
+def test_no_module_of_the_wheel_knows_more_than_twenty_others() -> None:
+    paths = [path for name in ("lade", "ngram_pool") for path in (ROOT / name).rglob("*.py")]
+    known = {
+        path.relative_to(ROOT).as_posix(): len(
+            [name for name in modules_of(path) if name.split(".")[0] in ("lade", "ngram_pool")]
+        )
+        for path in paths
+    }
+    assert {path: number for path, number in known.items() if number > MOST_IMPORTS} == {}

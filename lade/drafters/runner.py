@@ -14,7 +14,8 @@ from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.plan import choose_for_drafting
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
-from lade.probing.selfcheck import Plain, ready
+from lade.probing.selfcheck import Plain
+from lade.probing.settling import ready
 from lade.tree import Tree
 
 _training = attrgetter("training")

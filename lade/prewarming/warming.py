@@ -14,7 +14,7 @@ from lade.gpu.policy import DevicePolicy
 from lade.probing.plan import choose_verification, execution_of
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
-from lade.probing.selfcheck import ready
+from lade.probing.settling import ready
 from ngram_pool import NGramPool
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
-from lade.budget.seconds import Seconds
 from lade.captures import are_random_states, put_back, random_states
 from lade.closeness import distance, limit_of
-from lade.compat import CACHE, Model, attention_of, device_of_inputs, mesh_of
+from lade.compat import CACHE, Model, attention_of, device_of_inputs
 from lade.config import Execution
-from lade.drafting.drafts import chain, draft_of, narrowed
+from lade.drafting.drafts import draft_of, narrowed
 from lade.errors import UnsupportedModelError
-from lade.forward.packed import made_whole
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
 from lade.probing.profile import CacheKind, CheckKey, CheckResult, Profile, Widths, profile_of
@@ -30,9 +27,9 @@ from lade.probing.state import check_tokens
 from lade.probing.user_code import is_patched, is_users
 from lade.targets.base import Target
 from lade.targets.layout import takes_parts
-from lade.targets.trees import MASK_IS_ADDED, TreeTarget
+from lade.targets.trees import MASK_IS_ADDED
 from lade.tree import Tree, starts
-from lade.view import FastViews, apart
+from lade.view import apart
 from ngram_pool import Draft
 
 # For a model that only drafts: its mistakes cost time and change no text. Weights in int8
@@ -40,10 +37,6 @@ from ngram_pool import Draft
 # SmolLM2-135M differs by 1.1 (paths) to 1.8 (trees) and is refused: a model with wrong positions
 # differs as much.
 _DRAFTING_LIMIT = 1.0
-# Tokens of the forward passes that are timed at first, and seconds after which they are not timed
-# a second time: a busy machine disturbs short ones.
-_TIMED = (1, 8, 24)
-_ENOUGH_SEC = 1.0
 _NUM_RUNS = 3  # runs that must all change the random state: other threads may draw, too
 
 
@@ -164,65 +157,6 @@ def _why_not_continued(model: Model, profile: Profile) -> str | None:
         f"its logits after a cached text differ from those of the whole text by {max(errors):.2g} "
         f"of their standard deviation (expected at most {limit:.2g})"
     )
-
-
-def ready(
-    chosen: VerificationPlan, model: Model, profile: Profile, *, uses_kernels: bool = True
-) -> VerificationPlan:
-    """Return a plan whose forward passes run by lade's kernels, if they can, and time them.
-
-    Models verified by paths may keep a state in their modules, which views would duplicate.
-    """
-    is_usual = (chosen.verification, chosen.execution) == ("tree", "eager")
-    if not is_usual or device_of_inputs(model).type != "cpu" or mesh_of(model) is not None:
-        return chosen
-    views = profile.fast_views_for(model) if uses_kernels else None
-    chosen = chosen._replace(is_fast=views is not None)
-    if views is not None or profile.user_code is None:
-        profile.once(("ready", chosen.is_fast), partial(_try_out, views, model, chosen, profile))
-    return chosen
-
-
-def _try_out(
-    views: FastViews | None, model: Model, chosen: VerificationPlan, profile: Profile
-) -> None:
-    """Compare and time forward passes on a made-up text, before a real one comes.
-
-    The first steps begin with these times; the rest of a step's time is learned from steps.
-    """
-    token_ids, settings = check_tokens(model), (GenerationConfig(), chosen.attention)
-    ids, nodes = torch.tensor([token_ids]), token_ids[::-1] * 8
-
-    def prefilled(fast_views: FastViews | None) -> Callable[[int], Tensor]:
-        layout = profile.layout_of(model)
-        target = TreeTarget(model, ids, {}, layout, len(nodes), *settings, fast_views)
-        target.prefill(is_plain=True)
-
-        def run(num_tokens: int) -> Tensor:
-            tree = Tree.build(nodes[0], chain(nodes[1:num_tokens]))
-            logits = target.forward(target.inputs([tree]))
-            target.discard()
-            return logits
-
-        return run
-
-    seeds = unchanged_random_state(model, profile)
-    with Attempt() as attempt, torch.no_grad(), seeds:
-        run = prefilled(views)
-        if views is not None:
-            with made_whole():  # packed weights: else a job would be held against itself
-                views.settle(prefilled(None), run)
-        costs = profile.step_costs(chosen.verification, chosen.execution, chosen.is_fast)
-        of_one_row = costs.setdefault(1, Seconds())
-        since = perf_counter()
-        for num_tokens in 2 * _TIMED:
-            begin = perf_counter()
-            if begin - since > _ENOUGH_SEC and num_tokens == _TIMED[0]:
-                break
-            run(num_tokens)
-            of_one_row.record(num_tokens, perf_counter() - begin)
-    if views is not None:
-        views.why_not = views.why_not or attempt.failure
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def noting_verification(note: Callable[[str, bool], None]) -> Iterator[None]:
         note(chosen.verification, options["config"].verification is not None)
         return chosen
 
-    with patch("lade.hf.generation.choose_verification", noting):
+    with patch("lade.hf.planning.choose_verification", noting):
         yield
 
 

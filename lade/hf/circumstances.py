@@ -1,0 +1,120 @@
+"""`Circumstances`: what decides how a call is decoded, besides its options."""
+
+import warnings
+from functools import cached_property
+
+import torch
+
+from lade.compat import has_adapters_by_row, has_custom_generate, may_be_users
+from lade.config import Execution
+from lade.engine import EngineCall, current_call, is_in_event_loop
+from lade.gpu.policy import DevicePolicy
+from lade.hf.call import Call
+from lade.hf.stopping import StopRule
+from lade.probing.plan import execution_of, why_not_run
+from lade.probing.profile import profile_of
+from lade.probing.user_code import has_user_inputs, is_users, user_code_around
+from lade.sampling.processors import Processors
+from lade.targets.inputs import is_text_alone
+from lade.targets.rollback import cache_in
+
+_NO_TIME = "max_time leaves no time to compile kernels and check the model; call lade.warm_up first"
+
+
+class Circumstances:
+    """What decides how a call is decoded: its model's profile, the user's code, cache and time.
+
+    Args:
+        call: the call.
+        stop: its stop conditions.
+        policy: how it uses its device.
+
+    Attributes:
+        user_code: where the user's code runs in forward passes; None for nowhere.
+        around: such code around the call, and not in its model.
+        execution: of steps, as the call's config asks for it.
+    """
+
+    def __init__(self, call: Call, stop: StopRule, policy: DevicePolicy) -> None:
+        self.call, self._stop = call, stop
+        self.profile = profile_of(call.model)
+        self.around = user_code_around()
+        self.user_code = self.profile.user_code or self.around
+        self.execution: Execution = execution_of(call.model, call.config, policy)
+        self._cache = cache_in(call.model_kwargs)
+
+    @property
+    def is_users_cache(self) -> bool:
+        """Whether the caller may have passed the cache, and may continue from it."""
+        has_one = self.call.may_bring_cache and self._cache is not None
+        return has_one and may_be_users(self._cache)
+
+    def engine_call(self) -> EngineCall | None:
+        """Return the engine's call that this one is, unless it runs alone.
+
+        It does if it depends on its thread or its model's state: user code in forward passes must
+        see only this call's; autocast and asyncio loops belong to the thread; and a custom
+        `generate` may set attributes of the model until its end.
+        """
+        call = self.call
+        is_apart = (
+            self.user_code is not None
+            or is_in_event_loop()
+            or torch.is_autocast_enabled(call.input_ids.device.type)
+            or has_custom_generate(call.model)
+            or has_user_inputs(call.model)
+        )
+        return None if is_apart else current_call()
+
+    def warn_once(self, text: str, category: type[Warning]) -> None:
+        """Warn, once for the model."""
+        if text not in self.profile.warned:
+            self.profile.warned.add(text)
+            warnings.warn(text, category, stacklevel=4)
+
+    @cached_property
+    def why_plain(self) -> str | None:
+        """Why the call must use standard decoding, whatever its model can do; else None."""
+        if (reason := why_not_run(self.profile)) is not None:
+            return reason
+        if not self.has_time:
+            return _NO_TIME
+        if has_adapters_by_row(self.call.model):
+            return "PEFT has an adapter for each row of the call, but none for draft tokens"
+        if self.call.returns_states:
+            return "hidden states or attentions are returned"
+        watching = (*self.call.processors, *self.call.criteria)
+        if self.is_users_cache and any(map(is_users, watching)):
+            return "your own code may look at the cache, which holds draft tokens during a step"
+        return None if self.call.num_rows == 1 else self._why_plain_of_batch
+
+    @property
+    def _why_plain_of_batch(self) -> str | None:
+        """Why a batch must use standard decoding, whatever its model can do; else None."""
+        call, config = self.call, self.call.config
+        pad_token = call.options._pad_token_tensor
+        reasons = (
+            (
+                self.user_code is not None,
+                f"your own code runs in its forward passes ({self.user_code})",
+            ),
+            (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
+            (not self._stop.takes_rows, "a stop criterion sees all rows"),
+            (pad_token is not None and int(pad_token) < 0, "its padding is no token"),
+            (bool(call.wanted_scores), "scores are returned, also of rows that have ended"),
+            (self.is_users_cache, "a cache was passed"),
+            (not is_text_alone(call.model_kwargs), "its prompts have more than tokens"),
+            (config.lookahead is not None, "lookahead windows run beside drafts of one row"),
+            (config.stable_text, "its rows are parts of one forward"),
+            (config.verification not in (None, "tree", "plain"), "its rows are verified as trees"),
+        )
+        found = next((reason for is_so, reason in reasons if is_so), None)
+        return found and f"batches: {found}"
+
+    @property
+    def has_time(self) -> bool:
+        """Whether there is time for one-time work, or the config requires it."""
+        config = self.call.config
+        is_asked = config.verification is not None or config.lookahead is not None
+        is_known = self.profile.is_warm or not self.call.is_timed
+        return is_known or is_asked or config.stable_text

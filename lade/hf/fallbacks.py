@@ -1,0 +1,62 @@
+"""What lade says once about calls of a model that it decodes otherwise than was to be expected."""
+
+import torch
+
+from lade.errors import EagerExecutionWarning, PlainDecodingWarning, VerificationWarning
+from lade.gpu.fixed import FixedTarget
+from lade.hf.circumstances import Circumstances
+from lade.hf.planning import Plan
+from lade.probing.factory import VerificationPlan
+from lade.probing.proof import VerificationError
+
+
+def say_why_plain(seen: Circumstances, verification: VerificationPlan) -> None:
+    """Warn once that lade falls back to standard decoding, and why."""
+    reasons = verification.reasons
+    if not reasons:  # the config asks for standard decoding
+        return
+    methods = {
+        why: ", ".join(name for name, each in reasons.items() if each == why)
+        for why in reasons.values()
+    }
+    (reason, *others) = methods
+    if others:
+        reason = "; ".join(f"{names}: {why}" for why, names in methods.items())
+    name = type(seen.call.model).__name__
+    text = f"lade falls back to standard decoding for {name}, one token per forward pass. {reason}"
+    seen.warn_once(text, PlainDecodingWarning)
+
+
+def say_why_eager(seen: Circumstances, plan: Plan) -> None:
+    """Warn once if steps were not executed as requested; the text is not affected.
+
+    Only trees have fixed shapes; for other methods, warn only users who set `execution`.
+    """
+    if seen.execution == "eager":
+        return
+    verification, target = plan.verification, plan.target
+    what, reason = "of fixed shape", verification.why_eager
+    if verification.verification != "tree" and seen.call.config.execution is not None:
+        reason = f"it verifies drafts by {verification.verification!r}"
+    if isinstance(target, FixedTarget):
+        what, reason = "recorded", target.why_not_recorded
+    if reason is not None:
+        name = type(seen.call.model).__name__
+        text = f"lade executes steps of {name} eagerly, not {what}: {reason}"
+        seen.warn_once(text, EagerExecutionWarning)
+
+
+def give_up(
+    seen: Circumstances, verification: VerificationPlan, failure: VerificationError
+) -> None:
+    """Warn that the rest of a call falls back, and drop the method's verdict."""
+    # Next time there may be enough memory.
+    if not isinstance(failure.__cause__, torch.OutOfMemoryError):
+        seen.profile.drop_verdict(verification.verification, str(failure))
+    text = (
+        f"lade falls back to standard decoding for the rest of a call of "
+        f"{type(seen.call.model).__name__}: {failure}"
+    )
+    if failure.is_flaw:
+        text += "; the next call checks the model again"
+    seen.warn_once(text, VerificationWarning)

@@ -1,0 +1,182 @@
+"""What a call drafts from, how much of it is verified, and how tokens are chosen."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lade.batch import Batch, Text
+from lade.budget.budget import Budget
+from lade.drafters.merged import CallPool, Merged, sources_of
+from lade.drafters.prediction import Prediction
+from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
+from lade.drafting.sources import PoolDrafter, Source
+from lade.drafting.speculator import Speculator
+from lade.errors import UnsupportedOptionError
+from lade.garbage import without_collection
+from lade.hf.circumstances import Circumstances
+from lade.hf.planning import Plan
+from lade.hf.stopping import Outputs
+from lade.prewarming.tables import prewarmed_table_of
+from lade.sampling.choice import Choice
+from lade.sampling.exact import exact_choice
+from lade.sampling.processors import Processors
+from lade.sampling.rejection_choice import rejection_choice
+from ngram_pool import NGramPool
+
+CallPools = tuple[NGramPool | None, tuple[NGramPool, ...]]  # the one that learns, and the others
+
+
+class Setup(NamedTuple):
+    """What decodes a call, besides its target."""
+
+    batch: Batch
+    speculator: Speculator
+    choice: Choice
+    budget: Budget
+
+
+def set_up(
+    seen: Circumstances,
+    plan: Plan,
+    pools: CallPools,
+    text: Text,
+    outputs: Outputs,
+    stop: Callable[[list[int]], None],
+    overlaps: bool,
+) -> Setup:
+    """Set up what decodes a call; `stop` is as for `Batch`.
+
+    Raises:
+        LadeError: a drafter cannot draft for this call.
+    """
+    call, config, device = seen.call, seen.call.config, seen.call.input_ids.device
+    samples = bool(call.options.do_sample)
+    processors = Processors(call.processors, call.num_rows)
+    rngs, choice = None, None
+    if samples and config.acceptance == "rejection":
+        rngs, choice = rejection_choice(text, processors, device, outputs.on_choice)
+    budget = _budget(seen, plan)
+    drafting = _drafting(seen, plan, pools, rngs, budget)
+    sources = _sources(seen, drafting)
+    chosen: Choice = choice or exact_choice(
+        text,
+        processors,
+        samples,
+        drafting.vocab_size,
+        device,
+        outputs.on_choice,
+        num_ranked=max(source.num_successors for source in sources),
+        ahead=overlaps,
+    )
+    batch = Batch(
+        text,
+        _contexts(call.input_ids, call.model_kwargs.get("attention_mask")),
+        plan.max_length,
+        stop,
+        gives_cache=call.returns_dict or seen.is_users_cache,
+        max_lead=chosen.max_lead,
+    )
+    assert plan.target is not None
+    grammar = _grammar(seen, drafting.device)
+    speculator = Speculator(
+        batch, sources, drafting, budget, plan.target, grammar, config.lookahead
+    )
+    return Setup(batch, speculator, chosen, budget)
+
+
+def _drafting(
+    seen: Circumstances,
+    plan: Plan,
+    pools: CallPools,
+    rngs: Sequence[np.random.Generator] | None,
+    budget: Budget,
+) -> DraftingCall:
+    """Return what drafters are told of the call."""
+    call, target = seen.call, plan.target
+    assert target is not None
+    limits = (target.max_candidates, call.config.max_candidates)
+    max_candidates = min((limit for limit in limits if limit is not None), default=None)
+    return DraftingCall(
+        model=call.model,
+        vocab_size=target.vocab_size,
+        max_length=plan.max_length,
+        device=target.device,
+        num_rows=call.num_rows,
+        max_candidates=max_candidates,
+        processors=call.processors,
+        samples=bool(call.options.do_sample),
+        rngs=rngs,
+        make_pool_drafter=partial(_pool_drafter, seen, pools, max_candidates),
+        step_sec=partial(budget.step_sec, call.num_rows),
+    )
+
+
+def _pool_drafter(seen: Circumstances, pools: CallPools, max_candidates: int | None) -> Drafter:
+    """Return a drafter that uses the pools of the call and the table of its model."""
+    prewarmed, (learning, layers) = None, pools
+    if seen.call.config.uses_table:
+        prewarmed = prewarmed_table_of(seen.call.model, seen.profile)
+    with without_collection():  # the first pool loads or compiles its kernels
+        pool = NGramPool() if learning is None else learning
+        return PoolDrafter(pool, max_candidates, prewarmed, layers)
+
+
+def _sources(seen: Circumstances, drafting: DraftingCall) -> list[Source]:
+    """Return what drafts: what the user gave and a prediction, or else the pools."""
+    config, arguments = seen.call.config, seen.call.arguments
+    given, prediction = arguments.drafter, arguments.prediction
+    if isinstance(prediction, tuple):  # token ids, from `Arguments.checked`
+        given = Merged([CallPool() if given is None else given, Prediction(prediction)])
+    if given is None:
+        return [Source(drafting.make_pool_drafter()).make(drafting)]
+    sources = sources_of(given, drafting, config.strict_drafter)
+    may_learn = any(source.learns_ngrams or source.has_failed for source in sources)
+    if config.lookahead is not None and not may_learn:
+        raise UnsupportedOptionError(
+            "lade does not support Config(lookahead=…) beside a drafter that learns no n-grams: "
+            f"{type(given).__name__} has learns_ngrams = False"
+        )
+    return sources
+
+
+def _grammar(seen: Circumstances, device: torch.device) -> Source | None:
+    """Return the source of the tokens that a logits processor forces, if one foresees any."""
+    known = (each for each in seen.call.processors if isinstance(each, ForcedTokens))
+    if (grammar := next(known, None)) is None:
+        return None
+    is_strict = seen.call.config.strict_drafter
+    return Source(grammar, what="forced tokens", is_strict=is_strict, device=device)
+
+
+def _budget(seen: Circumstances, plan: Plan) -> Budget:
+    config, options, verification = seen.call.config, seen.call.options, plan.verification
+    most_asked = options.prompt_lookup_num_tokens
+    limits = [each for each in (config.max_draft_tokens, most_asked) if each is not None]
+    asked = min(limits, default=None)
+    if config.stable_text:
+        assert verification.widths is not None
+        num_beside = 0 if config.lookahead is None else config.lookahead.num_cells
+        most = verification.widths[0] - 1 - num_beside
+        return Budget(fixed=most if asked is None else min(asked, most))
+    if config.max_draft_tokens is not None and asked is not None:
+        return Budget(fixed=asked)
+    temperature = 1.0 if options.temperature is None else options.temperature
+    temperature = temperature if options.do_sample else 0.0
+    method = verification.verification, verification.execution, verification.is_fast
+    return Budget(seen.profile.step_costs(*method), temperature, asked)
+
+
+def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """Return each prompt as the drafter sees it: all tokens that are not masked."""
+    seen = input_ids >= 0  # negative ids are placeholders of passed embeddings
+    if attention_mask is not None:
+        # The mask also covers the cache of earlier turns, whose tokens may not have been passed.
+        masks = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :].bool()
+        seen &= masks.to(input_ids.device)
+    elif bool(seen.all()):
+        return input_ids.tolist()
+    return [ids[mask].tolist() for ids, mask in zip(input_ids, seen, strict=True)]
