@@ -261,8 +261,8 @@ def compile_(
     """Compile lade's kernels ahead, so that the first answer does not wait for it.
 
     Compiled code is kept beside the installed package, or in the folder NUMBA_CACHE_DIR, for all
-    later processes on a CPU of the same kind. Run this while an image is built. Kernels for a GPU
-    depend on the model's sizes: name the model, on a machine with the GPU.
+    later processes on a CPU of the same kind. Run this while an image is built. In Python,
+    `lade.warm_up` does the same.
     """
     from lade.cli.compile import run
 

@@ -1,7 +1,6 @@
-"""`lade compile`: compile kernels ahead, as for an image."""
+"""`lade compile`: `lade.warm_up` as a command, as for an image."""
 
 from time import perf_counter
-from typing import Any
 
 from lade.cli.loading import console
 from lade.errors import LadeError
@@ -14,7 +13,7 @@ def run(loaded: LoadedModel | None) -> None:
     Raises:
         LadeError: it cannot be kept, so that every process would compile anew.
     """
-    from lade.prewarming.warming import kernel_groups
+    from lade.prewarming.warming import kernel_groups, warm_up
     from ngram_pool.compiling import cache_folder
 
     folder = cache_folder()
@@ -26,24 +25,10 @@ def run(loaded: LoadedModel | None) -> None:
     parts = {**kernel_groups()}
     if loaded is not None:
         model = loaded.model
-        parts |= {f"what {type(model).__name__} takes": lambda: _call(model)}
+        parts |= {f"what {type(model).__name__} takes": lambda: warm_up(model)}
     for what, compile_part in parts.items():
         start = perf_counter()
         with console.status(f"Compiling {what} …"):
             compile_part()
         console.print(f"[dim]{perf_counter() - start:6.1f} s for {what}[/dim]")
     print(f"compiled; kept in {folder}")
-
-
-def _call(model: Any) -> None:
-    """Answer once; on CUDA also in recorded steps, whose kernels follow a model's sizes."""
-    import torch
-
-    import lade
-
-    prompt = torch.ones((1, 8), dtype=torch.int64, device=model.device)
-    options: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
-    lade.generate(model, prompt, **options, max_new_tokens=16)
-    if prompt.is_cuda:
-        config = lade.Config(execution="graphs")
-        lade.generate(model, prompt, config=config, **options, max_new_tokens=16)

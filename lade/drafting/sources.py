@@ -6,9 +6,11 @@ fail a call or change a text.
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from operator import index
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,6 +27,9 @@ from lade.errors import DrafterWarning, LadeError, in_one_line
 from lade.stats import SourceStats
 from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool, SampledDraft, SuccessorTable
 from ngram_pool._kernels import MAX_TOKEN_ID
+
+# Of the drafts of pools and drafters, in earlier calls, too.
+_COSTS = WeakKeyDictionary[Any, Seconds]()
 
 
 class PoolDrafter(Drafter):
@@ -263,8 +268,8 @@ class Source:
 
     def _make(self, call: DraftingCall) -> None:
         given = self.drafter
-        # The costs of drafts are kept with the drafter, for later calls.
-        self.costs = getattr(given, "__dict__", {}).setdefault("_lade_costs", self.costs)
+        with suppress(TypeError):  # no weak reference to it, or no hash: costs are of this call
+            self.costs = _COSTS.setdefault(given, self.costs)
         if isinstance(given, NGramPool):
             pools = (NGramPool(), (given,)) if given.is_read_only else (given, ())
             made: Any = PoolDrafter(pools[0], call.max_candidates, layers=pools[1])

@@ -48,6 +48,14 @@ def docs(expected: list[list[int]]) -> NGramPool:
     return pool.as_read_only()
 
 
+def test_a_call_leaves_nothing_of_lade_on_a_pool(model: Any) -> None:
+    pool = NGramPool()
+    before = {*vars(pool)}
+    lade.generate(model, PROMPT, pool=pool, config=FOUR, **GREEDY)
+    assert {*vars(pool)} == before
+    assert b"lade" not in pickle.dumps(pool)
+
+
 def test_every_door_drafts_from_layers_and_gives_the_text_of_plain_generate(
     model: Any, expected: list[list[int]], docs: NGramPool
 ) -> None:
