@@ -204,7 +204,7 @@ class PoolStore:
             TypeError, ValueError: the name is invalid, or the store is closed.
 
         Warns:
-            UserWarning: the file is damaged; it is renamed, and a new pool begins.
+            UserWarning: the file is damaged; it is removed, and a new pool begins.
         """
         pool = None
         while pool is None:  # else the name was deleted meanwhile
@@ -261,8 +261,7 @@ class PoolStore:
                         self._begin_epoch(entry)
                         # No process is writing unfinished files, since the lock is held.
                         unfinished = self.folder.glob(f"{entry.path.stem}.making-*")
-                        beside = entry.path.with_suffix(".damaged"), _name_path(entry.path)
-                        for path in (entry.path, *beside, *unfinished):
+                        for path in (entry.path, _name_path(entry.path), *unfinished):
                             path.unlink(missing_ok=True)
                     self._let_go(entry)
                     return is_there
@@ -314,7 +313,7 @@ class PoolStore:
                 num_in_memory=len(pools),
                 num_in_use=sum(bool(entry.num_users) for entry in self._entries.values()),
                 memory_bytes=sum(pool.nbytes for pool in pools),
-                num_on_disk=sum(path.suffix == ".pool" for _, _, path in files),
+                num_on_disk=len(files),
                 disk_bytes=sum(size for _, size, _ in files),
                 **{f"num_{name}": number for name, number in self._counted.items()},
             )
@@ -449,7 +448,7 @@ class PoolStore:
                 entry.is_behind, entry.mark = latest is not pool, mark
 
     def _read(self, entry: _Entry) -> NGramPool:
-        """Read a pool's file; return a new pool if it is missing or damaged, and rename it then."""
+        """Read a pool's file; return a new pool if it is missing or damaged, and remove it then."""
         try:
             pool = NGramPool.load(entry.path, model=self.model)
         except FileNotFoundError:
@@ -457,11 +456,10 @@ class PoolStore:
         except NewerPoolFileError:
             raise
         except PoolFileError as error:
-            aside = entry.path.with_suffix(".damaged")
-            os.replace(entry.path, aside)
+            entry.path.unlink()
             warnings.warn(
-                f"the pool {entry.name!r} begins anew: its file is damaged, and was renamed to "
-                f"{aside.name}: {error}",
+                f"the pool {entry.name!r} begins anew, as its file was damaged and is removed: "
+                f"{error}",
                 stacklevel=2,
             )
         else:
@@ -545,12 +543,12 @@ class PoolStore:
                 entry.nbytes = entry.pool.nbytes
 
     def _files(self) -> list[tuple[float, int, Path]]:
-        """Return the worth, the size in bytes, and the path of each file that counts."""
+        """Return the worth, the size in bytes, and the path of each pool's file."""
         found = []
-        for path in (*self.folder.glob("*.pool"), *self.folder.glob("*.damaged")):
+        for path in self.folder.glob("*.pool"):
             with suppress(FileNotFoundError):
                 at = path.lstat()
-                found.append((at.st_mtime if path.suffix == ".pool" else 0.0, at.st_size, path))
+                found.append((at.st_mtime, at.st_size, path))
         return found
 
     def _trim_disk(self) -> None:
@@ -564,11 +562,10 @@ class PoolStore:
                 break
             entry = _Entry("", path)
             with self._alone(entry), suppress(FileNotFoundError):
-                if path.suffix == ".pool" and path.stat().st_mtime > worth:
+                if path.stat().st_mtime > worth:
                     continue  # used meanwhile
                 path.unlink()
-                if path.suffix == ".pool":
-                    _name_path(path).unlink(missing_ok=True)
+                _name_path(path).unlink(missing_ok=True)
                 taken -= size
                 self._count("dropped")
         self._disk_bytes = taken

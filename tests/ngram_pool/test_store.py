@@ -229,7 +229,7 @@ def test_a_closed_store_opens_nothing_but_saves_what_is_still_open(tmp_path: Pat
 # --- damage ---------------------------------------------------------------------------------
 
 
-def test_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
+def test_a_damaged_file_is_removed(tmp_path: Path) -> None:
     with store_at(tmp_path) as store:
         observe(store, "alice", [1, 2])
     path = tmp_path / "alice.pool"
@@ -237,10 +237,11 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with store_at(tmp_path) as store:
-        with pytest.warns(UserWarning, match=r"'alice' begins anew: .* alice.damaged: .*bytes"):
+        with pytest.warns(
+            UserWarning, match=r"'alice' begins anew, .* damaged and is removed: .*bytes"
+        ):
             assert texts_of(store, "alice") == []
         observe(store, "alice", [3])
-    assert (tmp_path / "alice.damaged").read_bytes() == content
     assert texts_of(store_at(tmp_path), "alice") == [[3]]
 
 
@@ -302,7 +303,6 @@ def test_what_lies_beside_a_file_is_deleted_with_it(tmp_path: Path) -> None:
     observe(store, "b", [1, *SECRET])
     store.save()
     content = (tmp_path / "a.pool").read_bytes()
-    (tmp_path / "a.damaged").write_bytes(content)
     (tmp_path / f"a.making-{'0' * 16}").write_bytes(content)  # of a process that was killed
     assert store.delete("a")
     assert files_with(tmp_path, SECRET) == ["b.pool"]
@@ -367,7 +367,6 @@ def test_several_processes_add_to_the_same_names_and_one_is_killed(tmp_path: Pat
     held = [tuple(text) for i in range(3) for text in texts_of(store, f"name {i}")]
     assert len(held) == len({*held})  # each once
     assert {(0, i) for i in saved} | {(n, i) for n in (1, 2) for i in range(20)} <= {*held}
-    assert not list(tmp_path.glob("*.damaged"))
 
 
 # --- threads --------------------------------------------------------------------------------
