@@ -422,22 +422,6 @@ def run_budget(
     run(model, chosen, {**shared, "threads": threads}, names, processes, minutes, json)
 
 
-@app.command("reliability")
-@grouped
-def run_reliability(
-    *,
-    asked: PromptChoice,
-    max_new_tokens: MaxNewTokensOption = 96,
-    model: ModelOption = None,
-    loading: LoadOptions,
-    json: JsonOption = None,
-) -> None:
-    """Hold what is promised and believed of draft tokens against what came of them."""
-    from benchmarks.budget import reliability
-
-    reliability(loading.load(model), asked.chosen(), max_new_tokens, json)
-
-
 @app.command("sameness")
 @grouped
 def run_sameness(

@@ -1,37 +1,27 @@
-"""The budget beside fixed numbers of draft tokens: `budget`; what it believes: `reliability`.
+"""The budget beside fixed numbers of draft tokens: `budget`.
 
 How well a process has learned what steps take is a matter of luck, so that each run is repeated in
 fresh processes. In each of them, the budget answers the first few prompts before anything else.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.alone import alone
 from lade.models.settings import Settings
 
 if TYPE_CHECKING:
     from benchmarks.prompts import Chosen
-    from lade.models.loading import LoadedModel
     from lade.stats import WidthStats
 
 AUTO = "auto"
-OVERALL = "overall"
 _NUM_FIRST = 5  # prompts that the budget answers first, and again in its turn
 _WARM_UP_TOKENS = 1  # the model is checked then, and no step is measured
-#: Where one interval of promised probabilities ends and the next begins.
-PROMISES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-EARLY = 20  # tokens of a call
 
 #: Tokens and seconds of each number of draft tokens, for each prompt.
 Times = list[dict[str, tuple[int, float]]]
@@ -202,91 +192,3 @@ def _medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "least_of_categories": min(of_categories),
         "ratio_of_first": median(each["ratio_of_first"] for each in runs),
     }
-
-
-# --- what is believed of drafts ---------------------------------------------------------------
-
-
-def reliability(
-    loaded: "LoadedModel", chosen: "Chosen", max_new_tokens: int, file: Path | None
-) -> None:
-    """Print and write how often draft tokens came, beside what was promised and believed of them.
-
-    Tokens of whose path the text tells nothing are left out. Promises are those of the pool.
-    """
-    from benchmarks.environment import environment
-    from benchmarks.report import progress_bar, sheet, show
-    from lade.bench.methods import Lade
-    from lade.models.prompts import encode
-
-    options, answer = Settings(max_new_tokens).options(), Lade()
-    with _noted() as steps, progress_bar() as bar:
-        for prompt in bar.track(chosen.prompts, description="answering"):
-            inputs = encode(loaded.tokenizer, prompt.text, loaded.model.device)
-            answer(loaded.model, inputs, options)
-    parts = {
-        f"the first {EARLY} tokens": [each for each in steps if each[0] < EARLY],
-        "after": [each for each in steps if each[0] >= EARLY],
-    }
-    content: dict[str, Any] = {"environment": environment(), "prompts": chosen.described}
-    sections = []
-    for name, of_part in parts.items():
-        if of_part:
-            promised, believed, came = (
-                np.concatenate(each) for each in [*zip(*of_part, strict=True)][1:]
-            )
-            content[name] = _by_promise(promised, believed, came)
-            sections.append([(name, *_texts(each)) for each in content[name]])
-    headings = ("", "promised", "draft tokens", "promised", "believed", "came")
-    show(file, content, sheet("Draft tokens by what is promised of them", headings, sections))
-
-
-@contextmanager
-def _noted() -> Iterator[list[tuple[int, NDArray[Any], NDArray[Any], NDArray[Any]]]]:
-    """Note of each step the token that it begins at, and of its draft what there was and came."""
-    from lade.budget import budget
-
-    steps: list[tuple[int, NDArray[Any], NDArray[Any], NDArray[Any]]] = []
-    learn = budget.Budget.learn
-
-    def noting(self: Any, outcomes: Any, num_emitted: Any) -> None:
-        for row, (draft, token_ids) in outcomes.items():
-            if len(draft):
-                came = budget.came_of(draft, token_ids)
-                is_known = (came == 0.0) | (came == 1.0)
-                believed = self._calibration(row).believed(draft.probs)
-                place = num_emitted.get(row, 0) - len(token_ids)
-                steps.append((place, draft.probs[is_known], believed[is_known], came[is_known]))
-        learn(self, outcomes, num_emitted)
-
-    budget.Budget.learn = noting  # type: ignore[method-assign]
-    try:
-        yield steps
-    finally:
-        budget.Budget.learn = learn  # type: ignore[method-assign]
-
-
-def _by_promise(
-    promised: NDArray[Any], believed: NDArray[Any], came: NDArray[Any]
-) -> list[dict[str, Any]]:
-    """Return the means of each interval of promises, and of all."""
-    places = np.minimum(np.searchsorted(PROMISES, promised, "right"), len(PROMISES) - 1) - 1
-    names = [f"{low:g} to {high:g}" for low, high in pairwise(PROMISES)]
-    groups = {name: places == place for place, name in enumerate(names)}
-    groups["all"] = np.ones(len(places), np.bool_)
-    return [
-        {
-            "of": name,
-            "num": int(mine.sum()),
-            "promised": float(promised[mine].mean()),
-            "believed": float(believed[mine].mean()),
-            "came": float(came[mine].mean()),
-        }
-        for name, mine in groups.items()
-        if mine.any()
-    ]
-
-
-def _texts(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    shares = (f"{entry[what]:.3f}" for what in ("promised", "believed", "came"))
-    return (entry["of"], str(entry["num"]), *shares)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.rivals.catalogue import RIVALS, Rival
 from lade.bench.methods import Lade, Method, TransformersAssisted, plain
-from lade.config import SPECULATING, Config, Lookahead, Verification
+from lade.config import Config
 from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 from lade.drafting.drafter import Drafter
 from ngram_pool import NGramPool
@@ -31,7 +31,6 @@ class MethodInfo(NamedTuple):
     is_single_row: bool = False  # cannot decode a batch or several sequences per prompt
     takes: str | None = None  # "pools", "assistant" or "num_layers" of `Given`
     keeps_pool: bool = False  # one pool for all prompts, which may be `Given.own`
-    verification: Verification | None = None  # if the method fixes one
 
 
 def _pool(given: Given) -> NGramPool:
@@ -43,7 +42,6 @@ def _changed(description: str, **changes: Any) -> MethodInfo:
     return MethodInfo(
         lambda given: Lade(replace(given.config, **changes), _pool(given)),
         f"as lade, {description}",
-        verification=changes.get("verification"),
     )
 
 
@@ -153,13 +151,9 @@ METHODS: dict[str, MethodInfo] = {
     "lade_stable": _changed(
         "with text that does not depend on the pool, even in half precision", stable_text=True
     ),
-    "lade_lookahead": _changed(
-        "with a lookahead window of W=7, N=5 in every forward", lookahead=Lookahead()
-    ),
     "pool": _changed("by its name beside other drafters"),
     "assistant": _alone(_assistant, "lade, a copy of the model in 8 bits drafts", "assistant"),
     "first_layers": _alone(_first_layers, "lade, the model's own first layers draft", "num_layers"),
-    **{f"lade_{v}": _changed(f"drafts verified by {v}", verification=v) for v in SPECULATING},
     **{name: _drafting_as(rival) for name, rival in RIVALS.items()},
 }
 

@@ -21,7 +21,7 @@ from lade.bench.run import Contest, Result, Summary, summarise
 from lade.cli.bench import describe_model
 from lade.cli.options import DraftOptions
 from lade.cli.prompting import encode_prompts
-from lade.errors import UnsupportedModelError, UserError
+from lade.errors import UserError
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode
 from lade.models.settings import Settings
@@ -130,12 +130,12 @@ def run(
         given = given._replace(pools=read, own=own if drafting.save_pool else None)
         with progress_bar() as bars:
             task = bars.add_task("answering", total=num_batches * settings.passes)
-            left_out |= run_methods(
+            run_methods(
                 *(loaded, chosen.prompts, methods, settings, given),
                 results=results,
                 on_answer=lambda: bars.advance(task),
             )
-    names = [name for name in methods if name not in left_out]
+    names = [*methods]
     num_done, config = len(results), given.config
     # Passes are compared: an unfinished one is dropped, unless it is the only one.
     results = results[: num_done // num_batches * num_batches] or results
@@ -179,39 +179,28 @@ def run_methods(
     *,
     results: list[Result],
     on_answer: Callable[[], None] = lambda: None,
-) -> dict[str, str]:
+) -> None:
     """Answer all prompts with every method, batch by batch, appending to `results`.
 
     Each pass starts with new methods and so with empty pools, but for that of `given`, and uses the
     same seeds.
 
-    Returns:
-        Methods that fix a way of verifying which the model cannot do, with the reasons; no answer
-        of theirs is in the results.
-
     Raises:
-        UnsupportedModelError: the config asks for what the model cannot do, or no method is left.
+        UnsupportedModelError: the config asks for what the model cannot do.
     """
     model, size = loaded.model, settings.batch_size
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     inputs = [encode_batch(loaded, [prompt.text for prompt in batch]) for batch in batches]
     short = replace(settings, max_new_tokens=min(_WARM_UP_TOKENS, settings.max_new_tokens))
-    left_out: dict[str, str] = {}
     for name, info in methods.items():  # is warmed up; what it learns there is forgotten
         makers = {name: partial(info.make, given._replace(own=None))}
-        try:
-            Contest(model, makers, short).answer(batches[0], inputs[0])
-        except UnsupportedModelError as error:
-            left_out[name] = str(error)
-            if info.verification is None or len(left_out) == len(methods):
-                raise
-    makers = {n: partial(i.make, given) for n, i in methods.items() if n not in left_out}
+        Contest(model, makers, short).answer(batches[0], inputs[0])
+    makers = {name: partial(info.make, given) for name, info in methods.items()}
     for num_pass in range(settings.passes):
         contest = Contest(model, makers, settings, num_pass)
         for batch, encoded in zip(batches, inputs, strict=True):
             results.append(contest.answer(batch, encoded))
             on_answer()
-    return left_out
 
 
 def encode_batch(loaded: LoadedModel, texts: Sequence[str]) -> dict[str, torch.Tensor]:

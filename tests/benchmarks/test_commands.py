@@ -86,7 +86,7 @@ def test_every_command_has_help_and_names_what_is_wrong(
 def test_speed_ups_are_ratios_to_plain_and_the_median_of_passes_counts(
     options: list[Any], results: Callable[..., Any]
 ) -> None:
-    names = ["plain", "prompt_lookup", "lade_tree", "lade_chain", "rival_goose"]
+    names = ["plain", "prompt_lookup", "lade", "lade_untabled", "rival_goose"]
     found = results("run", *options, "--methods", ",".join(names), "--passes", 3, "--limit", 2)
     assert [*found["settings"]["methods"]] == names
     assert (found["settings"]["prompts"]["num"], found["settings"]["left_out"]) == (2, {})
@@ -102,7 +102,7 @@ def test_speed_ups_are_ratios_to_plain_and_the_median_of_passes_counts(
             assert entry["same_text"] == entry["share_repeated"] == 1.0
         assert of_methods["plain"]["speedup_of_each_pass"] == [1.0, 1.0, 1.0]
         assert of_methods["plain"]["mean_accepted_tokens"] == 1.0
-        assert of_methods["lade_tree"]["mean_accepted_tokens"] >= 1.0
+        assert of_methods["lade"]["mean_accepted_tokens"] >= 1.0
 
 
 def test_samples_and_batches_leave_out_what_has_one_row(
@@ -334,18 +334,6 @@ def test_the_budget_is_held_against_the_best_fixed_number_of_each_process(
         assert {*rates} == {"auto", "0", "3"}
         assert only["ratio"] == pytest.approx(rates["auto"] / max(rates["0"], rates["3"]))
         assert only["ratio_of_first"] > 0
-
-
-def test_what_is_believed_of_drafts_is_held_against_what_came(
-    options: list[Any], results: Callable[..., Any]
-) -> None:
-    found = results("reliability", *options, "--max-new-tokens", 40)
-    for part in ("the first 20 tokens", "after"):
-        *intervals, of_all = found[part]
-        assert of_all["num"] == sum(each["num"] for each in intervals) > 0
-        assert all(0 <= each["came"] <= 1 for each in intervals)
-        low, high = map(float, intervals[-1]["of"].split(" to "))
-        assert low <= intervals[-1]["promised"] <= high
 
 
 def test_a_full_pool_is_timed_and_an_interruption_keeps_its_sizes(
