@@ -63,7 +63,7 @@ def line_of(error: Exception) -> str | None:
     if not isinstance(error, LadeError | OSError | PoolFileError):
         return None
     # Without a cause, a traceback adds nothing that its reader could use.
-    hint = "" if error.__cause__ is None else " (--debug shows the whole error)"
+    hint = "" if error.__cause__ is None else " (lade --debug … shows the whole error)"
     return f"error: {error}{hint}"
 
 

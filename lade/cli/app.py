@@ -4,10 +4,9 @@ Shared options are in `options.py`, those of `lade pool` in `pool.py` and those 
 in `serve_app.py`.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from lade.cli.options import (
     ChatSamplingOptions,
@@ -29,17 +28,6 @@ from lade.cli.serve_app import serve
 from lade.errors import UserError
 from lade.models.settings import Settings
 
-
-class _DebuggedAnywhere(TyperGroup):
-    """Takes `--debug` behind a command's name as well, where users add it to what has failed."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        end = args.index("--") if "--" in args else len(args)  # what follows is no option
-        rest = [arg for arg in args[:end] if arg != "--debug"] + args[end:]
-        asks = rest and len(rest) < len(args)  # alone, it is no command, and help is shown
-        return super().parse_args(ctx, ["--debug", *rest] if asks else rest)
-
-
 app = typer.Typer(
     name="lade",
     help="Generate faster with any Hugging Face causal LM: no draft model, no training, same text.",
@@ -54,15 +42,13 @@ _MEASURE = "Measure"
 _PREPARE = "Prepare"
 
 
-@app.callback(cls=_DebuggedAnywhere, invoke_without_command=True)
+@app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     debug: Annotated[
         bool,
-        typer.Option(
-            "--debug", help="Show the traceback of every error; also behind a command's name."
-        ),
+        typer.Option("--debug", help="Show the traceback of every error: lade --debug COMMAND …"),
     ] = False,
 ) -> None:
     """Handle the options given before a command."""
