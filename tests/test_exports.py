@@ -15,6 +15,7 @@ import pytest
 import lade
 import ngram_pool
 from tests.lade.tiny import byte_tokenizer, tiny_model
+from tests.test_lines import modules_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,16 +62,6 @@ def test_all_is_sorted_and_complete(package: object) -> None:
         assert getattr(package, name) is not None
 
 
-def imports_of(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found
-
-
 def files_of(name: str) -> list[Path]:
     """Return the files of a module or package of lade."""
     folder = ROOT / "lade" / name
@@ -84,7 +75,7 @@ def test_the_core_imports_in_one_direction() -> None:
         later = [*ORDER[ORDER.index(name) + 1 :], *EDGE]
         forbidden = {f"lade.{other}" for other in later}
         for path in files_of(name):
-            imported = {".".join(each.split(".")[:2]) for each in imports_of(path)}
+            imported = {".".join(each.split(".")[:2]) for each in modules_of(path)}
             assert not imported & forbidden, path
 
 
@@ -170,20 +161,20 @@ def test_no_class_name_means_two_things_and_no_function_takes_more_than_eight() 
 
 def test_the_pool_knows_nothing_of_torch_or_lade() -> None:
     for path in (ROOT / "ngram_pool").glob("*.py"):
-        roots = {name.split(".")[0] for name in imports_of(path)}
+        roots = {name.split(".")[0] for name in modules_of(path)}
         assert not roots & {"torch", "transformers", "lade"}, path.name
 
 
 def test_nothing_of_the_wheel_imports_benchmarks_or_tests() -> None:
     for package in ("lade", "ngram_pool"):
         for path in (ROOT / package).rglob("*.py"):
-            roots = {name.split(".")[0] for name in imports_of(path)}
+            roots = {name.split(".")[0] for name in modules_of(path)}
             assert not roots & {"benchmarks", "tests"}, path
 
 
 def test_lade_generate_runs_without_the_benchmark() -> None:
     for name in ("generate", "serve", "prewarm"):
-        imported = imports_of(ROOT / "lade" / "cli" / f"{name}.py")
+        imported = modules_of(ROOT / "lade" / "cli" / f"{name}.py")
         assert not any(each.startswith("lade.bench") for each in imported), name
 
 
