@@ -240,7 +240,7 @@ def test_the_wheel_carries_both_packages_and_their_types(tmp_path: Path) -> None
         "root = pathlib.Path(sys.argv[1])\n"
         "assert pathlib.Path(lade.__file__).is_relative_to(root), lade.__file__\n"
         "for name in ('lade/py.typed', 'ngram_pool/py.typed', 'lade/cli/app.py',\n"
-        "             'lade/bench/run.py',\n"
+        "             'lade/__init__.pyi', 'lade/bench/run.py',\n"
         "             'ngram_pool/_kernels.py'):\n"
         "    assert (root / name).is_file(), name\n"
         "print(m.version('lade-decoding'), lade.__version__)"

@@ -99,7 +99,7 @@ def test_rows_of_very_different_lengths_run_without_padding() -> None:
     model.get_input_embeddings().register_forward_pre_hook(
         lambda module, args: shapes.append([*args[0].shape])
     )
-    lade.probe(model, num_rows=4)  # which runs the model, too
+    lade.warm_up(model, num_rows=4)  # which runs the model, too
     same_as_generate(model, ids, by=partial(_after, shapes.clear), **TOKENS)
     assert shapes[0] == [1, 499]
     assert shapes[1][0] == shapes[2][0] == 1  # later, rows that are left may be of about one length
@@ -113,7 +113,7 @@ def test_samples_of_one_prompt_share_its_prefill() -> None:
     model.get_input_embeddings().register_forward_pre_hook(
         lambda module, args: shapes.append([*args[0].shape])
     )
-    lade.probe(model, num_rows=5)  # which runs the model, too
+    lade.warm_up(model, num_rows=5)  # which runs the model, too
     by = partial(_after, shapes.clear)
     same_as_generate(model, prompt, by=by, do_sample=True, num_return_sequences=5, **TOKENS)
     assert shapes[0] == [1, prompt.shape[1]]
