@@ -5,7 +5,7 @@ import torch
 from lade.errors import EagerExecutionWarning, PlainDecodingWarning, VerificationWarning
 from lade.gpu.fixed import FixedTarget
 from lade.hf.circumstances import Circumstances
-from lade.hf.planning import Plan
+from lade.hf.planning import Planned
 from lade.probing.factory import VerificationPlan
 from lade.probing.proof import VerificationError
 
@@ -27,7 +27,7 @@ def say_why_plain(seen: Circumstances, verification: VerificationPlan) -> None:
     seen.warn_once(text, PlainDecodingWarning)
 
 
-def say_why_eager(seen: Circumstances, plan: Plan) -> None:
+def say_why_eager(seen: Circumstances, plan: Planned) -> None:
     """Warn once if steps were not executed as requested; the text is not affected.
 
     Only trees have fixed shapes; for other methods, warn only users who set `execution`.

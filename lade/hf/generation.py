@@ -15,7 +15,7 @@ from lade.hf.call import Call
 from lade.hf.circumstances import Circumstances
 from lade.hf.fallbacks import give_up, say_why_eager, say_why_plain
 from lade.hf.plain import finish_standard
-from lade.hf.planning import Plan, plan_of, proved
+from lade.hf.planning import Planned, plan_of, proved
 from lade.hf.pools import credit, opened
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.setup import CallPools, set_up
@@ -83,7 +83,7 @@ class Generation:
         seen.warn_once(text, RuntimeWarning)
         return None
 
-    def _decode(self, plan: Plan, target: Target, pools: CallPools) -> Any:
+    def _decode(self, plan: Planned, target: Target, pools: CallPools) -> Any:
         """Decode with drafts; continue by standard decoding if they can no longer be verified."""
         text, outputs, report = self._text, self._outputs, self._report
         self._stop.watch(text, outputs)

@@ -25,7 +25,7 @@ from lade.targets.rows import RowsTarget
 from lade.targets.trees import TreeTarget
 
 
-class Plan(NamedTuple):
+class Planned(NamedTuple):
     """How a call is decoded."""
 
     verification: VerificationPlan
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
 
 @without_collection()  # the first call checks the model, and loads or compiles kernels
-def plan_of(seen: Circumstances, policy: DevicePolicy) -> Plan:
+def plan_of(seen: Circumstances, policy: DevicePolicy) -> Planned:
     """Choose how to decode a call, and set up its target.
 
     Raises:
@@ -46,14 +46,14 @@ def plan_of(seen: Circumstances, policy: DevicePolicy) -> Plan:
         if is_asked or why_not_run(seen.profile) is not None:
             excluded = dict.fromkeys(SPECULATING, reason)  # raises if the config forbids it
             choose_verification(call.model, config=config, excluded=excluded, profile=seen.profile)
-        return Plan(VerificationPlan("plain", None, {"tree": reason}))
+        return Planned(VerificationPlan("plain", None, {"tree": reason}))
     with Attempt(LadeError, MisfitError, even_memory=True) as attempt:
         needed = requirements_of(
             call.model, call.input_ids, call.options, call.model_kwargs, seen.user_code
         )
         verification, engine_call = _verification(seen, needed)
         if verification.verification == "plain":
-            return Plan(verification)
+            return Planned(verification)
         num_beside = 0 if config.lookahead is None else config.lookahead.num_cells
         target: Target = make_target(
             *(call.model, call.input_ids, call.model_kwargs, verification),
@@ -62,8 +62,8 @@ def plan_of(seen: Circumstances, policy: DevicePolicy) -> Plan:
         if engine_call is not None and isinstance(target, TreeTarget | RowsTarget):
             target.join(engine_call)
     if attempt.failure is not None:  # standard decoding hits the same error, or works
-        return Plan(VerificationPlan("plain", None, {"tree": attempt.failure}))
-    return Plan(verification, target, needed.max_length)
+        return Planned(VerificationPlan("plain", None, {"tree": attempt.failure}))
+    return Planned(verification, target, needed.max_length)
 
 
 def _verification(
@@ -98,7 +98,7 @@ def _verification(
     return verification, engine_call
 
 
-def proved(seen: Circumstances, plan: Plan, text: Text) -> ProvedTarget:
+def proved(seen: Circumstances, plan: Planned, text: Text) -> ProvedTarget:
     """Return a plan's target, proved where that is due."""
     call = seen.call
     assert plan.target is not None

@@ -18,7 +18,7 @@ from lade.drafting.speculator import Speculator
 from lade.errors import UnsupportedOptionError
 from lade.garbage import without_collection
 from lade.hf.circumstances import Circumstances
-from lade.hf.planning import Plan
+from lade.hf.planning import Planned
 from lade.hf.stopping import Outputs
 from lade.prewarming.tables import prewarmed_table_of
 from lade.sampling.choice import Choice
@@ -41,7 +41,7 @@ class Setup(NamedTuple):
 
 def set_up(
     seen: Circumstances,
-    plan: Plan,
+    plan: Planned,
     pools: CallPools,
     text: Text,
     outputs: Outputs,
@@ -90,7 +90,7 @@ def set_up(
 
 def _drafting(
     seen: Circumstances,
-    plan: Plan,
+    plan: Planned,
     pools: CallPools,
     rngs: Sequence[np.random.Generator] | None,
     budget: Budget,
@@ -152,7 +152,7 @@ def _grammar(seen: Circumstances, device: torch.device) -> Source | None:
     return Source(grammar, what="forced tokens", is_strict=is_strict, device=device)
 
 
-def _budget(seen: Circumstances, plan: Plan) -> Budget:
+def _budget(seen: Circumstances, plan: Planned) -> Budget:
     config, options, verification = seen.call.config, seen.call.options, plan.verification
     most_asked = options.prompt_lookup_num_tokens
     limits = [each for each in (config.max_draft_tokens, most_asked) if each is not None]
