@@ -60,7 +60,8 @@ def answer(
     exchange.check()
     one.admitted = perf_counter()
     exchange.in_loop(exchange.choices.put_nowait, {})
-    asked, relay = exchange.asked, _Relay(exchange, one, loaded.tokenizer)
+    request, relay = exchange.request, _Relay(exchange, one, loaded.tokenizer)
+    asked = request.asked
     if relay.echoes:
         relay.echo(loaded.model)
     if not one.prompt.options.max_new_tokens:
@@ -81,10 +82,10 @@ def answer(
         return decode(
             model,
             input_ids,
-            pool=exchange.pools,
+            pool=request.pools,
             drafter=drafter,
-            config=replace(exchange.config, reuses_prefix=not exchange.is_private),
-            prediction=exchange.prediction,
+            config=replace(request.config, reuses_prefix=not request.is_private),
+            prediction=request.prediction,
             on_step=relay.take,
             **prepared,
         )
@@ -151,13 +152,14 @@ class _Relay:
 
     def __init__(self, exchange: Exchange, one: OneAnswer, tokenizer: Any) -> None:
         self._exchange, self._answer, self._parser = exchange, one, one.parser
-        self._is_chat = exchange.asked.is_chat
+        asked = exchange.request.asked
+        self._is_chat = asked.is_chat
         self._stream = TextStream(tokenizer, skips_special=self._parser is None)
-        self._cutter = StopCutter(exchange.asked.stop or ())
-        self._calls_once = getattr(exchange.asked, "calls_once", False)
-        self.decides = bool(exchange.asked.stop or self._calls_once)
-        self.echoes = bool(getattr(exchange.asked, "echo", None))
-        self._num_top = exchange.asked.num_logprobs
+        self._cutter = StopCutter(asked.stop or ())
+        self._calls_once = getattr(asked, "calls_once", False)
+        self.decides = bool(asked.stop or self._calls_once)
+        self.echoes = bool(getattr(asked, "echo", None))
+        self._num_top = asked.num_logprobs
         self._special = frozenset(tokenizer.all_special_ids)
         self.record = _Record()
         # Characters of all text, and of the text that no stop string can take back.
@@ -246,7 +248,7 @@ class _Relay:
 
     def _name(self, token_id: int) -> tuple[str, str]:
         """Return a token's text, and the JSON of the token up to its log-probability."""
-        data: bytes = self._exchange.tokens.decode_bytes([token_id])
+        data: bytes = self._exchange.request.tokens.decode_bytes([token_id])
         text = data.decode(errors="replace")
         return text, f'{{"token": {json.dumps(text)}, "bytes": {[*data]}, "logprob": '
 
@@ -267,7 +269,9 @@ class _Relay:
         for name, value in parts:
             if name == "tool_calls":
                 place, self._num_calls, self._pending = self._num_calls, self._num_calls + 1, ""
-                call_id = f"{self._exchange.request_id}_{self._answer.index}_tool_call_{place}"
+                call_id = (
+                    f"{self._exchange.request.request_id}_{self._answer.index}_tool_call_{place}"
+                )
                 call = {"index": place, "id": call_id, "type": "function", "function": value}
                 add(self._delta, {name: [call]})
             else:

@@ -17,7 +17,7 @@ from lade.models.loading import LoadedModel
 from lade.models.prompts import encode_messages, num_positions, tool_calls, useless_fields
 from lade.models.responses import CallForm, call_form_of, leaves_thoughts_open, parser_of
 from lade.server.errors import ApiError
-from lade.server.exchange import Exchange, OnePrompt
+from lade.server.exchange import OnePrompt, Request
 from lade.server.grammars import Grammars
 from lade.server.options import ServerOptions
 from lade.server.requests import Asked, Chat, Completion, wrong
@@ -40,59 +40,64 @@ class Preparing:
         self.grammars = Grammars(loaded)
         self._lock = threading.Lock()  # tokenizers change settings, which is not thread-safe
 
-    def prepare(self, exchange: Exchange) -> None:
-        """Set config, prompts and prediction of an exchange.
+    def prepare(self, request: Request, num_held: int) -> Request:
+        """Return a request of a body of so many bytes with config, prompts and prediction.
 
         Raises:
             ApiError: the request makes no prompt, or one that is too long.
         """
-        asked = exchange.asked
+        asked, ignored, prediction = request.asked, [*request.ignored], None
         chat = asked if isinstance(asked, Chat) else None
-        exchange.config = self._config(asked)
-        num_bytes = max(0, exchange.num_held - _OTHER_BYTES)
+        config = self._config(asked)
+        num_bytes = max(0, num_held - _OTHER_BYTES)
         num_prompts = len(asked.prompt) if isinstance(asked, Completion) else 1
         self._check_length(num_bytes // _MOST_BYTES // num_prompts, "prompt", " or more")
         if chat is not None and chat.prediction is not None:
             text = "".join(part.text for part in chat.prediction.content)
-            exchange.prediction = self._predicted(text)
+            prediction = self._predicted(text)
         try:
             with self._lock:
-                given = self._encoded(asked, exchange.ignored)
+                given = self._encoded(asked, ignored)
         except ApiError:
             raise
         except Exception as error:  # templates and tokenizers raise anything
             message = "expected a request that makes a prompt"
             raise ApiError(400, str(error) if isinstance(error, UserError) else message) from error
-        exchange.prompts = [
+        prompts = [
             OnePrompt(inputs, self._generation(asked, inputs["input_ids"].shape[1]))
             for inputs in given
         ]
-        if asked.num_logprobs is not None:
-            exchange.tokens = self.grammars.tokens
-        if chat is None:
-            return
-        if chat.tools and chat.prediction is None and chat.speculation is not False:
-            with Attempt():  # a template may refuse a call that no answer would contain
-                calls = tool_calls(self._tokenizer, chat.tools[:_MOST_TOOLS])
-                exchange.prediction = self._predicted(calls)
-        (prompt,) = exchange.prompts
-        text = self._tokenizer.decode(prompt.inputs["input_ids"][0])
-        exchange.prompts = [prompt._replace(parser=parser_of(self._loaded, text, chat.tools))]
+        if chat is not None:
+            if chat.tools and chat.prediction is None and chat.speculation is not False:
+                with Attempt():  # a template may refuse a call that no answer would contain
+                    calls = tool_calls(self._tokenizer, chat.tools[:_MOST_TOOLS])
+                    prediction = self._predicted(calls)
+            (prompt,) = prompts
+            text = self._tokenizer.decode(prompt.inputs["input_ids"][0])
+            prompts = [prompt._replace(parser=parser_of(self._loaded, text, chat.tools))]
+        return replace(
+            request,
+            config=config,
+            ignored=ignored,
+            prompts=prompts,
+            prediction=prediction,
+            tokens=None if asked.num_logprobs is None else self.grammars.tokens,
+        )
 
-    def grammar(self, exchange: Exchange, tenant: str) -> llguidance.LLMatcher:
+    def grammar(self, request: Request, tenant: str) -> llguidance.LLMatcher:
         """Return the grammar of a chat's schema, or of the calls that it forces.
 
         Raises:
             ApiError: no grammar can be made of it, or the form of the model's calls is unknown.
         """
-        chat = exchange.asked
+        chat = request.asked
         assert isinstance(chat, Chat)
         if chat.tools_forced is None:
             assert chat.schema_asked is not None
             return self.grammars.made(chat.schema_asked, tenant)
         form = self._call_form
         if form is not None:  # then there is a parser
-            thinks = leaves_thoughts_open(exchange.prompts[0].parser)
+            thinks = leaves_thoughts_open(request.prompts[0].parser)
             form = form._replace(thoughts=None) if thinks is False else form
         if form is None or (thinks and form.thoughts is None):
             reason = "not supported: the model's chat template does not tell how calls are written"

@@ -7,6 +7,7 @@ Errors have OpenAI's form. A request is prepared in threads, waits for its turn,
 import asyncio
 import logging
 from collections.abc import Callable, Container
+from dataclasses import replace
 from functools import partial
 from time import perf_counter, time
 from typing import Any
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lade.engine import Engine
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
+from lade.server import exchange as exchanges
 from lade.server.answers import events, whole
 from lade.server.connections import Shares, origin_of
 from lade.server.errors import ApiError, failed
@@ -128,7 +130,7 @@ class Routes:
             self._metrics.count_request(status)
             # A path may hold line breaks and escapes.
             path, sec = quote(scope["path"][:200]), perf_counter() - begin
-            ignored = "" if exchange is None else exchange.without_effect
+            ignored = "" if exchange is None else exchange.request.without_effect
             note = f", without effect: {ignored}" if ignored else ""
             logger.info("%s %s %d %.3f s%s", scope["method"], path, status, sec, note)
 
@@ -155,14 +157,14 @@ class Routes:
             del data
             await self._begin(exchange)
             self._let_go(exchange)
-            named = {"x-request-id": exchange.request_id}
-            if ignored := exchange.without_effect:
+            named = {"x-request-id": exchange.request.request_id}
+            if ignored := exchange.request.without_effect:
                 named["x-without-effect"] = ignored
-            if exchange.asked.stream:
+            if exchange.request.asked.stream:
                 return StreamingResponse(events(exchange), 200, named, "text/event-stream")
             return Response(await whole(exchange), 200, named, "application/json")
         finally:
-            if not exchange.futures:  # otherwise the engine finishes it
+            if not any(one.future for one in exchange.answers):  # otherwise the engine finishes it
                 exchange.finish()
 
     def _identified(self, request: Request) -> KeyOwner:
@@ -179,14 +181,10 @@ class Routes:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "expected Content-Type: application/json")
-        exchange = Exchange(
-            owner,
-            of_whom=owner.key or origin_of(request.scope["client"]),
-            knows_kept=bool(owner.key) or options.shares_pool,
-            timeout_sec=options.timeout_sec,
-            model=self._name,
-            when_over=self._over,
-        )
+        of_whom = owner.key or origin_of(request.scope["client"])
+        knows_kept = bool(owner.key) or options.shares_pool
+        asks = exchanges.Request(owner, of_whom, knows_kept, self._name)
+        exchange = Exchange(asks, options.timeout_sec, self._over)
         self._open.add(exchange)
         request.state.exchange = exchange
         return exchange
@@ -200,7 +198,7 @@ class Routes:
                 async for piece in request.stream():
                     exchange.check()
                     if piece and len(data) <= most:
-                        if not self._bytes.take(exchange.of_whom, len(piece)):
+                        if not self._bytes.take(exchange.request.of_whom, len(piece)):
                             message = "other requests hold too much memory; try again later"
                             raise ApiError(429, message, code="queue_full")
                         exchange.num_held += len(piece)
@@ -217,23 +215,27 @@ class Routes:
 
     async def _prepared(self, kind: type[Asked], exchange: Exchange, data: bytearray) -> None:
         """Read and check a request, and make its prompts, pools and grammar, before its turn."""
-        run = self._workers.run
-        ignored = exchange.ignored if self._options.ignores_unknown else None
-        asked: Asked = await run(exchange, read, kind, data, self._name, ignored)
-        if exchange.owner.is_alone:
+        run, owner, ignored = self._workers.run, exchange.request.owner, list[str]()
+        unknown = ignored if self._options.ignores_unknown else None
+        asked: Asked = await run(exchange, read, kind, data, self._name, unknown)
+        if owner.is_alone:
             asked.speculation = False
-        exchange.asked = asked
-        exchange.pools, tenant = self.pools.of(exchange.owner, asked)
-        exchange.is_private = not tenant
-        await run(exchange, self._preparing.prepare, exchange)
+        pools, tenant = self.pools.of(owner, asked)
+        exchange.request = request = replace(
+            exchange.request, asked=asked, ignored=ignored, pools=pools, is_private=not tenant
+        )
+        prepare, num_held = self._preparing.prepare, exchange.num_held
+        exchange.request = request = await run(exchange, prepare, request, num_held)
         if isinstance(asked, Chat) and (asked.schema_asked or asked.tools_forced) is not None:
-            who = "" if exchange.owner.is_alone else tenant or exchange.of_whom
+            who = "" if owner.is_alone else tenant or request.of_whom
             make = self._preparing.grammar
-            exchange.grammar = await self._lookers.run(exchange, make, exchange, who)
+            grammar = await self._lookers.run(exchange, make, request, who)
+            exchange.request = replace(request, grammar=grammar)
 
     async def _begin(self, exchange: Exchange) -> None:
         """Submit the answers, unless too many of the key wait; return at the first turn."""
-        engine, owner, num = self._engine, exchange.of_whom, exchange.num_answers
+        engine, request = self._engine, exchange.request
+        owner, num = request.of_whom, request.num_answers
         num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
         has_place = engine.num_running + num_before + num <= engine.max_running
         if num_waiting + num > self._options.max_queue and not has_place:
@@ -244,14 +246,14 @@ class Routes:
         for one in exchange.answers:
             num_tokens = one.prompt.num_tokens + one.prompt.options.max_new_tokens
             call = partial(answer, exchange, one, self._loaded, self._options.drafter)
-            exchange.futures.append(future := engine.submit(call, num_tokens, owner).future)
-            future.add_done_callback(partial(tell_end, exchange))
+            one.future = engine.submit(call, num_tokens, owner).future
+            one.future.add_done_callback(partial(tell_end, exchange))
         if await exchange.choices.get() is None:  # ended before its turn
             exchange.check()
 
     def _let_go(self, exchange: Exchange) -> None:
         """Give back the memory of a request's body."""
-        self._bytes.give(exchange.of_whom, exchange.num_held)
+        self._bytes.give(exchange.request.of_whom, exchange.num_held)
         exchange.num_held = 0
 
     def _over(self, exchange: Exchange) -> None:
@@ -277,7 +279,7 @@ class _Workers:
             ApiError: the exchange has ended meanwhile.
         """
         of_key = asyncio.Semaphore(self._most_of_key)
-        async with self._of_key.setdefault(exchange.of_whom, of_key), self._all:
+        async with self._of_key.setdefault(exchange.request.of_whom, of_key), self._all:
             exchange.check()
             return await asyncio.get_running_loop().run_in_executor(None, function, *args)
 
