@@ -122,11 +122,8 @@ def packed_model(family: str, formats: str) -> Any:
     """Return a model of a GGUF file whose weights stay in their blocks."""
     with TemporaryDirectory() as folder:
         sizes = {"vocab_size": tiny.VOCAB_SIZE, "intermediate_size": 256}
-        if family == "gemma2":
-            sizes["sliding_window"] = 8
-        without = ("tokenizer_model", "token_list", "token_types", "token_merges")
-        of = formats.split("+")
-        whole = gguf_files.write(Path(folder), family, *of, without=without, **sizes)
+        sizes |= {"sliding_window": 8} if family == "gemma2" else {}
+        whole = gguf_files.write(Path(folder), family, *formats.split("+"), **sizes)
         model = load_gguf(Path(folder) / "model.gguf")
     _WHOLE[model] = whole
     return model
