@@ -121,7 +121,7 @@ _WHOLE = WeakKeyDictionary[Any, Any]()
 def packed_model(family: str, formats: str) -> Any:
     """Return a model of a GGUF file whose weights stay in their blocks."""
     with TemporaryDirectory() as folder:
-        sizes = {"vocab_size": tiny.VOCAB_SIZE, "intermediate_size": 256}
+        sizes: dict[str, Any] = {"vocab_size": tiny.VOCAB_SIZE, "intermediate_size": 256}
         sizes |= {"sliding_window": 8} if family == "gemma2" else {}
         whole = gguf_files.write(Path(folder), family, *formats.split("+"), **sizes)
         model = load_gguf(Path(folder) / "model.gguf")
