@@ -20,6 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from lade.forward import words
 from lade.forward._tiles import (
     DEPTH,
     FEATURES,
@@ -33,24 +34,7 @@ from lade.forward._tiles import (
     job,
 )
 
-# GGML's numbers of formats, with the numbers in a block and the bytes of a block.
-F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 = 0, 1, 2, 3, 6, 7, 8
-Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, BF16 = 12, 13, 14, 20, 23, 30
-BLOCKS = {
-    F32: (32, 128),
-    F16: (32, 64),
-    BF16: (32, 64),
-    Q4_0: (32, 18),
-    Q4_1: (32, 20),
-    Q5_0: (32, 22),
-    Q5_1: (32, 24),
-    Q8_0: (32, 34),
-    Q4_K: (256, 144),
-    Q5_K: (256, 176),
-    Q6_K: (256, 210),
-    IQ4_NL: (32, 18),
-    IQ4_XS: (256, 136),
-}
+(F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, BF16) = words.BLOCKS
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 HAS_IQ4 = LANES == 16 or "avx2" in FEATURES  # its values need look-ups
 STRIP = 4 * DEPTH  # numbers that are unpacked at once for many rows
@@ -80,7 +64,7 @@ class _Unpack:
 
     def __init__(self, build: Any, format_: int, num_columns: int) -> None:
         self._build, self._format = build, format_
-        self.numbers, self.bytes = BLOCKS[format_]
+        _, self.numbers, self.bytes = words.BLOCKS[format_]
         self.num_groups = {Q4_K: 4, Q5_K: 4, Q6_K: 2, IQ4_XS: 8}.get(format_, 1)
         self._scales: dict[int, Any] = {}  # vectors of a block's scale, by column
         self._factors: list[Any] = []  # scales of a block's parts, in memory
@@ -349,7 +333,7 @@ class _Unpack:
 
 def _at_once(format_: int) -> int:
     """Return how many blocks one turn of a loop unpacks, whose cache lines it prefetches."""
-    return 2 if BLOCKS[format_][0] == 32 and format_ != F32 else 1
+    return 2 if words.BLOCKS[format_][1] == 32 and format_ != F32 else 1
 
 
 def _over_blocks(
@@ -514,7 +498,7 @@ def product_of(format_: int) -> Any:
     address of scratch memory for STRIP float32. If the address of inputs is 0, it unpacks the
     weights to the results, a row for each column.
     """
-    numbers, in_bytes = BLOCKS[format_]
+    _, numbers, in_bytes = words.BLOCKS[format_]
     at_once, most_fused, few, tall, whole = _at_once(format_), _MOST_FUSED, _FEW, _TALL, _WHOLE
 
     def run(address: Any) -> None:

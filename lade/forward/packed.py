@@ -16,23 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lade.forward import words
 from lade.forward.linear import Products, is_plain, kernels
 
-# GGML's numbers and names of formats; F32 needs no layer of its own.
-FORMATS = {
-    1: "F16",
-    2: "Q4_0",
-    3: "Q4_1",
-    6: "Q5_0",
-    7: "Q5_1",
-    8: "Q8_0",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
-    20: "IQ4_NL",
-    23: "IQ4_XS",
-    30: "BF16",
-}
 _NUM_CHECKED = 2**18  # numbers that are unpacked in both ways when a format is first used
 _TOLERANCE = 2**-16  # of the largest result
 _NUM_UNPACKED = 2**20  # numbers that are unpacked at once: little memory
@@ -43,7 +29,7 @@ class PackedLinear(nn.Linear):
 
     Args:
         weight: the blocks, kept as they are, such as a memory-mapped part of a file.
-        ggml_type: GGML's number of the format, one of `FORMATS`.
+        ggml_type: GGML's number of the format, one of `words.BLOCKS`.
         in_features: numbers of a row, whole blocks.
         bias: float32 [out_features].
         half: rows of half a head if the rows of its two halves alternate, as in GGUF files of
@@ -90,7 +76,7 @@ class PackedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Return the layer's sizes for `print`."""
-        return f"{super().extra_repr()}, format={FORMATS[self.ggml_type]}"
+        return f"{super().extra_repr()}, format={words.BLOCKS[self.ggml_type][0]}"
 
 
 class PackedEmbedding(nn.Embedding):
@@ -126,7 +112,7 @@ class PackedEmbedding(nn.Embedding):
 def formats_of(model: nn.Module) -> list[str]:
     """Return the block formats of a model's weights."""
     packed = (each for each in model.modules() if isinstance(each, PackedLinear | PackedEmbedding))
-    return sorted({FORMATS[each.ggml_type] for each in packed})
+    return sorted({words.BLOCKS[each.ggml_type][0] for each in packed})
 
 
 def unpacked(weight: Tensor, format_: int) -> Tensor:
@@ -190,7 +176,7 @@ def _compiled(weight: Tensor, format_: int) -> Function | None:
     if format_ in (_packed.IQ4_NL, _packed.IQ4_XS) and not _packed.HAS_IQ4:
         return None
     compiled = _packed.product_of(format_)
-    function = Function(compiled.address, compiled.ctypes, *_packed.BLOCKS[format_])
+    function = Function(compiled.address, compiled.ctypes, *words.BLOCKS[format_][1:])
     per_row = weight.shape[1] // function.bytes * function.numbers
     rows = weight[: _NUM_CHECKED // per_row + 1].contiguous()
     mine, theirs = _by_function(rows, function), _by_reference(rows, format_)

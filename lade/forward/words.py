@@ -101,3 +101,20 @@ PHASES_OF_LAYER = 12
 
 # What a module of a plan gets in the place of states, of positions, and of tokens.
 STATES_GIVEN, POSITIONS_GIVEN, TOKENS_GIVEN = object(), object(), object()
+
+# Formats of packed weights, by GGML's numbers: its names, numbers in a block, and bytes of one.
+BLOCKS = {
+    0: ("F32", 32, 128),
+    1: ("F16", 32, 64),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    20: ("IQ4_NL", 32, 18),
+    23: ("IQ4_XS", 256, 136),
+    30: ("BF16", 32, 64),
+}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lade.errors import UserError
+from lade.forward.words import BLOCKS
 
 _F32, _MOST_DIMENSIONS = 0, 4
 # Entries of a list in a header, and what a single one needs at least: no file has more tokens.
@@ -151,20 +152,18 @@ def _header(read: _HeaderReader, size: int) -> GgufHeader:
             raise ValueError(f"the tensor {name!r} has {num_dimensions:,} dimensions")
         sizes = [read.number("Q") for _ in range(num_dimensions)]
         listed.append((name, tuple(reversed(sizes)), read.number("I"), read.number("Q")))
-    from lade.forward.packed import FORMATS  # which imports torch
-
     unit = settings.get("general.alignment", 32)
     if type(unit) is not int or not 0 < unit <= 2**16 or unit % 8:
         raise ValueError(f"its data is aligned to {unit!r} bytes")
     first = -(-read.place // unit) * unit
     tensors: dict[str, Stored] = {}
     for name, shape, format_, offset in listed:
-        if format_ not in (_F32, *FORMATS):
+        if format_ not in BLOCKS:
             raise ValueError(
-                f"the tensor {name!r} is of GGML's type {_name_of(format_)}, and F32, "
-                f"{', '.join(FORMATS.values())} are read"
+                f"the tensor {name!r} is of GGML's type {_name_of(format_)}, and "
+                f"{', '.join(name for name, *_ in BLOCKS.values())} are read"
             )
-        numbers, in_bytes = (1, 4) if format_ == _F32 else _block_of(format_)
+        numbers, in_bytes = (1, 4) if format_ == _F32 else BLOCKS[format_][1:]
         num_bytes = math.prod(shape) // numbers * in_bytes
         is_whole = min(shape) > 0 and shape[-1] % numbers == 0 and offset % unit == 0
         if not is_whole or name in tensors or first + offset + num_bytes > size:
@@ -175,13 +174,6 @@ def _header(read: _HeaderReader, size: int) -> GgufHeader:
         tensors[name] = Stored(shape, format_, first + offset, num_bytes)
     begin = struct.pack("<4sIQQ", b"GGUF", version, 0, len(kept))
     return GgufHeader(settings, tensors, begin + b"".join(kept))
-
-
-def _block_of(format_: int) -> tuple[int, int]:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    numbers, in_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(format_)]
-    return (32, 32 * in_bytes) if numbers == 1 else (numbers, in_bytes)
 
 
 def _name_of(format_: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.equality.pairs import Row, all_pairs
 from tests.fuzz.cases import Case, Rows
+from tests.fuzz.parts import PACKED
 from tests.support.tiny import VOCAB_SIZE
 
 #: Every kind of attention, position, cache and state that docs/models.md tells apart.
@@ -21,9 +22,10 @@ FAMILIES = (
 )
 #: In float32 their forwards may be lade's own compiled ones.
 SINGLES = ("llama float32", "gemma2 float32", "qwen3 float32")
+FILES = PACKED[::10]  # of both, weights in blocks of a file
 
 # Whose trees are verified whole, the same whatever else is in a forward.
-TREES = ("llama", "qwen3", "olmo2", "phi3", "mistral", "gemma3_text", *SINGLES)
+TREES = ("llama", "qwen3", "olmo2", "phi3", "mistral", "gemma3_text", *SINGLES, *FILES)
 _STATES = ("mamba2", "rwkv", "jamba", "qwen3_next")  # no token can be taken back from it
 _DRAFTS = {
     "a new pool": {},
@@ -105,8 +107,8 @@ _OUTPUTS = {
     "followed": {"return_dict_in_generate": "True"},
 }
 FACTORS: dict[str, tuple[str, ...]] = {
-    "model": (*FAMILIES, *SINGLES),
-    "way": ("generate", "custom_generate", "wrap", "batcher"),
+    "model": (*FAMILIES, *SINGLES, *FILES),
+    "way": ("generate", "custom_generate", "wrap", "batcher", "itself"),
     "drafts": (*_DRAFTS,),
     "method": (*_METHODS,),
     "prompt": _PROMPTS,
@@ -137,6 +139,7 @@ def fits(row: Row) -> bool:
         return factor in row and row[factor] not in values
 
     impossible = (
+        has("way", "itself") and lacks("model", *FILES),
         # A wrapped model has no drafter, and transformers hands a function of ours less than all.
         has("way", "wrap") and "drafter" in _DRAFTS.get(row.get("drafts", ""), {}),
         has("way", "custom_generate") and (has("stream", "yes") or has("stop", "strings")),

@@ -8,10 +8,11 @@ import pytest
 
 import lade
 from tests.equality.pairs import Row, all_pairs, pairs_of
-from tests.equality.table import FACTORS, cases, fits
+from tests.equality.table import FACTORS, FAMILIES, FILES, SINGLES, cases, fits
 from tests.fuzz.cases import Case
 from tests.fuzz.compare import call_lade, compare
 from tests.fuzz.run import deterministic, explain
+from tests.grids import thinned
 from tests.lade.tiny import IS_NEWEST
 
 PARTS = 2  # of a model's cases, each within two seconds
@@ -33,7 +34,7 @@ def _reproducible() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("model", FACTORS["model"])
+@pytest.mark.parametrize("model", thinned(FACTORS["model"], *FAMILIES, *SINGLES, FILES[0]))
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_model_answers_as_generate_does_whatever_is_asked(model: str, part: int) -> None:
     kinds = Counter[str]()

@@ -30,6 +30,7 @@ SHARE_OF_TINY_VOCABULARIES = 0.1  # of the families'
 SHARE_WITH_EVENTS = {"families": 0.42, "architectures": 0.06}
 SHARE_OF_MODELS = 0.5  # of the drafters, those that are models
 SHARE_WITH_PREDICTIONS = 0.5
+SHARE_WITHOUT_LADE = 0.2  # of models of a file, whose own `generate` is held against one made whole
 PREDICTIONS = ("right", "end", "inserted", "deleted", "replaced", "shuffled", "foreign")
 SHARE_OF_MORE = 0.2  # with what lade is seldom given
 
@@ -52,7 +53,7 @@ class Case:
     options: dict[str, str] = field(default_factory=dict)  # of the call
     config: dict[str, str] = field(default_factory=dict)  # of the call's GenerationConfig
     model_config: dict[str, str] = field(default_factory=dict)  # of model.generation_config
-    door: str = "generate"  # generate, wrap, custom_generate
+    door: str = "generate"  # generate, wrap, custom_generate, batcher, itself
     lade: dict[str, str] = field(default_factory=dict)  # pool, drafter, config
     num_calls: int = 1  # of lade with the same pool, each compared
     follow_up: str = ""  # plain, lade: who goes on from the cache that was returned
@@ -132,6 +133,8 @@ class Case:
             return f"deepcopy({replace(self, events=(), interrupts=(), threads=0).model_call()})"
         if not self.architecture:
             return f"fuzz_model({', '.join(f'{name}={v!r}' for name, v in self.model.items())})"
+        if "+" in self.model["dtype"]:
+            return f"packed_model({self.architecture!r}, {self.model['dtype']!r})"
         given = [repr(self.architecture), f"seed={self.model['seed']}"]
         if self.model["attention"] is not None:
             given.append(f"attention={self.model['attention']!r}")
@@ -388,7 +391,7 @@ def _draw_model(rng: Random, architectures: Sequence[str] | None) -> dict[str, A
         architectures = ARCHITECTURES
     if architectures:
         name, _, dtype = rng.choice(architectures).partition(" ")
-        attention = rng.choice([None, None, None, "eager"])
+        attention = None if "+" in dtype else rng.choice([None, None, None, "eager"])
         dtype = "float32" if name in FLOAT32_ONLY else dtype or "float64"
         return {"architecture": name, "seed": 0, "attention": attention, "dtype": dtype}
     number = rng.randrange(NUM_MODELS)
@@ -552,6 +555,8 @@ def _draw_lade(case: Case, hand: _Hand) -> Case:
     door = rng.choices(["generate", "wrap", "custom_generate"], [60, 20, 20])[0]
     if door == "custom_generate" and {"streamer", "tokenizer"} & case.options.keys():
         door = "generate"  # transformers drops these two on the way to a custom function
+    if "+" in case.model.get("dtype", "") and rng.random() < SHARE_WITHOUT_LADE:
+        door = "itself"
     sizes: dict[str, Any] = {"max_draft_tokens": rng.choice([0, 1, 2, 4, 8, 8, 16, 25])}
     if rng.random() < (0.25 if case.architecture else 0.12):
         sizes["verification"] = rng.choice(VERIFICATIONS)

@@ -86,12 +86,14 @@ class Verdict:
 
 def call_plain(model: Any, door: str, arguments: dict[str, Any], given: dict[str, Any]) -> Any:
     """Call transformers' own `generate`; the same signature as `call_lade`."""
-    return model.generate(*_by_place(arguments), **arguments)
+    return parts.whole_of(model).generate(*_by_place(arguments), **arguments)
 
 
 def call_lade(model: Any, door: str, arguments: dict[str, Any], given: dict[str, Any]) -> Any:
     """Call lade through one of its entry points."""
     place = _by_place(arguments)
+    if door == "itself":  # as lade has loaded it
+        return model.generate(*place, **arguments)
     if door == "batcher":
         return _call_batcher(model, place, arguments, given)
     if door == "custom_generate":

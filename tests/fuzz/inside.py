@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 from lade.compat import CACHE, CACHE_NAMES, is_hf_hook, without_compiler
 from lade.config import SPECULATING, VERIFICATIONS
+from lade.models.gguf import load_gguf
 from lade.probing.plan import choose_verification
 from lade.probing.profile import profile_of
 from lade.probing.proof import Distances
@@ -16,6 +17,7 @@ __all__ = [
     "CACHE_NAMES",
     "VERIFICATIONS",
     "is_hf_hook",
+    "load_gguf",
     "noting_verification",
     "proofs_after",
     "settle",

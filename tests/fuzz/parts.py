@@ -8,8 +8,11 @@ import inspect
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import cache, lru_cache
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -30,6 +33,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 import lade
 from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 from ngram_pool import Draft
+from tests.fuzz.inside import load_gguf
+from tests.lade.models import gguf_files
 from tests.lade.tiny import byte_tokenizer, tiny_model
 from tests.support import tiny
 
@@ -57,11 +62,13 @@ __all__ = [
     "deepcopy",
     "fuzz_model",
     "fuzz_tokenizer",
+    "packed_model",
     "pool_of",
     "predicted",
     "random_texts",
     "torch",
     "used_pool",
+    "whole_of",
 ]
 
 Log = dict[str, list[Any]]
@@ -79,8 +86,15 @@ SINGLES = tuple(
         *("nemotron", "exaone4", "helium"),
     )
 )
+_FORMATS = (*gguf_files.SCALES, "F16", "BF16", "F32")
+# Of these, weights stay in blocks of a file, of two formats in turn; each has all families.
+PACKED = tuple(
+    f"{family} {_FORMATS[(i + shift) % 13]}+{_FORMATS[(i + shift + 1 + shift // 4) % 13]}"
+    for i, family in enumerate(gguf_files.ARCHITECTURES)
+    for shift in (0, 4, 8)
+)
 # Every other causal LM, each of one size: with windows, chunks, ALiBi, states, without a cache.
-ARCHITECTURES = (*tiny.causal_lm_types(), *tiny.VARIANTS, *SINGLES)
+ARCHITECTURES = (*tiny.causal_lm_types(), *tiny.VARIANTS, *SINGLES, *PACKED)
 
 # Their code cannot run in float64.
 FLOAT32_ONLY = ("xglm", "xlnet")
@@ -94,9 +108,34 @@ def model_of(spec: Mapping[str, Any]) -> Any:
 @lru_cache(maxsize=2000)
 def architecture(architecture: str, seed: int, attention: str | None, dtype: str) -> Any:
     """Return the tiny model of an architecture, made once a process."""
+    if "+" in dtype:
+        return packed_model(architecture, dtype)
     return tiny.tiny_model(
         architecture, seed=seed, attention=attention, dtype=getattr(torch, dtype)
     )
+
+
+_WHOLE = WeakKeyDictionary[Any, Any]()
+
+
+def packed_model(family: str, formats: str) -> Any:
+    """Return a model of a GGUF file whose weights stay in their blocks."""
+    with TemporaryDirectory() as folder:
+        sizes: dict[str, Any] = {"vocab_size": tiny.VOCAB_SIZE, "intermediate_size": 256}
+        sizes |= {"sliding_window": 8} if family == "gemma2" else {}
+        whole = gguf_files.write(Path(folder), family, *formats.split("+"), **sizes)
+        model = load_gguf(Path(folder) / "model.gguf")
+    _WHOLE[model] = whole
+    return model
+
+
+def whole_of(model: Any) -> Any:
+    """Return a packed model made whole; another one, or a copy that may differ, itself."""
+    whole = _WHOLE.get(model)
+    if whole is None:
+        return model
+    whole.generation_config = model.generation_config
+    return whole
 
 
 @cache

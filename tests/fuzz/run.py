@@ -23,6 +23,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from tests.about import about
 from tests.fuzz.cases import Case, draw_case
 from tests.fuzz.compare import Door, Kind, call_lade, call_plain, compare
+from tests.fuzz.parts import PACKED
 from tests.fuzz.shrink import program, shrink
 
 DOORS: dict[str, Door] = {"lade": call_lade, "plain": call_plain}
@@ -360,8 +361,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=int, help="run and print this case alone")
     parser.add_argument(
         "--architectures",
-        type=lambda names: [name for name in names.split(",") if name],
-        help="draw the model from these names alone, comma between; '' for the small families",
+        type=lambda names: [*PACKED] if names == "packed" else [*filter(None, names.split(","))],
+        help="draw the model from these names alone, comma between; '' for the small families, "
+        "'packed' for those of GGUF files",
     )
     parser.add_argument(
         "--stop-after", type=int, default=0, help="stop after so many mismatches; 0: never"

@@ -162,7 +162,7 @@ def program(case: Case, title: str) -> str:
         "",
         "",
         "def plain(a):",
-        f"    return model.generate({first}**a)",
+        f"    return whole_of(model).generate({first}**a)",
         "",
         "",
         "def ours(a):",
@@ -221,6 +221,7 @@ def _door(case: Case, first: str) -> list[str]:
     given = "".join(f"{name}={name}, " for name in of_call if name in case.lade)
     place = '{"place": a.pop("inputs"), **a}' if first else "a"
     return {
+        "itself": [f"return model.generate({first}**a)"],
         "generate": [f"return lade.generate(model, {first}**a, **given)"],
         "custom_generate": [
             f"return model.generate({first}**a, custom_generate=lade.decode, **given)"

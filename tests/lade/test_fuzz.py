@@ -20,6 +20,7 @@ import lade
 from tests.fuzz import run
 from tests.fuzz.cases import Case, draw_case
 from tests.fuzz.compare import Door, call_lade, call_plain, compare
+from tests.fuzz.parts import PACKED
 from tests.fuzz.shrink import program, shrink
 from tests.grids import thinned
 
@@ -71,6 +72,14 @@ def test_random_calls_of_any_architecture_return_what_plain_generate_returns() -
     assert {"tree", "chain", "snapshot", "plain"} <= summary.verifications.keys()
     assert {"chain, as asked", "plain, as asked"} <= summary.verifications.keys()
     assert summary.with_accepted > summary.with_stats / 4
+
+
+@pytest.mark.exhaustive
+def test_random_calls_of_packed_models_return_what_those_made_whole_return() -> None:
+    summary = summary_of(range(60), PACKED)
+    assert summary.kinds["same"] > 40
+    assert summary.drawn["door itself"] > 5
+    assert summary.with_accepted > summary.with_stats / 5
 
 
 def test_a_case_depends_on_its_number_alone() -> None:

@@ -13,7 +13,8 @@ import lade
 from lade.forward import packed as file
 from lade.forward.job import FusedForwards, forwards_for
 from lade.forward.linear import kernels
-from lade.forward.packed import FORMATS, PackedEmbedding, PackedLinear, made_whole
+from lade.forward.packed import PackedEmbedding, PackedLinear, made_whole
+from lade.forward.words import BLOCKS
 from lade.models.gguf import load_gguf
 from lade.openmp import runner
 from tests.grids import thinned
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here"),
     pytest.mark.xdist_group("products"),  # compiled once
 ]
-NUMBERS = {name: number for number, name in FORMATS.items()}
+NUMBERS = {name: number for number, (name, *_) in BLOCKS.items() if name != "F32"}
 # More than a depth of inputs, columns that no tile has, and blocks by one, where there are such.
 SIZES = ((9, 256), (37, 1536), (18, 1120), (10, 96))
 NUM_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 40)
@@ -54,7 +55,7 @@ def test_products_are_exact_and_add_in_one_order(
 
     module: Any = kernels_with(lanes, tmp_path, monkeypatch, is_packed=True) if lanes else _packed
     function = module.product_of(NUMBERS[name]).ctypes
-    size = module.BLOCKS[NUMBERS[name]][0]
+    size = BLOCKS[NUMBERS[name]][1]
     rng = np.random.default_rng(1)
     for num_columns, num in ((n, k) for n, k in SIZES if k % size == 0):
         weight = blocks(name, num_columns, num)

@@ -30,7 +30,7 @@ ARCHITECTURES = {
 TURNED, RAISED = ("llama", "granite"), ("gemma", "gemma2", "gemma3")
 #: Those whose config transformers' reader does not make of a file alone.
 WITH_CONFIG = {"gemma", "gemma3_text", "granite", "olmo2", "cohere", "glm4", "mistral"}
-_SCALES = {  # where a block has float16, and about how large they are
+SCALES = {  # where a block has float16, and about how large they are
     "Q5_0": {0: 0.005},
     "Q5_1": {0: 0.005, 2: 0.1},
     "IQ4_NL": {0: 0.001},
@@ -53,7 +53,7 @@ def blocks(name: str, num_rows: int, num_columns: int, seed: int = 0) -> np.ndar
         return packed.view(np.uint8)
     size, num_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     made = rng.integers(0, 256, (num_rows, num_columns // size, num_bytes), dtype=np.uint8)
-    for place, scale in _SCALES[name].items():
+    for place, scale in SCALES[name].items():
         halves = (scale * rng.uniform(0.5, 1.5, made.shape[:2])).astype(np.float16)
         if place == 2 and not name.endswith("K"):
             halves = -halves  # so that numbers are about zero

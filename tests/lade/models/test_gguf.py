@@ -102,15 +102,7 @@ def damaged(rng: np.random.Generator, whole: bytes) -> bytes:
     for _ in range(rng.integers(1, 4)):
         start, stop = (4, lists) if rng.random() < 0.5 else (first - 1500, first)
         at, size = int(rng.integers(start, stop)), int(rng.choice([1, 4, 8]))
-        values = (
-            0,
-            1,
-            2**31,
-            2**63 - 1,
-            2**64 - 1,
-            int(rng.integers(256)),
-            int(rng.integers(2**16)),
-        )
+        values = (0, 1, 2**31, 2**63 - 1, 2**64 - 1, *rng.integers([256, 2**16]).tolist())
         word = values[rng.integers(len(values))]
         made[at : at + size] = struct.pack("<Q", word)[:size]
     return bytes(made)
