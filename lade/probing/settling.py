@@ -71,8 +71,9 @@ def _try_out(
     with Attempt() as attempt, torch.no_grad(), seeds:
         run = prefilled(views)
         if views is not None:
+            by_torch = prefilled(None)
             with made_whole():  # packed weights: else a job would be held against itself
-                views.settle(prefilled(None), run)
+                views.settle(by_torch, run)
         costs = profile.step_costs(chosen.verification, chosen.execution, chosen.is_fast)
         of_one_row = costs.setdefault(1, Seconds())
         since = perf_counter()
