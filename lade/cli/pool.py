@@ -32,7 +32,7 @@ def pool_build(
     ],
     capacity_tokens: Annotated[
         int,
-        typer.Option(min=1, help="Hold N tokens, the newest. Each takes 60 bytes."),
+        typer.Option(min=1, max=2**29, help="Hold N tokens, the newest. Each takes 60 bytes."),
     ] = 2**24,  # a gigabyte of memory when full; arrays grow as text comes
     model: ModelOption = None,
     trust_remote_code: TrustOption = False,

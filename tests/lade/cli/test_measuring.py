@@ -141,6 +141,7 @@ def test_what_was_measured_before_ctrl_c_is_kept(
         (b'\n{"prompt": 5}', "line 2 of prompts.txt to be a prompt, or a JSON object with"),
         (b'{"turns": []}', 'got {"turns": []}'),
         (b'{"prompt', "its JSON is broken: Unterminated string"),
+        (b'{"turns": ' + 10**5 * b"[", "its JSON is broken: maximum recursion depth"),
         (b" \n", "expected prompts in prompts.txt, found none"),
     ],
 )
