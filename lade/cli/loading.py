@@ -1,9 +1,11 @@
 """Load models with progress, and what commands say beside their results."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
     from lade.models.loading import LoadedModel
@@ -20,6 +22,19 @@ def note(text: str) -> None:
 def tell(what: str) -> None:
     """Say what is being done."""
     console.print(f"{what} …", style="dim", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Say what is being done; in a terminal, for how long already, too."""
+    if not console.is_terminal:
+        tell(what)
+        yield
+        return
+    columns = TextColumn("[dim]{task.description} …"), TimeElapsedColumn()
+    with Progress(*columns, console=console, refresh_per_second=2) as shown:
+        shown.add_task(what, total=None)
+        yield
 
 
 def bar(*columns: ProgressColumn) -> Progress:
@@ -39,8 +54,8 @@ def check(loaded: "LoadedModel") -> None:
     """Do now what is done once per model, so that an answer's time is the answer's own."""
     from lade.prewarming.warming import warm_up
 
-    tell("Checking how the model verifies drafts")
-    warm_up(loaded.model)
+    with working("Checking how the model verifies drafts"):
+        warm_up(loaded.model)
 
 
 def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
