@@ -1,8 +1,8 @@
-"""Load models with progress, and what commands say beside their results."""
+"""What commands say beside their results."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
@@ -27,27 +27,16 @@ def tell(what: str) -> None:
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Say what is being done; in a terminal, for how long already, too."""
-    if not console.is_terminal:
-        tell(what)
-        yield
-        return
-    columns = TextColumn("[dim]{task.description} …"), TimeElapsedColumn()
-    with Progress(*columns, console=console, refresh_per_second=2) as shown:
-        shown.add_task(what, total=None)
+    tell(what)
+    with bar(TimeElapsedColumn()) as shown:
+        shown.add_task("", total=None)
         yield
 
 
 def bar(*columns: ProgressColumn) -> Progress:
     """Return a progress bar, gone at its end: what is done, how much of it, and more columns."""
     shown = (TextColumn("{task.description}"), BarColumn(), *columns)
-    return Progress(*shown, console=console, transient=True)
-
-
-def load_with_progress(model: str | None, **options: Any) -> "LoadedModel":
-    """Load a model as `lade.models.load` does, showing progress."""
-    from lade.models.loading import load
-
-    return load(model, progress=tell, **options)
+    return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
 
 
 def check(loaded: "LoadedModel") -> None:
@@ -56,11 +45,3 @@ def check(loaded: "LoadedModel") -> None:
 
     with working("Checking how the model verifies drafts"):
         warm_up(loaded.model)
-
-
-def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a model alone, showing progress."""
-    from lade.models.loading import load_tokenizer as load
-
-    tell("Loading the tokenizer")
-    return load(model, trust_remote_code=trust_remote_code, progress=tell)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import lade
-from lade.cli.loading import console, load_tokenizer, note
+from lade.cli.loading import console, note, tell
 from lade.cli.options import ModelOption, TrustOption, check_place, grouped
 from lade.errors import UserError
 
@@ -48,9 +48,11 @@ def pool_build(
     if out.exists():
         raise UserError(f"expected the name of a new pool, got {out}, which exists")
     from lade.cli.build import build
+    from lade.models.loading import load_tokenizer
     from ngram_pool import NGramPool
 
-    tokenizer = load_tokenizer(model, trust_remote_code)
+    tell("Loading the tokenizer")
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, progress=tell)
     pool = NGramPool(capacity_tokens)
     built = build(pool, files, tokenizer)
     if built.num_tokens:

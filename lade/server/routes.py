@@ -176,6 +176,8 @@ class Routes:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "expected Content-Type: application/json")
+        if headers.get("content-encoding", "identity") != "identity":
+            raise ApiError(415, "expected a body without Content-Encoding")
         exchange = Exchange(
             owner,
             of_whom=owner.key or origin_of(request.scope["client"]),
