@@ -20,6 +20,10 @@ PIP := python -m pip install --disable-pip-version-check --quiet
 # comes from your own package index, as it does where this one cannot be reached.
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 
+# pip says nothing meanwhile: in a terminal, seconds are counted until the shell of the line has ended.
+counted = @(n=0; while test -t 2 && sleep 1 && kill -0 $$$$ 2> /dev/null; do \
+	n=$$((n + 1)); printf '%s s\r' $$n >&2; done) & $(1)
+
 .PHONY: help demo chat web test test-all test-bounds test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines gpu gpu-right gpu-steps gpu-rest gpu-bundle dist sbom check-release clean
 
 help:
@@ -46,8 +50,9 @@ help:
 	@echo "make sbom         build them, and list what the wheel brings along, with licences, in build"
 	@echo "make clean        remove the environments and caches"
 
+# The pool's kernels are compiled while the model is fetched.
 demo: $(VENV)/.demo
-	$(VENV)/bin/lade demo
+	@$(VENV)/bin/python -c "import ngram_pool; ngram_pool.NGramPool(1)" & $(VENV)/bin/lade demo
 
 chat: $(VENV)/.demo
 	$(VENV)/bin/lade chat
@@ -201,22 +206,22 @@ $(GPU)/.gpu: pyproject.toml
 $(VENV)/.torch: constraints.txt | $(VENV)/bin/python
 	@echo "installing torch, transformers and others into $(VENV), about 1 GB, in one to five minutes"
 ifneq ($(TORCH_INDEX),)
-	@$(VENV)/bin/$(PIP) --constraint constraints.txt --retries 0 --timeout 5 --index-url $(TORCH_INDEX) torch 2> $@ \
+	$(call counted,$(VENV)/bin/$(PIP) --constraint constraints.txt --retries 0 --timeout 5 --index-url $(TORCH_INDEX) torch 2> $@) \
 		&& echo "torch is the build for CPUs of $(TORCH_INDEX); make TORCH_INDEX= takes your package index's" \
 		|| echo "torch comes from your package index: $(TORCH_INDEX) cannot be reached"
 endif
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.torch
-	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[cli]"
+	$(call counted,$(VENV)/bin/$(PIP) --no-compile --constraint constraints.txt --editable ".[cli]")
 	@touch $@
 
 $(VENV)/.web: pyproject.toml constraints.txt | $(VENV)/.torch
-	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[web]"
+	$(call counted,$(VENV)/bin/$(PIP) --no-compile --constraint constraints.txt --editable ".[web]")
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.torch
-	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[dev]"
+	$(call counted,$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[dev]")
 	@touch $@
 
 $(OLDEST)/.dev: pyproject.toml constraints-oldest.txt | $(OLDEST)/bin/python

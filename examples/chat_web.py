@@ -320,7 +320,12 @@ def main() -> None:
     parser.add_argument("--dtype", help="float32 gives the text of plain generate")
     parser.add_argument("--port", type=int, help="without it, the first free one from 7860 on")
     arguments = parser.parse_args()
-    loaded = load(arguments.model, dtype=arguments.dtype)
+
+    def tell(what: str) -> None:
+        print(f"{what} …", flush=True)
+
+    loaded = load(arguments.model, dtype=arguments.dtype, progress=tell)
+    tell("Checking how the model verifies drafts")
     lade.warm_up(loaded.model)  # else the first answer would wait for it
     page = Page(loaded)
     print(page.launch(arguments.port), flush=True)

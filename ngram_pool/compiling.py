@@ -34,7 +34,7 @@ def compile_by(run_all: Callable[[], object], module: ModuleType = _kernels) -> 
     if module is _kernels and isinstance(_kernels.push, Dispatcher):
         folder = cache_folder()
         if folder is None or not any(folder.glob("*.nbi")):
-            logger.warning("The first run compiles kernels, for up to a minute")
+            logger.warning("The first run compiles kernels, for a minute or two")
     try:
         run_all()
         return

@@ -55,7 +55,7 @@ def _parse(line: str, number: int, name: str) -> Prompt:
     )
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{expected}; its JSON is broken: {error}") from None
     turns = entry["turns"] if "turns" in entry else [entry.get("prompt")]
     if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):

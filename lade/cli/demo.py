@@ -24,7 +24,7 @@ from lade.bench.prompts import DEMO_PROMPTS, Prompt, read_prompts
 from lade.bench.report import empty_table, table
 from lade.bench.run import Contest, Result, warm_up
 from lade.cli.bench import describe_model
-from lade.cli.loading import tell
+from lade.cli.loading import check, working
 from lade.cli.prewarm import tell_of_table
 from lade.cli.prompting import encode_prompts, read_typed
 from lade.models.loading import LoadedModel
@@ -52,15 +52,15 @@ def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int) -> None:
     prompts = [*map(Prompt, titles, titles, texts)] or read_prompts(DEMO_PROMPTS)
     inputs = encode_prompts(loaded, [prompt.text for prompt in prompts], max_new_tokens)
     out, model, settings = Console(highlight=False), loaded.model, Settings(max_new_tokens)
-    tell("Checking how the model verifies drafts")
+    check(loaded)
     found = probe(model)
     _tell_model(out, loaded, found)
-    tell("Warming up: each method answers shortly")
     usual: dict[str, Callable[[], Method]] = {
         "plain": lambda: plain,
         "prompt_lookup": lambda: prompt_lookup,
     }
-    timed = warm_up(loaded, {**usual, "lade": Lade}, settings)["plain"]
+    with working("Warming up: each method answers shortly"):
+        timed = warm_up(loaded, {**usual, "lade": Lade}, settings)["plain"]
     _tell_time(out, timed, settings, len(prompts))
     shown, results = _Shown(out, loaded.tokenizer, len(prompts)), list[Result]()
     methods = {

@@ -1,9 +1,11 @@
-"""Load models with progress; the messages of commands beside their results."""
+"""Progress and messages of commands, beside their results."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
     from lade.models.loading import LoadedModel
@@ -22,30 +24,24 @@ def tell(what: str) -> None:
     console.print(f"{what} …", style="dim", markup=False, soft_wrap=True)
 
 
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Say what is being done; in a terminal, for how long already, too."""
+    tell(what)
+    with bar(TimeElapsedColumn()) as shown:
+        shown.add_task("", total=None)
+        yield
+
+
 def bar(*columns: ProgressColumn) -> Progress:
     """Return a progress bar that disappears at its end: a task, its share, and more columns."""
     shown = (TextColumn("{task.description}"), BarColumn(), *columns)
-    return Progress(*shown, console=console, transient=True)
-
-
-def load_with_progress(model: str | None, **options: Any) -> "LoadedModel":
-    """Load a model as `lade.models.load` does, showing progress."""
-    from lade.models.loading import load
-
-    return load(model, progress=tell, **options)
+    return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
 
 
 def check(loaded: "LoadedModel") -> None:
     """Do the one-time work of a model now, so that it does not count for the first answer."""
     from lade.prewarming.warming import warm_up
 
-    tell("Checking how the model verifies drafts")
-    warm_up(loaded.model)
-
-
-def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a model alone, showing progress."""
-    from lade.models.loading import load_tokenizer as load
-
-    tell("Loading the tokenizer")
-    return load(model, trust_remote_code=trust_remote_code, progress=tell)
+    with working("Checking how the model verifies drafts"):
+        warm_up(loaded.model)

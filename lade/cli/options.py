@@ -109,9 +109,10 @@ class LoadOptions:
 
     def load(self, model: str | None) -> "LoadedModel":
         """Load a model; torch is imported only now, inside a command."""
-        from lade.cli.loading import load_with_progress
+        from lade.cli.loading import tell
+        from lade.models.loading import load
 
-        return load_with_progress(model, **vars(self))
+        return load(model, progress=tell, **vars(self))
 
 
 # --- the answer -----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import lade
-from lade.cli.loading import console, load_tokenizer, note
+from lade.cli.loading import console, note, tell
 from lade.cli.options import ModelOption, TrustOption, check_place, grouped
 from lade.errors import UserError
 
@@ -32,7 +32,7 @@ def pool_build(
     ],
     capacity_tokens: Annotated[
         int,
-        typer.Option(min=1, help="Hold N tokens, the newest. Each takes 60 bytes."),
+        typer.Option(min=1, max=2**29, help="Hold N tokens, the newest. Each takes 60 bytes."),
     ] = 2**24,  # a gigabyte of memory when full; arrays grow as text comes
     model: ModelOption = None,
     trust_remote_code: TrustOption = False,
@@ -47,9 +47,11 @@ def pool_build(
     if out.exists():
         raise UserError(f"expected the name of a new pool, got {out}, which exists")
     from lade.cli.build import build
+    from lade.models.loading import load_tokenizer
     from ngram_pool import NGramPool
 
-    tokenizer = load_tokenizer(model, trust_remote_code)
+    tell("Loading the tokenizer")
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, progress=tell)
     pool = NGramPool(capacity_tokens)
     built = build(pool, files, tokenizer)
     if built.num_tokens:

@@ -10,7 +10,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from lade._version import __version__
-from lade.cli.loading import console, note
+from lade.cli.loading import console, note, working
 from lade.cli.options import check_pools
 from lade.errors import MissingExtraError, UserError
 from lade.models.loading import LoadedModel
@@ -77,7 +77,7 @@ def corpora_of(asked: Sequence[str]) -> dict[str, Path]:
     paths: dict[str, Path] = {}
     for each in asked:
         name, _, path = each.partition("=")
-        if not path or name in paths:
+        if not (name and path) or name in paths:
             raise UserError(f"expected --corpus NAME=FILE, once for each name, got {each!r}")
         if not Path(path).is_file():
             raise UserError(f"no such file: {path}")
@@ -104,8 +104,8 @@ def run(
     logging.getLogger("lade.server").setLevel(logging.INFO)
     if not is_local(host) and not options.api_keys:
         note(f"everybody who reaches {host} may use this model; --api-key lets only some")
-    console.print("[dim]Checking how the model verifies drafts …[/dim]")
-    server = Server(loaded, options, host=host, port=port)
+    with working("Checking how the model verifies drafts"):
+        server = Server(loaded, options, host=host, port=port)
     console.print(
         f"{server.name} is served at {server.url}; Ctrl-C stops it", markup=False, soft_wrap=True
     )

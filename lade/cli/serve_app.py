@@ -108,8 +108,7 @@ def serve(
     """Serve a model by an OpenAI-compatible API; each key and "user" has a pool."""
     if not 0 <= port < 2**16:
         raise UserError(f"expected a port of 0 to 65535, got {port}")
-    if port:
-        _check_port(host, port)
+    _check_port(host, port)
     from lade.cli.serve import check_extra, check_folder, corpora_of, keys_of, run
 
     check_extra()
@@ -146,11 +145,13 @@ def serve(
 
 
 def _check_port(host: str, port: int) -> None:
-    """Raise if a port is taken; 0 asks for a free one.
+    """Raise if a port is taken; 0 takes a free one.
 
     Raises:
         UserError: another program listens there, or the address is none of this machine.
     """
+    if not host:  # which would let everybody in
+        raise UserError("expected an address to listen at, got ''")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do

@@ -16,6 +16,10 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 _REACH_SEC = 4.0
 _MOST_THREADS = 1024  # with tens of thousands, torch's kernels crash the process
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU in a period, and the period
+# What users mean by other names of dtypes and devices.
+_MEANT = {"half": "float16", "float": "float32", "double": "float64", "gpu": "cuda"}
+_MEANT |= {f"{short}{bits}": f"float{bits}" for short in ("f", "fp") for bits in (16, 32, 64)}
+_MEANT |= {"bf16": "bfloat16", **{name: name for name in (*DTYPES, "cpu", "cuda")}}
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # Our messages for errors of transformers that contain one of these words.
 _CAUSES = {
@@ -75,7 +79,7 @@ def load(
             be loaded.
     """
     if dtype not in (None, *DTYPES):
-        raise UserError(f"expected a dtype of {', '.join(DTYPES)}, got {dtype!r}")
+        raise UserError(f"expected a dtype of {', '.join(DTYPES)}, got {dtype!r}{_hint(dtype)}")
     if threads is not None and not 1 <= threads <= _MOST_THREADS:
         raise UserError(f"expected 1 to {_MOST_THREADS} threads, got {threads}")
     chosen = find_model(name)
@@ -88,7 +92,8 @@ def load(
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
-    there = _device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    there = _device_of(device if device is not None else usual)
     chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(there)
     quota = num_cores_allowed()
     if threads is None and quota is not None and quota < torch.get_num_threads():
@@ -127,6 +132,13 @@ def load(
     return LoadedModel(model, tokenizer, chosen)
 
 
+def _hint(name: str) -> str:
+    """Return a question for the dtype or device that is meant by a name, or nothing."""
+    kind, *number = name.lower().removeprefix("torch.").partition(":")
+    meant = "".join((_MEANT.get(kind, ""), *number))
+    return f"; did you mean {meant}?" if kind in _MEANT and meant != name else ""
+
+
 def _device_of(name: str) -> Any:
     """Return a device on which torch can compute here."""
     import torch
@@ -136,8 +148,8 @@ def _device_of(name: str) -> Any:
         return torch.device(name)
     except Exception as error:  # each device has errors of its own
         raise UserError(
-            f"expected a device that torch can use on this machine, such as cpu, got {name!r} "
-            f"({in_one_line(error)})"
+            f"expected a device that torch can use on this machine, such as cpu, got {name!r}"
+            f"{_hint(name) or f' ({in_one_line(error)})'}"
         ) from error
 
 
@@ -196,7 +208,8 @@ def find_model(model: str | None) -> str:
             f"weights, got {f'the file {model}' if model else 'an empty text'}"
         )
     if model.startswith((".", "/", "~", "\\")) or len(folder.parts) > 2:  # not a Hub id
-        raise UserError(f"no such folder: {model}")
+        hint = "; a model of the Hub is named as Qwen/Qwen3-0.6B" if "://" in model else ""
+        raise UserError(f"no such folder: {model}{hint}")
     _check_reachable(model)
     return model
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from lade.config import Config
@@ -12,7 +13,7 @@ from lade.server.keys import ApiKeys
 _LEAST = {
     **dict.fromkeys(("max_connections", "max_batch_size", "max_batch_tokens"), 1),
     **dict.fromkeys(("max_prompt_tokens", "max_new_tokens", "max_body_bytes"), 1),
-    **dict.fromkeys(("max_queue", "grace_sec"), 0),
+    **dict.fromkeys(("max_queue", "grace_sec", "pool_memory_bytes"), 0),
 }
 
 
@@ -83,10 +84,11 @@ class ServerOptions:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and not value >= least:
+            if value is not None and not least <= value < inf:
                 raise UserError(f"expected {name} of at least {least}, got {value!r}")
-        if not self.timeout_sec > 0:
+        if not 0 < self.timeout_sec < inf:
             raise UserError(f"expected timeout_sec above 0, got {self.timeout_sec!r}")
-        if not all(self.allowed_hosts):
-            raise UserError("expected names of allowed hosts, got an empty text")
+        for host in self.allowed_hosts:
+            if not host or "/" in host:
+                raise UserError(f"expected allowed hosts by their names alone, got {host!r}")
         ApiKeys(self.api_keys)

@@ -181,6 +181,8 @@ class Routes:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "expected Content-Type: application/json")
+        if headers.get("content-encoding", "identity") != "identity":
+            raise ApiError(415, "expected a body without Content-Encoding")
         of_whom = owner.key or origin_of(request.scope["client"])
         knows_kept = bool(owner.key) or options.shares_pool
         asks = exchanges.Request(owner, of_whom, knows_kept, self._name)

@@ -67,6 +67,14 @@ def test_version_and_completion() -> None:
         (["generate", "x", "--max-draft-tokens", "4"], "No such option: --max-draft-tokens"),
         (["--debug", "pool", "build"], "Missing argument"),
         (["serve", "--max-prefix-bytes", "-1"], "greater than or equal to 0"),
+        (["serve", "--unknown-fields", "maybe"], "not one of 'refuse', 'ignore'"),
+        (["generate", "x", "--top-p", "1.5"], "Input should be less than or equal to 1"),
+        (["generate", "x", "--temperature", "hot"], "Input should be a valid number"),
+        (["pool", "build", __file__, "--out", "a", "--capacity-tokens", "1e9"], "valid integer"),
+        (
+            ["pool", "build", __file__, "--out", "a", "--capacity-tokens", str(2**40)],
+            "less than or equal to 536870912",
+        ),
     ],
 )
 def test_unknown_words_are_told_with_what_there_is(arguments: list[str], said: str) -> None:
@@ -81,11 +89,24 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], said: s
     [
         (["generate", "x", "--model", "a b/c d"], "'a b/c d' could not be loaded: Repo id"),
         (["generate", "x", "--model", ""], "got an empty text"),
-        (["generate", "x", "--dtype", "bf16"], "bfloat16, float16, float64, got 'bf16'"),
+        (["generate", "x", "--model", "https://h/a"], "the Hub is named as Qwen/Qwen3-0.6B"),
+        (["generate", "x", "--dtype", "int8"], "bfloat16, float16, float64, got 'int8'"),
+        *(
+            (["generate", "x", "--dtype", name], f"got '{name}'; did you mean {meant}?")
+            for name, meant in {
+                "bf16": "bfloat16",
+                "FP16": "float16",
+                "f32": "float32",
+                "torch.float32": "float32",
+                "double": "float64",
+            }.items()
+        ),
         *(
             (["generate", "x", "--device", name], f"such as cpu, got '{name}' (")
-            for name in ("gpu", "cuda:99", "meta")
+            for name in ("", "cuda:99", "meta", "tpu")
         ),
+        (["generate", "x", "--device", "gpu"], "got 'gpu'; did you mean cuda?"),
+        (["generate", "x", "--device", "GPU:1"], "got 'GPU:1'; did you mean cuda:1?"),
         (["generate", "x", "--seed", str(2**63)], "expected a seed below 2**63, got 92233720"),
         (["generate", "x", "--threads", "99999"], "expected 1 to 1024 threads, got 99999"),
         *(
@@ -116,7 +137,25 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], said: s
         (["chat"], "expected a terminal to chat in; lade generate - answers a question"),
         (["bench", "--json", "no/such/folder/x.json"], "no such folder: no/such/folder"),
         (["pool", "build", __file__, "--out", "no/a.pool"], "no such folder: no"),
-        (["serve", "--allowed-host", "", "--port", "0"], "expected names of allowed hosts"),
+        *(
+            (["serve", f"--{name}", value, "--port", "0"], said)
+            for name, value, said in (
+                ("allowed-host", "", "expected allowed hosts by their names alone, got ''"),
+                ("allowed-host", "http://x", "allowed hosts by their names alone, got 'http"),
+                ("host", "", "expected an address to listen at, got ''"),
+                ("host", "a..b", "cannot listen at a..b"),
+                ("host", "http://127.0.0.1", "cannot listen at http://127.0.0.1"),
+                ("api-key", "", "expected API keys of one character or more"),
+                ("api-key", "ä", "expected API keys that a header may have, in ASCII"),
+                ("corpus", "=x", "expected --corpus NAME=FILE"),
+                ("max-batch-size", "0", "expected max_batch_size of at least 1, got 0"),
+                ("max-queue", "-1", "expected max_queue of at least 0, got -1"),
+                ("max-new-tokens", "0", "expected max_new_tokens of at least 1, got 0"),
+                ("pool-memory-bytes", "-5", "expected pool_memory_bytes of at least 0, got -5"),
+                ("grace-sec", "inf", "expected grace_sec of at least 0, got inf"),
+                ("timeout", "nan", "expected timeout_sec above 0, got nan"),
+            )
+        ),
         (["serve", "--host", "192.0.2.1", "--model", "y"], "cannot listen at 192.0.2.1:8000"),
     ],
 )

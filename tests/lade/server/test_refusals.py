@@ -259,6 +259,9 @@ def test_pages_of_other_sites_can_send_nothing(loaded: LoadedModel) -> None:
         for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
             headers = {"content-type": kind}
             error_of(client.post(content=json.dumps({"messages": QUESTION}), headers=headers), 415)
+        for kind in ("gzip", "br"):  # which would be read as broken JSON
+            error = error_of(client.post(json={}, headers={"content-encoding": kind}), 415)
+            assert "without Content-Encoding" in error["message"]
         for kind in (
             "Application/JSON",
             "application/json; charset=utf-8",
