@@ -48,16 +48,6 @@ def test_drafts_change_no_text_and_no_score(
             assert max(each.num_tokens for each in ran[1:]) > 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_neither_drafts_nor_other_rows_change_a_text(dtype: torch.dtype, ran: list[Ran]) -> None:
-    model = model_of("llama", dtype, **MIDDLE)
-    rows = torch.cat([TEXT, TEXT.flip(1), TEXT.roll(2)])
-    alone = [decoded(model, row[None], 0, [[7] * 99]).sequences[0].tolist() for row in rows]
-    for num in (0, 7):
-        assert decoded(model, rows, num, alone).sequences.tolist() == alone
-    assert max(each.num_parts for each in ran) == 3
-
-
 def padded(ids: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """Return a prompt after so much padding, and its mask."""
     return pad(ids, (num, 0)), pad(torch.ones_like(ids), (num, 0))
