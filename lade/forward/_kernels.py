@@ -17,7 +17,7 @@ from numba.core import cgutils
 
 from lade.forward import words as w
 from lade.forward._experts import group, leave_groups, select
-from lade.forward._packed import STRIP, call_product
+from lade.forward._packed import STRIP, call_compiled
 from lade.forward._tiles import (
     BFLOAT16,
     BLOCK,
@@ -526,7 +526,7 @@ def _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_st
         weight, target = of[w.WEIGHT] + step * place, out + 4 * (start - first)
         x = inputs, 4 * num_inputs, num_rows
         packed = weight, apart * step, stop - start
-        call_product((of[w.PACKED], *x, *packed, target, out_step, num_inputs, strip))
+        call_compiled((of[w.PACKED], *x, *packed, target, out_step, num_inputs, strip))
         start = stop
 
 
@@ -794,13 +794,14 @@ def _write_head(g, head, layer, places, part, token, scratch):  # type: ignore[n
     """
     num_heads, num_key_heads = g[w.NUM_HEADS], g[w.NUM_KEY_HEADS]
     size, format_ = g[w.HEAD_SIZE], g[w.FORMAT]
-    row = g[w.MIXED] + 4 * (num_heads + 2 * num_key_heads) * size * token
+    row = g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
     is_query, is_value = head < num_heads, head >= num_heads + num_key_heads
     number = head if is_query else (head - num_heads) % num_key_heads
     num_groups = layer[w.NUM_GROUPS]
     group, within = divmod(number, (num_heads if is_query else num_key_heads) // num_groups)
     first = layer[w.FIRST_QUERY if is_query else w.FIRST_VALUE if is_value else w.FIRST_KEY]
     first += group * (num_heads + 2 * num_key_heads) // num_groups
+    within *= layer[w.QUERY_STEP] if is_query else 1
     given, out = _row(row + 4 * (first + within) * size, size), _row(scratch, size)
     norm = w.QUERY_NORM if is_query else w.KEY_NORM
     of = layer[norm : norm + w.NORM_SIZE]
@@ -953,7 +954,18 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
         _round(sums[row], format_)
         token, query = divmod(start + row, num_sharing)
         place_of_token = g[w.ATTENDED] + width * whole * (part[w.FIRST] + token)
-        first = (head * num_sharing + query) * size
+        query += head * num_sharing
+        if layer[w.FIRST_GATE] >= 0:
+            first = size * (layer[w.FIRST_GATE] + layer[w.QUERY_STEP] * query)
+            place_of_gate = layer[w.MIXED_SIZE] * (part[w.FIRST] + token) + first
+            gate = queries[row]
+            _copy(_row(g[w.MIXED] + 4 * place_of_gate, size), gate)
+            _sigmoid(gate)
+            _round(gate, format_)
+            for i in range(size):
+                sums[row, i] = sums[row, i] * gate[i]
+            _round(sums[row], format_)
+        first = query * size
         _arrange(sums[row], place_of_token, first, whole, g[w.ARRANGED])
 
 
@@ -982,6 +994,44 @@ def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped
 # --- short convolutions -------------------------------------------------------------------------
 
 
+@_compiled
+def _taps_of(layer, start, num, format_, memory):  # type: ignore[no-untyped-def]
+    """Return the weights of some channels [TAPS, num], in a memory of twice their size."""
+    taps = layer[w.TAPS]
+    lying, width = _row(memory, num * taps), 4 if format_ == FLOAT32 else 2
+    _load(layer[w.CONVOLUTION] + width * start * taps, lying, format_)
+    weights = numba.carray(pointer(memory + 4 * num * taps), (taps, num), np.float32)
+    for tap in range(taps):
+        for i in range(num):
+            weights[tap, i] = lying[i * taps + tap]
+    return weights
+
+
+@_compiled
+def _convolve_slot(layer, weights, inputs, slot, row, sums, format_):  # type: ignore[no-untyped-def]
+    """Write inputs of some channels into the cache, and what a convolution makes of the last ones.
+
+    Args:
+        layer, weights: of `_taps_of`.
+        inputs: address of the first slot, number of all channels, and the first of these.
+        slot: of the new inputs.
+        row: these, rounded; is overwritten.
+        sums: the results.
+        format_: of the cache.
+    """
+    (keys, size, start), (taps, num) = inputs, weights.shape
+    width = 4 if format_ == FLOAT32 else 2
+    _store(row, keys + width * (size * slot + start), format_)
+    _fill(sums, _F(0))
+    for tap in range(max(taps - 1 - slot, 0), taps):  # before the text are zeros
+        _load(keys + width * (size * (slot - taps + 1 + tap) + start), row, format_)
+        for i in range(num):
+            sums[i] += weights[tap, i] * row[i]
+    if layer[w.CONVOLUTION_BIAS] != 0:
+        _add_from(layer[w.CONVOLUTION_BIAS], start, sums, format_)
+    _round(sums, format_)
+
+
 @_part
 def _convolve(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped-def]
     """Write the inputs of a short convolution into the cache, and arrange its gated results.
@@ -989,19 +1039,14 @@ def _convolve(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyp
     A piece is some channels of all tokens; channels do not depend on each other.
     """
     size, format_, taps = g[w.HIDDEN], g[w.FORMAT], layer[w.TAPS]
-    width, of_result = 4 if format_ == FLOAT32 else 2, 2 if g[w.ARRANGED] == w.NARROW else 4
+    of_result = 2 if g[w.ARRANGED] == w.NARROW else 4
     step = _share(size, g[w.NUM_THREADS], _UNIT, _MOST_COLUMNS)
     start, num_done = take(phase, step), 0
     while start < size:
         num = min(step, size - start)
-        lying, row = _row(scratch, num * taps), _row(scratch + 4 * num * taps, num)
-        _load(layer[w.CONVOLUTION] + width * start * taps, lying, format_)
-        sums = _row(scratch + 4 * num * (taps + 1), num)
-        place = scratch + 4 * num * (taps + 2)
-        weights = numba.carray(pointer(place), (taps, num), np.float32)
-        for tap in range(taps):
-            for i in range(num):
-                weights[tap, i] = lying[i * taps + tap]
+        weights = _taps_of(layer, start, num, format_, scratch)
+        row = _row(scratch + 8 * num * taps, num)
+        sums = _row(scratch + 4 * num * (2 * taps + 1), num)
         for part in range(g[w.NUM_PARTS]):
             num_new = parts[part, w.NUM_NEW]
             for new in range(num_new):
@@ -1013,16 +1058,8 @@ def _convolve(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyp
                     row[i] = first[i] * second[i]
                 _round(row, format_)
                 slot = places[part, w.NUM_KEYS] - num_new + new
-                _store(row, places[part, w.KEYS] + width * (size * slot + start), format_)
-                _fill(sums, _F(0))
-                for tap in range(max(taps - 1 - slot, 0), taps):  # before the text, inputs are zero
-                    of_slot = size * (slot - taps + 1 + tap) + start
-                    _load(places[part, w.KEYS] + width * of_slot, row, format_)
-                    for i in range(num):
-                        sums[i] += weights[tap, i] * row[i]
-                if layer[w.CONVOLUTION_BIAS] != 0:
-                    _add_from(layer[w.CONVOLUTION_BIAS], start, sums, format_)
-                _round(sums, format_)
+                inputs = places[part, w.KEYS], size, start
+                _convolve_slot(layer, weights, inputs, slot, row, sums, format_)
                 gate = _row(mixed + 4 * size * layer[w.FIRST_QUERY], num)
                 for i in range(num):
                     sums[i] = sums[i] * gate[i]
@@ -1280,8 +1317,6 @@ def run_forward(address: Any) -> None:
     layers = numba.carray(pointer(g[w.LAYERS]), (num_layers, w.LAYER_SIZE), np.int64)
     kept = numba.carray(pointer(g[w.KEPT]), (g[w.NUM_KEPT],), np.int64)
     every = numba.carray(pointer(g[w.EVERY]), (num_tokens,), np.int64)
-    num_mixed = (g[w.NUM_HEADS] + 2 * g[w.NUM_KEY_HEADS]) * g[w.HEAD_SIZE]
-    num_attended = g[w.NUM_HEADS] * g[w.HEAD_SIZE]
     for index in range(num_layers * w.PHASES_OF_LAYER + 2):
         step, phase = index % w.PHASES_OF_LAYER, g[w.PHASES] + 256 * index
         number = index // w.PHASES_OF_LAYER
@@ -1291,8 +1326,8 @@ def run_forward(address: Any) -> None:
         ]  # without layers, only the head runs
         of_parts = g[w.PARTS] + 32 * num_parts * layer[w.SEES]
         parts = numba.carray(pointer(of_parts), (num_parts, 4), np.int64)
-        of_places = g[w.PLACES] + 40 * num_parts * number
-        places = numba.carray(pointer(of_places), (num_parts, 5), np.int64)
+        of_places = g[w.PLACES] + 8 * w.PLACE_SIZE * num_parts * number
+        places = numba.carray(pointer(of_places), (num_parts, w.PLACE_SIZE), np.int64)
         if step in (0, 5):
             before, norm = layer, w.POST_ATTENTION
             of = layer[w.PRE_MLP : w.PRE_MLP + w.NORM_SIZE]
@@ -1305,7 +1340,12 @@ def run_forward(address: Any) -> None:
             tokens = kept if is_end else every
             _run_states(g, phase, tokens, before, norm, of, is_parallel, scratch)
         elif step in (2, 3) and layer[w.TAPS] > 0:
-            if step == 2:
+            if layer[w.DELTA] != 0:
+                of_delta = g[w.ADDITIONS] + 8 * w.LAYER_SIZE * (layer[w.DELTA] - 1)
+                compiled = numba.carray(pointer(of_delta + 8 * w.COMPILED), (1,), np.int64)[0]
+                of_job = g.ctypes.data, phase, step, layer.ctypes.data, of_delta
+                call_compiled((compiled, *of_job, of_parts, of_places, scratch))
+            elif step == 2:
                 _convolve(g, phase, layer, parts, places, scratch)
         elif step == 2:
             _write_heads(g, phase, layer, parts, places, scratch)
@@ -1316,15 +1356,14 @@ def run_forward(address: Any) -> None:
                 _run_experts(g, step, phase, layer, scratch)
         elif step < 6 or layer[w.INNER_SIZE] > 0:  # otherwise there is no shared expert
             num_rows, given, num_all = num_tokens, (g[w.NORMED], g[w.HIDDEN]), g[w.HIDDEN]
-            products, result = layer[w.QUERY : w.VALUE + w.PRODUCT_SIZE], (w.TO_ROWS, g[w.ADDED])
+            products, result = layer[w.QUERY : w.MORE + w.PRODUCT_SIZE], (w.TO_ROWS, g[w.ADDED])
             if is_end:
                 num_rows, num_all = g[w.NUM_KEPT], g[w.VOCAB_SIZE]
                 products, result = g[w.HEAD : w.HEAD + w.PRODUCT_SIZE], (w.TO_LOGITS, g[w.LOGITS])
             elif step == 1:
-                num_all = 3 * g[w.HIDDEN] if layer[w.TAPS] > 0 else num_mixed
-                result = w.TO_ROWS, g[w.MIXED]
+                num_all, result = layer[w.MIXED_SIZE], (w.TO_ROWS, g[w.MIXED])
             elif step == 4:
-                given = g[w.ATTENDED], g[w.HIDDEN] if layer[w.TAPS] > 0 else num_attended
+                given = g[w.ATTENDED], layer[w.ATTENDED_SIZE]
                 products = layer[w.OUT : w.OUT + w.PRODUCT_SIZE]
             elif step == 6:
                 num_all, result = layer[w.INNER_SIZE], (w.TO_INNER, g[w.INNER])
@@ -1349,6 +1388,7 @@ def scratch_size(
     num_experts: int = 0,
     num_chosen: int = 0,
     taps: int = 0,
+    of_delta: int = 0,
 ) -> int:
     """Return the bytes of scratch memory that each thread needs."""
     of_rows = 2 * max(hidden, (num_heads + 1) * head_size)
@@ -1361,5 +1401,5 @@ def scratch_size(
         of_results = max((num_choices + 1) * _UNIT, (_FEW_CHOICES + 1) * _MOST_COLUMNS)
         of_experts = 5 * (num_experts + 1) + 4 * num_choices + max(of_inner, of_results)
     of_convolution = 2 * (taps + 1) * _MOST_COLUMNS
-    most = max(of_rows, of_attention, of_products, of_experts, of_convolution)
+    most = max(of_rows, of_attention, of_products, of_experts, of_convolution, of_delta)
     return -(-4 * most // 4096) * 4096

@@ -467,8 +467,8 @@ def _unpack_row(typing_context: Any, format_: Any, of: Any) -> Any:
 
 
 @instruction(types.void)
-def call_product(builder: Any, of: Any) -> None:
-    """Call a function of `product_of`, given its address and its arguments, int64."""
+def call_compiled(builder: Any, of: Any) -> None:
+    """Call a function that is compiled apart, given its address and its arguments, int64."""
     function, *given = cgutils.unpack_tuple(builder, of)
     place = cgutils.alloca_once(builder, _INT64, size=len(given))
     for number, each in enumerate(given):

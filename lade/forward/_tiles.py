@@ -292,7 +292,8 @@ def job(function: _F) -> Any:
     """
     kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
     try:
-        beside = [Path(__file__).with_name(f"{name}.py") for name in ("_packed", "_experts")]
+        names = "_packed", "_experts", "_kernels"
+        beside = [Path(__file__).with_name(f"{name}.py") for name in names]
         files: list[str | Path] = [__file__, words.__file__, *beside]
         others = b"".join(Path(file).read_bytes() for file in files)
         function.__qualname__ += f"_{sha256(others).hexdigest()[:16]}"

@@ -34,6 +34,7 @@ from lade.closeness import limit_of
 from lade.compat import CACHE, Model, has_hook
 from lade.forward import words
 from lade.forward.comparing import ACTIVATIONS, UnsupportedForwardError, require, why_wrong
+from lade.forward.delta import DeltaPlan
 from lade.forward.experts import ExpertsPlan
 from lade.forward.linear import FORMATS, HELD, MOST_TOKENS, Products, is_plain, kernels
 from lade.forward.packed import PackedLinear, function_of, made_whole
@@ -42,11 +43,14 @@ from lade.forward.reading import (
     CallPlan,
     DecoderPlan,
     DecoderSizes,
+    HeadOrder,
+    LayerPlan,
     NormPlan,
     TransformPlan,
     adapters_of,
     arranged,
     given_to,
+    is_alike,
     products_of,
     read,
 )
@@ -168,18 +172,15 @@ class FusedForwards:
         names = {module: name for name, module in model.named_modules()}
         self._names = [names[each] for each in (plan.head, *plan.modules)]
         self._kinds = sorted({*plan.kinds})
-        keys, inputs = (1, sizes.num_key_heads, 1, sizes.head_size), (1, 1, 1, sizes.hidden)
-        #: By layer, what a token adds to the cache.
-        self._states = [
-            torch.empty(keys if layer.convolution is None else inputs, dtype=self._dtype)
-            for layer in plan.layers
-        ]
+        #: By layer, what a token adds to the cache, and the state of a recurrent one.
+        self._states = [_added_by(layer, sizes, self._dtype) for layer in plan.layers]
+        self._is_recurrent = any(layer.delta is not None for layer in plan.layers)
         self._is_slow = self._is_slow_for_prompts = False
         self._workspaces: list[_Workspace] = []
         self._weights = _Weights(plan, self._kinds, self._dtype)
         require(self._weights.fit(), "its weights are no plain matrices")
         self._is_unchanged = is_unchanged if any(adapters_of(plan)) else None
-        widths = {sizes.hidden, sizes.num_heads * sizes.head_size}
+        widths = {sizes.hidden, *(layer.attended for layer in plan.layers)}
         widths |= {inner for layer in plan.layers for inner in layer.inners}
         may_dot = self._dtype is torch.bfloat16 and not across
         self._has_dots = may_dot and all(map(compiled.may_dot, widths))
@@ -268,7 +269,9 @@ class FusedForwards:
 
     def pays(self, num_rows: int) -> bool:
         """Return whether a prompt of so many tokens runs by a job."""
-        is_slow = self._is_slow or (self._is_slow_for_prompts and num_rows > MANY_TOKENS)
+        # Torch adds many tokens to a recurrent state at once, a job one by one.
+        is_slow = self._is_slow_for_prompts or self._is_recurrent
+        is_slow = self._is_slow or (is_slow and num_rows > MANY_TOKENS)
         return self.why_not is None and not is_slow
 
     # --- running ----------------------------------------------------------------------------------
@@ -434,7 +437,7 @@ class FusedForwards:
         job[words.STATES] = states.data_ptr() + 4 * self._sizes.hidden * piece.start
         job[words.NUM_LAYERS] = end - first
         job[words.LAYERS] = table.ctypes.data + 8 * words.LAYER_SIZE * first
-        job[words.PLACES] += 40 * job[words.NUM_PARTS] * first
+        job[words.PLACES] += 8 * words.PLACE_SIZE * job[words.NUM_PARTS] * first
         num_threads = int(job[words.NUM_THREADS])
         workspace = self._workspace(num, num_threads)
         workspace.describe(job)
@@ -448,7 +451,7 @@ class FusedForwards:
         self._workspaces.append(workspace)
 
     def _places(self, request: _JobRequest) -> NDArray[np.int64] | None:
-        """Return addresses in the caches, int64 [num_layers, num_parts, 5]; None if unknown."""
+        """Return addresses in the caches by layer and part, PLACE_SIZE each; None if unknown."""
         found = [part.cache.slot_addresses(part.num, self._states) for part in request.parts]
         known = [each for each in found if each is not None]
         if len(known) < len(found):
@@ -469,6 +472,7 @@ class FusedForwards:
         If queries have factors, these come last, twice.
         """
         given = {words.STATES_GIVEN: states, words.POSITIONS_GIVEN: positions}
+        given[words.AXES_GIVEN] = positions.expand(3, -1, -1)
         made = [
             tuple(each.float().contiguous() for each in arranged(rotary(given), how))
             for rotary, how in self._weights.rotaries
@@ -519,6 +523,8 @@ class FusedForwards:
         positions: Any = inputs.get("position_ids")
         if positions is None and len(parts) == 1:
             positions = torch.arange(num)[None] + cache.get_seq_length()
+        if positions is not None and positions.dim() == 3 and is_alike(positions):
+            positions = positions[0]  # of text, several axes count the same
         is_known = positions is not None and positions.shape == ids.shape
         require(has_all and is_known, "its cache or its positions are of another kind")
         kept: Any = inputs.get(LOGITS_KEPT, 0)
@@ -669,9 +675,10 @@ class _Weights:
         self._first_norm = _reference(first_norm)
         self.head: Callable[[], Any] = weakref.ref(plan.head)
         self.transform = None if plan.transform is None else _transforming(plan.transform)
-        # Rows behind the layers': last norm and head, then additions, then experts.
-        of_experts = 1 + sum(len(each.added) for each in products_of(plan))
-        num_rows = end + of_experts + sum(layer.experts is not None for layer in plan.layers)
+        # Rows behind the layers': last norm and head, then additions, then experts and recurrences.
+        of_more = 1 + sum(len(each.added) for each in products_of(plan))
+        more = [each for layer in plan.layers for each in (layer.experts, layer.delta) if each]
+        num_rows = end + of_more + len(more)
         self._table = np.zeros((num_rows, words.LAYER_SIZE), np.int64)
         places = [kinds.index(kind) for kind in plan.kinds]
         self.of_kind = [np.flatnonzero(np.array(places) == kind) for kind in range(len(kinds))]
@@ -705,15 +712,19 @@ class _Weights:
                         num_added += 1
                 row[place + words.END_ADDED] = num_added
             if layer.experts is not None:
-                self._add_experts(end + of_experts, layer.experts)
-                row[words.EXPERTS], of_experts = of_experts, of_experts + 1
+                self._add_experts(end + of_more, layer.experts)
+                row[words.EXPERTS], of_more = of_more, of_more + 1
+            if layer.delta is not None:
+                self._add_delta(end + of_more, layer.delta)
+                row[words.DELTA], of_more = of_more, of_more + 1
             row[words.INNER_SIZE] = layer.inner
             row[words.ACTIVATION], row[words.TURN] = layer.activation, layer.turn
             row[words.TURNED], row[words.SEES] = layer.num_turned, places[number]
             row[words.SCALING] = _bits(layer.scaling)
             row[words.SOFTCAP], row[words.FACTOR] = _bits(layer.softcap), _bits(layer.factor)
             row[words.IS_PARALLEL], row[words.SCALED] = layer.is_parallel, layer.is_scaled
-            row[words.NUM_GROUPS : words.LAYER_SIZE] = layer.order.num_groups, *layer.order.firsts
+            row[words.NUM_GROUPS : words.MIXED_SIZE] = _flat(layer.order)
+            row[words.MIXED_SIZE], row[words.ATTENDED_SIZE] = layer.mixed, layer.attended
             if layer.convolution is not None:
                 row[words.TAPS] = layer.convolution.kernel_size[0]
                 self._add(number, words.CONVOLUTION, layer.convolution, "weight", dtype)
@@ -766,6 +777,18 @@ class _Weights:
             self._add(number, words.CORRECTION, module, name, correction)
         self._add(number, words.EXPERT_GATE_UP, plan.module, "gate_up_proj", self._dtype)
         self._add(number, words.EXPERT_DOWN, plan.module, "down_proj", self._dtype)
+
+    def _add_delta(self, number: int, plan: DeltaPlan) -> None:
+        from lade.forward._delta import run_delta  # compiled as it is imported
+
+        row = self._table[number]
+        dtype, other = (vars(plan.module)["_parameters"][each].dtype for each in plan.names)
+        require(dtype in FORMATS and dtype is other, "its decays are of another format")
+        row[words.COMPILED], row[words.OF_DECAYS] = run_delta.address, FORMATS[dtype]
+        row[words.KEY_HEADS : words.COLUMNS] = plan.heads
+        row[words.COLUMNS : words.DECAYS] = *plan.columns, *plan.steps
+        for place, name in zip((words.DECAYS, words.DECAY_BIASES), plan.names, strict=True):
+            self._add(number, place, plan.module, name, dtype)
 
     def _add_matrix(
         self,
@@ -863,6 +886,23 @@ class _Weights:
         return table
 
 
+def _flat(order: HeadOrder) -> tuple[int, ...]:
+    return order.num_groups, *order.firsts, order.query_step, order.gate
+
+
+def _added_by(layer: LayerPlan, sizes: DecoderSizes, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return what a token adds to the cache of a layer, see `TreeCache.slot_addresses`."""
+    if layer.convolution is None:
+        return (torch.empty((1, sizes.num_key_heads, 1, sizes.head_size), dtype=dtype),) * 2
+    inputs = torch.empty((1, 1, 1, layer.convolution.out_channels), dtype=dtype)
+    if layer.delta is None:
+        return (inputs,)
+    num_keys, num_values, key_size, value_size = layer.delta.heads
+    num_kept = num_keys * key_size + num_values * (value_size + 2)
+    state = torch.empty((1, num_values, key_size, value_size))
+    return inputs, torch.empty((1, 1, 1, num_kept)), state
+
+
 def _bits(number: float) -> int:
     return int(np.float32(number).view(np.int32))
 
@@ -875,23 +915,18 @@ class _Workspace:
     ) -> None:
         self._num_tokens, self._num_threads = num_tokens, num_threads
         hidden, head, chosen = sizes.hidden, sizes.head_size, sizes.num_chosen
-        of_heads = sizes.num_heads * head
-        mixed = of_heads + 2 * sizes.num_key_heads * head
-        attended = of_heads
-        if sizes.taps:
-            mixed, attended = max(mixed, 3 * hidden), max(attended, hidden)
         self._scratch = kernels.scratch_size(
             *(num_tokens, hidden, sizes.num_heads, head, sizes.between, sizes.num_experts),
-            *(chosen, sizes.taps),
+            *(chosen, sizes.taps, sizes.of_delta),
         )
         # torch aligns memory to cache lines, so two threads never write to one line.
         self._memory = {
             word: torch.empty(num, dtype=torch.uint8)
             for word, num in {
                 words.NORMED: 4 * num_tokens * hidden,
-                words.MIXED: 4 * num_tokens * mixed,
-                words.QUERIES: 4 * num_tokens * of_heads,
-                words.ATTENDED: 4 * num_tokens * attended,
+                words.MIXED: 4 * num_tokens * sizes.mixed,
+                words.QUERIES: 4 * num_tokens * sizes.mixed,
+                words.ATTENDED: 4 * num_tokens * sizes.attended,
                 words.INNER: 4 * num_tokens * sizes.inner,
                 words.ADDED: 4 * num_tokens * hidden,
                 words.BETWEEN: 4 * num_tokens * sizes.between,

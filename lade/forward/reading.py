@@ -26,6 +26,7 @@ from lade.forward.comparing import (
     require,
     tolerance,
 )
+from lade.forward.delta import DeltaPlan, gated, read_delta
 from lade.forward.experts import ExpertsPlan, experts_in, read_experts, router_of
 from lade.forward.packed import PackedLinear
 from lade.view import apart, with_attention
@@ -112,10 +113,14 @@ class HeadOrder(NamedTuple):
 
     num_groups: int  # groups with equal numbers of heads of each kind
     firsts: tuple[int, ...]  # heads in a group before those of each kind
+    query_step: int = 1  # heads from one query to the next, and from one gate
+    gate: int = -1  # heads before those that gate what attention gives; -1 if none do
 
     def heads(self, kind: int, num: int, num_all: int) -> list[int]:
         """Return the indices of a kind's heads among all, given their number."""
         share = num // self.num_groups
+        if self.query_step > 1 and kind == 0:
+            return [self.query_step * each for each in range(num)]
         starts = [num_all // self.num_groups * group for group in range(self.num_groups)]
         return [start + self.firsts[kind] + each for start in starts for each in range(share)]
 
@@ -125,7 +130,8 @@ class LayerPlan(NamedTuple):
 
     # Before and after attention and MLP; of queries and keys; of the states after each addition.
     norms: tuple[NormPlan | None, ...]
-    products: tuple[ProductPlan | None, ...]  # query, or all three, key, value, out, gate, up, down
+    # Query, or all three, key, value, or what a recurrent layer has; more; out, gate, up, down.
+    products: tuple[ProductPlan | None, ...]
     order: HeadOrder
     activation: int
     rotary: CallPlan | None
@@ -139,7 +145,19 @@ class LayerPlan(NamedTuple):
     factor: float  # of the results that are added to the states
     is_parallel: bool  # whether attention and MLP get the same states
     experts: ExpertsPlan | None  # with experts, the MLP is the shared expert, if there is one
-    convolution: nn.Conv1d | None  # instead of attention, between two gates
+    convolution: nn.Conv1d | None  # instead of attention, between two gates or before `delta`
+    delta: DeltaPlan | None
+
+    @property
+    def mixed(self) -> int:
+        """Columns of the products before attention, or before what is in its place."""
+        return sum(each.num for each in self.products[:4] if each is not None)
+
+    @property
+    def attended(self) -> int:
+        """Numbers of a token behind attention, or behind what is in its place."""
+        assert self.products[4] is not None
+        return self.products[4].num_inputs
 
     @property
     def inner(self) -> int:
@@ -172,7 +190,10 @@ class DecoderSizes(NamedTuple):
     vocab_size: int
     inner: int  # inner size of the largest MLP
     between: int  # the factors of a layer's low-rank additions, at most
+    mixed: int  # columns of a layer's first products, at most, as the following
+    attended: int  # numbers of a token behind attention
     taps: int  # tokens that a convolution sees
+    of_delta: int  # numbers that a head of a gated delta net needs
     num_experts: int  # maximum over layers, as the following
     num_chosen: int  # of a token
     expert_inner: int
@@ -233,7 +254,7 @@ class _Mlp(NamedTuple):
 class _Mixing(NamedTuple):
     """Attention or a short convolution of a layer, which mix tokens."""
 
-    products: tuple[ProductPlan | None, ...]  # query, or all three, key, value, out
+    products: tuple[ProductPlan | None, ...]  # query, or all three, key, value, more, out
     given: Tensor
     out: Tensor
     order: HeadOrder
@@ -243,6 +264,7 @@ class _Mixing(NamedTuple):
     settings: tuple[float, float, nn.Module | None]  # scaling, softcap, sinks
     convolution: nn.Conv1d | None
     done: set[nn.Module]
+    delta: DeltaPlan | None = None
 
 
 class _Attention(NamedTuple):
@@ -423,7 +445,12 @@ class _Reader:
             max((each.inner for each in experts), default=0),
         )
         factors = _factors_of(self._view)
-        of_layers = *of_heads, inner, between, taps, *of_experts
+        deltas = [layer.delta.heads[2:] for layer in layers if layer.delta is not None]
+        of_delta = max(
+            (size * num + 2 * (taps + 2) * max(size, num) for size, num in deltas), default=0
+        )
+        of_mixing = (max(layer.mixed for layer in layers), max(layer.attended for layer in layers))
+        of_layers = *of_heads, inner, between, *of_mixing, taps, of_delta, *of_experts
         decoder = DecoderSizes(*of_layers, has_windows, factors, finish)
         return DecoderPlan(decoder, (), embedding, tuple(layers), norm, transform, head, modules)
 
@@ -499,6 +526,8 @@ class _Reader:
             if isinstance(value, Tensor) and value.dtype == torch.int64:
                 if torch.equal(value, self._input_ids):
                     return words.TOKENS_GIVEN
+                if value.shape == (3, *self._positions.shape) and is_alike(value):
+                    return words.AXES_GIVEN
                 require(torch.equal(value, self._positions), "its positions have several axes")
                 return words.POSITIONS_GIVEN
             return words.STATES_GIVEN if isinstance(value, Tensor) else value
@@ -575,7 +604,7 @@ class _Reader:
             of_query.arrangement,
             of_query.is_scaled,
             *(scaling * of_query.scale, softcap, sinks, factor, is_parallel, mlp.experts),
-            mixing.convolution,
+            *(mixing.convolution, mixing.delta),
         )
         return plan, result
 
@@ -587,12 +616,12 @@ class _Reader:
         sizes: tuple[int, int, int],
     ) -> _Mixing:
         """Return the attention of a layer."""
-        mixing, out_linear, heads = self._projections(attended, leaves, sizes)
+        mixing, out_linear, heads, gate = self._projections(attended, leaves, sizes)
         rotary, angles = self._rotary(layer)
-        order, of_query, of_key = self._ordered(attended, heads, angles)
+        order, of_query, of_key = self._ordered(attended, heads, angles, gate)
         num_turned = arranged(angles, of_query.arrangement)[0].shape[-1] if of_query.turn else 0
         return _Mixing(
-            (*mixing, *[None] * (3 - len(mixing)), out_linear),
+            (*mixing, *[None] * (4 - len(mixing)), out_linear),
             self._io(mixing[0].around)[0],
             self._results(out_linear),
             order,
@@ -616,7 +645,11 @@ class _Reader:
         inside = {*self._parents[convolution].modules()}
         called = [each for each in self._calls if each in inside and self._is_product(each)]
         channels = convolution.out_channels
-        is_one = len(called) == 2 and convolution.groups == channels
+        is_one = convolution.groups == channels
+        require(is_one, "its convolution is not one between two gates")
+        if len(called) > 2:
+            return self._delta(convolution, called)
+        is_one = len(called) == 2
         require(is_one, "its convolution is not one between two gates")
         into, out = map(self._product, called)
         given, rows = self._io(into.around)
@@ -631,13 +664,46 @@ class _Reader:
             if is_near(parts[last] * made, self._io(out.around)[0]):
                 order = HeadOrder(1, (last, *(each for each in range(3) if each != last)))
                 straight = _Turned(None, 0, 0, 1.0, False)
-                products, done = (into, None, None, out), {into.around, out.around, convolution}
+                products = into, None, None, None, out
+                done = {into.around, out.around, convolution}
                 turned, settings = (straight, straight), (1.0, 0.0, None)
                 made = self._results(out)
                 return _Mixing(
                     products, given, made, order, turned, None, 0, settings, convolution, done
                 )
         raise UnsupportedForwardError("its convolution is not one between two gates")
+
+    def _delta(self, convolution: nn.Conv1d, called: list[nn.Module]) -> _Mixing:
+        """Return the gated delta net of a layer: products, a convolution, a state, a gated norm."""
+        module: Any = self._parents[convolution]
+        *mixing, out = map(self._product, called)
+        given = self._io(mixing[0].around)[0]
+        is_same = all(self._io(each.around)[0] is given for each in mixing) and len(mixing) <= 4
+        require(is_same, "its recurrence has products of different states")
+        rows = torch.cat([*map(self._results, mixing)], dim=-1)[0]
+        norms = [each for each in self._norms if self._parents[each[0]] is module]
+        require(len(norms) == 1, "its recurrence has no norm")
+        norm, mine, normed = norms[0]
+        weight: Any = norm.weight
+        gate, *others = [*self._calls[norm][0].args, None][1:]
+        require(isinstance(gate, Tensor) and others == [None], "its recurrence has another norm")
+        of_norm = NormPlan(norm, words.IS_NORM | words.ROUNDS, _eps_of(norm))
+        is_known = is_near(gated(mine, gate, weight, of_norm.eps), normed)
+        is_known = is_known and torch.equal(normed.flatten(), self._io(out.around)[0].flatten())
+        require(is_known, "its recurrence has another norm")
+        plan = read_delta(module, convolution, rows, mine, gate)
+        self._norms.remove(norms[0])
+        straight = _Turned(None, 0, 0, 1.0, False)
+        return _Mixing(
+            (*mixing, *[None] * (4 - len(mixing)), out),
+            given,
+            self._results(out),
+            HeadOrder(1, (0, 0, 0)),
+            (straight._replace(norm=of_norm), straight),
+            *(None, 0, (1.0, 0.0, None), convolution),
+            {*(each.around for each in (*mixing, out)), convolution},
+            plan,
+        )
 
     def _residuals(self, way: "_Way", factor: float) -> tuple[list[NormPlan | None], bool]:
         """Return norms after attention, around the MLP and of sums; and whether it is parallel.
@@ -681,10 +747,11 @@ class _Reader:
 
     def _projections(
         self, attended: _Attention, leaves: list[nn.Module], sizes: tuple[int, int, int]
-    ) -> tuple[list[ProductPlan], ProductPlan, Tensor]:
+    ) -> tuple[list[ProductPlan], ProductPlan, Tensor, tuple[int, int]]:
         """Return the linear layers before attention and the one behind it.
 
-        Also the output of the first ones, as heads [1, num, num_tokens, head_size].
+        Also the output of the first ones, as heads [1, num, num_tokens, head_size], and the heads
+        that gate the result: `HeadOrder.query_step` and `HeadOrder.gate`.
         """
         num_heads, num_key_heads, head_size = sizes
         children = dict(attended.module.named_children())
@@ -697,30 +764,55 @@ class _Reader:
             mixing = [each for each in found if each.num == num * head_size]
             require(len(mixing) == 1, "its attention has no projections of known names")
         given = self._io(mixing[0].around)[0]
+        attended_rows, gate = attended.out.flatten(2), (1, -1)
+        outs = self._taking(attended_rows, leaves)
+        if not outs:  # a gate may be between
+            made = {each.around for each in mixing}
+            mixing += [
+                self._product(each)
+                for each in children.values()
+                if self._is_product(each) and each not in made and self._io(each)[0] is given
+            ]
         rows = torch.cat([*map(self._results, mixing)], dim=-1)
         is_same = all(self._io(each.around)[0] is given for each in mixing)
-        is_same = is_same and rows.shape[-1] == num * head_size
+        is_same = is_same and rows.shape[-1] == (num + num_heads * (not outs)) * head_size
         require(is_same, "its projections are of different states, or of other sizes")
-        attended_rows = attended.out.flatten(2)
-        outs = [
+        heads = rows.view(*rows.shape[:2], -1, head_size).transpose(1, 2)
+        for step, first in () if outs else ((2, 1), (1, num)):
+            gates = heads[:, first : first + step * num_heads : step].transpose(1, 2).flatten(2)
+            if gates.shape == attended_rows.shape:
+                outs, gate = self._taking(attended_rows * gates.sigmoid(), leaves), (step, first)
+            if outs:
+                break
+        require(len(outs) == 1, "something is between attention and its projection")
+        return mixing, self._product(outs[0]), heads, gate
+
+    def _taking(self, rows: Tensor, leaves: list[nn.Module]) -> list[nn.Module]:
+        """Return the products that get some rows."""
+        return [
             each
             for each in leaves
             if self._is_product(each)
-            and any(torch.equal(mine, attended_rows) for mine, _ in self._ios(each))
+            and any(torch.equal(mine, rows) for mine, _ in self._ios(each))
         ]
-        require(len(outs) == 1, "something is between attention and its projection")
-        heads = rows.view(*rows.shape[:2], num, head_size).transpose(1, 2)
-        return mixing, self._product(outs[0]), heads
 
     def _ordered(
-        self, attended: _Attention, heads: Tensor, angles: tuple[Tensor, ...]
+        self,
+        attended: _Attention,
+        heads: Tensor,
+        angles: tuple[Tensor, ...],
+        gate: tuple[int, int],
     ) -> tuple[HeadOrder, _Turned, _Turned]:
         """Return the order of heads, and the operations on queries and keys."""
         wanted = attended.query, attended.key, attended.value
         norms, reason = self._norms, "values are not what their projection gives"
-        for order in _orders(*(each.shape[1] for each in wanted[:2])):
+        num, num_keys = (each.shape[1] for each in wanted[:2])
+        orders: Iterable[HeadOrder] = _orders(num, num_keys)
+        if gate[0] > 1:
+            orders = [HeadOrder(1, (0, 2 * num, 2 * num + num_keys))]
+        for order in (each._replace(query_step=gate[0], gate=gate[1]) for each in orders):
             query, key, value = (
-                heads[:, order.heads(kind, each.shape[1], heads.shape[1])]
+                heads[:, order.heads(kind, each.shape[1], num + 2 * num_keys)]
                 for kind, each in enumerate(wanted)
             )
             if not torch.equal(value, attended.value):
@@ -734,7 +826,8 @@ class _Reader:
                 is_whole = any(
                     each.norm and each.norm.flags & words.IS_WHOLE for each in (of_query, of_key)
                 )
-                require(order.num_groups == 1 or not is_whole, "a norm is of several groups")
+                is_apart = order.num_groups > 1 or order.query_step > 1
+                require(not is_apart or not is_whole, "a norm is of several groups")
                 return order, of_query, of_key
             except UnsupportedForwardError as error:
                 reason = str(error)
@@ -842,8 +935,9 @@ class _Reader:
     def _rotary_of(self, module: nn.Module, made: _Call) -> CallPlan:
         plan = self._planned(module, made)
         given = [*plan.args, *plan.kwargs.values()]
-        num = given.count(words.POSITIONS_GIVEN), given.count(words.TOKENS_GIVEN)
-        require(num == (1, 0), "its angles are not of positions")
+        num = given.count(words.POSITIONS_GIVEN) + given.count(words.AXES_GIVEN)
+        is_of_positions = num == 1 and words.TOKENS_GIVEN not in given
+        require(is_of_positions, "its angles are not of positions")
         return plan
 
     def _turned(self, heads: Tensor, turned: Tensor, angles: tuple[Tensor, ...]) -> _Turned:
@@ -1040,6 +1134,11 @@ def arranged(angles: Sequence[Tensor], how: int) -> list[Tensor]:
     return [each.repeat_interleave(2, dim=-1) if how & _SHARED else each for each in found]
 
 
+def is_alike(positions: Tensor) -> bool:
+    """Return whether all axes of positions count the same."""
+    return bool((positions == positions[:1]).all())
+
+
 def given_to(
     plan: CallPlan, tensors: Mapping[Any, Tensor | None]
 ) -> tuple[list[Any], dict[str, Any]]:
@@ -1069,10 +1168,14 @@ def _orders(num_heads: int, num_key_heads: int) -> Iterator[HeadOrder]:
                 yield HeadOrder(num_groups, tuple(firsts))
 
 
+def _eps_of(module: nn.Module) -> Any:
+    names = ("variance_epsilon", "eps", "epsilon")
+    return next((getattr(module, each) for each in names if hasattr(module, each)), 1e-5)
+
+
 def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> NormPlan:
     """Return the kind of norm that a module is, by its output."""
-    name, names = type(module).__name__, ("variance_epsilon", "eps", "epsilon")
-    eps = next((getattr(module, each) for each in names if hasattr(module, each)), 1e-5)
+    name, eps = type(module).__name__, _eps_of(module)
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if {*module._parameters} - {"weight", "bias"} or not isinstance(eps, float):
         raise UnsupportedForwardError(f"{name} has other parameters than norms have")

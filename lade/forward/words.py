@@ -16,11 +16,9 @@
     ARRANGED,
     STATES,  # [tokens, HIDDEN], at first the embeddings
     NORMED,  # [tokens, HIDDEN], arranged
-    # Queries, keys, values: [tokens, (NUM_HEADS + 2 · NUM_KEY_HEADS) · HEAD_SIZE]; or [tokens, 3 ·
-    # HIDDEN], of a convolution.
-    MIXED,
-    QUERIES,  # [tokens, NUM_HEADS · HEAD_SIZE]
-    ATTENDED,  # the same, arranged; or [tokens, HIDDEN], of a convolution
+    MIXED,  # [tokens, MIXED_SIZE of the layer], what its first products give
+    QUERIES,  # [tokens, NUM_HEADS · HEAD_SIZE], or the queries of a gated delta net
+    ATTENDED,  # [tokens, ATTENDED_SIZE of the layer], arranged
     INNER,  # [tokens, of the layer's MLP], arranged
     ADDED,  # [tokens, HIDDEN], the result to be added to the states
     LAYERS,  # int64 [NUM_LAYERS, LAYER_SIZE]
@@ -28,7 +26,8 @@
     # of its mask (bool [tokens, keys]; 0 if they see all keys), and bytes between the mask's rows.
     PARTS,
     NUM_PARTS,
-    PLACES,  # int64 [NUM_LAYERS, NUM_PARTS, 5], as `TreeCache.slot_addresses` returns them
+    # Int64 [NUM_LAYERS, NUM_PARTS, PLACE_SIZE], as `TreeCache.slot_addresses` returns them.
+    PLACES,
     KEPT,  # int64, the tokens whose logits are wanted
     NUM_KEPT,
     LOGITS,  # of the format [NUM_KEPT, VOCAB_SIZE]
@@ -64,15 +63,18 @@ JOB_SIZE = HEAD + PRODUCT_SIZE
 # the order of heads in MIXED: number of groups, and heads in a group before those of each kind.
 (PRE_ATTENTION, POST_ATTENTION, PRE_MLP, POST_MLP, QUERY_NORM, KEY_NORM) = range(0, 24, NORM_SIZE)
 OF_ATTENTION, OF_MLP = range(24, 32, NORM_SIZE)
-(QUERY, KEY, VALUE, OUT, GATE, UP, DOWN) = range(32, 95, PRODUCT_SIZE)
-INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(95, 105)
-# EXPERTS: the row of ADDITIONS that describes a layer's experts, counted from 1; 0 for none.
-# A short convolution instead of attention has addresses of its weights, [HIDDEN, TAPS], and of its
-# biases; for attention, TAPS is 0. Then FIRST_QUERY is the third of MIXED that multiplies the
-# results, FIRST_KEY and FIRST_VALUE the two whose product is the input; keys are these inputs,
-# [slots, HIDDEN].
-FACTOR, IS_PARALLEL, SCALED, EXPERTS, CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(105, 112)
-NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, LAYER_SIZE = range(112, 117)
+(QUERY, KEY, VALUE, MORE, OUT, GATE, UP, DOWN) = range(32, 104, PRODUCT_SIZE)
+INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(104, 114)
+# EXPERTS, DELTA: the rows of ADDITIONS that describe a layer's experts and its gated delta net,
+# counted from 1; 0 for none. A short convolution instead of attention has addresses of its weights,
+# [HIDDEN, TAPS], and of its biases; for attention, TAPS is 0. Then FIRST_QUERY is the third of
+# MIXED that multiplies the results, FIRST_KEY and FIRST_VALUE the two whose product is the input;
+# keys are these inputs, [slots, HIDDEN]. QUERY_STEP is the number of heads in MIXED from one query
+# to the next, and from one gate of attention's results to the next; FIRST_GATE is the first gate,
+# or -1 without gates.
+FACTOR, IS_PARALLEL, SCALED, EXPERTS, CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(114, 121)
+NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, QUERY_STEP, FIRST_GATE = range(121, 127)
+MIXED_SIZE, ATTENDED_SIZE, DELTA, LAYER_SIZE = range(127, 131)
 # A low-rank addition to a product: its first factor as a product, WEIGHT and BIAS of the second,
 # the scale of the result, the format of both factors, and its first number in a row of BETWEEN.
 SECOND = PRODUCT_SIZE
@@ -83,6 +85,12 @@ TIMES, OF_ADDED, START = range(SECOND + 2, SECOND + 5)
 ROUTER, SHARED_GATE = 0, PRODUCT_SIZE
 (NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(18, 25)
 (OF_ROUTER, OF_CORRECTION, EXPERT_GATE_UP, EXPERT_DOWN, EXPERT_INNER) = range(25, 30)
+# A gated delta net: address of what is compiled for it; heads of keys, and of values, and their
+# sizes; for queries, keys, values, gates of results, writing strengths and decays, the first column
+# in MIXED, and how many columns are from those of one key head to those of the next; addresses of
+# what decays are multiplied by, as logarithms, and of their biases; the format of both.
+(COMPILED, KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, COLUMNS, COLUMN_STEPS) = (*range(6), 11)
+(DECAYS, DECAY_BIASES, OF_DECAYS) = range(17, 20)
 
 # Flags of a norm; the last two say which numbers it spans, and when it runs.
 IS_NORM, CENTERS, ROUNDS, ADDS_ONE, IS_WHOLE, AFTER_TURN = 1, 2, 4, 8, 16, 32
@@ -91,7 +99,11 @@ HALVES, NEIGHBOURS, WIDE = 1, 2, 4  # the pairs that are rotated together; no ro
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED = range(5)
 TO_ROWS, TO_INNER, TO_LOGITS = range(3)  # use of a product's columns
 FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
-KEYS, KEY_HEAD, VALUES, VALUE_HEAD, NUM_KEYS = range(5)
+# Of a gated delta net, keys are the inputs of its convolution, and values what else tokens add, in
+# float32: keys, values, and of each value head how much its state keeps, and takes. STATE is the
+# address of the states, [VALUE_HEADS, KEY_SIZE, VALUE_SIZE], which lack the tokens from the slot
+# LACKS on; those with the tokens before the slot UNTIL go to the address BROUGHT.
+KEYS, KEY_HEAD, VALUES, VALUE_HEAD, NUM_KEYS, STATE, LACKS, UNTIL, BROUGHT, PLACE_SIZE = range(10)
 
 # Scores by which experts are chosen, factors of their results, and further operations on both.
 BY_SOFTMAX, BY_SIGMOID, BY_SOFTMAX_OF_CHOSEN = range(3)
@@ -99,8 +111,9 @@ SELECTS_RAW, IS_SORTED, IS_SUMMED, ROUNDS_SCORES, ROUNDS_SHARES = 1, 2, 4, 8, 16
 
 PHASES_OF_LAYER = 12
 
-# What a module of a plan gets in the place of states, of positions, and of tokens.
-STATES_GIVEN, POSITIONS_GIVEN, TOKENS_GIVEN = object(), object(), object()
+# What a module of a plan gets in the place of states, of positions, of tokens, and of positions
+# that three axes count alike.
+STATES_GIVEN, POSITIONS_GIVEN, TOKENS_GIVEN, AXES_GIVEN = (object() for _ in range(4))
 
 # Formats of packed weights, by GGML's numbers: its names, numbers in a block, and bytes of one.
 BLOCKS = {

@@ -81,7 +81,7 @@ class FixedTarget(TreeTarget):
         self._choose_graphs()
 
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
-        if any(kind.kind == "convolved" for kind in kinds):
+        if any(kind.kind in ("convolved", "recurrent") for kind in kinds):
             raise UnsupportedModelError("its convolutions see a text as long as it is")
         size = slots_for(min(max_slots, num_slots + _FIRST_NEW + MAX_OVERHANG))
         kind, stream = self.device.type, None

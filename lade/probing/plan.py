@@ -1,6 +1,7 @@
 """How a call is decoded: the best verification method that is exact for the model."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,6 +10,7 @@ import torch
 from lade.compat import Model, attention_of, device_of_inputs, without_compiler
 from lade.config import SPECULATING, Config, Execution, Verification
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
+from lade.forward.job import FusedForwards
 from lade.gpu.fixed import widths_on
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import VerificationPlan
@@ -57,6 +59,8 @@ def choose_verification(
     """
     profile, config = profile or profile_of(model), config or Config()
     excluded = {**profile.found_wrong, **why_never(model, profile), **(excluded or {})}
+    if "tree" not in excluded and (why := _why_not_back(model, config, profile)) is not None:
+        excluded["tree"] = why
     is_batch, name = num_rows > 1, type(model).__name__
     if is_batch:
         execution = "eager"
@@ -114,6 +118,20 @@ def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
         return {"tree": "its prepare_inputs_for_generation is your own code"}
     # Trees bring lade's masks, but forwards of `generate` have the user's.
     return {"tree": "its masks are made by your own code"} if has_user_masks(model) else {}
+
+
+def _why_not_back(model: Model, config: Config, profile: Profile) -> str | None:
+    """Return why recurrent layers of a model cannot keep a part of a draft by a job, or None."""
+    with suppress(UnsupportedModelError):
+        if profile.layout_of(model).is_recurrent:
+            if device_of_inputs(model).type != "cpu" or not config.uses_kernels:
+                return "torch's forwards add all tokens to its recurrent states"
+            views = profile.fast_views_for(model)
+            if not isinstance(views, FusedForwards):
+                return f"its recurrent layers run by torch ({profile.why_by_torch(model)})"
+            if not views.pays(1):
+                return "its recurrent layers run by torch, which is faster"
+    return None
 
 
 def why_not_run(profile: Profile) -> str | None:

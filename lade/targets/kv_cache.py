@@ -26,7 +26,11 @@ from lade.transfer import integers_on
 FIRST_NUM_SLOTS = 256
 _GROWTH = 4  # each growth adds a quarter, up to the maximum length of the generation
 
-Kind = Literal["full", "windowed", "indexed", "convolved", "empty"]
+# Tokens after which the state of a recurrent layer is kept: so many can be forgotten at any time.
+_NUM_BEHIND = 2
+_MOST_CHAINED = 64  # tokens that run at once after a prompt, as a rule
+
+Kind = Literal["full", "windowed", "indexed", "convolved", "recurrent", "empty"]
 
 
 class LayerKind(NamedTuple):
@@ -34,7 +38,7 @@ class LayerKind(NamedTuple):
 
     kind: Kind
     # A windowed layer keeps one slot fewer, as transformers' own does; then a convolved one keeps
-    # as many as its convolution sees.
+    # as many as its convolution sees, and so does a recurrent one.
     window: int | None = None
 
 
@@ -150,6 +154,7 @@ class Group:
         is_fixed: bool,
         spare_bytes: int = 0,
         is_convolved: bool = False,
+        most_new: int = FIRST_NUM_SLOTS,
     ) -> None:
         self.window = window
         #: Whether a long prompt is held whole until it is committed, so that a forward may run it.
@@ -162,7 +167,7 @@ class Group:
         slack = 0 if window is None else min(FIRST_NUM_SLOTS, window)
         self._slack = FIRST_NUM_SLOTS if is_convolved else slack
         if window is not None:
-            max_slots = min(max_slots, window + self._slack + FIRST_NUM_SLOTS)
+            max_slots = min(max_slots, window + self._slack + most_new)
             num_slots = max_slots if is_fixed else min(num_slots, window + self._slack)
         self._num_slots, self._max_slots = num_slots, max_slots
         self._stores: dict[str, list[Store]] = {"keys": [], "values": [], "indexer": []}
@@ -191,9 +196,9 @@ class Group:
         """Return the first slot visible to a token after `length` others."""
         return 0 if self.window is None else max(0, length - self.window + 1)
 
-    def trim(self, length: int) -> None:
-        """Drop slots that have left the window, once there are enough of them."""
-        num_slots, stop = self.first_slot(length) - self.offset, length - self.offset
+    def trim(self, length: int, oldest: int) -> None:
+        """Drop slots that no token from `oldest` on sees, once there are enough of them."""
+        num_slots, stop = self.first_slot(oldest) - self.offset, length - self.offset
         if num_slots < self._slack:
             return
         for store in self:  # the other slots of every layer move up
@@ -364,7 +369,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 class ConvolvedLayer(TreeCacheLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
     """The part of a `TreeCache` that holds the inputs of one short convolution, token by token."""
 
-    stored = ("keys",)  # [1, 1, length, channels]
+    stored: tuple[str, ...] = ("keys",)  # [1, 1, length, channels]
     record_past = True  # else models write to a state without saying so
 
     @property
@@ -423,6 +428,143 @@ class ConvolvedLayer(TreeCacheLayer, LinearAttentionCacheLayerMixin):  # type: i
         return self._group.window - 1
 
 
+class _State(NamedTuple):
+    """A recurrent state, float32 [1, heads, key_size, value_size]."""
+
+    length: int  # tokens that it holds
+    state: Tensor
+    until: float = math.inf  # tokens up to which later ones can be added, see `RecurrentLayer`
+
+
+class RecurrentLayer(ConvolvedLayer):
+    """The part of a `TreeCache` that holds one gated delta net: inputs of its convolution, a state.
+
+    A state cannot forget a token. So it stays behind, and what later tokens add is kept in
+    "values", float32 [1, 1, length, keys, values and gates], until they are added: by the next
+    forward that a job runs, or here. Torch's forwards add tokens at once; their states are kept.
+    """
+
+    stored = "keys", "values"
+
+    def __init__(self, state: CacheState, group: Group, index: int) -> None:
+        super().__init__(state, group, index)
+        self._states: list[_State] = []  # the last is the present one
+        self._after: Tensor | None = None  # state after all pending tokens, if torch ran them
+        self._spare: Tensor | None = None  # where the next state goes
+
+    @property
+    def recurrent_states(self) -> list[Tensor]:
+        """The state after all tokens."""
+        if self._after is not None:
+            return [self._after]
+        length, state, _ = self._states[-1]
+        if length < self.get_seq_length():
+            for row in self._held("values")[0, 0, length - self.offset :]:
+                state = _advanced(state[0], row)[None]
+        return [state]
+
+    @property
+    def oldest(self) -> int:
+        """The first token that a kept state lacks."""
+        return self._states[0].length if self._states else 0
+
+    def lazy_initialization(
+        self,
+        key_states: Tensor,
+        value_states: Tensor | None = None,
+        recurrent_state: Tensor | None = None,
+    ) -> None:
+        """Claim layers of the stores; a job adds what torch's forwards do without."""
+        super().lazy_initialization(key_states)
+        if value_states is not None and recurrent_state is not None:
+            self._claim("values", value_states)
+            self._spare = torch.zeros_like(recurrent_state)
+            if not self._states:
+                self._states = [_State(0, torch.zeros_like(recurrent_state))]
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Note the state after all pending tokens."""
+        self._after = recurrent_states.contiguous()
+        return self._after
+
+    def take_over(self, layer: Any, length: int = 0) -> None:
+        """Copy the state and the last inputs of a filled layer of a transformers cache."""
+        super().take_over(layer, length)
+        if self.num_pending:
+            self._after = layer.recurrent_states[0].clone()
+
+    def hand_over(self, layer: Any) -> None:
+        """Fill a layer of a transformers cache with copies of the state and the last inputs."""
+        super().hand_over(layer)
+        (state,) = self.recurrent_states
+        layer.lazy_initialization(recurrent_states=state)
+        layer.recurrent_states[0] = state.clone()
+
+    def place(self, stop: int) -> tuple[int, int, int, int] | None:
+        """Return where a job finds the state and what it lacks, see `TreeCache.slot_addresses`."""
+        if self._after is not None or self._spare is None:
+            return None
+        length, state, _ = self._states[-1]
+        until = self._until(stop)
+        slots = length - self.offset, until - self.offset
+        return state.data_ptr(), *slots, self._spare.data_ptr()
+
+    def count(self, stop: int) -> None:
+        """Take over the state that a job has left."""
+        present, until = self._states[-1], self._until(stop)
+        if until > present.length:
+            assert self._spare is not None
+            self._states, self._spare = [_State(until, self._spare)], present.state
+
+    def settle(self, length: int) -> None:
+        """Keep so many tokens, of those since the last commit all, or none."""
+        before = self._state.length
+        if self._after is not None and length > before:
+            kept = [
+                *self._states[:-1],
+                *(each._replace(until=before) for each in self._states[-1:]),
+            ]
+            self._states = [*kept[-_NUM_BEHIND:], _State(length, self._after)]
+        while self._states and self._states[-1].length > length:
+            self._states.pop()
+        self._after = None
+
+    def can_go_back(self, length: int) -> bool:
+        """Return whether there is a state to which what it lacks of some tokens can be added."""
+        known = [each for each in self._states if each.length <= length]
+        return bool(known) and length <= known[-1].until
+
+    def _until(self, stop: int) -> int:
+        until = stop if self._state.is_prefilling else self._state.length - _NUM_BEHIND
+        return max(until, self._states[-1].length)
+
+
+def _advanced(state: Tensor, row: Tensor) -> Tensor:
+    """Return a state [heads, key_size, value_size] after one more token, with the bits of a job.
+
+    Args:
+        state: is not changed.
+        row: what the token has added: keys, values, and of each head what it keeps and takes.
+    """
+    num_heads, key_size, value_size = state.shape
+    num_values, num_gates = num_heads * value_size, 2 * num_heads
+    keys, values = row[: -num_values - num_gates], row[-num_values - num_gates : -num_gates]
+    gates = row[-num_gates:]
+    keys = keys.view(-1, key_size)
+    keys = keys.repeat_interleave(num_heads // len(keys), dim=0)
+    decays, shares = gates.view(num_heads, 2).unbind(dim=1)
+    state = state * decays[:, None, None]
+    change = torch.zeros_like(state[:, 0])
+    for number in range(key_size):  # in the order in which a job adds
+        change = change + state[:, number] * keys[:, number, None]
+    change = (values.view(num_heads, value_size) - change) * shares[:, None]
+    advanced: Tensor = state + keys[:, :, None] * change[:, None]
+    return advanced
+
+
+_MADE = {"convolved": ConvolvedLayer, "recurrent": RecurrentLayer}
+
+
 class TreeCache(Cache):  # type: ignore[misc]
     """A `transformers.Cache` of preallocated layers for all kinds of attention.
 
@@ -449,10 +591,12 @@ class TreeCache(Cache):  # type: ignore[misc]
         windows = [kind.window for kind in kinds if kind.kind != "empty"]
         of_layer = spare_bytes // (2 * max(1, len(windows)))  # for keys, and for values
         convolved = {kind.window for kind in kinds if kind.kind == "convolved"}
+        recurrent = {kind.window for kind in kinds if kind.kind == "recurrent"}
         self._groups = {
             window: Group(
                 *(window, windows.count(window) if share else 1, first, max_slots, is_fixed),
                 *(of_layer, window in convolved),
+                _MOST_CHAINED if window in recurrent else FIRST_NUM_SLOTS,
             )
             for window in windows
         }
@@ -467,7 +611,7 @@ class TreeCache(Cache):  # type: ignore[misc]
                 layers.append(cache_utils.DummyLayer())
                 continue
             index = windows[: len(self.held)].count(kind.window)
-            made = ConvolvedLayer if kind.kind == "convolved" else TreeCacheLayer
+            made = _MADE.get(kind.kind, TreeCacheLayer)
             self.held.append(made(self._state, self._groups[kind.window], index))
             layers.append(self.held[-1])
         super().__init__(layers=layers)
@@ -476,6 +620,10 @@ class TreeCache(Cache):  # type: ignore[misc]
     def length(self) -> int:
         """Committed slots."""
         return self._state.length
+
+    @property
+    def _recurrent(self) -> list[RecurrentLayer]:
+        return [layer for layer in self.held if isinstance(layer, RecurrentLayer)]
 
     @property
     def windows(self) -> list[int | None]:
@@ -528,23 +676,28 @@ class TreeCache(Cache):  # type: ignore[misc]
             capacities[window] = min((store.buffer.shape[3] for store in group), default=0)
         return capacities
 
-    def slot_addresses(self, num_new: int, states: Sequence[Tensor]) -> NDArray[np.int64] | None:
+    def slot_addresses(
+        self, num_new: int, states: Sequence[tuple[Tensor, ...]]
+    ) -> NDArray[np.int64] | None:
         """Reserve slots for new tokens, and return where keys and values lie in memory.
 
         Args:
             num_new: number of new tokens; they are not counted as pending yet.
-            states: for each layer, what one token adds to its keys, or to its values; they show
-                heads, head size and dtype.
+            states: for each layer, what one token adds to its keys, and to its values if it has
+                some; they show heads, head size and dtype. A recurrent state comes third.
 
         Returns:
-            int64 [num_layers, 5]: address of the keys, bytes from one head to the next, both for
-            values, and the number of keys, for which the inputs of a convolution stand. None if
+            int64 [num_layers, 9]: address of the keys, bytes from one head to the next, both for
+            values, and the number of keys, for which the inputs of a convolution stand. Then
+            address of a recurrent state, the first slot that it lacks, the slot up to which a job
+            is to bring it, and the address where this one goes. None if
             keys and values do not lie in one store of such heads. What is written there counts
             once `count` has been called.
         """
-        if not all(layer.is_initialized for layer in self.held):
+        is_new = any(layer._claims.keys() < {*layer.stored} for layer in self.held)
+        if is_new or not all(layer.is_initialized for layer in self.held):
             for layer, of_token in zip(self.held, states, strict=True):
-                layer.lazy_initialization(*[of_token] * len(layer.stored))
+                layer.lazy_initialization(*of_token)
         num_pending = self.held[0].num_pending
         if any(layer.num_pending != num_pending for layer in self.held):
             return None
@@ -553,16 +706,21 @@ class TreeCache(Cache):  # type: ignore[misc]
         if self._found is None or self._found[0] != self.addresses:
             found = np.zeros((len(self.held), 4), np.int64)
             for row, layer, of_token in zip(found, self.held, states, strict=True):
-                for place, name in enumerate(layer.stored):
+                for place, (name, adds) in enumerate(zip(layer.stored, of_token, strict=False)):
                     store, index = layer._claims[name]
-                    if not store.fits(of_token):
+                    if not store.fits(adds):
                         return None
-                    step = store.buffer.stride(2) * of_token.element_size()
+                    step = store.buffer.stride(2) * adds.element_size()
                     row[2 * place : 2 * place + 2] = store.buffer[index].data_ptr(), step
             self._found = self.addresses, found
-        addresses = np.empty((len(self.held), 5), np.int64)
+        addresses = np.zeros((len(self.held), 9), np.int64)
         addresses[:, :4] = self._found[1]
         addresses[:, 4] = [stop - layer.offset for layer in self.held]
+        for row, layer in zip(addresses, self.held, strict=True):
+            if isinstance(layer, RecurrentLayer):
+                if (of_state := layer.place(stop)) is None:
+                    return None
+                row[5:] = of_state
         return addresses
 
     def count(self, num_new: int) -> None:
@@ -571,6 +729,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer in self.held:
             layer.num_pending += num_new
         stop = self.length + self.held[0].num_pending
+        for recurrent in self._recurrent:
+            recurrent.count(stop)
         for window, offset in before.items():  # windows keep only the end of a long prompt
             if (first := self.first_slot(window)) > offset:
                 for store in self._groups[window]:
@@ -599,6 +759,7 @@ class TreeCache(Cache):  # type: ignore[misc]
     def has_nan_in_windows(self) -> bool:
         """Whether layers with windows hold NaN, as some models compute for padding."""
         layers = [layer for layer in self.held if layer.is_sliding and layer.is_initialized]
+        layers = [layer for layer in layers if not isinstance(layer, RecurrentLayer)]
         held = (layer._held(name) for layer in layers for name in layer.stored)
         return any(bool(each.isnan().any()) for each in held)
 
@@ -612,6 +773,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer in self.held:
             layer.is_initialized = layer.is_indexer_initialized = False
             layer.commit()
+        for recurrent in self._recurrent:
+            recurrent._states, recurrent._after = [], None
 
     def keep_all(self) -> None:
         """Commit all slots of the prompt, including padding; later tokens may be rejected."""
@@ -627,6 +790,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         Args:
             path: ascending node indices, counted from the committed slots.
         """
+        if not self.can_keep(len(path)):
+            raise ValueError(f"{len(path)} of the last tokens cannot be kept without the others")
         length = self.length
         in_place = next((n for n, node in enumerate(path) if n != node), len(path))
         if in_place < len(path):
@@ -634,10 +799,21 @@ class TreeCache(Cache):  # type: ignore[misc]
             self._move(source, length + in_place)
         self._commit(length + len(path))
 
+    def can_keep(self, num_tokens: int) -> bool:
+        """Return whether the first of the tokens since the last commit can be kept without others.
+
+        They cannot where torch has added all of them to a state.
+        """
+        return all(
+            layer._after is None or num_tokens in (0, layer.num_pending)
+            for layer in self._recurrent
+        )
+
     def can_go_back(self, num_tokens: int) -> bool:
         """Return whether the cache holds all slots that tokens see after going back."""
         groups, length = self._groups.values(), self.length - num_tokens
-        return all(group.first_slot(length) >= group.offset for group in groups)
+        has_states = all(layer.can_go_back(length) for layer in self._recurrent)
+        return has_states and all(group.first_slot(length) >= group.offset for group in groups)
 
     def go_back(self, num_tokens: int) -> None:
         """Forget the last tokens."""
@@ -663,10 +839,13 @@ class TreeCache(Cache):  # type: ignore[misc]
                 mine.hand_over(cache.layers[index])
 
     def _commit(self, length: int) -> None:
+        for layer in self._recurrent:
+            layer.settle(length)
         self._state.length = length
+        oldest = min([length, *(layer.oldest for layer in self._recurrent)])
         for group in self._groups.values():
             if group.window is not None and (group.is_convolved or not self._state.is_prefilling):
-                group.trim(length)
+                group.trim(length, oldest)
         for layer in self.held:
             layer.commit()
 

@@ -12,7 +12,7 @@ from lade.attention.packed import PACKED_ROWS
 from lade.budget.budget import MAX_DRAFT_TOKENS
 from lade.compat import Model
 from lade.errors import UnsupportedModelError
-from lade.targets.kv_cache import LayerKind, kind_of
+from lade.targets.kv_cache import Kind, LayerKind, kind_of
 
 # By layer type, the limit of a layer's attention span.
 _SPANS = {
@@ -21,6 +21,8 @@ _SPANS = {
     "sliding_attention": "window",
     "chunked_attention": "chunk",
 }
+# Layers that attend to nothing.
+_CONVOLVED: dict[str, Kind] = {"conv": "convolved", "linear_attention": "recurrent"}
 
 
 class TreeLayout(NamedTuple):
@@ -32,7 +34,13 @@ class TreeLayout(NamedTuple):
     @property
     def max_candidates(self) -> int | None:
         """Paths of a tree that one forward can run: a convolution sees the tokens as one text."""
-        return 1 if any(kind.kind == "convolved" for kind in self.kinds) else None
+        is_one = self.is_recurrent or any(kind.kind == "convolved" for kind in self.kinds)
+        return 1 if is_one else None
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers have a state, to which torch's forwards add all tokens at once."""
+        return any(kind.kind == "recurrent" for kind in self.kinds)
 
 
 def tree_layout(model: Model) -> TreeLayout:
@@ -45,7 +53,9 @@ def tree_layout(model: Model) -> TreeLayout:
     config = model.config.get_text_config(decoder=True)
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if getattr(model, "_is_stateful", False):
+    convolved = _convolved(model, config)
+    has_states = any(kind.kind == "recurrent" for kind in convolved.values())
+    if getattr(model, "_is_stateful", False) and not has_states:
         raise UnsupportedModelError("it keeps a recurrent state")
     if "position_ids" not in parameters and not takes_any:
         raise UnsupportedModelError("its forward takes no position_ids")
@@ -54,7 +64,6 @@ def tree_layout(model: Model) -> TreeLayout:
     if getattr(config, "alibi", False):
         raise UnsupportedModelError("its ALiBi bias follows the cache slots and not the positions")
     layers = DynamicCache(config=config).layers
-    convolved = _convolved(model, config)
     kinds = [convolved.get(place, kind_of(layer)) for place, layer in enumerate(layers)]
     pairs = zip(kinds, layers, strict=True)
     unknown = {type(layer).__name__ for kind, layer in pairs if kind is None}
@@ -96,7 +105,7 @@ def _spans(config: Any, layers: Sequence[Any]) -> dict[str, AttentionSpan]:
     alike = "chunked_attention" if chunk is not None else "full_attention"
     alike = "sliding_attention" if has_window else alike
     spans = {}
-    for name in set(getattr(config, "layer_types", None) or (alike,)) - {"moe", "mlp", "conv"}:
+    for name in set(getattr(config, "layer_types", None) or (alike,)) - {"moe", "mlp", *_CONVOLVED}:
         if name not in _SPANS:
             raise UnsupportedModelError(f"it has layers of {name}")
         if _SPANS[name] == "window":
@@ -110,16 +119,14 @@ def _spans(config: Any, layers: Sequence[Any]) -> dict[str, AttentionSpan]:
 
 
 def _convolved(model: Model, config: Any) -> dict[int, LayerKind]:
-    """Return the kinds of a model's layers that are short convolutions, by number.
-
-    Recurrences, which keep a state of their own, are layers of other types.
-    """
+    """Return the kinds of a model's layers that begin with short convolutions, by number."""
     types = getattr(config, "layer_types", None) or ()
-    places = [place for place, name in enumerate(types) if name == "conv"]
+    places = {place: _CONVOLVED[name] for place, name in enumerate(types) if name in _CONVOLVED}
     widths = {each.kernel_size[0] for each in model.modules() if isinstance(each, nn.Conv1d)}
     if not places or len(widths) != 1:
         return {}
-    return dict.fromkeys(places, LayerKind("convolved", widths.pop() + 1))
+    window = widths.pop() + 1
+    return {place: LayerKind(kind, window) for place, kind in places.items()}
 
 
 def rope_of(config: Any) -> tuple[str, int] | None:

@@ -266,6 +266,7 @@ class TreeTarget(Target):
     def forward(self, inputs: Any) -> Tensor:
         """Run the model on the inputs, together with other calls if there are any."""
         view = self._view_for(inputs["input_ids"].shape[1])
+        self._last_inputs = inputs
         logits: Tensor
         if self._engine_call is None:
             logits = view(**inputs).logits
@@ -299,7 +300,10 @@ class TreeTarget(Target):
 
         `commit` takes a path of the whole tree.
         """
-        return self.forward(_without_run(self.inputs([tree]), num_run))
+        inputs = self.inputs([tree])
+        logits = self.forward(_without_run(inputs, num_run))
+        self._last_inputs = inputs
+        return logits
 
     def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
         """Run a root by the model itself, which prepares it unless its attention needs a mask."""
@@ -330,6 +334,9 @@ class TreeTarget(Target):
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted path in the cache; drop the rest of the tree."""
         self._num_committed += (len(paths[0]) - self._num_committed) / _NUM_RECENT
+        if not self.cache.can_keep(len(paths[0])):  # torch ran a chain, and added it to a state
+            self.cache.keep([])
+            self.forward(_first(self._last_inputs, len(paths[0])))
         self.cache.keep(paths[0])
         self._place_root()
 
@@ -430,6 +437,18 @@ def _without_run(inputs: dict[str, Any], num_run: int) -> dict[str, Any]:
         left[name] = inputs[name][..., num_run:]
     mask = tree_map(lambda of_type: of_type[..., num_run:, :], inputs["attention_mask"])
     return {**left, "attention_mask": mask}
+
+
+def _first(inputs: dict[str, Any], num: int) -> dict[str, Any]:
+    """Return the inputs of a chain's first nodes."""
+    left, num_dropped = {**inputs}, inputs["input_ids"].shape[1] - num
+    for name in {"input_ids", "position_ids", *TOKEN_TYPES} & inputs.keys():
+        left[name] = inputs[name][..., :num]
+
+    def of_type(mask: Tensor) -> Tensor:
+        return mask[..., :num, : mask.shape[-1] - num_dropped]
+
+    return {**left, "attention_mask": tree_map(of_type, inputs["attention_mask"])}
 
 
 def _kinds_held(kinds: Sequence[LayerKind], past: Any) -> list[LayerKind]:

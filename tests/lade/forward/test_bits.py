@@ -126,8 +126,11 @@ class Texts:
                     found.append(f"{how} of {num}: logits of token {position}, node {node}")
             cache.keep(nodes.path)
         for layer, (mine, theirs) in enumerate(zip(cache.held, self.cache.held, strict=True)):
-            for name in mine.stored:
+            names = ("keys", "recurrent_states") if hasattr(mine, "oldest") else mine.stored
+            for name in names:
                 pair = [getattr(each, name) for each in (mine, theirs)]
+                if name == "recurrent_states":
+                    pair = [each[0] for each in pair]
                 num = min(each.shape[2] for each in pair)
                 if not same_bits(*(each[:, :, each.shape[2] - num :] for each in pair)):
                     found.append(f"{name} of layer {layer}")
