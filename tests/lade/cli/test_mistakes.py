@@ -69,12 +69,7 @@ def test_version_and_completion() -> None:
         (["serve", "--max-prefix-bytes", "-1"], "greater than or equal to 0"),
         (["serve", "--unknown-fields", "maybe"], "not one of 'refuse', 'ignore'"),
         (["generate", "x", "--top-p", "1.5"], "Input should be less than or equal to 1"),
-        (["generate", "x", "--temperature", "hot"], "Input should be a valid number"),
-        (["pool", "build", __file__, "--out", "a", "--capacity-tokens", "1e9"], "valid integer"),
-        (
-            ["pool", "build", __file__, "--out", "a", "--capacity-tokens", str(2**40)],
-            "less than or equal to 536870912",
-        ),
+        (["pool", "build", "/", "--out", "a", "--capacity-tokens", "9" * 12], "equal to 536870912"),
     ],
 )
 def test_unknown_words_are_told_with_what_there_is(arguments: list[str], said: str) -> None:
@@ -93,14 +88,9 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], said: s
         (["generate", "x", "--dtype", "int8"], "bfloat16, float16, float64, got 'int8'"),
         *(
             (["generate", "x", "--dtype", name], f"got '{name}'; did you mean {meant}?")
-            for name, meant in {
-                "bf16": "bfloat16",
-                "FP16": "float16",
-                "f32": "float32",
-                "torch.float32": "float32",
-                "double": "float64",
-            }.items()
+            for name, meant in (("bf16", "bfloat16"), ("FP16", "float16"), ("double", "float64"))
         ),
+        (["generate", "x", "--dtype", "torch.float32"], "did you mean float32?"),
         *(
             (["generate", "x", "--device", name], f"such as cpu, got '{name}' (")
             for name in ("", "cuda:99", "meta", "tpu")
@@ -144,13 +134,9 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], said: s
                 ("allowed-host", "http://x", "allowed hosts by their names alone, got 'http"),
                 ("host", "", "expected an address to listen at, got ''"),
                 ("host", "a..b", "cannot listen at a..b"),
-                ("host", "http://127.0.0.1", "cannot listen at http://127.0.0.1"),
                 ("api-key", "", "expected API keys of one character or more"),
                 ("api-key", "ä", "expected API keys that a header may have, in ASCII"),
-                ("corpus", "=x", "expected --corpus NAME=FILE"),
-                ("max-batch-size", "0", "expected max_batch_size of at least 1, got 0"),
                 ("max-queue", "-1", "expected max_queue of at least 0, got -1"),
-                ("max-new-tokens", "0", "expected max_new_tokens of at least 1, got 0"),
                 ("pool-memory-bytes", "-5", "expected pool_memory_bytes of at least 0, got -5"),
                 ("grace-sec", "inf", "expected grace_sec of at least 0, got inf"),
                 ("timeout", "nan", "expected timeout_sec above 0, got nan"),
