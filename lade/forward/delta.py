@@ -101,8 +101,11 @@ def _result(plan: DeltaPlan, convolution: nn.Conv1d, rows: Tensor) -> Tensor:
     num_keys, num_values, key_size, value_size = plan.heads
     mixed = torch.cat([_part(plan, rows, kind) for kind in range(3)], dim=1)
     inputs = functional.pad(mixed.T[None], (convolution.kernel_size[0] - 1, 0))
-    weights = convolution.weight, convolution.bias
-    made = functional.silu(functional.conv1d(inputs, *weights, groups=mixed.shape[1]))[0].T.float()
+    # In float32: torch's depthwise convolutions of 16 bits take a hundred times as long on a CPU.
+    bias = None if convolution.bias is None else convolution.bias.float()
+    weights = convolution.weight.float(), bias
+    made = functional.conv1d(inputs.float(), *weights, groups=mixed.shape[1]).to(rows.dtype)
+    made = functional.silu(made)[0].T.float()
     all_keys = num_keys * key_size
     queries, keys, values = made.tensor_split([all_keys, 2 * all_keys], dim=1)
     queries, keys = (
