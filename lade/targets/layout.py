@@ -73,7 +73,8 @@ def tree_layout(model: Model) -> TreeLayout:
     spans = _spans(config, layers)
     is_both = convolved and any(kind is not None and kind.kind == "windowed" for kind in kinds)
     if is_both or len(convolved) == len(kinds):
-        raise UnsupportedModelError("it has convolutions without full attention, or with windows")
+        what = "keeps a recurrent state" if has_states else "has convolutions"
+        raise UnsupportedModelError(f"it {what} without full attention, or with windows")
     is_remote = not type(model).__module__.startswith("transformers.")
     if is_remote and any(span != FULL for span in spans.values()):
         raise UnsupportedModelError(

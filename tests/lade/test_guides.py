@@ -71,7 +71,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.usefixtures("names")
 def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
     made = run("quickstart", {})
-    assert "tokens a forward" in capsys.readouterr().out
+    assert "tokens per forward pass" in capsys.readouterr().out
     assert isinstance(made["pool"], lade.NGramPool)
 
 
