@@ -5,13 +5,15 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from lade.closeness import distance
 from lade.forward import words
 
-#: What users are asked for where kernels are wrong.
+# Tokens of the forwards by lade's kernels that are compared: one, and all remainders of tiles.
+_HELD = (1, 3, 8, 31)
+#: A request to users whose kernels are wrong.
 REPORT = "please report this with your CPU and model"
 _FAULTY = 10  # times the limit: no model amplifies rounding so far
 
@@ -46,26 +48,32 @@ def tolerance(values: Tensor) -> float:
     return 16 * torch.finfo(values.dtype).eps * float(values.abs().max())
 
 
+Forward = Callable[[int], Tensor]  # from a number of tokens of a text to their logits
+
+
 def why_wrong(
-    mine: Tensor, theirs: Tensor, limit: float, what: str, *, is_rounded: bool, may_choose: bool
+    by_torch: Forward,
+    by_kernels: Forward,
+    limit: float,
+    what: str,
+    *,
+    is_rounded: bool,
+    may_choose: bool,
 ) -> str | None:
-    """Return why logits of lade's kernels are wrong, and warn; None if they are right.
+    """Return why forwards by lade's kernels are wrong, and warn; None if they are right.
 
     Args:
-        mine, theirs: by lade's kernels, and by torch.
+        by_torch, by_kernels: return logits [1, num_tokens, vocab_size].
         limit: on the largest difference, in standard deviations of the logits.
         what: the kernels, for the warning.
-        is_rounded: whether single logits may be further apart, as in 16 bits.
+        is_rounded: whether single logits may differ more, as in 16 bits.
         may_choose: whether rounding may choose other experts for a few tokens.
     """
-    logits, reference = mine.double(), theirs.double()
-    error = distance(logits, reference)
-    if error > limit and (is_rounded or may_choose) and error < math.inf:
-        finite = reference.isfinite()
-        squares = (logits - reference).where(finite, 0.0).square().flatten(0, -2).mean(dim=-1)
-        square = squares.median() if may_choose else squares.mean()
-        error = float(square.sqrt() / reference[finite].std().clamp(min=1e-30))
-    if error <= limit:
+    theirs = by_torch(max(_HELD))
+    held = ((by_kernels(num), theirs[:, :num]) for num in _HELD)
+    errors = (_error(*logits, limit, is_rounded, may_choose) for logits in held)
+    error = next((each for each in errors if each > limit), None)
+    if error is None:
         return None
     reason = f"logits differ by {error:.2g} of their standard deviation"
     # Some models amplify rounding, also that between torch's float32 and the exact result.
@@ -77,6 +85,32 @@ def why_wrong(
         stacklevel=2,
     )
     return reason
+
+
+def _error(mine: Tensor, theirs: Tensor, limit: float, is_rounded: bool, may_choose: bool) -> float:
+    """Return the difference of logits, in standard deviations; see `why_wrong`."""
+    logits, reference = mine.double(), theirs.double()
+    error = distance(logits, reference)
+    if error > limit and (is_rounded or may_choose) and error < math.inf:
+        finite = reference.isfinite()
+        squares = (logits - reference).where(finite, 0.0).square().flatten(0, -2).mean(dim=-1)
+        square = squares.median() if may_choose else squares.mean()
+        error = float(square.sqrt() / reference[finite].std().clamp(min=1e-30))
+    return error
+
+
+def convolved(convolution: nn.Conv1d, inputs: Tensor) -> Tensor:
+    """Return the results of a causal depthwise convolution.
+
+    torch's convolutions of 16 bits take some twenty times as long on a CPU as in float32.
+
+    Args:
+        inputs: [num_tokens, channels], the first ones of a text.
+    """
+    bias = None if convolution.bias is None else convolution.bias.float()
+    padded = functional.pad(inputs.T[None].float(), (convolution.kernel_size[0] - 1, 0))
+    made = functional.conv1d(padded, convolution.weight.float(), bias, groups=inputs.shape[1])
+    return made[0].T.to(inputs.dtype)
 
 
 def is_near(mine: Tensor, theirs: Tensor) -> bool:

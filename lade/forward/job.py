@@ -33,10 +33,16 @@ from lade.attention.packed import Calls
 from lade.closeness import limit_of
 from lade.compat import CACHE, Model, has_hook
 from lade.forward import words
-from lade.forward.comparing import ACTIVATIONS, UnsupportedForwardError, require, why_wrong
+from lade.forward.comparing import (
+    ACTIVATIONS,
+    Forward,
+    UnsupportedForwardError,
+    require,
+    why_wrong,
+)
 from lade.forward.delta import DeltaPlan
 from lade.forward.experts import ExpertsPlan
-from lade.forward.linear import FORMATS, HELD, MOST_TOKENS, Products, is_plain, kernels
+from lade.forward.linear import FORMATS, MOST_TOKENS, Products, is_plain, kernels
 from lade.forward.packed import PackedLinear, function_of, made_whole
 from lade.forward.reading import (
     AdditionPlan,
@@ -81,9 +87,8 @@ class _ForwardPart(NamedTuple):
     cache: TreeCache
     first: int  # number of its first token among all parts
     num: int
-    masks: tuple[
-        Tensor | None, ...
-    ]  # by kind: bool [num, num_keys], or None to see all tokens before
+    # By kind: bool [num, num_keys], or None to see all tokens before.
+    masks: tuple[Tensor | None, ...]
 
 
 class _JobRequest(NamedTuple):
@@ -114,10 +119,8 @@ class _JobRequest(NamedTuple):
         return rewind
 
 
-_Forward = Callable[[int], Tensor]  # from a number of tokens of a text to their logits
-_RunLayer = Callable[
-    [int, Tensor], Tensor
-]  # from a layer's number and input states to its output; the last is the head
+# From a layer's number and input states to its output; the last layer is the head.
+_RunLayer = Callable[[int, Tensor], Tensor]
 
 
 class _Piece(NamedTuple):
@@ -191,7 +194,7 @@ class FusedForwards:
         is_used = self.why_not is None and not self._is_slow
         return is_used and self._dtype is not torch.float32
 
-    def settle(self, by_torch: _Forward, by_job: _Forward) -> None:
+    def settle(self, by_torch: Forward, by_job: Forward) -> None:
         """Compare jobs with the model's own forward, in results and in time; once.
 
         Args:
@@ -199,10 +202,12 @@ class FusedForwards:
                 by the model's own forward; the tokens leave no trace in its cache.
             by_job: returns the same by a job.
         """
-        theirs = by_torch(max(HELD))
-        for num_tokens in HELD:
-            if self.why_not is None:
-                self._hold(by_job(num_tokens), theirs[:, :num_tokens])
+        reason = why_wrong(
+            *(by_torch, by_job, self._limit, "compiled forward"),
+            is_rounded=self._dtype is not torch.float32,
+            may_choose=self._sizes.num_experts > 0,
+        )
+        self.why_not = self.why_not or reason  # jobs may have failed
         if self._is_packed or self.why_not is not None:
             return  # torch would dequantize the weights, which is always slower
         self._is_slow = self._are_slow(_TRIED, by_torch, by_job)
@@ -212,7 +217,7 @@ class FusedForwards:
             prompts = (2 * MANY_TOKENS,)
             self._is_slow_for_prompts = self._are_slow(prompts, by_torch, by_job)
 
-    def _are_slow(self, sizes: Sequence[int], by_torch: _Forward, by_job: _Forward) -> bool:
+    def _are_slow(self, sizes: Sequence[int], by_torch: Forward, by_job: Forward) -> bool:
         """Return whether jobs of some sizes are slower than the model's own forwards."""
         least = np.full((2, len(sizes)), math.inf)
         for _ in range(2):  # what runs for the first time takes longer, and a machine may be busy
@@ -244,9 +249,7 @@ class FusedForwards:
 
         def forward(view: Any, *args: Any, **inputs: Any) -> Any:
             by_torch = type(view).forward.__get__(view)
-            is_whole = all(
-                map(is_, view._modules.values(), children)
-            )  # else the layers are a view's
+            is_whole = all(map(is_, view._modules.values(), children))  # else they are a view's
             try:
                 require(is_whole and not args, "it is not of this model, or has other arguments")
                 request = self._request(inputs, view.config)._replace(held=held)
@@ -294,14 +297,6 @@ class FusedForwards:
             result = by_torch()
         self.why_not = attempt.failure  # unless that fails, too
         return result
-
-    def _hold(self, mine: Tensor, theirs: Tensor) -> None:
-        """Give jobs up if logits differ by more than rounding."""
-        self.why_not = why_wrong(
-            *(mine, theirs, self._limit, "compiled forward"),
-            is_rounded=self._dtype is not torch.float32,
-            may_choose=self._sizes.num_experts > 0,
-        )
 
     def _by_job(self, request: _JobRequest) -> Tensor | None:
         """Return logits [num_rows, …, vocab_size]; None, with nothing written, if impossible."""

@@ -26,7 +26,7 @@ from torch.nn.functional import linear
 from lade.closeness import float32_precision, limit_of
 from lade.compat import Model
 from lade.forward import words
-from lade.forward.comparing import why_wrong
+from lade.forward.comparing import Forward, why_wrong
 from lade.openmp import Run, runner
 from lade.view import viewed
 
@@ -43,9 +43,6 @@ _MANY_ROWS, _NUM_WIDENED = 65, 2**20
 # Seconds to choose a product, for each layer, with its share of making the view.
 _ASKING_SEC = 10e-6
 _NUM_TIMES = 2  # that each product runs before the fastest one is known
-#: Sizes of the forwards that are compared with the model's own: a single token, and all remainders
-#: of tiles of rows.
-HELD = (1, 3, 8, 31)
 
 
 _TORCHS, _OURS, _WIDENED = range(3)  # products
@@ -104,18 +101,11 @@ class Products:
         self._choices: dict[tuple[torch.dtype, int, int, int], _FastestProduct] = {}
         self._num_layers: Counter[tuple[torch.dtype, int, int]] = Counter()  # of the last view
 
-    def settle(
-        self, by_torch: Callable[[int], Tensor], by_products: Callable[[int], Tensor]
-    ) -> None:
-        """Hold products against the model's own forward; see `FusedForwards.settle`."""
-        theirs = by_torch(max(HELD))
-        for num_tokens in HELD:
-            if self.why_not is None:
-                self.why_not = why_wrong(
-                    *(by_products(num_tokens), theirs[:, :num_tokens], self._limit, "product"),
-                    is_rounded=theirs.dtype is not torch.float32,
-                    may_choose=True,
-                )
+    def settle(self, by_torch: Forward, by_products: Forward) -> None:
+        """Compare forwards by these products with the model's own; see `FusedForwards.settle`."""
+        self.why_not = why_wrong(
+            *(by_torch, by_products, self._limit, "product"), is_rounded=True, may_choose=True
+        )
 
     def view(self, model: Model) -> Model:
         """Return a view of a model whose large linear layers run by the fastest product.

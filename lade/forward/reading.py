@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
@@ -21,6 +20,7 @@ from lade.forward import words
 from lade.forward.comparing import (
     ACTIVATIONS,
     UnsupportedForwardError,
+    convolved,
     difference,
     is_near,
     require,
@@ -114,7 +114,7 @@ class HeadOrder(NamedTuple):
     num_groups: int  # groups with equal numbers of heads of each kind
     firsts: tuple[int, ...]  # heads in a group before those of each kind
     query_step: int = 1  # heads from one query to the next, and from one gate
-    gate: int = -1  # heads before those that gate what attention gives; -1 if none do
+    gate: int = -1  # first of the heads that gate the result of attention; -1 without such heads
 
     def heads(self, kind: int, num: int, num_all: int) -> list[int]:
         """Return the indices of a kind's heads among all, given their number."""
@@ -387,10 +387,10 @@ class _Reader:
         self._parents = {
             child: module for module in view.modules() for child in module._modules.values()
         }
-        self._norms: list[
-            tuple[nn.Module, Tensor, Tensor]
-        ] = []  # norms of the layer that are not explained yet
+        # Norms of the layer that are not explained yet.
+        self._norms: list[tuple[nn.Module, Tensor, Tensor]] = []
         self._rotaries: dict[int, CallPlan] = {}
+        self._last_delta: DeltaPlan | None = None  # most layers have equal plans
         self._passed: dict[nn.Module, list[tuple[Tensor, Any]]] = {}
         # Linear layers inside of adapters.
         self._adapted: dict[nn.Module, tuple[nn.Linear, tuple[AdditionPlan, ...]]] = {}
@@ -641,26 +641,22 @@ class _Reader:
         """
         found = [each for each in layer.modules() if type(each) is nn.Conv1d]
         require(len(found) == 1, "it attends to nothing, and is no short convolution")
-        convolution, (taps,) = found[0], found[0].kernel_size
+        (convolution,) = found
         inside = {*self._parents[convolution].modules()}
         called = [each for each in self._calls if each in inside and self._is_product(each)]
         channels = convolution.out_channels
-        is_one = convolution.groups == channels
-        require(is_one, "its convolution is not one between two gates")
+        reason = "its convolution is not one between two gates"
+        require(convolution.groups == channels and len(called) > 1, reason)
         if len(called) > 2:
             return self._delta(convolution, called)
-        is_one = len(called) == 2
-        require(is_one, "its convolution is not one between two gates")
         into, out = map(self._product, called)
         given, rows = self._io(into.around)
         is_one = rows.shape[-1] == 3 * channels == 3 * out.num == 3 * given.shape[-1]
-        require(is_one, "its convolution is not one between two gates")
+        require(is_one, reason)
         parts = rows.chunk(3, dim=-1)
         for last in range(3):
             first, second = (parts[each] for each in range(3) if each != last)
-            inputs = functional.pad((first * second).transpose(1, 2), (taps - 1, 0))
-            weights = convolution.weight, convolution.bias
-            made = functional.conv1d(inputs, *weights, groups=channels).transpose(1, 2)
+            made = convolved(convolution, (first * second)[0])
             if is_near(parts[last] * made, self._io(out.around)[0]):
                 order = HeadOrder(1, (last, *(each for each in range(3) if each != last)))
                 straight = _Turned(None, 0, 0, 1.0, False)
@@ -671,7 +667,7 @@ class _Reader:
                 return _Mixing(
                     products, given, made, order, turned, None, 0, settings, convolution, done
                 )
-        raise UnsupportedForwardError("its convolution is not one between two gates")
+        raise UnsupportedForwardError(reason)
 
     def _delta(self, convolution: nn.Conv1d, called: list[nn.Module]) -> _Mixing:
         """Return the gated delta net of a layer: products, a convolution, a state, a gated norm."""
@@ -691,7 +687,8 @@ class _Reader:
         is_known = is_near(gated(mine, gate, weight, of_norm.eps), normed)
         is_known = is_known and torch.equal(normed.flatten(), self._io(out.around)[0].flatten())
         require(is_known, "its recurrence has another norm")
-        plan = read_delta(module, convolution, rows, mine, gate)
+        plan = read_delta(module, convolution, rows, mine, gate, self._last_delta)
+        self._last_delta = plan
         self._norms.remove(norms[0])
         straight = _Turned(None, 0, 0, 1.0, False)
         return _Mixing(

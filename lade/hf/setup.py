@@ -95,7 +95,7 @@ def _drafting(
     rngs: Sequence[np.random.Generator] | None,
     budget: Budget,
 ) -> DraftingCall:
-    """Return what drafters are told of the call."""
+    """Return the description of the call for drafters."""
     call, target = seen.call, plan.target
     assert target is not None
     limits = (target.max_candidates, call.config.max_candidates)

@@ -614,16 +614,14 @@ class TreeCache(Cache):  # type: ignore[misc]
             made = _MADE.get(kind.kind, TreeCacheLayer)
             self.held.append(made(self._state, self._groups[kind.window], index))
             layers.append(self.held[-1])
+        self._recurrent = [layer for layer in self.held if isinstance(layer, RecurrentLayer)]
+        self._are_recurrent = np.array([layer in self._recurrent for layer in self.held], bool)
         super().__init__(layers=layers)
 
     @property
     def length(self) -> int:
         """Committed slots."""
         return self._state.length
-
-    @property
-    def _recurrent(self) -> list[RecurrentLayer]:
-        return [layer for layer in self.held if isinstance(layer, RecurrentLayer)]
 
     @property
     def windows(self) -> list[int | None]:
@@ -688,13 +686,12 @@ class TreeCache(Cache):  # type: ignore[misc]
 
         Returns:
             int64 [num_layers, 9]: address of the keys, bytes from one head to the next, both for
-            values, and the number of keys, for which the inputs of a convolution stand. Then
+            values, and the number of keys, for which the inputs of a convolution stand; then the
             address of a recurrent state, the first slot that it lacks, the slot up to which a job
-            is to bring it, and the address where this one goes. None if
-            keys and values do not lie in one store of such heads. What is written there counts
-            once `count` has been called.
+            must bring it, and the address for the new state. None if keys and values do not lie in
+            one store of such heads. Tokens written there count once `count` has been called.
         """
-        is_new = any(layer._claims.keys() < {*layer.stored} for layer in self.held)
+        is_new = any("values" not in layer._claims for layer in self._recurrent)
         if is_new or not all(layer.is_initialized for layer in self.held):
             for layer, of_token in zip(self.held, states, strict=True):
                 layer.lazy_initialization(*of_token)
@@ -716,11 +713,12 @@ class TreeCache(Cache):  # type: ignore[misc]
         addresses = np.zeros((len(self.held), 9), np.int64)
         addresses[:, :4] = self._found[1]
         addresses[:, 4] = [stop - layer.offset for layer in self.held]
-        for row, layer in zip(addresses, self.held, strict=True):
-            if isinstance(layer, RecurrentLayer):
-                if (of_state := layer.place(stop)) is None:
-                    return None
-                row[5:] = of_state
+        places = (layer.place(stop) for layer in self._recurrent)
+        of_states = [place for place in places if place is not None]
+        if len(of_states) < len(self._recurrent):
+            return None
+        if of_states:
+            addresses[self._are_recurrent, 5:] = of_states
         return addresses
 
     def count(self, num_new: int) -> None:
