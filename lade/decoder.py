@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from lade.batch import Batch
+from lade.batch import Batch, Row
 from lade.drafting.speculator import Plan, Speculator
 from lade.probing.proof import ProvedTarget, VerificationError
 from lade.sampling.choice import Choice
@@ -28,7 +28,10 @@ class Decoder:
         target: the model, set up for the prompts, not yet run; some of its steps are proved.
         speculator: decides what a step runs, and learns from it.
         choice: chooses the target's own tokens.
+        stop: called after every token with the rows that emitted it; marks the rows that it ends,
+            and passes the token on.
         on_step: called after each commit, the prefill included, with the steps of the rows.
+        gives_cache: whether the caller gets the cache, which is then to hold the whole text.
         overlaps: whether learning from a step is deferred until the next forward is on its way. If
             not, as when the host itself computes, it is done at once.
     """
@@ -39,17 +42,20 @@ class Decoder:
         target: ProvedTarget,
         speculator: Speculator,
         choice: Choice,
+        stop: Callable[[Sequence[Row]], None],
         on_step: Callable[[Sequence[Step]], None],
+        gives_cache: bool = False,
         overlaps: bool = False,
     ) -> None:
-        self.stats = DecodeStats(num_prefills=batch.text.num_rows)
+        self.stats = DecodeStats(num_prefills=len(batch.rows))
         #: Why the text is incomplete, if it is.
         self.failure: VerificationError | None = None
         self._batch = batch
         self._target = target
         self._speculator = speculator
-        self._choice = choice
+        self._choice, self._stop = choice, stop
         self._on_step = on_step
+        self._gives_cache = gives_cache
         self._overlaps = overlaps
         self._learn: Callable[[], None] | None = None  # from the last step, until that is done
 
@@ -68,8 +74,8 @@ class Decoder:
             self._finish()
         except VerificationError as failure:
             self.failure = failure
-            if batch.gives_cache or batch.emitting:
-                batch.text.cut()
+            if self._gives_cache or batch.emitting:
+                batch.cut()
         finally:
             with ExitStack() as stack:  # closes the others even if one raises
                 stack.callback(self._speculator.close_all)
@@ -88,7 +94,7 @@ class Decoder:
         self._choice.wait()
         successors = self._speculator.rank(logits, self._choice.ranked)
         laps.end("prefill")
-        paths = accepted_paths(plan.trees, self._choice, self._batch)
+        paths = accepted_paths(plan.trees, self._choice, self._batch, self._stop)
         laps.end("verify")
         if not self._overlaps:  # the first token does not wait for the pool to read the prompt
             self._speculator.open_all()
@@ -97,7 +103,7 @@ class Decoder:
         laps.end("commit")
         self._on_step(steps)
 
-    def _step(self, emitting: Sequence[int]) -> None:
+    def _step(self, emitting: Sequence[Row]) -> None:
         laps = Laps(self.stats)
         plan = self._speculator.plan(emitting)
         laps.end("draft")
@@ -109,13 +115,13 @@ class Decoder:
             self._finish()
         self._choice.wait()
         laps.end("forward")
-        paths = accepted_paths(plan.trees, self._choice, self._batch)
+        paths = accepted_paths(plan.trees, self._choice, self._batch, self._stop)
         laps.end("verify")
         if not self._overlaps:
             successors = self._speculator.rank(of_trees, self._choice.ranked)
         num_beside = self._speculator.advance_window(plan, logits)
         steps = self._observed(plan, paths)
-        self._target.commit([paths[row] for row in self._batch.rows])
+        self._target.commit([*paths.values()])
         self.stats.num_steps += 1
         self.stats.num_lookahead_tokens += num_beside
         for step in steps:
@@ -126,25 +132,25 @@ class Decoder:
         self._speculator.record(len(plan.trees), self._target.num_run, laps.sec, extra_sec)
         self._on_step(steps)
 
-    def _observed(self, plan: Plan, paths: Mapping[int, Sequence[int]]) -> list[Step]:
+    def _observed(self, plan: Plan, paths: Mapping[Row, Sequence[int]]) -> list[Step]:
         """Let the drafter observe what was emitted; return the steps of the rows."""
-        steps, text = [], self._batch.text
+        steps = []
         for row, path in paths.items():
-            stop = text.num_unpadded[row]
+            stop = row.num_unpadded
             if path:
-                emitted = text.token_ids[row][stop - len(path) : stop]
+                emitted = row.token_ids[stop - len(path) : stop]
                 self._speculator.observe(row, emitted)
                 # A stopped row may end on a draft token; otherwise its last is the bonus token.
                 tree, last = plan.trees[row], len(path) - 1
                 ends_on_draft = (path[last], emitted[last]) in tree.children
-                steps.append(Step(emitted, len(tree) - 1, last + ends_on_draft, row))
+                steps.append(Step(emitted, len(tree) - 1, last + ends_on_draft, row.index))
         return steps
 
     def _end_step(self, learn: Callable[[], None]) -> None:
         """Drop finished rows, and learn from the step now or during the next forward."""
-        places, leaving = self._batch.drop_finished()
+        leaving = self._batch.drop_finished()
         if leaving:
-            self._target.select(places)
+            self._target.select(self._batch.running)
         self._learn = learn
         if not self._overlaps:
             self._finish()
@@ -158,7 +164,12 @@ class Decoder:
             learn()
 
 
-def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> dict[int, list[int]]:
+def accepted_paths(
+    trees: Mapping[Row, Tree],
+    choice: Choice,
+    batch: Batch,
+    stop: Callable[[Sequence[Row]], None],
+) -> dict[Row, list[int]]:
     """Emit the target's choices down each tree, as long as the draft contains them.
 
     Each round emits one token in every row still walking, then asks which rows are finished. A
@@ -168,22 +179,23 @@ def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> d
     Args:
         trees: trees by row, ascending.
         choice: the choice, which has looked at the step's logits.
-        batch: the batch, whose text grows by the emitted tokens.
+        batch: the batch, whose rows grow by the emitted tokens.
+        stop: as for `Decoder`.
 
     Returns:
         For each row the nodes at which tokens were emitted, in order from the root.
     """
-    paths: dict[int, list[int]] = {row: [] for row in trees}
+    paths: dict[Row, list[int]] = {row: [] for row in trees}
     walking = {row: ROOT for row in trees if batch.may_emit(row)}
     while walking:
         asked, next_nodes = [*walking.items()], {}
         for (row, node), token_id in zip(asked, choice.tokens_at(asked), strict=True):
-            batch.text.append(row, token_id)
+            row.append(token_id)
             paths[row].append(node)
             child = trees[row].children.get((node, token_id))
             if child is not None:
                 next_nodes[row] = child
-        batch.stop([*walking])
+        stop([*walking])
         walking = {}
         for row, node in next_nodes.items():
             if batch.may_emit(row):

@@ -1,9 +1,9 @@
 """A draft as a tree under its root, on the host and on a device."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lade.transfer import arrays_on
 from ngram_pool import Draft
+
+_Row = TypeVar("_Row")
 
 ROOT = 0  # index of the root in a tree; draft node i is tree node i + 1
 
@@ -90,6 +92,6 @@ class TreeTensors(NamedTuple):
         return cls(*arrays_on(device, *numbers, tree.ancestors[None]))
 
 
-def starts(trees: Iterable[Tree]) -> list[int]:
-    """Return the indices of the roots in a forward's output [1, num_nodes, …], tree after tree."""
-    return [*accumulate(map(len, trees), initial=0)][:-1]
+def starts(trees: Mapping[_Row, Tree]) -> dict[_Row, int]:
+    """Return the index of each root in a forward's output [1, num_nodes, …], tree after tree."""
+    return dict(zip(trees, accumulate(map(len, trees.values()), initial=0), strict=False))

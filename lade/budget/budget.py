@@ -3,7 +3,8 @@
 They combine measured step costs (`seconds.py`) with a calibration of the drafter's probabilities.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,8 @@ from lade.budget.asking import BackOff
 from lade.budget.seconds import KNOTS, Floats, Seconds
 from lade.stats import WidthStats
 from ngram_pool import Draft
+
+_Row = TypeVar("_Row", bound=Hashable)
 
 MAX_DRAFT_TOKENS = 63
 #: Numbers of draft tokens that `Budget.widths` reports; each entry covers those up to the next.
@@ -139,8 +142,8 @@ class Budget:
         self._most = usual if fixed is None else fixed
         self._recent_most = float(self._most)
         # By row, because rows are not equally predictable.
-        self._calibrations: dict[int, Calibration] = {}
-        self._num_emitted: Mapping[int, int] = {}
+        self._calibrations: dict[Hashable, Calibration] = {}
+        self._num_emitted: Mapping[Any, int] = {}
         self._has_refused = False  # whether this step's draft was not worth its cost
         self._back_off = BackOff(1 / _DRAFTS_BEFORE_REST, _DRAFTS_BEFORE_REST, 1.0)
         # Of `widths`: steps, tokens and seconds, by number of draft tokens.
@@ -176,10 +179,10 @@ class Budget:
 
     def nums_of_nodes(
         self,
-        probs: Mapping[int, Sequence[float] | Floats],
+        probs: Mapping[_Row, Sequence[float] | Floats],
         num_pending: int = 0,
         marginal_cost: float | None = None,
-    ) -> dict[int, int]:
+    ) -> dict[_Row, int]:
         """Return how many nodes of each row's draft to verify: the best ratio of tokens to cost.
 
         The cost of a forward depends on all its tokens together, so the likeliest nodes of all rows
@@ -234,8 +237,8 @@ class Budget:
 
     def learn(
         self,
-        outcomes: Mapping[int, tuple[Draft, Sequence[int]]],
-        num_emitted: Mapping[int, int],
+        outcomes: Mapping[_Row, tuple[Draft, Sequence[int]]],
+        num_emitted: Mapping[_Row, int],
     ) -> None:
         """Calibrate drafted probabilities by the outcome of a step.
 
@@ -265,12 +268,12 @@ class Budget:
         self._sums[1] += num_rows * gains[nums]
         self._sums[2] += costs.at(1.0 + num_pending + nums / num_rows)
 
-    def _calibration(self, row: int) -> Calibration:
+    def _calibration(self, row: Hashable) -> Calibration:
         if row not in self._calibrations:
             self._calibrations[row] = Calibration(self._share)
         return self._calibrations[row]
 
-    def _weights(self, rows: Iterable[int]) -> Floats:
+    def _weights(self, rows: Iterable[Hashable]) -> Floats:
         """Return the weight of a token in each row; the weights sum to 1."""
         num_emitted = np.array([self._num_emitted.get(row, 0) for row in rows])
         lags = np.exp((num_emitted.min() - num_emitted) / _LEAD)

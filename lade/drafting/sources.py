@@ -211,8 +211,6 @@ class Source:
         self.is_pool = self.is_made = False
         #: Whether it is a model that is asked only if it pays; None if it is no model.
         self.is_measured: bool | None = None
-        self.handles: dict[int, Any] = {}  # by row
-        self.num_run: dict[int, int] = {}  # tokens of the text at its last draft, by row
 
     def _asks(self, drafter: object) -> None:
         self.drafter: Any = drafter
@@ -288,19 +286,18 @@ class Source:
         self.is_measured = getattr(made, "is_measured", None)
         self.num_successors = int(wanted)
 
-    def open(self, row: int, context: Sequence[int]) -> None:
-        """Begin a row; called by `ask`, as the next two are."""
-        self.handles[row] = self.drafter.open([*context])
+    def open(self, handles: dict["Source", Any], context: Sequence[int]) -> None:
+        """Begin a sequence, and add its handle; called by `ask`, as the next two are."""
+        handles[self] = self.drafter.open([*context])
 
     def draft(
         self,
-        row: int,
+        handle: Any,
         committed: Sequence[int],
         most: int,
         rng: np.random.Generator | None = None,
     ) -> Draft:
         """Return a valid draft; with `rng`, a pool draws it at random."""
-        handle = self.handles.get(row)
         if rng is None:
             draft: Draft = self.drafter.draft(handle, committed, most)
         else:
@@ -311,9 +308,3 @@ class Source:
         """Return the tokens that a grammar forces, also tokens outside of the vocabulary."""
         forced = islice(self.drafter.forced_tokens(row, committed, most), most)
         return [min(max(-1, index(token_id)), MAX_TOKEN_ID) for token_id in forced]
-
-    def close(self, row: int) -> None:
-        """End a row."""
-        self.num_run.pop(row, None)
-        if row in self.handles:
-            self.ask("close", None, self.handles.pop(row), even_if_failed=True)

@@ -15,7 +15,7 @@ import torch.distributed
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lade.batch import Batch
+from lade.batch import Batch, Row
 from lade.budget.asking import SourceGate, StepRate
 from lade.budget.budget import Budget
 from lade.compat import mesh_of, placeholders_of
@@ -53,8 +53,8 @@ class Runner(Protocol):
 class Plan:
     """The trees and the window that one step runs."""
 
-    trees: dict[int, Tree]  # by row, the root and the draft to verify
-    proposed: Mapping[int, Draft]  # by row, the whole proposal, verified or not
+    trees: dict[Row, Tree]  # the root and the draft to verify
+    proposed: Mapping[Row, Draft]  # the whole proposal, verified or not
     window: Window | None  # run beside the draft of a single row
 
     @cached_property
@@ -68,10 +68,12 @@ class Plan:
         """Tokens of all trees."""
         return sum(len(tree.token_ids) for tree in self.trees.values())
 
-    def nodes(self) -> list[Tree]:
+    def nodes(self) -> dict[Row, Tree]:
         """Return the trees followed by the window, which only the target sees."""
-        trees, window = self.trees.values(), self.window
-        return [*trees] if window is None else [tree.beside(window.cells()) for tree in trees]
+        window = self.window
+        if window is None:
+            return self.trees
+        return {row: tree.beside(window.cells()) for row, tree in self.trees.items()}
 
     def without_drafts(self) -> "Plan":
         """Return the plan with the roots alone."""
@@ -91,8 +93,10 @@ class _Asked(NamedTuple):
 
 @dataclass(slots=True)
 class _DraftedRow:
-    """The last proposal for a row."""
+    """A row that sources draft for, and its last proposal."""
 
+    handles: dict[Source, Any] = field(default_factory=dict)  # of the sources that have opened it
+    num_run: dict[Source, int] = field(default_factory=dict)  # tokens of the text at the last draft
     asked: list[_Asked] = field(default_factory=list)  # until the outcome is known
     forced: list[int] = field(default_factory=list)  # first tokens, if a grammar forces them
     draft: Draft = field(default_factory=Draft.empty)  # with tokens to explore
@@ -149,7 +153,7 @@ class Speculator:
         self._asks_all = self._mesh is not None or is_fixed
         self._window: Window | None = None
         if lookahead is not None:
-            self._window = Window(lookahead, batch.contexts[0], call.vocab_size)
+            self._window = Window(lookahead, batch.rows[0].context, call.vocab_size)
         self._placeholders = np.array(placeholders_of(call.model), np.int32)
         self._pace = StepRate()
         self._asking = {source: SourceGate(source.costs, self._pace) for source in sources}
@@ -158,7 +162,7 @@ class Speculator:
         # If drafts are drawn or have few paths, no node is spent on exploring.
         explores = call.max_candidates is None and call.rngs is None
         self._explorer = next((s for s in sources if s.is_pool and explores), None)
-        self._rows: dict[int, _DraftedRow] = {}
+        self._rows: dict[Row, _DraftedRow] = {}
         # Of the running step: seconds of asking sources, and number of emitted tokens.
         self._asking_sec, self._num_emitted = 0.0, 0
 
@@ -171,45 +175,41 @@ class Speculator:
     def open_all(self) -> None:
         """Feed the sources the prompts."""
         for row in self._batch.rows:
-            self._rows[row] = _DraftedRow()
+            state = self._rows[row] = _DraftedRow()
             for source in self._sources:
-                source.ask(source.open, None, row, self._batch.contexts[row])
+                source.ask(source.open, None, state.handles, row.context)
 
     def roots(self) -> Plan:
         """Return the plan of the prefill, whose roots are the prompts' last tokens."""
-        contexts = self._batch.contexts
         trees = {
             # A prompt of embeddings has no tokens. Only a drafter looks at these roots.
-            row: Tree.build([0, *contexts[row]][-1], Draft.empty())
+            row: Tree.build([0, *row.context][-1], Draft.empty())
             for row in self._batch.rows
         }
         return Plan(trees, {}, None)
 
-    def plan(self, emitting: Sequence[int]) -> Plan:
+    def plan(self, emitting: Sequence[Row]) -> Plan:
         """Return the plan of the next step: drafts for rows that emit, roots for the others."""
-        batch, text, most = self._batch, self._batch.text, self._budget.max_draft_tokens
-        window, proposed = self._window, dict[int, Draft]()
+        most, window, proposed = self._budget.max_draft_tokens, self._window, dict[Row, Draft]()
         # No window near the end of the text: its n-grams would come too late.
-        if window is not None and window.depth > batch.capacity_left(0):
+        if window is not None and window.depth > self._capacity_left(self._batch.rows[0]):
             window = None
         for row in () if self._may_rest and self._budget.is_resting else emitting:
             proposed[row] = self.propose(row, most)
-        explored, others = dict[int, Draft](), list[NDArray[np.int32]]()
+        explored, others = dict[Row, Draft](), list[NDArray[np.int32]]()
         for row in proposed:
             explored[row] = self._with_explored(row, others, most)
             others.append(explored[row].token_ids)
         nums = self._nums_of_nodes(explored, window)
-        drafts = dict[int, Draft]()
-        for row, num in nums.items():
-            drafts[row] = self._drawn(row, num)
+        drafts = {row: self._drawn(row, num) for row, num in nums.items()}
         if self._mesh is not None:
-            drafts = agreed(drafts, self._mesh)
-        trees = dict[int, Tree]()
-        for row in batch.rows:
-            trees[row] = Tree.build(text.token_ids[row][-1], drafts.get(row, _NOTHING))
+            drafts = dict(zip(drafts, agreed([*drafts.values()], self._mesh), strict=True))
+        trees = dict[Row, Tree]()
+        for row in self._batch.running:
+            trees[row] = Tree.build(row.token_ids[-1], drafts.get(row, _NOTHING))
         return Plan(trees, proposed, window)
 
-    def _nums_of_nodes(self, drafts: Mapping[int, Draft], window: Window | None) -> dict[int, int]:
+    def _nums_of_nodes(self, drafts: Mapping[Row, Draft], window: Window | None) -> dict[Row, int]:
         """Return how many draft tokens of each row to verify."""
         runner, budget = self._runner, self._budget
         if not drafts or runner.num_pending >= _MAX_PENDING:
@@ -231,27 +231,30 @@ class Speculator:
 
     # --- a row's draft ----------------------------------------------------------------------
 
-    def propose(self, row: int, max_draft_tokens: int) -> Draft:
+    def _capacity_left(self, row: Row) -> int:
+        """Return how many more tokens fit after a row, besides the bonus token."""
+        return self._call.max_length - len(row.token_ids) - 1
+
+    def propose(self, row: Row, max_draft_tokens: int) -> Draft:
         """Return a draft for a row, likeliest nodes first."""
-        state, batch = self._rows[row], self._batch
-        context, max_depth = batch.contexts[row], batch.depth_left(row)
+        state, context = self._rows[row], row.context
+        max_depth = min(self._capacity_left(row), self._batch.lead_left(row) - 1)
         state.max_depth, state.forced, draft = max_depth, [], _NOTHING
         most = min(max_depth, max_draft_tokens)
         if most > 0 and (grammar := self._grammar) is not None:
-            committed = self._batch.text.token_ids[row]
-            state.forced = grammar.ask(grammar.forced, [], row, committed, most)
+            state.forced = grammar.ask(grammar.forced, [], row.index, row.token_ids, most)
         left = max_draft_tokens - len(state.forced)
         if state.forced and self._call.rngs is not None:
             left = 0  # nothing is drawn behind them
         if most > 0 and left > 0:
             ahead = [*context, *state.forced] if state.forced else context
-            draft = self._asked(row, state, ahead, left)
+            draft = self._asked(state, ahead, left)
             if self._call.max_candidates is not None and not isinstance(draft, SampledDraft):
                 draft = narrowed(draft, self._call.max_candidates)
         state.draft = self._possible(state, draft)
         return state.draft
 
-    def _asked(self, row: int, state: _DraftedRow, context: Sequence[int], most: int) -> Draft:
+    def _asked(self, state: _DraftedRow, context: Sequence[int], most: int) -> Draft:
         """Ask the sources that are worth it, and join their drafts.
 
         With rejection sampling, a pool draws only after the budget has chosen a number. So its
@@ -260,13 +263,14 @@ class Speculator:
         state.asked, draft = [], _NOTHING
         if not self._learns:
             source = self._sources[0]
-            alone: Draft = source.ask(source.draft, draft, row, context, most)
+            handle = state.handles.get(source)
+            alone: Draft = source.ask(source.draft, draft, handle, context, most)
             return alone
         draws, drafts = self._call.rngs is not None, list[Draft]()
         length = len(context) - len(state.forced)
         num_to_come = max(0, self._call.max_length - length)
         for source in self._order():
-            num_behind = length - source.num_run.get(row, 0) if source.is_made else 0
+            num_behind = length - state.num_run.get(source, 0) if source.is_made else 0
             asking, num_expected = self._asking[source], float(draft.probs.sum())
             is_always = self._asks_all or source.is_free
             if is_always and draws and drafts:
@@ -274,7 +278,7 @@ class Speculator:
             if not (is_always or asking.is_worth(num_expected, num_behind, num_to_come)):
                 continue
             start, before = perf_counter(), draft
-            found = source.ask(source.draft, None, row, context, most)
+            found = source.ask(source.draft, None, state.handles.get(source), context, most)
             is_chosen = draws and source.is_free and not source.is_pool
             if found is None or (is_chosen and not len(found)):
                 continue
@@ -290,7 +294,7 @@ class Speculator:
             state.asked.append(_Asked(source, before, draft, found, sec))
             source.costs.record(1 + num_behind, sec)
             self._asking_sec += sec
-            source.num_run[row] = length
+            state.num_run[source] = length
             source.stats.num_asked += 1
             source.stats.num_draft_tokens += len(found)
             source.stats.sec += sec
@@ -309,7 +313,7 @@ class Speculator:
         return working
 
     def _with_explored(
-        self, row: int, others: Sequence[NDArray[np.int32]], max_draft_tokens: int
+        self, row: Row, others: Sequence[NDArray[np.int32]], max_draft_tokens: int
     ) -> Draft:
         """Add tokens to explore to a row's proposal; return the whole proposal.
 
@@ -329,7 +333,7 @@ class Speculator:
         state.draft = explorer.ask("explore", state.draft, *args)
         return state.draft
 
-    def _drawn(self, row: int, num_nodes: int) -> Draft:
+    def _drawn(self, row: Row, num_nodes: int) -> Draft:
         """Return the first `num_nodes` nodes of the proposal, or as many drawn nodes instead."""
         state, rngs = self._rows[row], self._call.rngs
         if isinstance(state.draft, SampledDraft):
@@ -338,7 +342,7 @@ class Speculator:
         source = state.asked[-1].source if state.asked else self._sources[0]
         if rngs is None or not source.is_pool or state.forced or not proposed:
             return proposed
-        args = row, self._batch.contexts[row], len(proposed), rngs[row]
+        args = state.handles.get(source), row.context, len(proposed), rngs[row.index]
         sampled = source.ask(source.draft, _NOTHING, *args)
         if state.asked:
             state.asked[-1] = state.asked[-1]._replace(draft=sampled, after=sampled)
@@ -395,22 +399,22 @@ class Speculator:
         window = plan.window
         if window is None:
             return 0
-        num_tokens, tree = window.num_cells, plan.trees[0]
+        ((row, tree),) = plan.trees.items()
+        num_tokens = window.num_cells
         cells = integers_on(logits.device, [len(tree) + cell for cell in window.newest])
         newest = logits[0, cells, : self._call.vocab_size].float().argmax(dim=-1)
         ngrams = window.advance(tree.token_ids[ROOT], HostCopy(newest).get()[0].tolist())
-        for source in self._sources:
-            if source.learns_ngrams and 0 in source.handles:
-                source.ask("observe_ngrams", None, source.handles[0], ngrams)
+        for source, handle in self._rows[row].handles.items():
+            if source.learns_ngrams:
+                source.ask("observe_ngrams", None, handle, ngrams)
         return num_tokens
 
-    def observe(self, row: int, token_ids: Sequence[int]) -> None:
+    def observe(self, row: Row, token_ids: Sequence[int]) -> None:
         """Feed all sources the emitted tokens, and learn from their proposals."""
         state = self._rows[row]
-        self._batch.contexts[row] += token_ids
-        for source in self._sources:
-            if row in source.handles:
-                source.ask("observe", None, source.handles[row], token_ids)
+        row.context += token_ids
+        for source, handle in state.handles.items():
+            source.ask("observe", None, handle, token_ids)
         self._num_emitted += len(token_ids)
         emitted = [*token_ids[len(state.forced) :]]
         draws = self._call.rngs is not None
@@ -425,15 +429,15 @@ class Speculator:
             self._asking[source].record_gain(float(before.probs.sum()), num_added, sec)
         state.asked = []
 
-    def harvest(self, row: int, context: Sequence[int], tree: Tree, found: Successors) -> None:
+    def harvest(self, row: Row, context: Sequence[int], tree: Tree, found: Successors) -> None:
         """Feed the sources the harvested successors of a row's tree."""
         parents = [-1, *(tree.draft.parents + 1).tolist()]
-        for source in self._sources:
-            if (num := source.num_successors) and row in source.handles:
+        for source, handle in self._rows[row].handles.items():
+            if num := source.num_successors:
                 mine = found
                 if num < found.token_ids.shape[1]:
                     mine = Successors(found.token_ids[:, :num], found.probs[:, :num])
-                args = source.handles[row], context, tree.token_ids, parents, mine
+                args = handle, context, tree.token_ids, parents, mine
                 source.ask("harvest", None, *args)
 
     def learn(
@@ -447,21 +451,21 @@ class Speculator:
             successors: successors of the nodes, on their way to the host; None if no source asks.
             is_prefill: whether it was the first step, which has no drafts.
         """
-        batch, trees, emitted = self._batch, plan.trees, dict[int, Sequence[int]]()
+        batch, trees, emitted = self._batch, plan.trees, dict[Row, Sequence[int]]()
         for step in steps:
-            emitted[step.row] = step.token_ids
+            emitted[batch.rows[step.row]] = step.token_ids
         if successors is not None:
             of_rows = Successors.sent(successors)
-            for (row, tree), start in zip(trees.items(), starts(trees.values()), strict=True):
-                length = len(batch.contexts[row]) - len(emitted.get(row, ()))  # before the step
+            for row, start in starts(trees).items():
+                length = len(row.context) - len(emitted.get(row, ()))  # before the step
                 if length and row in self._rows:
-                    context = batch.contexts[row][:length]
-                    self.harvest(row, context, tree, of_rows.of_tree(start, len(tree)))
+                    found = of_rows.of_tree(start, len(trees[row]))
+                    self.harvest(row, row.context[:length], trees[row], found)
         if not is_prefill:
             outcomes = {
                 row: (plan.proposed[row], emitted[row]) for row in emitted if row in plan.proposed
             }
-            self._budget.learn(outcomes, {row: batch.text.num_emitted(row) for row in batch.rows})
+            self._budget.learn(outcomes, {row: row.num_emitted for row in batch.running})
 
     def record(self, num_rows: int, num_tokens: float, sec: float, extra_sec: float) -> None:
         """Learn the cost of a step.
@@ -480,25 +484,25 @@ class Speculator:
             self._budget.record(num_rows, num_tokens, sec - extra_sec - self._asking_sec)
         self._asking_sec, self._num_emitted = 0.0, 0
 
-    def close(self, rows: Sequence[int]) -> None:
+    def close(self, rows: Sequence[Row]) -> None:
         """End rows."""
         for row in rows:
-            self._rows.pop(row, None)
-            for source in self._sources:
-                source.close(row)
+            state = self._rows.pop(row, _DraftedRow())
+            for source, handle in state.handles.items():
+                source.ask("close", None, handle, even_if_failed=True)
 
     def close_all(self) -> None:
         """End all open rows."""
         self.close([*self._rows])
 
 
-def agreed(drafts: Mapping[int, Draft], mesh: Any) -> dict[int, Draft]:
-    """Return the drafts, by row, of the first of the processes that run one model together.
+def agreed(drafts: Sequence[Draft], mesh: Any) -> Sequence[Draft]:
+    """Return the drafts of the first of the processes that run one model together, row by row.
 
     Pools may differ between processes, and measured costs always do. Every process must call this
     at every step.
     """
     group = (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).get_group()
-    found = [dict(drafts)]
+    found = [drafts]
     torch.distributed.broadcast_object_list(found, group=group, group_src=0)
     return found[0]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from lade.attempts import Attempt
-from lade.batch import Text
+from lade.batch import Batch
 from lade.compat import CACHE, has_adapters_by_row
 from lade.decoder import Decoder
 from lade.gpu.policy import DevicePolicy
@@ -48,13 +48,13 @@ class Generation:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._stop = StopRule(call.criteria)
+        self._outputs = Outputs(call.wanted_scores)
+        self._stop = StopRule(call.criteria, self._outputs)
         self._seen = Circumstances(call, self._stop, self.policy)
         self._cache = cache_in(call.model_kwargs)
         pad_token = call.options._pad_token_tensor if self._stop.has_eos else None
-        self._text = Text(call.input_ids, None if pad_token is None else int(pad_token))
-        self._outputs = Outputs(call.wanted_scores)
-        self._report = Report(call.streamer, call.arguments.on_step, self._text)
+        self._batch = Batch(call.input_ids, None if pad_token is None else int(pad_token))
+        self._report = Report(call.streamer, call.arguments.on_step, self._batch)
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
@@ -85,14 +85,13 @@ class Generation:
 
     def _decode(self, plan: Planned, target: Target, pools: CallPools) -> Any:
         """Decode with drafts; continue by standard decoding if they can no longer be verified."""
-        text, outputs, report = self._text, self._outputs, self._report
-        self._stop.watch(text, outputs)
-        overlaps, stop = self.policy.overlaps(self._call.input_ids.device), self._stop
-        setup = set_up(self._seen, plan, pools, text, outputs, stopping(stop, report), overlaps)
-        verified = proved(self._seen, plan, text)
-        decoder = Decoder(
-            setup.batch, verified, setup.speculator, setup.choice, report.add, overlaps
-        )
+        batch, outputs, report = self._batch, self._outputs, self._report
+        overlaps = self.policy.overlaps(self._call.input_ids.device)
+        gives_cache = self._call.returns_dict or self._seen.is_users_cache
+        setup = set_up(self._seen, plan, pools, batch, outputs, overlaps)
+        parts = proved(self._seen, plan), setup.speculator, setup.choice
+        stop = stopping(self._stop, report)
+        decoder = Decoder(batch, *parts, stop, report.add, gives_cache, overlaps)
         try:
             if self._reuse is not None:
                 decoder.stats.num_reused_tokens = self._reuse.num_tokens
@@ -108,17 +107,17 @@ class Generation:
             if self._reuse is not None:
                 self._reuse.undo()
                 stats.num_reused_tokens = 0
-            output, rest = finish_standard(self._call, text, outputs, report)
+            output, rest = finish_standard(self._call, batch, outputs, report)
             # Unless standard decoding fails, too.
             give_up(self._seen, plan.verification, decoder.failure)
             stats.add(rest)
             return self._plain_result(output, stats)
         report.end()
         if self._reuse is not None:
-            self._keep(self._reuse, text.token_ids[0], target)
-        elif setup.batch.gives_cache:
+            self._keep(self._reuse, batch.rows[0].token_ids, target)
+        elif gives_cache:
             if isinstance(target, RowsTarget):
-                stats.num_steps += target.fill(text)
+                stats.num_steps += target.fill(batch)
             self._cache = target.hand_over(self._cache)
         target.release()
         self._seen.profile.is_warm = True
@@ -127,7 +126,7 @@ class Generation:
 
     def _result(self, stats: DecodeStats) -> Any:
         """Return the text, and with it what else was asked for."""
-        sequences, outputs = self._text.sequences(), self._outputs
+        sequences, outputs = self._batch.sequences(), self._outputs
         if not self._call.returns_dict:
             return sequences
         scores = {name: outputs.get(name) for name in ("scores", "logits")}
@@ -135,7 +134,7 @@ class Generation:
 
     def _decode_standard(self) -> Any:
         """Decode as `generate` does, if no method can verify drafts."""
-        output, stats = finish_standard(self._call, self._text, self._outputs, self._report)
+        output, stats = finish_standard(self._call, self._batch, self._outputs, self._report)
         stats.num_prefills = self._call.num_rows
         if self._reuse is not None:
             sequences = output.sequences if self._call.returns_dict else output

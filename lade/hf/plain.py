@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from lade.batch import Text
+from lade.batch import Batch
 from lade.captures import put_back, random_states
 from lade.compat import decode_standard
 from lade.engine import aside
@@ -51,11 +51,10 @@ class _NewTokenCriteria(StoppingCriteriaList):  # type: ignore[misc]
         is_finished: which rows were finished after each token.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, text: Text) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, batch: Batch) -> None:
         super().__init__(criteria)
-        self._num_known = text.longest
-        rows = zip(text.is_finished, text.num_unpadded, strict=True)
-        self._ends = [num if is_finished else None for is_finished, num in rows]
+        self._num_known = batch.longest
+        self._ends = [row.num_unpadded if row.is_finished else None for row in batch.rows]
         self.is_finished: list[list[bool]] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -111,18 +110,18 @@ class _Stream(BaseStreamer):  # type: ignore[misc]
 
 
 def finish_standard(
-    call: Call, text: Text, outputs: Outputs, report: Report
+    call: Call, batch: Batch, outputs: Outputs, report: Report
 ) -> tuple[Any, DecodeStats]:
-    """Decode a text, whose unfinished rows have one length, to the end of the call.
+    """Decode a batch, whose unfinished rows have one length, to the end of the call.
 
     Returns:
         The output of `generate` for the whole call, and counts and times of this decoding.
     """
-    num_known, processors = text.longest - text.num_prompt, CheckedProcessors(call.processors)
+    num_known, processors = batch.longest - batch.num_prompt, CheckedProcessors(call.processors)
     if num_known:
-        processors = CheckedProcessors([_ReplayProcessor(processors, text.sequences())])
-    watched = _NewTokenCriteria(call.criteria, text)
-    stream = _Stream(report, watched, text.num_prompt)
+        processors = CheckedProcessors([_ReplayProcessor(processors, batch.sequences())])
+    watched = _NewTokenCriteria(call.criteria, batch)
+    stream = _Stream(report, watched, batch.num_prompt)
     output = decode_standard(
         call.model, call.input_ids, processors, watched, call.options, stream, call.model_kwargs
     )

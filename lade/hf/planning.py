@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS
-from lade.batch import Text
 from lade.compat import mesh_of
 from lade.config import SPECULATING
 from lade.engine import EngineCall
@@ -98,14 +97,13 @@ def _verification(
     return verification, engine_call
 
 
-def proved(seen: Circumstances, plan: Planned, text: Text) -> ProvedTarget:
+def proved(seen: Circumstances, plan: Planned) -> ProvedTarget:
     """Return a plan's target, proved where that is due."""
     call = seen.call
     assert plan.target is not None
     return ProvedTarget(
         call.model,
         plan.target,
-        text,
         _distances(seen, plan.verification),
         may_repeat_prompts=is_text_alone(call.model_kwargs)
         and sees_its_ends(call.model_kwargs.get("attention_mask")),

@@ -1,6 +1,6 @@
 """What a call drafts from, how much of it is verified, and how tokens are chosen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lade.batch import Batch, Text
+from lade.batch import Batch
 from lade.budget.budget import Budget
 from lade.drafters.merged import CallPool, Merged, sources_of
 from lade.drafters.prediction import Prediction
@@ -31,9 +31,8 @@ CallPools = tuple[NGramPool | None, tuple[NGramPool, ...]]  # the one that learn
 
 
 class Setup(NamedTuple):
-    """What decodes a call, besides its target."""
+    """What decodes a call, besides its batch and its target."""
 
-    batch: Batch
     speculator: Speculator
     choice: Choice
     budget: Budget
@@ -43,12 +42,11 @@ def set_up(
     seen: Circumstances,
     plan: Planned,
     pools: CallPools,
-    text: Text,
+    batch: Batch,
     outputs: Outputs,
-    stop: Callable[[list[int]], None],
     overlaps: bool,
 ) -> Setup:
-    """Set up what decodes a call; `stop` is as for `Batch`.
+    """Set up what decodes a call.
 
     Raises:
         LadeError: a drafter cannot draft for this call.
@@ -58,12 +56,12 @@ def set_up(
     processors = Processors(call.processors, call.num_rows)
     rngs, choice = None, None
     if samples and config.acceptance == "rejection":
-        rngs, choice = rejection_choice(text, processors, device, outputs.on_choice)
+        rngs, choice = rejection_choice(call.num_rows, processors, device, outputs.on_choice)
     budget = _budget(seen, plan)
     drafting = _drafting(seen, plan, pools, rngs, budget)
     sources = _sources(seen, drafting)
     chosen: Choice = choice or exact_choice(
-        text,
+        batch.rows,
         processors,
         samples,
         drafting.vocab_size,
@@ -72,20 +70,16 @@ def set_up(
         num_ranked=max(source.num_successors for source in sources),
         ahead=overlaps,
     )
-    batch = Batch(
-        text,
-        _contexts(call.input_ids, call.model_kwargs.get("attention_mask")),
-        plan.max_length,
-        stop,
-        gives_cache=call.returns_dict or seen.is_users_cache,
-        max_lead=chosen.max_lead,
-    )
+    batch.max_lead = chosen.max_lead
+    contexts = _contexts(call.input_ids, call.model_kwargs.get("attention_mask"))
+    for row, context in zip(batch.rows, contexts, strict=True):
+        row.context = context
     assert plan.target is not None
     grammar = _grammar(seen, drafting.device)
     speculator = Speculator(
         batch, sources, drafting, budget, plan.target, grammar, config.lookahead
     )
-    return Setup(batch, speculator, chosen, budget)
+    return Setup(speculator, chosen, budget)
 
 
 def _drafting(

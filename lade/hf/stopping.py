@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from lade.batch import Text
+from lade.batch import Batch, Row
 from lade.compat import STOPS_FIRST
 from lade.engine import aside
 from lade.hf.call import OnStep
@@ -51,12 +51,17 @@ class StopRule:
 
     Length and EOS are compared as integers; other criteria are asked row by row.
 
+    Args:
+        criteria: of the call.
+        outputs: of the call, which the criteria look at.
+
     Attributes:
         has_eos: whether finished rows are padded.
         takes_rows: whether all criteria may be asked row by row.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, outputs: Outputs) -> None:
+        self._outputs = outputs
         self._lengths: list[MaxLengthCriteria] = []  # whose limit may be changed at any time
         self._reminder: Any = None  # warns once that a text outgrows its model
         self._eos_token_ids: set[int] = set()
@@ -76,32 +81,26 @@ class StopRule:
             self.has_eos and all(type(each) is StopStringCriteria for each in self._others)
         )
 
-    def watch(self, text: Text, outputs: Outputs) -> None:
-        """Set the text and outputs that the criteria look at."""
-        self._text = text
-        self._outputs = outputs
-
-    def __call__(self, rows: list[int]) -> None:
+    def __call__(self, rows: Sequence[Row]) -> None:
         """Mark the given rows as finished if their last token ends them."""
-        text = self._text
         max_length = math.inf
         for each in self._lengths:
             max_length = min(max_length, each.max_length)
         for row in rows:
-            token_ids = text.token_ids[row]
+            token_ids = row.token_ids
             finished = token_ids[-1] in self._eos_token_ids
             if len(token_ids) >= max_length:
                 finished = True
             elif self._reminder and len(token_ids) > self._reminder.max_position_embeddings:
-                self._reminder(text.prefix(row), None)
+                self._reminder(row.prefix(), None)
                 self._reminder = None
             for criterion in self._others:
                 scores = self._outputs.get("scores")
-                prefix = text.prefix(row)
+                prefix = row.prefix()
                 answer = torch.zeros((), dtype=torch.bool, device=prefix.device)
                 # As in `generate`, the answer may be an integer, whose lowest bit counts.
                 finished = bool((answer | criterion(prefix, scores)) & 1) or finished
-            text.is_finished[row] = text.is_finished[row] or finished
+            row.is_finished = row.is_finished or finished
 
 
 class Report:
@@ -112,10 +111,10 @@ class Report:
         num_reported: tokens of each row given to `on_step`, prompts included.
     """
 
-    def __init__(self, streamer: BaseStreamer | None, on_step: OnStep | None, text: Text) -> None:
-        self.streamer, self.on_step, self._text = streamer, on_step, text
-        self.num_put = text.num_prompt
-        self.num_reported = [text.num_prompt] * text.num_rows
+    def __init__(self, streamer: BaseStreamer | None, on_step: OnStep | None, batch: Batch) -> None:
+        self.streamer, self.on_step, self._batch = streamer, on_step, batch
+        self.num_put = batch.num_prompt
+        self.num_reported = [batch.num_prompt] * len(batch.rows)
 
     def add(self, steps: Sequence[Step]) -> None:
         """Report steps."""
@@ -136,14 +135,14 @@ class Report:
     def put(self) -> None:
         """Put every column that is complete, int64 [rows] each, on the CPU."""
         assert self.streamer is not None
-        text = self._text
-        while self.num_put < text.longest:
+        batch = self._batch
+        while self.num_put < batch.longest:
             column = []
-            for row, token_ids in enumerate(text.token_ids):
-                if self.num_put < len(token_ids):
-                    column.append(token_ids[self.num_put])
-                elif (padding := text.padding_of(row)) is not None:
-                    column.append(padding)
+            for row in batch.rows:
+                if self.num_put < len(row.token_ids):
+                    column.append(row.token_ids[self.num_put])
+                elif row.is_finished and batch.pad_token_id is not None:
+                    column.append(batch.pad_token_id)
                 else:
                     return
             with aside():
@@ -151,12 +150,14 @@ class Report:
             self.num_put += 1
 
 
-def stopping(stop: Callable[[list[int]], None], report: Report) -> Callable[[list[int]], None]:
+def stopping(
+    stop: Callable[[Sequence[Row]], None], report: Report
+) -> Callable[[Sequence[Row]], None]:
     """Return a function that marks finished rows and streams a token, in `generate`'s order."""
     if report.streamer is None:
         return stop
 
-    def after_token(rows: list[int]) -> None:
+    def after_token(rows: Sequence[Row]) -> None:
         if STOPS_FIRST:
             stop(rows)
         report.put()

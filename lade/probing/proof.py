@@ -13,7 +13,7 @@ the model and begins with the self-check; of calls that run side by side, one pr
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lade.batch import Text
+from lade.batch import Row
 from lade.closeness import EXACT, distance, limit_of
 from lade.compat import Model
 from lade.drafting.drafts import chain, draft_of
@@ -91,7 +91,6 @@ class ProvedTarget:
 
     Args:
         target: the model, set up for the prompts, not yet run.
-        text: the text of all rows; grows.
         distances: of the call, or of all calls of the model; None to prove nothing. Nothing is
             proved if several processes run the model together, which would all have to prove at the
             same step, or with `stable_text`, which runs no user code and has one width.
@@ -109,12 +108,11 @@ class ProvedTarget:
         self,
         model: Model,
         target: Target,
-        text: Text,
         distances: Distances | None,
         may_repeat_prompts: bool,
         user_code: str | None,
     ) -> None:
-        self._target, self._text, self._distances = target, text, distances
+        self._target, self._distances = target, distances
         self._may_repeat_prompts, self._is_around = may_repeat_prompts, user_code == AROUND
         # Prompts, and steps without drafts before the first proof, run exactly as in `generate`.
         self._is_plain = user_code not in (None, AROUND)
@@ -123,8 +121,8 @@ class ProvedTarget:
         self._num_left, self._num_proofs = DISTANCE, 0
         if distances is not None:
             self._num_left, self._num_proofs = distances.num_left, distances.num_proofs
-        # By row and index in its text, the logits of recent tokens that ran alone.
-        self._alone: dict[int, dict[int, Tensor]] = {}
+        # By row and index in it, the logits of recent tokens that ran alone.
+        self._alone: dict[tuple[Row, int], Tensor] = {}
         self._is_alone = False  # whether the present forward runs roots by the model's own forward
         self._num_before = 0  # tokens that the present forward runs again before each tree
         self.num_forwards, self.num_run = 0, 0.0
@@ -162,9 +160,9 @@ class ProvedTarget:
         self._target.commit(paths)
 
     @_verifying
-    def select(self, indices: Sequence[int]) -> None:
-        """Continue with some rows only, given as ascending indices into the rows in use."""
-        self._target.select(indices)
+    def select(self, rows: Sequence[Row]) -> None:
+        """Continue with some rows only."""
+        self._target.select([row.index for row in rows])
 
     def close(self) -> None:
         """End the generation; called once, also after an error."""
@@ -193,16 +191,18 @@ class ProvedTarget:
         # Between a token alone and the proof, steps without drafts run alone, too.
         may_wait = plan.num_tokens == 1 and not self._alone and not self._is_plain
         if not is_due or may_wait:
-            return plan, target.inputs(plan.nodes())
+            return plan, target.inputs([*plan.nodes().values()])
         is_ready = plan.num_tokens > 1 and self._is_ready(plan)
         if is_ready and target.go_back(NUM_BEFORE):
             self._num_before = NUM_BEFORE
-            before = [self._text.token_ids[row][-1 - NUM_BEFORE : -1] for row in plan.trees]
-            self._trees = [*map(_behind, before, plan.nodes())]
-            return plan, target.inputs(self._trees)
+            self._trees = {
+                row: _behind(row.token_ids[-1 - NUM_BEFORE : -1], tree)
+                for row, tree in plan.nodes().items()
+            }
+            return plan, target.inputs([*self._trees.values()])
         plan = plan.without_drafts()
         self._is_alone = not target.num_pending  # else these are run first
-        return plan, None if self._is_alone else target.inputs(plan.nodes())
+        return plan, None if self._is_alone else target.inputs([*plan.nodes().values()])
 
     def _forward(self, plan: Plan, inputs: Any) -> tuple[Plan, Tensor]:
         """Run a step; return the plan as it ran, without drafts if that failed, and logits."""
@@ -211,9 +211,9 @@ class ProvedTarget:
         logits = self._target.forward(inputs)
         if plan.num_tokens > 1 and self._is_spoiled(plan, logits):
             plan = self._taken_back(plan)
-            return plan, self._target.forward(self._target.inputs(plan.nodes()))
+            return plan, self._target.forward(self._target.inputs([*plan.nodes().values()]))
         if self._num_before:
-            error = self._error(plan, logits)
+            error = self._error(logits)
             if error > self._limit:
                 return self._fail(plan, error)
             self._proved()
@@ -236,25 +236,23 @@ class ProvedTarget:
     def _is_ready(self, plan: Plan) -> bool:
         """Return whether the tokens before the trees ran alone, and may run again."""
         for row, tree in plan.trees.items():
-            num_tokens = len(self._text.token_ids[row])
-            first = self._text.num_prompt - self._may_repeat_prompts
+            num_tokens, first = len(row.token_ids), row.num_prompt - self._may_repeat_prompts
             if num_tokens - 1 - NUM_BEFORE < max(first, 0):
                 return False  # a prompt's inputs may be more than tokens
-            if len(tree) > 1 and num_tokens - 2 not in self._alone.get(row, ()):
+            if len(tree) > 1 and (row, num_tokens - 2) not in self._alone:
                 return False
-        return any(row in self._alone for row in plan.trees)
+        return any(row in plan.trees for row, _ in self._alone)
 
     def _run_alone(self, plan: Plan) -> Tensor:
         """Run roots by the model's own forward, and keep their logits for a proof."""
         roots = [*plan.trees.values()]
         target = self._target
         logits = target.forward_roots(roots, by_view=self._is_around)
+        before = {(row, len(row.token_ids) - 2) for row in plan.trees}
+        self._alone = {at: self._alone[at] for at in before & self._alone.keys()}
         for column, row in enumerate(plan.trees):
-            index = len(self._text.token_ids[row]) - 1
-            known = self._alone.get(row, {})
             # A copy: later forwards may write to the same memory.
-            of_last = {at: known[at] for at in (index - 1,) if at in known}
-            self._alone[row] = {**of_last, index: logits[0, column].clone()}
+            self._alone[row, len(row.token_ids) - 1] = logits[0, column].clone()
         if target.has_one_way and not self._is_around:
             # The text must not depend on when proofs are due.
             target.discard()
@@ -262,15 +260,15 @@ class ProvedTarget:
             logits = target.forward(target.inputs(roots))
         return logits
 
-    def _error(self, plan: Plan, logits: Tensor) -> float:
+    def _error(self, logits: Tensor) -> float:
         """Return the distance of the logits before the trees from the logits of tokens alone."""
         mine, alone = [], []
-        for row, start in zip(plan.trees, starts(self._trees), strict=True):
-            first = len(self._text.token_ids[row]) - 1 - self._num_before
-            for index, given in self._alone.get(row, {}).items():
-                if 0 <= index - first < self._num_before:
-                    mine.append(logits[0, start + index - first])
-                    alone.append(given)
+        for row, start in starts(self._trees).items():
+            first = len(row.token_ids) - 1 - self._num_before
+            for node in range(self._num_before):
+                if (row, first + node) in self._alone:
+                    mine.append(logits[0, start + node])
+                    alone.append(self._alone[row, first + node])
         return distance(torch.stack(mine), torch.stack(alone).to(logits.device))
 
     def _is_spoiled(self, plan: Plan, logits: Tensor) -> bool:
@@ -282,7 +280,7 @@ class ProvedTarget:
         if not logits.is_cpu:
             return False
         trees = self._trees if self._num_before else plan.nodes()
-        roots = (logits[0, start + self._num_before, 0] for start in starts(trees))
+        roots = (logits[0, start + self._num_before, 0] for start in starts(trees).values())
         return any(bool(each.isnan()) for each in roots)
 
     def _fail(self, plan: Plan, error: float) -> tuple[Plan, Tensor]:
@@ -302,7 +300,7 @@ class ProvedTarget:
         target.discard()
         self._num_before = 0
         if num_before:
-            before = [self._text.token_ids[row][-1 - num_before : -1] for row in plan.trees]
+            before = [row.token_ids[-1 - num_before : -1] for row in plan.trees]
             target.forward(target.inputs([Tree.build(ids[0], chain(ids[1:])) for ids in before]))
             target.commit([[*range(num_before)]] * len(before))
         self.num_forwards += 1 + (num_before > 0)
@@ -322,13 +320,13 @@ def _behind(token_ids: Sequence[int], tree: Tree) -> Tree:
     return Tree([*token_ids, *tree.token_ids], depths, ancestors, {}, draft)
 
 
-def _without(logits: Tensor, trees: Sequence[Tree], num: int) -> Tensor:
+def _without(logits: Tensor, trees: Mapping[Row, Tree], num: int) -> Tensor:
     """Return a forward's logits without the first `num` tokens of each tree."""
     if len(trees) == 1:
         return logits[:, num:]
     columns = [  # one after the other
         column
-        for start, tree in zip(starts(trees), trees, strict=True)
-        for column in range(start + num, start + len(tree))
+        for row, start in starts(trees).items()
+        for column in range(start + num, start + len(trees[row]))
     ]
     return logits[:, columns]

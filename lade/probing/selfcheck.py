@@ -312,7 +312,8 @@ class _Check(NamedTuple):
                     trees.append(Tree.build(step.root, draft))
                     kept.append([0] if number == 0 else step.kept)
                 of_nodes = target.forward(target.inputs(trees))[0].double()
-                for row, (tree, start) in enumerate(zip(trees, starts(trees), strict=True)):
+                for row, start in starts(dict(enumerate(trees))).items():
+                    tree = trees[row]
                     token_ids = np.array(tree.token_ids)
                     for node, seen in enumerate(tree.ancestors):
                         path = (*texts[row], *token_ids[seen].tolist())

@@ -7,13 +7,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from lade.batch import Text
+from lade.batch import Row
 from lade.drafting.successors import Ranked
 from lade.sampling.processors import Processors
 from lade.transfer import HostCopy, Launched
 from lade.tree import Tree, starts
 
-RowNode = tuple[int, int]  # row, and node of that row's tree
+RowNode = tuple[Row, int]  # row, and node of that row's tree
 # Called for each chosen token of a single row: raw and processed scores, float32 [vocab_size] each.
 OnChoice = Callable[[Tensor, Tensor], None]
 
@@ -30,7 +30,7 @@ class Choice(ABC):
     ranked: Ranked | None = None
 
     @abstractmethod
-    def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
+    def look_at(self, logits: Tensor, trees: Mapping[Row, Tree]) -> None:
         """Receive the logits of a step.
 
         Args:
@@ -63,21 +63,19 @@ class ScoredChoice(Choice):
 
     def __init__(
         self,
-        text: Text,
         processors: Processors,
         device: torch.device,
         on_choice: OnChoice | None = None,
     ) -> None:
-        self._text = text
         self._processors = processors
         self._device = device
         self._on_choice = on_choice
 
-    def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
+    def look_at(self, logits: Tensor, trees: Mapping[Row, Tree]) -> None:
         """Keep the logits until tokens are chosen."""
         self._logits = logits
         self._trees = trees
-        self._starts = dict(zip(trees, starts(trees.values()), strict=True))
+        self._starts = starts(trees)
         self._launched = Launched(logits)
 
     def wait(self) -> None:
@@ -89,7 +87,7 @@ class ScoredChoice(Choice):
         rows = [row for row, _ in nodes]
         raw = torch.stack([self._logits[0, self._starts[row] + node] for row, node in nodes])
         raw = raw.to(self._device, torch.float32)
-        scores = self._processors(self._text, rows, raw)  # may write in place, as in `generate`
+        scores = self._processors(rows, raw)  # may write in place, as in `generate`
         if self._on_choice is not None:
             self._on_choice(raw[0], scores[0])
         return scores

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lade.batch import Text
+from lade.batch import Row
 from lade.captures import apart_from_captures, put_back, random_states
 from lade.sampling.choice import (
     Choice,
@@ -132,37 +132,38 @@ class ProcessedChoice(ScoredChoice):
 
     def __init__(
         self,
-        text: Text,
+        rows: Sequence[Row],
         processors: Processors,
         race: NoiseRace | None,
         device: torch.device,
         on_choice: OnChoice | None = None,
     ) -> None:
-        """`race`: picks at random; None for the likeliest."""
-        super().__init__(text, processors, device, on_choice)
+        """`rows` are those of the batch; `race` picks at random, None for the likeliest."""
+        super().__init__(processors, device, on_choice)
+        self._rows = rows
         self.max_lead = None if race is None else race.max_lead
         self._race = race
 
-    def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
+    def look_at(self, logits: Tensor, trees: Mapping[Row, Tree]) -> None:
         """Keep the logits until tokens are chosen."""
         super().look_at(logits, trees)
         if self._race is not None:
-            self._race.begin_step(min(self._text.num_emitted(row) for row in trees))
+            self._race.begin_step(min(row.num_emitted for row in trees))
 
     def tokens_at(self, nodes: Sequence[RowNode]) -> list[int]:
         """Process the scores and pick a token at each node."""
         scores = self._scores_at(nodes)
         rows = [row for row, _ in nodes]
-        times = [self._text.num_emitted(row) for row in rows]
+        times = [row.num_emitted for row in rows]
         return tokens_of(*self._picked(scores, rows, times))
 
     def close(self) -> None:
         """Leave the random state where `generate` would."""
         if self._race is not None:
-            self._race.close(self._text.longest - self._text.num_prompt)
+            self._race.close(max(row.num_emitted for row in self._rows))
 
     def _picked(
-        self, scores: Tensor, rows: Sequence[int], times: Sequence[int]
+        self, scores: Tensor, rows: Sequence[Row], times: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Return tokens, int64 [n], and whether their scores were valid, bool [n].
 
@@ -172,7 +173,7 @@ class ProcessedChoice(ScoredChoice):
             token_ids = scores.argmax(dim=-1)
             return token_ids, torch.ones_like(token_ids, dtype=torch.bool)
         probs = scores.softmax(dim=-1)
-        return self._race(probs, rows, times), is_distribution(probs)
+        return self._race(probs, [row.index for row in rows], times), is_distribution(probs)
 
 
 class ChoiceAtOnce(ProcessedChoice):
@@ -184,19 +185,19 @@ class ChoiceAtOnce(ProcessedChoice):
     of more than `_MAX_SORTED` nodes lose on any device; such a step waits for each token.
     """
 
-    def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
+    def look_at(self, logits: Tensor, trees: Mapping[Row, Tree]) -> None:
         """Process the scores and pick a token at every node, or keep the logits."""
         self._is_at_once = logits.shape[1] <= _MAX_SORTED or not self._processors.sort
         if not self._is_at_once:
             super().look_at(logits, trees)
             return
-        self._starts = dict(zip(trees, starts(trees.values()), strict=True))
+        self._starts = starts(trees)
         self._raw = logits[0].to(self._device, torch.float32, copy=True)
         self._scores = self._processors.without_prefix(self._raw)
-        of_nodes, times = [], []
+        of_nodes, times = list[Row](), list[int]()
         for row, tree in trees.items():
             of_nodes += [row] * len(tree)
-            times += [self._text.num_emitted(row) + depth for depth in tree.depths]
+            times += [row.num_emitted + depth for depth in tree.depths]
         if self._race is not None:
             self._race.begin_step(min(times))
         self._sent = HostCopy(*self._picked(self._scores, of_nodes, times))
@@ -224,7 +225,7 @@ class ChoiceAtOnce(ProcessedChoice):
 
 
 def exact_choice(
-    text: Text,
+    rows: Sequence[Row],
     processors: Processors,
     do_sample: bool,
     vocab_size: int,
@@ -236,7 +237,7 @@ def exact_choice(
     """Return a `Choice` of the tokens that `generate` would choose.
 
     Args:
-        text: the rows.
+        rows: of the batch.
         processors: logits processors of the call.
         do_sample: whether tokens are sampled.
         vocab_size: approximate size, used only to limit memory.
@@ -249,6 +250,6 @@ def exact_choice(
     if not do_sample and not processors and on_choice is None:
         return GreedyChoice(num_ranked)
     at_once = ahead and not processors.need_prefix
-    race = NoiseRace(text.num_rows, vocab_size, device, at_once) if do_sample else None
+    race = NoiseRace(len(rows), vocab_size, device, at_once) if do_sample else None
     kind = ChoiceAtOnce if at_once else ProcessedChoice
-    return kind(text, processors, race, device, on_choice)
+    return kind(rows, processors, race, device, on_choice)

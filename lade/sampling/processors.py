@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from lade.batch import Text
+from lade.batch import Row
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
@@ -91,18 +91,17 @@ class Processors:
     def __len__(self) -> int:
         return len(self._all)
 
-    def __call__(self, text: Text, rows: Sequence[int], scores: Tensor) -> Tensor:
+    def __call__(self, rows: Sequence[Row], scores: Tensor) -> Tensor:
         """Process the scores of the rows' next tokens.
 
         Args:
-            text: the committed tokens before them.
-            rows: row indices, each at most once.
+            rows: each at most once.
             scores: float32 [len(rows), vocab_size]; may be changed in place.
         """
         if not self.need_prefix:
             return self.without_prefix(scores)
         parts = [
-            self.of_row[row](text.prefix(row), scores[i : i + 1]) for i, row in enumerate(rows)
+            self.of_row[row.index](row.prefix(), scores[i : i + 1]) for i, row in enumerate(rows)
         ]
         processed = torch.cat(parts) if len(parts) > 1 else parts[0]
         if len(processed) != len(rows):

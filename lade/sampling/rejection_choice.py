@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lade.batch import Text
+from lade.batch import Row
 from lade.sampling.choice import OnChoice, RowNode, ScoredChoice, is_distribution, tokens_of
 from lade.sampling.processors import Processors
 from lade.sampling.rejection import try_children
@@ -23,13 +23,12 @@ class RejectionChoice(ScoredChoice):
 
     def __init__(
         self,
-        text: Text,
         processors: Processors,
         generators: Sequence[torch.Generator],
         device: torch.device,
         on_choice: OnChoice | None = None,
     ) -> None:
-        super().__init__(text, processors, device, on_choice)
+        super().__init__(processors, device, on_choice)
         self._generators = generators
 
     def tokens_at(self, nodes: Sequence[RowNode]) -> list[int]:
@@ -45,11 +44,11 @@ class RejectionChoice(ScoredChoice):
             children.support_token_ids,
             children.num_children,
             [*map(len, of_nodes)],
-            [self._generators[row] for row, _ in nodes],
+            [self._generators[row.index] for row, _ in nodes],
         )
         return tokens_of(trial.token_ids, is_distribution(probs))
 
-    def _children_of(self, row: int, node: int) -> list["_Child"]:
+    def _children_of(self, row: Row, node: int) -> list["_Child"]:
         """Return the children of a node in draft order."""
         draft = self._trees[row].draft
         children = []
@@ -97,13 +96,13 @@ def _pack(of_nodes: Sequence[Sequence[_Child]], device: torch.device) -> _Childr
 
 
 def rejection_choice(
-    text: Text, processors: Processors, device: torch.device, on_choice: OnChoice | None
+    num_rows: int, processors: Processors, device: torch.device, on_choice: OnChoice | None
 ) -> tuple[list[np.random.Generator], RejectionChoice]:
     """Return the generators that draw each row's drafts, and the choice that accepts or rejects.
 
     All are seeded from torch's default generator, so that `torch.manual_seed` repeats a call.
     """
-    seeds = torch.randint(2**62, (text.num_rows, 2)).tolist()
+    seeds = torch.randint(2**62, (num_rows, 2)).tolist()
     generators = [torch.Generator(device).manual_seed(seed) for seed, _ in seeds]
     rngs = [np.random.default_rng(seed) for _, seed in seeds]
-    return rngs, RejectionChoice(text, processors, generators, device, on_choice)
+    return rngs, RejectionChoice(processors, generators, device, on_choice)

@@ -125,8 +125,8 @@ class Target(ABC):
 
     # The methods below do nothing unless rows leave a batch, or memory is shared with the caller.
 
-    def select(self, indices: Sequence[int]) -> None:  # noqa: B027
-        """Continue with some rows only, given as ascending indices into the rows in use."""
+    def select(self, rows: Sequence[int]) -> None:  # noqa: B027
+        """Continue with some rows of the batch only, given by their ascending indices."""
 
     def close(self) -> None:  # noqa: B027
         """Restore the settings of the caller's cache; called once, also after an error."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lade.batch import Text
+from lade.batch import Batch
 from lade.compat import CACHE, Model
 from lade.drafting.drafts import chain
 from lade.engine import EngineCall
@@ -185,15 +185,16 @@ class RowsTarget(Target):
         for target, path in zip(self._rows, paths, strict=True):
             target.commit([path])
 
-    def select(self, indices: Sequence[int]) -> None:
+    def select(self, rows: Sequence[int]) -> None:
         """Continue with these rows only."""
-        self._rows = [self._rows[index] for index in indices]
+        self._rows = [self._all[row] for row in rows]
 
-    def fill(self, text: Text) -> int:
+    def fill(self, batch: Batch) -> int:
         """Run the padding of rows that ended early, as `generate` does; return the forwards."""
         num_forwards = 0
-        for target, ids, start in zip(self._all, text.token_ids, self._starts, strict=True):
-            whole = [*ids, *[text.pad_token_id or 0] * (text.longest - len(ids))]
+        for target, row, start in zip(self._all, batch.rows, self._starts, strict=True):
+            missing = batch.longest - len(row.token_ids)
+            whole = [*row.token_ids, *[batch.pad_token_id or 0] * missing]
             while left := whole[start + target.cache.length : -1]:
                 root, *others = left[:MOST_AT_ONCE]
                 target.forward(target.inputs([Tree.build(root, chain(others))]))

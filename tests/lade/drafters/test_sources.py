@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lade
-from lade.batch import Batch, Text
+from lade.batch import Batch
 from lade.budget.budget import Budget
 from lade.budget.seconds import Seconds
 from lade.drafters import Merged
@@ -79,22 +79,22 @@ def decode(
         length = NUM_PROMPT + min(per_call, num_tokens)
         call = DraftingCall(model, VOCAB_SIZE, length)
         clock.place, prompt, budget = place, [0] * NUM_PROMPT, Budget(costs)
-        rows = Text(torch.tensor([prompt]), None)
-        batch = Batch(rows, [prompt], 2 * NUM_TOKENS, lambda rows: None)
+        batch = Batch(torch.tensor([prompt]), None)
+        (row,) = batch.rows
+        text, row.context = row.token_ids, prompt
         sources, runner = sources_of(drafter, call, is_strict=True), SimpleNamespace()
         speculator = Speculator(batch, sources, call, budget, runner)
         speculator.open_all()
-        (text,) = batch.text.token_ids
         while (now := place + len(text) - NUM_PROMPT) < end:
             started = clock.now
-            draft = speculator.propose(0, budget.max_draft_tokens)
-            num = budget.nums_of_nodes({0: draft.probs})[0]
+            draft = speculator.propose(row, budget.max_draft_tokens)
+            num = budget.nums_of_nodes({row: draft.probs})[row]
             clock.now += STEP_SEC + SEC_PER_NODE * num
             coming = ANSWER[now : now + num + 1]
             emitted = coming[: matched_depth(draft.first(num), coming) + 1]
             text += emitted
-            speculator.observe(0, emitted)
-            budget.learn({0: (draft, emitted)}, {0: len(text)})
+            speculator.observe(row, emitted)
+            budget.learn({row: (draft, emitted)}, {row: len(text)})
             speculator.record(1, num, clock.now - started, 0.0)
         speculator.close_all()
         place = end

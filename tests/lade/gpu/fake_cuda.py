@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lade.attention import tree as tree_attention
+from lade.batch import Row
 from lade.decoder import Decoder
 from lade.gpu.graphs import CudaRecorder, Recording, StepCall
 from lade.gpu.policy import DevicePolicy
@@ -436,7 +437,7 @@ def _followed(device: FakeCuda) -> Iterator[None]:
         device.phase = "prefill"
         prefill(self)
 
-    def followed_step(self: Decoder, emitting: Sequence[int]) -> None:
+    def followed_step(self: Decoder, emitting: Sequence[Row]) -> None:
         device.phase, device.step = "step", device.step + 1
         step(self, emitting)
         device.phase = "end"

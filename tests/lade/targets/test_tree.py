@@ -178,7 +178,7 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str) -> None:
             assert logits.shape[:2] == (1, sum(map(len, trees)))
             leaves = [step[row][1] % len(tree) for row, tree in enumerate(trees)]
             kept = []
-            places = starts(trees)
+            places = starts(dict(enumerate(trees)))
             for row, (draft, tree) in enumerate(zip(drafts, trees, strict=True)):
                 path = path_to(draft, leaves[row])
                 ids = [*committed[row], *[tree.token_ids[node] for node in path]]
