@@ -100,7 +100,7 @@ class Batch:
 
     def may_emit(self, row: Row) -> bool:
         """Return whether a row may emit one more token now."""
-        return not row.is_finished and self.lead_left(row) > 0
+        return not row.is_finished and (self.max_lead is None or self.lead_left(row) > 0)
 
     def lead_left(self, row: Row) -> int:
         """Return how many tokens a row may emit until it must wait for the shortest."""

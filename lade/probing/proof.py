@@ -191,7 +191,7 @@ class ProvedTarget:
         # Between a token alone and the proof, steps without drafts run alone, too.
         may_wait = plan.num_tokens == 1 and not self._alone and not self._is_plain
         if not is_due or may_wait:
-            return plan, target.inputs([*plan.nodes().values()])
+            return plan, self._inputs(plan.nodes())
         is_ready = plan.num_tokens > 1 and self._is_ready(plan)
         if is_ready and target.go_back(NUM_BEFORE):
             self._num_before = NUM_BEFORE
@@ -199,10 +199,13 @@ class ProvedTarget:
                 row: _behind(row.token_ids[-1 - NUM_BEFORE : -1], tree)
                 for row, tree in plan.nodes().items()
             }
-            return plan, target.inputs([*self._trees.values()])
+            return plan, self._inputs(self._trees)
         plan = plan.without_drafts()
         self._is_alone = not target.num_pending  # else these are run first
-        return plan, None if self._is_alone else target.inputs([*plan.nodes().values()])
+        return plan, None if self._is_alone else self._inputs(plan.nodes())
+
+    def _inputs(self, trees: Mapping[Row, Tree]) -> Any:
+        return self._target.inputs([*trees.values()])
 
     def _forward(self, plan: Plan, inputs: Any) -> tuple[Plan, Tensor]:
         """Run a step; return the plan as it ran, without drafts if that failed, and logits."""
@@ -211,7 +214,7 @@ class ProvedTarget:
         logits = self._target.forward(inputs)
         if plan.num_tokens > 1 and self._is_spoiled(plan, logits):
             plan = self._taken_back(plan)
-            return plan, self._target.forward(self._target.inputs([*plan.nodes().values()]))
+            return plan, self._target.forward(self._inputs(plan.nodes()))
         if self._num_before:
             error = self._error(logits)
             if error > self._limit:
