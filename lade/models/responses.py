@@ -15,8 +15,18 @@ Json = dict[str, Any]
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as templates call them
 _NAMED = {"name": "{name}", "arguments": "{content}"}
 # A sample call; the chat template shows by it how calls are written.
-_CALL: Json = {"name": "lade_function", "arguments": {"lade_argument": ""}}
-_WRITTEN = re.compile(r'(.*?)lade_function(.*?)\{\s*"lade_argument"\s*:\s*""\s*\}(.*)', re.DOTALL)
+_ARGUMENTS = {"lade_argument": "lade_value", "lade_other": "lade_more"}
+_CALL: Json = {"name": "lade_function", "arguments": _ARGUMENTS}
+_AS_JSON = re.compile(
+    r'(.*?)lade_function(.*?)\{\s*"lade_argument"\s*:\s*"lade_value"\s*,'
+    r'\s*"lade_other"\s*:\s*"lade_more"\s*\}(.*)',
+    re.DOTALL,
+)
+_AS_TAGS = re.compile(
+    r"(.*?)lade_function(.*?)(<[^<]*)lade_argument([^<]*)lade_value([^<]*<[^<]*)"
+    r"\3lade_other\4lade_more\5(.*)",
+    re.DOTALL,
+)
 
 
 def _template(start: str | list[str], thoughts: Json, calls: Json, ends: Json) -> Json:
@@ -77,10 +87,13 @@ def _template_of(loaded: LoadedModel) -> Json | None:
 
 
 class CallForm(NamedTuple):
-    """How a model's answers call functions, with a JSON object as arguments."""
+    """How a model's answers call functions."""
 
     begin: str  # in front of the name
     middle: str  # between name and arguments
+    #: The text before an argument's name, between name and value, and behind the value; None if
+    #: the arguments are a JSON object.
+    tags: tuple[str, str, str] | None
     end: str  # behind the arguments
     between: str | None  # between two calls; None if an answer has only one
     thoughts: tuple[str, str] | None  # marks around thoughts before a call; None without thoughts
@@ -107,7 +120,8 @@ def call_form_of(loaded: LoadedModel) -> CallForm | None:
     if not ended:
         return None
     one, rest = text[begun.start() : ended.end()].lstrip(), text[ended.end() :]
-    parser, found = ResponseParser(spec, prefix=""), _WRITTEN.fullmatch(one)
+    parser, found = ResponseParser(spec, prefix=""), _AS_JSON.fullmatch(one)
+    found = found or _AS_TAGS.fullmatch(one)
     read = [*parts_of(parser.feed(one)), *parts_of(parser.finalize()[1])]
     said = {**_CALL, "arguments": json.dumps(_CALL["arguments"])}
     if found is None or read != [("tool_calls", said)]:
@@ -117,9 +131,11 @@ def call_form_of(loaded: LoadedModel) -> CallForm | None:
         opens, closes = spec.fields[name].open_literals, spec.fields[name].close_literals
         if opens and closes and opens[0] in loaded.tokenizer.get_chat_template(tools=[tool]):
             thoughts = opens[0], closes[0]
-    begin, middle, end = found.groups()
+    begin, middle, *tags, end = found.groups()
     between = rest.partition(one)[0] if one in rest else None
-    return CallForm(begin, middle, end, between, thoughts)
+    return CallForm(
+        begin, middle, (tags[0], tags[1], tags[2]) if tags else None, end, between, thoughts
+    )
 
 
 def leaves_thoughts_open(parser: ResponseParser) -> bool | None:

@@ -25,6 +25,9 @@ _FOREIGN = {"%lark", "%json", "%regex"}
 # No free whitespace, with which a model may fill its whole answer.
 _NAME = re.compile(r"[\w.-]+")
 _FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Keywords that no value depends on, and those of an object whose parameters stand side by side.
+_NOTES = {"title", "description", "default", "examples"}
+_OF_CALLS = {"type", "properties", "required", "additionalProperties", "$defs", *_NOTES}
 
 
 class Grammars:
@@ -74,7 +77,12 @@ class Grammars:
             is_object = isinstance(schema, dict) and schema.get("type", "object") == "object"
             if not (is_object and _NAME.fullmatch(each["name"])):
                 raise refusal("expected functions with plain names and objects as parameters")
-            texts[each["name"]] = _text_of({"type": "object", **schema}, _FORM)
+            schema = {"type": "object", **schema}
+            if form.tags is None:
+                texts[each["name"]] = f"%json {_text_of(schema, _FORM)}"
+            else:
+                self.made(schema, tenant)  # raises for a schema that is none
+                texts[each["name"]] = _tagged(form.tags, schema)
         if sum(map(len, texts.values())) > _MAX_CHARS:
             raise refusal(f"expected schemas of at most {_MAX_CHARS} characters together")
         return self._checked(partial(_lark, form, texts, is_thinking), tenant)
@@ -135,7 +143,7 @@ class Kept(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
 def _lark(
     form: CallForm, texts: Mapping[str, str], is_thinking: bool, specials: Mapping[str, int]
 ) -> str:
-    """Write a grammar of calls; texts are the JSON schemas of arguments, by name."""
+    """Write a grammar of calls; texts are the expressions of functions' arguments, by name."""
     longest = sorted(map(re.escape, specials), key=len, reverse=True)
 
     def said(text: str) -> str:
@@ -147,10 +155,17 @@ def _lark(
         )
 
     calls = (
-        f"{said(form.begin + name + form.middle)} %json {text} {said(form.end)}"
+        f"{said(form.begin + name + form.middle)} {text} {said(form.end)}"
         for name, text in texts.items()
     )
     rules = ["call: " + " | ".join(calls)]
+    if form.tags is not None:  # a parser must find no other end in a text
+        marks = (r"\s*".join(map(re.escape, each.split())) for each in (form.tags[2], form.end))
+        inside = "|".join(marks).replace("/", r"\/")
+        rules.append(
+            f"text[suffix={json.dumps(form.tags[2])}]: "
+            rf"/(.|\n)*/ & ~/(.|\n)*({inside})(.|\n)*/"
+        )
     more = "" if form.between is None else f" ({said(form.between)} call)*"
     thought = ""
     if form.thoughts is not None:
@@ -162,6 +177,49 @@ def _lark(
         )
         thought = f"rest {blank} " if is_thinking else f"({opening} rest {blank})? "
     return "\n".join([f"start: {thought}call{more}", *rules])
+
+
+def _tagged(tags: tuple[str, str, str], schema: Mapping[str, Any]) -> str:
+    """Write the expression of arguments, each in its tags, in the order of a valid schema.
+
+    Raises:
+        ApiError: a parser might not read the arguments as the schema has them.
+    """
+    before, middle, behind = tags
+    known = {"$defs": schema.get("$defs") or {}}
+    properties, required = schema.get("properties") or {}, {*schema.get("required", ())}
+    if not (schema.keys() <= _OF_CALLS and required <= properties.keys()):
+        raise refusal("expected parameters that depend on no others")
+    arguments = []
+    for name, each in properties.items():
+        parts = _NAME.fullmatch(name) and _values(each, known, json.dumps(behind))
+        if not parts:
+            raise refusal(f"expected a plain parameter of one type, got {name!r}")
+        argument = f"{json.dumps(before + name + middle)} ({' | '.join(parts)})"
+        arguments.append(argument if name in required else f"({argument})?")
+    return " ".join(arguments)
+
+
+def _values(schema: Any, known: Mapping[str, Any], behind: str) -> list[str]:
+    """Return the expressions of an argument and its end; none if a parser may mistake its type."""
+    choices = [schema]
+    if isinstance(schema, dict) and "anyOf" in schema and schema.keys() <= {"anyOf", *_NOTES}:
+        choices = schema["anyOf"]
+    kinds = [each.get("type") if isinstance(each, dict) else None for each in choices]
+    if "string" in kinds and not all(kind in ("string", "null") for kind in kinds):
+        return []
+    values: list[str] = []
+    for each, kind in zip(choices, kinds, strict=True):
+        if isinstance(kind, str) and kind != "string":
+            values.append(f"%json {_text_of({**each, **known}, _FORM)} {behind}")
+        elif kind == "string" and each.keys() <= {"type", *_NOTES}:
+            values.append("text")
+        elif kind == "string" and each.keys() <= {"type", "enum", *_NOTES}:
+            texts = [text for text in each["enum"] if isinstance(text, str)]
+            values += [f"{json.dumps(text)} {behind}" for text in texts if text == text.strip()]
+        else:
+            return []
+    return values
 
 
 def _text_of(schema: Mapping[str, Any], form: Any = None) -> str:

@@ -34,6 +34,13 @@ CALL = """\
 {%- for c in m.tool_calls or [] %}{%- if not loop.first %}{{- '\\n' }}{%- endif %}
 {{- '<tool_call>\\n{"name": "' }}{{- c.function.name }}{{- '", "arguments": ' }}
 {{- c.function.arguments | tojson }}{{- '}\\n</tool_call>' }}{%- endfor %}"""
+# As Qwen 3.5 and Qwen3-Coder do.
+TAGGED = """\
+{%- for c in m.tool_calls or [] %}{%- if not loop.first %}{{- '\\n' }}{%- endif %}
+{{- '<tool_call>\\n<function=' + c.function.name + '>\\n' }}
+{%- for name, value in c.function.arguments | items %}{{- '<parameter=' + name + '>\\n' }}
+{{- value if value is string else value | tojson }}{{- '\\n</parameter>\\n' }}{%- endfor %}
+{{- '</function>\\n</tool_call>' }}{%- endfor %}"""
 OWN = {
     "defaults": {"role": "assistant"},
     "start_anchor": ANCHORS[0],
@@ -71,7 +78,9 @@ def calling(
     loaded.model.config.model_type = kind
     tokenizer.chat_template = (
         "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + CALL + "{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        + (TAGGED if kind == "qwen3_5" else CALL)
+        + "{% endfor %}"
         "{% if add_generation_prompt %}" + ANCHORS[kind == "gemma4"] + opens + "{% endif %}" + more
     )
 
@@ -208,6 +217,76 @@ def test_a_named_tool_is_called_as_langchain_asks(marks: str) -> None:
         (streamed,) = [call for each in deltas for call in each.get("tool_calls", ())]
         assert streamed["function"] == call["function"]
         assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("marks", ["", MARKS], ids=["text", "tokens"])
+def test_a_call_whose_arguments_stand_in_tags_is_forced(marks: str) -> None:
+    ages = {
+        "anyOf": [
+            {"type": "array", "items": {"$ref": "#/$defs/age"}, "maxItems": 2},
+            {"type": "null"},
+        ]
+    }
+    parameters = PERSON["function"]["parameters"]
+    more = {**parameters["properties"], "ages": {**ages, "default": None}}
+    schema = {**parameters, "properties": more, "$defs": {"age": {"enum": [1, 2]}}}
+    person = {**PERSON, "function": {**PERSON["function"], "parameters": schema}}
+    with calling("qwen3_5", writes=False, marks=marks) as (client, _):
+        for seed in range(3):
+            asked = {**STRUCTURED, "tools": [person, *TOOLS], "max_tokens": 300}
+            choice = client.ask(**asked, seed=seed, temperature=1)["choices"][0]
+            (call,) = choice["message"]["tool_calls"]
+            assert choice["finish_reason"] == "tool_calls"
+            found = json.loads(call["function"]["arguments"])
+            assert found["name"] in ("ann", "bob")
+            assert 0 <= found["age"] <= 99
+            assert {*(found.get("ages") or ())} <= {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_kept"),
+    [
+        ("so", True),
+        ("", True),
+        ("<b>\n</b>", True),
+        ("</parameter>\n<parameter=b>2", False),
+        ("</function></tool_call>", False),
+    ],
+)
+def test_a_string_in_tags_stands_as_it_is_and_cannot_end_a_call(text: str, is_kept: bool) -> None:
+    parameters = {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with calling("qwen3_5") as (client, written):
+        written[:] = [f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n"]
+        written.append("</function>\n</tool_call>")
+        asked: Json = {"tools": [tool], "tool_choice": "required", "max_tokens": 120}
+        if is_kept:
+            (call,) = client.ask(**asked)["choices"][0]["message"]["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"a": text}
+        else:
+            assert client.error(**asked)["param"] == "response_format"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"properties": {"a": {"type": "string", "pattern": "b"}}},
+        {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}},
+        {"properties": {"a": {"type": ["string", "null"]}}},
+        {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "string"}}},
+        {"properties": {"a": {"enum": [1]}}},
+        {"properties": {"a": True}},
+        {"properties": {"a>": {"type": "integer"}}},
+        {"properties": {"a": {"type": "integer"}}, "minProperties": 1},
+        {"required": ["a"]},
+        {"properties": [1]},
+    ],
+    ids=str,
+)
+def test_parameters_that_tags_cannot_keep_are_refused(changed: Json) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": changed}}
+    with calling("qwen3_5") as (client, _):
+        assert client.error(tools=[tool], tool_choice="required")["param"] == "tools"
 
 
 def test_some_tool_is_called_where_that_is_required() -> None:
