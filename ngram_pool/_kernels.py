@@ -10,8 +10,8 @@ is overwritten first. `first` is the oldest position still held.
     text      [num_rows, 3]     token id, previous position, next position; NONE for none
     links     [num_rows, N]     by order: the next older position in the same bucket
     heads     [N, num_buckets]  by order: the newest position in each bucket
-    counts    [4]               the next position, by how much positions were lowered so far, and
-                                the hash's first state and its multiplier, which are the pool's seed
+    counts    [4]               the next position, the sum by which positions were lowered so far,
+                                and the hash's first state and multiplier, which are the pool's seed
     sequence  [3]               state of an open sequence: its last position, and the first ones of
                                 its prompt and of its answer
 
@@ -100,11 +100,11 @@ def _plain(of: Any) -> Any:
     return types.int64 if isinstance(of, types.Integer) else of
 
 
-MAX_TOKEN_ID = np.iinfo(np.int32).max  # and the largest hash
-MAX_CAPACITY_TOKENS = 2**29  # of a pool, so that positions can count three times as many
+MAX_TOKEN_ID = np.iinfo(np.int32).max  # also the largest hash
+MAX_CAPACITY_TOKENS = 2**29  # int32 positions count four times as many before they are lowered
 NONE = -1  # "no position" and "no node" inside arrays
 TOKEN, PREVIOUS, NEXT = range(3)  # columns of `text`
-NEXT_POSITION, LOWERED, SEED, MULTIPLIER = range(4)  # of `counts`
+NEXT_POSITION, LOWERED, SEED, MULTIPLIER = range(4)  # entries of `counts`
 # Origins of text. PROMPT and ANSWER also index their first positions in `sequence`; the index that
 # EARLIER would have is that of the last position, TAIL.
 EARLIER, PROMPT, ANSWER = range(3)
@@ -148,7 +148,7 @@ MAX_MATCH = 32
 # need no seed: a full bucket drops its oldest context, so none takes longer.)
 MAX_CHAIN = 256
 # A node less likely than this is drafted only as the best successor of its parent, so that a draft
-# runs as deep as the text it follows; no machine verifies other nodes for so little gain.
+# runs as deep as the text that it follows. Other such nodes gain less than they cost to verify.
 MIN_PROB = 1e-3
 
 # --- how sources are blended; see `estimate` ---
@@ -278,8 +278,8 @@ else:
         return intrinsic(arrays_of)
 
 
-# Of a pool: text and links; heads; counts; weights; tokens and their expected counts; the header of
-# the table of harvested successors.
+# Arrays of a pool: text and links; heads; counts; weights; tokens and their expected counts; the
+# header of the table of harvested successors.
 text_of, heads_of, counts_of, weights_of, unigrams_of, harvested_of = _views(
     ((np.int32, (None, 3)), (np.int32, (None, None))),
     ((np.int32, (None, None)),),
@@ -288,18 +288,18 @@ text_of, heads_of, counts_of, weights_of, unigrams_of, harvested_of = _views(
     ((np.int32, (None,)), (np.float64, (None,))),
     ((np.int64, (None,)),),
 )
-# Of a sequence: its state; the headers of its layers; the header of its prewarmed table.
+# Arrays of a sequence: its state; the headers of its layers; the header of its prewarmed table.
 state_of, layers_of, prewarmed_of = _views(
     ((np.int64, (3,)),), ((np.int64, (None, None)),), ((np.int64, (None,)),)
 )
-# Of a table: keys, successors and their costs, and how often each row was put; how many contexts it
-# holds, in an array of one.
+# Arrays of a table: keys, successors and their costs, and how often each row was put; the number of
+# contexts held, in an array of length one.
 rows_of, size_of = _views(
     ((np.int64, (None,)), (np.int32, (None, None)), (np.uint16, (None, None)), (np.int32, (None,))),
     ((np.int64, (1,)),),
 )
-# Of scratch:
-# - a context, newest token first, and as long as one that matters can be;
+# Arrays of scratch:
+# - a context, newest token first, as long as the longest context that matters;
 # - the successors found after a context, and their probabilities. Rows of the first: 0 occurrences,
 #   1 token ids of successors, 2 their counts, 3 their nearest origin, 4 lengths of the occurrences,
 #   or in the end the rows of weights used, 5 tokens after the occurrences, 6 lengths of the
@@ -309,8 +309,9 @@ rows_of, size_of = _views(
 #   children, length of the longest match;
 # - candidates for nodes, and their probabilities. Rows of the first: token, parent, a heap of
 #   candidates;
-# - of a drawn tree: the successors of each node, the root's first; their path probabilities, 0 once
-#   drawn; and for each node, the distribution that it was drawn from, over its parent's successors.
+# - for a drawn tree: the successors of each node, the root's first; their path probabilities, 0
+#   once drawn; and for each node, the distribution that it was drawn from, over its parent's
+#   successors.
 context_of, found_of, features_of, nodes_of, candidates_of, left_of = _views(
     ((np.int64, (None,)),),
     ((np.int64, (None, None)), (np.float64, (None,))),
@@ -506,7 +507,7 @@ def read_bucket(
         if after != NONE:
             occurrence = source * _SOURCE + position
             is_new = True
-            for i in range(num_counted):  # those already read for a longer order
+            for i in range(num_counted):  # occurrences already read for a longer order
                 is_new = is_new and occurrences[i] != occurrence
             length = match_length(text, position, first, context) if is_new else 0
             if length >= order:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A prefix tree of proposed tokens, best node first.
+    """A prefix tree of proposed tokens, likeliest node first.
 
     The tree hangs under the last committed token (the root), which is not one of its nodes. Nodes
     are ordered by the probability of their whole path, so parents come before children, and the
@@ -44,7 +44,7 @@ class Draft:
         return type(self)(*[getattr(self, name)[:num_nodes] for name in self.__match_args__])
 
     def candidates(self) -> list[list[int]]:
-        """Return the token ids of every root-to-leaf path, best leaf first."""
+        """Return the token ids of every root-to-leaf path, likeliest leaf first."""
         paths: list[list[int]] = []
         parents = self.parents.tolist()
         for token_id, parent in zip(self.token_ids.tolist(), parents, strict=True):
@@ -103,7 +103,7 @@ class SampledDraft(Draft):
 class DraftChains(NamedTuple):
     """One proposed path of tokens for each of several texts.
 
-    A path hangs under the last token of its text. Beyond `lengths`, the arrays are empty.
+    A path hangs under the last token of its text. Entries beyond a path's length mean nothing.
     """
 
     token_ids: NDArray[np.int32]  # [num_rows, max_draft_tokens]

@@ -57,7 +57,7 @@ DEFAULT_CAPACITY_TOKENS = 2**20
 # On greedy answers of SmolLM2, 6 accepted no more tokens than 5, and 4 up to 1 % fewer.
 DEFAULT_MAX_NGRAM_SIZE = 5
 _FIRST_NUM_ROWS = 2**12  # allocated first; doubled when full, up to the capacity
-_POSITION_LIMIT = MAX_TOKEN_ID  # positions are int32, too, and are lowered before they overflow
+_POSITION_LIMIT = MAX_TOKEN_ID  # positions are int32, and are lowered before they overflow
 # Capacity for harvested contexts, per token of the pool's capacity: at most 8 bytes per token.
 _CONTEXTS_PER_TOKEN = 1 / 16
 # Bits of a seed: 31 of the hash's first state, and 29 of its multiplier, which stays odd and large.
@@ -65,14 +65,14 @@ _SEED_BITS = 60
 # How far one token of an answer moves the weights of the sources. From the initial weights, fitted
 # to the same model, a rate of 0 accepted 0.4 % fewer tokens, 0.01 2 % fewer, and 0.03 9 % fewer.
 _LEARNING_RATE = 0.003
-_NONE_DRAWN = np.empty(0, np.float64)  # the uniforms of a tree that is not drawn
-# Attributes that a copy of a pool makes anew.
+_NONE_DRAWN = np.empty(0, np.float64)  # the uniforms of a tree of the likeliest nodes
+# Attributes that are made anew in a copy of a pool.
 _NOT_COPIED = {"_lock", "_scratch", "_sequences", "_no_sequence", "_known"}
 _NO_TABLE = SuccessorTable(1)
 
 
 class OpenSequence:
-    """A sequence, open for as long as it is referenced; its state is the kernels' `sequence`."""
+    """A sequence, open as long as it is referenced; its `state` is the kernels' `sequence`."""
 
     def __init__(
         self,
@@ -410,9 +410,9 @@ class NGramPool:
     def merge(self, other: "NGramPool") -> None:
         """Observe all text of another pool, and take its harvested successors.
 
-        Each of its sequences is observed as a separate text. If both pools know successors of a
-        context, the other's are taken; of a token's expected counts, the greater. The weights of
-        the sources do not change, nor does `other`.
+        Each sequence of `other` is observed as a separate text. If both pools know successors of a
+        context, those of `other` are taken. Of two expected counts of a token, the greater is
+        taken. Neither the weights of this pool's sources nor `other` change.
 
         Raises:
             ReadOnlyPoolError: the pool is read-only.
@@ -643,7 +643,7 @@ class NGramPool:
         """Return tokens worth running anywhere in a text, for the harvest after them.
 
         The worth of a token is its unigram probability over all harvests. Before the first harvest,
-        the result is empty. Linear in 4,096, the number of tokens whose counts are kept.
+        the result is empty. The call reads the counts of 4,096 tokens, all that are kept.
 
         Args:
             max_tokens: maximum number of tokens to return.

@@ -72,10 +72,10 @@ class _Entry:
     mark: tuple[int, float] = 0, 0.0  # `_learned` of the pool when it was last saved or loaded
     stamp: str | None = None  # of the file when last read or written here; None for no file
     epoch: str = ""  # changes when another process deletes the name
-    is_behind: bool = False  # whether the file has text of others that the pool in use lacks
+    is_behind: bool = False  # whether the file has other processes' text that the pool lacks
     num_saved_tokens: float = 0.0
     nbytes: int = 0  # when it was last closed
-    worth: float = 0.0  # seconds since 1970: the last use, plus a bonus for saved tokens
+    worth: float = 0.0  # time of the last use, in seconds since 1970, plus a bonus for saved tokens
 
     @property
     def has_learned(self) -> bool:
@@ -169,7 +169,7 @@ class PoolStore:
         self._entries: dict[str, _Entry] = {}  # by stem
         # The entries without users, the least valuable first.
         self._idle: SortedKeyList[_Entry, float] = SortedKeyList(key=attrgetter("worth"))
-        self._disk_bytes = self.disk_bytes + 1  # used at most; not known yet
+        self._disk_bytes = self.disk_bytes + 1  # upper bound of the bytes used; not known yet
         self._counted = dict.fromkeys(("loaded", "saved", "failed", "evicted", "dropped"), 0)
         self._done = threading.Event()
         self._saver: threading.Thread | None = None
@@ -248,7 +248,7 @@ class PoolStore:
     def delete(self, name: str) -> bool:
         """Remove a pool, its file and all traces of its name; return whether there was one.
 
-        Its present users continue with a pool outside of the store.
+        Code that has the pool open continues with it, outside of the store.
         """
         while True:
             entry = self._entry(name)
@@ -412,7 +412,7 @@ class PoolStore:
 
     # --- pools and files --------------------------------------------------------------------
     #
-    # All of these are called with the lock of the entry.
+    # The caller of each of these methods holds the lock of the entry.
 
     def _sync(self, entry: _Entry, is_free: bool = False) -> None:
         """Save a pool's new text, and take the changes of other processes.

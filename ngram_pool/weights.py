@@ -1,10 +1,10 @@
 """Initial weights of a pool's sources, before it learns from answers.
 
-`python -m benchmarks fit` fitted them by the pool's learning (`_kernels.learn`, in seven passes at
-decreasing rates, with and without a table of the target's successors) to 108 greedy answers of
-SmolLM2-135M-Instruct in bfloat16 without loops, to one half of Spec-Bench's prompts. Every
-published figure is of the other half. The run is in docs/results/weights.json. Layers begin with
-the weights of earlier text.
+`python -m benchmarks fit` fitted them to 108 greedy answers of SmolLM2-135M-Instruct in bfloat16,
+to one half of Spec-Bench's prompts, without answers that end in a loop. Every published figure is
+of the other half. It fits by the pool's learning (`_kernels.learn`), in seven passes at decreasing
+rates, with and without a table of the target's successors. The run is in docs/results/weights.json.
+Layers begin with the weights of earlier text.
 """
 
 import numpy as np

@@ -1,9 +1,9 @@
-"""Products of few rows, tile by tile: what layers, attention and whole forwards have in common.
+"""Matrix products of few rows, tile by tile, for linear layers, attention and compiled forwards.
 
-y = x · Wᵀ. A weight is read once and used for all rows while it is in the cache; meanwhile the next
-ones are fetched, for memory is slower than cores at this. The sums of a row run along the weight's
-own rows, so nothing is packed and no copy can go stale. What is in 16 bits is widened in registers,
-and is summed in float32.
+y = x · Wᵀ. Each weight is read once, and used for all rows while it is in the cache. Meanwhile the
+next weights are prefetched, because memory is slower than cores here. Each sum runs along a row of
+the weight as the model stores it, so no weight is packed and no copy can go stale. Numbers of 16
+bits are widened in registers and summed in float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from lade.forward import words
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Of weights; inputs are in float32, but for dots of pairs of bfloat16.
+# Formats of weights. Inputs are in float32, except for DOTS, products of pairs of bfloat16.
 FLOAT32, BFLOAT16, FLOAT16, DOTS = range(4)
 
 llvmlite.binding.initialize_native_asmparser()
@@ -31,16 +31,16 @@ FEATURES = llvmlite.binding.get_host_cpu_features()
 LANES = 16 if FEATURES.get("avx512f") else 8
 HAS_DOTS = LANES == 16 and bool(FEATURES.get("avx512bf16"))
 HAS_AMX = bool(FEATURES.get("amx-bf16"))  # which torch uses
-# A tile is the sums of so many rows and columns. Registers hold them: AVX-512 has 32, AVX2 16. One
-# load of a vector serves several products. The first cache holds the inputs of these rows that are
-# summed at once.
+# A tile is the sums of ROWS rows and COLUMNS columns, held in registers: AVX-512 has 32, AVX2 16. A
+# vector that is loaded once serves several products. DEPTH inputs of each row, as many as fit into
+# the first-level cache, are summed at once.
 ROWS, COLUMNS, DEPTH = 4, 4 if LANES == 16 else 3, 1024
-BLOCK = 64  # keys that the first cache holds
-_VECTORS = 4 if LANES == 16 else 2  # of values whose sums registers hold, for ROWS rows
-# The same for one row; and of how many rows of values on they are fetched meanwhile: a tenth to a
-# half faster than none, 16 no faster, for a weight whose rows are each in another page.
+BLOCK = 64  # keys that fit into the first-level cache
+_VECTORS = 4 if LANES == 16 else 2  # vectors of values whose sums fit into registers, for ROWS rows
+# The same number for a single row, and how many rows ahead values are prefetched. 8 is a tenth to a
+# half faster than no prefetch, and 16 no faster, if each row lies in another page.
 _OF_ONE, _AHEAD = 8, 8
-_LINE = 64  # bytes that memory hands over at once
+_LINE = 64  # bytes of a cache line
 PER_LINE = _LINE // 2  # bfloat16
 
 _INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -50,11 +50,11 @@ _STORED = {FLOAT32: _FLOAT, BFLOAT16: _INT16, FLOAT16: ir.HalfType()}
 
 
 def instruction(result: Any, given: Any = None) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function for compiled code, of one argument, from one that emits LLVM instructions.
+    """Make a function of one argument, for compiled code, from one that writes LLVM instructions.
 
     Args:
-        result: its type.
-        given: type of the argument; None for whatever it is called with.
+        result: type of the result.
+        given: type of the argument; None to take any type.
     """
 
     def decorate(write: Callable[..., Any]) -> Any:
@@ -78,7 +78,7 @@ def pointer(builder: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def take(typing_context: Any, address: Any, number: Any) -> Any:
-    """Add to an integer that threads share, after all written before; return what it was."""
+    """Add to an integer that threads share, after all earlier writes; return its old value."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = builder.inttoptr(arguments[0], _INT64.as_pointer())
@@ -89,19 +89,18 @@ def take(typing_context: Any, address: Any, number: Any) -> Any:
 
 @instruction(types.void)
 def _tile(builder: Any, of: Any) -> None:
-    """Add the products of some inputs to a tile of the results.
+    """Add the products of inputs and weights to a tile of the results.
 
-    There is code for each format and size of a tile, in LLVM's own terms: which sums are in
-    registers, and what is fetched when, is all that matters here, and a compiler of loops does not
-    find it.
+    Each format and tile size has its LLVM instructions, written here one by one: a compiler of
+    loops finds neither the sums to keep in registers nor the moments to prefetch.
 
     Args:
         builder: LLVM's.
-        of: format of the weights; number of rows, 1 to ROWS, and of columns, COLUMNS or, for one
-            row, 1; address of the first input, and bytes from one row to the next; address of the
-            first weight, and bytes from one column to the next; address of the first result, and
-            bytes from one row to the next; number of inputs; which of the tiles of the same columns
-            this is, and how many there are.
+        of: format of the weights; number of rows (1 to ROWS) and of columns (COLUMNS, or 1 for a
+            single row); address of the first input, and bytes from one row to the next; address of
+            the first weight, and bytes from one column to the next; address of the first result,
+            and bytes from one row to the next; number of inputs; index of this tile among the tiles
+            of the same columns, and their number.
     """
     format_, num_rows, num_columns, *given = cgutils.unpack_tuple(builder, of)
     size = builder.add(builder.mul(num_rows, _INT64(8)), num_columns)
@@ -117,7 +116,7 @@ def _tile(builder: Any, of: Any) -> None:
 
 
 def by_case(builder: Any, number: Any, cases: Mapping[int, Callable[[], object]]) -> None:
-    """Write code that does what is written for a number's case; nothing for any other."""
+    """Write a switch: it runs the code of a number's case, and nothing for another number."""
     end = builder.append_basic_block("end")
     switch = builder.switch(number, end)
     for case, write in cases.items():
@@ -138,13 +137,13 @@ class _Tile:
         self._rows, self._columns = range(num_rows), range(num_columns)
 
     def add(self, of: Sequence[Any]) -> None:
-        """Write the code, given what `_tile` takes but for format and size."""
+        """Write the code; `of` is the tuple of `_tile` without format and size."""
         x, x_step, w, w_step, out, out_step, size, part, num_parts = of
         build, width = self._builder, _WIDTHS[self._format]
         num = _LINE // width
         inputs = [build.add(x, build.mul(x_step, _INT64(row))) for row in self._rows]
         weights = [build.add(w, build.mul(w_step, _INT64(column))) for column in self._columns]
-        # Each part fetches other columns of the next tile: memory is then busy all the time.
+        # Each tile of these columns prefetches other columns of the next, so memory is never idle.
         far = build.mul(w_step, _INT64(len(self._columns)))
         ahead = [
             build.select(
@@ -179,15 +178,15 @@ class _Tile:
             self._add_products(alone, inputs, weights, build.add(start, rest.index), _FLOAT)
 
     def _add_products(self, sums: Any, inputs: Any, weights: Any, index: Any, kind: Any) -> None:
-        """Add the products of one vector, or number, of each row and column."""
+        """Add the products of one vector (or number) of each row with one of each column."""
         wide = [_load_wide(self._builder, self._format, place, index, kind) for place in weights]
         add_wide(self._builder, sums, inputs, wide, index, kind)
 
     def _add_pairs(self, sums: Any, inputs: Any, weights: Any, index: Any) -> None:
-        """Add the products of vectors of pairs in bfloat16: the first of each, then the second.
+        """Add the products of pairs in bfloat16: of all first numbers, then of all second ones.
 
-        That takes half as many instructions as to widen one half of a vector after the other; the
-        instruction for dots takes both at once.
+        That takes half as many instructions as widening one half of a vector after the other. The
+        instruction for dots takes both numbers of a pair at once.
         """
         build, kind = self._builder, ir.VectorType(_INT32, LANES)
         pairs = [build.load(at(self._builder, place, index, 2, kind), align=2) for place in weights]
@@ -207,7 +206,7 @@ class _Tile:
 
 
 def add_wide(build: Any, sums: Any, inputs: Any, wide: Any, index: Any, kind: Any) -> None:
-    """Write what adds to sums the products of each row's vector, or number, and each column's."""
+    """Write code that adds to sums the products of each row's vector with each column's."""
     fused = ("contract",)
     for of_row, place_of_row in zip(sums, inputs, strict=True):
         values = build.load(at(build, place_of_row, index, 4, kind), align=4)
@@ -217,10 +216,10 @@ def add_wide(build: Any, sums: Any, inputs: Any, wide: Any, index: Any, kind: An
 
 
 def add_totals(build: Any, sums: Any, places: Any) -> None:
-    """Write what adds the sums of vectors, by row and column, to numbers at a place for each row.
+    """Write code that adds up each vector, and adds the totals to numbers at one address per row.
 
-    Those of a vector are added always by the same halves: of two vectors at once, then the quarters
-    of four, and so on.
+    The numbers of a vector are always added in the same order: its two halves first, for two
+    vectors at once, then the quarters, for four vectors, and so on.
     """
     nothing, num_columns = ir.Constant(_FLOATS, ir.Undefined), len(sums[0])
     per_row = 1 << (num_columns - 1).bit_length()
@@ -250,7 +249,7 @@ def add_totals(build: Any, sums: Any, places: Any) -> None:
 
 
 def fetch(build: Any, address: Any) -> None:
-    """Write what has the line at an address brought into the second cache."""
+    """Write code that prefetches the cache line at an address into the second-level cache."""
     place = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [place, _INT32, _INT32, _INT32])
     instruction = build.module.declare_intrinsic("llvm.prefetch", [place], kind)
@@ -259,13 +258,13 @@ def fetch(build: Any, address: Any) -> None:
 
 
 def at(builder: Any, address: Any, index: Any, width: int, kind: Any) -> Any:
-    """Return a pointer to the element that is so many, of a width in bytes, behind an address."""
+    """Return a pointer to element `index` behind an address; elements have `width` bytes."""
     place = builder.add(address, builder.mul(index, _INT64(width)))
     return builder.inttoptr(place, kind.as_pointer())
 
 
 def _load_wide(builder: Any, format_: int, address: Any, index: Any, kind: Any) -> Any:
-    """Load a vector of numbers of a format, or one, as float32."""
+    """Load a vector (or one number) of a format as float32."""
     width = _WIDTHS[format_]
     stored = _like(kind, _STORED[format_])
     loaded = builder.load(at(builder, address, index, width, stored), align=width)
@@ -280,15 +279,15 @@ def _load_wide(builder: Any, format_: int, address: Any, index: Any, kind: Any) 
 
 
 def _like(kind: Any, element: Any) -> Any:
-    """Return a vector of such elements if `kind` is one, else the element."""
+    """Return a vector type of this element if `kind` is a vector type, else the element."""
     return element if kind is _FLOAT else ir.VectorType(element, LANES)
 
 
 def job(function: _F) -> Any:
-    """Compile to be called by threads that know nothing of Python; cache on disk if possible.
+    """Compile a function that threads call without Python; cache it on disk if possible.
 
-    Of a change Numba's cache sees the function's own file and name, so that the name tells of the
-    other files whose functions and numbers are compiled with it.
+    Numba's cache notices a change only of the function's file and name. So the name gets a hash of
+    all other files whose functions and constants are compiled into the function.
     """
     kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
     try:
@@ -304,11 +303,11 @@ def job(function: _F) -> Any:
 
 @numba.njit(nogil=True, error_model="numpy")
 def add_products(format_, inputs, weights, results, size):  # type: ignore[no-untyped-def]
-    """Add the products of inputs and weights, rows of so many numbers each, to results.
+    """Add the products of input rows and weight rows, of `size` numbers each, to the results.
 
-    Inputs and weights are an address, bytes from one row to the next, and the number of rows;
-    results, which have a row for each of the inputs and a column for each of the weights, the
-    first two.
+    Inputs and weights are an address, bytes from one row to the next, and the number of rows.
+    Results are the first two of these; they have a row for each input row, and a column for each
+    weight row.
     """
     x, x_step, num_rows = inputs
     w, w_step, num_columns = weights
@@ -318,7 +317,7 @@ def add_products(format_, inputs, weights, results, size):  # type: ignore[no-un
         width_of_tile = COLUMNS if column + COLUMNS <= num_columns else 1
         num_parts = -(-num_rows // (ROWS if width_of_tile == COLUMNS else 1))
         row = 0
-        for part in range(num_parts):  # of about as many rows each
+        for part in range(num_parts):  # with about the same number of rows
             until = num_rows * (part + 1) // num_parts
             of_tile = (
                 format_,
@@ -341,15 +340,15 @@ def add_products(format_, inputs, weights, results, size):  # type: ignore[no-un
 
 @instruction(types.void)
 def _sum_values(builder: Any, of: Any) -> None:
-    """Add values to the results of some rows, each times the row's weight for it.
+    """Add values to the results of some rows, each value times the row's weight for it.
 
     Args:
         builder: LLVM's.
-        of: format of the values; number of rows, 1 to ROWS, and of vectors, _VECTORS or 1, or, for
-            one row, _OF_ONE; address
-            of the first weight, float32, and bytes from one row to the next; address of the first
-            value, and bytes from one to the next; address of the first result, and bytes from one
-            row to the next; number of values; address of the sums of the weights alone.
+        of: format of the values; number of rows (1 to ROWS) and of vectors (_VECTORS or 1; for a
+            single row also _OF_ONE); address of the first weight, float32, and bytes from one row
+            to the next; address of the first value, and bytes from one value to the next; address
+            of the first result, and bytes from one row to the next; number of values; address of
+            the sums of the weights.
     """
     format_, num_rows, num_vectors, *given = cgutils.unpack_tuple(builder, of)
     size = builder.add(builder.mul(num_rows, _INT64(16)), num_vectors)
@@ -365,9 +364,10 @@ def _sum_values(builder: Any, of: Any) -> None:
 
 
 def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: Any) -> None:
-    """Write the code of `_sum_values` for one format and size, given the rest of what it takes.
+    """Write the code of `_sum_values` for one format and size; `given` is the rest of its tuple.
 
-    Value comes to value, in their order: a weight of 0 moves no sum, wherever it stands.
+    Values are added one by one in their order. So a value of weight 0 changes no sum, wherever it
+    stands.
     """
     weights, weight_step, values, value_step, results, result_step, num_values, totals = given
     places = [
@@ -413,8 +413,9 @@ def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: An
 def add_values(format_, weights, num_rows, values, num_values, size, results, totals):  # type: ignore[no-untyped-def]
     """Add values, times weights [num_rows, BLOCK], to results [num_rows, size].
 
-    All are addresses. The weights themselves are added to totals [2, BLOCK], in the first row once,
-    in the second with all further columns, where nobody looks: to leave them out takes other code.
+    All arrays are addresses. The weights are also summed in the first row of totals [2, BLOCK]. Its
+    second row is scratch: every further vector of columns sums them again, since leaving that out
+    would take code of another kind.
     """
     given = weights, 4 * BLOCK, num_rows
     width = 4 if format_ == FLOAT32 else 2
@@ -423,10 +424,11 @@ def add_values(format_, weights, num_rows, values, num_values, size, results, to
 
 @numba.njit(nogil=True, error_model="numpy")
 def add_rows(format_, weights, values, results, size, totals):  # type: ignore[no-untyped-def]
-    """Add values, rows of so many numbers, a multiple of LANES, times weights, to results.
+    """Add rows of values, each times its weight, to the results.
 
-    Weights and values are an address, bytes from one row to the next, and the number of rows;
-    results the first two; totals as for `add_values`.
+    A row has `size` numbers, a multiple of LANES. Weights and values are an address, bytes from one
+    row to the next, and the number of rows. Results are the first two of these, and totals are as
+    for `add_values`.
     """
     weight, weight_step, num_rows = weights
     value, value_step, num_values = values

@@ -75,7 +75,7 @@ class StaticInputs:
 
     @property
     def host(self) -> dict[str, NDArray[np.int32]]:
-        """The host arrays to write to; waits until their previous contents have been copied."""
+        """The host arrays to write to, after a wait until their last contents were copied."""
         if self._sent is not None:
             self._sent.wait()
         return self._host

@@ -60,7 +60,7 @@ class Part:
 
     @property
     def num_kept(self) -> int:
-        """Last tokens that have logits."""
+        """Number of last tokens that have logits."""
         return 1 if self.is_prompt else self.num_tokens
 
 

@@ -26,7 +26,7 @@ from lade.transfer import integers_on
 FIRST_NUM_SLOTS = 256
 _GROWTH = 4  # each growth adds a quarter, up to the maximum length of the generation
 
-# Tokens after which the state of a recurrent layer is kept: so many can be forgotten at any time.
+# A recurrent layer's state stays this many tokens behind, so that as many can be forgotten.
 _NUM_BEHIND = 2
 _MOST_CHAINED = 64  # tokens that run at once after a prompt, as a rule
 
@@ -97,7 +97,7 @@ class Store:
         return all_states
 
     def keep_end(self, first: int, stop: int) -> None:
-        """Move some slots to the front, and give back what a long prompt took besides."""
+        """Move some slots to the front, and free the memory that only a long prompt needed."""
         kept, num = self.buffer[:, :, :, first:stop], stop - first
         num_slots = max(num, min(self.buffer.shape[3], self._max_slots))
         self.buffer = self._allocated(kept, num, num_slots)
@@ -120,7 +120,7 @@ class Store:
         self.buffer = larger
 
     def shrink(self, num_slots: int) -> None:
-        """Go on in memory for so many slots, if there is more, without the contents."""
+        """Replace the memory by memory for `num_slots` slots if it is larger; drop the contents."""
         if self.buffer.shape[3] > num_slots:
             self.buffer = self._allocated(self.buffer, num_slots, num_slots)
 
@@ -439,9 +439,10 @@ class _State(NamedTuple):
 class RecurrentLayer(ConvolvedLayer):
     """The part of a `TreeCache` that holds one gated delta net: inputs of its convolution, a state.
 
-    A state cannot forget a token. So it stays behind, and what later tokens add is kept in
-    "values", float32 [1, 1, length, keys, values and gates], until they are added: by the next
-    forward that a job runs, or here. Torch's forwards add tokens at once; their states are kept.
+    A state cannot forget a token. So the state stays behind the text. The keys, values and gates of
+    later tokens are kept in "values", float32 [1, 1, length, keys + values + gates], until the next
+    compiled forward, or this class, adds them to the state. Torch's forwards add tokens at once, so
+    the states before and after them are kept.
     """
 
     stored = "keys", "values"
@@ -517,7 +518,7 @@ class RecurrentLayer(ConvolvedLayer):
             self._states, self._spare = [_State(until, self._spare)], present.state
 
     def settle(self, length: int) -> None:
-        """Keep so many tokens, of those since the last commit all, or none."""
+        """Keep `length` tokens: either all tokens since the last commit, or none of them."""
         before = self._state.length
         if self._after is not None and length > before:
             kept = [
@@ -530,7 +531,7 @@ class RecurrentLayer(ConvolvedLayer):
         self._after = None
 
     def can_go_back(self, length: int) -> bool:
-        """Return whether there is a state to which what it lacks of some tokens can be added."""
+        """Return whether a kept state can be brought to `length` tokens."""
         known = [each for each in self._states if each.length <= length]
         return bool(known) and length <= known[-1].until
 
@@ -544,7 +545,7 @@ def _advanced(state: Tensor, row: Tensor) -> Tensor:
 
     Args:
         state: is not changed.
-        row: what the token has added: keys, values, and of each head what it keeps and takes.
+        row: keys and values of the token, then decay and share of each head.
     """
     num_heads, key_size, value_size = state.shape
     num_values, num_gates = num_heads * value_size, 2 * num_heads
