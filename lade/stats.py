@@ -175,8 +175,8 @@ class DecodeStats:
     @property
     def overhead(self) -> float:
         """Share of the time of all steps spent outside the target's forward."""
-        own = self.draft_sec + self.verify_sec + self.commit_sec
-        return _ratio(own, own + self.forward_sec)
+        overhead_sec = self.draft_sec + self.verify_sec + self.commit_sec
+        return _ratio(overhead_sec, overhead_sec + self.forward_sec)
 
     def summary(self) -> str:
         """Return a one-line summary: tokens, steps, speed, MAT and acceptance.

@@ -33,9 +33,9 @@ def compared(sides: Sequence[Side]) -> Iterator[str]:
         if side is not plain:
             gain = side.tokens_per_sec / plain.tokens_per_sec if plain.tokens_per_sec else 0.0
             pairs = zip_longest(plain.token_ids, side.token_ids)
-            place = next((n for n, (one, other) in enumerate(pairs, 1) if one != other), None)
+            first = next((n for n, (one, other) in enumerate(pairs, 1) if one != other), None)
             line += f", {gain:.2f}x plain, "
-            line += "same text" if place is None else f"differs at token {place}"
+            line += "same text" if first is None else f"differs at token {first}"
         yield line
 
 

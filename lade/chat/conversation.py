@@ -24,7 +24,7 @@ from lade.errors import UserError
 from lade.hf.api import generate
 from lade.hf.pools import Pools, pools_of
 from lade.models.loading import LoadedModel
-from lade.models.prompts import check_system, encode_messages, room_after
+from lade.models.prompts import check_system, encode_messages, num_tokens_after
 from lade.models.settings import Settings
 from lade.stats import DecodeStats, Step, ends_in_loop
 from ngram_pool import NGramPool
@@ -173,9 +173,9 @@ class Conversation:
         inputs = encode_messages(self.loaded, [*before, *asked])
         options = self.settings.options() | inputs
         prompt_ids: list[int] = inputs["input_ids"][0].tolist()
-        room = room_after(self.loaded.model, len(prompt_ids))
-        if room is not None:
-            options["max_new_tokens"] = min(options["max_new_tokens"], room)
+        num_left = num_tokens_after(self.loaded.model, len(prompt_ids))
+        if num_left is not None:
+            options["max_new_tokens"] = min(options["max_new_tokens"], num_left)
         if seed is None:
             seed = self.settings.seed + self._num_answers
         turn = Turn(seed, is_plain, prompt_ids)
@@ -207,8 +207,8 @@ class Conversation:
             while isinstance(taken, Step):
                 turn.steps.append(taken)
                 turn.first_token_sec = turn.first_token_sec or turn.sec
-                for place, token_id in enumerate(taken.token_ids):
-                    yield from turn.noted(stream.put(token_id, place < taken.num_accepted))
+                for index, token_id in enumerate(taken.token_ids):
+                    yield from turn.noted(stream.put(token_id, index < taken.num_accepted))
                 taken, turn.sec = made.get()
             turn.is_complete = not stop.was_asked and not isinstance(taken, BaseException)
             turn.is_looping = turn.is_complete and stop.is_looping

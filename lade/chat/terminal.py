@@ -49,7 +49,7 @@ _COMMANDS = {
     "undo": ("", "take the last question and its answer back, to ask it differently"),
     "system": ("[TEXT|off]", "show, set or remove the system prompt"),
     "temperature": ("[T]", "show or set the temperature of sampling; 0 is greedy"),
-    "show": ("", "tell drafted tokens from the model's own, or no longer"),
+    "show": ("", "show drafted tokens apart from the model's own, or no longer"),
     "save": ("FILE", "save the conversation"),
     "load": ("FILE", "go on with a saved conversation"),
     "clear": ("", "begin a new conversation; the pool keeps what it learned"),
@@ -189,7 +189,7 @@ class Terminal:
         if cancelled.is_set() and turn is None:
             raise UserError("stopped before the first word; the question was taken back")
         turn = turn or conversation.turn
-        assert turn is not None, "what did not fail is kept"
+        assert turn is not None, "an answer without an error is in the conversation"
         figures = turn.figures()
         if conversation.settings.temperature > 0:
             figures.append(f"seed {turn.seed}")

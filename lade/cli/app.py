@@ -95,7 +95,7 @@ def generate(
     )
 
     if system is not None and raw:
-        raise UserError("expected --system or --raw, got both: a raw prompt is all there is")
+        raise UserError("expected --system or --raw, got both: a raw prompt has no system prompt")
     system = None if system is None else read_typed(system)
     text, stops = read_prompt(prompt), [*map(read_typed, stop or [])]
     check_text(text, is_raw=raw)

@@ -31,7 +31,7 @@ def compare(
     from lade.bench.methods import METHODS
     from lade.bench.report import budget_table, groups, table
     from lade.bench.run import Contest, stats_of, summarise, warm_up
-    from lade.cli.prewarm import tell_of_table
+    from lade.cli.prewarm import note_missing_table
     from lade.probing.plan import probe
 
     inputs = encode_prompts(loaded, [each.text for each in prompts], settings.max_new_tokens)
@@ -51,7 +51,7 @@ def compare(
             stopped = error
     verification = probe(loaded.model).verification
     if verification != "plain":
-        tell_of_table(loaded)
+        note_missing_table(loaded)
     caption = f"verification: {verification}"
     made = table(results, [*METHODS], settings.describe(), caption)
     Console(highlight=False).print(made, crop=False)

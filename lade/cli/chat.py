@@ -39,7 +39,7 @@ def run(
 
     from lade.chat.conversation import Conversation
     from lade.cli.loading import check
-    from lade.cli.prewarm import tell_of_idle
+    from lade.cli.prewarm import note_idle_prewarming
     from lade.prewarming.idle import IdlePrewarming
 
     check(loaded)
@@ -51,5 +51,5 @@ def run(
             if prewarms:
                 idle = IdlePrewarming(loaded.model, lambda: terminal.is_waiting)
                 stack.callback(idle.close)
-                tell_of_idle(idle)
+                note_idle_prewarming(idle)
             terminal.run()

@@ -19,8 +19,8 @@ def run(loaded: LoadedModel | None) -> None:
     folder = cache_folder()
     if folder is None:
         raise LadeError(
-            "what is compiled cannot be kept, because Numba finds no folder that it may write to; "
-            "name one by the variable NUMBA_CACHE_DIR, here and where lade will run"
+            "compiled code cannot be kept: Numba finds no folder that it may write to; set the "
+            "variable NUMBA_CACHE_DIR to one, here and where lade will run"
         )
     parts = {**kernel_groups()}
     if loaded is not None:

@@ -25,7 +25,7 @@ from lade.bench.report import empty_table, table
 from lade.bench.run import Contest, Result, warm_up
 from lade.cli.bench import describe_model
 from lade.cli.loading import check, working
-from lade.cli.prewarm import tell_of_table
+from lade.cli.prewarm import note_missing_table
 from lade.cli.prompting import encode_prompts, read_typed
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
@@ -54,14 +54,14 @@ def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int) -> None:
     out, model, settings = Console(highlight=False), loaded.model, Settings(max_new_tokens)
     check(loaded)
     found = probe(model)
-    _tell_model(out, loaded, found)
+    _show_model(out, loaded, found)
     usual: dict[str, Callable[[], Method]] = {
         "plain": lambda: plain,
         "prompt_lookup": lambda: prompt_lookup,
     }
     with working("Warming up: each method answers shortly"):
         timed = warm_up(loaded, {**usual, "lade": Lade}, settings)["plain"]
-    _tell_time(out, timed, settings, len(prompts))
+    _show_time(out, timed, settings, len(prompts))
     shown, results = _Shown(out, loaded.tokenizer, len(prompts)), list[Result]()
     methods = {
         "plain": shown.by("plain generate", plain, streamer=shown),
@@ -76,13 +76,13 @@ def run(loaded: LoadedModel, asked: list[str], max_new_tokens: int) -> None:
             cut = flat if len(flat) <= _SHOWN else f"{flat[:_SHOWN].rpartition(' ')[0]} …"
             out.print(Text(cut, style="italic"))
             results.append(contest.answer([prompt], given))
-            _tell_sides(out, results[-1])
+            _show_sides(out, results[-1])
     names = [*results[0].answers]
     out.print(table(results, names, settings.describe()), crop=False)
     if any(each.answers["lade"].rows != each.answers["plain"].rows for each in results):
         out.print(f"[dim]{why_different(model)}[/dim]")
     if found.verification != "plain":
-        tell_of_table(loaded)
+        note_missing_table(loaded)
 
 
 @dataclass
@@ -141,8 +141,8 @@ class _Shown:
 
     def step(self, step: Step) -> None:
         """Show the tokens of a step, drafted tokens in a colour."""
-        for place, token_id in enumerate(step.token_ids):
-            self._put_token(token_id, _DRAFTED * (place < step.num_accepted))
+        for index, token_id in enumerate(step.token_ids):
+            self._put_token(token_id, _DRAFTED * (index < step.num_accepted))
 
     def _put_token(self, token_id: int, style: str) -> None:
         self._run.num_tokens += 1
@@ -176,7 +176,7 @@ class _Shown:
         return Group(self._line + self._word, made)
 
 
-def _tell_sides(out: Console, result: Result) -> None:
+def _show_sides(out: Console, result: Result) -> None:
     """Print a line for each method's answer to a prompt."""
     sides = [Side(name, each.rows[0], each.sec) for name, each in result.answers.items()]
     for line in compared(sides):
@@ -184,7 +184,7 @@ def _tell_sides(out: Console, result: Result) -> None:
     out.print()
 
 
-def _tell_time(out: Console, timed: Answer, settings: Settings, num_prompts: int) -> None:
+def _show_time(out: Console, timed: Answer, settings: Settings, num_prompts: int) -> None:
     """Print the next part and its estimated time, by a short answer of plain generate."""
     sec = timed.sec / timed.num_tokens * settings.max_new_tokens * num_prompts * _TIMES
     about = f"{sec:.0f} seconds" if sec < 100 else f"{sec / 60:.0f} minutes"
@@ -194,7 +194,7 @@ def _tell_time(out: Console, timed: Answer, settings: Settings, num_prompts: int
     out.print(Text.assemble("\n", line, drafted, ", or the model's own token."))
 
 
-def _tell_model(out: Console, loaded: LoadedModel, found: Probe) -> None:
+def _show_model(out: Console, loaded: LoadedModel, found: Probe) -> None:
     """Print the model, its check and the machine before the first answer."""
     model = loaded.model
     num_bytes = sum(weight.nbytes for weight in model.parameters())

@@ -12,7 +12,7 @@ import lade
 from lade.cli import replacing
 from lade.cli.loading import check, console
 from lade.cli.options import DraftOptions
-from lade.cli.prompting import room_for
+from lade.cli.prompting import max_answer_tokens
 from lade.hf.call import predicted_ids
 from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
@@ -29,8 +29,10 @@ def run(
     prediction: str | None = None,
 ) -> None:
     """Print the answer to standard output and a line of figures to standard error."""
-    room = room_for(loaded.model, inputs["input_ids"].shape[1], settings.max_new_tokens)
-    options = replace(settings, max_new_tokens=room).options()
+    num_left = max_answer_tokens(
+        loaded.model, inputs["input_ids"].shape[1], settings.max_new_tokens
+    )
+    options = replace(settings, max_new_tokens=num_left).options()
     if stops:
         options |= {"stop_strings": [*stops], "tokenizer": loaded.tokenizer}
     predicted = None if prediction is None else predicted_ids(prediction, loaded.tokenizer)

@@ -187,7 +187,7 @@ class ChatSamplingOptions(SamplingOptions):
 # --- files, checked before any work ----------------------------------------------------------
 
 
-def check_place(path: Path | None) -> Path | None:
+def check_writable(path: Path | None) -> Path | None:
     """Raise if a file could not be written at a path later; leave no file behind.
 
     Raises:
@@ -211,9 +211,9 @@ def check_pools(paths: list[Path] | None) -> list[Path]:
     return paths or []
 
 
-def check_place_of_pool(path: Path | None) -> Path | None:
-    """Raise as `check_place`, and for a file that is none of a pool."""
-    if check_place(path) is not None and path is not None and path.exists():
+def check_writable_pool(path: Path | None) -> Path | None:
+    """Raise as `check_writable`, and for a file that is none of a pool."""
+    if check_writable(path) is not None and path is not None and path.exists():
         check_pools([path])
     return path
 
@@ -224,8 +224,8 @@ def check_place_of_pool(path: Path | None) -> Path | None:
 PredictionOption = Annotated[
     Path | None,
     of_drafting(
-        help="Draft from this text, which the answer will probably be like, such as the file that "
-        "is to be edited. The answer is the same without.",
+        help="Draft from this text, which the answer will probably resemble, such as the file to "
+        "be edited. The answer does not depend on it.",
         exists=True,
         dir_okay=False,
     ),
@@ -253,7 +253,7 @@ class DraftOptions:
             help="Draft from this pool, or begin it: it learns prompts and answers, and is saved "
             "at the end, also after Ctrl-C.",
             dir_okay=False,
-            callback=check_place_of_pool,
+            callback=check_writable_pool,
         ),
     ] = None
 
@@ -269,7 +269,7 @@ class DraftOptions:
 
         named: dict[str, Any] = {"tokenizer": loaded.tokenizer, "model": loaded.model}
         path = self.save_pool
-        own = (
+        learning = (
             lade.NGramPool() if path is None or not path.exists() else lade.load_pool(path, **named)
         )
         read = [*dict.fromkeys(each.resolve() for each in self.pools or [])]
@@ -277,11 +277,11 @@ class DraftOptions:
             read.remove(path.resolve())
         layers = [lade.load_pool(each, **named, read_only=True) for each in read]
         try:
-            yield [own, *layers]
+            yield [learning, *layers]
         finally:
             if path is not None:
-                lade.save_pool(own, path, **named)
-                console.print(f"[dim]{len(own):,} tokens kept in {path}[/dim]", soft_wrap=True)
+                lade.save_pool(learning, path, **named)
+                console.print(f"[dim]{len(learning):,} tokens kept in {path}[/dim]", soft_wrap=True)
 
 
 # --- files ----------------------------------------------------------------------------------
@@ -302,6 +302,6 @@ JsonOption = Annotated[
         help="Also write the results to this file.",
         rich_help_panel="Results",
         dir_okay=False,
-        callback=check_place,
+        callback=check_writable,
     ),
 ]

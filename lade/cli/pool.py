@@ -7,7 +7,7 @@ import typer
 
 import lade
 from lade.cli.loading import console, note, tell
-from lade.cli.options import ModelOption, TrustOption, check_place, grouped
+from lade.cli.options import ModelOption, TrustOption, check_writable, grouped
 from lade.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def pool_build(
         list[Path], typer.Argument(metavar="FILES", help="Files and folders to read.", exists=True)
     ],
     out: Annotated[
-        Path, typer.Option(help="The pool to make.", dir_okay=False, callback=check_place)
+        Path, typer.Option(help="The pool to make.", dir_okay=False, callback=check_writable)
     ],
     capacity_tokens: Annotated[
         int,
@@ -61,12 +61,12 @@ def pool_build(
             f"{built.num_tokens:,} tokens of {built.num_files:,} files in {built.sec:.1f} seconds "
             f"({rate:,.0f} a second); {out.name} holds {len(pool):,}"
         )
-    _tell_built(built, len(pool))
+    _show_built(built, len(pool))
     if not built.num_tokens:
         raise UserError(f"expected text for {out.name} in the files, got none")
 
 
-def _tell_built(built: "Built", num_held: int) -> None:
+def _show_built(built: "Built", num_held: int) -> None:
     left_out = "; ".join(f"{why}: {number:,}" for why, number in built.left_out.items() if number)
     if left_out:
         console.print(f"[dim]left out: {left_out}[/dim]", soft_wrap=True)

@@ -39,7 +39,7 @@ def run(loaded: LoadedModel, seconds: float) -> None:
             )
 
 
-def tell_of_idle(idle: IdlePrewarming) -> None:
+def note_idle_prewarming(idle: IdlePrewarming) -> None:
     """Say that a model is prewarmed while it waits, and for how long."""
     text = "The table of its likely tokens is complete"
     if left := idle.minutes_left:
@@ -48,7 +48,7 @@ def tell_of_idle(idle: IdlePrewarming) -> None:
     console.print(f"[dim]{text}.[/dim]", soft_wrap=True)
 
 
-def tell_of_table(loaded: LoadedModel) -> None:
+def note_missing_table(loaded: LoadedModel) -> None:
     """Print a hint at `lade prewarm` if the model has no table."""
     if prewarmed_table_of(loaded.model, profile_of(loaded.model)) is None:
         console.print(

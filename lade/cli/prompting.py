@@ -8,7 +8,7 @@ from typing import Any
 from lade.cli.loading import note
 from lade.errors import UserError
 from lade.models.loading import LoadedModel
-from lade.models.prompts import check_system, encode_messages, room_after
+from lade.models.prompts import check_system, encode_messages, num_tokens_after
 
 
 def read_prompt(argument: str) -> str:
@@ -71,21 +71,21 @@ def encode_prompt(
     return encode_messages(loaded, messages, is_raw=is_raw)
 
 
-def room_for(model: Any, num_prompt_tokens: int, max_new_tokens: int) -> int:
+def max_answer_tokens(model: Any, num_prompt_tokens: int, max_new_tokens: int) -> int:
     """Return how many tokens the answer may have; print a note if the positions run out.
 
     Raises:
         ContextLengthError: the prompt alone is too long.
     """
-    room = room_after(model, num_prompt_tokens)
-    if room is None or room >= max_new_tokens:
+    num_left = num_tokens_after(model, num_prompt_tokens)
+    if num_left is None or num_left >= max_new_tokens:
         return max_new_tokens
-    limit = room + num_prompt_tokens - 1
+    limit = num_left + num_prompt_tokens - 1
     note(
         f"{type(model).__name__} has positions for {limit:,} tokens: the answer ends after "
-        f"{room:,} at the latest"
+        f"{num_left:,} at the latest"
     )
-    return room
+    return num_left
 
 
 def encode_prompts(
@@ -98,10 +98,10 @@ def encode_prompts(
     """
     inputs = [encode_prompt(loaded, text) for text in texts]
     longest = max(each["input_ids"].shape[1] for each in inputs)
-    room = room_for(loaded.model, longest, max_new_tokens)
-    if room < max_new_tokens:
+    num_left = max_answer_tokens(loaded.model, longest, max_new_tokens)
+    if num_left < max_new_tokens:
         raise UserError(
-            f"expected --max-new-tokens of at most {room} after the longest prompt, "
+            f"expected --max-new-tokens of at most {num_left} after the longest prompt, "
             f"got {max_new_tokens}"
         )
     return inputs

@@ -95,7 +95,7 @@ def run(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; SIGHUP reads the keys again."""
     from lade.cli.bench import describe_model
-    from lade.cli.prewarm import tell_of_idle
+    from lade.cli.prewarm import note_idle_prewarming
     from lade.models.prompts import num_positions
     from lade.probing.plan import probe
     from lade.server.app import Server
@@ -118,11 +118,11 @@ def run(
         soft_wrap=True,
     )
     if server.idle is not None:
-        tell_of_idle(server.idle)
+        note_idle_prewarming(server.idle)
     if options.is_for_one and not options.shares_pool:
         console.print(
-            '[dim]One user is assumed: what requests without a "user" were about speeds up later '
-            "ones. --api-key tells users apart.[/dim]",
+            '[dim]One user is assumed: requests without a "user" share a pool and kept prefixes, '
+            "which speeds up later ones. --api-key separates users.[/dim]",
             soft_wrap=True,
         )
     elif not (options.api_keys or options.shares_pool):

@@ -62,7 +62,7 @@ def serve(
         float, _of_server(metavar="T", help="Seconds to finish answers, 30.")
     ] = 30.0,
     unknown_fields: Annotated[
-        _Unknown, _of_server(metavar="WHAT", help="Of requests: refuse or ignore.")
+        _Unknown, _of_server(metavar="WHAT", help="Unknown fields: refuse or ignore.")
     ] = "refuse",
     keeps: Annotated[
         Path | None,
@@ -88,7 +88,7 @@ def serve(
         _of_drafting(metavar="NAME=FILE", help="Pool of requests that name it."),
     ] = None,
     max_draft_tokens: Annotated[
-        int | None, _of_drafting(min=0, help="Limit of a step; 0 drafts nothing.")
+        int | None, _of_drafting(min=0, help="Draft tokens a step; 0 for none.")
     ] = None,
     prewarm: Annotated[
         bool, _of_drafting("--prewarm", help="Prewarm the model while idle.")

@@ -308,9 +308,9 @@ def _generate(
         # The model's `generate` has called this wrapper again, with lade's function in place.
         return type(model).generate(model, *args, **generate_kwargs)
     arguments = arguments.checked(generate_kwargs.get("tokenizer"))
-    own = _generate_of(model)
-    args, generate_kwargs = _by_name(own, args, generate_kwargs)
-    standard = partial(own, *args, **generate_kwargs)
+    original = _generate_of(model)
+    args, generate_kwargs = _by_name(original, args, generate_kwargs)
+    standard = partial(original, *args, **generate_kwargs)
     refuse_unsupported_arguments(model, generate_kwargs)
     Profiles.of(model)  # made here, for a twin of the model to share
     drafter = take_assistant(model, arguments.drafter, generate_kwargs)
@@ -388,21 +388,21 @@ def _by_custom_generate(
 
 def _generate_of(model: Model) -> Callable[..., Any]:
     """Return the `generate` that a model would have without lade."""
-    own: Callable[..., Any] | None = vars(model).get("generate")
-    if isinstance(own, _WrappedGenerate):
-        own = own.before
-    return MethodType(type(model).generate, model) if own is None else own
+    original: Callable[..., Any] | None = vars(model).get("generate")
+    if isinstance(original, _WrappedGenerate):
+        original = original.before
+    return MethodType(type(model).generate, model) if original is None else original
 
 
 def _by_name(
-    own: Callable[..., Any], args: tuple[Any, ...], generate_kwargs: dict[str, Any]
+    original: Callable[..., Any], args: tuple[Any, ...], generate_kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Turn positional arguments into keyword arguments where possible, so they can be inspected.
 
-    Positional arguments that `own` takes as `*args`, as PEFT's `generate` does, get the names of
-    transformers' own `generate`, except the first, which stays positional.
+    Positional arguments that `original` takes as `*args`, as PEFT's `generate` does, get the names
+    of transformers' own `generate`, except the first, which stays positional.
     """
-    taken = [*inspect.signature(own).parameters.values()]
+    taken = [*inspect.signature(original).parameters.values()]
     names = [each.name for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]
     first = 0
     if any(each.kind is each.VAR_POSITIONAL for each in taken):

@@ -74,7 +74,9 @@ class Generation:
         if is_plain or not self._call.config.reuses_prefix or has_adapters_by_row(model):
             return None
         if seen.user_code is not None:
-            what = f"{type(model).__name__}: your own code ({seen.user_code}) may change"
+            what = (
+                f"{type(model).__name__}: your own code ({seen.user_code}) may change its results"
+            )
             seen.warn_once(f"lade reuses no prefix of {what}", RuntimeWarning)
             return None
         with Attempt(even_memory=True) as attempt:  # weights may be of unusual classes

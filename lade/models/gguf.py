@@ -67,28 +67,28 @@ class _HeaderReader:
     """Reads a header in order, and nothing beyond the file."""
 
     def __init__(self, blob: Any) -> None:
-        self._blob, self.place = blob, 0
+        self._blob, self.offset = blob, 0
 
     def number(self, kind: str) -> Any:
-        (number,) = struct.unpack_from(f"<{kind}", self._blob, self.place)
-        self.place += struct.calcsize(f"<{kind}")
+        (number,) = struct.unpack_from(f"<{kind}", self._blob, self.offset)
+        self.offset += struct.calcsize(f"<{kind}")
         return number
 
     def text(self) -> str:
         return self._bytes(self.number("Q")).decode()
 
     def _bytes(self, size: int) -> bytes:
-        start, self.place = self.place, self.place + size
-        if self.place > len(self._blob):
+        start, self.offset = self.offset, self.offset + size
+        if self.offset > len(self._blob):
             raise ValueError(f"a text of {size:,} bytes ends beyond the file")
-        return bytes(self._blob[start : self.place])
+        return bytes(self._blob[start : self.offset])
 
     def peek(self) -> Any:
         """Return the type of the value that follows."""
-        return struct.unpack_from("<I", self._blob, self.place)[0]
+        return struct.unpack_from("<I", self._blob, self.offset)[0]
 
     def since(self, start: int) -> bytes:
-        return bytes(self._blob[start : self.place])
+        return bytes(self._blob[start : self.offset])
 
     def value(self) -> Any:
         """Return a number or text; of a list how long it is."""
@@ -134,11 +134,11 @@ def _header(read: _HeaderReader, size: int) -> GgufHeader:
         raise ValueError("it does not begin as one of version 2 or 3")
     num_tensors, num_settings = read.number("Q"), read.number("Q")
     if max(num_tensors, num_settings) > _MOST_ENTRIES:
-        raise ValueError(f"it tells of {num_tensors:,} tensors and {num_settings:,} settings")
+        raise ValueError(f"its header names {num_tensors:,} tensors and {num_settings:,} settings")
     settings: dict[str, Any] = {}
     kept = []
     for _ in range(num_settings):
-        start, name = read.place, read.text()
+        start, name = read.offset, read.text()
         is_list = read.peek() == _ARRAY
         settings[name] = read.value()
         if not (is_list and name.startswith("tokenizer.")):
@@ -155,7 +155,7 @@ def _header(read: _HeaderReader, size: int) -> GgufHeader:
     unit = settings.get("general.alignment", 32)
     if type(unit) is not int or not 0 < unit <= 2**16 or unit % 8:
         raise ValueError(f"its data is aligned to {unit!r} bytes")
-    first = -(-read.place // unit) * unit
+    first = -(-read.offset // unit) * unit
     tensors: dict[str, Stored] = {}
     for name, shape, format_, offset in listed:
         if format_ not in BLOCKS:
@@ -268,7 +268,7 @@ class _Filler:
                 self._put(name, names[name], stored, changes)
             elif name.split(".")[0] not in _NOT_WEIGHTS:
                 raise UserError(
-                    f"{type(self._model).__name__} has no place for {name!r} of {self._path}"
+                    f"{type(self._model).__name__} has no parameter for {name!r} of {self._path}"
                 )
         if self._model.config.tie_word_embeddings:
             self._tie()
@@ -287,8 +287,8 @@ class _Filler:
         names = get_tensor_name_map(known[architecture], number)
         found = {}
         for full_name, _ in self._model.named_parameters(remove_duplicate=False):
-            place, _, attribute = full_name.rpartition(".")
-            found[f"{names.get_name(place)}.{attribute}"] = full_name
+            module_name, _, attribute = full_name.rpartition(".")
+            found[f"{names.get_name(module_name)}.{attribute}"] = full_name
         return found
 
     def _put(self, name: str, full_name: str, stored: Stored, changes: Any) -> None:
@@ -297,8 +297,8 @@ class _Filler:
 
         from lade.forward.packed import unpacked
 
-        place, _, attribute = full_name.rpartition(".")
-        module = self._model.get_submodule(place)
+        module_name, _, attribute = full_name.rpartition(".")
+        module = self._model.get_submodule(module_name)
         shape = getattr(module, attribute).shape
         if stored.shape != shape:
             raise UserError(
@@ -320,7 +320,7 @@ class _Filler:
             module._parameters[attribute] = nn.Parameter(made, requires_grad=False)
         else:
             weight = nn.Parameter(raw.view(shape[0], -1), requires_grad=False)
-            self._replace(place, module, weight, stored.format, half)
+            self._replace(module_name, module, weight, stored.format, half)
 
     def _half(self, name: str, stored: Stored, changes: Any) -> int:
         """Return how a matrix's rows alternate, by running transformers' reader on row numbers."""
@@ -337,7 +337,7 @@ class _Filler:
             raise UserError(f"the rows of {name!r} in {self._path} have an order that is not read")
         return half
 
-    def _replace(self, place: str, module: Any, weight: Any, format_: int, half: int) -> None:
+    def _replace(self, module_name: str, module: Any, weight: Any, format_: int, half: int) -> None:
         from torch import nn
 
         from lade.forward.packed import PackedEmbedding, PackedLinear
@@ -348,7 +348,7 @@ class _Filler:
         else:
             scale = getattr(module, "embed_scale", None)
             made = PackedEmbedding(weight, format_, module.embedding_dim, scale)
-        self._model.set_submodule(place, made)
+        self._model.set_submodule(module_name, made)
 
     def _tie(self) -> None:
         """Let the head have the embedding's weight."""

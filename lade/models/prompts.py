@@ -69,8 +69,8 @@ def _encoded(
 def _as_text(messages: Sequence[Mapping[str, str]]) -> str:
     """Return all messages as one text; each answer follows its question at once."""
     return "".join(
-        "\n" * (place > 0 and each["role"] == "user") + each["content"]
-        for place, each in enumerate(messages)
+        "\n" * (index > 0 and each["role"] == "user") + each["content"]
+        for index, each in enumerate(messages)
     )
 
 
@@ -94,17 +94,17 @@ def useless_fields(
     render = partial(
         tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **options
     )
-    places: dict[str, int] = {}
-    for place, each in enumerate(messages):
+    first_index: dict[str, int] = {}
+    for index, each in enumerate(messages):
         for field in each.keys() - _ANYWAY - ({"name"} if each["role"] == "tool" else set()):
-            places.setdefault(field, place)
-    for field, place in places.items():
+            first_index.setdefault(field, index)
+    for field, index in first_index.items():
         without = [{name: each[name] for name in each if name != field} for each in messages]
         is_used = True
         with Attempt():  # a template may not do without it
             is_used = render(messages) != render(without)
         if not is_used:
-            yield f"messages.{place}.{field}"
+            yield f"messages.{index}.{field}"
 
 
 @lru_cache(8)
@@ -181,7 +181,7 @@ def num_positions(model: Any) -> int | None:
     return limit
 
 
-def room_after(model: Any, num_prompt_tokens: int) -> int | None:
+def num_tokens_after(model: Any, num_prompt_tokens: int) -> int | None:
     """Return how many new tokens fit after a prompt; None for any number.
 
     Raises:

@@ -75,8 +75,8 @@ class StopCutter:
         if ends:
             self.is_cut = True
             return text[: min(ends)]
-        places = range(max(0, len(text) - self._longest), 0 if is_last else len(text))
-        begun = (at for at in places if any(stop.startswith(text[at:]) for stop in self._stops))
+        starts = range(max(0, len(text) - self._longest), 0 if is_last else len(text))
+        begun = (at for at in starts if any(stop.startswith(text[at:]) for stop in self._stops))
         num_sure = next(begun, len(text))
         self._held = text[num_sure:]
         return text[:num_sure]

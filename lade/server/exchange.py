@@ -118,9 +118,9 @@ class Exchange:
         request = self.request
         seed, self._num_left = request.asked.seed, request.num_answers
         for prompt in request.prompts:
-            for place in range(request.asked.n or 1):
+            for index in range(request.asked.n or 1):
                 grammar = None if request.grammar is None else request.grammar.deep_copy()
-                of_answer, parser = None if seed is None else seed + place, deepcopy(prompt.parser)
+                of_answer, parser = None if seed is None else seed + index, deepcopy(prompt.parser)
                 self.answers.append(
                     OneAnswer(len(self.answers), prompt, of_answer, grammar, parser)
                 )

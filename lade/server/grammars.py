@@ -115,7 +115,7 @@ class Grammars:
         return llguidance.hf.from_tokenizer(tokenizer, size, ends)
 
 
-class Kept(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
+class GrammarProcessor(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
     """Logits processor that makes one answer keep its grammar; it advances the grammar."""
 
     def __init__(self, grammar: llguidance.LLMatcher, num_prompt_tokens: int) -> None:

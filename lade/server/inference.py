@@ -27,7 +27,7 @@ from lade.models.stream import StopCutter, TextStream
 from lade.server.answers import NULLS, Json, add
 from lade.server.errors import ApiError, failed
 from lade.server.exchange import Exchange, OneAnswer
-from lade.server.grammars import Kept
+from lade.server.grammars import GrammarProcessor
 from lade.stats import DecodeStats, Step
 from lade.targets.joint import Part
 
@@ -42,7 +42,7 @@ _ROWS = 64  # tokens of a prompt whose log-probabilities are sent together
 _NAMED = 2**12
 
 
-def tell_end(exchange: Exchange, future: Future[None]) -> None:
+def end_exchange(exchange: Exchange, future: Future[None]) -> None:
     """End the exchange of an answer that has ended, with its error if it failed."""
     failure = None if future.cancelled() else future.exception()
     if isinstance(failure, ApiError):
@@ -73,7 +73,7 @@ def answer(
     if any(penalties):
         processors.append(_Penalties(*penalties, one.prompt.num_tokens))
     if one.grammar is not None:
-        processors.append(Kept(one.grammar, one.prompt.num_tokens))
+        processors.append(GrammarProcessor(one.grammar, one.prompt.num_tokens))
 
     def run(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
         if asked.num_logprobs is not None:  # first, as penalties and grammars change scores
@@ -229,9 +229,9 @@ class _Relay:
             return
         rows = torch.stack([self.record.rows.popleft() for _ in self._new])
         token_ids = torch.tensor([token_id for token_id, *_ in self._new], device=rows.device)
-        own = rows.gather(1, token_ids[:, None]).clamp_min(_LOWEST_LOGPROB).tolist()
+        chosen = rows.gather(1, token_ids[:, None]).clamp_min(_LOWEST_LOGPROB).tolist()
         tops = _likeliest(rows, self._num_top or 0)
-        for (token_id, start, end), (mine,), top in zip(self._new, own, tops, strict=True):
+        for (token_id, start, end), (mine,), top in zip(self._new, chosen, tops, strict=True):
             # Special tokens are not in the answer; of a prompt, clients count them.
             if self.echoes or token_id not in self._special:
                 self._waiting.append((start, end, *self._written(token_id, mine, top)))
@@ -268,11 +268,11 @@ class _Relay:
     def _add(self, parts: Iterable[tuple[str, Any]]) -> None:
         for name, value in parts:
             if name == "tool_calls":
-                place, self._num_calls, self._pending = self._num_calls, self._num_calls + 1, ""
+                number, self._num_calls, self._pending = self._num_calls, self._num_calls + 1, ""
                 call_id = (
-                    f"{self._exchange.request.request_id}_{self._answer.index}_tool_call_{place}"
+                    f"{self._exchange.request.request_id}_{self._answer.index}_tool_call_{number}"
                 )
-                call = {"index": place, "id": call_id, "type": "function", "function": value}
+                call = {"index": number, "id": call_id, "type": "function", "function": value}
                 add(self._delta, {name: [call]})
             else:
                 self._pending = self._pending.partition(value)[2]
@@ -282,9 +282,9 @@ class _Relay:
         """Take the new tokens of a step, and send their text."""
         for token_id in () if self.decides else step.token_ids:
             self._put(token_id)
-        self._tell()
+        self._send()
 
-    def _tell(self, *, is_last: bool = False) -> None:
+    def _send(self, *, is_last: bool = False) -> None:
         """Send the new text of a step in one event, which hides its number of tokens."""
         self._describe()
         exchange, delta = self._exchange, self._delta
@@ -326,7 +326,7 @@ class _Relay:
         """Send the rest of the text and the reason why the answer ended."""
         self._read(self._cutter.feed(self._stream.end(), is_last=True))
         self._read("", is_last=True)
-        self._tell(is_last=True)
+        self._send(is_last=True)
 
 
 def _logits_of(model: Any, input_ids: Tensor) -> Iterator[Tensor]:
@@ -357,7 +357,7 @@ def _likeliest(rows: Tensor, num: int) -> list[list[tuple[int, float]]]:
         blocks = pad(rows, (0, -size % _BLOCK), value=-torch.inf).view(len(rows), -1, _BLOCK)
         kept = blocks.amax(-1).topk(num).indices
         among = blocks.gather(1, kept[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
-        values, places = among.topk(num)
-        token_ids = kept.gather(1, places // _BLOCK) * _BLOCK + places % _BLOCK
+        values, indices = among.topk(num)
+        token_ids = kept.gather(1, indices // _BLOCK) * _BLOCK + indices % _BLOCK
     pairs = zip(token_ids.tolist(), values.clamp_min(_LOWEST_LOGPROB).tolist(), strict=True)
     return [[*zip(*each, strict=True)] for each in pairs]

@@ -155,7 +155,7 @@ class Asked(_Strict):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise wrong("stream_options", "expected it with stream alone")
+            raise wrong("stream_options", "expected it with stream only")
         if self.temperature and self.temperature < _LOWEST_TEMPERATURE:
             raise wrong("temperature", f"expected 0 or at least {_LOWEST_TEMPERATURE}")
         return self
@@ -195,11 +195,11 @@ class Chat(Asked):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        for place, tool in enumerate(self.tools or ()):
-            _check_function(tool, f"tools.{place}")
-        for place, each in enumerate(self.messages):
+        for index, tool in enumerate(self.tools or ()):
+            _check_function(tool, f"tools.{index}")
+        for index, each in enumerate(self.messages):
             for number, call in enumerate(each.tool_calls or ()):
-                where = f"messages.{place}.tool_calls.{number}"
+                where = f"messages.{index}.tool_calls.{number}"
                 _check_function(call, where)
                 call["function"]["arguments"] = _arguments_of(call, f"{where}.function.arguments")
         choice = self.tool_choice
@@ -210,7 +210,7 @@ class Chat(Asked):
         if self.tools_forced == []:
             raise wrong("tool_choice", "expected one of tools")
         if self.top_logprobs is not None and not self.logprobs:
-            raise wrong("top_logprobs", "expected it with logprobs alone")
+            raise wrong("top_logprobs", "expected it with logprobs only")
         if self.schema_asked is not None and self.tools:
             message = "expected a schema or tools, got both: calls are not of the schema"
             raise wrong("response_format", message)

@@ -30,7 +30,7 @@ from lade.server.connections import Shares, origin_of
 from lade.server.errors import ApiError, failed
 from lade.server.exchange import Exchange
 from lade.server.hosts import is_known
-from lade.server.inference import answer, tell_end
+from lade.server.inference import answer, end_exchange
 from lade.server.keys import ApiKeys, KeyOwner
 from lade.server.limits import Preparing
 from lade.server.metrics import Metrics
@@ -239,8 +239,8 @@ class Routes:
         engine, request = self._engine, exchange.request
         owner, num = request.of_whom, request.num_answers
         num_waiting, num_before = engine.num_waiting(owner), engine.num_waiting()
-        has_place = engine.num_running + num_before + num <= engine.max_running
-        if num_waiting + num > self._options.max_queue and not has_place:
+        has_free_slot = engine.num_running + num_before + num <= engine.max_running
+        if num_waiting + num > self._options.max_queue and not has_free_slot:
             message = f"{num_waiting} requests are waiting already; try again later"
             raise ApiError(429, message, code="queue_full")
         exchange.check()
@@ -249,7 +249,7 @@ class Routes:
             num_tokens = one.prompt.num_tokens + one.prompt.options.max_new_tokens
             call = partial(answer, exchange, one, self._loaded, self._options.drafter)
             one.future = engine.submit(call, num_tokens, owner).future
-            one.future.add_done_callback(partial(tell_end, exchange))
+            one.future.add_done_callback(partial(end_exchange, exchange))
         if await exchange.choices.get() is None:  # ended before its turn
             exchange.check()
 

@@ -157,7 +157,7 @@ def put(kind: str, at: int, value: int) -> Any:
         (lambda made, place: made.clear(), "of 0 bytes"),
         (lambda made, place: struct.pack_into("<I", made, 4, 1), "version 2 or 3"),
         (lambda made, place: struct.pack_into("<Q", made, 8, 2**40), "1,099,511,627,776 tensors"),
-        (lambda made, place: struct.pack_into("<4s", made, place - 6, b"wuig"), "no place for"),
+        (lambda made, place: struct.pack_into("<4s", made, place - 6, b"wuig"), "no parameter for"),
         (
             lambda made, place: struct.pack_into("<I", made, made.index(b"block_count") + 15, 9),
             "expected 9 layers",
