@@ -59,10 +59,10 @@ class Contest:
     produce the same texts.
 
     Args:
-        model: what answers.
-        methods: make them, by name; the first is what others are held against.
-        settings: how; the n-th batch is answered with its seed and n more.
-        num_pass: of how many contests before.
+        model: the model that answers.
+        methods: functions that make the methods, by name; the first is the baseline.
+        settings: how to answer; the n-th batch has the seed of the settings plus n.
+        num_pass: number of contests before this one.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ _CONTINUED = "  "
 _STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "prompt": "bold"})
 _COMMAND = re.compile(r"/([A-Za-z]+)(?:\s+(.*))?", re.DOTALL)
 
-# By name: its argument, and what the command does.
+# By name: the argument and the purpose of a command.
 _COMMANDS = {
     "plain": ("[QUESTION]", "answer this or the last question by plain generate as well"),
     "retry": ("", "answer the last question again, when sampling by another seed"),
@@ -65,9 +65,9 @@ def _usage(name: str) -> str:
 
 
 def _parsed(line: str) -> tuple[str, str] | None:
-    """Return the command that a line is and what follows it; None for a question.
+    """Return the name and the argument of a command; None if a line is a question.
 
-    A path such as `/etc/hosts` is no command, nor is what a space stands before.
+    A path such as `/etc/hosts` is no command, nor is a line that begins with a space.
 
     Raises:
         UserError: there is no such command, or its argument is missing or one too many.
@@ -219,6 +219,8 @@ class Terminal:
     # --- commands -----------------------------------------------------------------------------
 
     def _plain(self, argument: str) -> None:
+        if not (argument or self.conversation.messages):  # else a heading would come first
+            raise UserError("expected a question to answer again, there is none yet")
         self._ask(argument or None, compares=True)
 
     def _retry(self, _: str) -> None:
@@ -269,7 +271,10 @@ class Terminal:
         self._say(f"Saved to {path}.")
 
     def _load(self, argument: str) -> None:
-        self.conversation.load(Path(argument).expanduser())
+        path = Path(argument).expanduser()
+        if not path.exists():
+            raise UserError(f"no such file: {path}")
+        self.conversation.load(path)
         num_questions = len(self.conversation.messages) // 2
         self._say(f"Loaded {num_questions} question{'s' * (num_questions != 1)} from {argument}.")
         if self.conversation.messages:

@@ -53,10 +53,10 @@ def replacing(stream: TextIO) -> TextIO:
 
 
 def line_of(error: Exception) -> str | None:
-    """Return the line that a user reads of an error; None to show its traceback.
+    """Return the one line that a user reads of an error; None to show its traceback.
 
-    Told are our own errors, which are written for users, and those of the system, such as a file
-    that is not there. All others are faults.
+    One line is enough for lade's errors, whose messages are written for users, and for errors of
+    the system, such as a missing file. All other errors are faults of lade.
     """
     from ngram_pool import PoolFileError  # the pool knows nothing of lade's errors
 

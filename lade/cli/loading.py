@@ -26,7 +26,7 @@ def tell(what: str) -> None:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Say what is being done; in a terminal, for how long already, too."""
+    """Print what is being done; in a terminal, also show the seconds since it began."""
     tell(what)
     with bar(TimeElapsedColumn()) as shown:
         shown.add_task("", total=None)

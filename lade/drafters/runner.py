@@ -62,12 +62,12 @@ class ModelRunner:
         self._vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
         self._target: Any = None
         self._held: list[int] = []  # committed tokens that the target has run
-        # The nodes that were run since: text that was not run yet, and what was grown after it. A
-        # path of a target without trees holds drafted tokens alone.
+        # The nodes that ran after these: tokens of the text, then drafted tokens. In the path of a
+        # target without trees, all of them are drafted.
         self._tokens: list[int] = []
         self._parents: list[int] = []  # -1 for the first
-        self._places = {-1: -1}  # of the grown ones by their names; -1 is what they hang under
-        self._after: Tensor | None = None  # logits after what is held, where all of the text is
+        self._places = {-1: -1}  # index of each drafted node by its name; -1 is their root
+        self._after: Tensor | None = None  # logits after the held tokens, if these are all the text
 
     @torch.no_grad()
     def follow(self, committed: Sequence[int]) -> Tensor:

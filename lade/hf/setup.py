@@ -120,7 +120,7 @@ def _pool_drafter(seen: Circumstances, pools: CallPools, max_candidates: int | N
 
 
 def _sources(seen: Circumstances, drafting: DraftingCall) -> list[Source]:
-    """Return what drafts: what the user gave and a prediction, or else the pools."""
+    """Return the sources of drafts: the user's drafter and a prediction, or else the pools."""
     config, arguments = seen.call.config, seen.call.arguments
     given, prediction = arguments.drafter, arguments.prediction
     if isinstance(prediction, tuple):  # token ids, from `Arguments.checked`

@@ -17,7 +17,7 @@ from lade.errors import UserError
 from lade.forward.words import BLOCKS
 
 _F32, _MOST_DIMENSIONS = 0, 4
-# Entries of a list in a header, and what a single one needs at least: no file has more tokens.
+# Most entries of a list in a header: no vocabulary has more tokens.
 _MOST_ENTRIES = 2**24
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _SCALARS |= {12: "d"}

@@ -67,7 +67,7 @@ class StopCutter:
         self.is_cut = False
 
     def feed(self, text: str, *, is_last: bool = False) -> str:
-        """Return what is in the answer for sure."""
+        """Return the text that belongs to the answer, whatever comes next."""
         if self.is_cut:
             return ""
         text = self._held + text

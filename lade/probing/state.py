@@ -55,7 +55,8 @@ class ModelState:
     """
 
     def __init__(self, model: Model) -> None:
-        self._around = _around(model)  # first: transformers notes in a class what it is asked
+        # First, because transformers changes a class when it is asked for these.
+        self._around = _around(model)
         self._modules = _Modules(model)
         self.functions = functions_of({*map(type, model.modules())})
         self._configs = _Values((each, vars(each).keys()) for each in _configs_of(model))

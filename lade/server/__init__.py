@@ -1,5 +1,5 @@
 """An OpenAI-compatible server for several users of one model.
 
-`app.py` puts it together and runs it; `routes.py` is what a request meets, and reads top to bottom
-as what becomes of it: `requests.py`, `limits.py`, `inference.py`, `answers.py`.
+`app.py` puts it together and runs it. `routes.py` takes a request through `requests.py`,
+`limits.py`, `inference.py` and `answers.py`, in this order.
 """

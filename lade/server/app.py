@@ -1,6 +1,6 @@
 """`Server`: one model behind an OpenAI-compatible API.
 
-Begin here; `routes.py` is what a request meets first.
+Begin here. Next file: `routes.py`, which receives requests.
 """
 
 import asyncio

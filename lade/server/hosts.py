@@ -1,7 +1,7 @@
 """Names that a server on this machine may be called by, so that no page of another site reaches it.
 
-A name that somebody else owns may lead here (DNS rebinding), and a browser then takes what is
-served here for that site's own. Its requests name the other site as their host.
+The owner of another site may point its name at this machine (DNS rebinding). A browser then lets
+that site's pages read answers of this server. Their requests have the other site's name as host.
 """
 
 from collections.abc import Container, Iterable

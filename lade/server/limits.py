@@ -41,7 +41,7 @@ class Preparing:
         self._lock = threading.Lock()  # tokenizers change settings, which is not thread-safe
 
     def prepare(self, request: Request, num_held: int) -> Request:
-        """Return a request of a body of so many bytes with config, prompts and prediction.
+        """Return a request, whose body has `num_held` bytes, with config, prompts and prediction.
 
         Raises:
             ApiError: the request makes no prompt, or one that is too long.

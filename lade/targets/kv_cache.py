@@ -502,7 +502,7 @@ class RecurrentLayer(ConvolvedLayer):
         layer.recurrent_states[0] = state.clone()
 
     def place(self, stop: int) -> tuple[int, int, int, int] | None:
-        """Return where a job finds the state and what it lacks, see `TreeCache.slot_addresses`."""
+        """Return the last four of `TreeCache.slot_addresses`; None if torch ran pending tokens."""
         if self._after is not None or self._spare is None:
             return None
         length, state, _ = self._states[-1]
@@ -682,8 +682,8 @@ class TreeCache(Cache):  # type: ignore[misc]
 
         Args:
             num_new: number of new tokens; they are not counted as pending yet.
-            states: for each layer, what one token adds to its keys, and to its values if it has
-                some; they show heads, head size and dtype. A recurrent state comes third.
+            states: for each layer, the keys of one token, and its values if the layer has some;
+                they show heads, head size and dtype. A recurrent state comes third.
 
         Returns:
             int64 [num_layers, 9]: address of the keys, bytes from one head to the next, both for

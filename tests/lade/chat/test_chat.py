@@ -162,9 +162,10 @@ def test_models_without_a_template_and_templates_that_refuse_are_told(chat: Begi
         ("/undo twice", "expected /undo alone, got 'twice' behind it"),
         ("/undo", "expected a question to take back"),
         ("/retry", "expected a question to answer again"),
+        ("/plain", "expected a question to answer again"),
         ("/save", "expected /save FILE"),
         ("/save /no/such/a.json", "no such folder: /no/such"),
-        ("/load /no/such/a.json", "No such file"),
+        ("/load /no/such/a.json", "no such file"),
         ("/temperature hot", "expected a number as temperature, got 'hot'"),
         ("/temperature -1", "expected a finite temperature"),
     ],
@@ -175,6 +176,7 @@ def test_wrong_commands_are_told_and_nothing_is_asked(
     got = chat(f"{line}\r", CTRL_D)
     assert reported in " ".join(got.shown.split())
     assert " tokens, " not in got.shown
+    assert "plain generate ─" not in got.shown
 
 
 # --- commands -----------------------------------------------------------------------------------
