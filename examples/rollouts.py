@@ -31,7 +31,7 @@ def main() -> None:
         train_dataset=Dataset.from_list([{"prompt": each} for each in PROMPTS]),
         processing_class=tokenizer,
     )
-    lade.wrap(trainer.model, pool=lade.NGramPool())  # later rollouts draft from earlier ones
+    lade.wrap(trainer.model, pool=lade.NGramPool())  # one pool for all rollouts
     trainer.train()
 
 
