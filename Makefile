@@ -50,9 +50,8 @@ help:
 	@echo "make sbom         build them, and list what the wheel brings along, with licences, in build"
 	@echo "make clean        remove the environments and caches"
 
-# The pool's kernels are compiled while the model is fetched.
 demo: $(VENV)/.demo
-	@$(VENV)/bin/python -c "import ngram_pool; ngram_pool.NGramPool(1)" & $(VENV)/bin/lade demo
+	$(VENV)/bin/lade demo
 
 chat: $(VENV)/.demo
 	$(VENV)/bin/lade chat

@@ -31,10 +31,8 @@ def compile_by(run_all: Callable[[], object], module: ModuleType = _kernels) -> 
     Warns:
         UserWarning: the cache is broken; names its folder.
     """
-    if module is _kernels and isinstance(_kernels.push, Dispatcher):
-        folder = cache_folder()
-        if folder is None or not any(folder.glob("*.nbi")):
-            logger.warning("The first run compiles kernels, for a minute or two")
+    if module is _kernels and is_first_run():
+        logger.warning("The first run compiles kernels, for a minute or two")
     try:
         run_all()
         return
@@ -55,6 +53,14 @@ def compile_by(run_all: Callable[[], object], module: ModuleType = _kernels) -> 
         "possible, and this process compiled all kernels for itself",
         stacklevel=3,
     )
+
+
+def is_first_run() -> bool:
+    """Return whether no compiled kernel of the pool is kept yet."""
+    if not isinstance(_kernels.push, Dispatcher):  # NUMBA_DISABLE_JIT=1
+        return False
+    folder = cache_folder()
+    return folder is None or not any(folder.glob("*.nbi"))
 
 
 def cache_folder(module: ModuleType = _kernels) -> Path | None:

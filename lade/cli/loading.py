@@ -1,7 +1,10 @@
 """Progress and messages of commands, beside their results."""
 
+import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from subprocess import DEVNULL, Popen
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -9,6 +12,12 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeE
 
 if TYPE_CHECKING:
     from lade.models.loading import LoadedModel
+
+# What takes long to compile, each in a process beside a command.
+_COMPILING = (
+    "from lade.forward.linear import kernels; kernels()",
+    "from ngram_pool import NGramPool; NGramPool(1)",
+)
 
 # Progress and notes go to standard error; standard output is for results.
 console = Console(stderr=True, highlight=False)
@@ -37,6 +46,34 @@ def bar(*columns: ProgressColumn) -> Progress:
     """Return a progress bar that disappears at its end: a task, its share, and more columns."""
     shown = (TextColumn("{task.description}"), BarColumn(), *columns)
     return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def compiling_beside() -> Iterator[None]:
+    """Compile kernels in other processes meanwhile, on the first run; wait for them at the end.
+
+    What they could not compile, this process compiles when it needs it.
+    """
+    from lade.models.loading import num_cores_allowed
+    from ngram_pool.compiling import cache_folder, is_first_run
+
+    processes: list[Popen[bytes]] = []
+    is_kept, has_cores = cache_folder() is not None, os.cpu_count() != 1 != num_cores_allowed()
+    try:
+        if is_kept and has_cores and is_first_run():
+            with suppress(OSError):
+                for code in _COMPILING:
+                    command = [sys.executable, "-c", code]
+                    processes.append(Popen(command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL))
+        yield
+        if processes:
+            with working("Compiling kernels, once on this machine, for a minute or two"):
+                for process in processes:
+                    process.wait()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def check(loaded: "LoadedModel") -> None:

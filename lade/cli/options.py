@@ -109,10 +109,11 @@ class LoadOptions:
 
     def load(self, model: str | None) -> "LoadedModel":
         """Load a model; torch is imported only now, inside a command."""
-        from lade.cli.loading import tell
+        from lade.cli.loading import compiling_beside, tell
         from lade.models.loading import load
 
-        return load(model, progress=tell, **vars(self))
+        with compiling_beside():
+            return load(model, progress=tell, **vars(self))
 
 
 # --- the answer -----------------------------------------------------------------------------

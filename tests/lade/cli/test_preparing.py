@@ -58,6 +58,26 @@ def test_without_a_folder_compile_says_what_to_set(monkeypatch: pytest.MonkeyPat
     assert "NUMBA_CACHE_DIR" in run("compile").error_line
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_first_run_compiles_beside_loading_in_processes_that_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    begun = list[subprocess.Popen[bytes]]()
+
+    def begin(command: list[str], **streams: int) -> subprocess.Popen[bytes]:
+        assert command[:2] == [sys.executable, "-c"]
+        compile(command[2], "compiling", "exec")
+        begun.append(subprocess.Popen(["sleep", "600"]))  # which a failure to load ends
+        return begun[-1]
+
+    monkeypatch.setattr("ngram_pool.compiling.is_first_run", lambda: is_first)
+    monkeypatch.setattr("lade.cli.loading.Popen", begin)
+    monkeypatch.setattr("lade.models.loading.num_cores_allowed", lambda: 2)
+    assert "no-model" in run("generate", "x", "--model", tmp_path / "no-model").error_line
+    assert len(begun) == 2 * is_first
+    assert all(process.returncode is not None for process in begun)
+
+
 # Runs a command, and writes which kernels its process has, for which types.
 _LISTING = """
 import gc, json, sys
