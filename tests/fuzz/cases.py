@@ -127,19 +127,6 @@ class Case:
         size: int = self.model.get("vocab_size", VOCAB_SIZE)
         return size
 
-    def model_call(self) -> str:
-        """Return the expression for the model."""
-        if self.is_private:
-            return f"deepcopy({replace(self, events=(), interrupts=(), threads=0).model_call()})"
-        if not self.architecture:
-            return f"fuzz_model({', '.join(f'{name}={v!r}' for name, v in self.model.items())})"
-        if "+" in self.model["dtype"]:
-            return f"packed_model({self.architecture!r}, {self.model['dtype']!r})"
-        given = [repr(self.architecture), f"seed={self.model['seed']}"]
-        if self.model["attention"] is not None:
-            given.append(f"attention={self.model['attention']!r}")
-        return f"tiny_model({', '.join(given)}, dtype=torch.{self.model['dtype']})"
-
     def _has(self, name: str) -> bool:
         return getattr(self, name) is not None
 

@@ -3,13 +3,11 @@
 import ast
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import MISSING, Field, fields, replace
 from typing import Any
 
-from tests.fuzz import events, parts
 from tests.fuzz.cases import Case
 
-_OWN = ("record", "differences", "follow_up", "leaks", "disturb", "in_threads")
 _LENGTHS = ("max_new_tokens", "max_length")  # without any, `generate` warns and adds 20 tokens
 
 MAX_TRIES = 250  # of running a case, while it is made smaller
@@ -148,90 +146,22 @@ def _without_column(case: Case, column: int) -> Case:
 
 
 def program(case: Case, title: str) -> str:
-    """Return a program that runs a case both ways, to be started in the root of the repository."""
-    lines = [f"model = {case.model_call()}"]
-    lines += [f"model = {event}" for event in case.events]
-    if (turn := case.earlier_turn()) is not None:
-        lines.append(f"earlier = {turn}")
-    lines += [f"model.generation_config.{name} = {v}" for name, v in case.model_config.items()]
-    lines += ["", "", "def arguments(log):", "    return dict("]
-    lines += [f"        {name}={value}," for name, value in case.arguments().items()]
-    first = 'a.pop("inputs"), ' if case.form == "place" else ""
-    lines += [
-        "    )",
-        "",
-        "",
-        "def plain(a):",
-        f"    return whole_of(model).generate({first}**a)",
-        "",
-        "",
-        "def ours(a):",
-        *(f"    {line}" for line in _door(case, first)),
-        "",
-        "",
-        f"expected = record(model, {case.seed}, arguments, plain)",
-        "answer = [] if expected.error else expected.sequences.tolist()",
-        *(f"{name} = {value}" for name, value in case.lade.items()),
-        f"given = dict({', '.join(f'{name}={name}' for name in case.lade)})",
-    ]
-    if case.profile:
-        settings = ", ".join(f"{name}={value}" for name, value in case.profile.items())
-        lines.append(f"settle(model, {settings})")
-    for interrupt in case.interrupts:
-        what = ", ".join(map(repr, interrupt))
-        lines.append(f"found = disturb(model, {case.seed}, arguments, ours, {what}) + leaks(given)")
-        lines.append("assert not found, found")
-    lines += [
-        f"for _ in range({case.num_calls}):",
-        f"    got = record(model, {case.seed}, arguments, ours, {case.may_fail})",
-        '    print("plain", expected.sequences, expected.error, sep="\\n")',
-        '    print("lade", got.sequences, got.error, sep="\\n")',
-        "    found = differences(expected, got) + leaks(given)",
-    ]
-    if case.follow_up:
-        doors = f"call_plain, call_{case.follow_up}"
-        lines.append(f"    found = found or follow_up(model, expected, got, {doors})")
-    lines.append("    assert not found, found")
-    if case.threads:
-        lines.append(
-            f"found = in_threads({case.threads}, {case.vocab_size}, arguments, plain, ours)"
-        )
-        lines.append("assert not found, found")
-    words = set(re.findall(r"\w+", "\n".join(lines)))
-    own = {*_OWN, "call_plain", "call_lade"} & words
-    made = sorted(words & set(parts.__all__) - {"torch"})
-    happens = sorted(words & set(events.__all__))
-    head = [
+    """Return a program that compares a case and fails, to be run in the root of the repository."""
+    values = ((each, getattr(case, each.name)) for each in fields(case))
+    given = [f"    {each.name}={v!r}," for each, v in values if v != _usual(each)]
+    lines = [
         f"# {title}",
-        "import torch",
+        "from tests.fuzz.cases import Case",
+        "from tests.fuzz.compare import compare",
         "",
-        "import lade",
-        *(["from tests.support.tiny import tiny_model"] if case.architecture else []),
-        f"from tests.fuzz.compare import {', '.join(sorted(own))}",
-        *([f"from tests.fuzz.events import {', '.join(happens)}"] if happens else []),
-        *([f"from tests.fuzz.parts import {', '.join(made)}"] if made else []),
-        "",
+        "case = Case(",
+        *given,
+        ")",
+        "verdict = compare(case)",
+        'assert verdict.kind != "mismatch", verdict.differences',
     ]
-    return "\n".join([*head, *lines]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
-def _door(case: Case, first: str) -> list[str]:
-    of_call = ("on_step", "prediction")
-    others = [name for name in case.lade if name not in of_call]
-    given = "".join(f"{name}={name}, " for name in of_call if name in case.lade)
-    place = '{"place": a.pop("inputs"), **a}' if first else "a"
-    return {
-        "itself": [f"return model.generate({first}**a)"],
-        "generate": [f"return lade.generate(model, {first}**a, **given)"],
-        "custom_generate": [
-            f"return model.generate({first}**a, custom_generate=lade.decode, **given)"
-        ],
-        "batcher": [f"return call_lade(model, 'batcher', {place}, given)"],
-        "wrap": [
-            f"lade.wrap(model, {', '.join(f'{name}={name}' for name in others)})",
-            "try:",
-            f"    return model.generate({first}{given}**a)",
-            "finally:",
-            "    lade.unwrap(model)",
-        ],
-    }[case.door]
+def _usual(given: Field[Any]) -> Any:
+    return given.default if given.default_factory is MISSING else given.default_factory()
