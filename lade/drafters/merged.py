@@ -29,9 +29,9 @@ class Merged(Drafter):
         both = lade.drafters.Merged([lade.drafters.CallPool(), assistant])
         lade.generate(model, input_ids, drafter=both)
 
-    Drafters are asked in the order of their cost. Tokens on the same path become one node, whose
-    probability is learned from how often each drafter's nodes were right. Pools are always asked.
-    An expensive drafter is asked if the tokens that it adds to the cheaper drafts are worth its
+    Pools are asked first, and always; then other drafters, and models last. Tokens on the same path
+    become one node, whose probability is learned from how often each drafter's nodes were right.
+    An expensive drafter is asked if the tokens that it adds to the drafts before are worth its
     measured time; otherwise it is tried again for about half a percent of the time. A drafter that
     fails is dropped with one `lade.DrafterWarning`.
 

@@ -26,14 +26,12 @@ class Drafter:
         name: Name of the drafter in `DecodeStats.sources`; if empty, the name of its class.
         num_successors: How many of the target's likeliest tokens `harvest` gets for each node; if
             0, `harvest` is not called.
-        learns_ngrams: Whether `observe_ngrams` learns; `Config(lookahead=…)` needs it.
         is_free: Whether a draft takes hardly any time. A free drafter is asked at every step;
             others are asked where their tokens are worth the time, if the call has several.
     """
 
     name: str = ""
     num_successors: int = 0
-    learns_ngrams: bool = False
     is_free: bool = False
 
     def for_call(self, call: "DraftingCall") -> "Drafter":
@@ -85,6 +83,8 @@ class Drafter:
 
     def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
         """Learn n-grams [num_ngrams, ngram_size] of a lookahead window, outside of any text.
+
+        `Config(lookahead=…)` needs a drafter that overrides this.
 
         The first token of an n-gram is the window's guess; the others are the target's likeliest
         tokens, each found one step later than the one before it.

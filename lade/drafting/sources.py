@@ -7,6 +7,7 @@ fail a call or change a text.
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from enum import IntEnum
 from itertools import islice
 from operator import index
 from typing import Any
@@ -45,8 +46,6 @@ class PoolDrafter(Drafter):
 
     name = "pool"
     num_successors = DEFAULT_NUM_SUCCESSORS
-    learns_ngrams = True
-    is_free = True  # also because the share of tokens that pools know changes too fast to measure
 
     def __init__(
         self,
@@ -162,6 +161,18 @@ class PoolDrafter(Drafter):
         self.pool.close_sequence(sequence)
 
 
+class Kind(IntEnum):
+    """The kinds of sources, in the order in which they are asked.
+
+    With rejection sampling, pools draw after the budget has chosen a number, and models at once.
+    """
+
+    FREE = 0  # a prediction, or another drafter that takes hardly any time
+    POOL = 1
+    OTHER = 2
+    MODEL = 3  # or another drafter that is made for each call
+
+
 class Source:
     """A drafter or a grammar in one call, with its statistics and costs.
 
@@ -204,13 +215,9 @@ class Source:
         self.stats = SourceStats()
         self.calibration = Calibration()
         self.costs = Seconds()
-        self.num_successors = 0
-        self.learns_ngrams = self.is_free = False
-        # With rejection sampling: whether it is a pool, which draws after the budget has chosen a
-        # number, or a drafter that draws at once.
-        self.is_pool = self.is_made = False
-        #: Whether it is a model that is asked only if it pays; None if it is no model.
-        self.is_measured: bool | None = None
+        self.kind, self.num_successors, self.learns_ngrams = Kind.OTHER, 0, False
+        #: Whether it is asked only if it pays, even if it is the only source.
+        self.is_measured = False
 
     def _asks(self, drafter: object) -> None:
         self.drafter: Any = drafter
@@ -276,14 +283,18 @@ class Source:
         if not isinstance(made, Drafter):
             raise TypeError(f"expected for_call to return a lade.Drafter, got {made!r}")
         self._asks(made)
-        self.is_pool = isinstance(made, PoolDrafter)
-        self.is_made = not self.is_pool and type(given).for_call is not Drafter.for_call
+        if isinstance(made, PoolDrafter):
+            self.kind = Kind.POOL
+        elif type(given).for_call is not Drafter.for_call:
+            self.kind = Kind.MODEL
+        elif made.is_free:
+            self.kind = Kind.FREE
         wanted = made.num_successors
         check_integer("num_successors", wanted, 0)
         if wanted:
             compile_kernels()
-        self.learns_ngrams, self.is_free = bool(made.learns_ngrams), bool(made.is_free)
-        self.is_measured = getattr(made, "is_measured", None)
+        self.learns_ngrams = type(made).observe_ngrams is not Drafter.observe_ngrams
+        self.is_measured = getattr(made, "is_measured", False)
         self.num_successors = int(wanted)
 
     def open(self, handles: dict["Source", Any], context: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ asked, and `lade/budget/budget.py` how many of their draft tokens are verified.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +24,7 @@ from lade.config import Lookahead
 from lade.drafting.drafter import DraftingCall
 from lade.drafting.drafts import after, joined, matched_depth, narrowed
 from lade.drafting.lookahead import Window
-from lade.drafting.sources import Source
+from lade.drafting.sources import Kind, Source
 from lade.drafting.successors import Ranked, Successors, rank, with_probs
 from lade.stats import SourceStats, Step
 from lade.transfer import HostCopy, integers_on
@@ -82,11 +83,10 @@ class Plan:
 
 
 class _Asked(NamedTuple):
-    """A source that was asked for a draft, with the joint drafts before and after."""
+    """A source that was asked for a draft."""
 
     source: Source
     before: Draft  # joint draft of the sources before it
-    after: Draft  # joint draft with this source
     draft: Draft  # draft of this source alone
     sec: float
 
@@ -98,6 +98,9 @@ class _DraftedRow:
     handles: dict[Source, Any] = field(default_factory=dict)  # of the sources that have opened it
     num_run: dict[Source, int] = field(default_factory=dict)  # tokens of the text at the last draft
     asked: list[_Asked] = field(default_factory=list)  # until the outcome is known
+    joint: Draft = _NOTHING  # of all that were asked
+    ahead: Sequence[int] = ()  # the text, and the tokens that a grammar forces
+    most: int = 0  # nodes to ask for
     forced: list[int] = field(default_factory=list)  # first tokens, if a grammar forces them
     draft: Draft = field(default_factory=Draft.empty)  # with tokens to explore
     max_depth: int = 0  # that the target can run
@@ -110,7 +113,7 @@ class Speculator:
     are verified. With rejection sampling, drafts are drawn after that: a number of nodes that
     depended on the drawn tokens would change the distribution of the text.
 
-    Sources are asked in the order of their cost, if the tokens that they add are worth their time.
+    Sources are asked in the order of their kinds, if the tokens that they add are worth their time.
     Tokens on the same path become one node, whose probability is learned from how often each
     source's nodes were right. With rejection sampling, one source drafts a step, and it is chosen
     before anything is drawn: a choice among draws would favour some tokens, and joining draws would
@@ -141,7 +144,7 @@ class Speculator:
         lookahead: Lookahead | None = None,
     ) -> None:
         self._batch = batch
-        self._sources = sources
+        self._sources = sorted(sources, key=attrgetter("kind"))
         self._call = call
         self._budget = budget
         self._runner = runner
@@ -149,19 +152,24 @@ class Speculator:
         # Processes that share a target measure different times, and must draft in the same steps.
         self._mesh = mesh_of(call.model)
         self._may_rest = self._mesh is None and lookahead is None and grammar is None
-        is_fixed = [source.is_measured for source in sources] == [False]
-        self._asks_all = self._mesh is not None or is_fixed
         self._window: Window | None = None
         if lookahead is not None:
             self._window = Window(lookahead, batch.rows[0].context, call.vocab_size)
         self._placeholders = np.array(placeholders_of(call.model), np.int32)
         self._pace = StepRate()
-        self._asking = {source: SourceGate(source.costs, self._pace) for source in sources}
-        # A single pool or user drafter is asked at every step, and its costs do not matter.
-        self._learns = any(s.is_part or s.is_measured is not None for s in sources)
+        # Sources that are asked only if they pay. The others are asked at every step.
+        self._gates = {
+            source: SourceGate(source.costs, self._pace)
+            for source in (sources if self._mesh is None else ())
+            if source.kind > Kind.POOL and (len(sources) > 1 or source.is_measured)
+        }
+        # A single pool or user drafter has neither costs nor statistics.
+        self._learns = any(s.is_part or s.kind is Kind.MODEL for s in sources)
+        joins = self._likeliest if call.rngs is None else self._one
+        self._strategy = joins if self._learns else self._alone
         # If drafts are drawn or have few paths, no node is spent on exploring.
         explores = call.max_candidates is None and call.rngs is None
-        self._explorer = next((s for s in sources if s.is_pool and explores), None)
+        self._explorer = next((s for s in sources if s.kind is Kind.POOL and explores), None)
         self._rows: dict[Row, _DraftedRow] = {}
         # Of the running step: seconds of asking sources, and number of emitted tokens.
         self._asking_sec, self._num_emitted = 0.0, 0
@@ -239,7 +247,7 @@ class Speculator:
         """Return a draft for a row, likeliest nodes first."""
         state, context = self._rows[row], row.context
         max_depth = min(self._capacity_left(row), self._batch.lead_left(row) - 1)
-        state.max_depth, state.forced, draft = max_depth, [], _NOTHING
+        state.max_depth, state.forced, state.asked, draft = max_depth, [], [], _NOTHING
         most = min(max_depth, max_draft_tokens)
         if most > 0 and (grammar := self._grammar) is not None:
             state.forced = grammar.ask(grammar.forced, [], row.index, row.token_ids, most)
@@ -247,70 +255,73 @@ class Speculator:
         if state.forced and self._call.rngs is not None:
             left = 0  # nothing is drawn behind them
         if most > 0 and left > 0:
-            ahead = [*context, *state.forced] if state.forced else context
-            draft = self._asked(state, ahead, left)
+            state.ahead = [*context, *state.forced] if state.forced else context
+            state.most = left
+            draft = state.joint = self._strategy(state)
             if self._call.max_candidates is not None and not isinstance(draft, SampledDraft):
                 draft = narrowed(draft, self._call.max_candidates)
         state.draft = self._possible(state, draft)
         return state.draft
 
-    def _asked(self, state: _DraftedRow, context: Sequence[int], most: int) -> Draft:
-        """Ask the sources that are worth it, and join their drafts.
+    def _alone(self, state: _DraftedRow) -> Draft:
+        """Return the draft of the only source."""
+        source = self._sources[0]
+        args = state.handles.get(source), state.ahead, state.most
+        alone: Draft = source.ask(source.draft, _NOTHING, *args)
+        return alone
 
-        With rejection sampling, a pool draws only after the budget has chosen a number. So its
-        proposal here may decide whether another source is asked instead.
-        """
-        state.asked, draft = [], _NOTHING
-        if not self._learns:
-            source = self._sources[0]
-            handle = state.handles.get(source)
-            alone: Draft = source.ask(source.draft, draft, handle, context, most)
-            return alone
-        draws, drafts = self._call.rngs is not None, list[Draft]()
-        length = len(context) - len(state.forced)
-        num_to_come = max(0, self._call.max_length - length)
-        for source in self._order():
-            num_behind = length - state.num_run.get(source, 0) if source.is_made else 0
-            asking, num_expected = self._asking[source], float(draft.probs.sum())
-            is_always = self._asks_all or source.is_free
-            if is_always and draws and drafts:
-                continue
-            if not (is_always or asking.is_worth(num_expected, num_behind, num_to_come)):
-                continue
-            start, before = perf_counter(), draft
-            found = source.ask(source.draft, None, state.handles.get(source), context, most)
-            is_chosen = draws and source.is_free and not source.is_pool
-            if found is None or (is_chosen and not len(found)):
-                continue
-            if draws:
-                drafts, draft = [found], found
-            elif len(self._sources) == 1:
+    def _likeliest(self, state: _DraftedRow) -> Draft:
+        """Join the drafts of sources, the likeliest nodes first."""
+        draft, drafts = _NOTHING, list[Draft]()
+        for source in self._sources:
+            found = self._ask(source, state, draft)
+            if found is not None and len(self._sources) == 1:
                 draft = found
-            else:
+            elif found is not None:
                 believed = source.calibration.believed(found.probs)
                 drafts.append(replace(found, probs=np.minimum.accumulate(believed)))
-                draft = joined(drafts, most)
-            sec = perf_counter() - start
-            state.asked.append(_Asked(source, before, draft, found, sec))
-            source.costs.record(1 + num_behind, sec)
-            self._asking_sec += sec
-            state.num_run[source] = length
-            source.stats.num_asked += 1
-            source.stats.num_draft_tokens += len(found)
-            source.stats.sec += sec
-            if draws and source.is_made:
-                break
+                draft = joined(drafts, state.most)
         return draft
 
-    def _order(self) -> list[Source]:
-        """Return the sources in the order in which they are asked, the cheapest first."""
-        working = [source for source in self._sources if not source.has_failed]
-        if not self._asks_all:
-            working.sort(key=lambda s: s.costs.at(1.0) if s.costs.is_known else np.inf)
-        if self._call.rngs is not None:
-            # First a prediction, then pools, which are not drawn from yet.
-            working.sort(key=lambda s: (not s.is_free or s.is_pool, s.is_made))
-        return working
+    def _one(self, state: _DraftedRow) -> Draft:
+        """Return the draft of one source, chosen before anything is drawn.
+
+        A pool's proposal, which is not drawn yet, may decide whether a model is asked instead.
+        """
+        chosen: Draft | None = None
+        for source in self._sources:
+            if chosen is not None and source not in self._gates:
+                continue
+            found = self._ask(source, state, chosen or _NOTHING)
+            if found is None or (source.kind is Kind.FREE and not found):
+                continue
+            chosen = found
+            if source.kind is Kind.MODEL:
+                break
+        return chosen or _NOTHING
+
+    def _ask(self, source: Source, state: _DraftedRow, before: Draft) -> Draft | None:
+        """Return a source's draft; None if it has failed, or adds too little to those before."""
+        length, gate = len(state.ahead) - len(state.forced), self._gates.get(source)
+        num_behind = length - state.num_run.get(source, 0) if source.kind is Kind.MODEL else 0
+        if gate is not None:
+            num_to_come = max(0, self._call.max_length - length)
+            if not gate.is_worth(float(before.probs.sum()), num_behind, num_to_come):
+                return None
+        start, args = perf_counter(), (state.handles.get(source), state.ahead, state.most)
+        found: Draft | None = source.ask(source.draft, None, *args)
+        if found is None:
+            return None
+        sec = perf_counter() - start
+        if gate is not None:
+            source.costs.record(1 + num_behind, sec)
+        self._asking_sec += sec
+        state.num_run[source] = length
+        state.asked.append(_Asked(source, before, found, sec))
+        source.stats.num_asked += 1
+        source.stats.num_draft_tokens += len(found)
+        source.stats.sec += sec
+        return found
 
     def _with_explored(
         self, row: Row, others: Sequence[NDArray[np.int32]], max_draft_tokens: int
@@ -340,12 +351,13 @@ class Speculator:
             return state.draft if num_nodes else state.draft.first(0)
         proposed = state.draft.first(num_nodes)
         source = state.asked[-1].source if state.asked else self._sources[0]
-        if rngs is None or not source.is_pool or state.forced or not proposed:
+        if rngs is None or source.kind is not Kind.POOL or state.forced or not proposed:
             return proposed
         args = state.handles.get(source), row.context, len(proposed), rngs[row.index]
         sampled = source.ask(source.draft, _NOTHING, *args)
         if state.asked:
-            state.asked[-1] = state.asked[-1]._replace(draft=sampled, after=sampled)
+            state.asked[-1] = state.asked[-1]._replace(draft=sampled)
+            state.joint = sampled
         return self._possible(state, sampled)
 
     def _possible(self, state: _DraftedRow, draft: Draft) -> Draft:
@@ -420,13 +432,17 @@ class Speculator:
         draws = self._call.rngs is not None
         # Of a draft that was not drawn from, nobody knows how much would have been verified.
         most = len(emitted) - (0 if draws else 1)
-        for source, before, with_own, draft, sec in state.asked if emitted else ():
-            if not draws:
-                source.calibration.learn(draft, emitted)
-            source.stats.num_accepted_tokens += matched_depth(draft, emitted)
-            num_added = min(most, matched_depth(with_own, emitted))
-            num_added -= min(most, matched_depth(before, emitted))
-            self._asking[source].record_gain(float(before.probs.sum()), num_added, sec)
+        if emitted and state.asked:
+            joint = [*(each.before for each in state.asked), state.joint]
+            depths = [min(most, matched_depth(draft, emitted)) for draft in joint]
+            for (source, before, draft, sec), num_added in zip(
+                state.asked, np.diff(depths).tolist(), strict=True
+            ):
+                if not draws:
+                    source.calibration.learn(draft, emitted)
+                source.stats.num_accepted_tokens += matched_depth(draft, emitted)
+                if (gate := self._gates.get(source)) is not None:
+                    gate.record_gain(float(before.probs.sum()), num_added, sec)
         state.asked = []
 
     def harvest(self, row: Row, context: Sequence[int], tree: Tree, found: Successors) -> None:
@@ -478,8 +494,8 @@ class Speculator:
             extra_sec: seconds of it that other steps of this size do not take; infinite if unknown.
         """
         self._pace.record(sec, self._num_emitted)
-        for asking in self._asking.values():
-            asking.passed(sec)
+        for gate in self._gates.values():
+            gate.passed(sec)
         if extra_sec < sec:  # sources count their own seconds
             self._budget.record(num_rows, num_tokens, sec - extra_sec - self._asking_sec)
         self._asking_sec, self._num_emitted = 0.0, 0

@@ -132,7 +132,7 @@ def _sources(seen: Circumstances, drafting: DraftingCall) -> list[Source]:
     if config.lookahead is not None and not may_learn:
         raise UnsupportedOptionError(
             "lade does not support Config(lookahead=…) beside a drafter that learns no n-grams: "
-            f"{type(given).__name__} has learns_ngrams = False"
+            f"{type(given).__name__} does not override observe_ngrams"
         )
     return sources
 

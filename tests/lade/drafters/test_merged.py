@@ -138,8 +138,6 @@ def test_a_part_that_cannot_be_made_is_dropped() -> None:
 class Learning(Guessing):
     """Harvests and learns n-grams."""
 
-    learns_ngrams = True
-
     def __init__(self, num_successors: int) -> None:
         super().__init__()
         self.num_successors = num_successors
@@ -160,7 +158,7 @@ def test_parts_harvest_as_much_as_each_asks_for_and_learn_ngrams() -> None:
     ours(model, PROMPT, Merged([few, many]), 20, config=config)
     assert (few.shapes, many.shapes) == ({2}, {5})
     assert few.num_ngrams == many.num_ngrams > 0
-    with pytest.raises(lade.UnsupportedOptionError, match="learns_ngrams"):
+    with pytest.raises(lade.UnsupportedOptionError, match="observe_ngrams"):
         ours(model, PROMPT, Merged([Guessing()]), 20, config=config)
 
 

@@ -166,7 +166,7 @@ def test_a_call_tells_nothing_of_texts_but_costs(monkeypatch: pytest.MonkeyPatch
         cheap, dear = Case(always(rate), always(rate), 0.006, 0, 0).sources(clock)
         merged = Merged([dear, cheap])
         decode(merged, clock, 2000, 200)
-        # The order is that of cost: the dear one is asked where it adds to the cheap one.
+        # Models come last: the dear one is asked where it adds to the cheap one.
         assert cheap.num_asked > dear.num_asked > 0
         for source in (cheap, dear):
             source.rate, source.rng, source.num_asked = always(0.6), np.random.default_rng(0), 0

@@ -109,7 +109,6 @@ class Able(Faulty):
     """Can do all that a drafter may, and nothing of it well."""
 
     num_successors: Any = 2
-    learns_ngrams = True
 
     def harvest(self, *_: Any) -> None:
         self._called("harvest")

@@ -22,8 +22,6 @@ SIZES = [(1, 3), (5, 4), (7, 5), (2, 6)]
 class Learning(ScriptedDrafter):
     """A drafter that is often right, and keeps what the window came to."""
 
-    learns_ngrams = True
-
     def __init__(self, answer: Sequence[int], rng: np.random.Generator, accept: float) -> None:
         super().__init__(answer, rng, accept)
         self.num_committed: list[int] = []  # at each step
@@ -164,5 +162,5 @@ def test_a_window_without_trees_is_refused_with_the_reason() -> None:
 
 
 def test_a_window_for_a_drafter_that_learns_no_ngrams_is_refused() -> None:
-    with pytest.raises(lade.UnsupportedOptionError, match="has learns_ngrams = False"):
+    with pytest.raises(lade.UnsupportedOptionError, match="does not override observe_ngrams"):
         answered(tiny_model("llama"), torch.tensor([[5, 6]]), drafter=Guessing(), **WINDOWED)
