@@ -12,7 +12,7 @@ WORKERS ?= auto
 TEST := OMP_NUM_THREADS=1
 PYTEST := python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadgroup
 # Before the workers start, which would all compile the same.
-COMPILE := lade compile
+COMPILE := python -c "import lade; lade.warm_up()"
 # What to test, as make test-all TESTS=tests/lade/hf; without any, all.
 TESTS ?=
 PIP := python -m pip install --disable-pip-version-check --quiet

@@ -232,27 +232,4 @@ def prewarm(
     run(loading.load(model), seconds)
 
 
-@app.command(name="compile", rich_help_panel=_PREPARE)
-@grouped
-def compile_(
-    *,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID",
-            help="Compile for this model as well: a Hugging Face model id or a local folder.",
-        ),
-    ] = None,
-) -> None:
-    """Compile lade's kernels ahead, so that the first answer does not wait for it.
-
-    Compiled code is kept beside the installed package, or in the folder NUMBA_CACHE_DIR, for all
-    later processes on a CPU of the same kind. Run this while an image is built. In Python,
-    `lade.warm_up` does the same.
-    """
-    from lade.cli.compile import run
-
-    run(None if model is None else LoadOptions().load(model))
-
-
 app.add_typer(pool, name="pool", rich_help_panel=_PREPARE)

@@ -1,8 +1,5 @@
 """`lade.warm_up`: the one-time work for a process and a model, before the first request."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 
 from lade.budget.seconds import compile_kernels as compile_budgets
@@ -18,14 +15,17 @@ from lade.probing.settling import ready
 from ngram_pool import NGramPool
 
 
-def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) -> None:
+def warm_up(model: Model | None = None, *, num_rows: int = 1, config: Config | None = None) -> None:
     """Compile or load lade's kernels, and check a model.
 
     Otherwise the first call does so, in some seconds, or in a minute if no kernel is compiled yet.
     A call with `max_time` never does: it falls back to standard decoding until another call has.
 
+    Compiled code is kept beside the installed package, or in the folder NUMBA_CACHE_DIR, for all
+    later processes on a CPU of the same kind, as in an image.
+
     Args:
-        model: a transformers causal LM; it is not changed.
+        model: a transformers causal LM; it is not changed. None to compile kernels alone.
         num_rows: rows of later batches. For calls of a `lade.Batcher`, which run together, pass 2.
         config: settings of later calls.
 
@@ -35,9 +35,13 @@ def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) ->
         UnsupportedOptionError: the model or its device cannot do what `config` asks for.
     """
     model, config = without_compiler(model), config or Config()
-    refuse_encoder_decoder(model)
-    for compile_group in kernel_groups().values():
-        compile_group()
+    if model is not None:
+        refuse_encoder_decoder(model)
+    NGramPool(1)  # which compiles the pool's kernels
+    for compile_kernels in (compile_ranks, compile_budgets, compile_forwards):
+        compile_kernels()
+    if model is None:
+        return
     profile = profile_of(model)
     execution = execution_of(model, config, DevicePolicy())
     with torch.no_grad():
@@ -48,13 +52,3 @@ def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) ->
             if not config.stable_text:
                 ready(chosen, model, profile, uses_kernels=config.uses_kernels)
     profile.is_warm = True
-
-
-def kernel_groups() -> Mapping[str, Callable[[], Any]]:
-    """Return functions that compile or load all kernels, by the name of each group."""
-    return {
-        "the pool": lambda: NGramPool(1),
-        "the ranks of tokens": compile_ranks,
-        "budgets": compile_budgets,
-        "forwards": compile_forwards,
-    }

@@ -1,4 +1,4 @@
-"""`lade prewarm` and `lade compile`."""
+"""`lade prewarm`, and kernels that were compiled before a command."""
 
 import json
 import re
@@ -42,20 +42,7 @@ def test_a_model_that_is_decoded_plainly_is_not_prewarmed(
     assert "  not by tree: trees do not grow here" in done.out
 
 
-# --- compile ------------------------------------------------------------------------------------
-
-
-def test_compile_says_what_it_compiles_and_where_that_is_kept(folder: str) -> None:
-    done = run("compile", "--model", folder)
-    (kept,) = re.findall(r"^compiled; kept in (.*)$", done.out, re.MULTILINE)
-    assert any(path.suffix == ".nbi" for path in Path(kept).iterdir())
-    assert " s for the pool" in done.err
-    assert " s for what LlamaForCausalLM takes" in done.err
-
-
-def test_without_a_folder_compile_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ngram_pool.compiling.cache_folder", lambda *_: None)
-    assert "NUMBA_CACHE_DIR" in run("compile").error_line
+# --- compiled kernels ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -78,16 +65,17 @@ def test_the_first_run_compiles_beside_loading_in_processes_that_end(
     assert all(process.returncode is not None for process in begun)
 
 
-# Runs a command, and writes which kernels its process has, for which types.
+# Runs code, and writes which kernels its process has, for which types.
 _LISTING = """
 import gc, json, sys
 from numba.core.ccallback import CFunc
 from numba.core.dispatcher import Dispatcher
 from lade.cli import main
+from lade import warm_up
 
 out, sys.argv = sys.argv[1], ["lade", *sys.argv[2:]]
 try:
-    main()
+    main() if sys.argv[1:] else warm_up()
 except SystemExit as end:
     assert not end.code
 kernels = [
@@ -102,13 +90,13 @@ with open(out, "w") as file:
 
 
 @pytest.mark.exhaustive  # processes that begin anew
-def test_after_compile_the_first_answer_compiles_nothing(folder: str, tmp_path: Path) -> None:
+def test_after_warm_up_the_first_answer_compiles_nothing(folder: str, tmp_path: Path) -> None:
     def kernels(*arguments: str) -> set[tuple[str, ...]]:
         command = [sys.executable, "-c", _LISTING, str(tmp_path / "kernels"), *arguments]
         subprocess.run(command, check=True, capture_output=True)
         return {(*map(str, of),) for of in json.loads((tmp_path / "kernels").read_text())}
 
-    compiled = kernels("compile")
+    compiled = kernels()
     used = kernels("generate", "one two one two", "--raw", "--model", folder, *SHORT)
     assert len(compiled) > 15
     assert len(used) > 11
