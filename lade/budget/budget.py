@@ -27,7 +27,6 @@ _LEAD = 4.0
 # verifying, only one step in as many asks for a draft. If the likeliest draft token of such a
 # step comes true, as many further steps ask for one.
 _DRAFTS_BEFORE_REST = 8
-_FADING = 0.9  # per step, of the number of nodes verified before
 _LEAST_ASKED = 16  # nodes; fewer would hide drafts that pay only when they are large
 
 # Promised probabilities are grouped into intervals; these are the lower bounds but the first.
@@ -219,7 +218,7 @@ class Budget:
                 chosen = np.bincount(rows, minlength=num_rows).tolist()
         if any(chosen):
             self._back_off.granted(_DRAFTS_BEFORE_REST)
-        self._recent_most = max(*chosen, _FADING * self._recent_most)
+        self._recent_most = max(*chosen, _MEMORY * self._recent_most)
         self._has_refused = is_known and not any(chosen)
         return dict(zip(probs, chosen, strict=True))
 

@@ -43,10 +43,10 @@ _SLOPE = 0.04
 _LEVEL_SD, _SLOPE_SD, _DEVIATION_SD = 2.0, 1.1, 0.12
 _FORGOTTEN = 0.001  # share of the knowledge that each measurement forgets
 # Standard deviation of a measurement at first; later it is measured, and the newest measurement has
-# the weight `_NEWEST`. The variance of a time that is too long grows by a share of the squared
-# excess: otherwise one such time among the first ones kept one of eight simulated batches from
+# the weight `_NEWEST`. By the same share of the squared excess, the variance of a time that is too
+# long grows: otherwise one such time among the first ones kept one of eight simulated batches from
 # drafting forever.
-_NOISE_SD, _NEWEST, _SHARE_OF_EXCESS = 0.06, 0.02, 0.03
+_NOISE_SD, _NEWEST = 0.06, 0.02
 _LEAST_NOISE_SD = 0.02
 _ALL_COMPUTE = 64  # tokens, from which on deviations are the same
 _OUTLIER = 2.5  # standard deviations; a larger surprise counts as this
@@ -145,7 +145,7 @@ class Seconds:
         surprise = min(log_sec - expected, most)  # a time may be too long, but hardly too short
         seen = max(surprise, -most) ** 2
         noise = max(_LEAST_NOISE_SD**2, noise + _NEWEST * (seen - variance))
-        variance += _SHARE_OF_EXCESS * max(0.0, surprise) ** 2
+        variance += _NEWEST * max(0.0, surprise) ** 2
         known, learned = (mean, covariance), (np.empty_like(mean), np.empty_like(covariance))
         measured = surprise, variance, _FORGOTTEN
         _kernels.correct(*known, self._unknown, _PRIOR, of_row, *measured, *learned)
