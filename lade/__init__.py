@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'lade' has no attribute {name!r}")
     if home == "lade":
         return import_module(f"lade.{name}")
-    with import_module("lade.garbage").without_collection():
+    with import_module("lade.machine.garbage").without_collection():
         found = getattr(import_module(home), name)
     return globals().setdefault(name, found)
 

@@ -21,8 +21,8 @@ from lade.hf.api import generate as generate
 from lade.hf.api import unwrap as unwrap
 from lade.hf.api import wrap as wrap
 from lade.hf.generation import GenerateOutput as GenerateOutput
-from lade.pools import load_pool as load_pool
-from lade.pools import save_pool as save_pool
+from lade.hf.pool_files import load_pool as load_pool
+from lade.hf.pool_files import save_pool as save_pool
 from lade.prewarming.run import Prewarmed as Prewarmed
 from lade.prewarming.run import prewarm as prewarm
 from lade.prewarming.warming import warm_up as warm_up

@@ -17,7 +17,7 @@ from lade.attempts import Attempt
 from lade.compat import Model, device_of_inputs, without_compiler
 from lade.config import Config
 from lade.drafting.drafter import Drafter
-from lade.engine import Engine, EngineFuture
+from lade.engine.engine import Engine, EngineFuture
 from lade.hf.api import check_ids, generate
 from lade.hf.pools import Pools
 from lade.openmp import release_workers

@@ -24,15 +24,12 @@ ORDER = [
     *(
         "_version",
         "errors",
-        "garbage",
         "openmp",
         "attempts",
         "config",
         "compat",
         "closeness",
-        "captures",
-        "turns",
-        "processes",
+        "machine",
         "transfer",
         "view",
         "tree",
@@ -48,7 +45,7 @@ ORDER = [
         "targets",
         "forward",
     ),
-    *("gpu", "probing", "decoder", "prewarming", "pools", "drafters", "hf"),
+    *("gpu", "probing", "decoder", "prewarming", "drafters", "hf"),
     *("batcher", "models", "bench", "chat", "server", "engines"),
 ]
 EDGE = ["cli"]  # may import all of it
@@ -96,7 +93,7 @@ CATCHES_ANYTHING = {
     "lade/cli/__init__.py": 1,
     "lade/probing/proof.py": 1,
     "lade/drafting/sources.py": 2,
-    "lade/engine.py": 6,
+    "lade/engine/engine.py": 6,
     "lade/engines/vllm.py": 1,
     "lade/errors.py": 1,
     "lade/gpu/graphs.py": 1,
@@ -108,7 +105,7 @@ CATCHES_ANYTHING = {
     "lade/prewarming/tables.py": 1,
     "lade/server/limits.py": 1,
     "lade/targets/joint.py": 1,
-    "lade/turns.py": 1,
+    "lade/engine/turns.py": 1,
     "ngram_pool/compiling.py": 1,
 }
 

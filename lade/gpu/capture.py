@@ -1,6 +1,6 @@
 """Guards against waits in a forward, which would spoil a capture.
 
-`lade.captures` guards against other threads.
+`lade.machine.captures` guards against other threads.
 """
 
 import warnings

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lade.attention.masks import AttentionSpan, TreeSlots
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, Seen, runs_in_triton, with_seen
-from lade.captures import free_unused
 from lade.compat import CACHE
 from lade.errors import UnsupportedModelError
 from lade.gpu.graphs import Graphs, dependencies_of
@@ -27,6 +26,7 @@ from lade.gpu.workspace import (
     slots_for,
     spare_bytes,
 )
+from lade.machine.captures import free_unused
 from lade.targets.inputs import TOKEN_TYPES
 from lade.targets.kv_cache import FixedSlots, LayerKind, TreeCache
 from lade.targets.layout import MAX_OVERHANG

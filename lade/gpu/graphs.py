@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lade.attempts import Attempt
-from lade.captures import CAPTURING, free_unused
 from lade.closeness import distance, float32_precision
 from lade.compat import Model, device_of_inputs, experts_of, has_adapters, has_hook
-from lade.garbage import without_collection
 from lade.gpu.capture import NoWaiting, refused_waits
+from lade.machine.captures import CAPTURING, free_unused
+from lade.machine.garbage import without_collection
 from lade.targets.layout import rope_of
 
 #: A forward on fixed buffers; the argument is whether its operations will be replayed.

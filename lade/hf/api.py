@@ -21,7 +21,6 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from lade.captures import put_back, random_states
 from lade.compat import (
     CACHE_NAMES,
     MARKS_CACHES,
@@ -34,7 +33,7 @@ from lade.compat import (
 from lade.config import Config
 from lade.drafters.merged import takes_pool
 from lade.drafting.drafter import Drafter
-from lade.engine import at_turn, current_call
+from lade.engine.engine import at_turn, current_call
 from lade.errors import LadeError, PlainDecodingWarning, in_one_line
 from lade.hf.assistance import exiting_early, take_assistant
 from lade.hf.call import Arguments, Call, OnStep, Predicted
@@ -45,6 +44,7 @@ from lade.hf.options import (
     take_stop_strings,
 )
 from lade.hf.pools import Pools, pools_of
+from lade.machine.captures import put_back, random_states
 from lade.openmp import release_workers
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder

@@ -7,7 +7,7 @@ import torch
 
 from lade.compat import has_adapters_by_row, has_custom_generate, may_be_users
 from lade.config import Execution
-from lade.engine import EngineCall, current_call, is_in_event_loop
+from lade.engine.engine import EngineCall, current_call, is_in_event_loop
 from lade.gpu.policy import DevicePolicy
 from lade.hf.call import Call
 from lade.hf.stopping import StopRule

@@ -14,11 +14,11 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation.streamers import BaseStreamer
 
 from lade.batch import Batch
-from lade.captures import put_back, random_states
 from lade.compat import decode_standard
-from lade.engine import aside
+from lade.engine.engine import aside
 from lade.hf.call import Call
 from lade.hf.stopping import Outputs, Report
+from lade.machine.captures import put_back, random_states
 from lade.probing.selfcheck import forced
 from lade.sampling.processors import CheckedProcessors
 from lade.stats import DecodeStats, Step

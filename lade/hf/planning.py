@@ -8,11 +8,11 @@ from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS
 from lade.compat import mesh_of
 from lade.config import SPECULATING
-from lade.engine import EngineCall
+from lade.engine.engine import EngineCall
 from lade.errors import LadeError, MisfitError, UnsupportedModelError, UnsupportedOptionError
-from lade.garbage import without_collection
 from lade.gpu.policy import DevicePolicy
 from lade.hf.circumstances import Circumstances
+from lade.machine.garbage import without_collection
 from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.plan import choose_verification, why_not_run
 from lade.probing.proof import DISTANCE, Distances, ProvedTarget

@@ -16,10 +16,10 @@ from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
 from lade.drafting.sources import PoolDrafter, Source
 from lade.drafting.speculator import Speculator
 from lade.errors import UnsupportedOptionError
-from lade.garbage import without_collection
 from lade.hf.circumstances import Circumstances
 from lade.hf.planning import Planned
 from lade.hf.stopping import Outputs
+from lade.machine.garbage import without_collection
 from lade.prewarming.tables import prewarmed_table_of
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice

@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.batch import Batch, Row
 from lade.compat import STOPS_FIRST
-from lade.engine import aside
+from lade.engine.engine import aside
 from lade.hf.call import OnStep
 from lade.sampling.choice import OnChoice
 from lade.stats import Step

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lade.errors import LadeError, UserError, in_one_line
-from lade.garbage import without_collection
+from lade.machine.garbage import without_collection
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
 from lade.models.gguf import check_tokenizer, gguf_in, load_gguf
 from lade.openmp import release_workers

@@ -8,12 +8,12 @@ from weakref import WeakKeyDictionary
 
 from lade.attempts import Attempt
 from lade.budget.seconds import Seconds
-from lade.captures import free_unused
 from lade.compat import Model, compiled_part_of, device_of_inputs, without_compiler
 from lade.config import Execution, Verification
 from lade.forward.job import FusedForwards, forwards_for, why_by_torch
 from lade.forward.linear import products_for
 from lade.gpu.workspace import WorkspaceStore
+from lade.machine.captures import free_unused
 from lade.probing.proof import Distances
 from lade.probing.state import ModelState
 from lade.probing.user_code import user_code_of

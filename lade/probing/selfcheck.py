@@ -14,12 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
-from lade.captures import are_random_states, put_back, random_states
 from lade.closeness import distance, limit_of
 from lade.compat import CACHE, Model, attention_of, device_of_inputs
 from lade.config import Execution
 from lade.drafting.drafts import draft_of, narrowed
 from lade.errors import UnsupportedModelError
+from lade.machine.captures import are_random_states, put_back, random_states
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
 from lade.probing.profile import CacheKind, CheckKey, CheckResult, Profile, Widths, profile_of

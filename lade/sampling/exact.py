@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lade.batch import Row
-from lade.captures import apart_from_captures, put_back, random_states
+from lade.machine.captures import apart_from_captures, put_back, random_states
 from lade.sampling.choice import (
     Choice,
     OnChoice,

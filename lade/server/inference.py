@@ -19,7 +19,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Sto
 
 from lade.compat import CACHE, mark_as_new
 from lade.drafting.drafter import Drafter
-from lade.engine import current_call
+from lade.engine.engine import current_call
 from lade.hf.api import decode
 from lade.models.loading import LoadedModel
 from lade.models.responses import parts_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import prometheus_client as prometheus
 
-from lade.engine import Engine
+from lade.engine.engine import Engine
 from lade.server.exchange import Exchange, OneAnswer
 from lade.targets.prefixes import PrefixStore
 from ngram_pool import PoolStore

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lade.engine import Engine
+from lade.engine.engine import Engine
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
 from lade.server import exchange as exchanges

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from lade.hf.pool_files import fingerprint_of_tokenizer, load_pool
 from lade.hf.pools import AnyPool, Pools
 from lade.models.loading import LoadedModel
-from lade.pools import fingerprint_of_tokenizer, load_pool
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.server.errors import ApiError
 from lade.server.keys import KeyOwner

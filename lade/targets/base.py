@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.engine import EngineCall
+from lade.engine.engine import EngineCall
 from lade.targets.inputs import CONTINUED
 from lade.tree import Tree
 

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from lade.batch import Batch
 from lade.compat import CACHE, Model
 from lade.drafting.drafts import chain
-from lade.engine import EngineCall
+from lade.engine.engine import EngineCall
 from lade.targets.base import Target
 from lade.targets.inputs import CONTINUED
 from lade.targets.joint import Part, run_as_one

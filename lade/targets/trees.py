@@ -14,7 +14,7 @@ from lade.attention.masks import FULL, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
 from lade.compat import CACHE, Model, attention_of, prefill, prepares_as_usual
-from lade.engine import EngineCall
+from lade.engine.engine import EngineCall
 from lade.errors import MisfitError, UnsupportedModelError
 from lade.targets.base import Target
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, is_text_alone, num_slots_of

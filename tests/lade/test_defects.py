@@ -7,8 +7,7 @@ import pytest
 
 import lade
 from tests.lade.both import ONE
-from tests.lade.shared import shared_model
-from tests.lade.test_engine import (
+from tests.lade.engine.test_engine import (
     CODE,
     GREEDY,
     LONG,
@@ -20,6 +19,7 @@ from tests.lade.test_engine import (
     once,
     texts,
 )
+from tests.lade.shared import shared_model
 from tests.lade.tiny import draft_of
 
 
@@ -68,7 +68,7 @@ class Silent(lade.Drafter):
 def test_after_a_defect_all_calls_fail_and_the_next_one_works(
     place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from lade.engine import Engine
+    from lade.engine.engine import Engine
 
     model, own, num_left = shared_model(), getattr(Engine, place), 15
     cleaned: list[int] = []
@@ -100,7 +100,7 @@ def test_after_a_defect_all_calls_fail_and_the_next_one_works(
 def test_a_child_of_a_process_that_was_not_at_rest_says_so(
     monkeypatch: pytest.MonkeyPatch, single_thread: None
 ) -> None:
-    monkeypatch.setattr("lade.processes._REST_SEC", 0.05)
+    monkeypatch.setattr("lade.engine.processes._REST_SEC", 0.05)
     model, reached, ended = shared_model(), threading.Event(), threading.Event()
 
     def wait() -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lade.captures import CAPTURING, free_unused
 from lade.gpu.capture import WaitError
 from lade.gpu.graphs import CudaRecorder
+from lade.machine.captures import CAPTURING, free_unused
 from tests.lade.devices import needing_workspace
 
 DEVICE = torch.device("cuda", 0)

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 import lade
-from lade.pools import fingerprint_of_tokenizer
+from lade.hf.pool_files import fingerprint_of_tokenizer
 from ngram_pool import NGramPool, PoolFileError
 from tests.lade.tiny import byte_tokenizer, tiny_model
 

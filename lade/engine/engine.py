@@ -24,11 +24,11 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from lade.budget.seconds import Seconds
-from lade.captures import put_back, random_states
+from lade.engine.processes import look_after
+from lade.engine.turns import TURNS
 from lade.errors import LadeError, in_one_line
+from lade.machine.captures import put_back, random_states
 from lade.openmp import release_workers
-from lade.processes import look_after
-from lade.turns import TURNS
 
 logger = logging.getLogger(__name__)
 

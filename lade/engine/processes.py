@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Protocol
 from weakref import WeakSet
 
-from lade.turns import TURNS
+from lade.engine.turns import TURNS
 
 _REST_SEC = 5.0  # for which a fork waits for running forward passes
 _ROUND_SEC, _NUM_ROUNDS = 0.5, 10  # for which the end of the process waits for engines
