@@ -27,29 +27,8 @@ from ngram_pool import SuccessorTable
 from tests.fuzz.inside import CACHE, proofs_after, settle, without_compiler
 from tests.fuzz.parts import Log, pool_of
 
-__all__ = [
-    "NestedProcessor",
-    "NestedStep",
-    "adapted",
-    "compiled",
-    "converted",
-    "copied",
-    "exchanged",
-    "failing",
-    "forwarded",
-    "fused",
-    "hooked",
-    "proofs_after",
-    "quantized",
-    "random_table",
-    "settle",
-    "swapped",
-    "trained",
-    "unadapted",
-    "unhooked",
-    "used",
-    "wrapped",
-]
+# Imported for the expressions of cases.
+__all__ = ["proofs_after", "settle"]
 
 GREEDY: dict[str, Any] = {
     "do_sample": False,

@@ -38,37 +38,19 @@ from tests.lade.models import gguf_files
 from tests.lade.tiny import byte_tokenizer, tiny_model
 from tests.support import tiny
 
+# Imported for the expressions of cases.
 __all__ = [
-    "AllowedTokens",
     "AssistantModel",
     "CallPool",
-    "CallsProcessor",
     "FirstLayers",
     "GenerationConfig",
-    "InPlaceProcessor",
-    "LastTokenProcessor",
     "LogitsProcessorList",
     "Merged",
-    "RandomProcessor",
-    "Recorder",
-    "ScriptDrafter",
-    "StatelessProcessor",
-    "StopAfterCalls",
-    "StopAtScore",
-    "StopAtToken",
     "StoppingCriteriaList",
     "SynthIDTextWatermarkingConfig",
     "WatermarkingConfig",
     "deepcopy",
-    "fuzz_model",
-    "fuzz_tokenizer",
-    "packed_model",
-    "pool_of",
-    "predicted",
-    "random_texts",
     "torch",
-    "used_pool",
-    "whole_of",
 ]
 
 Log = dict[str, list[Any]]
