@@ -21,6 +21,19 @@ class AttentionSpan(NamedTuple):
 FULL = AttentionSpan()
 
 
+class Seen(NamedTuple):
+    """The slots and nodes that the nodes of a batch of trees see in one kind of layer.
+
+    Read only on the device, so that a captured graph stays valid as these tensors change.
+    """
+
+    num_cached: Tensor  # int32 [rows]: prefix slots; the nodes' own keys follow them directly
+    # int32 [rows, num_nodes]: a node sees the slots from `starts` to `num_cached - 1`, if any
+    starts: Tensor
+    # bool [rows, num_nodes, num_nodes]: node (row) sees node (column), itself included
+    ancestors: Tensor
+
+
 class TreeSlots:
     """The cache slots that the nodes of a batch of trees see.
 

@@ -10,12 +10,13 @@ none, are passed on to `sdpa`.
 import importlib.util
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from lade.attention.masks import Seen
 from lade.errors import KernelWarning, in_one_line
 
 TREE_ATTENTION = "lade_tree"
@@ -39,19 +40,6 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _failed: set[tuple[torch.device, torch.dtype]] = set()
 
 _sdpa = AttentionInterface()["sdpa"]
-
-
-class Seen(NamedTuple):
-    """The slots and nodes that the nodes of a batch of trees see in one kind of layer.
-
-    Read only on the device, so that a captured graph stays valid as these tensors change.
-    """
-
-    num_cached: Tensor  # int32 [rows]: prefix slots; the nodes' own keys follow them directly
-    # int32 [rows, num_nodes]: a node sees the slots from `starts` to `num_cached - 1`, if any
-    starts: Tensor
-    # bool [rows, num_nodes, num_nodes]: node (row) sees node (column), itself included
-    ancestors: Tensor
 
 
 def with_seen(mask: Tensor, seen: Seen) -> Tensor:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lade.attention.tree import Seen
+from lade.attention.masks import Seen
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; not -inf: -inf - -inf is NaN

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lade.attention.masks import AttentionSpan, TreeSlots
-from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, Seen, runs_in_triton, with_seen
+from lade.attention.masks import AttentionSpan, Seen, TreeSlots
+from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton, with_seen
 from lade.compat import CACHE
 from lade.errors import UnsupportedModelError
 from lade.gpu.graphs import Graphs, dependencies_of

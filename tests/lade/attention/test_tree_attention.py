@@ -11,7 +11,8 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
-from lade.attention.tree import Seen, attend, tree_attention, with_seen
+from lade.attention.masks import Seen
+from lade.attention.tree import attend, tree_attention, with_seen
 
 NUM_SLOTS = 24
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import lade
 from lade.attention import tree as tree_attention
-from lade.attention.tree import Seen
+from lade.attention.masks import Seen
 from tests.lade.interpreter import Interpreted, answer_cases, interpreted_by
 from tests.lade.tiny import tiny_model
 
