@@ -67,7 +67,7 @@ def _drafting_as(rival: Rival) -> MethodInfo:
     def make(given: Given) -> Lade:
         asked = given.config.max_draft_tokens
         budget = rival.max_draft_tokens if asked is None else asked
-        config = replace(given.config, max_draft_tokens=budget, lookahead=None)
+        config = replace(given.config, max_draft_tokens=budget)
         return Lade(config, drafter=rival.make_drafter())
 
     described = f"{rival.description}; {rival.max_draft_tokens} draft tokens, or max_draft_tokens"

@@ -5,7 +5,6 @@ from lade import models as models
 from lade._version import __version__ as __version__
 from lade.batcher import Batcher as Batcher
 from lade.config import Config as Config
-from lade.config import Lookahead as Lookahead
 from lade.drafting.drafter import Drafter as Drafter
 from lade.drafting.drafter import ForcedTokens as ForcedTokens
 from lade.errors import DrafterWarning as DrafterWarning

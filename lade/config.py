@@ -14,38 +14,6 @@ SPECULATING = VERIFICATIONS[:-1]
 
 
 @dataclass(frozen=True, slots=True)
-class Lookahead:
-    """Size of the Jacobi window of lookahead decoding (`lade.drafting.lookahead`).
-
-    It adds (N-1)·W - 1 tokens to every step. The defaults are the paper's, for models of 7B
-    parameters.
-
-    Args:
-        window_size: W, the number of columns: n-grams produced per step, at successive positions.
-        ngram_size: N, the length of each n-gram in tokens; each takes N-1 steps to form.
-
-    Raises:
-        TypeError: a field is not an integer.
-        ValueError: a field is out of its range.
-
-    Source: Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding",
-    ICML 2024, section 3 (arXiv 2402.02057).
-    """
-
-    window_size: int = 7
-    ngram_size: int = 5
-
-    def __post_init__(self) -> None:
-        for name, least in (("window_size", 1), ("ngram_size", 3)):
-            check_integer(f"Lookahead({name}=…)", getattr(self, name), least)
-
-    @property
-    def num_cells(self) -> int:
-        """Number of tokens that a step runs besides root and draft."""
-        return (self.ngram_size - 1) * self.window_size - 1
-
-
-@dataclass(frozen=True, slots=True)
 class Config:
     """Decoding settings; in exact arithmetic none changes the text, except `acceptance`.
 
@@ -70,13 +38,10 @@ class Config:
             between calls (`lade.release`). "graphs": in the same shapes, recorded as CUDA graphs if
             the model allows it. "fixed" and "graphs" have not run on a GPU yet.
         stable_text: Whether a prompt gets the same text in half precision, too, whatever the pool
-            holds: all steps have one width (8 tokens, 32 on CUDA, more if `max_draft_tokens` or
-            `lookahead` needs it) and attention sums in float64. This is slower, and the text is no
+            holds: all steps have one width (8 tokens, 32 on CUDA, more if `max_draft_tokens`
+            needs it) and attention sums in float64. This is slower, and the text is no
             closer to that of `generate`. Only for models verified by trees, without experts. Not
             needed with the compiled forward pass on a CPU.
-        lookahead: Window of lookahead decoding, run beside the draft in every forward pass; it
-            finds n-grams that are in no text yet. Only for models verified by trees. None for no
-            window.
         uses_table: Whether to use the table that `lade.prewarm` made for the model, if there is
             one.
         reuses_prefix: Whether to keep the KV cache after a call, and to run only the rest of a
@@ -102,7 +67,6 @@ class Config:
     verification: Verification | None = None
     execution: Execution | None = None
     stable_text: bool = False
-    lookahead: Lookahead | None = None
     uses_table: bool = True
     reuses_prefix: bool = False
     max_prefix_bytes: int = 2**30
@@ -114,10 +78,6 @@ class Config:
             if getattr(self, name) is not None:
                 check_integer(f"Config({name}=…)", getattr(self, name), least)
         check_integer("Config(max_prefix_bytes=…)", self.max_prefix_bytes, 0)
-        if not isinstance(self.lookahead, Lookahead | None):
-            raise TypeError(
-                f"expected Config(lookahead=…) to be a Lookahead, got {self.lookahead!r}"
-            )
         for each in fields(self):
             got = getattr(self, each.name)
             if each.type is bool and not isinstance(got, bool):

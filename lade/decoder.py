@@ -108,7 +108,7 @@ class Decoder:
         plan = self._speculator.plan(emitting)
         laps.end("draft")
         plan, logits = self._target.run(plan)
-        of_trees = logits[:, : plan.num_nodes]  # a window and padding follow
+        of_trees = logits[:, : plan.num_nodes]  # padding follows
         self._choice.look_at(of_trees, plan.trees)
         if self._overlaps:
             successors = self._speculator.rank(of_trees, self._choice.ranked)
@@ -119,11 +119,9 @@ class Decoder:
         laps.end("verify")
         if not self._overlaps:
             successors = self._speculator.rank(of_trees, self._choice.ranked)
-        num_beside = self._speculator.advance_window(plan, logits)
         steps = self._observed(plan, paths)
         self._target.commit([*paths.values()])
         self.stats.num_steps += 1
-        self.stats.num_lookahead_tokens += num_beside
         for step in steps:
             self.stats.count_row_step(step)
         extra_sec = self._target.extra_sec

@@ -88,7 +88,6 @@ class DecodeStats:
         num_steps: Target forwards after prefill.
         num_row_steps: Steps times rows, unfinished rows only.
         num_draft_tokens: Draft tokens verified.
-        num_lookahead_tokens: Tokens run in windows beside the drafts (`lade.drafting.lookahead`).
         num_accepted_tokens: Draft tokens accepted and emitted.
         num_committed_tokens: Accepted and bonus tokens of all steps.
         num_prefills: Prompts run; each commits one more token.
@@ -111,7 +110,6 @@ class DecodeStats:
     num_steps: int = 0
     num_row_steps: int = 0
     num_draft_tokens: int = 0
-    num_lookahead_tokens: int = 0
     num_accepted_tokens: int = 0
     num_committed_tokens: int = 0
     num_prefills: int = 0
@@ -181,7 +179,7 @@ class DecodeStats:
     def summary(self) -> str:
         """Return a one-line summary: tokens, steps, speed, MAT and acceptance.
 
-        >>> print(DecodeStats(2, 2, 8, 0, 3, 5, 1, forward_sec=0.5))
+        >>> print(DecodeStats(2, 2, 8, 3, 5, 1, forward_sec=0.5))
         6 tokens in 2 steps, 12.0 tokens/s, MAT 2.50, 4.0 draft tokens/step, 38% accepted
         """
         parts = [f"{_counted(self.num_tokens, 'token')} in {_counted(self.num_steps, 'step')}"]

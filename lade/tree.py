@@ -18,14 +18,6 @@ _Row = TypeVar("_Row")
 ROOT = 0  # index of the root in a tree; draft node i is tree node i + 1
 
 
-class SideNodes(NamedTuple):
-    """Cells beside a draft: nodes that see the root and each other, and that no draft node sees."""
-
-    token_ids: list[int]
-    depths: list[int]  # the root is at 0
-    ancestors: NDArray[np.bool_]  # [num_cells, num_cells]: row sees column, itself included
-
-
 @dataclass(frozen=True, slots=True)
 class Tree:
     """The root of one row and the draft under it."""
@@ -56,17 +48,6 @@ class Tree:
     def without_draft(self) -> "Tree":
         """Return a tree of the root alone."""
         return Tree.build(self.token_ids[ROOT], Draft.empty())
-
-    def beside(self, cells: SideNodes) -> "Tree":
-        """Return the tree with cells after its nodes; no walk down the tree reaches them."""
-        size = len(self)
-        ancestors = np.zeros((size + len(cells.token_ids),) * 2, np.bool_)
-        ancestors[:size, :size] = self.ancestors
-        ancestors[size:, ROOT] = True
-        ancestors[size:, size:] = cells.ancestors
-        token_ids = [*self.token_ids, *cells.token_ids]
-        depths = [*self.depths, *cells.depths]
-        return Tree(token_ids, depths, ancestors, self.children, self.draft)
 
 
 def _unpacked(seen: Sequence[int]) -> NDArray[np.bool_]:

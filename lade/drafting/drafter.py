@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lade.drafting.successors import Successors
 from ngram_pool import Draft
@@ -79,15 +78,6 @@ class Drafter:
                 or the first of several successive tokens of a prompt.
             parents: parents of the nodes [num_nodes], -1 for the first; parents[i] < i.
             successors: the target's likeliest tokens after each node [num_nodes, num_successors].
-        """
-
-    def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
-        """Learn n-grams [num_ngrams, ngram_size] of a lookahead window, outside of any text.
-
-        `Config(lookahead=…)` needs a drafter that overrides this.
-
-        The first token of an n-gram is the window's guess; the others are the target's likeliest
-        tokens, each found one step later than the one before it.
         """
 
     def close(self, sequence: int) -> None:

@@ -150,11 +150,6 @@ class PoolDrafter(Drafter):
         """Feed committed tokens."""
         self.pool.observe(token_ids, sequence, is_answer=True)
 
-    def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
-        """Feed each n-gram as a separate sequence, as it is part of no text."""
-        for ngram in ngrams:
-            self.pool.observe(ngram, None)
-
     def close(self, sequence: int) -> None:
         """Close the sequence; its text stays in the pool."""
         self._open_prompts.pop(sequence, None)
@@ -215,7 +210,7 @@ class Source:
         self.stats = SourceStats()
         self.calibration = Calibration()
         self.costs = Seconds()
-        self.kind, self.num_successors, self.learns_ngrams = Kind.OTHER, 0, False
+        self.kind, self.num_successors = Kind.OTHER, 0
         #: Whether it is asked only if it pays, even if it is the only source.
         self.is_measured = False
 
@@ -293,7 +288,6 @@ class Source:
         check_integer("num_successors", wanted, 0)
         if wanted:
             compile_kernels()
-        self.learns_ngrams = type(made).observe_ngrams is not Drafter.observe_ngrams
         self.is_measured = getattr(made, "is_measured", False)
         self.num_successors = int(wanted)
 

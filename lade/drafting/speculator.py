@@ -20,15 +20,13 @@ from lade.batch import Batch, Row
 from lade.budget.asking import SourceGate, StepRate
 from lade.budget.budget import Budget
 from lade.compat import mesh_of, placeholders_of
-from lade.config import Lookahead
 from lade.drafting.drafter import DraftingCall
 from lade.drafting.drafts import after, joined, matched_depth, narrowed
-from lade.drafting.lookahead import Window
 from lade.drafting.sources import Kind, Source
 from lade.drafting.successors import Ranked, Successors, rank, with_probs
 from lade.stats import SourceStats, Step
-from lade.transfer import HostCopy, integers_on
-from lade.tree import ROOT, Tree, starts
+from lade.transfer import HostCopy
+from lade.tree import Tree, starts
 from ngram_pool import Draft, SampledDraft
 
 _NOTHING = Draft.empty()
@@ -52,34 +50,25 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """The trees and the window that one step runs."""
+    """The trees that one step runs."""
 
     trees: dict[Row, Tree]  # the root and the draft to verify
     proposed: Mapping[Row, Draft]  # the whole proposal, verified or not
-    window: Window | None  # run beside the draft of a single row
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens of the largest row, window included."""
-        num_beside = 0 if self.window is None else self.window.num_cells
-        return max(len(tree.token_ids) for tree in self.trees.values()) + num_beside
+        """Tokens of the largest row."""
+        return max(len(tree.token_ids) for tree in self.trees.values())
 
     @property
     def num_nodes(self) -> int:
         """Tokens of all trees."""
         return sum(len(tree.token_ids) for tree in self.trees.values())
 
-    def nodes(self) -> dict[Row, Tree]:
-        """Return the trees followed by the window, which only the target sees."""
-        window = self.window
-        if window is None:
-            return self.trees
-        return {row: tree.beside(window.cells()) for row, tree in self.trees.items()}
-
     def without_drafts(self) -> "Plan":
         """Return the plan with the roots alone."""
         roots = {row: tree.without_draft() for row, tree in self.trees.items()}
-        return replace(self, trees=roots, window=None)
+        return replace(self, trees=roots)
 
 
 class _Asked(NamedTuple):
@@ -107,7 +96,7 @@ class _DraftedRow:
 
 
 class Speculator:
-    """Drafts for the rows of a batch, and the lookahead window of a single row.
+    """Drafts for the rows of a batch.
 
     Sources propose as many draft tokens as they can for a row; the budget decides how many of them
     are verified. With rejection sampling, drafts are drawn after that: a number of nodes that
@@ -129,8 +118,6 @@ class Speculator:
         budget: chooses the number of draft tokens.
         runner: reports on the target's next forward pass.
         grammar: source of the tokens that a grammar forces, if there is one.
-        lookahead: size of the window to run beside drafts, for verification by tree; None for no
-            window.
     """
 
     def __init__(
@@ -141,7 +128,6 @@ class Speculator:
         budget: Budget,
         runner: Runner,
         grammar: Source | None = None,
-        lookahead: Lookahead | None = None,
     ) -> None:
         self._batch = batch
         self._sources = sorted(sources, key=attrgetter("kind"))
@@ -151,10 +137,7 @@ class Speculator:
         self._grammar = grammar
         # Processes that share a target measure different times, and must draft in the same steps.
         self._mesh = mesh_of(call.model)
-        self._may_rest = self._mesh is None and lookahead is None and grammar is None
-        self._window: Window | None = None
-        if lookahead is not None:
-            self._window = Window(lookahead, batch.rows[0].context, call.vocab_size)
+        self._may_rest = self._mesh is None and grammar is None
         self._placeholders = np.array(placeholders_of(call.model), np.int32)
         self._pace = StepRate()
         # Sources that are asked only if they pay. The others are asked at every step.
@@ -194,30 +177,27 @@ class Speculator:
             row: Tree.build([0, *row.context][-1], Draft.empty())
             for row in self._batch.rows
         }
-        return Plan(trees, {}, None)
+        return Plan(trees, {})
 
     def plan(self, emitting: Sequence[Row]) -> Plan:
         """Return the plan of the next step: drafts for rows that emit, roots for the others."""
-        most, window, proposed = self._budget.max_draft_tokens, self._window, dict[Row, Draft]()
-        # No window near the end of the text: its n-grams would come too late.
-        if window is not None and window.depth > self._capacity_left(self._batch.rows[0]):
-            window = None
+        most, proposed = self._budget.max_draft_tokens, dict[Row, Draft]()
         for row in () if self._may_rest and self._budget.is_resting else emitting:
             proposed[row] = self.propose(row, most)
         explored, others = dict[Row, Draft](), list[NDArray[np.int32]]()
         for row in proposed:
             explored[row] = self._with_explored(row, others, most)
             others.append(explored[row].token_ids)
-        nums = self._nums_of_nodes(explored, window)
+        nums = self._nums_of_nodes(explored)
         drafts = {row: self._drawn(row, num) for row, num in nums.items()}
         if self._mesh is not None:
             drafts = dict(zip(drafts, agreed([*drafts.values()], self._mesh), strict=True))
         trees = dict[Row, Tree]()
         for row in self._batch.running:
             trees[row] = Tree.build(row.token_ids[-1], drafts.get(row, _NOTHING))
-        return Plan(trees, proposed, window)
+        return Plan(trees, proposed)
 
-    def _nums_of_nodes(self, drafts: Mapping[Row, Draft], window: Window | None) -> dict[Row, int]:
+    def _nums_of_nodes(self, drafts: Mapping[Row, Draft]) -> dict[Row, int]:
         """Return how many draft tokens of each row to verify."""
         runner, budget = self._runner, self._budget
         if not drafts or runner.num_pending >= _MAX_PENDING:
@@ -228,13 +208,12 @@ class Speculator:
             }
             if drawn:  # the number of verified tokens must not depend on the drawn tokens
                 return dict.fromkeys(drafts, max(drawn.values())) | drawn
-        num_beside = 0 if window is None else window.num_cells
         probs = {row: draft.probs for row, draft in drafts.items()}
-        nums = budget.nums_of_nodes(probs, runner.num_pending + num_beside, runner.marginal_cost)
+        nums = budget.nums_of_nodes(probs, runner.num_pending, runner.marginal_cost)
         if len(nums) == 1:
             # The slots that pad a forward to its width may as well hold draft tokens.
             (num,) = nums.values()
-            nums = dict.fromkeys(nums, runner.width_of(1 + num + num_beside) - 1 - num_beside)
+            nums = dict.fromkeys(nums, runner.width_of(1 + num) - 1)
         return nums
 
     # --- a row's draft ----------------------------------------------------------------------
@@ -401,25 +380,6 @@ class Speculator:
         is_whole = known.shape == logits.shape
         ranked = (ranked if is_whole else None) or rank(known, num_successors)
         return with_probs(ranked, known)
-
-    def advance_window(self, plan: Plan, logits: Tensor) -> int:
-        """Move the plan's window on and feed the drafter the n-grams that it produced.
-
-        Returns:
-            The number of tokens that the window ran.
-        """
-        window = plan.window
-        if window is None:
-            return 0
-        ((row, tree),) = plan.trees.items()
-        num_tokens = window.num_cells
-        cells = integers_on(logits.device, [len(tree) + cell for cell in window.newest])
-        newest = logits[0, cells, : self._call.vocab_size].float().argmax(dim=-1)
-        ngrams = window.advance(tree.token_ids[ROOT], HostCopy(newest).get()[0].tolist())
-        for source, handle in self._rows[row].handles.items():
-            if source.learns_ngrams:
-                source.ask("observe_ngrams", None, handle, ngrams)
-        return num_tokens
 
     def observe(self, row: Row, token_ids: Sequence[int]) -> None:
         """Feed all sources the emitted tokens, and learn from their proposals."""

@@ -104,7 +104,6 @@ class Circumstances:
             (bool(call.wanted_scores), "scores are returned, also of rows that have ended"),
             (self.is_users_cache, "a cache was passed"),
             (not is_text_alone(call.model_kwargs), "its prompts have more than tokens"),
-            (config.lookahead is not None, "lookahead windows run beside drafts of one row"),
             (config.stable_text, "its rows are parts of one forward"),
             (config.verification not in (None, "tree", "plain"), "its rows are verified as trees"),
         )
@@ -115,6 +114,5 @@ class Circumstances:
     def has_time(self) -> bool:
         """Whether there is time for one-time work, or the config requires it."""
         config = self.call.config
-        is_asked = config.verification is not None or config.lookahead is not None
         is_known = self.profile.is_warm or not self.call.is_timed
-        return is_known or is_asked or config.stable_text
+        return is_known or config.verification is not None or config.stable_text

@@ -41,8 +41,7 @@ def plan_of(seen: Circumstances, policy: DevicePolicy) -> Planned:
     """
     call, config = seen.call, seen.call.config
     if (reason := seen.why_plain) is not None:
-        is_asked = config.stable_text or config.lookahead is not None
-        if is_asked or why_not_run(seen.profile) is not None:
+        if config.stable_text or why_not_run(seen.profile) is not None:
             excluded = dict.fromkeys(SPECULATING, reason)  # raises if the config forbids it
             choose_verification(call.model, config=config, excluded=excluded, profile=seen.profile)
         return Planned(VerificationPlan("plain", None, {"tree": reason}))
@@ -53,10 +52,9 @@ def plan_of(seen: Circumstances, policy: DevicePolicy) -> Planned:
         verification, engine_call = _verification(seen, needed)
         if verification.verification == "plain":
             return Planned(verification)
-        num_beside = 0 if config.lookahead is None else config.lookahead.num_cells
         target: Target = make_target(
             *(call.model, call.input_ids, call.model_kwargs, verification),
-            *(needed.num_new + num_beside, call.options, seen.profile, policy),
+            *(needed.num_new, call.options, seen.profile, policy),
         )
         if engine_call is not None and isinstance(target, TreeTarget | RowsTarget):
             target.join(engine_call)

@@ -15,7 +15,6 @@ from lade.drafters.prediction import Prediction
 from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
 from lade.drafting.sources import PoolDrafter, Source
 from lade.drafting.speculator import Speculator
-from lade.errors import UnsupportedOptionError
 from lade.hf.circumstances import Circumstances
 from lade.hf.planning import Planned
 from lade.hf.stopping import Outputs
@@ -76,9 +75,7 @@ def set_up(
         row.context = context
     assert plan.target is not None
     grammar = _grammar(seen, drafting.device)
-    speculator = Speculator(
-        batch, sources, drafting, budget, plan.target, grammar, config.lookahead
-    )
+    speculator = Speculator(batch, sources, drafting, budget, plan.target, grammar)
     return Setup(speculator, chosen, budget)
 
 
@@ -127,14 +124,7 @@ def _sources(seen: Circumstances, drafting: DraftingCall) -> list[Source]:
         given = Merged([CallPool() if given is None else given, Prediction(prediction)])
     if given is None:
         return [Source(drafting.make_pool_drafter()).make(drafting)]
-    sources = sources_of(given, drafting, config.strict_drafter)
-    may_learn = any(source.learns_ngrams or source.has_failed for source in sources)
-    if config.lookahead is not None and not may_learn:
-        raise UnsupportedOptionError(
-            "lade does not support Config(lookahead=…) beside a drafter that learns no n-grams: "
-            f"{type(given).__name__} does not override observe_ngrams"
-        )
-    return sources
+    return sources_of(given, drafting, config.strict_drafter)
 
 
 def _grammar(seen: Circumstances, device: torch.device) -> Source | None:
@@ -153,8 +143,7 @@ def _budget(seen: Circumstances, plan: Planned) -> Budget:
     asked = min(limits, default=None)
     if config.stable_text:
         assert verification.widths is not None
-        num_beside = 0 if config.lookahead is None else config.lookahead.num_cells
-        most = verification.widths[0] - 1 - num_beside
+        most = verification.widths[0] - 1
         return Budget(fixed=most if asked is None else min(asked, most))
     if config.max_draft_tokens is not None and asked is not None:
         return Budget(fixed=asked)

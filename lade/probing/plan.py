@@ -55,7 +55,7 @@ def choose_verification(
 
     Raises:
         UnsupportedModelError: the requested method is not exact; gives the reason.
-        UnsupportedOptionError: an option needs trees, which are not exact; gives the reason.
+        UnsupportedOptionError: `stable_text` needs trees, which are not exact; gives the reason.
     """
     profile, config = profile or profile_of(model), config or Config()
     excluded = {**profile.found_wrong, **why_never(model, profile), **(excluded or {})}
@@ -68,15 +68,10 @@ def choose_verification(
     asked, width = config.verification, stable_width_of(model, config)
     methods: tuple[Verification, ...] = SPECULATING if asked is None else (asked,)
     widths: Widths = None if execution == "eager" else widths_on(device_of_inputs(model))
-    only_tree = None if config.lookahead is None else "lookahead=…"
     if width is not None:
-        only_tree, widths = "stable_text=True", (width,)
+        methods, widths = ("tree",), (width,)
         if (why := why_not_stable(model)) is not None:
             excluded.setdefault("tree", why)
-    if only_tree is not None:
-        methods = ("tree",)
-        if asked not in (None, "tree"):
-            excluded["tree"] = f"Config(verification={asked!r}) asks for another method"
     elif asked == "plain":
         return VerificationPlan("plain", None, {})
 
@@ -100,9 +95,9 @@ def choose_verification(
         if reason is None:
             return VerificationPlan(verification, attention, reasons, why_eager=why_eager)
         reasons[verification] = reason
-    if only_tree is not None:
+    if width is not None:
         raise UnsupportedOptionError(
-            f"lade does not support Config({only_tree}) for {name} here: {reasons['tree']}"
+            f"lade does not support Config(stable_text=True) for {name} here: {reasons['tree']}"
         )
     if asked is not None:
         raise UnsupportedModelError(f"{name} cannot verify drafts by {asked!r}: {reasons[asked]}")
@@ -189,8 +184,7 @@ def stable_width_of(model: Model, config: Config) -> int | None:
     is_cuda = device_of_inputs(model).type == "cuda"
     width = _STABLE_WIDTH_ON_CUDA if is_cuda else _STABLE_WIDTH
     num_nodes = width - 1 if config.max_draft_tokens is None else config.max_draft_tokens
-    num_cells = 0 if config.lookahead is None else config.lookahead.num_cells
-    return -(-(1 + num_nodes + num_cells) // width) * width
+    return -(-(1 + num_nodes) // width) * width
 
 
 def execution_of(model: Model, config: Config, policy: DevicePolicy) -> Execution:

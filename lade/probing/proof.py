@@ -191,18 +191,18 @@ class ProvedTarget:
         # Between a token alone and the proof, steps without drafts run alone, too.
         may_wait = plan.num_tokens == 1 and not self._alone and not self._is_plain
         if not is_due or may_wait:
-            return plan, self._inputs(plan.nodes())
+            return plan, self._inputs(plan.trees)
         is_ready = plan.num_tokens > 1 and self._is_ready(plan)
         if is_ready and target.go_back(NUM_BEFORE):
             self._num_before = NUM_BEFORE
             self._trees = {
                 row: _behind(row.token_ids[-1 - NUM_BEFORE : -1], tree)
-                for row, tree in plan.nodes().items()
+                for row, tree in plan.trees.items()
             }
             return plan, self._inputs(self._trees)
         plan = plan.without_drafts()
         self._is_alone = not target.num_pending  # else these are run first
-        return plan, None if self._is_alone else self._inputs(plan.nodes())
+        return plan, None if self._is_alone else self._inputs(plan.trees)
 
     def _inputs(self, trees: Mapping[Row, Tree]) -> Any:
         return self._target.inputs([*trees.values()])
@@ -214,7 +214,7 @@ class ProvedTarget:
         logits = self._target.forward(inputs)
         if plan.num_tokens > 1 and self._is_spoiled(plan, logits):
             plan = self._taken_back(plan)
-            return plan, self._target.forward(self._inputs(plan.nodes()))
+            return plan, self._target.forward(self._inputs(plan.trees))
         if self._num_before:
             error = self._error(logits)
             if error > self._limit:
@@ -282,7 +282,7 @@ class ProvedTarget:
         """
         if not logits.is_cpu:
             return False
-        trees = self._trees if self._num_before else plan.nodes()
+        trees = self._trees if self._num_before else plan.trees
         roots = (logits[0, start + self._num_before, 0] for start in starts(trees).values())
         return any(bool(each.isnan()) for each in roots)
 
@@ -311,7 +311,7 @@ class ProvedTarget:
 
 
 def _behind(token_ids: Sequence[int], tree: Tree) -> Tree:
-    """Return a tree, with its side cells, that begins with tokens before its root."""
+    """Return a tree that begins with tokens before its root."""
     num, size = len(token_ids), len(tree)
     ancestors = np.zeros((num + size, num + size), np.bool_)
     ancestors[:num, :num] = np.tri(num, dtype=np.bool_)

@@ -125,7 +125,7 @@ class Preparing:
         for name in ("prediction", "pools"):
             if getattr(asked, name, None) is not None:
                 raise ApiError(400, f"expected no {name}, as nothing is drafted", param=name)
-        return replace(config, lookahead=None, max_draft_tokens=0)
+        return replace(config, max_draft_tokens=0)
 
     def _encoded(self, asked: Asked, ignored: list[str]) -> list[dict[str, Any]]:
         """Return the inputs of each prompt; append the names of unused fields to `ignored`."""

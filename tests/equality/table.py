@@ -41,7 +41,6 @@ _DRAFTS = {
         "drafter": f"Merged([CallPool(), FirstLayers(1), "
         f"AssistantModel(fuzz_model('llama', 1, {VOCAB_SIZE}), length=3)])"
     },
-    "a window": {},
     "a kept prefix": {"pool": "pool_of(answer)"},
 }
 _METHODS = {
@@ -146,20 +145,16 @@ def fits(row: Row) -> bool:
         # A batcher's calls are of one prompt of tokens, and draw from generators of their own.
         has("way", "batcher") and lacks("prompt", *_OF_ONE),
         has("way", "batcher") and has("processors", "drawing"),
-        # Trees alone have room for a window; what is kept is of steps of any width.
-        has("drafts", "a window") and has("method", "chain", "plain"),
-        has("drafts", "a window") and (lacks("model", *TREES) or has("prompt", "earlier turn")),
+        # What is kept is of steps of any width.
         has("method", "stable") and (lacks("model", *TREES) or has("prompt", "earlier turn")),
         has("method", "stable") and (has("output", "states") or has("drafts", "a kept prefix")),
         has("method", "stable") and has("prompt", "holes"),  # which fixed shapes do not have
         has("drafts", "a kept prefix") and lacks("output", "tokens"),
         has("method", "chain") and has("model", *_STATES),
-        # Batches have neither: their rows are parts of one forward.
-        has("drafts", "a window") and has("prompt", *_OF_SEVERAL),
+        # Rows of a batch are parts of one forward.
         has("method", "stable") and has("prompt", *_OF_SEVERAL),
         # Refused by name: a cache that cannot go back.
         has("drafts", "first layers", "all of these") and has("model", "rwkv"),
-        has("drafts", "a window") and has("output", "states"),  # falls back
         # `generate` draws for samples alone, and takes no other input with these.
         has("prompt", "samples") and has("choice", "greedy"),
         has("prompt", "embeddings") and has("processors", "guidance", "watermark", "biases"),
@@ -182,8 +177,6 @@ def case_of(row: Row, rng: Random) -> Case:
     places: dict[str, dict[str, str]] = {"call": {}, "config": {}, "model": {}}
     places[row["settings"]] = settings
     config = _METHODS[row["method"]]
-    if row["drafts"] == "a window":
-        config += "lookahead=lade.Lookahead(window_size=3, ngram_size=4), "
     if row["drafts"] == "a kept prefix":
         config += "reuses_prefix=True, "
     return Case(

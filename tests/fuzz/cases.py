@@ -81,7 +81,7 @@ class Case:
             for verification in VERIFICATIONS
             if f"verification={verification!r}" in self.lade["config"]
         ]
-        given = ("lookahead", "stable_text", "execution")
+        given = ("stable_text", "execution")
         names += [f"lade {name}" for name in given if f"{name}=" in self.lade["config"]]
         drafter = self.lade.get("drafter", "")
         kinds = ("AssistantModel", "FirstLayers", "Merged", "ScriptDrafter")
@@ -605,12 +605,9 @@ def _draw_more(case: Case, hand: _Hand) -> Case:
         return case
     given, profile, config = dict(case.lade), {}, case.lade["config"]
     has_target = "verification=" in config
-    kind = rng.choice(["lookahead", "stable", "fixed", "prewarmed", "watch", "nested", "nested"])
+    kind = rng.choice(["stable", "fixed", "prewarmed", "watch", "nested", "nested"])
     more = ""
-    if kind == "lookahead" and not has_target and "drafter" not in given:
-        size = f"window_size={hand.whole(1, 5)}, ngram_size={hand.whole(3, 5)}"
-        more = f"lookahead=lade.Lookahead({size})"
-    elif kind == "stable" and not has_target:
+    if kind == "stable" and not has_target:
         more = "stable_text=True"
     elif kind == "fixed":
         more = "execution='fixed'"

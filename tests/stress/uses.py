@@ -134,7 +134,6 @@ USES: dict[str, Callable[[], Use]] = {
     "snapshot": partial(_with_steps, "snapshot", num_hidden_layers=1),
     "fixed": partial(_greedy, prompt=BATCH, execution="fixed", max_draft_tokens=4),
     "stable": partial(_greedy, stable_text=True, max_draft_tokens=3),
-    "lookahead": partial(_greedy, lookahead=lade.Lookahead(2, 3), max_draft_tokens=4),
     "strings": strings,
     "rejection": rejecting,
     "sparse": partial(_architecture, "deepseek_v32", None, max_draft_tokens=4),

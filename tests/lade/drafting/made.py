@@ -113,9 +113,6 @@ class Able(Faulty):
     def harvest(self, *_: Any) -> None:
         self._called("harvest")
 
-    def observe_ngrams(self, sequence: int, ngrams: Any) -> None:
-        self._called("observe_ngrams")
-
 
 def shy(*names: str) -> Any:
     """Return a drafter with attributes that raise when they are read."""

@@ -93,9 +93,7 @@ def test_what_raises_when_it_is_looked_at_is_told_once(name: str) -> None:
         compared(shy(name), SAMPLED, config=STRICT)
 
 
-def test_what_raises_only_where_it_is_needed_is_told_there() -> None:
-    with one_warning("do not look"):
-        compared(shy("observe_ngrams"), OPTIONS, config=lade.Config(lookahead=lade.Lookahead()))
+def test_what_raises_whatever_is_looked_at_is_told_once() -> None:
     with one_warning("do not look"):
         compared(shy(*LOOKED_AT), OPTIONS)
 
@@ -130,7 +128,6 @@ def test_an_error_without_a_message_is_told_by_its_name() -> None:
 @pytest.mark.parametrize("drafter", thinned([Random, Making], Making))
 def test_a_drafter_that_draws_changes_no_text(drafter: Any, options: dict[str, Any]) -> None:
     compared(drafter(), options)
-    compared(drafter(), options, config=lade.Config(lookahead=lade.Lookahead()))
     compared(lade.drafters.Merged([lade.drafters.CallPool(), drafter()]), options)
 
 

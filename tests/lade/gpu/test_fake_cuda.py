@@ -48,10 +48,9 @@ PATHS = {
     for is_batch in (False, True)
 }
 PATHS |= {
-    "lookahead": Path(False, _GREEDY, {"lookahead": lade.Lookahead(4, 3)}, 4),
     "chain": Path(False, _GREEDY, {"verification": "chain"}),
 }
-QUICK = ("greedy-graphs-3", "lookahead")
+QUICK = ("greedy-graphs-3",)
 # What a step may wait for: padding and positions of rows, in the first step and after rows have
 # left; the comparison of a new recording; and where transformers looks for padding. A prefill may
 # wait for that as well, and to compare what it harvests.

@@ -84,22 +84,6 @@ def test_in_float64_it_is_the_text_of_generate() -> None:
         same_as_generate(model, prompt, config=STABLE, max_new_tokens=40)
 
 
-@pytest.mark.usefixtures("trusted")
-def test_a_lookahead_window_makes_all_steps_wider() -> None:
-    model = tiny_model("llama", dtype=torch.bfloat16)
-    config = lade.Config(stable_text=True, lookahead=lade.Lookahead(2, 3), max_draft_tokens=6)
-    seen: list[int] = []
-    model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    first = lade.generate(model, ONE, config=config, **GREEDY)
-    seen.clear()
-    pool = lade.NGramPool()
-    pool.observe(first[0].tolist())
-    assert torch.equal(lade.generate(model, ONE, config=config, pool=pool, **GREEDY), first)
-    assert {*seen[1:]} == {16}  # one root, six nodes and three cells: more than 8
-
-
 # --- where it cannot be had -----------------------------------------------------------------
 
 STATES = {"output_hidden_states": True, "return_dict_in_generate": True}

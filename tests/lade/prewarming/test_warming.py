@@ -76,7 +76,6 @@ def test_what_a_config_cannot_do_without_is_set_up_nevertheless() -> None:
     for config in (
         lade.Config(verification="chain", max_draft_tokens=8),
         lade.Config(stable_text=True),
-        lade.Config(lookahead=lade.Lookahead()),
     ):
         got = lade.generate(
             tiny_model(seed=1), ONE, config=config, return_dict_in_generate=True, **TIMED
