@@ -1340,10 +1340,10 @@ def run_forward(address: Any) -> None:
             tokens = kept if is_end else every
             _run_states(g, phase, tokens, before, norm, of, is_parallel, scratch)
         elif step in (2, 3) and layer[w.TAPS] > 0:
-            if layer[w.DELTA] != 0:
-                of_delta = g[w.ADDITIONS] + 8 * w.LAYER_SIZE * (layer[w.DELTA] - 1)
-                compiled = numba.carray(pointer(of_delta + 8 * w.COMPILED), (1,), np.int64)[0]
-                of_job = g.ctypes.data, phase, step, layer.ctypes.data, of_delta
+            if layer[w.RECURRENCE] != 0:
+                of_layer = g[w.ADDITIONS] + 8 * w.LAYER_SIZE * (layer[w.RECURRENCE] - 1)
+                compiled = numba.carray(pointer(of_layer + 8 * w.COMPILED), (1,), np.int64)[0]
+                of_job = g.ctypes.data, phase, step, layer.ctypes.data, of_layer
                 call_compiled((compiled, *of_job, of_parts, of_places, scratch))
             elif step == 2:
                 _convolve(g, phase, layer, parts, places, scratch)
@@ -1388,7 +1388,7 @@ def scratch_size(
     num_experts: int = 0,
     num_chosen: int = 0,
     taps: int = 0,
-    of_delta: int = 0,
+    of_recurrence: int = 0,
 ) -> int:
     """Return the bytes of scratch memory that each thread needs."""
     of_rows = 2 * max(hidden, (num_heads + 1) * head_size)
@@ -1401,5 +1401,5 @@ def scratch_size(
         of_results = max((num_choices + 1) * _UNIT, (_FEW_CHOICES + 1) * _MOST_COLUMNS)
         of_experts = 5 * (num_experts + 1) + 4 * num_choices + max(of_inner, of_results)
     of_convolution = 2 * (taps + 1) * _MOST_COLUMNS
-    most = max(of_rows, of_attention, of_products, of_experts, of_convolution, of_delta)
+    most = max(of_rows, of_attention, of_products, of_experts, of_convolution, of_recurrence)
     return -(-4 * most // 4096) * 4096

@@ -40,7 +40,6 @@ from lade.forward.comparing import (
     require,
     why_wrong,
 )
-from lade.forward.delta import DeltaPlan
 from lade.forward.experts import ExpertsPlan
 from lade.forward.linear import FORMATS, MOST_TOKENS, Products, is_plain, kernels
 from lade.forward.packed import PackedLinear, function_of, made_whole
@@ -60,6 +59,7 @@ from lade.forward.reading import (
     products_of,
     read,
 )
+from lade.forward.recurrence import RecurrencePlan, added_by
 from lade.openmp import Run
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
@@ -177,7 +177,7 @@ class FusedForwards:
         self._kinds = sorted({*plan.kinds})
         #: By layer, what a token adds to the cache, and the state of a recurrent one.
         self._states = [_added_by(layer, sizes, self._dtype) for layer in plan.layers]
-        self._is_recurrent = any(layer.delta is not None for layer in plan.layers)
+        self._is_recurrent = any(layer.recurrence is not None for layer in plan.layers)
         self._is_slow = self._is_slow_for_prompts = False
         self._workspaces: list[_Workspace] = []
         self._weights = _Weights(plan, self._kinds, self._dtype)
@@ -672,8 +672,8 @@ class _Weights:
         self.transform = None if plan.transform is None else _transforming(plan.transform)
         # Rows behind the layers': last norm and head, then additions, then experts and recurrences.
         of_more = 1 + sum(len(each.added) for each in products_of(plan))
-        more = [each for layer in plan.layers for each in (layer.experts, layer.delta) if each]
-        num_rows = end + of_more + len(more)
+        of_layers = [(layer.experts, layer.recurrence) for layer in plan.layers]
+        num_rows = end + of_more + sum(each is not None for pair in of_layers for each in pair)
         self._table = np.zeros((num_rows, words.LAYER_SIZE), np.int64)
         places = [kinds.index(kind) for kind in plan.kinds]
         self.of_kind = [np.flatnonzero(np.array(places) == kind) for kind in range(len(kinds))]
@@ -709,9 +709,9 @@ class _Weights:
             if layer.experts is not None:
                 self._add_experts(end + of_more, layer.experts)
                 row[words.EXPERTS], of_more = of_more, of_more + 1
-            if layer.delta is not None:
-                self._add_delta(end + of_more, layer.delta)
-                row[words.DELTA], of_more = of_more, of_more + 1
+            if layer.recurrence is not None:
+                self._add_recurrence(end + of_more, layer.recurrence)
+                row[words.RECURRENCE], of_more = of_more, of_more + 1
             row[words.INNER_SIZE] = layer.inner
             row[words.ACTIVATION], row[words.TURN] = layer.activation, layer.turn
             row[words.TURNED], row[words.SEES] = layer.num_turned, places[number]
@@ -773,16 +773,18 @@ class _Weights:
         self._add(number, words.EXPERT_GATE_UP, plan.module, "gate_up_proj", self._dtype)
         self._add(number, words.EXPERT_DOWN, plan.module, "down_proj", self._dtype)
 
-    def _add_delta(self, number: int, plan: DeltaPlan) -> None:
-        from lade.forward._delta import run_delta  # compiled as it is imported
+    def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
+        from lade.forward._recurrence import run_recurrence  # compiled as it is imported
 
         row = self._table[number]
-        dtype, other = (vars(plan.module)["_parameters"][each].dtype for each in plan.names)
-        require(dtype in FORMATS and dtype is other, "its decays are of another format")
-        row[words.COMPILED], row[words.OF_DECAYS] = run_delta.address, FORMATS[dtype]
+        dtype, *others = (vars(plan.module)["_parameters"][each].dtype for each in plan.names)
+        require(dtype in FORMATS and {dtype} >= {*others}, "its decays are of another format")
+        row[words.COMPILED], row[words.OF_DECAYS] = run_recurrence.address, FORMATS[dtype]
         row[words.KEY_HEADS : words.COLUMNS] = plan.heads
-        row[words.COLUMNS : words.DECAYS] = *plan.columns, *plan.steps
-        for place, name in zip((words.DECAYS, words.DECAY_BIASES), plan.names, strict=True):
+        row[words.COLUMNS : words.CHANNELS] = *plan.columns, *plan.steps
+        row[words.CHANNELS : words.NUM_NORMED] = plan.channels
+        row[words.NUM_NORMED], row[words.IS_DELTA] = plan.num_normed, plan.is_delta
+        for place, name in enumerate(plan.names, words.DECAY_BIASES):
             self._add(number, place, plan.module, name, dtype)
 
     def _add_matrix(
@@ -885,17 +887,12 @@ def _flat(order: HeadOrder) -> tuple[int, ...]:
     return order.num_groups, *order.firsts, order.query_step, order.gate
 
 
-def _added_by(layer: LayerPlan, sizes: DecoderSizes, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _added_by(layer: LayerPlan, sizes: DecoderSizes, dtype: torch.dtype) -> tuple[Any, ...]:
     """Return what a token adds to the cache of a layer, see `TreeCache.slot_addresses`."""
     if layer.convolution is None:
         return (torch.empty((1, sizes.num_key_heads, 1, sizes.head_size), dtype=dtype),) * 2
     inputs = torch.empty((1, 1, 1, layer.convolution.out_channels), dtype=dtype)
-    if layer.delta is None:
-        return (inputs,)
-    num_keys, num_values, key_size, value_size = layer.delta.heads
-    num_kept = num_keys * key_size + num_values * (value_size + 2)
-    state = torch.empty((1, num_values, key_size, value_size))
-    return inputs, torch.empty((1, 1, 1, num_kept)), state
+    return (inputs,) if layer.recurrence is None else (inputs, *added_by(layer.recurrence))
 
 
 def _bits(number: float) -> int:
@@ -912,7 +909,7 @@ class _Workspace:
         hidden, head, chosen = sizes.hidden, sizes.head_size, sizes.num_chosen
         self._scratch = kernels.scratch_size(
             *(num_tokens, hidden, sizes.num_heads, head, sizes.between, sizes.num_experts),
-            *(chosen, sizes.taps, sizes.of_delta),
+            *(chosen, sizes.taps, sizes.of_recurrence),
         )
         # torch aligns memory to cache lines, so two threads never write to one line.
         self._memory = {

@@ -26,9 +26,9 @@ from lade.forward.comparing import (
     require,
     tolerance,
 )
-from lade.forward.delta import DeltaPlan, gated, read_delta
 from lade.forward.experts import ExpertsPlan, experts_in, read_experts, router_of
 from lade.forward.packed import PackedLinear
+from lade.forward.recurrence import GatedNorm, RecurrencePlan, read_recurrence
 from lade.view import apart, with_attention
 
 _POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the watched forward
@@ -145,8 +145,9 @@ class LayerPlan(NamedTuple):
     factor: float  # of the results that are added to the states
     is_parallel: bool  # whether attention and MLP get the same states
     experts: ExpertsPlan | None  # with experts, the MLP is the shared expert, if there is one
-    convolution: nn.Conv1d | None  # instead of attention, between two gates or before `delta`
-    delta: DeltaPlan | None
+    # Instead of attention, between two gates or before a recurrence.
+    convolution: nn.Conv1d | None
+    recurrence: RecurrencePlan | None
 
     @property
     def mixed(self) -> int:
@@ -193,7 +194,7 @@ class DecoderSizes(NamedTuple):
     mixed: int  # columns of a layer's first products, at most, as the following
     attended: int  # numbers of a token behind attention
     taps: int  # tokens that a convolution sees
-    of_delta: int  # numbers that a head of a gated delta net needs
+    of_recurrence: int  # numbers that a thread needs for a recurrence
     num_experts: int  # maximum over layers, as the following
     num_chosen: int  # of a token
     expert_inner: int
@@ -252,7 +253,7 @@ class _Mlp(NamedTuple):
 
 
 class _Mixing(NamedTuple):
-    """Attention or a short convolution of a layer, which mix tokens."""
+    """Attention, a short convolution or a recurrence of a layer, which mix tokens."""
 
     products: tuple[ProductPlan | None, ...]  # query, or all three, key, value, more, out
     given: Tensor
@@ -264,7 +265,7 @@ class _Mixing(NamedTuple):
     settings: tuple[float, float, nn.Module | None]  # scaling, softcap, sinks
     convolution: nn.Conv1d | None
     done: set[nn.Module]
-    delta: DeltaPlan | None = None
+    recurrence: RecurrencePlan | None = None
 
 
 class _Attention(NamedTuple):
@@ -390,7 +391,7 @@ class _Reader:
         # Norms of the layer that are not explained yet.
         self._norms: list[tuple[nn.Module, Tensor, Tensor]] = []
         self._rotaries: dict[int, CallPlan] = {}
-        self._last_delta: DeltaPlan | None = None  # most layers have equal plans
+        self._last_recurrence: RecurrencePlan | None = None  # most layers have equal plans
         self._passed: dict[nn.Module, list[tuple[Tensor, Any]]] = {}
         # Linear layers inside of adapters.
         self._adapted: dict[nn.Module, tuple[nn.Linear, tuple[AdditionPlan, ...]]] = {}
@@ -445,12 +446,10 @@ class _Reader:
             max((each.inner for each in experts), default=0),
         )
         factors = _factors_of(self._view)
-        deltas = [layer.delta.heads[2:] for layer in layers if layer.delta is not None]
-        of_delta = max(
-            (size * num + 2 * (taps + 2) * max(size, num) for size, num in deltas), default=0
-        )
+        recurrences = [layer.recurrence for layer in layers if layer.recurrence is not None]
+        of_recurrence = max((each.num_scratch(taps) for each in recurrences), default=0)
         of_mixing = (max(layer.mixed for layer in layers), max(layer.attended for layer in layers))
-        of_layers = *of_heads, inner, between, *of_mixing, taps, of_delta, *of_experts
+        of_layers = *of_heads, inner, between, *of_mixing, taps, of_recurrence, *of_experts
         decoder = DecoderSizes(*of_layers, has_windows, factors, finish)
         return DecoderPlan(decoder, (), embedding, tuple(layers), norm, transform, head, modules)
 
@@ -604,7 +603,7 @@ class _Reader:
             of_query.arrangement,
             of_query.is_scaled,
             *(scaling * of_query.scale, softcap, sinks, factor, is_parallel, mlp.experts),
-            *(mixing.convolution, mixing.delta),
+            *(mixing.convolution, mixing.recurrence),
         )
         return plan, result
 
@@ -647,8 +646,8 @@ class _Reader:
         channels = convolution.out_channels
         reason = "its convolution is not one between two gates"
         require(convolution.groups == channels and len(called) > 1, reason)
-        if len(called) > 2:
-            return self._delta(convolution, called)
+        if len(called) > 2 or self._parents[convolution]._parameters:
+            return self._recurrent(convolution, called)
         into, out = map(self._product, called)
         given, rows = self._io(into.around)
         is_one = rows.shape[-1] == 3 * channels == 3 * out.num == 3 * given.shape[-1]
@@ -669,8 +668,8 @@ class _Reader:
                 )
         raise UnsupportedForwardError(reason)
 
-    def _delta(self, convolution: nn.Conv1d, called: list[nn.Module]) -> _Mixing:
-        """Return the gated delta net of a layer: products, a convolution, a state, a gated norm."""
+    def _recurrent(self, convolution: nn.Conv1d, called: list[nn.Module]) -> _Mixing:
+        """Return the recurrence of a layer: products, a convolution, a state, a gated norm."""
         module: Any = self._parents[convolution]
         *mixing, out = map(self._product, called)
         given = self._io(mixing[0].around)[0]
@@ -682,13 +681,15 @@ class _Reader:
         norm, mine, normed = norms[0]
         weight: Any = norm.weight
         gate, *others = [*self._calls[norm][0].args, None][1:]
-        require(isinstance(gate, Tensor) and others == [None], "its recurrence has another norm")
-        of_norm = NormPlan(norm, words.IS_NORM | words.ROUNDS, _eps_of(norm))
-        is_known = is_near(gated(mine, gate, weight, of_norm.eps), normed)
-        is_known = is_known and torch.equal(normed.flatten(), self._io(out.around)[0].flatten())
+        taken = self._io(out.around)[0]
+        is_known = isinstance(gate, Tensor) and others == [None]
+        is_known = is_known and torch.equal(normed.to(taken.dtype).flatten(), taken.flatten())
         require(is_known, "its recurrence has another norm")
-        plan = read_delta(module, convolution, rows, mine, gate, self._last_delta)
-        self._last_delta = plan
+        watched = GatedNorm(weight, _eps_of(norm), mine, gate, normed)
+        plan = read_recurrence(module, convolution, rows, watched, self._last_recurrence)
+        self._last_recurrence = plan
+        flags = words.IS_NORM | words.ROUNDS * plan.is_delta
+        of_norm = NormPlan(norm, flags, watched.eps)
         self._norms.remove(norms[0])
         straight = _Turned(None, 0, 0, 1.0, False)
         return _Mixing(

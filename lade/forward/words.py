@@ -17,7 +17,7 @@
     STATES,  # [tokens, HIDDEN], at first the embeddings
     NORMED,  # [tokens, HIDDEN], arranged
     MIXED,  # [tokens, MIXED_SIZE of the layer], what its first products give
-    QUERIES,  # [tokens, NUM_HEADS · HEAD_SIZE], or the queries of a gated delta net
+    QUERIES,  # [tokens, NUM_HEADS · HEAD_SIZE], or the queries of a recurrence
     ATTENDED,  # [tokens, ATTENDED_SIZE of the layer], arranged
     INNER,  # [tokens, of the layer's MLP], arranged
     ADDED,  # [tokens, HIDDEN], the result to be added to the states
@@ -65,7 +65,7 @@ JOB_SIZE = HEAD + PRODUCT_SIZE
 OF_ATTENTION, OF_MLP = range(24, 32, NORM_SIZE)
 (QUERY, KEY, VALUE, MORE, OUT, GATE, UP, DOWN) = range(32, 104, PRODUCT_SIZE)
 INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(104, 114)
-# EXPERTS, DELTA: the rows of ADDITIONS that describe a layer's experts and its gated delta net,
+# EXPERTS, RECURRENCE: the rows of ADDITIONS that describe a layer's experts and its recurrence,
 # counted from 1; 0 for none. A short convolution instead of attention has addresses of its weights,
 # [HIDDEN, TAPS], and of its biases; for attention, TAPS is 0. Then FIRST_QUERY is the third of
 # MIXED that multiplies the results, FIRST_KEY and FIRST_VALUE the two whose product is the input;
@@ -74,7 +74,7 @@ INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = 
 # or -1 without gates.
 FACTOR, IS_PARALLEL, SCALED, EXPERTS, CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(114, 121)
 NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, QUERY_STEP, FIRST_GATE = range(121, 127)
-MIXED_SIZE, ATTENDED_SIZE, DELTA, LAYER_SIZE = range(127, 131)
+MIXED_SIZE, ATTENDED_SIZE, RECURRENCE, LAYER_SIZE = range(127, 131)
 # A low-rank addition to a product: its first factor as a product, WEIGHT and BIAS of the second,
 # the scale of the result, the format of both factors, and its first number in a row of BETWEEN.
 SECOND = PRODUCT_SIZE
@@ -85,12 +85,14 @@ TIMES, OF_ADDED, START = range(SECOND + 2, SECOND + 5)
 ROUTER, SHARED_GATE = 0, PRODUCT_SIZE
 (NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(18, 25)
 (OF_ROUTER, OF_CORRECTION, EXPERT_GATE_UP, EXPERT_DOWN, EXPERT_INNER) = range(25, 30)
-# A gated delta net: address of what is compiled for it; heads of keys, and of values, and their
-# sizes; for queries, keys, values, gates of results, writing strengths and decays, the first column
-# in MIXED, and how many columns are from those of one key head to those of the next; addresses of
-# what decays are multiplied by, as logarithms, and of their biases; the format of both.
+# A recurrence: address of what is compiled for it; heads of keys, and of values, and their sizes;
+# for queries, keys, values, gates of results, writing strengths and decays, the first column in
+# MIXED, and how many columns are from those of one key head to those of the next; for the first
+# three, the first channel of the convolution; value heads that share a norm; whether it is a gated
+# delta net, else a Mamba 2; addresses of the biases of decays, of what decays are multiplied by, as
+# logarithms, and of factors by which values join the results; the format of these.
 (COMPILED, KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, COLUMNS, COLUMN_STEPS) = (*range(6), 11)
-(DECAYS, DECAY_BIASES, OF_DECAYS) = range(17, 20)
+CHANNELS, NUM_NORMED, IS_DELTA, DECAY_BIASES, DECAYS, SKIPS, OF_DECAYS = 17, *range(20, 26)
 
 # Flags of a norm; the last two say which numbers it spans, and when it runs.
 IS_NORM, CENTERS, ROUNDS, ADDS_ONE, IS_WHOLE, AFTER_TURN = 1, 2, 4, 8, 16, 32
@@ -99,7 +101,7 @@ HALVES, NEIGHBOURS, WIDE = 1, 2, 4  # the pairs that are rotated together; no ro
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED = range(5)
 TO_ROWS, TO_INNER, TO_LOGITS = range(3)  # use of a product's columns
 FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
-# Of a gated delta net, keys are the inputs of its convolution, and values what else tokens add, in
+# Of a recurrence, keys are the inputs of its convolution, and values what else tokens add, in
 # float32: keys, values, and of each value head how much its state keeps, and takes. STATE is the
 # address of the states, [VALUE_HEADS, KEY_SIZE, VALUE_SIZE], which lack the tokens from the slot
 # LACKS on; those with the tokens before the slot UNTIL go to the address BROUGHT.

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -429,7 +429,7 @@ class ConvolvedLayer(TreeCacheLayer, LinearAttentionCacheLayerMixin):  # type: i
 
 
 class _State(NamedTuple):
-    """A recurrent state, float32 [1, heads, key_size, value_size]."""
+    """A recurrent state, of torch's shape."""
 
     length: int  # tokens that it holds
     state: Tensor
@@ -437,7 +437,7 @@ class _State(NamedTuple):
 
 
 class RecurrentLayer(ConvolvedLayer):
-    """The part of a `TreeCache` that holds one gated delta net: inputs of its convolution, a state.
+    """The part of a `TreeCache` that holds one recurrence: inputs of its convolution, a state.
 
     A state cannot forget a token. So the state stays behind the text. The keys, values and gates of
     later tokens are kept in "values", float32 [1, 1, length, keys + values + gates], until the next
@@ -451,18 +451,15 @@ class RecurrentLayer(ConvolvedLayer):
         super().__init__(state, group, index)
         self._states: list[_State] = []  # the last is the present one
         self._after: Tensor | None = None  # state after all pending tokens, if torch ran them
-        self._spare: Tensor | None = None  # where the next state goes
+        self._lent: Tensor | None = None  # a state that the model may write its next one to
+        self._spare: Tensor | None = None  # where the next state goes, in a job's memory
+        self._advance: Callable[[Tensor, Tensor], Tensor] | None = None  # adds a token to a state
 
     @property
     def recurrent_states(self) -> list[Tensor]:
-        """The state after all tokens."""
-        if self._after is not None:
-            return [self._after]
-        length, state, _ = self._states[-1]
-        if length < self.get_seq_length():
-            for row in self._held("values")[0, 0, length - self.offset :]:
-                state = _advanced(state[0], row)[None]
-        return [state]
+        """A copy of the state after all tokens, as some models write to what they got."""
+        self._lent = self._present().clone()
+        return [self._lent]
 
     @property
     def oldest(self) -> int:
@@ -474,14 +471,21 @@ class RecurrentLayer(ConvolvedLayer):
         key_states: Tensor,
         value_states: Tensor | None = None,
         recurrent_state: Tensor | None = None,
+        advance: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         """Claim layers of the stores; a job adds what torch's forwards do without."""
         super().lazy_initialization(key_states)
         if value_states is not None and recurrent_state is not None:
             self._claim("values", value_states)
+            self._advance = advance
             self._spare = torch.zeros_like(recurrent_state)
             if not self._states:
                 self._states = [_State(0, torch.zeros_like(recurrent_state))]
+
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Write new inputs; the next state is where the last was, if the model gives no other."""
+        self._after, self._lent = self._lent, None
+        return super().update_conv_state(conv_states)
 
     def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Note the state after all pending tokens."""
@@ -497,15 +501,18 @@ class RecurrentLayer(ConvolvedLayer):
     def hand_over(self, layer: Any) -> None:
         """Fill a layer of a transformers cache with copies of the state and the last inputs."""
         super().hand_over(layer)
-        (state,) = self.recurrent_states
+        state = self._present().clone(memory_format=torch.contiguous_format)
         layer.lazy_initialization(recurrent_states=state)
-        layer.recurrent_states[0] = state.clone()
+        layer.recurrent_states[0] = state
 
     def place(self, stop: int) -> tuple[int, int, int, int] | None:
         """Return the last four of `TreeCache.slot_addresses`; None if torch ran pending tokens."""
         if self._after is not None or self._spare is None:
             return None
         length, state, _ = self._states[-1]
+        if state.stride() != self._spare.stride():  # torch has left it
+            state = torch.empty_like(self._spare).copy_(state)
+            self._states[-1] = self._states[-1]._replace(state=state)
         until = self._until(stop)
         slots = length - self.offset, until - self.offset
         return state.data_ptr(), *slots, self._spare.data_ptr()
@@ -535,32 +542,20 @@ class RecurrentLayer(ConvolvedLayer):
         known = [each for each in self._states if each.length <= length]
         return bool(known) and length <= known[-1].until
 
+    def _present(self) -> Tensor:
+        """Return the state after all tokens."""
+        if self._after is not None:
+            return self._after
+        length, state, _ = self._states[-1]
+        if length < self.get_seq_length():
+            assert self._advance is not None
+            for row in self._held("values")[0, 0, length - self.offset :]:
+                state = self._advance(state[0], row)[None]
+        return state
+
     def _until(self, stop: int) -> int:
         until = stop if self._state.is_prefilling else self._state.length - _NUM_BEHIND
         return max(until, self._states[-1].length)
-
-
-def _advanced(state: Tensor, row: Tensor) -> Tensor:
-    """Return a state [heads, key_size, value_size] after one more token, with the bits of a job.
-
-    Args:
-        state: is not changed.
-        row: keys and values of the token, then decay and share of each head.
-    """
-    num_heads, key_size, value_size = state.shape
-    num_values, num_gates = num_heads * value_size, 2 * num_heads
-    keys, values = row[: -num_values - num_gates], row[-num_values - num_gates : -num_gates]
-    gates = row[-num_gates:]
-    keys = keys.view(-1, key_size)
-    keys = keys.repeat_interleave(num_heads // len(keys), dim=0)
-    decays, shares = gates.view(num_heads, 2).unbind(dim=1)
-    state = state * decays[:, None, None]
-    change = torch.zeros_like(state[:, 0])
-    for number in range(key_size):  # in the order in which a job adds
-        change = change + state[:, number] * keys[:, number, None]
-    change = (values.view(num_heads, value_size) - change) * shares[:, None]
-    advanced: Tensor = state + keys[:, :, None] * change[:, None]
-    return advanced
 
 
 _MADE = {"convolved": ConvolvedLayer, "recurrent": RecurrentLayer}
@@ -676,14 +671,15 @@ class TreeCache(Cache):  # type: ignore[misc]
         return capacities
 
     def slot_addresses(
-        self, num_new: int, states: Sequence[tuple[Tensor, ...]]
+        self, num_new: int, states: Sequence[tuple[Any, ...]]
     ) -> NDArray[np.int64] | None:
         """Reserve slots for new tokens, and return where keys and values lie in memory.
 
         Args:
             num_new: number of new tokens; they are not counted as pending yet.
             states: for each layer, the keys of one token, and its values if the layer has some;
-                they show heads, head size and dtype. A recurrent state comes third.
+                they show heads, head size and dtype. A recurrent state comes third, and then a
+                function from a state [heads, …] and a token's values to the next state.
 
         Returns:
             int64 [num_layers, 9]: address of the keys, bytes from one head to the next, both for

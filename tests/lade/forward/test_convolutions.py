@@ -70,8 +70,3 @@ def goes_on(model: Any, num_tokens: int) -> None:
     later = lade.generate(model, longer, **more)
     whole = model.generate(longer, **{**more, "past_key_values": None})
     assert torch.equal(later.sequences, whole.sequences)
-
-
-def test_what_is_no_convolution_between_gates_is_left_to_torch() -> None:
-    reason = lade.probe(model_of("bamba")).why_by_torch
-    assert reason == "model.layers.0: its convolution is not one between two gates"

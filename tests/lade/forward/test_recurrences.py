@@ -1,23 +1,31 @@
-"""Gated delta nets in the place of attention, in jobs and in the cache."""
+"""Gated delta nets and Mamba 2 in the place of attention, in jobs and in the cache."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+import lade
 from tests.lade.forward.conftest import Ran
-from tests.lade.forward.families import FORMATS, model_of
+from tests.lade.forward.families import FORMATS, MAMBAS, model_of
 from tests.lade.forward.test_bits import Texts
 from tests.lade.forward.test_convolutions import goes_on
-from tests.lade.forward.test_job import TEXT, Apart, are_close, compared, with_drafts
+from tests.lade.forward.test_job import TEXT, Apart, Prefilled, are_close, compared, with_drafts
 
 __all__ = ["compared"]  # a fixture
 
-FAMILIES = ["qwen3_next", "qwen3_5_text"]  # columns key head by key head, and kind by kind
-SIZES: list[dict[str, Any]] = [
+DELTAS = "qwen3_next", "qwen3_5_text"  # columns key head by key head, and kind by kind
+OF_DELTAS: list[dict[str, Any]] = [
     {},
     {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2},
     {"linear_num_key_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 40},
+]
+SIZES: list[tuple[str, dict[str, Any]]] = [
+    *product(DELTAS, OF_DELTAS),
+    ("granitemoehybrid", {}),  # of Mamba 2, a norm of all heads; of several; of each
+    ("granitemoehybrid", {"mamba_n_groups": 2, "mamba_d_state": 24, "num_local_experts": 0}),
+    ("bamba", {"mamba_n_groups": 8, "mamba_proj_bias": True, "mamba_d_conv": 2}),
 ]
 
 
@@ -27,23 +35,25 @@ def no_grad() -> Any:
         yield
 
 
-@pytest.mark.parametrize("options", SIZES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "options"), SIZES, ids=str)
 def test_recurrences_of_any_size(
     family: str, options: dict[str, Any], compared: list[Apart]
 ) -> None:
     for dtype in FORMATS:
         model = model_of(family, dtype, **options)
-        with_drafts(model, TEXT)
+        if family in MAMBAS and dtype is not torch.float32:
+            for num_tokens in (3, 8, TEXT.shape[1]):
+                Prefilled(model, TEXT).run([*range(-1, num_tokens - 2)])
+        else:
+            with_drafts(model, TEXT)
         # In float32 torch's own forwards are off by 1e-4: states add up errors.
         near = [e._replace(is_close=e.is_close or float(e.told) < 5e-4) for e in compared]
         assert are_close(near if dtype is torch.float32 else compared, model), compared
-        assert {TEXT.shape[1], 1} < {each.num_tokens for each in compared}
+        assert {TEXT.shape[1]} < {each.num_tokens for each in compared}
         compared.clear()
 
 
-@pytest.mark.parametrize("options", SIZES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "options"), SIZES, ids=str)
 def test_tokens_have_the_same_bits(family: str, options: dict[str, Any], ran: list[Ran]) -> None:
     for dtype in FORMATS:
         assert Texts(model_of(family, dtype, **options)).differences(0) == []
@@ -51,8 +61,24 @@ def test_tokens_have_the_same_bits(family: str, options: dict[str, Any], ran: li
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 33, 300])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*DELTAS, *MAMBAS])
 def test_prompts_of_any_length(family: str, num_tokens: int, ran: list[Ran]) -> None:
     """Short ones run by a job, others by torch; caches go on from each other."""
     goes_on(model_of(family, max_position_embeddings=1024), num_tokens)
     assert (num_tokens in {each.num_tokens for each in ran}) == (num_tokens < 64)
+
+
+def test_forwards_of_torch_leave_the_state_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one token, those of Mamba 2 write to the state that they got, and do not say so."""
+    model, root = model_of("granitemoehybrid"), torch.tensor([[11]])
+    target, text = Prefilled(model, TEXT), torch.cat([TEXT, root], dim=1)
+    monkeypatch.setattr(target, "discard", lambda: None)
+    for path in ([], [0], [0]):
+        assert torch.allclose(target.run_plainly([]), model(text).logits[:, -1:], atol=1e-3)
+        target.commit([path])
+        text = torch.cat([text, *[root] * len(path)], dim=1)
+
+
+def test_a_mamba_with_limited_steps_is_left_to_torch() -> None:
+    reason = lade.probe(model_of("bamba", time_step_limit=(0.01, 0.1))).why_by_torch
+    assert reason == "model.layers.0: its recurrence limits its time steps"

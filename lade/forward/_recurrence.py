@@ -1,8 +1,9 @@
-"""Every compiled function of gated delta nets alone, for models that have such layers.
+"""Every compiled function of recurrences alone, for models that have such layers.
 
-Source: Gated Delta Networks (arXiv 2412.06464), token by token. A head has a state, a matrix from
-keys to values: with each token it decays, and what it gives for the token's key comes nearer to the
-token's value. Single numbers are multiplied, then added, in the order of keys, as torch does it.
+Source: Gated Delta Networks (arXiv 2412.06464), and Mamba 2 (arXiv 2405.21060), token by token. A
+head has a state, a matrix from keys to values: with each token it decays, and takes the token's key
+and value; in a delta net, what it gives for the key comes nearer to the value. Single numbers are
+multiplied, then added, in the order of keys, as torch does it.
 """
 
 import math
@@ -64,7 +65,7 @@ def _convolve_heads(g, phase, layer, of, parts, places, scratch):  # type: ignor
     while head < num_heads:
         kind = min(head // num_keys, 2)
         number, num = head - kind * num_keys, of_value if kind == 2 else of_key
-        start = kind * all_keys + number * num
+        start = of[w.CHANNELS + kind] + number * num
         weights = _taps_of(layer, start, num, format_, scratch)
         row = _row(scratch + 8 * num * taps, num)
         sums = _row(scratch + 4 * num * (2 * taps + 1), num)
@@ -79,15 +80,16 @@ def _convolve_heads(g, phase, layer, of, parts, places, scratch):  # type: ignor
                 _convolve_slot(layer, weights, inputs, slot, row, sums, format_)
                 _silu(sums)
                 _round(sums, format_)
-                if kind < 2:
+                if kind < 2 and of[w.IS_DELTA] != 0:
                     length = np.sqrt(_sum_of_squares(sums, _F(0)) + _EPS)
                     scale = _F(1) if kind == 1 else _F(1) / np.sqrt(_F(of_key))
                     for i in range(num):
                         sums[i] = sums[i] / length * scale
                 if kind == 0:
-                    target = g[w.QUERIES] + 4 * (all_keys * token + start)
+                    target = g[w.QUERIES] + 4 * (all_keys * token + number * num)
                 else:
-                    target = place[w.VALUES] + 4 * (_kept_size(of) * slot + start - all_keys)
+                    first = _kept_size(of) * slot + (all_keys if kind == 2 else 0)
+                    target = place[w.VALUES] + 4 * (first + number * num)
                 _copy(sums, _row(target, num))
         num_done += 1
         head = take(phase, 1)
@@ -98,23 +100,38 @@ def _convolve_heads(g, phase, layer, of, parts, places, scratch):  # type: ignor
 def _write_gates(g, mixed, of, head, gates, row):  # type: ignore[no-untyped-def]
     """Write how much of its state a head keeps with a token, and how much it takes."""
     of_decays, width = of[w.OF_DECAYS], 4 if of[w.OF_DECAYS] == FLOAT32 else 2
-    row[0] = _row(mixed + 4 * _column(of, 4, head, 1), 1)[0]
-    _sigmoid(row[:1])
-    _round(row[:1], g[w.FORMAT])
+    is_delta, number = of[w.IS_DELTA] != 0, row[:1]
+    to = FLOAT32 if is_delta else g[w.FORMAT]
+    _load(of[w.DECAY_BIASES] + width * head, number, of_decays)
+    _round(number, to)
+    row[0] += _row(mixed + 4 * _column(of, 5, head, 1), 1)[0]
+    _round(number, to)
+    softened = math.log1p(math.exp(min(row[0], _MOST_SOFTENED)))
+    row[0] = row[0] if row[0] > _MOST_SOFTENED else softened
+    _round(number, to)
     gates[1] = row[0]
-    _load(of[w.DECAYS] + width * head, row[:1], of_decays)
-    _load(of[w.DECAY_BIASES] + width * head, row[1:2], of_decays)
-    given = _row(mixed + 4 * _column(of, 5, head, 1), 1)[0] + row[1]
-    softened = math.log1p(math.exp(min(given, _MOST_SOFTENED)))
-    softened = given if given > _MOST_SOFTENED else softened
-    gates[0] = _F(math.exp(-math.exp(row[0]) * softened))
+    _load(of[w.DECAYS] + width * head, number, of_decays)
+    gates[0] = _F(math.exp(-math.exp(row[0]) * gates[1]))
+    if is_delta:
+        row[0] = _row(mixed + 4 * _column(of, 4, head, 1), 1)[0]
+        _sigmoid(number)
+        _round(number, g[w.FORMAT])
+        gates[1] = row[0]
 
 
 @_compiled
-def _advance(state, key, value, gates, change):  # type: ignore[no-untyped-def]
+def _advance(state, key, value, gates, change, is_delta):  # type: ignore[no-untyped-def]
     """Let a state decay, and take a key and its value; `change` is of as many numbers as this."""
-    _fill(change, _F(0))
     decay, share = gates[0], gates[1]
+    if not is_delta:
+        for i in range(len(value)):
+            change[i] = value[i] * share
+        for k in range(len(key)):
+            row, number = state[k], key[k]
+            for i in range(len(row)):
+                row[i] = row[i] * decay + number * change[i]
+        return
+    _fill(change, _F(0))
     for k in range(len(key)):
         row, number = state[k], key[k]
         for i in range(len(row)):
@@ -129,43 +146,74 @@ def _advance(state, key, value, gates, change):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _give(g, layer, of, head, token, state, scratch):  # type: ignore[no-untyped-def]
-    """Arrange what a state gives for a token's query, after its norm and its gate."""
+def _give(g, layer, of, head, token, state, value, sums):  # type: ignore[no-untyped-def]
+    """Write what a state gives for a token's query over the values of MIXED."""
     size, num, format_ = of[w.KEY_SIZE], of[w.VALUE_SIZE], g[w.FORMAT]
     number = head // (of[w.VALUE_HEADS] // of[w.KEY_HEADS])
     query = _row(g[w.QUERIES] + 4 * size * (of[w.KEY_HEADS] * token + number), size)
-    sums, normed = _row(scratch, num), _row(scratch + 4 * num, num)
-    gate = _row(scratch + 8 * num, num)
     _fill(sums, _F(0))
     for k in range(size):
         row, times = state[k], query[k]
         for i in range(num):
             sums[i] = sums[i] + row[i] * times
-    _round(sums, format_)
-    norm = layer[w.QUERY_NORM : w.QUERY_NORM + w.NORM_SIZE]
-    _normalize(sums, norm, normed, gate, format_)
-    column = layer[w.MIXED_SIZE] * token + _column(of, 3, head, num)
-    _copy(_row(g[w.MIXED] + 4 * column, num), gate)
-    _silu(gate)
+    result = _row(g[w.MIXED] + 4 * (layer[w.MIXED_SIZE] * token + _column(of, 2, head, num)), num)
+    if of[w.IS_DELTA] != 0:
+        _round(sums, format_)
+        _copy(sums, result)
+        return
+    width = 4 if of[w.OF_DECAYS] == FLOAT32 else 2
+    _load(of[w.SKIPS] + width * head, result[:1], of[w.OF_DECAYS])
+    factor = result[0]
     for i in range(num):
-        normed[i] = normed[i] * gate[i]
-    _round(normed, format_)
+        result[i] = sums[i] + value[i] * factor
+
+
+@_compiled
+def _arrange_results(g, layer, of, token, first, scratch):  # type: ignore[no-untyped-def]
+    """Arrange a token's results of the heads that share a norm, from `first` on, as it gives them.
+
+    A delta net has its gate behind the norm, and weights for one head.
+    """
+    size, num_heads, format_ = of[w.VALUE_SIZE], of[w.NUM_NORMED], g[w.FORMAT]
+    num, mixed = size * num_heads, g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
+    results, gates = _row(scratch, num), _row(scratch + 4 * num, num)
+    normed, wide = _row(scratch + 8 * num, num), _row(scratch + 12 * num, num)
+    norm = numba.carray(pointer(scratch + 16 * num), (w.NORM_SIZE,), np.int64)
+    for i in range(w.NORM_SIZE):
+        norm[i] = layer[w.QUERY_NORM + i]
+    for head in range(num_heads):
+        start, end = size * head, size * (head + 1)
+        of_values = _row(mixed + 4 * _column(of, 2, first + head, size), size)
+        _copy(of_values, results[start:end])
+        _copy(_row(mixed + 4 * _column(of, 3, first + head, size), size), gates[start:end])
+    _silu(gates)
+    if of[w.IS_DELTA] != 0:
+        _normalize(results, norm, normed, wide, format_)
+        for i in range(num):
+            normed[i] = normed[i] * gates[i]
+        _round(normed, format_)
+    else:
+        for i in range(num):
+            results[i] = results[i] * gates[i]
+        norm[w.NORM_WEIGHT] += (4 if format_ == FLOAT32 else 2) * size * first
+        _normalize(results, norm, normed, wide, format_)
     whole, width = layer[w.ATTENDED_SIZE], 2 if g[w.ARRANGED] == w.NARROW else 4
-    _arrange(normed, g[w.ATTENDED] + width * whole * token, head * num, whole, g[w.ARRANGED])
+    target = g[w.ATTENDED] + width * whole * token
+    _arrange(normed, target, first * size, whole, g[w.ARRANGED])
 
 
 @_part
 def _run_heads(g, phase, layer, of, parts, places, scratch):  # type: ignore[no-untyped-def]
     """Bring the states in the cache up to a slot, and give results of all tokens behind it.
 
-    A piece is a head of values, of one part.
+    A piece is a head of values, of one part; then the heads that share a norm, of one token.
     """
     num_heads, size, num = of[w.VALUE_HEADS], of[w.KEY_SIZE], of[w.VALUE_SIZE]
     sharing, all_keys = num_heads // of[w.KEY_HEADS], of[w.KEY_HEADS] * size
     state = numba.carray(pointer(scratch), (size, num), np.float32)
     whole, memory = _row(scratch, size * num), scratch + 4 * size * num
     change, num_done, num_all = _row(memory, num), 0, num_heads * g[w.NUM_PARTS]
-    piece = take(phase, 1)
+    is_delta, piece = of[w.IS_DELTA] != 0, take(phase, 1)
     while piece < num_all:
         part, head = divmod(piece, num_heads)
         place, first_new = places[part], places[part, w.NUM_KEYS] - parts[part, w.NUM_NEW]
@@ -182,18 +230,29 @@ def _run_heads(g, phase, layer, of, parts, places, scratch):  # type: ignore[no-
             if slot >= first_new:
                 mixed = g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
                 _write_gates(g, mixed, of, head, gates, change)
-            _advance(state, key, value, gates, change)
+            _advance(state, key, value, gates, change, is_delta)
             if slot >= first_new:
-                _give(g, layer, of, head, token, state, memory)
+                _give(g, layer, of, head, token, state, value, change)
+                if of[w.NUM_NORMED] == 1:
+                    _arrange_results(g, layer, of, token, head, memory)
         if place[w.UNTIL] == place[w.NUM_KEYS]:
             _copy(whole, brought)
         num_done += 1
         piece = take(phase, 1)
     _wait(phase, num_done, num_all)
+    if of[w.NUM_NORMED] > 1:
+        num_norms, num_done = num_heads // of[w.NUM_NORMED], 0
+        num_all, piece = num_norms * g[w.NUM_TOKENS], take(phase + 128, 1)
+        while piece < num_all:
+            token, number = divmod(piece, num_norms)
+            _arrange_results(g, layer, of, token, of[w.NUM_NORMED] * number, scratch)
+            num_done += 1
+            piece = take(phase + 128, 1)
+        _wait(phase + 128, num_done, num_all)
 
 
 @job
-def run_delta(address: Any) -> None:
+def run_recurrence(address: Any) -> None:
     """Run what other threads leave of a phase; takes eight addresses, and its number as third."""
     given = numba.carray(address, (8,), np.int64)
     g = numba.carray(pointer(given[0]), (w.JOB_SIZE,), np.int64)
