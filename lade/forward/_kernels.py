@@ -43,6 +43,9 @@ from lade.forward._tiles import (
 _MOST_ROWS = BLOCK  # rows of queries in a piece of attention
 _UNIT, _MOST_COLUMNS = (32, 192) if LANES == 16 else (48, 192)
 _FEW_CHOICES = 64  # choices of experts whose results for many columns fit into the second cache
+# Sums of a piece of an expert's columns that lie side by side: in rows of 11 kilobytes instead of
+# 768 bytes, a core reads them at 15 GB/s instead of 10.
+_WIDE = 16384
 _SPINS, _YIELDS = 2000, 20  # a waiting thread spins so often, then yields so often, then sleeps
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
 _INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -531,6 +534,21 @@ def _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_st
 
 
 @_compiled
+def _add_across(format_, inputs, weights, results, size, totals):  # type: ignore[no-untyped-def]
+    """Add products with weights whose columns lie side by side, input by input.
+
+    Each is an address, and bytes from one row to the next; inputs also have a number of rows, of
+    `size` numbers, and weights of columns. `totals` is memory for BLOCK numbers, one for each row.
+    """
+    (x, x_step, num_rows), (weight, step, num) = inputs, weights
+    # Few at once: a power of 2 apart, more would push each other out of the first cache.
+    few = LANES if num_rows > 1 else LANES // 2
+    for k in range(0, size, few):
+        values = weight + step * k, step, min(few, size - k)
+        add_rows(format_, (x + 4 * k, x_step, num_rows), values, results, num, totals)
+
+
+@_compiled
 def _multiply_across(g, format_, inputs, num_inputs, num_rows, of, first, num, out, out_step):  # type: ignore[no-untyped-def]
     """Add some columns of a product with a weight whose columns lie side by side, input by input.
 
@@ -546,10 +564,9 @@ def _multiply_across(g, format_, inputs, num_inputs, num_rows, of, first, num, o
             x = inputs + 4 * (k + LANES * turn), 4 * num_inputs, num_rows
             values = weight + step * (k + turn), 2 * step, LANES
             add_rows(format_, x, values, result, num, totals)
-    # Few at once: a power of 2 apart, more would push each other out of the first cache.
-    for k in range(num_paired, num_inputs, LANES):
-        x, size = (inputs + 4 * k, 4 * num_inputs, num_rows), min(LANES, num_inputs - k)
-        add_rows(format_, x, (weight + step * k, step, size), result, num, totals)
+    x = inputs + 4 * num_paired, 4 * num_inputs, num_rows
+    rest = weight + step * num_paired, step, num
+    _add_across(format_, x, rest, result, num_inputs - num_paired, totals)
 
 
 @_compiled
@@ -1101,6 +1118,27 @@ def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
 
 
 @_compiled
+def _mix(raw, chosen, shares, left, near, of, format_):  # type: ignore[no-untyped-def]
+    """Choose one expert after another; each shares its weight with the rest that score like it."""
+    _copy(raw, left)
+    for place in range(len(chosen)):
+        best, total = 0, _F(0)
+        for i in range(len(left)):
+            best = i if left[i] > left[best] else best
+        most = left[best]
+        for i in range(len(left)):
+            near[i] = most - raw[i]
+        _round(near, format_)
+        for i in range(len(left)):
+            near[i] = near[i] / max(abs(raw[i]), most)
+        _round(near, format_)
+        for i in range(len(left)):
+            if left[i] > -np.inf and not near[i] > _number(of, w.ADDED_TO_SUM):
+                total += _exponential(left[i] - most)
+        chosen[place], shares[place], left[best] = best, _F(1) / total, -_F(np.inf)
+
+
+@_compiled
 def _choose(g, of, token, scratch):  # type: ignore[no-untyped-def]
     """Choose the experts of a token, and the factor of each expert's result."""
     num, num_chosen, routing = of[w.ROUTER + w.NUM_COLUMNS], of[w.NUM_CHOSEN], of[w.ROUTING]
@@ -1113,6 +1151,8 @@ def _choose(g, of, token, scratch):  # type: ignore[no-untyped-def]
         _softmax(scores)
     elif of[w.WEIGHS] == w.BY_SIGMOID:
         _sigmoid(scores)
+    if routing & w.ROUNDS_WEIGHED:
+        _round(scores, g[w.FORMAT])
     _copy(raw[:num] if routing & w.SELECTS_RAW else scores, values)
     if of[w.CORRECTION] != 0:
         _load(of[w.CORRECTION], wide, of[w.OF_CORRECTION])
@@ -1121,18 +1161,23 @@ def _choose(g, of, token, scratch):  # type: ignore[no-untyped-def]
     num_groups = of[w.NUM_SETS]
     if num_groups > 0:
         leave_groups(values, wide[:num_groups], order[:num_groups], of[w.NUM_SETS_CHOSEN])
-    select(values, order, num_chosen, routing & w.IS_SORTED != 0)
     place = num_chosen * token
     chosen = numba.carray(pointer(g[w.CHOSEN] + 8 * place), (num_chosen,), np.int64)
     shares = _row(g[w.SHARES] + 4 * place, num_chosen)
-    for i in range(num_chosen):
-        chosen[i], shares[i] = order[i], scores[order[i]]
+    if of[w.WEIGHS] == w.BY_MIXING:
+        _mix(raw[:num], chosen, shares, values, wide, of, g[w.FORMAT])
+    else:
+        select(values, order, num_chosen, routing & w.IS_SORTED != 0)
+        for i in range(num_chosen):
+            chosen[i], shares[i] = order[i], scores[order[i]]
     if of[w.WEIGHS] == w.BY_SOFTMAX_OF_CHOSEN:
         _softmax(shares)
     if routing & w.IS_SUMMED:
-        total = max(_sum(shares), _F(1e-20))
+        wide[0] = max(_sum(shares) + _number(of, w.ADDED_TO_SUM), _F(1e-20))
+        if routing & w.ROUNDS_WEIGHED:
+            _round(wide[:1], g[w.FORMAT])
         for i in range(num_chosen):
-            shares[i] = shares[i] / total
+            shares[i] = shares[i] / wide[0]
     for i in range(num_chosen):
         shares[i] = shares[i] * _number(of, w.SHARE)
     if routing & w.ROUNDS_SHARES:
@@ -1166,67 +1211,171 @@ def _grouped(g, of, scratch):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _add_gathered(g, tokens, weights, out, out_step, memory):  # type: ignore[no-untyped-def]
-    """Add products of the normed states of some tokens.
+def _add_gathered(g, of, tokens, place, num, out, out_step, memory):  # type: ignore[no-untyped-def]
+    """Add some columns of gate and up of an expert, for the normed states of some tokens.
 
     Args:
-        g: the job.
+        g, of: the job, and the experts' row.
         tokens: numbers of the tokens.
-        weights: address of the weights, and their number of rows.
+        place: number of the expert, and of the first column.
+        num: number of columns.
         out, out_step: address of the sums, and bytes from one row to the next.
-        memory: memory for DEPTH numbers of each of these states.
+        memory: memory for DEPTH numbers of each of these states, and DEPTH more.
     """
-    size, width, num = g[w.HIDDEN], 4 if g[w.FORMAT] == FLOAT32 else 2, len(tokens)
+    size, width, (expert, column) = g[w.HIDDEN], 4 if g[w.FORMAT] == FLOAT32 else 2, place
+    whole, is_across = 2 * of[w.EXPERT_INNER], of[w.LIES] & w.LIE_ACROSS != 0
+    first = of[w.EXPERT_GATE_UP] + width * size * whole * expert
     kind, of_input = (DOTS, 2) if g[w.ARRANGED] == w.NARROW else (g[w.FORMAT], 4)
     for k in range(0, size, DEPTH):
         depth = min(DEPTH, size - k)
-        for place in range(num):
-            row = _row(g[w.NORMED] + of_input * (size * tokens[place] + k), of_input * depth // 4)
-            _copy(row, _row(memory + of_input * DEPTH * place, len(row)))
-        of_weights = weights[0] + width * k, width * size, weights[1]
-        x = memory, of_input * DEPTH, num
-        add_products(kind, x, of_weights, (out, out_step), depth)
+        for number in range(len(tokens)):
+            given = g[w.NORMED] + of_input * size * tokens[number]
+            if is_across and g[w.ARRANGED] != w.PLAIN:
+                row = _row(memory + 4 * DEPTH * number, depth)
+                _straighten(given, k, row, size, g[w.ARRANGED])
+            else:
+                row = _row(given + of_input * k, of_input * depth // 4)
+                _copy(row, _row(memory + of_input * DEPTH * number, len(row)))
+        if is_across:
+            x, totals = (memory, 4 * DEPTH, len(tokens)), memory + 4 * DEPTH * len(tokens)
+            weights = first + width * (whole * k + column), width * whole, num
+            _add_across(g[w.FORMAT], x, weights, (out, out_step), depth, totals)
+        else:
+            x = memory, of_input * DEPTH, len(tokens)
+            weights = first + width * (size * column + k), width * size, num
+            add_products(kind, x, weights, (out, out_step), depth)
+
+
+@_compiled
+def _end_products(address, start, rows, num, format_):  # type: ignore[no-untyped-def]
+    """Round rows of sums, and add biases from `start` on to them if these have an address."""
+    out, out_step, num_rows = rows
+    for row in range(num_rows):
+        numbers = _row(out + out_step * row, num)
+        _round(numbers, format_)
+        if address != 0:
+            _add_from(address, start, numbers, format_)
+            _round(numbers, format_)
+
+
+@_compiled
+def _multiply_gated(of, gate, up, wide, format_):  # type: ignore[no-untyped-def]
+    """Bound and activate the gates of an expert, and multiply them by what goes up, in place."""
+    bound, alpha, added = _number(of, w.BOUND), _number(of, w.ALPHA), _number(of, w.ADDED_TO_UP)
+    for i in range(len(gate)):
+        gate[i] = bound if gate[i] > bound else gate[i]
+        up[i] = _within(up[i], bound)
+    if of[w.GATING] == w.SWISH:
+        for i in range(len(gate)):
+            wide[i] = gate[i] * alpha
+        _round(wide, format_)
+        _sigmoid(wide)
+        _round(wide, format_)
+        for i in range(len(gate)):
+            gate[i] = gate[i] * wide[i]
+    else:
+        _activate(gate, of[w.GATING], wide)
+    _round(gate, format_)
+    if added != _F(0):
+        for i in range(len(gate)):
+            up[i] = up[i] + added
+        _round(up, format_)
+    for i in range(len(gate)):
+        gate[i] = gate[i] * up[i]
+    _round(gate, format_)
+
+
+@_compiled
+def _inner_at_once(g, of, num_hit, num_rows):  # type: ignore[no-untyped-def]
+    """Return the inner states in a piece of an expert that has so many rows."""
+    most = _MOST_COLUMNS // 2
+    if of[w.LIES] & w.LIE_ACROSS:
+        most = max(most, _WIDE // (2 * max(num_rows, 1)) // _UNIT * _UNIT)
+    return _share(num_hit * of[w.EXPERT_INNER], g[w.NUM_THREADS], _UNIT, most)
 
 
 @_part
-def _run_into_experts(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
+def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     """Write the inner states of all choices, expert by expert."""
-    size, inner, format_ = g[w.HIDDEN], of[w.EXPERT_INNER], g[w.FORMAT]
+    inner, format_, lies = of[w.EXPERT_INNER], g[w.FORMAT], of[w.LIES]
     num_hit, ends, tokens, _, scratch = _grouped(g, of, scratch)
-    out_step, width = 4 * _MOST_COLUMNS, 4 if format_ == FLOAT32 else 2
-    of_input = 2 if g[w.ARRANGED] == w.NARROW else 4
-    step = _share(num_hit * inner, g[w.NUM_THREADS], _UNIT, _MOST_COLUMNS // 2)
-    num_pieces, piece, num_before, num_done = -(-inner // step), take(phase, 1), 0, 0
-    for expert in range(len(ends) - 1):
+    arranged = w.PLAIN if lies & w.LIE_ACROSS else g[w.ARRANGED]
+    of_input = 2 if arranged == w.NARROW else 4
+    piece, num_before, num_done = take(phase, 1), 0, 0
+    # A late thread may have grouped the choices of the next layer: the first one tells all others
+    # how many pieces there are. Whoever has got one of these has grouped the right choices.
+    if piece == 0:
+        num_pieces = 0
+        for expert in range(len(ends) - 1):
+            num_rows = ends[expert + 1] - ends[expert]
+            step = _inner_at_once(g, of, num_hit, num_rows)
+            num_pieces += -(-inner // step) if num_rows > 0 else 0
+        take(phase + 128, num_pieces)
+    _wait(phase + 64, 0, 1)
+    num_all = _look(phase + 128)
+    for expert in range(len(ends) - 1 if piece < num_all else 0):
         first, until = ends[expert], ends[expert + 1]
         num_rows = until - first
-        wide, memory = scratch + out_step * num_rows, scratch + out_step * (num_rows + 1)
+        step = _inner_at_once(g, of, num_hit, num_rows)
+        num_pieces, out_step = -(-inner // step), 8 * step
+        memory = scratch + out_step * (num_rows + 1)
         while num_rows > 0 and piece < num_before + num_pieces:
             start = (piece - num_before) * step
             num = min(step, inner - start)
+            wide = _row(scratch + out_step * num_rows, num)
             for row in range(num_rows):
-                _fill(_row(scratch + out_step * row, _MOST_COLUMNS), _F(0))
-            for part in range(2):  # gate, up
-                place = (2 * expert + part) * inner + start
-                weights = of[w.EXPERT_GATE_UP] + width * size * place, num
-                out = scratch + out_step // 2 * part
-                _add_gathered(g, tokens[first:until], weights, out, out_step, memory)
+                _fill(_row(scratch + out_step * row, 2 * step), _F(0))
+            for part in range(1 if lies & w.ALTERNATE else 2):  # both, or gate and up
+                column, columns = part * inner + start, num
+                if lies & w.ALTERNATE:
+                    column, columns = 2 * start, 2 * num
+                out, place = scratch + out_step // 2 * part, (expert, column)
+                _add_gathered(g, of, tokens[first:until], place, columns, out, out_step, memory)
+                start_of_bias, rows = 2 * inner * expert + column, (out, out_step, num_rows)
+                _end_products(of[w.GATE_UP_BIAS], start_of_bias, rows, columns, format_)
             for row in range(num_rows):
                 gate = _row(scratch + out_step * row, num)
                 up = _row(scratch + out_step * row + out_step // 2, num)
-                _round(gate, format_)
-                _round(up, format_)
-                _activate(gate, layer[w.ACTIVATION], _row(wide, num))
-                _round(gate, format_)
-                for i in range(num):
-                    gate[i] = gate[i] * up[i]
-                _round(gate, format_)
+                if lies & w.ALTERNATE:
+                    both = _row(scratch + out_step * row, 2 * num)
+                    for i in range(num):
+                        gate[i], wide[i] = both[2 * i], both[2 * i + 1]
+                    _copy(wide, up)
+                _multiply_gated(of, gate, up, wide, format_)
                 target = g[w.OF_EXPERTS] + of_input * inner * (first + row)
-                _arrange(gate, target, start, inner, g[w.ARRANGED])
+                _arrange(gate, target, start, inner, arranged)
             num_done += 1
             piece = take(phase, 1)
         num_before += num_pieces if num_rows > 0 else 0
-    _wait(phase, num_done, num_before)
+    _wait(phase, num_done, num_all)
+
+
+@_compiled
+def _add_out_of_expert(g, of, expert, choices, start, num, out, totals):  # type: ignore[no-untyped-def]
+    """Write some columns of an expert's results, float32 [choices, num].
+
+    Args:
+        g, of, expert: the job, the experts' row, and the expert's number.
+        choices: the first of its choices, and the one behind the last.
+        start, num: the first column, and the number of columns.
+        out: address of the results, which are zeros.
+        totals: memory for BLOCK numbers and one for each choice.
+    """
+    size, inner, format_, (first, until) = g[w.HIDDEN], of[w.EXPERT_INNER], g[w.FORMAT], choices
+    width, rows = 4 if format_ == FLOAT32 else 2, (out, 4 * num, until - first)
+    weight = of[w.EXPERT_DOWN] + width * size * inner * expert
+    if of[w.LIES] & w.LIE_ACROSS:
+        x = g[w.OF_EXPERTS] + 4 * inner * first, 4 * inner, until - first
+        weights = weight + width * start, width * size, num
+        _add_across(format_, x, weights, (out, 4 * num), inner, totals)
+    else:
+        kind, of_input = (DOTS, 2) if g[w.ARRANGED] == w.NARROW else (format_, 4)
+        for k in range(0, inner, DEPTH):
+            place = g[w.OF_EXPERTS] + of_input * (inner * first + k)
+            x = place, of_input * inner, until - first
+            weights = weight + width * (start * inner + k), width * inner, num
+            add_products(kind, x, weights, (out, 4 * num), min(DEPTH, inner - k))
+    _end_products(of[w.DOWN_BIAS], size * expert + start, rows, num, format_)
 
 
 @_part
@@ -1235,41 +1384,29 @@ def _run_out_of_experts(g, phase, layer, of, scratch):  # type: ignore[no-untype
 
     The results are added in the order of the token's choices, so other tokens change no bit.
     """
-    size, inner, format_, num_chosen = (
-        g[w.HIDDEN],
-        of[w.EXPERT_INNER],
-        g[w.FORMAT],
-        of[w.NUM_CHOSEN],
-    )
+    size, format_, num_chosen = g[w.HIDDEN], g[w.FORMAT], of[w.NUM_CHOSEN]
     _, ends, _, slots, scratch = _grouped(g, of, scratch)
-    width, num_rows, num_experts = 4 if format_ == FLOAT32 else 2, len(slots), len(ends) - 1
-    kind, of_input = (DOTS, 2) if g[w.ARRANGED] == w.NARROW else (format_, 4)
+    num_rows = len(slots)
     most = _MOST_COLUMNS if num_rows <= _FEW_CHOICES else _UNIT
+    if of[w.LIES] & w.LIE_ACROSS:
+        most = max(most, _WIDE // num_rows // _UNIT * _UNIT)
     step = _share(size, g[w.NUM_THREADS], _UNIT, most)
     start, num_done = take(phase, step), 0
     while start < size:
         num = min(step, size - start)
+        totals = scratch + 4 * num * (num_rows + 1)
         _fill(_row(scratch, num * num_rows), _F(0))
-        for expert in range(num_experts):
+        for expert in range(len(ends) - 1):
             first, until = ends[expert], ends[expert + 1]
-            if first == until:
-                continue
-            for k in range(0, inner, DEPTH):
-                x = (
-                    g[w.OF_EXPERTS] + of_input * (inner * first + k),
-                    of_input * inner,
-                    until - first,
-                )
-                place = of[w.EXPERT_DOWN] + width * ((size * expert + start) * inner + k)
-                weights, results = (place, width * inner, num), (scratch + 4 * num * first, 4 * num)
-                add_products(kind, x, weights, results, min(DEPTH, inner - k))
+            if first < until:
+                out, choices = scratch + 4 * num * first, (first, until)
+                _add_out_of_expert(g, of, expert, choices, start, num, out, totals)
         for token in range(g[w.NUM_TOKENS]):
             sums = _row(scratch + 4 * num * num_rows, num)
             _fill(sums, _F(0))
             for choice in range(num_chosen * token, num_chosen * (token + 1)):
                 result = _row(scratch + 4 * num * slots[choice], num)
                 share = _row(g[w.SHARES] + 4 * choice, 1)[0]
-                _round(result, format_)
                 for i in range(num):
                     result[i] = result[i] * share
                 if of[w.ROUTING] & w.ROUNDS_SHARES:
@@ -1303,7 +1440,7 @@ def _run_experts(g, step, phase, layer, scratch):  # type: ignore[no-untyped-def
     elif step == 9:
         _choose_experts(g, phase, of, scratch)
     elif step == 10:
-        _run_into_experts(g, phase, layer, of, scratch)
+        _run_into_experts(g, phase, of, scratch)
     else:
         _run_out_of_experts(g, phase, layer, of, scratch)
 
@@ -1397,8 +1534,9 @@ def scratch_size(
     of_products += STRIP + 16
     num_choices, of_experts = num_tokens * num_chosen, 0
     if num_experts > 0:
-        of_inner = (num_tokens + 1) * (_MOST_COLUMNS + DEPTH)
+        of_inner = (num_tokens + 1) * (_MOST_COLUMNS + DEPTH) + 2 * _WIDE
         of_results = max((num_choices + 1) * _UNIT, (_FEW_CHOICES + 1) * _MOST_COLUMNS)
+        of_results += BLOCK + num_tokens + 2 * _WIDE
         of_experts = 5 * (num_experts + 1) + 4 * num_choices + max(of_inner, of_results)
     of_convolution = 2 * (taps + 1) * _MOST_COLUMNS
     most = max(of_rows, of_attention, of_products, of_experts, of_convolution, of_recurrence)

@@ -1,10 +1,11 @@
 """Read from a watched layer how it chooses experts, and what the experts compute.
 
-Five tokens show little of a router. So it is asked about many others, and the plan must choose the
-same experts for all of them.
+Five tokens show little of a router and of experts. So they are asked about others, and the plan
+must choose the same experts for all of them, and compute the same of large states as of small ones.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -19,16 +20,26 @@ from lade.forward.comparing import (
     difference,
     is_near,
     require,
+    tolerance,
 )
 
-_NUM_ASKED = 256  # made-up tokens that a router is asked about
+# Made-up tokens that a router is asked about, and how much larger half of them are: so large that
+# a softmax of all scores loses what decides between the lower ones.
+_NUM_ASKED, _LARGER = 256, 64.0
+# Made-up tokens that an expert is asked about, for each size of its gates, and columns of its
+# results that are compared. Real gates are of these sizes; a bound is asked about with larger ones.
+_FEW_ASKED, _FEW_COLUMNS, _SIZES, _BEYOND = 2, 16, (1.0, 8.0, 64.0), 4.0
 _MOST_SORTED = 17  # `_experts.select`
+_ADDED = 0.0, 1e-20, 1e-12, 1e-9, 1e-6  # to a sum, so that nothing is divided by 0
 _WAYS = (  # scores that weigh the choices, and whether raw scores choose the experts
     (words.BY_SOFTMAX, 0),
     (words.BY_SIGMOID, 0),
     (words.BY_SOFTMAX_OF_CHOSEN, words.SELECTS_RAW),
     (words.BY_SIGMOID, words.SELECTS_RAW),
 )
+
+
+STACKS = "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"
 
 
 class RoutingPlan(NamedTuple):
@@ -40,19 +51,37 @@ class RoutingPlan(NamedTuple):
         int, int
     ]  # number of groups, and of groups with chosen experts; 0, 0 without groups
     share: float  # factor of all weights
+    added: float = 0.0  # to the sum that divides them; of `_mixed`, how far apart scores may be
+
+
+class GatingPlan(NamedTuple):
+    """What experts make of the columns of gate and up."""
+
+    activation: int  # of the gate
+    alpha: float  # factor of the gate within `words.SWISH`
+    bound: float  # of the gate from above, and of up on both sides
+    added: float  # to up
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return inner states."""
+        gate, up = gate.clamp(max=self.bound), up.clamp(-self.bound, self.bound)
+        if self.activation == words.SWISH:
+            return gate * torch.sigmoid(gate * self.alpha) * (up + self.added)
+        return ACTIVATIONS[self.activation](gate) * (up + self.added)
 
 
 class ExpertsPlan(NamedTuple):
     """The experts of a layer."""
 
     module: nn.Module  # has the stacked weights
+    lies: int  # how these lie
     router: Any  # the module that has the router's weight
     correction: tuple[nn.Module, str, torch.dtype] | None  # added to the scores that choose experts
     shared_gate: nn.Linear | None
     routing: RoutingPlan
     num_chosen: int
     inner: int
-    activation: int
+    gating: GatingPlan
 
 
 class _Bias(NamedTuple):
@@ -102,25 +131,21 @@ def read_experts(
     require(not others and len(given) == 3 and len(gates) <= 1, f"{name} is called otherwise")
     chosen = next(each for each in given if each.dtype is torch.int64)
     states, shares = (each for each in given if each is not chosen)
-    up, down = (module._parameters.get(each) for each in ("gate_up_proj", "down_proj"))
-    has_shape = up is not None and down is not None and len({*module._parameters}) == 2
-    has_shape = has_shape and down.shape == (len(up), states.shape[1], up.shape[1] // 2)
-    require(has_shape and up.shape[2] == states.shape[1], f"{name} has weights of other shapes")
-    gated = [calls[each][-1] for each in module.children() if each in calls]
-    require(len(gated) == 1, f"{name} has an activation of its own")
-    activation = min(ACTIVATIONS, key=lambda which: _error(which, gated[0]))
-    routed = Routed(states, chosen, shares)
-    require(is_near(_result(module, activation, routed), call.out), f"{name} computes otherwise")
+    stack, routed = _stack_of(module, states.shape[1]), Routed(states, chosen, shares)
+    lies, gating = _gating(stack, call, routed)
+    is_same = is_near(_result(stack._replace(lies=lies), gating, routed), call.out)
+    require(is_same, f"{name} computes otherwise")
     require(bool(calls[router][0].args), f"{type(router).__name__} is called otherwise")
-    weighing = [each for each in router.modules() if _is_of(each, len(up), states.shape[1])]
+    num, size = len(stack.weights[0]), states.shape[1]
+    weighing = [each for each in router.modules() if _is_of(each, num, size)]
     require(len(weighing) == 1, f"{type(router).__name__} has no weight of a known shape")
-    biases = _biases(block, len(up), weighing[0])
+    biases = _biases(block, num, weighing[0])
     asked = _asked(router, routed, calls[router][0], biases)
     routing, bias = _routing(block, router, weighing[0], biases, asked)
     correction = None if bias is None else (bias.module, bias.name, bias.numbers.dtype)
     gate = gates[0] if gates else None
-    of_choices = chosen.shape[1], down.shape[2]
-    return ExpertsPlan(module, weighing[0], correction, gate, routing, *of_choices, activation)
+    of_choices = routing, chosen.shape[1], stack.inner
+    return ExpertsPlan(module, lies, weighing[0], correction, gate, *of_choices, gating)
 
 
 def _own(module: nn.Module) -> list[Any]:
@@ -132,18 +157,88 @@ def _is_of(module: nn.Module, num_experts: int, size: int) -> bool:
     return weight is not None and weight.shape == (num_experts, size)
 
 
-def _error(which: int, call: Any) -> float:
-    return difference(ACTIVATIONS[which](call.args[0]), call.out)
+class _Stack(NamedTuple):
+    """The stacked weights of experts, and their biases if they have some."""
+
+    module: Any
+    weights: tuple[Tensor, Tensor]  # gate and up together, and down
+    biases: tuple[Tensor | None, Tensor | None]
+    inner: int
+    lies: int
+
+    def split(self, made: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns of gate and of up."""
+        if self.lies & words.ALTERNATE:
+            return made[:, ::2], made[:, 1::2]
+        gate, up = made.chunk(2, dim=1)
+        return gate, up
+
+    def product(self, states: Tensor, which: int, expert: int, num: int | None = None) -> Tensor:
+        """Return the first columns of a product with one of an expert's weights."""
+        weight, bias = self.weights[which][expert], self.biases[which]
+        weight = (weight.T if self.lies & words.LIE_ACROSS else weight)[:num]
+        # In 16 bits, some of torch's products take ten times as long.
+        made = linear(states.float(), weight.float()).to(states.dtype)
+        return made if bias is None else made + bias[expert, :num]
 
 
-def _result(module: Any, activation: int, routed: Routed) -> Tensor:
+def _stack_of(module: Any, hidden: int) -> _Stack:
+    """Return the stacked weights of a module, if they have known names and shapes."""
+    up, down, *biases = (module._parameters.get(name) for name in STACKS)
+    is_known = {*module._parameters} <= {*STACKS} and up is not None and down is not None
+    if is_known:
+        num, inner = len(up), down.numel() // (len(up) * hidden)
+        shapes = [(num, 2 * inner, hidden), (num, hidden, inner)]
+        across = [(each[0], each[2], each[1]) for each in shapes]
+        lies = words.LIE_ACROSS if [up.shape, down.shape] == across else 0
+        is_known = bool(lies) or [up.shape, down.shape] == shapes
+        wanted = zip(biases, ((num, 2 * inner), (num, hidden)), strict=True)
+        is_known = is_known and all(each is None or each.shape == shape for each, shape in wanted)
+    require(is_known, f"{type(module).__name__} has weights of other shapes")
+    return _Stack(module, (up, down), (biases[0], biases[1]), inner, lies)
+
+
+def _gating(stack: _Stack, call: Any, routed: Routed) -> tuple[int, GatingPlan]:
+    """Ask an expert about states; return how weights lie, and what becomes of gate and up."""
+    module, expert, shares = stack.module, int(routed.chosen[0, 0]), routed.shares
+    numbers = sorted({each for each in vars(module).values() if type(each) is float and each > 0})
+    activations = [(which, 1.0) for which in ACTIVATIONS]
+    activations += [(words.SWISH, each) for each in numbers]
+    noise = torch.Generator().manual_seed(0)
+    rows = torch.randn((_FEW_ASKED, routed.states.shape[1]), generator=noise)
+    usual = float(stack.product(rows.to(routed.states.dtype), 0, expert).float().std())
+    one = torch.ones((len(rows), 1), dtype=torch.int64)
+    all_of_it, errors = one.to(shares.dtype), dict[tuple[int, GatingPlan], float]()
+    for size in (*_SIZES, *(_BEYOND * each for each in numbers)):
+        states = (rows * (size / usual)).to(routed.states.dtype)
+        put = {id(routed.states): states, id(routed.chosen): one * expert, id(shares): all_of_it}
+        args = [put.get(id(each), each) for each in call.args]
+        out = module(*args, **{name: put.get(id(each), each) for name, each in call.kwargs.items()})
+        told = out[:, :_FEW_COLUMNS]
+        told = told[kept := told.isfinite().all(dim=1)]  # float16 has no larger numbers
+        made = stack.product(states, 0, expert)
+        for alternates in (0, words.ALTERNATE):
+            lying = stack._replace(lies=stack.lies | alternates)
+            columns = lying.split(made)
+            for activation, bound, added in product(activations, (math.inf, *numbers), (0.0, 1.0)):
+                plan = GatingPlan(*activation, bound, added)
+                mine = lying.product(plan(*columns), 1, expert, _FEW_COLUMNS)[kept].to(told.dtype)
+                error = difference(mine, told) / (tolerance(told) + 1e-30) if len(told) else 0.0
+                worst = max(errors.get((lying.lies, plan), 0.0), error)
+                errors[lying.lies, plan] = worst if error <= worst else math.inf  # of NaN
+    least = min(errors, key=errors.__getitem__)
+    require(errors[least] <= 1.0, f"{type(module).__name__} has an activation of its own")
+    return least
+
+
+def _result(stack: _Stack, gating: GatingPlan, routed: Routed) -> Tensor:
     """Return the weighted sum of the experts' results, in the order of choices."""
     states, chosen, shares = routed
     parts = states.new_zeros((*chosen.shape, states.shape[1]), dtype=shares.dtype)
     for expert in sorted({*chosen.flatten().tolist()}):
         token, place = torch.where(chosen == expert)
-        gate, up = linear(states[token], module.gate_up_proj[expert]).chunk(2, dim=-1)
-        out = linear(ACTIVATIONS[activation](gate) * up, module.down_proj[expert])
+        columns = stack.split(stack.product(states[token], 0, expert))
+        out = stack.product(gating(*columns), 1, expert)
         parts[token, place] = out * shares[token, place, None]
     return parts.sum(dim=1).to(states.dtype)
 
@@ -163,6 +258,7 @@ def _asked(router: nn.Module, routed: Routed, call: Any, biases: Sequence[_Bias]
     (given, *others), kwargs = call.args, call.kwargs
     noise = torch.Generator().manual_seed(0)
     rows = torch.randn((_NUM_ASKED, given.shape[-1]), generator=noise) * given.float().std()
+    rows[1::2] *= _LARGER
     rows = rows.to(given.dtype)
     put = {id(each.held[each.name]): each.numbers for each in biases}
     before = [each.held[each.name] for each in biases]
@@ -210,23 +306,28 @@ def _routing(
         for num, left in product(sorted(sizes), repeat=2)
         if num_experts > num > left > 0 and num_experts % num == 0
     ]
-    rounding = (words.ROUNDS_SCORES, 0) if is_rounded else (0,)
-    for rounds, correction, of_groups, (weighs, how), is_sorted in product(
-        rounding, corrections, groups, _WAYS, (words.IS_SORTED, 0)
+    rounding = words.ROUNDS_SCORES, 0, words.ROUNDS_SCORES | words.ROUNDS_WEIGHED
+    doubled = (2 * torch.tensor(sorted(factors), dtype=asked.states.dtype)).tolist()
+    ways = [*((*way, 0.0) for way in _WAYS), *((words.BY_MIXING, 0, each) for each in doubled)]
+    for correction, of_groups, (weighs, how, added), is_sorted in product(
+        corrections, groups, ways, (words.IS_SORTED, 0)
     ):
-        plan = RoutingPlan(weighs, rounds | how | is_sorted, of_groups, 1.0)
-        chosen, shares = _chosen(plan, weighing, correction, asked)
-        if torch.equal(chosen, asked.chosen):
-            for each in _shares(plan, shares, asked.shares, {1.0, *factors}):
-                require(chosen.shape[1] <= _MOST_SORTED, "a token has too many experts")
-                return each, correction
+        errors: dict[RoutingPlan, float] = {}
+        for rounds in rounding if is_rounded else (0,):
+            plan = RoutingPlan(weighs, rounds | how | is_sorted, of_groups, 1.0, added)
+            chosen, scores = _chosen(plan, weighing, correction, asked)
+            if torch.equal(chosen, asked.chosen):
+                errors |= _errors(plan, scores, asked.shares, {1.0, *factors})
+        if errors:
+            require(asked.chosen.shape[1] <= _MOST_SORTED, "a token has too many experts")
+            return min(errors, key=errors.__getitem__), correction
     raise UnsupportedForwardError(f"{type(router).__name__} chooses experts in another way")
 
 
 def _chosen(
     plan: RoutingPlan, weighing: Any, correction: _Bias | None, asked: Routed
 ) -> tuple[Tensor, Tensor]:
-    """Return the experts that a plan chooses, and the shares of their results."""
+    """Return the experts that a plan chooses, and their scores."""
     states, weight, bias = asked.states, weighing.weight, weighing._parameters.get("bias")
     if not plan.flags & words.ROUNDS_SCORES:
         states, weight = states.float(), weight.float()
@@ -235,11 +336,15 @@ def _chosen(
         return torch.empty(0), torch.empty(0)
     raw = linear(states, weight, bias).float()
     scores = raw
+    if plan.weighs == words.BY_MIXING:
+        return _mixed(raw.to(asked.states.dtype), asked.chosen.shape[1], plan.added)
     if plan.weighs == words.BY_SOFTMAX:
         scores = raw.softmax(dim=-1)
     elif plan.weighs == words.BY_SIGMOID:
         scores = raw.sigmoid()
-    values = raw if plan.flags & words.SELECTS_RAW else scores
+    if plan.flags & words.ROUNDS_WEIGHED:
+        scores = scores.to(asked.states.dtype)
+    values = raw if plan.flags & words.SELECTS_RAW else scores.float()
     if correction is not None:
         values = values + correction.numbers.reshape(-1).float()
     num, left = plan.groups
@@ -253,14 +358,33 @@ def _chosen(
     return chosen, scores.gather(1, chosen)
 
 
-def _shares(
+def _mixed(raw: Tensor, num: int, apart: float) -> tuple[Tensor, Tensor]:
+    """Choose one expert after another; each shares its weight with the rest that score like it."""
+    left, found = raw, []
+    for _ in range(num):
+        most, which = left.max(dim=-1, keepdim=True)
+        is_apart = (most - raw) / raw.abs().clamp(min=most) > apart
+        shares = left.masked_fill(is_apart, -torch.inf).softmax(dim=-1)
+        found.append((which, shares.gather(-1, which)))
+        left = left.scatter(-1, which, -torch.inf)
+    chosen, weights = zip(*found, strict=True)
+    return torch.cat(chosen, dim=-1), torch.cat(weights, dim=-1)
+
+
+def _errors(
     plan: RoutingPlan, scores: Tensor, shares: Tensor, numbers: set[float]
-) -> Iterator[RoutingPlan]:
-    """Yield the routings that may turn scores into these shares."""
+) -> dict[RoutingPlan, float]:
+    """Return the routings that may turn scores into these shares, and how far off they are."""
     if plan.weighs == words.BY_SOFTMAX_OF_CHOSEN:
         scores = scores.softmax(dim=-1)
-    for flag, share in product((0, words.IS_SUMMED), sorted(numbers, key=lambda each: each != 1.0)):
-        mine = scores / scores.sum(dim=-1, keepdim=True) if flag else scores
-        if is_near((mine * share).to(shares.dtype), shares):
-            rounds = words.ROUNDS_SHARES * (shares.dtype is not torch.float32)
-            yield plan._replace(flags=plan.flags | flag | rounds, share=share)
+    kept, errors = shares.isfinite().all(dim=-1), dict[RoutingPlan, float]()
+    flags = plan.flags | words.ROUNDS_SHARES * (shares.dtype is not torch.float32)
+    sums = () if plan.weighs == words.BY_MIXING else _ADDED
+    for share in sorted(numbers, key=lambda each: each != 1.0):
+        for flag, added in ((0, plan.added), *((words.IS_SUMMED, each) for each in sums)):
+            mine = scores / (scores.sum(dim=-1, keepdim=True) + added) if flag else scores
+            mine = (mine * share).to(shares.dtype)[kept]
+            if is_near(mine, shares[kept]):
+                found = plan._replace(flags=flags | flag, share=share, added=added)
+                errors[found] = difference(mine, shares[kept])
+    return errors

@@ -40,7 +40,7 @@ from lade.forward.comparing import (
     require,
     why_wrong,
 )
-from lade.forward.experts import ExpertsPlan
+from lade.forward.experts import STACKS, ExpertsPlan
 from lade.forward.linear import FORMATS, MOST_TOKENS, Products, is_plain, kernels
 from lade.forward.packed import PackedLinear, function_of, made_whole
 from lade.forward.reading import (
@@ -165,7 +165,10 @@ class FusedForwards:
         is_whole = sizes.head_size % compiled.LANES == 0
         require(is_whole, "its heads are no whole number of vectors")
         across = [each.module for each in products_of(plan) if isinstance(each.module, Conv1D)]
-        is_whole = all(each.nf % compiled.LANES == 0 for each in across)
+        experts = [layer.experts for layer in plan.layers if layer.experts is not None]
+        lying = {each.inner for each in experts if each.lies & words.LIE_ACROSS}
+        columns = {each.nf for each in across} | lying | {sizes.hidden for _ in lying}
+        is_whole = all(each % compiled.LANES == 0 for each in columns)
         require(is_whole, "its columns are no whole number of vectors")
         self._is_packed = type(plan.head) is PackedLinear
         self._dtype = torch.float32 if self._is_packed else plan.head.weight.dtype
@@ -765,13 +768,17 @@ class _Weights:
             self._add_matrix(number, words.SHARED_GATE, plan.shared_gate, 0, self._dtype)
         row[words.NUM_CHOSEN], row[words.WEIGHS] = plan.num_chosen, routing.weighs
         row[words.ROUTING], row[words.SHARE] = routing.flags, _bits(routing.share)
+        row[words.ADDED_TO_SUM] = _bits(routing.added)
         row[words.NUM_SETS], row[words.NUM_SETS_CHOSEN] = routing.groups
         row[words.OF_ROUTER], row[words.EXPERT_INNER] = FORMATS[router], plan.inner
         row[words.OF_CORRECTION] = FORMATS[correction]
         if module is not None:
             self._add(number, words.CORRECTION, module, name, correction)
-        self._add(number, words.EXPERT_GATE_UP, plan.module, "gate_up_proj", self._dtype)
-        self._add(number, words.EXPERT_DOWN, plan.module, "down_proj", self._dtype)
+        row[words.LIES], row[words.GATING] = plan.lies, plan.gating.activation
+        row[words.ALPHA : words.ADDED_TO_UP + 1] = [*map(_bits, plan.gating[1:])]
+        places = words.EXPERT_GATE_UP, words.EXPERT_DOWN, words.GATE_UP_BIAS, words.DOWN_BIAS
+        for place, name in zip(places, STACKS, strict=True):
+            self._add(number, place, plan.module, name, self._dtype)
 
     def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
         from lade.forward._recurrence import run_recurrence  # compiled as it is imported

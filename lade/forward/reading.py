@@ -46,11 +46,11 @@ _PRODUCTS = (*_LINEARS, Conv1D)
 _NOTHING = (nn.Dropout, nn.Identity)  # these change nothing when a text is generated
 _MIXING = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
 # Forms of a rotary module's output: sines first, or negated; only the first half used; the same
-# number for two neighbours.
-_SINES_FIRST, _BACK, _HALVED, _SHARED = 1, 2, 4, 8
+# number for two neighbours, or in both halves.
+_SINES_FIRST, _BACK, _HALVED, _SHARED, _TWICE = 1, 2, 4, 8, 16
 _ARRANGEMENTS = [
     how | sines
-    for how in (0, _HALVED | _SHARED, _SHARED)
+    for how in (0, _HALVED | _SHARED, _SHARED, _TWICE)
     for sines in (0, _SINES_FIRST, _BACK, _SINES_FIRST | _BACK)
 ]
 # Last operations on logits, by the name of the setting that has their factor.
@@ -995,12 +995,11 @@ class _Reader:
         experts = read_experts(block, module, router, gates, self._calls)
         given, out = self._io(block)[0], self._io(module)[1]
         products: Any = (None, None, None)
-        beside = [module, router, *gates]
+        activation, beside = words.SILU, [module, router, *gates]
         if shared:
             *products, activation = self._dense(
                 layer, [each for each in shared if each not in gates]
             )
-            require(activation == experts.activation, "experts and what is shared differ in kind")
             beside += [products[0].around]
             more = self._results(products[2]).flatten(0, -2)
             for gate in gates:
@@ -1009,7 +1008,7 @@ class _Reader:
         rows = given.flatten(0, -2)
         is_same = all(torch.equal(self._io(each)[0].flatten(0, -2), rows) for each in beside)
         require(is_same, "experts, their router and what is shared get different states")
-        return _Mlp(given, out.view_as(given), (*products,), experts.activation, experts, inside)
+        return _Mlp(given, out.view_as(given), (*products,), activation, experts, inside)
 
     def _dense(
         self, layer: nn.Module, linears: list[nn.Module]
@@ -1129,6 +1128,8 @@ def arranged(angles: Sequence[Tensor], how: int) -> list[Tensor]:
     found = [cos, -sin if how & _BACK else sin]
     if how & _HALVED:
         found = [each[..., : each.shape[-1] // 2] for each in found]
+    if how & _TWICE:
+        found = [torch.cat((each, each), dim=-1) for each in found]
     return [each.repeat_interleave(2, dim=-1) if how & _SHARED else each for each in found]
 
 

@@ -81,10 +81,12 @@ SECOND = PRODUCT_SIZE
 TIMES, OF_ADDED, START = range(SECOND + 2, SECOND + 5)
 # Experts: the router, and the gate of the shared expert, as products; codes for the choice and the
 # factors of results; the formats of the router and of the correction of its scores; addresses of
-# the stacked weights: gate and up together, and down.
+# the stacked weights: gate and up together, and down; of their biases; how the weights lie; what
+# becomes of gate and up (`experts.GatingPlan`).
 ROUTER, SHARED_GATE = 0, PRODUCT_SIZE
 (NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(18, 25)
 (OF_ROUTER, OF_CORRECTION, EXPERT_GATE_UP, EXPERT_DOWN, EXPERT_INNER) = range(25, 30)
+(GATE_UP_BIAS, DOWN_BIAS, LIES, GATING, ALPHA, BOUND, ADDED_TO_UP, ADDED_TO_SUM) = range(30, 38)
 # A recurrence: address of what is compiled for it; heads of keys, and of values, and their sizes;
 # for queries, keys, values, gates of results, writing strengths and decays, the first column in
 # MIXED, and how many columns are from those of one key head to those of the next; for the first
@@ -98,7 +100,7 @@ CHANNELS, NUM_NORMED, IS_DELTA, DECAY_BIASES, DECAYS, SKIPS, OF_DECAYS = 17, *ra
 IS_NORM, CENTERS, ROUNDS, ADDS_ONE, IS_WHOLE, AFTER_TURN = 1, 2, 4, 8, 16, 32
 PLAIN, PAIRS, NARROW = range(3)  # arranged as float32, as float32 for bfloat16, as bfloat16
 HALVES, NEIGHBOURS, WIDE = 1, 2, 4  # the pairs that are rotated together; no rounding between
-SILU, GELU, GELU_TANH, RELU, RELU_SQUARED = range(5)
+SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SWISH = range(6)  # the last one is of experts alone
 TO_ROWS, TO_INNER, TO_LOGITS = range(3)  # use of a product's columns
 FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 # Of a recurrence, keys are the inputs of its convolution, and values what else tokens add, in
@@ -107,9 +109,12 @@ FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 # LACKS on; those with the tokens before the slot UNTIL go to the address BROUGHT.
 KEYS, KEY_HEAD, VALUES, VALUE_HEAD, NUM_KEYS, STATE, LACKS, UNTIL, BROUGHT, PLACE_SIZE = range(10)
 
-# Scores by which experts are chosen, factors of their results, and further operations on both.
-BY_SOFTMAX, BY_SIGMOID, BY_SOFTMAX_OF_CHOSEN = range(3)
-SELECTS_RAW, IS_SORTED, IS_SUMMED, ROUNDS_SCORES, ROUNDS_SHARES = 1, 2, 4, 8, 16
+# Scores by which experts are chosen, factors of their results, and further operations on both:
+# products are rounded, and factors, and what becomes of the products before the choice.
+BY_SOFTMAX, BY_SIGMOID, BY_SOFTMAX_OF_CHOSEN, BY_MIXING = range(4)
+SELECTS_RAW, IS_SORTED, IS_SUMMED, ROUNDS_SCORES, ROUNDS_SHARES, ROUNDS_WEIGHED = 1, 2, 4, 8, 16, 32
+# Weights of experts lie input by input; the columns of gate and up alternate.
+LIE_ACROSS, ALTERNATE = 1, 2
 
 PHASES_OF_LAYER = 12
 

@@ -11,11 +11,14 @@ from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types, tiny_mode
 QUICK = [
     *("llama", "gemma2", "gemma3_text", "cohere2", "olmo2", "qwen3", "phi3", "starcoder2"),
     *("glm", "granite", "nemotron", "stablelm", "gpt2", "gpt_neox", "bert"),
-    *("mixtral", "qwen2_moe", "glm4_moe", "lfm2", "afmoe", "granitemoehybrid"),
+    *("mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "lfm2", "afmoe", "granitemoehybrid"),
 ]
 MAMBAS = "granitemoehybrid", "bamba"  # in 16 bits, torch rounds the state behind a single token
 # Their layers see a text one after the other, so that batches of them are plain.
-CHAINS = "lfm2", *MAMBAS, "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"
+CHAINS = [
+    *("lfm2", *MAMBAS, "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"),
+    "qwen3_5_moe_text",
+]
 READABLE = [
     *QUICK,
     *("arcee", "cohere", "cwm", "emu3", "ernie4_5", "exaone", "exaone4", "gemma", "gemma3"),
@@ -29,7 +32,7 @@ READABLE = [
     *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
     *("cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "granitemoe"),
     *("granitemoe_swa", "granitemoeshared", "hy_v3", "kolibri1", "mellum", "minimax_m2"),
-    *("olmoe", "qwen3_moe", "hunyuan_v1_moe", "sarvam_moe"),
+    *("olmoe", "qwen3_moe", "hunyuan_v1_moe", "sarvam_moe", "aria_text", "phimoe"),
     *(*CHAINS[2:], "cohere_compass_text"),
 ]
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]

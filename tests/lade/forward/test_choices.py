@@ -1,14 +1,17 @@
 """Experts are chosen as torch chooses them, and kinds of routers are recognized."""
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from lade.forward import _experts
+from lade.forward import _experts, words
+from lade.forward.job import forwards_for, why_by_torch
 from lade.forward.reading import read
-from tests.lade.forward.families import model_of
+from tests.lade.forward.families import FORMATS, model_of
 from tests.lade.forward.test_bits import Texts, Way, no_grad, way  # noqa: F401
 
 
@@ -42,6 +45,12 @@ def test_what_sets_routers_apart_is_read() -> None:
         ("qwen3_moe", lambda layer: layer.inner, 0),
         ("glm4_moe", lambda layer: layer.experts.correction[1], "e_score_correction_bias"),
         ("ernie4_5_moe", lambda layer: layer.inner > 0, True),
+        ("mixtral", lambda layer: layer.experts.routing.weighs, words.BY_SOFTMAX),
+        ("gpt_oss", lambda layer: layer.experts.routing.weighs, words.BY_SOFTMAX_OF_CHOSEN),
+        ("glm4_moe", lambda layer: layer.experts.routing.added, 1e-20),
+        ("lfm2_moe", lambda layer: layer.experts.routing.added, 1e-6),
+        ("phimoe", lambda layer: layer.experts.routing.weighs, words.BY_MIXING),
+        ("phimoe", lambda layer: round(layer.experts.routing.added, 6), 0.02),
     ):
         assert tells(read(model_of(family)).layers[-1]) == expected, family
     assert read(model_of("glm4_moe")).layers[0].experts is None
@@ -59,6 +68,44 @@ def test_groups_and_factors_are_read() -> None:
     assert routing.share == 2.5
 
 
+def test_how_weights_lie_and_what_gates_do_is_read() -> None:
+    silu = words.SILU, 1.0, math.inf, 0.0
+    for family, expected in (
+        ("gpt_oss", (words.LIE_ACROSS | words.ALTERNATE, (words.SWISH, 1.702, 7.0, 1.0))),
+        ("aria_text", (words.LIE_ACROSS, silu)),
+        ("lfm2_moe", (0, silu)),
+    ):
+        for dtype in FORMATS:
+            plan = read(model_of(family, dtype)).layers[-1].experts
+            assert plan is not None
+            assert (plan.lies, plan.gating) == expected, family
+    assert forwards_for(model_of("gpt_oss", intermediate_size=36)) is None  # no whole vectors
+
+
+class Bounded(nn.Module):
+    """An activation with a bound that no gate of five tokens reaches."""
+
+    def forward(self, gate: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(gate).clamp(max=20)
+
+
+def test_a_bound_of_large_gates_is_noticed() -> None:
+    model = model_of("mixtral")
+    assert why_by_torch(model) is None
+    model.model.layers[1].mlp.experts.act_fn = Bounded().eval()
+    assert "an activation of its own" in str(why_by_torch(model))
+
+
 def test_a_token_of_many_experts_has_the_same_bits(way: Way) -> None:  # noqa: F811
     model = grouped().to(way.dtype)
     assert Texts(model).differences(0) == []
+
+
+def test_wide_experts_whose_weights_lie_across_give_the_same_bits(way: Way) -> None:  # noqa: F811
+    """Their pieces are of other sizes for one token than for many."""
+    given = {"hidden_size": 160, "intermediate_size": 1056, "num_local_experts": 3}
+    model = model_of("gpt_oss", way.dtype, **given)
+    texts = Texts(model)
+    assert texts.differences(0) == []
+    torch.set_num_threads(2)
+    assert texts.differences(1, ("tree", "piece")) == []

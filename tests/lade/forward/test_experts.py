@@ -17,9 +17,10 @@ from tests.lade.forward.families import model_of
 LONG: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None}
 
 
-def test_experts_of_any_implementation_are_read(ran: list[Ran]) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_of_any_implementation_are_read(family: str, ran: list[Ran]) -> None:
     for name in ("eager", "grouped_mm", "batched_mm"):
-        model = model_of("qwen3_moe")
+        model = model_of(family)
         model.set_experts_implementation(name)
         same_as_generate(model, ONE, accept=0.7, config=EIGHT, **LONG)
         assert ran
@@ -63,15 +64,36 @@ def _hook(model: Any) -> None:
     model.model.layers[-1].mlp.experts.register_forward_hook(lambda _, __, out: 2 * out)
 
 
+def _alpha(model: Any) -> None:
+    model.model.layers[-1].mlp.experts.alpha = 0.5
+
+
+def _bound(model: Any) -> None:
+    model.model.layers[-1].mlp.experts.limit = 0.25
+
+
+def _gate(model: Any) -> None:
+    experts = model.model.layers[-1].mlp.experts
+    usual = experts._apply_gate
+    experts._apply_gate = lambda columns: 2 * usual(columns)
+
+
+def _biases(model: Any) -> None:
+    mlp = model.model.layers[-1].mlp
+    mlp.experts.gate_up_proj_bias.add_(1)
+    mlp.experts.down_proj_bias = nn.Parameter(mlp.experts.down_proj_bias.flip(0))
+    mlp.router.bias.mul_(-9)
+
+
 CHANGES = [
     *(_of_stack, _another_stack, _of_router, _correction, _another_correction, _share),
-    *(_is_summed, _activation, _hook),
+    *(_is_summed, _activation, _hook, _alpha, _bound, _gate, _biases),
 ]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
 def test_changes_are_noticed(change: Callable[[Any], None], ran: list[Ran]) -> None:
-    model = model_of("glm4_moe")
+    model = model_of("gpt_oss" if change in CHANGES[-4:] else "glm4_moe")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", lade.PlainDecodingWarning)
         for _ in range(2):

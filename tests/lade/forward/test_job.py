@@ -223,9 +223,15 @@ def test_long_prompts_run_in_pieces(
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("family", ["llama", "glm4_moe", "gpt_oss"])
 def test_threads_that_come_late_or_never_delay_nobody(
-    dtype: torch.dtype, is_late: bool, compared: list[Apart], monkeypatch: pytest.MonkeyPatch
+    family: str,
+    dtype: torch.dtype,
+    is_late: bool,
+    compared: list[Apart],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A late one sees what the last layer's tokens have chosen in all layers."""
     call = runner()
     assert call is not None
 
@@ -236,11 +242,12 @@ def test_threads_that_come_late_or_never_delay_nobody(
 
     monkeypatch.setattr(linear, "runner", lambda: alone)
     torch.set_num_threads(4)
-    target = Prefilled(model_of("llama", dtype), TEXT)
-    for draft in ([], [-1, 0, -1, 2, 2, 4, 0, -1]):
+    model = model_of(family, dtype)
+    target = Prefilled(model, TEXT)
+    for draft in ([], [-1], [-1, 0], [-1, 0, -1, 2, 2, 4, 0, -1]):
         target.run(draft)
-    assert {each.num_tokens for each in compared} == {33, 1, 9}
-    assert [each for each in compared if not each.is_close] == []
+    assert {each.num_tokens for each in compared} >= {1, 2, 3, 9}
+    assert are_close(compared, model), compared
 
 
 def test_heads_of_other_sizes(compared: list[Apart]) -> None:
@@ -351,9 +358,10 @@ def test_logits_of_several_calls_are_those_of_the_model(
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-# Batches of the others are plain: bounded scores take no parts.
+# Batches of the others are plain: bounded scores and sinks take no parts.
 @pytest.mark.parametrize(
-    "family", thinned([name for name in QUICK if name not in ("gemma2", *CHAINS)], "llama")
+    "family",
+    thinned([name for name in QUICK if name not in ("gemma2", "gpt_oss", *CHAINS)], "llama"),
 )
 def test_logits_of_a_batch_are_those_of_the_model(
     family: str, dtype: torch.dtype, compared: list[Apart]

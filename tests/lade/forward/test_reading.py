@@ -101,13 +101,15 @@ def test_what_sets_families_apart_is_read() -> None:
         ("smollm3", lambda plan: {layer.rotary is None for layer in plan.layers}, {False, True}),
         ("gemma3_text", lambda plan: {*plan.kinds}, {"full_attention", "sliding_attention"}),
         ("granite_swa", lambda plan: plan.layers[0].sinks is None, False),
+        ("gpt_oss", lambda plan: plan.layers[0].sinks is None, False),
+        ("gpt_oss", lambda plan: plan.layers[0].num_turned, 16),
         ("stablelm", lambda plan: plan.layers[0].norms[0].flags & words.CENTERS, words.CENTERS),
     ):
         got = of_family(family, tells)
         assert got[:4] == expected if isinstance(got, list) else got == expected, family
 
 
-@pytest.mark.parametrize("family", ["phimoe", "bloom", "falcon", "deepseek_v3", "mpt", "bitnet"])
+@pytest.mark.parametrize("family", ["bloom", "falcon", "deepseek_v3", "mpt", "bitnet"])
 def test_what_no_plan_has_a_place_for_is_not_read(family: str) -> None:
     assert forwards_for(tiny_model(family, dtype=torch.float32)) is None
 
