@@ -86,7 +86,9 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Apart]:
             if logits is None:
                 again()
                 return plainly()
-            close, told = is_close(logits, output.logits)
+            # Against float64, chunks of a Mamba 2 are off by 1.1e-4 in torch, by 3e-5 in a job.
+            limit = 2e-4 if any(isinstance(each, RecurrentLayer) for each in layers) else 1e-4
+            close, told = is_close(logits, output.logits, limit)
             sizes = request.input_ids.shape[1], len(request.parts)
             found.append(Apart(*sizes, has_dots, close, told))
         return output
@@ -96,13 +98,13 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Apart]:
     return found
 
 
-def is_close(mine: Tensor, theirs: Tensor) -> tuple[bool, str]:
+def is_close(mine: Tensor, theirs: Tensor, limit: float = 1e-4) -> tuple[bool, str]:
     """Return whether logits differ by rounding: in 16 bits single ones may by more than most."""
     assert mine.dtype == theirs.dtype
     assert mine.shape == theirs.shape
     if mine.dtype is torch.float32:
         error = distance(mine.double(), theirs.double())
-        return error <= 1e-4, f"{error:.2g}"
+        return error <= limit, f"{error:.2g}"
     if not torch.equal(mine.isfinite(), theirs.isfinite()):
         return False, "not finite"
     apart = (mine.double() - theirs.double()).square().mean().sqrt()
