@@ -148,8 +148,9 @@ class Speculator:
         }
         # A single pool or user drafter has neither costs nor statistics.
         self._learns = any(s.is_part or s.kind is Kind.MODEL for s in sources)
-        joins = self._likeliest if call.rngs is None else self._one
-        self._strategy = joins if self._learns else self._alone
+        # No method of this object: the circle of references would keep the KV cache alive.
+        joins = Speculator._likeliest if call.rngs is None else Speculator._one
+        self._strategy = joins if self._learns else Speculator._alone
         # If drafts are drawn or have few paths, no node is spent on exploring.
         explores = call.max_candidates is None and call.rngs is None
         self._explorer = next((s for s in sources if s.kind is Kind.POOL and explores), None)
@@ -236,7 +237,7 @@ class Speculator:
         if most > 0 and left > 0:
             state.ahead = [*context, *state.forced] if state.forced else context
             state.most = left
-            draft = state.joint = self._strategy(state)
+            draft = state.joint = self._strategy(self, state)
             if self._call.max_candidates is not None and not isinstance(draft, SampledDraft):
                 draft = narrowed(draft, self._call.max_candidates)
         state.draft = self._possible(state, draft)

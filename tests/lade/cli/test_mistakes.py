@@ -16,7 +16,7 @@ from ngram_pool import PoolFileError
 from tests.lade.cli.command import SHORT, run
 
 HERE = Path(__file__).parent
-COMMANDS = ["generate", "chat", "serve", "demo", "bench", "prewarm", "compile", "pool build"]
+COMMANDS = ["generate", "chat", "serve", "demo", "bench", "prewarm", "pool build"]
 
 
 # --- help ---------------------------------------------------------------------------------------
