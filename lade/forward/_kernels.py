@@ -1303,7 +1303,7 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     of_input = 2 if arranged == w.NARROW else 4
     piece, num_before, num_done = take(phase, 1), 0, 0
     # A late thread may have grouped the choices of the next layer: the first one tells all others
-    # how many pieces there are. Whoever has got one of these has grouped the right choices.
+    # how many pieces there are. A thread that has a piece has grouped the right choices.
     if piece == 0:
         num_pieces = 0
         for expert in range(len(ends) - 1):

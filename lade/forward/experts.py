@@ -214,16 +214,16 @@ def _gating(stack: _Stack, call: Any, routed: Routed) -> tuple[int, GatingPlan]:
         put = {id(routed.states): states, id(routed.chosen): one * expert, id(shares): all_of_it}
         args = [put.get(id(each), each) for each in call.args]
         out = module(*args, **{name: put.get(id(each), each) for name, each in call.kwargs.items()})
-        told = out[:, :_FEW_COLUMNS]
-        told = told[kept := told.isfinite().all(dim=1)]  # float16 has no larger numbers
+        seen = out[:, :_FEW_COLUMNS]
+        seen = seen[kept := seen.isfinite().all(dim=1)]  # float16 has no larger numbers
         made = stack.product(states, 0, expert)
         for alternates in (0, words.ALTERNATE):
             lying = stack._replace(lies=stack.lies | alternates)
             columns = lying.split(made)
             for activation, bound, added in product(activations, (math.inf, *numbers), (0.0, 1.0)):
                 plan = GatingPlan(*activation, bound, added)
-                mine = lying.product(plan(*columns), 1, expert, _FEW_COLUMNS)[kept].to(told.dtype)
-                error = difference(mine, told) / (tolerance(told) + 1e-30) if len(told) else 0.0
+                mine = lying.product(plan(*columns), 1, expert, _FEW_COLUMNS)[kept].to(seen.dtype)
+                error = difference(mine, seen) / (tolerance(seen) + 1e-30) if len(seen) else 0.0
                 worst = max(errors.get((lying.lies, plan), 0.0), error)
                 errors[lying.lies, plan] = worst if error <= worst else math.inf  # of NaN
     least = min(errors, key=errors.__getitem__)

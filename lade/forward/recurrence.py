@@ -100,15 +100,18 @@ def read_recurrence(
     limits = getattr(module, "time_step_limit", None)
     # Torch's forwards of one token do not know them.
     require(limits in (None, (0.0, math.inf)), "its recurrence limits its time steps")
+    all_heads = [
+        (num_keys, num_values, all_keys // num_keys, value_size)
+        for num_keys in range(1, num_values + 1)
+        if num_values % num_keys == all_keys % num_keys == 0
+    ]
     num_normed = _num_normed(norm, num_values, len(own) == 2)
     plans = [
         plan
-        for num_keys in range(1, num_values + 1)
-        if num_values % num_keys == all_keys % num_keys == 0
-        for plan in _plans(module, [*own], (num_keys, num_values, all_keys // num_keys, value_size))
+        for heads in all_heads
+        for plan in _plans(module, [*own], heads, num_normed)
         if torch.equal(_part(plan, rows, 3).flatten(), norm.gate.flatten())
     ]
-    plans = [plan._replace(num_normed=num_normed) for plan in plans]
     wanted = norm.given.view(num_tokens, num_values, value_size).to(rows.dtype)
     limit = max(tolerance(wanted), _ONE_BY_ONE * float(wanted.abs().max()))
 
@@ -188,12 +191,12 @@ def _normed(norm: GatedNorm, num_groups: int, is_delta: bool) -> Tensor:
 
 
 def _plans(
-    module: nn.Module, own: list[str], heads: tuple[int, int, int, int]
+    module: nn.Module, own: list[str], heads: tuple[int, int, int, int], num_normed: int
 ) -> Iterator[RecurrencePlan]:
     """Yield the plans of such heads, with each order of columns and of parameters."""
     arrangements = _arrangements(heads) if len(own) == 2 else [_arrangement(heads)]
     for (columns, steps), names in product(arrangements, permutations(own)):
-        yield RecurrencePlan(module, names, heads, columns, steps, 1)
+        yield RecurrencePlan(module, names, heads, columns, steps, num_normed)
 
 
 def _sizes(heads: tuple[int, ...]) -> tuple[int, ...]:
