@@ -20,9 +20,9 @@ from benchmarks.environment import environment
 from benchmarks.report import Keeping, progress_bar, sheet, show
 from lade.cli.bench import describe_model
 from lade.compat import attention_of
+from lade.compat.view import with_attention
 from lade.models.prompts import encode
 from lade.models.settings import Settings
-from lade.view import with_attention
 
 if TYPE_CHECKING:
     from benchmarks.prompts import Chosen

@@ -4,7 +4,7 @@ import sys
 
 from torch import Tensor
 
-from lade.transfer import integers_on
+from lade.machine.transfer import integers_on
 
 
 class Row:

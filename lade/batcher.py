@@ -13,14 +13,14 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from lade.attempts import Attempt
 from lade.compat import Model, device_of_inputs, without_compiler
+from lade.compat.attempts import Attempt
 from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.engine.engine import Engine, EngineFuture
 from lade.hf.api import check_ids, generate
 from lade.hf.pools import Pools
-from lade.openmp import release_workers
+from lade.machine.openmp import release_workers
 from lade.stats import Step
 from lade.targets.joint import JointForwards
 from ngram_pool.arrays import positive

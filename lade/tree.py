@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lade.transfer import arrays_on
+from lade.machine.transfer import arrays_on
 from ngram_pool import Draft
 
 _Row = TypeVar("_Row")

@@ -24,14 +24,9 @@ ORDER = [
     *(
         "_version",
         "errors",
-        "openmp",
-        "attempts",
         "config",
         "compat",
-        "closeness",
         "machine",
-        "transfer",
-        "view",
         "tree",
         "stats",
         "budget",
@@ -85,7 +80,7 @@ def test_every_package_says_what_lives_there(name: str) -> None:
 
 
 # Where any error is caught, and how often: at edges to code that is not ours, in threads, and to
-# clean up. Elsewhere such code is run by `lade.attempts`, or errors simply pass.
+# clean up. Elsewhere such code is run by `lade.compat.attempts`, or errors simply pass.
 CATCHES_ANYTHING = {
     "lade/attention/tree.py": 1,
     "lade/chat/conversation.py": 1,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from lade.closeness import is_exact_in
+from lade.compat.closeness import is_exact_in
 
 
 class Side(NamedTuple):

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lade.attempts import Attempt
 from lade.budget.seconds import Seconds
 from lade.compat import Model, mesh_of
+from lade.compat.attempts import Attempt
+from lade.compat.view import HOOKS, apart, viewed
 from lade.config import check_integer
 from lade.drafters.model_drafter import ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for
@@ -28,7 +29,6 @@ from lade.probing.profile import Profile, Profiles, profile_of
 from lade.probing.rules import refuse_encoder_decoder
 from lade.probing.selfcheck import Plain, unchanged_random_state
 from lade.probing.state import check_tokens
-from lade.view import HOOKS, apart, viewed
 
 
 class FirstLayers(Drafter):

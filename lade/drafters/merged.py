@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lade.attempts import Attempt
+from lade.compat.attempts import Attempt
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.sources import Source
 from ngram_pool import NGramPool

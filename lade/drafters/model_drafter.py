@@ -20,8 +20,8 @@ from lade.budget.seconds import Floats, Seconds
 from lade.drafters.runner import ModelRunner
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import draft_of, matched_depth
+from lade.machine.transfer import HostCopy
 from lade.sampling.processors import HypotheticalProcessors
-from lade.transfer import HostCopy
 from ngram_pool import Draft, SampledDraft
 
 _MAX_LEVELS = 20  # of a draft without a fixed K, as in transformers

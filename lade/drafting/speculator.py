@@ -24,8 +24,8 @@ from lade.drafting.drafter import DraftingCall
 from lade.drafting.drafts import after, joined, matched_depth, narrowed
 from lade.drafting.sources import Kind, Source
 from lade.drafting.successors import Ranked, Successors, rank, with_probs
+from lade.machine.transfer import HostCopy
 from lade.stats import SourceStats, Step
-from lade.transfer import HostCopy
 from lade.tree import Tree, starts
 from ngram_pool import Draft, SampledDraft
 

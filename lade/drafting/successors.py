@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.drafting import _kernels
-from lade.transfer import HostCopy
+from lade.machine.transfer import HostCopy
 from ngram_pool.compiling import compile_by
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lade.closeness import distance
+from lade.compat.closeness import distance
 from lade.forward import words
 
 # Tokens of the forwards by lade's kernels that are compared: one, and all remainders of tiles.

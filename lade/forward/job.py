@@ -28,10 +28,11 @@ from torch.nn.modules import module as torch_module
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
-from lade.attempts import Attempt
 from lade.attention.packed import Calls
-from lade.closeness import limit_of
 from lade.compat import CACHE, Model, has_hook
+from lade.compat.attempts import Attempt
+from lade.compat.closeness import limit_of
+from lade.compat.view import viewed, with_forward
 from lade.forward import words
 from lade.forward.comparing import (
     ACTIVATIONS,
@@ -60,12 +61,11 @@ from lade.forward.reading import (
     read,
 )
 from lade.forward.recurrence import RecurrencePlan, added_by
-from lade.openmp import Run
+from lade.machine.openmp import Run
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache, TreeCacheLayer
 from lade.targets.rows import MOST_AT_ONCE
-from lade.view import viewed, with_forward
 
 # Tokens of the forwards by which it is found out whether jobs are faster. As texts must not depend
 # on a busy machine, the model's own have to be so much faster.

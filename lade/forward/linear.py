@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import linear
 
-from lade.closeness import float32_precision, limit_of
 from lade.compat import Model
+from lade.compat.closeness import float32_precision, limit_of
+from lade.compat.view import viewed
 from lade.forward import words
 from lade.forward.comparing import Forward, why_wrong
-from lade.openmp import Run, runner
-from lade.view import viewed
+from lade.machine.openmp import Run, runner
 
 MOST_TOKENS = 128  # of one job; a longer prompt runs as several
 

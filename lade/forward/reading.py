@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
-from lade.attempts import Attempt
 from lade.compat import Model, attention_of, is_hf_hook, placeholders_of
+from lade.compat.attempts import Attempt
+from lade.compat.view import apart, with_attention
 from lade.forward import words
 from lade.forward.comparing import (
     ACTIVATIONS,
@@ -29,7 +30,6 @@ from lade.forward.comparing import (
 from lade.forward.experts import ExpertsPlan, experts_in, read_experts, router_of
 from lade.forward.packed import PackedLinear
 from lade.forward.recurrence import GatedNorm, RecurrencePlan, read_recurrence
-from lade.view import apart, with_attention
 
 _POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the watched forward
 _WATCHED = "lade_watched"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lade.attempts import Attempt
-from lade.closeness import distance, float32_precision
 from lade.compat import Model, device_of_inputs, experts_of, has_adapters, has_hook
+from lade.compat.attempts import Attempt
+from lade.compat.closeness import distance, float32_precision
 from lade.gpu.capture import NoWaiting, refused_waits
 from lade.machine.captures import CAPTURING, free_unused
 from lade.machine.garbage import without_collection

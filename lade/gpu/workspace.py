@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.gpu.graphs import Graphs
+from lade.machine.transfer import Launched
 from lade.targets.kv_cache import FIRST_NUM_SLOTS, TreeCache
-from lade.transfer import Launched
 
 # Largest total of workspaces kept between calls: a share of a CUDA device's memory, or bytes
 # elsewhere.

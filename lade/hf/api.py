@@ -45,7 +45,7 @@ from lade.hf.options import (
 )
 from lade.hf.pools import Pools, pools_of
 from lade.machine.captures import put_back, random_states
-from lade.openmp import release_workers
+from lade.machine.openmp import release_workers
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder
 from ngram_pool import NGramPool

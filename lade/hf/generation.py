@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from lade.attempts import Attempt
 from lade.batch import Batch
 from lade.compat import CACHE, has_adapters_by_row
+from lade.compat.attempts import Attempt
 from lade.decoder import Decoder
 from lade.gpu.policy import DevicePolicy
 from lade.hf.call import Call

@@ -4,9 +4,9 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS
 from lade.compat import mesh_of
+from lade.compat.attempts import Attempt
 from lade.config import SPECULATING
 from lade.engine.engine import EngineCall
 from lade.errors import LadeError, MisfitError, UnsupportedModelError, UnsupportedOptionError

@@ -1,1 +1,1 @@
-"""State of the process that all calls share: random generators, captures, garbage collection."""
+"""The process and its devices: generators, captures, garbage, threads, transfers."""

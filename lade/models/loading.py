@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from lade.errors import LadeError, UserError, in_one_line
 from lade.machine.garbage import without_collection
+from lade.machine.openmp import release_workers
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
 from lade.models.gguf import check_tokenizer, gguf_in, load_gguf
-from lade.openmp import release_workers
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _REACH_SEC = 4.0

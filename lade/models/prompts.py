@@ -83,7 +83,7 @@ def useless_fields(
         tokenizer: with a chat template.
         messages, options: that it takes, as for `encode_messages`; tools are always among them.
     """
-    from lade.attempts import Attempt  # which takes torch
+    from lade.compat.attempts import Attempt  # which takes torch
 
     variables = _variables_of(tokenizer.get_chat_template(tools=options["tools"]))
     for name in options.keys() - variables:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from lade.compat import Model
 from lade.errors import MissingExtraError
-from lade.openmp import release_workers
+from lade.machine.openmp import release_workers
 from lade.prewarming.run import TableWriter
 
 logger = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from lade.compat import Model, device_of_inputs, without_compiler
+from lade.compat.view import apart
 from lade.drafting.successors import Successors, rank, with_probs
 from lade.errors import UnsupportedModelError
 from lade.prewarming.tables import StoredTable, merge_table, path_of_table, read_table
@@ -27,7 +28,6 @@ from lade.probing.plan import probe
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder, refuse_sharded
 from lade.probing.selfcheck import unchanged_random_state
-from lade.view import apart
 from ngram_pool import SuccessorTable
 
 # SmolLM2, bfloat16, one core: texts of 16 / 32 / 64 tokens ran at 502 / 450 / 371 tokens a second,

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import GenerationConfig
 
-from lade.closeness import limit_of
 from lade.compat import Model, device_of_inputs
+from lade.compat.closeness import limit_of
 from lade.config import Execution, Verification
 from lade.gpu.fixed import FixedTarget, StepSettings, widths_on
 from lade.gpu.graphs import Graphs, why_not_recorded

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lade.attempts import Attempt
-from lade.closeness import distance, is_exact_in, limit_of
 from lade.compat import Model
+from lade.compat.attempts import Attempt
+from lade.compat.closeness import distance, is_exact_in, limit_of
 
 # Beyond any threshold for outliers (LLM.int8() has 6), and far enough that other tokens lose all
 # precision where the largest activation sets the scale; products stay in the range of float16.

@@ -6,9 +6,10 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from lade.attempts import Attempt
 from lade.budget.seconds import Seconds
 from lade.compat import Model, compiled_part_of, device_of_inputs, without_compiler
+from lade.compat.attempts import Attempt
+from lade.compat.view import FastViews
 from lade.config import Execution, Verification
 from lade.forward.job import FusedForwards, forwards_for, why_by_torch
 from lade.forward.linear import products_for
@@ -19,7 +20,6 @@ from lade.probing.state import ModelState
 from lade.probing.user_code import user_code_of
 from lade.targets.layout import TreeLayout, tree_layout
 from lade.targets.prefixes import PrefixStore
-from lade.view import FastViews
 
 _T = TypeVar("_T")
 _UNKNOWN = object()

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from lade.batch import Row
-from lade.closeness import EXACT, distance, limit_of
 from lade.compat import Model
+from lade.compat.closeness import EXACT, distance, limit_of
 from lade.drafting.drafts import chain, draft_of
 from lade.drafting.speculator import Plan
 from lade.errors import in_one_line

@@ -17,9 +17,9 @@ from transformers.cache_utils import (
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from lade.attempts import Attempt
-from lade.closeness import is_exact_in
 from lade.compat import CACHE, INDEXERS_TAKE_MASKS, Model, device_of_inputs, may_be_users, mesh_of
+from lade.compat.attempts import Attempt
+from lade.compat.closeness import is_exact_in
 from lade.config import SPECULATING, Verification
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.probing.profile import CacheKind

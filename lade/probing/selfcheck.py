@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
-from lade.closeness import distance, limit_of
 from lade.compat import CACHE, Model, attention_of, device_of_inputs
+from lade.compat.attempts import Attempt
+from lade.compat.closeness import distance, limit_of
+from lade.compat.view import apart
 from lade.config import Execution
 from lade.drafting.drafts import draft_of, narrowed
 from lade.errors import UnsupportedModelError
@@ -29,7 +30,6 @@ from lade.targets.base import Target
 from lade.targets.layout import takes_parts
 from lade.targets.trees import MASK_IS_ADDED
 from lade.tree import Tree, starts
-from lade.view import apart
 from ngram_pool import Draft
 
 # For a model that only drafts: its mistakes cost time and change no text. Weights in int8

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from lade.attempts import Attempt
 from lade.budget.seconds import Seconds
 from lade.compat import Model, device_of_inputs, mesh_of
+from lade.compat.attempts import Attempt
+from lade.compat.view import FastViews
 from lade.drafting.drafts import chain
 from lade.forward.packed import made_whole
 from lade.probing.factory import VerificationPlan
@@ -19,7 +20,6 @@ from lade.probing.selfcheck import unchanged_random_state
 from lade.probing.state import check_tokens
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree
-from lade.view import FastViews
 
 # Tokens of the forward passes that are timed at first, and seconds after which they are not timed
 # a second time: a busy machine disturbs short ones.

@@ -21,7 +21,6 @@ from transformers import AttentionMaskInterface, GenerationConfig, GenerationMix
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lade.attempts import Attempt
 from lade.compat import (
     Model,
     attention_of,
@@ -30,8 +29,9 @@ from lade.compat import (
     experts_of,
     is_hf_hook,
 )
+from lade.compat.attempts import Attempt
+from lade.compat.view import BEFORE, apart
 from lade.probing.user_code import around_now, functions_of
-from lade.view import BEFORE, apart
 
 _of_children, _of_parameters = attrgetter("_modules"), attrgetter("_parameters")
 _of_buffers, _of_mode = attrgetter("_buffers"), attrgetter("training")

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lade.batch import Row
 from lade.drafting.successors import Ranked
+from lade.machine.transfer import HostCopy, Launched
 from lade.sampling.processors import Processors
-from lade.transfer import HostCopy, Launched
 from lade.tree import Tree, starts
 
 RowNode = tuple[Row, int]  # row, and node of that row's tree

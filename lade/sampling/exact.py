@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lade.batch import Row
 from lade.machine.captures import apart_from_captures, put_back, random_states
+from lade.machine.transfer import HostCopy, integers_on
 from lade.sampling.choice import (
     Choice,
     OnChoice,
@@ -18,7 +19,6 @@ from lade.sampling.choice import (
 )
 from lade.sampling.greedy import GreedyChoice
 from lade.sampling.processors import Processors
-from lade.transfer import HostCopy, integers_on
 from lade.tree import Tree, starts
 
 # The noise of positions that only some rows have reached is kept for the other rows, and this

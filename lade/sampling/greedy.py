@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lade.batch import Row
 from lade.drafting.successors import first_of_highest, rank
+from lade.machine.transfer import HostCopy
 from lade.sampling.choice import Choice, RowNode
-from lade.transfer import HostCopy
 from lade.tree import Tree, starts
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lade.batch import Row
+from lade.machine.transfer import arrays_on
 from lade.sampling.choice import OnChoice, RowNode, ScoredChoice, is_distribution, tokens_of
 from lade.sampling.processors import Processors
 from lade.sampling.rejection import try_children
-from lade.transfer import arrays_on
 from ngram_pool import SampledDraft
 
 

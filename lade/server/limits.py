@@ -10,7 +10,7 @@ from typing import Any
 import llguidance
 import torch
 
-from lade.attempts import Attempt
+from lade.compat.attempts import Attempt
 from lade.config import Config
 from lade.errors import UserError
 from lade.models.loading import LoadedModel

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from lade.transfer import integers_on
+from lade.machine.transfer import integers_on
 
 # Slots after the prompt at the first allocation; also the slots that a windowed layer keeps beyond
 # its window before the others move up.

@@ -15,7 +15,9 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
 from lade.compat import Model, prefill
+from lade.compat.view import with_decoding_experts
 from lade.errors import UnsupportedModelError
+from lade.machine.transfer import arrays_on
 from lade.targets.base import Target
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.rollback import (
@@ -27,9 +29,7 @@ from lade.targets.rollback import (
     saved,
     why_not_croppable,
 )
-from lade.transfer import arrays_on
 from lade.tree import Tree
-from lade.view import with_decoding_experts
 
 
 class ChainTarget(Target):

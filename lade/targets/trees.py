@@ -14,17 +14,17 @@ from lade.attention.masks import FULL, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
 from lade.compat import CACHE, Model, attention_of, prefill, prepares_as_usual
+from lade.compat.view import FastViews, keep_attributes, with_attention, with_decoding_experts
 from lade.engine.engine import EngineCall
 from lade.errors import MisfitError, UnsupportedModelError
+from lade.machine.transfer import integers_on
 from lade.targets.base import Target
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, is_text_alone, num_slots_of
 from lade.targets.joint import Part
 from lade.targets.kv_cache import LayerKind, TreeCache, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout, takes_parts
 from lade.targets.rollback import cache_in
-from lade.transfer import integers_on
 from lade.tree import Tree, TreeTensors
-from lade.view import FastViews, keep_attributes, with_attention, with_decoding_experts
 
 # Attention implementations that honour a dense 4D mask, and whether the mask is additive. (Flex
 # attention would do so, too, but recompiles for every tree size.)

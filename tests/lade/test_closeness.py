@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lade.closeness import distance
+from lade.compat.closeness import distance
 
 INF, NAN = math.inf, math.nan
 

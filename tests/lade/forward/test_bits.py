@@ -19,7 +19,7 @@ from lade.attention.packed import Calls, with_calls
 from lade.compat import CACHE
 from lade.forward import _tiles
 from lade.forward.job import FusedForwards, forwards_for
-from lade.openmp import runner
+from lade.machine.openmp import runner
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache
 from lade.targets.layout import tree_layout

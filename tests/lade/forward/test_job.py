@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 import lade
-from lade.closeness import distance
 from lade.compat import CACHE, experts_of
+from lade.compat.closeness import distance
 from lade.forward import _kernels, _tiles, linear, words
 from lade.forward import job as file
 from lade.forward.job import forwards_for
 from lade.forward.reading import read
-from lade.openmp import runner
+from lade.machine.openmp import runner
 from lade.probing.profile import profile_of
 from lade.targets.kv_cache import RecurrentLayer
 from lade.targets.trees import TreeTarget
