@@ -8,14 +8,11 @@ draft is kept between calls. A model's draft is extended by the same numbers.
 
 from bisect import bisect_right
 
-from lade.budget.seconds import SHARE_OF_TRIALS, Seconds
+from lade.budget.seconds import MOST_TRIALS, SHARE_OF_TRIALS, Seconds
 
 # Bounds between levels: the tokens that cheaper sources are expected to yield.
 _LEVELS = (0.3, 1.0, 2.5)
 MEMORY = 32.0  # measurements, or steps, that a decaying mean covers
-_WEIGHT_OF_ALL = 2.0  # each level's gain begins with two measurements of the mean gain
-# Drafts whose time trials of a losing source may take at once; first at most a step's time.
-_NUM_TRIALS = 4.0
 # A source may have to run more tokens of the text than this first, as at its first draft. Then its
 # expected gain must exceed their time: by this factor until its gain is measured, and never before
 # a few steps. In simulated calls of 64 tokens, a losing source took up to 10 % of the time with a
@@ -147,10 +144,10 @@ class SourceGate:
         if net > 0 and net * rate.steps_of(num_to_come) >= behind_sec * doubt:
             return True
         if self._back_off is None:
-            first = min(_NUM_TRIALS * float(draft_sec), rate.step_sec)
-            self._back_off = BackOff(SHARE_OF_TRIALS, first, _NUM_TRIALS * asking_sec)
+            first = min(MOST_TRIALS * float(draft_sec), rate.step_sec)
+            self._back_off = BackOff(SHARE_OF_TRIALS, first, MOST_TRIALS * asking_sec)
         left = self._back_off.left
-        if self._gain.num <= _NUM_TRIALS:  # first trials may take the savings of the whole call
+        if self._gain.num <= MOST_TRIALS:  # first trials may take the savings of the whole call
             left += SHARE_OF_TRIALS * num_to_come * rate.token_sec
         return left >= asking_sec
 
@@ -176,6 +173,5 @@ class SourceGate:
     def _net_gain(self, num_expected: float) -> float:
         """Return the seconds that asking is expected to save, below 0 for a loss."""
         here = self._gains[bisect_right(_LEVELS, num_expected)]
-        of_all = _WEIGHT_OF_ALL * self._gain.value
-        gain = (here.num * here.value + of_all) / (here.num + _WEIGHT_OF_ALL)
+        gain = (here.num * here.value + self._gain.value) / (here.num + 1.0)  # all count as one
         return gain * self._rate.token_sec - float(self.costs.at(1.0))

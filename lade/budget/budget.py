@@ -18,7 +18,7 @@ _Row = TypeVar("_Row", bound=Hashable)
 
 MAX_DRAFT_TOKENS = 63
 #: Numbers of draft tokens that `Budget.widths` reports; each entry covers those up to the next.
-WIDTHS = np.array([0, 1, 3, 7, 11, 15, 23, 31, 47, MAX_DRAFT_TOKENS])
+WIDTHS = KNOTS[KNOTS <= 1 + MAX_DRAFT_TOKENS].astype(np.int64) - 1
 # A batch is done when its slowest row is done, so the weight goes to the rows that lag: e times
 # less for each `_LEAD` tokens that a row is ahead of the last one. Leads of 2 to 8 differ little.
 _LEAD = 4.0

@@ -33,28 +33,25 @@ SIZES = (
 )
 KNOTS = np.array(SIZES, np.float64)
 
-# Share of the time that trials may lose.
-SHARE_OF_TRIALS = 0.005
+# Share of the time that trials may lose, and how many steps, or drafts, it may be at once.
+SHARE_OF_TRIALS, MOST_TRIALS = 0.005, 4.0
 
 # These were chosen on simulated machines (`tests/lade/budget/machines.py`) with drafts of recorded
 # texts. The slope before any measurement, and standard deviations of logarithms: of the level, of
-# the slope, and of the deviation from a size to one e times as large.
+# the slope, and both of the deviation from a size to one e times as large and of a measurement at
+# first.
 _SLOPE = 0.04
-_LEVEL_SD, _SLOPE_SD, _DEVIATION_SD = 2.0, 1.1, 0.12
+_LEVEL_SD, _SLOPE_SD, _SD = 2.0, 1.1, 0.12
 _FORGOTTEN = 0.001  # share of the knowledge that each measurement forgets
-# Standard deviation of a measurement at first; later it is measured, and the newest measurement has
-# the weight `_NEWEST`. By the same share of the squared excess, the variance of a time that is too
-# long grows: otherwise one such time among the first ones kept one of eight simulated batches from
-# drafting forever.
-_NOISE_SD, _NEWEST = 0.06, 0.02
-_LEAST_NOISE_SD = 0.02
-_ALL_COMPUTE = 64  # tokens, from which on deviations are the same
+# Later the deviation of measurements is measured, and the newest one has this weight. By the same
+# share of the squared excess, the variance of a time that is too long grows: otherwise one such
+# time among the first ones kept one of eight simulated batches from drafting forever.
+_NEWEST = 0.02
+_LEAST_SD = 0.02  # of measurements
 _OUTLIER = 2.5  # standard deviations; a larger surprise counts as this
 # A size is tried if it would be the best when this many standard deviations better than expected.
-# Trials may lose at most the seconds of this many one-token steps at once.
-_HOPE, _MOST_TRIALS = 0.7, 3.0
+_HOPE = 0.7
 _REACH = 6  # the largest size to try, times the largest measured
-_AROUND = 1.5  # factor from a size to the two sizes between which the marginal cost is taken
 
 
 class _Belief(NamedTuple):
@@ -78,7 +75,7 @@ class Seconds:
         mean = np.zeros(2 + len(KNOTS))
         mean[1] = math.log(_SLOPE * num_alike)
         self._unknown = mean
-        self._believe(mean, _PRIOR, _NOISE_SD**2)
+        self._believe(mean, _PRIOR, _SD**2)
         self._seen: set[int] = set()  # indices of sizes that have run
         self._largest = 1.0  # measured
         self._num_asked = 0
@@ -96,7 +93,7 @@ class Seconds:
 
     def marginal_cost(self, size: float) -> float:
         """Return the seconds that one more token adds to a size, as a share of its seconds."""
-        few, many = size / _AROUND, size * _AROUND
+        few, many = size / 2, size * 2
         before, here, after = self.at(np.array([few, size, many]))
         return float((after - before) / (many - max(few, 1.0)) / here)
 
@@ -144,14 +141,14 @@ class Seconds:
         most = _OUTLIER * math.sqrt(variance)
         surprise = min(log_sec - expected, most)  # a time may be too long, but hardly too short
         seen = max(surprise, -most) ** 2
-        noise = max(_LEAST_NOISE_SD**2, noise + _NEWEST * (seen - variance))
+        noise = max(_LEAST_SD**2, noise + _NEWEST * (seen - variance))
         variance += _NEWEST * max(0.0, surprise) ** 2
         known, learned = (mean, covariance), (np.empty_like(mean), np.empty_like(covariance))
         measured = surprise, variance, _FORGOTTEN
         _kernels.correct(*known, self._unknown, _PRIOR, of_row, *measured, *learned)
         self._believe(*learned, noise)
         saved = self._left.item() + SHARE_OF_TRIALS * sec if self.is_known else math.inf
-        self._left[0] = min(saved, _MOST_TRIALS * self._belief.curve.item(0))
+        self._left[0] = min(saved, MOST_TRIALS * self._belief.curve.item(0))
         self.is_known = True
 
     def _believe(self, mean: Floats, covariance: Floats, noise: float) -> None:
@@ -163,8 +160,8 @@ class Seconds:
 def _prior() -> Floats:
     """Return the covariance before any measurement: deviations of near sizes are alike."""
     # The second token has a deviation of its own: other kernels run from there on.
-    apart = np.log(np.minimum(KNOTS, _ALL_COMPUTE)) + (KNOTS > 1)
-    steps = _DEVIATION_SD**2 * apart
+    apart = np.log(KNOTS) + (KNOTS > 1)
+    steps = _SD**2 * apart
     covariance = np.zeros((2 + len(KNOTS), 2 + len(KNOTS)))
     covariance[0, 0], covariance[1, 1] = _LEVEL_SD**2, _SLOPE_SD**2
     covariance[2:, 2:] = np.minimum.outer(steps, steps)
