@@ -185,10 +185,10 @@ class GrowingTree:
             order.sort(key=self._order)
         order = order[: self._num_nodes]
         kept = [self.nodes[node] for node in order]
-        place = {node: index for index, node in enumerate(order)} | {-1: -1}
+        new_index = {node: index for index, node in enumerate(order)} | {-1: -1}
         draft = draft_of(
             [node.token_id for node in kept],
-            [place[node.parent] for node in kept],
+            [new_index[node.parent] for node in kept],
             [min(1.0, node.prob) for node in kept],
         )
         if self._rng is None:
@@ -235,8 +235,8 @@ class GrowingTree:
                 if not total > 0 or prob < least:
                     break
                 left = left / total
-                place = int(self._rng.choice(len(left), p=left))
-                token_id, token_prob = int(token_ids[place]), float(left[place])
+                index = int(self._rng.choice(len(left), p=left))
+                token_id, token_prob = int(token_ids[index]), float(left[index])
                 self.nodes.append(_GrownNode(token_id, parent, prob, token_prob, (token_ids, left)))
                 left = np.where(token_ids == token_id, 0.0, left)
                 prob *= 1 - self._acceptance

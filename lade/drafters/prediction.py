@@ -1,7 +1,7 @@
-"""`Prediction`: drafts from a predicted answer, at the place that the real answer has reached.
+"""`Prediction`: drafts from a predicted answer, at the position that the real answer has reached.
 
-A pool finds a place by the last tokens alone, which does not work right after an edit. Here the
-place is followed. After a token that was not predicted, the answer probably goes on behind the
+A pool finds a position by the last tokens alone, which does not work right after an edit. Here the
+position is followed. After a token that was not predicted, the answer probably goes on behind the
 predicted token or in front of it. A replacement that was made once is probably made again.
 """
 
@@ -15,41 +15,42 @@ from lade.drafting.drafter import Drafter
 from lade.drafting.drafts import draft_of
 from ngram_pool import Draft
 
-# Expected acceptance of a next token right after the place was lost. The error halves after one
+# Expected acceptance of a next token right after the position was lost. The error halves after one
 # matched token, and again after 2, 3 to 4, 5 to 8, 9 to 16, and more. Each call soon measures it.
 _FIRST_PROB, _NUM_LEVELS = 0.2, 7
 # Tokens of a path, and further tokens for each matched token before it: a wide step at a wrong
-# place is lost.
+# position is lost.
 _PATH_PER_MATCH = 4
-_SURE_RUN = 3  # matched tokens after which a place is sure, and the tokens before them are an edit
+_SURE_RUN = 3  # matched tokens after which a position is sure, and the ones before are an edit
 _LONGEST_MATCH = 16
-# Distance to the last sure place within which shorter matches count; places compared for a token.
+# Distance to the last sure position within which shorter matches count; positions compared for
+# a token.
 _NEAR = 64
 _LEAST_PROB = 0.05  # lowest probability of a path that is drafted further
 # Most old and new tokens of an edit; after longer ones, no replacement of equal length is guessed.
 _LONGEST_EDIT = 8
 
 
-class _Place(NamedTuple):
-    """A place in the prediction."""
+class _Position(NamedTuple):
+    """A position in the prediction."""
 
     next: int  # index of the next token in the prediction
     left: tuple[int, ...] = ()  # new tokens of an edit that come first
     edit: tuple[int, ...] = ()  # old tokens of that edit
 
 
-_BEGINNING = _Place(0)
+_BEGINNING = _Position(0)
 
 
 @dataclass(slots=True)
 class _Row:
-    """A text and its place in the prediction."""
+    """A text and its position in the prediction."""
 
     text: list[int]  # its last tokens
     length: int  # of the whole text
-    place: _Place | None = _BEGINNING  # None if it is lost
+    position: _Position | None = _BEGINNING  # None if it is lost
     run: int = _SURE_RUN  # matched tokens before
-    #: Last sure place, and the tokens emitted since the text left it.
+    #: Last sure position, and the tokens emitted since the text left it.
     anchor: int = 0
     since: list[int] = field(default_factory=list)
     #: New tokens by old ones, and old ones that are not always replaced.
@@ -58,7 +59,7 @@ class _Row:
 
 
 class Prediction(Drafter):
-    """Drafter from one predicted text, for one call; every row has its own place in it.
+    """Drafter from one predicted text, for one call; every row has its own position in it.
 
     Args:
         token_ids: the predicted answer, without the prompt.
@@ -69,9 +70,9 @@ class Prediction(Drafter):
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._ids = tuple(token_ids)
-        self._places: dict[int, list[int]] = {}  # behind each token
-        for place, token_id in enumerate(self._ids, 1):
-            self._places.setdefault(token_id, []).append(place)
+        self._positions: dict[int, list[int]] = {}  # behind each token
+        for position, token_id in enumerate(self._ids, 1):
+            self._positions.setdefault(token_id, []).append(position)
         # How probable a token is, by the run before it; the first guess is as if seen twice.
         wrong = [(1.0 - _FIRST_PROB) * 0.5**level for level in range(_NUM_LEVELS)]
         self._probs = [Mean(1.0 - each, 2.0) for each in wrong]
@@ -89,12 +90,12 @@ class Prediction(Drafter):
         del self._rows[sequence]
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        """Return the continuation, in one path, or in two if the place is guessed."""
+        """Return the continuation, in one path, or in two if the position is guessed."""
         row = self._rows[sequence]
         forced = committed[row.length :]  # by a grammar, and not observed
         starts = self._starts(row)
         if forced:
-            starts = [place for each in starts if (place := self._after(row, each, forced))]
+            starts = [position for each in starts if (position := self._after(row, each, forced))]
         most = min(max_draft_tokens, _PATH_PER_MATCH * (1 + row.run))
         nodes: list[tuple[float, int, int, int]] = []  # probability, path, depth, token
         for path, start in enumerate(starts):
@@ -125,113 +126,115 @@ class Prediction(Drafter):
         level = run if run < 3 else min(1 + (run - 1).bit_length(), len(self._probs) - 1)
         return self._probs[level]
 
-    # --- places -------------------------------------------------------------------------------
+    # --- positions -------------------------------------------------------------------------------
 
-    def _starts(self, row: _Row) -> list[_Place]:
-        """Return possible places of a text, each with another next token."""
-        if row.place is not None:
-            return [row.place]
-        first: dict[int, _Place] = {}
-        for place in self._guesses(row):
-            for token_id, _ in self._ahead(row, place):
-                first.setdefault(token_id, place)
+    def _starts(self, row: _Row) -> list[_Position]:
+        """Return possible positions of a text, each with another next token."""
+        if row.position is not None:
+            return [row.position]
+        first: dict[int, _Position] = {}
+        for position in self._guesses(row):
+            for token_id, _ in self._ahead(row, position):
+                first.setdefault(token_id, position)
                 break
         return [*first.values()]
 
-    def _after(self, row: _Row, place: _Place, token_ids: Sequence[int]) -> _Place | None:
-        """Return the place behind some tokens, None if others come there."""
-        ahead = self._ahead(row, place)
+    def _after(self, row: _Row, position: _Position, token_ids: Sequence[int]) -> _Position | None:
+        """Return the position behind some tokens, None if others come there."""
+        ahead = self._ahead(row, position)
         for token_id in token_ids:
             found = next(ahead, None)
             if found is None or found[0] != token_id:
                 return None
-            place = found[1]
-        return place
+            position = found[1]
+        return position
 
-    def _ahead(self, row: _Row, place: _Place) -> Iterator[tuple[int, _Place]]:
-        """Yield the tokens from a place on, edits applied, each with the place behind it."""
+    def _ahead(self, row: _Row, position: _Position) -> Iterator[tuple[int, _Position]]:
+        """Yield the tokens from a position on, edits applied, each with the position behind it."""
         while True:
-            if not place.left:
-                place = self._with_edit(row, place.next)
-            if place.left:
-                token_id, *left = place.left
-                place = _Place(place.next, tuple(left), place.edit if left else ())
-            elif place.next < len(self._ids):
-                token_id, place = self._ids[place.next], _Place(place.next + 1)
+            if not position.left:
+                position = self._with_edit(row, position.next)
+            if position.left:
+                token_id, *left = position.left
+                position = _Position(position.next, tuple(left), position.edit if left else ())
+            elif position.next < len(self._ids):
+                token_id, position = self._ids[position.next], _Position(position.next + 1)
             else:
                 return
-            yield token_id, place
+            yield token_id, position
 
-    def _with_edit(self, row: _Row, start: int) -> _Place:
-        """Return a place with the longest known edit of the tokens there."""
+    def _with_edit(self, row: _Row, start: int) -> _Position:
+        """Return a position with the longest known edit of the tokens there."""
         for size in range(_LONGEST_EDIT if row.edits else 0, 0, -1):
             old = self._ids[start : start + size]
             if len(old) == size and old in row.edits and old not in row.not_edits:
-                return _Place(start + size, row.edits[old], old)
-        return _Place(start)
+                return _Position(start + size, row.edits[old], old)
+        return _Position(start)
 
     def _follow(self, row: _Row, token_id: int) -> None:
-        """Find the place behind the next token of the text."""
+        """Find the position behind the next token of the text."""
         row.text.append(token_id)
-        if row.place is None:
+        if row.position is None:
             if starts := self._starts(row):
                 self._prob(0).add(any(self._after(row, each, [token_id]) for each in starts))
             row.since.append(token_id)
             self._find(row)
             return
-        behind = self._after(row, row.place, [token_id])
-        if row.place.next < len(self._ids):
+        behind = self._after(row, row.position, [token_id])
+        if row.position.next < len(self._ids):
             self._prob(row.run).add(behind is not None)
         if behind is not None:
-            row.place, row.run = behind, row.run + 1
+            row.position, row.run = behind, row.run + 1
             if row.since:
                 row.since.append(token_id)
             if row.run >= _SURE_RUN:
                 self._settle(row)
             return
-        if not row.since:  # the place was sure
-            row.anchor = row.place.next - len(row.place.edit)
-            row.not_edits.add(row.place.edit or self._with_edit(row, row.anchor).edit)
+        if not row.since:  # the position was sure
+            row.anchor = row.position.next - len(row.position.edit)
+            row.not_edits.add(row.position.edit or self._with_edit(row, row.anchor).edit)
         row.since.append(token_id)
         self._find(row)
 
     def _settle(self, row: _Row) -> None:
-        """Learn a replacement, once the place behind it is sure."""
-        assert row.place is not None
-        if row.since and not row.place.left:
+        """Learn a replacement, once the position behind it is sure."""
+        assert row.position is not None
+        if row.since and not row.position.left:
             new = tuple(row.since[: -row.run])
-            old = self._ids[row.anchor : max(0, row.place.next - row.run)]
+            old = self._ids[row.anchor : max(0, row.position.next - row.run)]
             if 0 < len(old) <= _LONGEST_EDIT and 0 < len(new) <= _LONGEST_EDIT:
                 row.edits[old] = new
         row.since.clear()
 
-    def _guesses(self, row: _Row) -> list[_Place]:
+    def _guesses(self, row: _Row) -> list[_Position]:
         """Return where a lost text may go on: behind as many old tokens as new ones, or none."""
         if len(row.since) > _LONGEST_EDIT:
             return []
-        places = {row.anchor + len(row.since), row.anchor}
-        return [_Place(each) for each in sorted(places, reverse=True) if each < len(self._ids)]
+        positions = {row.anchor + len(row.since), row.anchor}
+        return [
+            _Position(each) for each in sorted(positions, reverse=True) if each < len(self._ids)
+        ]
 
     def _find(self, row: _Row) -> None:
-        """Find the place by the last tokens: the longest match, of equal ones the nearest."""
-        behind = self._places.get(row.text[-1], [])
+        """Find the position by the last tokens: the longest match, of equal ones the nearest."""
+        behind = self._positions.get(row.text[-1], [])
         # After an insertion, and after a replacement of equal length.
         expected = row.anchor + 1, row.anchor + len(row.since)
         first = max(0, bisect_left(behind, expected[0]) - _NEAR // 2)
-        best, place = (0, 0), None
+        best, position = (0, 0), None
         for each in behind[first : first + _NEAR]:
             run, far = self._match(row, each), min(abs(each - near) for near in expected)
             if (far < _NEAR or run >= _SURE_RUN) and (run, -far) > best:
-                best, place = (run, -far), each
+                best, position = (run, -far), each
         row.run = best[0]
-        row.place = None if place is None else _Place(place)
+        row.position = None if position is None else _Position(position)
         if row.run >= _SURE_RUN:
             self._settle(row)
 
-    def _match(self, row: _Row, place: int) -> int:
-        """Return how many of the last tokens match the tokens before a place."""
-        most = min(place, len(row.text), _LONGEST_MATCH)
+    def _match(self, row: _Row, position: int) -> int:
+        """Return how many of the last tokens match the tokens before a position."""
+        most = min(position, len(row.text), _LONGEST_MATCH)
         run = 0
-        while run < most and self._ids[place - 1 - run] == row.text[-1 - run]:
+        while run < most and self._ids[position - 1 - run] == row.text[-1 - run]:
             run += 1
         return run

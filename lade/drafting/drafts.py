@@ -63,34 +63,34 @@ def joined(drafts: Sequence[Draft], max_nodes: int) -> Draft:
     """
     if len(drafts) == 1:
         return drafts[0].first(max_nodes)
-    places: dict[tuple[int, int], int] = {}  # by parent's place and token
+    indices: dict[tuple[int, int], int] = {}  # by parent's index and token
     misses: list[float] = []  # probability that all sources are wrong, given the parent
     for draft in drafts:
         nodes = zip(
             draft.parents.tolist(), draft.token_ids.tolist(), draft.probs.tolist(), strict=True
         )
-        mine = [(-1, 1.0)]  # place and probability of the root and of each node, at node + 1
+        mine = [(-1, 1.0)]  # index and probability of the root and of each node, at node + 1
         for parent, token_id, prob in nodes:
             above, most = mine[parent + 1]
-            place = places.setdefault((above, token_id), len(places))
-            if place == len(misses):
+            index = indices.setdefault((above, token_id), len(indices))
+            if index == len(misses):
                 misses.append(1.0)
-            misses[place] *= 1.0 - min(1.0, prob / most if most > 0 else 0.0)
-            mine.append((place, prob))
-    sums = [0.0] * (1 + len(places))  # of siblings, by parent
-    for (above, _), miss in zip(places, misses, strict=True):
+            misses[index] *= 1.0 - min(1.0, prob / most if most > 0 else 0.0)
+            mine.append((index, prob))
+    sums = [0.0] * (1 + len(indices))  # of siblings, by parent
+    for (above, _), miss in zip(indices, misses, strict=True):
         sums[above + 1] += 1.0 - miss
-    probs = [1.0]  # the root's, then of each place
-    for (above, _), miss in zip(places, misses, strict=True):
+    probs = [1.0]  # the root's, then of each index
+    for (above, _), miss in zip(indices, misses, strict=True):
         probs.append(probs[above + 1] * (1.0 - miss) / max(1.0, sums[above + 1]))
-    keys = [*places]
+    keys = [*indices]
     # Of equals, parents stay first.
-    order = sorted(range(len(keys)), key=lambda place: -probs[place + 1])[:max_nodes]
-    new_place = {-1: -1} | {place: node for node, place in enumerate(order)}
+    order = sorted(range(len(keys)), key=lambda index: -probs[index + 1])[:max_nodes]
+    new_index = {-1: -1} | {index: node for node, index in enumerate(order)}
     return draft_of(
-        [keys[place][1] for place in order],
-        [new_place[keys[place][0]] for place in order],
-        [probs[place + 1] for place in order],
+        [keys[index][1] for index in order],
+        [new_index[keys[index][0]] for index in order],
+        [probs[index + 1] for index in order],
     )
 
 

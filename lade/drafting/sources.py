@@ -125,14 +125,14 @@ class PoolDrafter(Drafter):
         # A probability that rises counts as the one before it, so that parents stay first.
         probs = np.concatenate([np.minimum.accumulate(draft.probs), worths])
         order = (-probs).argsort(kind="stable")[:max_draft_tokens]
-        places = np.full(
+        indices = np.full(
             len(probs) + 1, -1, np.int32
         )  # new index of each node; the last is the root's
-        places[order] = np.arange(len(order))
+        indices[order] = np.arange(len(order))
         parents = np.concatenate([draft.parents, np.full(len(token_ids), -1)])
         depths = np.concatenate([draft.depths, np.ones(len(token_ids), np.int32)])
         token_ids = np.concatenate([draft.token_ids, token_ids])
-        return Draft(token_ids[order], places[parents[order]], depths[order], probs[order])
+        return Draft(token_ids[order], indices[parents[order]], depths[order], probs[order])
 
     def harvest(
         self,

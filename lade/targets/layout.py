@@ -64,7 +64,7 @@ def tree_layout(model: Model) -> TreeLayout:
     if getattr(config, "alibi", False):
         raise UnsupportedModelError("its ALiBi bias follows the cache slots and not the positions")
     layers = DynamicCache(config=config).layers
-    kinds = [convolved.get(place, kind_of(layer)) for place, layer in enumerate(layers)]
+    kinds = [convolved.get(index, kind_of(layer)) for index, layer in enumerate(layers)]
     pairs = zip(kinds, layers, strict=True)
     unknown = {type(layer).__name__ for kind, layer in pairs if kind is None}
     if unknown or not kinds:
@@ -122,12 +122,12 @@ def _spans(config: Any, layers: Sequence[Any]) -> dict[str, AttentionSpan]:
 def _convolved(model: Model, config: Any) -> dict[int, LayerKind]:
     """Return the kinds of a model's layers that begin with short convolutions, by number."""
     types = getattr(config, "layer_types", None) or ()
-    places = {place: _CONVOLVED[name] for place, name in enumerate(types) if name in _CONVOLVED}
+    kinds = {index: _CONVOLVED[name] for index, name in enumerate(types) if name in _CONVOLVED}
     widths = {each.kernel_size[0] for each in model.modules() if isinstance(each, nn.Conv1d)}
-    if not places or len(widths) != 1:
+    if not kinds or len(widths) != 1:
         return {}
     window = widths.pop() + 1
-    return {place: LayerKind(kind, window) for place, kind in places.items()}
+    return {index: LayerKind(kind, window) for index, kind in kinds.items()}
 
 
 def rope_of(config: Any) -> tuple[str, int] | None:
