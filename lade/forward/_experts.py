@@ -4,27 +4,26 @@ Experts are chosen as by `torch.topk`, also among equal values and in the same o
 that to algorithms of the C++ library, so their steps are repeated here.
 """
 
-import numba
 import numpy as np
 
-_compiled = numba.njit(nogil=True, error_model="numpy")
+from lade.forward._tiles import compiled
 
 _SORTED_WHOLE = 64  # torch sorts a heap if there are so many times more values than choices
 
 
-@_compiled
+@compiled
 def _is_before(values, first, second):  # type: ignore[no-untyped-def]
     """Return whether a value, by its number, comes before another: NaN, then the largest."""
     mine, theirs = values[first], values[second]
     return mine > theirs or (mine != mine and theirs == theirs)
 
 
-@_compiled
+@compiled
 def _swap(order, first, second):  # type: ignore[no-untyped-def]
     order[first], order[second] = order[second], order[first]
 
 
-@_compiled
+@compiled
 def _insert(values, order, first, last):  # type: ignore[no-untyped-def]
     """Sort a few values; equal values stay in their order."""
     for place in range(first + 1, last):
@@ -35,7 +34,7 @@ def _insert(values, order, first, last):  # type: ignore[no-untyped-def]
         order[place] = number
 
 
-@_compiled
+@compiled
 def _sink(values, order, hole, size, number):  # type: ignore[no-untyped-def]
     """Put a number into a heap whose place `hole` is free; the last in the order is on top."""
     top, child = hole, hole
@@ -55,7 +54,7 @@ def _sink(values, order, hole, size, number):  # type: ignore[no-untyped-def]
     order[hole] = number
 
 
-@_compiled
+@compiled
 def _select_by_heap(values, order, num, last):  # type: ignore[no-untyped-def]
     """Bring the first `num` in the order of values to the front, as a heap."""
     for parent in range((num - 2) // 2, -1, -1):
@@ -67,7 +66,7 @@ def _select_by_heap(values, order, num, last):  # type: ignore[no-untyped-def]
             _sink(values, order, 0, num, number)
 
 
-@_compiled
+@compiled
 def _split(values, order, first, last):  # type: ignore[no-untyped-def]
     """Move values before a median of three to the front; return the index of the others."""
     low, middle, high = first + 1, first + (last - first) // 2, last - 1
@@ -93,7 +92,7 @@ def _split(values, order, first, last):  # type: ignore[no-untyped-def]
         left += 1
 
 
-@_compiled
+@compiled
 def select(values, order, num, is_sorted):  # type: ignore[no-untyped-def]
     """Write the indices of all values, the `num` largest first, in the order of `torch.topk`.
 
@@ -129,7 +128,7 @@ def select(values, order, num, is_sorted):  # type: ignore[no-untyped-def]
         _insert(values, order, 0, num - 1)
 
 
-@_compiled
+@compiled
 def leave_groups(values, sums, order, num_left):  # type: ignore[no-untyped-def]
     """Keep the values of some groups: the ones with the largest sum of their two largest."""
     size = len(values) // len(sums)
@@ -147,7 +146,7 @@ def leave_groups(values, sums, order, num_left):  # type: ignore[no-untyped-def]
             values[place] = -np.float32(np.inf)
 
 
-@_compiled
+@compiled
 def group(chosen, num_chosen, ends, tokens, slots):  # type: ignore[no-untyped-def]
     """Sort choices by expert, and return the number of experts that were chosen.
 

@@ -17,7 +17,7 @@ from numba.core import cgutils
 
 from lade.forward import words as w
 from lade.forward._experts import group, leave_groups, select
-from lade.forward._packed import STRIP, call_compiled
+from lade.forward._packed import STRIP
 from lade.forward._tiles import (
     BFLOAT16,
     BLOCK,
@@ -32,11 +32,15 @@ from lade.forward._tiles import (
     PER_LINE,
     add_products,
     add_rows,
-    add_values,
     by_case,
+    call_compiled,
+    compiled,
+    compiled_with,
+    inlined,
     instruction,
     job,
     pointer,
+    run_tiles,  # noqa: F401 — what jobs call
     take,
 )
 
@@ -51,11 +55,7 @@ _FAST = {"contract", "reassoc", "nsz", "arcp"}
 _INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _F = np.float32
 
-_compiled = numba.njit(nogil=True, error_model="numpy")
-# A function with one caller is inlined before types are inferred: compiled alone, it and the
-# functions that it calls would be optimized twice.
-_part = numba.njit(nogil=True, error_model="numpy", inline="always")
-_summing = numba.njit(nogil=True, error_model="numpy", fastmath=_FAST)
+_summing = compiled_with(fastmath=_FAST)
 
 
 @instruction(types.int64, types.int64)
@@ -109,29 +109,29 @@ def _as_float(builder: Any, bits: Any) -> Any:
 # --- rows ---------------------------------------------------------------------------------------
 
 
-@_compiled
+@compiled
 def _row(address, size):  # type: ignore[no-untyped-def]
     return numba.carray(pointer(address), (size,), np.float32)
 
 
-@_compiled
+@compiled
 def _copy(source, target):  # type: ignore[no-untyped-def]
     for i in range(len(source)):
         target[i] = source[i]
 
 
-@_compiled
+@compiled
 def _fill(numbers, by):  # type: ignore[no-untyped-def]
     for i in range(len(numbers)):
         numbers[i] = by
 
 
-@_compiled
+@compiled
 def _number(words, index):  # type: ignore[no-untyped-def]
     return _as_float(np.int32(words[index]))
 
 
-@_compiled
+@compiled
 def _round(row, format_):  # type: ignore[no-untyped-def]
     """Round float32 to a format, to the nearest, ties to even."""
     if format_ == BFLOAT16:
@@ -144,7 +144,7 @@ def _round(row, format_):  # type: ignore[no-untyped-def]
             row[i] = _from_half(_to_half(row[i]))
 
 
-@_compiled
+@compiled
 def _load(address, row, format_):  # type: ignore[no-untyped-def]
     """Widen numbers of a format to float32."""
     size = len(row)
@@ -161,7 +161,7 @@ def _load(address, row, format_):  # type: ignore[no-untyped-def]
             bits[i] = np.uint32(narrow[i]) << np.uint32(16)
 
 
-@_compiled
+@compiled
 def _add_from(address, start, row, format_):  # type: ignore[no-untyped-def]
     """Add numbers of a format, from `start` on, to a row."""
     if format_ == FLOAT32:
@@ -176,7 +176,7 @@ def _add_from(address, start, row, format_):  # type: ignore[no-untyped-def]
         row[i] += half if format_ == FLOAT16 else wide
 
 
-@_compiled
+@compiled
 def _store(row, address, format_):  # type: ignore[no-untyped-def]
     """Store float32 numbers that are already rounded to a format."""
     size = len(row)
@@ -193,7 +193,7 @@ def _store(row, address, format_):  # type: ignore[no-untyped-def]
             narrow[i] = np.uint16(bits[i] >> np.uint32(16))
 
 
-@_compiled
+@compiled
 def _arrange(row, address, start, whole, arranged):  # type: ignore[no-untyped-def]
     """Put numbers, from `start` on in a row of `whole`, in the order of matrix products."""
     size = len(row)
@@ -238,7 +238,7 @@ def _sum_of_squares(row, mean):  # type: ignore[no-untyped-def]
     return total
 
 
-@_compiled
+@compiled
 def _normalize(row, of, out, wide, format_):  # type: ignore[no-untyped-def]
     """Normalize a row as LayerNorm or RMSNorm do; `wide` is scratch of the same size."""
     size, flags = _F(len(row)), of[w.FLAGS]
@@ -260,7 +260,7 @@ def _normalize(row, of, out, wide, format_):  # type: ignore[no-untyped-def]
     _round(out, format_)
 
 
-@_compiled
+@compiled
 def _turn(row, cos, sin, straight, turned, how, format_):  # type: ignore[no-untyped-def]
     """Turn the first numbers of a head by the angles of its position."""
     size = len(cos)
@@ -287,19 +287,19 @@ def _turn(row, cos, sin, straight, turned, how, format_):  # type: ignore[no-unt
 # may change a bit.
 
 
-@_compiled
+@compiled
 def _within(number, bound):  # type: ignore[no-untyped-def]
     """Clamp a number to a bound on both sides; NaN stays."""
     return -bound if number < -bound else bound if number > bound else number
 
 
-@_compiled
+@compiled
 def _exponent(number):  # type: ignore[no-untyped-def]
     """Return the integer exponent of the power of 2 nearest to e to the power of a number."""
     return np.floor(_fused((number, _F(1.4426950408889634), _F(0.5))))
 
 
-@_compiled
+@compiled
 def _mantissa(number, exponent):  # type: ignore[no-untyped-def]
     """Return e to the power of a number, divided by 2 to the power of its exponent.
 
@@ -312,7 +312,7 @@ def _mantissa(number, exponent):  # type: ignore[no-untyped-def]
     return series
 
 
-@_compiled
+@compiled
 def _scale(exponent):  # type: ignore[no-untyped-def]
     """Return 2 to the power of an integer of at least -126; 0 for a lower one."""
     bounded = exponent if exponent > _F(-126) else _F(-126)
@@ -320,14 +320,14 @@ def _scale(exponent):  # type: ignore[no-untyped-def]
     return _F(0) if exponent < _F(-126) else power
 
 
-@_compiled
+@compiled
 def _exponential(number):  # type: ignore[no-untyped-def]
     """Return e to the power of a number of at most 87."""
     exponent = _exponent(number)
     return _mantissa(number, exponent) * _scale(exponent)
 
 
-@_compiled
+@compiled
 def _squash(row):  # type: ignore[no-untyped-def]
     """Replace each number by its hyperbolic tangent."""
     for i in range(len(row)):
@@ -340,19 +340,19 @@ def _squash(row):  # type: ignore[no-untyped-def]
         row[i] = near if square < _F(1e-3) else far
 
 
-@_compiled
+@compiled
 def _silu(row):  # type: ignore[no-untyped-def]
     for i in range(len(row)):
         row[i] = row[i] / (_F(1) + _exponential(_within(-row[i], _F(87))))
 
 
-@_compiled
+@compiled
 def _sigmoid(row):  # type: ignore[no-untyped-def]
     for i in range(len(row)):
         row[i] = _F(1) / (_F(1) + _exponential(_within(-row[i], _F(87))))
 
 
-@_compiled
+@compiled
 def _softmax(row):  # type: ignore[no-untyped-def]
     peak = row[0]
     for number in row:
@@ -364,7 +364,7 @@ def _softmax(row):  # type: ignore[no-untyped-def]
         row[i] = row[i] / total
 
 
-@_compiled
+@compiled
 def _activate(row, how, wide):  # type: ignore[no-untyped-def]
     """Apply an activation to numbers in place; `wide` is scratch of the same size."""
     if how == w.SILU:
@@ -394,7 +394,7 @@ def _activate(row, how, wide):  # type: ignore[no-untyped-def]
 # which round nothing: neither the begin of blocks nor hidden keys in between change a bit.
 
 
-@numba.njit(nogil=True, error_model="numpy", fastmath={*_FAST, "nnan"})
+@compiled_with(fastmath={*_FAST, "nnan"})
 def _largest(scores):  # type: ignore[no-untyped-def]
     most = scores[0]
     for score in scores:
@@ -402,7 +402,7 @@ def _largest(scores):  # type: ignore[no-untyped-def]
     return most
 
 
-@_compiled
+@compiled
 def _take_query(source, target, format_, scaling):  # type: ignore[no-untyped-def]
     """Scale a query, and arrange it in the order of tiles: with bfloat16, pairs apart."""
     size = len(source)
@@ -415,7 +415,7 @@ def _take_query(source, target, format_, scaling):  # type: ignore[no-untyped-de
         target[i] = source[i] * scaling
 
 
-@_compiled
+@compiled
 def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
     """Turn a row's scores of a block of keys into weights, and rescale the row's sums to them.
 
@@ -444,7 +444,7 @@ def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
         scores[i] = _F(0) if relative < _F(-126) else weight
 
 
-@_compiled
+@compiled
 def _num_seen(sees):  # type: ignore[no-untyped-def]
     """Return the number of keys that a mask shows."""
     num = 0
@@ -453,7 +453,7 @@ def _num_seen(sees):  # type: ignore[no-untyped-def]
     return num
 
 
-@_compiled
+@compiled
 def _hide(scores, sees):  # type: ignore[no-untyped-def]
     """Set the scores of hidden keys to minus infinity."""
     for i in range(len(sees)):
@@ -461,7 +461,7 @@ def _hide(scores, sees):  # type: ignore[no-untyped-def]
         scores[i] = score if sees[i] else -_F(np.inf)
 
 
-@_compiled
+@compiled
 def _are_finite(address, num, format_):  # type: ignore[no-untyped-def]
     """Return whether no number of a format is infinite or NaN."""
     most = np.int32(0)
@@ -479,7 +479,7 @@ def _are_finite(address, num, format_):  # type: ignore[no-untyped-def]
 # --- pieces of a phase --------------------------------------------------------------------------
 
 
-@_compiled
+@compiled
 def _wait(phase, num_done, num_pieces):  # type: ignore[no-untyped-def]
     """Report finished pieces of a phase, and wait until all pieces are finished.
 
@@ -494,13 +494,35 @@ def _wait(phase, num_done, num_pieces):  # type: ignore[no-untyped-def]
         _rest(0 if num_looks < _SPINS else 1 if num_looks < _SPINS + _YIELDS else 2)
 
 
-@_compiled
+@compiled
 def _share(num, num_threads, unit, most):  # type: ignore[no-untyped-def]
     """Return how many units a thread takes at once: several pieces each, but none too small."""
     return min(max(num // (8 * num_threads) // unit * unit, unit), most)
 
 
-@_compiled
+@inlined
+def given_to_job(address):  # type: ignore[no-untyped-def]
+    """Return what a layer's job is given, seven int64.
+
+    They are the addresses of the forward's job and of the phase, the number of the phase among the
+    layer's, and the addresses of the layer, its parts, its places, and the thread's memory.
+    """
+    given = numba.carray(address, (7,), np.int64)
+    g = numba.carray(pointer(given[0]), (w.JOB_SIZE,), np.int64)
+    layer = numba.carray(pointer(given[3]), (w.LAYER_SIZE,), np.int64)
+    parts = numba.carray(pointer(given[4]), (g[w.NUM_PARTS], 4), np.int64)
+    places = numba.carray(pointer(given[5]), (g[w.NUM_PARTS], w.PLACE_SIZE), np.int64)
+    return g, given[1], given[2], layer, parts, places, given[6]
+
+
+@inlined
+def described(g, number):  # type: ignore[no-untyped-def]
+    """Return the row that describes a layer's experts or its recurrence, counted from 1."""
+    place = g[w.ADDITIONS] + 8 * w.LAYER_SIZE * (number - 1)
+    return numba.carray(pointer(place), (w.LAYER_SIZE,), np.int64)
+
+
+@compiled
 def _straighten(address, start, row, whole, arranged):  # type: ignore[no-untyped-def]
     """Undo `_arrange` for bfloat16, from `start` on, a multiple of DEPTH."""
     if arranged == w.NARROW:
@@ -516,7 +538,7 @@ def _straighten(address, start, row, whole, arranged):  # type: ignore[no-untype
         row[i] = source[i]
 
 
-@_compiled
+@compiled
 def _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_step):  # type: ignore[no-untyped-def]
     """Add some columns of a product with a packed weight; see `_packed.product_of`."""
     strip = (out + out_step * (num_rows + 1) + 63) // 64 * 64
@@ -533,8 +555,8 @@ def _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_st
         start = stop
 
 
-@_compiled
-def _add_across(format_, inputs, weights, results, size, totals):  # type: ignore[no-untyped-def]
+@compiled
+def _add_across(g, format_, inputs, weights, results, size, totals):  # type: ignore[no-untyped-def]
     """Add products with weights whose columns lie side by side, input by input.
 
     Each is an address, and bytes from one row to the next; inputs also have a number of rows, of
@@ -545,10 +567,10 @@ def _add_across(format_, inputs, weights, results, size, totals):  # type: ignor
     few = LANES if num_rows > 1 else LANES // 2
     for k in range(0, size, few):
         values = weight + step * k, step, min(few, size - k)
-        add_rows(format_, (x + 4 * k, x_step, num_rows), values, results, num, totals)
+        add_rows(g, format_, (x + 4 * k, x_step, num_rows), values, results, num, totals)
 
 
-@_compiled
+@compiled
 def _multiply_across(g, format_, inputs, num_inputs, num_rows, of, first, num, out, out_step):  # type: ignore[no-untyped-def]
     """Add some columns of a product with a weight whose columns lie side by side, input by input.
 
@@ -563,13 +585,13 @@ def _multiply_across(g, format_, inputs, num_inputs, num_rows, of, first, num, o
         for turn in range(2):
             x = inputs + 4 * (k + LANES * turn), 4 * num_inputs, num_rows
             values = weight + step * (k + turn), 2 * step, LANES
-            add_rows(format_, x, values, result, num, totals)
+            add_rows(g, format_, x, values, result, num, totals)
     x = inputs + 4 * num_paired, 4 * num_inputs, num_rows
     rest = weight + step * num_paired, step, num
-    _add_across(format_, x, rest, result, num_inputs - num_paired, totals)
+    _add_across(g, format_, x, rest, result, num_inputs - num_paired, totals)
 
 
-@_compiled
+@compiled
 def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, out_step, to):  # type: ignore[no-untyped-def]
     """Write some columns of a matrix product, plus bias, rounded to a format."""
     num, width = until - first, 4 if format_ == FLOAT32 else 2
@@ -588,7 +610,7 @@ def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, o
                 given = inputs + of_input * num_inputs * row
                 _straighten(given, k, _row(straight, size), num_inputs, g[w.ARRANGED])
                 weights = weight + width * k, width * num_inputs, num
-                add_products(format_, (straight, 0, 1), weights, (out + out_step * row, 0), size)
+                add_products(g, format_, (straight, 0, 1), weights, (out + out_step * row, 0), size)
     else:
         kind, of_input, depth = format_, 4, DEPTH
         if g[w.ARRANGED] == w.NARROW:
@@ -596,7 +618,7 @@ def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, o
         for k in range(0, num_inputs, depth):
             x = inputs + of_input * k, of_input * num_inputs, num_rows
             weights = weight + width * k, width * num_inputs, num
-            add_products(kind, x, weights, (out, out_step), min(depth, num_inputs - k))
+            add_products(g, kind, x, weights, (out, out_step), min(depth, num_inputs - k))
     for row in range(num_rows):
         numbers = _row(out + out_step * row, num)
         if of[w.BIAS] != 0:
@@ -604,7 +626,7 @@ def _multiply(g, format_, inputs, num_inputs, num_rows, of, first, until, out, o
         _round(numbers, to)
 
 
-@_part
+@inlined
 def _write_between(g, phase, inputs, num_inputs, num_rows, first, until, scratch):  # type: ignore[no-untyped-def]
     """Multiply inputs by the first factors of some low-rank additions."""
     added = numba.carray(pointer(g[w.ADDITIONS]), (until, w.LAYER_SIZE), np.int64)
@@ -627,7 +649,7 @@ def _write_between(g, phase, inputs, num_inputs, num_rows, first, until, scratch
     _wait(phase, num_done, num_before)
 
 
-@_part
+@inlined
 def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # type: ignore[no-untyped-def]
     """Add the low-rank additions to some columns of a product, rounded as by torch."""
     num, format_, is_wide = until - first, g[w.FORMAT], False
@@ -666,7 +688,7 @@ def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # typ
                 _round(numbers, format_)
 
 
-@_part
+@inlined
 def _run_products(g, phase, num_rows, layer, given, products, result, num_all, scratch):  # type: ignore[no-untyped-def]
     """Run products of the same inputs.
 
@@ -728,7 +750,7 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
     _wait(phase, num_done, num_all)
 
 
-@_compiled
+@compiled
 def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-def]
     """Add the result of attention or MLP to a token's states, after its norm if it has one."""
     size, format_ = g[w.HIDDEN], g[w.FORMAT]
@@ -754,7 +776,7 @@ def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-d
         _copy(added, states)
 
 
-@_compiled
+@compiled
 def _norm_states(g, of, token, place, scratch):  # type: ignore[no-untyped-def]
     """Arrange a token's states, after a norm if there is one, as inputs of the next product."""
     size = g[w.HIDDEN]
@@ -767,7 +789,7 @@ def _norm_states(g, of, token, place, scratch):  # type: ignore[no-untyped-def]
     _arrange(normed, g[w.NORMED] + width * size * place, 0, size, g[w.ARRANGED])
 
 
-@_part
+@inlined
 def _run_states(g, phase, tokens, layer, norm, of, is_parallel, scratch):  # type: ignore[no-untyped-def]
     """Add the result of the last phase to the states, and arrange them for the next phase.
 
@@ -796,7 +818,7 @@ def _run_states(g, phase, tokens, layer, norm, of, is_parallel, scratch):  # typ
     _wait(phase, num_done, num)
 
 
-@_part
+@inlined
 def _write_head(g, head, layer, places, part, token, scratch):  # type: ignore[no-untyped-def]
     """Norm and rotate a query or key, and write it, or a value, where attention reads it.
 
@@ -864,7 +886,7 @@ def _write_head(g, head, layer, places, part, token, scratch):  # type: ignore[n
         _store(out, target + (4 if format_ == FLOAT32 else 2) * slot * size, format_)
 
 
-@_part
+@inlined
 def _write_heads(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped-def]
     num_heads = g[w.NUM_HEADS] + 2 * g[w.NUM_KEY_HEADS]
     num = g[w.NUM_TOKENS] * num_heads
@@ -883,7 +905,7 @@ def _write_heads(g, phase, layer, parts, places, scratch):  # type: ignore[no-un
     _wait(phase, num_done, num)
 
 
-@_part
+@inlined
 def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ignore[no-untyped-def]
     """Attend from some rows of a part; a token has a row for each head that shares a key head.
 
@@ -924,7 +946,7 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
             _fill(scores[row], _F(0))
         x = queries.ctypes.data, 4 * size, num_rows
         of_keys = keys + width * key * size, width * size, num
-        add_products(format_, x, of_keys, (scores.ctypes.data, 4 * BLOCK), size)
+        add_products(g, format_, x, of_keys, (scores.ctypes.data, 4 * BLOCK), size)
         for row in range(num_rows):
             of_row, token = scores[row], (start + row) // num_sharing
             if softcap != _F(0):
@@ -949,8 +971,9 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
             _weigh(of_row, peaks[row : row + 1], totals[row : row + 1], sums[row])
         of_values = values + width * key * size
         if num_hidden == 0 or _are_finite(of_values, num * size, format_):
-            places = sums.ctypes.data, totals.ctypes.data
-            add_values(format_, scores.ctypes.data, num_rows, of_values, num, size, *places)
+            places = (sums.ctypes.data, 4 * size), size, totals.ctypes.data
+            weights = scores.ctypes.data, 4 * BLOCK, num_rows
+            add_rows(g, format_, weights, (of_values, width * size, num), *places)
             continue
         for row in range(num_rows):  # a weight of 0 times an infinite hidden value is NaN
             token = (start + row) // num_sharing
@@ -960,9 +983,10 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
                     of_token = mask + token * part[w.MASK_ROW] + key
                     sees_it = numba.carray(pointer(of_token), (num,), np.uint8)[i] != 0
                 if sees_it:
-                    weight = scores.ctypes.data + 4 * (BLOCK * row + i)
-                    places = sums[row].ctypes.data, totals.ctypes.data + 4 * row
-                    add_values(format_, weight, 1, of_values + width * i * size, 1, size, *places)
+                    weight = scores.ctypes.data + 4 * (BLOCK * row + i), 0, 1
+                    value = of_values + width * i * size, 0, 1
+                    places = (sums[row].ctypes.data, 0), size, totals.ctypes.data + 4 * row
+                    add_rows(g, format_, weight, value, *places)
     whole = g[w.NUM_HEADS] * size
     width = 2 if g[w.ARRANGED] == w.NARROW else 4
     for row in range(num_rows):
@@ -986,7 +1010,7 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
         _arrange(sums[row], place_of_token, first, whole, g[w.ARRANGED])
 
 
-@_part
+@inlined
 def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped-def]
     num_parts, num_key_heads = g[w.NUM_PARTS], g[w.NUM_KEY_HEADS]
     num_sharing = g[w.NUM_HEADS] // num_key_heads
@@ -1008,10 +1032,20 @@ def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped
     _wait(phase, num_done, num_before)
 
 
+@job
+def run_attention(address: Any) -> None:
+    """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
+    g, phase, step, layer, parts, places, scratch = given_to_job(address)
+    if step == 2:
+        _write_heads(g, phase, layer, parts, places, scratch)
+    else:
+        _attend(g, phase, layer, parts, places, scratch)
+
+
 # --- short convolutions -------------------------------------------------------------------------
 
 
-@_compiled
+@compiled
 def _taps_of(layer, start, num, format_, memory):  # type: ignore[no-untyped-def]
     """Return the weights of some channels [TAPS, num], in a memory of twice their size."""
     taps = layer[w.TAPS]
@@ -1024,7 +1058,7 @@ def _taps_of(layer, start, num, format_, memory):  # type: ignore[no-untyped-def
     return weights
 
 
-@_compiled
+@compiled
 def _convolve_slot(layer, weights, inputs, slot, row, sums, format_):  # type: ignore[no-untyped-def]
     """Write inputs of some channels into the cache, and what a convolution makes of the last ones.
 
@@ -1049,7 +1083,7 @@ def _convolve_slot(layer, weights, inputs, slot, row, sums, format_):  # type: i
     _round(sums, format_)
 
 
-@_part
+@inlined
 def _convolve(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped-def]
     """Write the inputs of a short convolution into the cache, and arrange its gated results.
 
@@ -1088,10 +1122,18 @@ def _convolve(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyp
     _wait(phase, num_done, size)
 
 
+@job
+def run_convolution(address: Any) -> None:
+    """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
+    g, phase, step, layer, parts, places, scratch = given_to_job(address)
+    if step == 2:
+        _convolve(g, phase, layer, parts, places, scratch)
+
+
 # --- experts ------------------------------------------------------------------------------------
 
 
-@_part
+@inlined
 def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     """Write the scores of a layer's router, and the gate of its shared expert."""
     num_rows, num_experts = g[w.NUM_TOKENS], of[w.ROUTER + w.NUM_COLUMNS]
@@ -1117,7 +1159,7 @@ def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     _wait(phase, num_done, num_all)
 
 
-@_compiled
+@compiled
 def _mix(raw, chosen, shares, left, near, of, format_):  # type: ignore[no-untyped-def]
     """Choose one expert after another; each shares its weight with the rest that score like it."""
     _copy(raw, left)
@@ -1138,7 +1180,7 @@ def _mix(raw, chosen, shares, left, near, of, format_):  # type: ignore[no-untyp
         chosen[place], shares[place], left[best] = best, _F(1) / total, -_F(np.inf)
 
 
-@_compiled
+@compiled
 def _choose(g, of, token, scratch):  # type: ignore[no-untyped-def]
     """Choose the experts of a token, and the factor of each expert's result."""
     num, num_chosen, routing = of[w.ROUTER + w.NUM_COLUMNS], of[w.NUM_CHOSEN], of[w.ROUTING]
@@ -1187,7 +1229,7 @@ def _choose(g, of, token, scratch):  # type: ignore[no-untyped-def]
         _round(raw[num:], g[w.FORMAT])
 
 
-@_part
+@inlined
 def _choose_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     num, num_done, token = g[w.NUM_TOKENS], 0, take(phase, 1)
     while token < num:
@@ -1197,7 +1239,7 @@ def _choose_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     _wait(phase, num_done, num)
 
 
-@_compiled
+@compiled
 def _grouped(g, of, scratch):  # type: ignore[no-untyped-def]
     """Group all choices by expert in the thread's memory; return the groups and the rest of it."""
     num, num_chosen = g[w.NUM_TOKENS] * of[w.NUM_CHOSEN], of[w.NUM_CHOSEN]
@@ -1210,7 +1252,7 @@ def _grouped(g, of, scratch):  # type: ignore[no-untyped-def]
     return num_hit, ends, tokens, slots, scratch + 16 * num
 
 
-@_compiled
+@compiled
 def _add_gathered(g, of, tokens, place, num, out, out_step, memory):  # type: ignore[no-untyped-def]
     """Add some columns of gate and up of an expert, for the normed states of some tokens.
 
@@ -1239,14 +1281,14 @@ def _add_gathered(g, of, tokens, place, num, out, out_step, memory):  # type: ig
         if is_across:
             x, totals = (memory, 4 * DEPTH, len(tokens)), memory + 4 * DEPTH * len(tokens)
             weights = first + width * (whole * k + column), width * whole, num
-            _add_across(g[w.FORMAT], x, weights, (out, out_step), depth, totals)
+            _add_across(g, g[w.FORMAT], x, weights, (out, out_step), depth, totals)
         else:
             x = memory, of_input * DEPTH, len(tokens)
             weights = first + width * (size * column + k), width * size, num
-            add_products(kind, x, weights, (out, out_step), depth)
+            add_products(g, kind, x, weights, (out, out_step), depth)
 
 
-@_compiled
+@compiled
 def _end_products(address, start, rows, num, format_):  # type: ignore[no-untyped-def]
     """Round rows of sums, and add biases from `start` on to them if these have an address."""
     out, out_step, num_rows = rows
@@ -1258,7 +1300,7 @@ def _end_products(address, start, rows, num, format_):  # type: ignore[no-untype
             _round(numbers, format_)
 
 
-@_compiled
+@compiled
 def _multiply_gated(of, gate, up, wide, format_):  # type: ignore[no-untyped-def]
     """Bound and activate the gates of an expert, and multiply them by what goes up, in place."""
     bound, alpha, added = _number(of, w.BOUND), _number(of, w.ALPHA), _number(of, w.ADDED_TO_UP)
@@ -1285,7 +1327,7 @@ def _multiply_gated(of, gate, up, wide, format_):  # type: ignore[no-untyped-def
     _round(gate, format_)
 
 
-@_compiled
+@compiled
 def _inner_at_once(g, of, num_hit, num_rows):  # type: ignore[no-untyped-def]
     """Return the inner states in a piece of an expert that has so many rows."""
     most = _MOST_COLUMNS // 2
@@ -1294,7 +1336,7 @@ def _inner_at_once(g, of, num_hit, num_rows):  # type: ignore[no-untyped-def]
     return _share(num_hit * of[w.EXPERT_INNER], g[w.NUM_THREADS], _UNIT, most)
 
 
-@_part
+@inlined
 def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     """Write the inner states of all choices, expert by expert."""
     inner, format_, lies = of[w.EXPERT_INNER], g[w.FORMAT], of[w.LIES]
@@ -1350,7 +1392,7 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
     _wait(phase, num_done, num_all)
 
 
-@_compiled
+@compiled
 def _add_out_of_expert(g, of, expert, choices, start, num, out, totals):  # type: ignore[no-untyped-def]
     """Write some columns of an expert's results, float32 [choices, num].
 
@@ -1367,18 +1409,18 @@ def _add_out_of_expert(g, of, expert, choices, start, num, out, totals):  # type
     if of[w.LIES] & w.LIE_ACROSS:
         x = g[w.OF_EXPERTS] + 4 * inner * first, 4 * inner, until - first
         weights = weight + width * start, width * size, num
-        _add_across(format_, x, weights, (out, 4 * num), inner, totals)
+        _add_across(g, format_, x, weights, (out, 4 * num), inner, totals)
     else:
         kind, of_input = (DOTS, 2) if g[w.ARRANGED] == w.NARROW else (format_, 4)
         for k in range(0, inner, DEPTH):
             place = g[w.OF_EXPERTS] + of_input * (inner * first + k)
             x = place, of_input * inner, until - first
             weights = weight + width * (start * inner + k), width * inner, num
-            add_products(kind, x, weights, (out, 4 * num), min(DEPTH, inner - k))
+            add_products(g, kind, x, weights, (out, 4 * num), min(DEPTH, inner - k))
     _end_products(of[w.DOWN_BIAS], size * expert + start, rows, num, format_)
 
 
-@_part
+@inlined
 def _run_out_of_experts(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
     """Write the weighted sum of the experts' results, plus the shared expert's.
 
@@ -1431,10 +1473,11 @@ def _run_out_of_experts(g, phase, layer, of, scratch):  # type: ignore[no-untype
     _wait(phase, num_done, size)
 
 
-@_part
-def _run_experts(g, step, phase, layer, scratch):  # type: ignore[no-untyped-def]
-    place = g[w.ADDITIONS] + 8 * w.LAYER_SIZE * (layer[w.EXPERTS] - 1)
-    of = numba.carray(pointer(place), (w.LAYER_SIZE,), np.int64)
+@job
+def run_experts(address: Any) -> None:
+    """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
+    g, phase, step, layer, _, _, scratch = given_to_job(address)
+    of = described(g, layer[w.EXPERTS])
     if step == 8:
         _score_experts(g, phase, of, scratch)
     elif step == 9:
@@ -1443,6 +1486,9 @@ def _run_experts(g, step, phase, layer, scratch):  # type: ignore[no-untyped-def
         _run_into_experts(g, phase, of, scratch)
     else:
         _run_out_of_experts(g, phase, layer, of, scratch)
+
+
+# --- a whole forward --------------------------------------------------------------------------
 
 
 @job
@@ -1461,10 +1507,6 @@ def run_forward(address: Any) -> None:
         layer = layers[
             max(number - 1, 0) if is_end else number
         ]  # without layers, only the head runs
-        of_parts = g[w.PARTS] + 32 * num_parts * layer[w.SEES]
-        parts = numba.carray(pointer(of_parts), (num_parts, 4), np.int64)
-        of_places = g[w.PLACES] + 8 * w.PLACE_SIZE * num_parts * number
-        places = numba.carray(pointer(of_places), (num_parts, w.PLACE_SIZE), np.int64)
         if step in (0, 5):
             before, norm = layer, w.POST_ATTENTION
             of = layer[w.PRE_MLP : w.PRE_MLP + w.NORM_SIZE]
@@ -1476,21 +1518,13 @@ def run_forward(address: Any) -> None:
             is_parallel = step == 5 and layer[w.IS_PARALLEL] != 0
             tokens = kept if is_end else every
             _run_states(g, phase, tokens, before, norm, of, is_parallel, scratch)
-        elif step in (2, 3) and layer[w.TAPS] > 0:
-            if layer[w.RECURRENCE] != 0:
-                of_layer = g[w.ADDITIONS] + 8 * w.LAYER_SIZE * (layer[w.RECURRENCE] - 1)
-                compiled = numba.carray(pointer(of_layer + 8 * w.COMPILED), (1,), np.int64)[0]
-                of_job = g.ctypes.data, phase, step, layer.ctypes.data, of_layer
-                call_compiled((compiled, *of_job, of_parts, of_places, scratch))
-            elif step == 2:
-                _convolve(g, phase, layer, parts, places, scratch)
-        elif step == 2:
-            _write_heads(g, phase, layer, parts, places, scratch)
-        elif step == 3:
-            _attend(g, phase, layer, parts, places, scratch)
-        elif step >= 8:
-            if layer[w.EXPERTS] != 0:
-                _run_experts(g, step, phase, layer, scratch)
+        elif step in (2, 3) or step >= 8:
+            of_layer = layer[w.RUN_ATTENTION if step < 8 else w.RUN_EXPERTS]
+            if of_layer != 0:
+                of_phase = g.ctypes.data, phase, step, layer.ctypes.data
+                parts = g[w.PARTS] + 32 * num_parts * layer[w.SEES]
+                places = g[w.PLACES] + 8 * w.PLACE_SIZE * num_parts * number
+                call_compiled((of_layer, *of_phase, parts, places, scratch))
         elif step < 6 or layer[w.INNER_SIZE] > 0:  # otherwise there is no shared expert
             num_rows, given, num_all = num_tokens, (g[w.NORMED], g[w.HIDDEN]), g[w.HIDDEN]
             products, result = layer[w.QUERY : w.MORE + w.PRODUCT_SIZE], (w.TO_ROWS, g[w.ADDED])

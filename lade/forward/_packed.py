@@ -30,7 +30,6 @@ from lade.forward._tiles import (
     at,
     by_case,
     fetch,
-    instruction,
     job,
 )
 
@@ -466,17 +465,6 @@ def _unpack_row(typing_context: Any, format_: Any, of: Any) -> Any:
 # --- products -------------------------------------------------------------------------------------
 
 
-@instruction(types.void)
-def call_compiled(builder: Any, of: Any) -> None:
-    """Call a function that is compiled apart, given its address and its arguments, int64."""
-    function, *given = cgutils.unpack_tuple(builder, of)
-    place = cgutils.alloca_once(builder, _INT64, size=len(given))
-    for number, each in enumerate(given):
-        builder.store(each, builder.gep(place, [_INT32(number)]))
-    kind = ir.FunctionType(ir.VoidType(), [place.type])
-    builder.call(builder.inttoptr(function, kind.as_pointer()), [place])
-
-
 @numba.njit(inline="always")
 def _add_rows(format_, most, inputs, weights, results, num_blocks, ahead):  # type: ignore[no-untyped-def]
     """Add products of all rows, in parts of about equal size, for the columns of a tile."""
@@ -533,4 +521,4 @@ def product_of(format_: int) -> Any:
                     _add_rows(F32, (rows, columns), of_x, of_w, of_y, num // 32, 0)
 
     run.__qualname__ = f"product_of_{format_}"
-    return job(run)
+    return job(run)()

@@ -27,18 +27,17 @@ from lade.forward._kernels import (
     _sum_of_squares,
     _taps_of,
     _wait,
+    described,
+    given_to_job,
 )
-from lade.forward._tiles import FLOAT32, job, pointer, take
+from lade.forward._tiles import FLOAT32, compiled, inlined, job, pointer, take
 
 _F = np.float32
 _EPS = _F(1e-6)  # of the length of queries and keys
 _MOST_SOFTENED = 20.0  # above, a softplus is the number itself, as torch has it
 
-_compiled = numba.njit(nogil=True, error_model="numpy")
-_part = numba.njit(nogil=True, error_model="numpy", inline="always")
 
-
-@_compiled
+@compiled
 def _column(of, kind, head, size):  # type: ignore[no-untyped-def]
     """Return where a head's numbers of a kind begin among the columns of MIXED."""
     sharing = of[w.VALUE_HEADS] // of[w.KEY_HEADS] if kind > 1 else 1
@@ -46,13 +45,13 @@ def _column(of, kind, head, size):  # type: ignore[no-untyped-def]
     return of[w.COLUMNS + kind] + of[w.COLUMN_STEPS + kind] * group + size * within
 
 
-@_compiled
+@compiled
 def _kept_size(of):  # type: ignore[no-untyped-def]
     """Return how many numbers a token adds: keys, values, and of each head two more."""
     return of[w.KEY_HEADS] * of[w.KEY_SIZE] + of[w.VALUE_HEADS] * (of[w.VALUE_SIZE] + 2)
 
 
-@_part
+@inlined
 def _convolve_heads(g, phase, layer, of, parts, places, scratch):  # type: ignore[no-untyped-def]
     """Write inputs of the convolution, and what becomes of them: queries, keys and values.
 
@@ -96,7 +95,7 @@ def _convolve_heads(g, phase, layer, of, parts, places, scratch):  # type: ignor
     _wait(phase, num_done, num_heads)
 
 
-@_compiled
+@compiled
 def _write_gates(g, mixed, of, head, gates, row):  # type: ignore[no-untyped-def]
     """Write how much of its state a head keeps with a token, and how much it takes."""
     of_decays, width = of[w.OF_DECAYS], 4 if of[w.OF_DECAYS] == FLOAT32 else 2
@@ -119,7 +118,7 @@ def _write_gates(g, mixed, of, head, gates, row):  # type: ignore[no-untyped-def
         gates[1] = row[0]
 
 
-@_compiled
+@compiled
 def _advance(state, key, value, gates, change, is_delta):  # type: ignore[no-untyped-def]
     """Let a state decay, and take a key and its value; `change` is of as many numbers as this."""
     decay, share = gates[0], gates[1]
@@ -145,7 +144,7 @@ def _advance(state, key, value, gates, change, is_delta):  # type: ignore[no-unt
             row[i] = row[i] + number * change[i]
 
 
-@_compiled
+@compiled
 def _give(g, layer, of, head, token, state, value, sums):  # type: ignore[no-untyped-def]
     """Write what a state gives for a token's query over the values of MIXED."""
     size, num, format_ = of[w.KEY_SIZE], of[w.VALUE_SIZE], g[w.FORMAT]
@@ -168,7 +167,7 @@ def _give(g, layer, of, head, token, state, value, sums):  # type: ignore[no-unt
         result[i] = sums[i] + value[i] * factor
 
 
-@_compiled
+@compiled
 def _arrange_results(g, layer, of, token, first, scratch):  # type: ignore[no-untyped-def]
     """Arrange a token's results of the heads that share a norm, from `first` on, as it gives them.
 
@@ -202,7 +201,7 @@ def _arrange_results(g, layer, of, token, first, scratch):  # type: ignore[no-un
     _arrange(normed, target, first * size, whole, g[w.ARRANGED])
 
 
-@_part
+@inlined
 def _run_heads(g, phase, layer, of, parts, places, scratch):  # type: ignore[no-untyped-def]
     """Bring the states in the cache up to a slot, and give results of all tokens behind it.
 
@@ -253,14 +252,10 @@ def _run_heads(g, phase, layer, of, parts, places, scratch):  # type: ignore[no-
 
 @job
 def run_recurrence(address: Any) -> None:
-    """Run what other threads leave of a phase; takes eight addresses, and its number as third."""
-    given = numba.carray(address, (8,), np.int64)
-    g = numba.carray(pointer(given[0]), (w.JOB_SIZE,), np.int64)
-    layer = numba.carray(pointer(given[3]), (w.LAYER_SIZE,), np.int64)
-    of = numba.carray(pointer(given[4]), (w.LAYER_SIZE,), np.int64)
-    parts = numba.carray(pointer(given[5]), (g[w.NUM_PARTS], 4), np.int64)
-    places = numba.carray(pointer(given[6]), (g[w.NUM_PARTS], w.PLACE_SIZE), np.int64)
-    if given[2] == 2:
-        _convolve_heads(g, given[1], layer, of, parts, places, given[7])
+    """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
+    g, phase, step, layer, parts, places, scratch = given_to_job(address)
+    of = described(g, layer[w.RECURRENCE])
+    if step == 2:
+        _convolve_heads(g, phase, layer, of, parts, places, scratch)
     else:
-        _run_heads(g, given[1], layer, of, parts, places, given[7])
+        _run_heads(g, phase, layer, of, parts, places, scratch)

@@ -6,22 +6,32 @@ the weight as the model stores it, so no weight is packed and no copy can go sta
 bits are widened in registers and summed in float32.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import llvmlite.binding
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from lade.forward import words
+from lade.machine.garbage import without_collection
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+# For functions that only jobs call: wrappers for calls from Python take as long to compile as short
+# functions do. A function with one caller is inlined before types are inferred: compiled alone, it
+# and the functions that it calls would be optimized twice.
+compiled_with = partial(
+    numba.njit, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
+)
+compiled, inlined = compiled_with(), compiled_with(inline="always")
+_one_by_one = threading.RLock()
 
 # Formats of weights. Inputs are in float32, except for DOTS, products of pairs of bfloat16.
 FLOAT32, BFLOAT16, FLOAT16, DOTS = range(4)
@@ -85,6 +95,17 @@ def take(typing_context: Any, address: Any, number: Any) -> Any:
         return builder.atomic_rmw("add", place, arguments[1], "acq_rel")
 
     return types.int64(types.int64, types.int64), generate
+
+
+@instruction(types.void)
+def call_compiled(builder: Any, of: Any) -> None:
+    """Call a function that is compiled apart, given its address and its arguments, int64."""
+    function, *given = cgutils.unpack_tuple(builder, of)
+    place = cgutils.alloca_once(builder, _INT64, size=len(given))
+    for number, each in enumerate(given):
+        builder.store(each, builder.gep(place, [_INT32(number)]))
+    kind = ir.FunctionType(ir.VoidType(), [place.type])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [place])
 
 
 @instruction(types.void)
@@ -283,12 +304,25 @@ def _like(kind: Any, element: Any) -> Any:
     return element if kind is _FLOAT else ir.VectorType(element, LANES)
 
 
-def job(function: _F) -> Any:
-    """Compile a function that threads call without Python; cache it on disk if possible.
+def job(function: Callable[[Any], None]) -> Callable[[], Any]:
+    """Return what compiles a function that threads call without Python, when it is first needed.
 
-    Numba's cache notices a change only of the function's file and name. So the name gets a hash of
-    all other files whose functions and constants are compiled into the function.
+    It gives Numba's function, which is cached on disk if possible. Numba's cache notices a change
+    only of the function's file and name. So the name gets a hash of all other files whose functions
+    and constants are compiled into the function.
     """
+    made: list[Any] = []
+
+    def compiled_job() -> Any:
+        with _one_by_one, without_collection():
+            if not made:
+                made.append(_compile(function))
+        return made[0]
+
+    return compiled_job
+
+
+def _compile(function: Callable[[Any], None]) -> Any:
     kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
     try:
         names = "_packed", "_experts", "_kernels"
@@ -301,14 +335,8 @@ def job(function: _F) -> Any:
         return numba.cfunc(kind, **options)(function)
 
 
-@numba.njit(nogil=True, error_model="numpy")
-def add_products(format_, inputs, weights, results, size):  # type: ignore[no-untyped-def]
-    """Add the products of input rows and weight rows, of `size` numbers each, to the results.
-
-    Inputs and weights are an address, bytes from one row to the next, and the number of rows.
-    Results are the first two of these; they have a row for each input row, and a column for each
-    weight row.
-    """
+@inlined
+def _add_products(format_, inputs, weights, results, size):  # type: ignore[no-untyped-def]
     x, x_step, num_rows = inputs
     w, w_step, num_columns = weights
     y, y_step = results
@@ -409,27 +437,8 @@ def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: An
         build.store(build.load(total), place, align=4)
 
 
-@numba.njit(nogil=True, error_model="numpy")
-def add_values(format_, weights, num_rows, values, num_values, size, results, totals):  # type: ignore[no-untyped-def]
-    """Add values, times weights [num_rows, BLOCK], to results [num_rows, size].
-
-    All arrays are addresses. The weights are also summed in the first row of totals [2, BLOCK]. Its
-    second row is scratch: every further vector of columns sums them again, since leaving that out
-    would take code of another kind.
-    """
-    given = weights, 4 * BLOCK, num_rows
-    width = 4 if format_ == FLOAT32 else 2
-    add_rows(format_, given, (values, width * size, num_values), (results, 4 * size), size, totals)
-
-
-@numba.njit(nogil=True, error_model="numpy")
-def add_rows(format_, weights, values, results, size, totals):  # type: ignore[no-untyped-def]
-    """Add rows of values, each times its weight, to the results.
-
-    A row has `size` numbers, a multiple of LANES. Weights and values are an address, bytes from one
-    row to the next, and the number of rows. Results are the first two of these, and totals are as
-    for `add_values`.
-    """
+@inlined
+def _add_rows(format_, weights, values, results, size, totals):  # type: ignore[no-untyped-def]
     weight, weight_step, num_rows = weights
     value, value_step, num_values = values
     result, result_step = results
@@ -454,3 +463,39 @@ def add_rows(format_, weights, values, results, size, totals):  # type: ignore[n
             )
             _sum_values(of_sums)
         start += LANES * num_vectors
+
+
+@job
+def run_tiles(address: Any) -> None:
+    """Add products or rows; takes the arguments of `add_rows`, or totals of 0, as eleven int64."""
+    given = numba.carray(address, (11,), np.int64)
+    inputs, weights = (given[1], given[2], given[3]), (given[4], given[5], given[6])
+    results, size, totals = (given[7], given[8]), given[9], given[10]
+    if totals == 0:
+        _add_products(given[0], inputs, weights, results, size)
+    else:
+        _add_rows(given[0], inputs, weights, results, size, totals)
+
+
+@compiled
+def add_products(g, format_, inputs, weights, results, size):  # type: ignore[no-untyped-def]
+    """Add the products of input rows and weight rows, of `size` numbers each, to the results.
+
+    Inputs and weights are an address, bytes from one row to the next, and the number of rows.
+    Results are the first two of these; they have a row for each input row, and a column for each
+    weight row. `g` is the job.
+    """
+    call_compiled((g[words.TILES], format_, *inputs, *weights, *results, size, 0))
+
+
+@compiled
+def add_rows(g, format_, weights, values, results, size, totals):  # type: ignore[no-untyped-def]
+    """Add rows of values, each times its weight, to the results.
+
+    A row has `size` numbers, a multiple of LANES. Weights and values are an address, bytes from one
+    row to the next, and the number of rows. Results are the first two of these. The weights are
+    also summed in the first row of totals, an address of [2, BLOCK]. The second row is scratch:
+    every further vector of columns sums the weights again, since leaving that out would take code
+    of another kind. `g` is the job.
+    """
+    call_compiled((g[words.TILES], format_, *weights, *values, *results, size, totals))

@@ -183,7 +183,7 @@ class FusedForwards:
         self._is_recurrent = any(layer.recurrence is not None for layer in plan.layers)
         self._is_slow = self._is_slow_for_prompts = False
         self._workspaces: list[_Workspace] = []
-        self._weights = _Weights(plan, self._kinds, self._dtype)
+        self._weights = _Weights(plan, self._kinds, self._dtype, compiled)
         require(self._weights.fit(), "its weights are no plain matrices")
         self._is_unchanged = is_unchanged if any(adapters_of(plan)) else None
         widths = {sizes.hidden, *(layer.attended for layer in plan.layers)}
@@ -399,6 +399,7 @@ class FusedForwards:
             arranged = words.PAIRS if self._dtype is torch.bfloat16 else words.PLAIN
             job[words.FORMAT] = FORMATS[self._dtype]
             job[words.ARRANGED] = words.NARROW if self._has_dots else arranged
+            job[words.TILES] = self._kernels.run_tiles().address
             job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
             job[words.PLACES] = places.ctypes.data
             job[words.BETWEEN_SIZE] = sizes.between
@@ -445,7 +446,7 @@ class FusedForwards:
         else:
             job[words.KEPT], job[words.NUM_KEPT] = piece.kept.ctypes.data, len(piece.kept)
             job[words.LOGITS] = logits.data_ptr()
-        self._run(self._kernels.run_forward.address, job.ctypes.data, num_threads)
+        self._run(self._kernels.run_forward().address, job.ctypes.data, num_threads)
         self._workspaces.append(workspace)
 
     def _places(self, request: _JobRequest) -> NDArray[np.int64] | None:
@@ -666,7 +667,9 @@ class _Weights:
         turning: int64 [layers with angles, 2], numbers of the layer and of its rotary module.
     """
 
-    def __init__(self, plan: DecoderPlan, kinds: Sequence[str], dtype: torch.dtype) -> None:
+    def __init__(
+        self, plan: DecoderPlan, kinds: Sequence[str], dtype: torch.dtype, compiled: Any
+    ) -> None:
         self._dtype, end = dtype, len(plan.layers)
         calls, self._scale, first_norm = plan.embedding
         self._lookups = [*map(_calling, calls)]
@@ -715,6 +718,7 @@ class _Weights:
             if layer.recurrence is not None:
                 self._add_recurrence(end + of_more, layer.recurrence)
                 row[words.RECURRENCE], of_more = of_more, of_more + 1
+            row[words.RUN_ATTENTION : words.LAYER_SIZE] = _jobs_of(layer, compiled)
             row[words.INNER_SIZE] = layer.inner
             row[words.ACTIVATION], row[words.TURN] = layer.activation, layer.turn
             row[words.TURNED], row[words.SEES] = layer.num_turned, places[number]
@@ -781,13 +785,10 @@ class _Weights:
             self._add(number, place, plan.module, name, self._dtype)
 
     def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
-        from lade.forward._recurrence import run_recurrence  # compiled as it is imported
-
         row = self._table[number]
         dtype, *others = (vars(plan.module)["_parameters"][each].dtype for each in plan.names)
         require(dtype in FORMATS and {dtype} >= {*others}, "its decays are of another format")
-        row[words.COMPILED], row[words.OF_DECAYS] = run_recurrence.address, FORMATS[dtype]
-        row[words.KEY_HEADS : words.COLUMNS] = plan.heads
+        row[words.OF_DECAYS], row[words.KEY_HEADS : words.COLUMNS] = FORMATS[dtype], plan.heads
         row[words.COLUMNS : words.CHANNELS] = *plan.columns, *plan.steps
         row[words.CHANNELS : words.NUM_NORMED] = plan.channels
         row[words.NUM_NORMED], row[words.IS_DELTA] = plan.num_normed, plan.is_delta
@@ -888,6 +889,14 @@ class _Weights:
         table = self._table.copy()
         table.reshape(-1)[self._index[part]] = held.words
         return table
+
+
+def _jobs_of(layer: LayerPlan, compiled: Any) -> tuple[int, int]:
+    """Return RUN_ATTENTION and RUN_EXPERTS of a layer; what they name is compiled now."""
+    run = compiled.run_attention if layer.convolution is None else compiled.run_convolution
+    if layer.recurrence is not None:
+        from lade.forward._recurrence import run_recurrence as run
+    return run().address, 0 if layer.experts is None else compiled.run_experts().address
 
 
 def _flat(order: HeadOrder) -> tuple[int, ...]:

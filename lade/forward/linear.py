@@ -205,7 +205,7 @@ class Products:
             job[words.NUM_TOKENS] = job[words.NUM_KEPT] = min(most, num_rows - start)
             job[words.HIDDEN], job[words.VOCAB_SIZE] = num_inputs, num_columns
             job[words.NUM_THREADS], job[words.FORMAT] = num_threads, FORMATS[dtype]
-            job[words.ARRANGED] = arranged
+            job[words.ARRANGED], job[words.TILES] = arranged, self._kernels.run_tiles().address
             job[words.STATES] = given.data_ptr() + 4 * num_inputs * start
             job[words.LOGITS] = results.data_ptr() + dtype.itemsize * num_columns * start
             job[words.SCRATCH], job[words.SCRATCH_SIZE] = memory.data_ptr(), size
@@ -218,7 +218,7 @@ class Products:
             if packed is not None:
                 job[words.HEAD + words.PACKED], job[words.HEAD + words.HALF] = packed
                 job[words.HEAD + words.ROW_BYTES] = weight.shape[1]
-            self._run(self._kernels.run_forward.address, place, num_threads)
+            self._run(self._kernels.run_forward().address, place, num_threads)
         return results
 
 
@@ -257,9 +257,21 @@ def kernels() -> tuple[ModuleType, Run] | None:
     run = runner()
     if run is None or not has_vectors or float32_precision("cpu") != "highest":
         return None
-    from lade.forward import _kernels  # compiled as it is imported
+    from lade.forward import _kernels
 
+    for compiled in (_kernels.run_tiles, _kernels.run_forward, _kernels.run_attention):
+        compiled()
     return _kernels, run
+
+
+def compile_kernels() -> None:
+    """Compile what any model may need, but for packed weights; `kernels` is what all need."""
+    compiled = kernels()
+    if compiled is not None:
+        from lade.forward._recurrence import run_recurrence
+
+        for of_some in (compiled[0].run_convolution, compiled[0].run_experts, run_recurrence):
+            of_some()
 
 
 def _is_candidate(module: nn.Module) -> bool:

@@ -47,8 +47,9 @@
     CHOSEN,  # int64 [tokens, NUM_CHOSEN of the layer], experts
     SHARES,  # float32, the same shape: factors of these experts' results
     OF_EXPERTS,  # [choices, EXPERT_INNER of the layer], arranged; by expert
+    TILES,  # of what is compiled for tiles, `run_tiles`
     LAST_NORM,
-) = range(39)
+) = range(40)
 FLAGS, EPS, NORM_WEIGHT, NORM_BIAS, NORM_SIZE = range(5)  # EPS, as SCALING: bits of a float32
 # PACKED: address of the function compiled for a packed weight's format, or 0. ROW_BYTES: bytes of a
 # row of it. HALF: half the rows of a head, if rows of its first and second half alternate, or 0.
@@ -74,7 +75,9 @@ INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = 
 # or -1 without gates.
 FACTOR, IS_PARALLEL, SCALED, EXPERTS, CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(114, 121)
 NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, QUERY_STEP, FIRST_GATE = range(121, 127)
-MIXED_SIZE, ATTENDED_SIZE, RECURRENCE, LAYER_SIZE = range(127, 131)
+# RUN_ATTENTION: address of what is compiled for attention, or what the layer has instead;
+# RUN_EXPERTS: the same for experts, or 0.
+MIXED_SIZE, ATTENDED_SIZE, RECURRENCE, RUN_ATTENTION, RUN_EXPERTS, LAYER_SIZE = range(127, 133)
 # A low-rank addition to a product: its first factor as a product, WEIGHT and BIAS of the second,
 # the scale of the result, the format of both factors, and its first number in a row of BETWEEN.
 SECOND = PRODUCT_SIZE
@@ -87,14 +90,14 @@ ROUTER, SHARED_GATE = 0, PRODUCT_SIZE
 (NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(18, 25)
 (OF_ROUTER, OF_CORRECTION, EXPERT_GATE_UP, EXPERT_DOWN, EXPERT_INNER) = range(25, 30)
 (GATE_UP_BIAS, DOWN_BIAS, LIES, GATING, ALPHA, BOUND, ADDED_TO_UP, ADDED_TO_SUM) = range(30, 38)
-# A recurrence: address of what is compiled for it; heads of keys, and of values, and their sizes;
-# for queries, keys, values, gates of results, writing strengths and decays, the first column in
-# MIXED, and how many columns are from those of one key head to those of the next; for the first
-# three, the first channel of the convolution; value heads that share a norm; whether it is a gated
-# delta net, else a Mamba 2; addresses of the biases of decays, of what decays are multiplied by, as
-# logarithms, and of factors by which values join the results; the format of these.
-(COMPILED, KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, COLUMNS, COLUMN_STEPS) = (*range(6), 11)
-CHANNELS, NUM_NORMED, IS_DELTA, DECAY_BIASES, DECAYS, SKIPS, OF_DECAYS = 17, *range(20, 26)
+# A recurrence: heads of keys, and of values, and their sizes; for queries, keys, values, gates of
+# results, writing strengths and decays, the first column in MIXED, and how many columns are from
+# those of one key head to those of the next; for the first three, the first channel of the
+# convolution; value heads that share a norm; whether it is a gated delta net, else a Mamba 2;
+# addresses of the biases of decays, of what decays are multiplied by, as logarithms, and of factors
+# by which values join the results; the format of these.
+(KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, COLUMNS, COLUMN_STEPS) = (*range(5), 10)
+CHANNELS, NUM_NORMED, IS_DELTA, DECAY_BIASES, DECAYS, SKIPS, OF_DECAYS = 16, *range(19, 25)
 
 # Flags of a norm; the last two say which numbers it spans, and when it runs.
 IS_NORM, CENTERS, ROUNDS, ADDS_ONE, IS_WHOLE, AFTER_TURN = 1, 2, 4, 8, 16, 32

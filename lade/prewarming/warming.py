@@ -6,7 +6,7 @@ from lade.budget.seconds import compile_kernels as compile_budgets
 from lade.compat import Model, without_compiler
 from lade.config import Config
 from lade.drafting.successors import compile_kernels as compile_ranks
-from lade.forward.linear import kernels as compile_forwards
+from lade.forward.linear import compile_kernels as compile_forwards, kernels
 from lade.gpu.policy import DevicePolicy
 from lade.probing.plan import choose_verification, execution_of
 from lade.probing.profile import profile_of
@@ -38,10 +38,12 @@ def warm_up(model: Model | None = None, *, num_rows: int = 1, config: Config | N
     if model is not None:
         refuse_encoder_decoder(model)
     NGramPool(1)  # which compiles the pool's kernels
-    for compile_kernels in (compile_ranks, compile_budgets, compile_forwards):
-        compile_kernels()
+    compile_ranks()
+    compile_budgets()
     if model is None:
+        compile_forwards()
         return
+    kernels()
     profile = profile_of(model)
     execution = execution_of(model, config, DevicePolicy())
     with torch.no_grad():

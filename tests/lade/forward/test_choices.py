@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.lade.forward.test_bits import Texts, Way, no_grad, way  # noqa: F401
 
 @pytest.mark.parametrize("num_values", [1, 2, 3, 8, 17, 60, 128, 256, 512])
 def test_what_is_equal_is_chosen_as_torch_chooses_it(num_values: int) -> None:
-    order = np.empty(num_values, np.int64)
+    order, select = np.empty(num_values, np.int64), numba.njit(_experts.select.py_func)
     for num in (each for each in (1, 2, 4, 8, 10, 17) if each <= num_values):
         for num_levels in (1, 2, 5, 1000):
             values = torch.randint(0, num_levels, (50, num_values)).float()
@@ -28,13 +29,13 @@ def test_what_is_equal_is_chosen_as_torch_chooses_it(num_values: int) -> None:
                 for row, expected in zip(
                     values, values.topk(num, sorted=is_sorted)[1], strict=True
                 ):
-                    _experts.select(row.numpy(), order, num, is_sorted)
+                    select(row.numpy(), order, num, is_sorted)
                     assert order[:num].tolist() == expected.tolist()
 
 
 def test_groups_are_chosen_by_their_two_largest() -> None:
     values = np.array([3, 0, 2, 2, 5, -9, 1, 1], np.float32)
-    _experts.leave_groups(values, np.zeros(4, np.float32), np.zeros(4, np.int64), 2)
+    numba.njit(_experts.leave_groups.py_func)(values, np.zeros(4, np.float32), np.zeros(4, np.int64), 2)
     assert values.tolist() == [3, 0, 2, 2] + [-np.inf] * 4
 
 

@@ -965,7 +965,7 @@ def test_a_job_is_compiled_anew_when_a_file_that_it_is_made_of_changes(
     def num_hits() -> int:
         def nothing(address: Any) -> None: ...
 
-        return int(_tiles.job(nothing).cache_hits)
+        return int(_tiles.job(nothing)().cache_hits)
 
     for text, expected in [("A, B = range(2)", 0), ("A, B = range(2)", 1), ("B, A = range(2)", 0)]:
         words_file.write_text(text)
