@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 # What takes long to compile, each in a process beside a command.
 _COMPILING = (
     "from lade.forward.linear import kernels; kernels()",
-    "from ngram_pool import NGramPool; NGramPool(1)",
+    "from ngram_pool import NGramPool; NGramPool(1);"
+    "from lade.budget.seconds import compile_kernels as budgets; budgets();"
+    "from lade.drafting.successors import compile_kernels as ranks; ranks()",
 )
 
 # Progress and notes go to standard error; standard output is for results.

@@ -35,7 +35,9 @@ def test_what_is_equal_is_chosen_as_torch_chooses_it(num_values: int) -> None:
 
 def test_groups_are_chosen_by_their_two_largest() -> None:
     values = np.array([3, 0, 2, 2, 5, -9, 1, 1], np.float32)
-    numba.njit(_experts.leave_groups.py_func)(values, np.zeros(4, np.float32), np.zeros(4, np.int64), 2)
+    numba.njit(_experts.leave_groups.py_func)(
+        values, np.zeros(4, np.float32), np.zeros(4, np.int64), 2
+    )
     assert values.tolist() == [3, 0, 2, 2] + [-np.inf] * 4
 
 
