@@ -6,7 +6,8 @@ from lade.budget.seconds import compile_kernels as compile_budgets
 from lade.compat import Model, without_compiler
 from lade.config import Config
 from lade.drafting.successors import compile_kernels as compile_ranks
-from lade.forward.linear import compile_kernels as compile_forwards, kernels
+from lade.forward.linear import compile_kernels as compile_forwards
+from lade.forward.linear import kernels
 from lade.gpu.policy import DevicePolicy
 from lade.probing.plan import choose_verification, execution_of
 from lade.probing.profile import profile_of
