@@ -257,9 +257,9 @@ def kernels() -> tuple[ModuleType, Run] | None:
     run = runner()
     if run is None or not has_vectors or float32_precision("cpu") != "highest":
         return None
-    from lade.forward import _kernels
+    from lade.forward import _kernels, _tiles
 
-    for compiled in (_kernels.run_tiles, _kernels.run_forward, _kernels.run_attention):
+    for compiled in (_tiles.run_tiles, _kernels.run_forward, _kernels.run_attention):
         compiled()
     return _kernels, run
 
