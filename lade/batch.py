@@ -112,7 +112,7 @@ class Batch:
     def drop_finished(self) -> list[Row]:
         """Stop running finished rows, unless no row would be left; return them."""
         leaving = [row for row in self.running if row.is_finished]
-        if len(leaving) == len(self.running):
+        if len(leaving) in (0, len(self.running)):
             return []
         self.running = [row for row in self.running if not row.is_finished]
         return leaving

@@ -88,13 +88,14 @@ class Decoder:
         """Run the prompts: a first step without drafts, whose roots are already cached."""
         plan, laps = self._speculator.roots(), Laps(self.stats)
         logits = self._target.prefill()
-        self._choice.look_at(logits, plan.trees)
+        self._choice.look_at(logits, plan)
         if self._overlaps:
             self._speculator.open_all()  # while the device is busy
         self._choice.wait()
         successors = self._speculator.rank(logits, self._choice.ranked)
         laps.end("prefill")
-        paths = accepted_paths(plan.trees, self._choice, self._batch, self._stop)
+        emitting = self._batch.emitting
+        paths = accepted_paths(plan.trees, emitting, self._choice, self._batch, self._stop)
         laps.end("verify")
         if not self._overlaps:  # the first token does not wait for the pool to read the prompt
             self._speculator.open_all()
@@ -109,13 +110,13 @@ class Decoder:
         laps.end("draft")
         plan, logits = self._target.run(plan)
         of_trees = logits[:, : plan.num_nodes]  # padding follows
-        self._choice.look_at(of_trees, plan.trees)
+        self._choice.look_at(of_trees, plan)
         if self._overlaps:
             successors = self._speculator.rank(of_trees, self._choice.ranked)
             self._finish()
         self._choice.wait()
         laps.end("forward")
-        paths = accepted_paths(plan.trees, self._choice, self._batch, self._stop)
+        paths = accepted_paths(plan.trees, emitting, self._choice, self._batch, self._stop)
         laps.end("verify")
         if not self._overlaps:
             successors = self._speculator.rank(of_trees, self._choice.ranked)
@@ -141,7 +142,9 @@ class Decoder:
                 # A stopped row may end on a draft token; otherwise its last is the bonus token.
                 tree, last = plan.trees[row], len(path) - 1
                 ends_on_draft = (path[last], emitted[last]) in tree.children
-                steps.append(Step(emitted, len(tree) - 1, last + ends_on_draft, row.index))
+                steps.append(
+                    Step(emitted, len(tree.token_ids) - 1, last + ends_on_draft, row.index)
+                )
         return steps
 
     def _end_step(self, learn: Callable[[], None]) -> None:
@@ -164,6 +167,7 @@ class Decoder:
 
 def accepted_paths(
     trees: Mapping[Row, Tree],
+    emitting: Sequence[Row],
     choice: Choice,
     batch: Batch,
     stop: Callable[[Sequence[Row]], None],
@@ -176,6 +180,7 @@ def accepted_paths(
 
     Args:
         trees: trees by row, ascending.
+        emitting: the rows that may emit now.
         choice: the choice, which has looked at the step's logits.
         batch: the batch, whose rows grow by the emitted tokens.
         stop: as for `Decoder`.
@@ -184,18 +189,15 @@ def accepted_paths(
         For each row the nodes at which tokens were emitted, in order from the root.
     """
     paths: dict[Row, list[int]] = {row: [] for row in trees}
-    walking = {row: ROOT for row in trees if batch.may_emit(row)}
+    walking = dict.fromkeys(emitting, ROOT)
     while walking:
-        asked, next_nodes = [*walking.items()], {}
+        asked = [*walking.items()]
         for (row, node), token_id in zip(asked, choice.tokens_at(asked), strict=True):
             row.append(token_id)
             paths[row].append(node)
-            child = trees[row].children.get((node, token_id))
-            if child is not None:
-                next_nodes[row] = child
+            walking[row] = trees[row].children.get((node, token_id), ROOT)  # nobody's child
         stop([*walking])
-        walking = {}
-        for row, node in next_nodes.items():
-            if batch.may_emit(row):
-                walking[row] = node
+        for row, _ in asked:
+            if walking[row] == ROOT or not batch.may_emit(row):
+                del walking[row]
     return paths

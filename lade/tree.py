@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -40,8 +40,7 @@ class Tree:
         seen = [1 << ROOT]
         for node, parent in enumerate(parents, start=1):
             seen.append(seen[parent] | 1 << node)
-        pairs = zip(parents, token_ids, strict=True)
-        children = {pair: node for node, pair in enumerate(pairs, start=1)}
+        children = dict(zip(zip(parents, token_ids, strict=True), count(1), strict=False))
         depths = [0, *draft.depths.tolist()]
         return cls([root_token_id, *token_ids], depths, _unpacked(seen), children, draft)
 

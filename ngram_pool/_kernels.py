@@ -1185,6 +1185,38 @@ def rehash(old_table: Int64Array, table: Int64Array) -> None:
 
 
 @kernel
+def find_tree_contexts(
+    previous: int,
+    nodes: Int64Array,
+    parents: Int64Array,
+    token_ids: Int32Array,
+    probs: NDArray[np.float32],
+    contexts: Int64Array,
+) -> bool:
+    """Write the contexts of a tree's nodes: first each behind its parent, then each alone.
+
+    Args:
+        previous: the token before the root, or NONE.
+        nodes, parents: int64 [n], tokens and parents of the nodes.
+        token_ids, probs: [n, k], successors of the nodes.
+        contexts: int64 [2 * n, 2], written.
+
+    Returns:
+        Whether all arguments are in range.
+    """
+    is_valid, num = NONE <= previous <= MAX_TOKEN_ID, nodes.shape[0]
+    for i in range(num):
+        if not (NONE <= parents[i] < i and 0 <= nodes[i] <= MAX_TOKEN_ID):
+            return False
+        contexts[i, 0] = previous if parents[i] == NONE else nodes[parents[i]]
+        contexts[num + i, 0] = NONE
+        contexts[i, 1] = contexts[num + i, 1] = nodes[i]
+        for j in range(token_ids.shape[1]):
+            is_valid = is_valid and token_ids[i, j] >= NONE and 0.0 <= probs[i, j] <= 1.0
+    return is_valid
+
+
+@kernel
 def put_successors(
     table: Int64Array,
     contexts: Int64Array,
@@ -1199,15 +1231,16 @@ def put_successors(
     The newest context comes first in its bucket.
 
     Args:
-        contexts: int64 [n, 2]; the first token of each may be NONE.
-        new_ids, new_probs: [n, k], likeliest first; NONE ends a row.
+        contexts: int64 [n, 2], newest first; the first token of each may be NONE.
+        new_ids, new_probs: [m, k], likeliest first; NONE ends a row. Context i has row i % m.
         averages: whether a context's new successors are averaged with the known ones, or replace
             them.
         merged_ids, merged_probs: [k + num_successors], scratch.
     """
     keys, successor_ids, costs, times = rows_of(table)
     num_held = successor_ids.shape[1]
-    for i in range(contexts.shape[0]):
+    for i in range(contexts.shape[0] - 1, -1, -1):
+        of_context = i % new_ids.shape[0]
         previous, last = int(contexts[i, 0]), int(contexts[i, 1])
         row = find_context(table, previous, last)
         begin = bucket_of(table, previous, last)
@@ -1228,17 +1261,18 @@ def put_successors(
                 num_merged += 1
         num_known = num_merged
         for j in range(new_ids.shape[1]):
-            if new_ids[i, j] == NONE:
+            token_id = int(new_ids[of_context, j])
+            if token_id == NONE:
                 break
             index = 0
-            while index < num_known and merged_ids[index] != new_ids[i, j]:
+            while index < num_known and merged_ids[index] != token_id:
                 index += 1
             if index == num_known:
                 index = num_merged
-                merged_ids[index] = new_ids[i, j]
+                merged_ids[index] = token_id
                 merged_probs[index] = 0.0
                 num_merged += 1
-            merged_probs[index] += share * float(new_probs[i, j])
+            merged_probs[index] += share * float(new_probs[of_context, j])
         open_front(table, begin, row)
         keys[begin] = (previous + 1) * (MAX_TOKEN_ID + 1) + last
         times[begin] = count

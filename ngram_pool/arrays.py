@@ -42,14 +42,15 @@ def token_ids_of(name: str, values: Sequence[int] | NDArray[np.integer[Any]]) ->
         return np.empty(0, np.int64)
     if ids.dtype == object and all(isinstance(value, int) for value in ids):
         raise ValueError(f"expected {name} from 0 to {MAX_TOKEN_ID}, got {max(ids, key=abs)}")
-    if not np.issubdtype(ids.dtype, np.integer):
+    if ids.dtype.kind not in "iu":
         raise TypeError(f"expected {name} to be integers, got dtype {ids.dtype}")
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high > MAX_TOKEN_ID:
+    checked = np.ascontiguousarray(ids, np.int64)
+    if not 0 <= np.bitwise_or.reduce(checked) <= MAX_TOKEN_ID:  # all bits of the largest are set
+        low, high = int(ids.min()), int(ids.max())
         raise ValueError(
             f"expected {name} from 0 to {MAX_TOKEN_ID}, got {low if low < 0 else high}"
         )
-    return np.ascontiguousarray(ids, np.int64)
+    return checked
 
 
 class Header:

@@ -39,7 +39,7 @@ class Draft:
 
     def first(self, num_nodes: int) -> Self:
         """Return the draft of the first `num_nodes` nodes, or of all if there are fewer."""
-        if num_nodes >= len(self):
+        if num_nodes >= len(self.token_ids):
             return self
         return type(self)(*[getattr(self, name)[:num_nodes] for name in self.__match_args__])
 

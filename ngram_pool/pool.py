@@ -906,6 +906,7 @@ class NGramPool:
         self.texts()
         table = SuccessorTable(1)
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
+        table.put_tree(NONE, [0], [NONE], [[0]], [[1.0]])
         SuccessorTable.from_arrays(table.arrays())
 
 

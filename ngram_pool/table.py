@@ -129,17 +129,7 @@ class SuccessorTable:
             ValueError: shapes do not match, or a value is out of range. The table is unchanged
                 after such an error. After an interrupt, it has learned a first part.
         """
-        pairs, ids, floats = _checked(contexts, token_ids, probs)
-        size = ids.shape[1] + self._num_successors
-        scratch = np.empty(size, np.int32), np.empty(size, np.float64)
-        with self._lock:
-            # Grow for more contexts, up to the capacity: buckets overflow beyond half load.
-            num_rows, num_held = len(self.held.keys), self.held.num_contexts.item()
-            enough = min(_power_of_two(2 * (num_held + len(pairs))), self._capacity)
-            if enough > num_rows:
-                self._resize(self.held, enough)
-            row = self.held.header.row
-            _kernels.put_successors(row, pairs, ids, floats, self._averages, *scratch)
+        self._put(*_checked(contexts, token_ids, probs))
 
     def update(self, other: "SuccessorTable") -> None:
         """Learn the contexts of another table, each put as often as it was put there.
@@ -176,20 +166,25 @@ class SuccessorTable:
         Raises:
             TypeError, ValueError: as for `put`. The table is unchanged after such an error.
         """
-        lasts, over = np.asarray(nodes), np.asarray(parents)
-        if over.size and not np.issubdtype(over.dtype, np.integer):
-            raise TypeError(f"expected parents to be integers, got {over.dtype}")
-        shapes = {lasts.shape, over.shape, np.shape(token_ids)[:1], np.shape(probs)[:1]}
-        is_tree = lasts.ndim == len(shapes) == 1
-        if not is_tree or not ((over >= NONE) & (over < np.arange(len(over)))).all():
-            raise ValueError("expected a parent before each node, and a row of successors for each")
-        num_nodes = len(over)
-        twice = np.arange(-1, -2 * num_nodes - 1, -1) % max(num_nodes, 1)  # the last one first
-        # The newest of equal contexts is kept, and a full bucket drops its oldest context.
-        pairs = np.full((len(twice), 2), NONE, lasts.dtype)
-        pairs[num_nodes:, 0] = np.where(over == NONE, previous, lasts[over])[::-1]
-        pairs[:, 1] = lasts[twice]
-        self.put(pairs, np.asarray(token_ids)[twice], np.asarray(probs)[twice])
+        tree = np.asarray(nodes), np.asarray(parents), np.asarray(token_ids), np.asarray(probs)
+        lasts, over, ids, floats = tree
+        for name, array in (("nodes", lasts), ("parents", over), ("token_ids", ids)):
+            if array.size and array.dtype.kind not in "iu":
+                raise TypeError(f"expected {name} to be integers, got dtype {array.dtype}")
+        is_tree = lasts.ndim == 1 and ids.ndim == 2 and ids.shape == floats.shape
+        if not is_tree or not lasts.shape == over.shape == ids.shape[:1]:
+            raise ValueError("expected a parent for each node, and a row of successors")
+        if ids.dtype != np.int32:
+            _check_range("token_ids", ids, NONE)
+        kinds = np.int64, np.int64, np.int32, np.float32
+        lasts, over, ids, floats = map(np.array, tree, kinds)  # writable, as kernels are compiled
+        contexts = np.empty((2 * len(lasts), 2), np.int64)
+        if not _kernels.find_tree_contexts(previous, lasts, over, ids, floats, contexts):
+            raise ValueError(
+                f"expected a parent before each node, tokens from 0 to {MAX_TOKEN_ID}, and probs "
+                "from 0 to 1"
+            )
+        self._put(contexts, ids, floats)
 
     def get(self, previous: int, last: int) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
         """Return the successors of a context and their probabilities, or None; O(1).
@@ -262,6 +257,18 @@ class SuccessorTable:
             np.zeros(num_rows, np.int32),
         )
 
+    def _put(self, contexts: Int64Array, token_ids: Int32Array, probs: NDArray[np.float32]) -> None:
+        """Learn successors of contexts, as the kernel takes them."""
+        size = token_ids.shape[1] + self._num_successors
+        scratch = np.empty(size, np.int32), np.empty(size)
+        with self._lock:
+            num_rows, num_held = len(self.held.keys), self.held.num_contexts.item()
+            num_wanted = 2 * (num_held + len(contexts))  # buckets overflow beyond half load
+            if num_wanted > num_rows < self._capacity:
+                self._resize(self.held, min(_power_of_two(num_wanted), self._capacity))
+            row, averages = self.held.header.row, self._averages
+            _kernels.put_successors(row, contexts, token_ids, probs, averages, *scratch)
+
     def _resize(self, old: Rows, num_rows: int) -> None:
         """Move the contexts of `old` to `num_rows` rows: all or none, even if interrupted."""
         new = self._empty(num_rows)
@@ -279,13 +286,18 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def _check_range(name: str, array: NDArray[Any], least: int) -> None:
+    if array.size and not least <= array.min() <= array.max() <= MAX_TOKEN_ID:
+        raise ValueError(f"expected {name} from {least} to {MAX_TOKEN_ID}")
+
+
 def _checked(
     contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike
 ) -> tuple[Int64Array, Int32Array, NDArray[np.float32]]:
-    """Return the arguments of `put` as contiguous arrays, or raise."""
+    """Return the arguments of `put` as contiguous arrays, the last context first, or raise."""
     pairs, ids, floats = np.asarray(contexts), np.asarray(token_ids), np.asarray(probs)
     for name, array in (("contexts", pairs), ("token_ids", ids)):
-        if array.size and not np.issubdtype(array.dtype, np.integer):
+        if array.size and array.dtype.kind not in "iu":
             raise TypeError(f"expected {name} to be integers, got dtype {array.dtype}")
     if pairs.ndim != 2 or pairs.shape[1] != 2:
         raise ValueError(f"expected contexts of shape [n, 2], got shape {list(pairs.shape)}")
@@ -299,12 +311,11 @@ def _checked(
         ("contexts", pairs[:, 1:], 0),
         ("token_ids", ids, NONE),
     ):
-        if array.size and not least <= array.min() <= array.max() <= MAX_TOKEN_ID:
-            raise ValueError(f"expected {name} from {least} to {MAX_TOKEN_ID}")
+        _check_range(name, array, least)
     if floats.size and not (floats.min() >= 0 and floats.max() <= 1):  # False for NaN
         raise ValueError("expected probs from 0 to 1")
     return (
-        np.ascontiguousarray(pairs, np.int64),
-        np.ascontiguousarray(ids, np.int32),
-        np.ascontiguousarray(floats, np.float32),
+        np.array(pairs[::-1], np.int64, order="C"),
+        np.array(ids[::-1], np.int32, order="C"),
+        np.array(floats[::-1], np.float32, order="C"),
     )

@@ -23,13 +23,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 PACKED_SDPA = "lade_packed_sdpa"
 PACKED_ROWS = "lade_packed_rows"  # the same, where masks may carry calls
-_INDICES = ("indices", "block_indices")
+_INDICES = {"indices", "block_indices"}
 
 # For one token that sees all keys, torch on a CPU takes two to seven times as long in these dtypes
 # if each head has its own keys. In float32 and float64 it does not, and the call by transformers
 # gives bit for bit the result of `generate`.
 _HALVES = (torch.bfloat16, torch.float16)
-_ELSEWHERE = ("softcap", "position_bias", "cache")  # honoured by `sdpa` alone
+_ELSEWHERE = {"softcap", "position_bias", "cache"}  # honoured by `sdpa` alone
+_NOT_OF_CALLS = {*_INDICES, *_ELSEWHERE, "s_aux"}
 
 _sdpa = AttentionInterface()["sdpa"]
 
@@ -97,9 +98,9 @@ def packed_sdpa(
     """
     calls: Calls | None = getattr(attention_mask, "_lade_calls", None)
     # Models with sparse attention mask keys for `sdpa`, but pass other attentions their indices.
-    for name in _INDICES if calls is None else (*_INDICES, *_ELSEWHERE, "s_aux"):
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"packed attention cannot honour {name!r}")
+    given = {name for name, value in kwargs.items() if value is not None}
+    if refused := given & (_INDICES if calls is None else _NOT_OF_CALLS):
+        raise NotImplementedError(f"packed attention cannot honour {min(refused)!r}")
     if calls is not None:
         if not hasattr(key, "_lade_held") or not hasattr(value, "_lade_held"):
             raise NotImplementedError("keys and values change between the cache and attention")
@@ -115,7 +116,7 @@ def packed_sdpa(
         is_step = num_queries == 1 and (query.is_cuda or query.dtype in _HALVES)
     else:
         is_step = attention_mask.shape[1:3] == (1, num_queries)
-    if not is_step or any(kwargs.get(name) is not None for name in _ELSEWHERE):
+    if not is_step or given & _ELSEWHERE:
         passed = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         attended: tuple[Tensor, None] = _sdpa(module, query, key, value, attention_mask, **passed)
         return attended

@@ -4,11 +4,13 @@ They combine measured step costs (`seconds.py`) with a calibration of the drafte
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lade.budget import _kernels
 from lade.budget.asking import BackOff
 from lade.budget.seconds import KNOTS, Floats, Seconds
 from lade.stats import WidthStats
@@ -59,8 +61,7 @@ class Calibration:
         # Acceptance divided by promise, by interval of promises.
         self._worth = np.full(_NUM_INTERVALS, share)
         # Decayed sums of promised probabilities, and of nodes that came true.
-        self._promised = np.zeros(_NUM_INTERVALS)
-        self._came = np.zeros(_NUM_INTERVALS)
+        self._sums = np.zeros((2, _NUM_INTERVALS))
 
     def believed(self, probs: Sequence[float] | Floats) -> Floats:
         """Return the corrected probabilities of nodes, at most 1."""
@@ -70,15 +71,8 @@ class Calibration:
 
     def count(self, promised: Floats, came: Floats) -> None:
         """Learn from the promised probabilities of nodes, and whether each came true, 1 or 0."""
-        promises, outcomes = _MEMORY * self._promised, _MEMORY * self._came
-        if len(promised):
-            intervals = _PROMISES.searchsorted(promised, "right")
-            promises += np.bincount(intervals, promised, _NUM_INTERVALS)
-            outcomes += np.bincount(intervals, came, _NUM_INTERVALS)
-        prior = _PRIOR_WEIGHT
-        of_all = (outcomes.sum() + self._share * prior) / (promises.sum() + prior)
-        self._worth = (outcomes + _ALIKE * of_all) / (promises + _ALIKE)
-        self._promised, self._came = promises, outcomes
+        counted, weights = (self._sums, self._worth), (_MEMORY, _PRIOR_WEIGHT, _ALIKE)
+        _kernels.count_outcomes(_PROMISES, promised, came, *counted, self._share, *weights)
 
     def learn(self, draft: Draft, token_ids: Sequence[int]) -> bool:
         """Compare promises with the emitted tokens; return whether the likeliest node came true."""
@@ -94,7 +88,8 @@ def came_of(draft: Draft, token_ids: Sequence[int]) -> Floats:
     emitted. Then the node counts with the drafter's probability, given that path. Without it, only
     the failures beside it would count, and teach that long drafts are worth nothing.
     """
-    came, parents = np.zeros(len(draft)), draft.parents.tolist()
+    num_nodes = len(draft.token_ids)
+    came, parents = np.zeros(num_nodes), draft.parents.tolist()
     last, depth, most = -1, 0, len(token_ids)
     for node, (parent, token_id) in enumerate(zip(parents, draft.token_ids.tolist(), strict=True)):
         if parent == last and token_id == token_ids[depth]:
@@ -103,7 +98,7 @@ def came_of(draft: Draft, token_ids: Sequence[int]) -> Floats:
                 break
     if depth == most and last >= 0:
         known, probs, beyond = draft.probs.item(last), draft.probs.tolist(), {last}
-        for node in range(last + 1, len(draft)):
+        for node in range(last + 1, num_nodes):
             if parents[node] in beyond and known > 0 and probs[node] > 0:
                 beyond.add(node)
                 came[node] = min(1.0, probs[node] / known)
@@ -287,6 +282,7 @@ class Budget:
         return self._costs[num_bits]
 
 
+@lru_cache(256)
 def _options(num_pending: int, most: int) -> NDArray[np.int64]:
     """Return the numbers of nodes to choose from: 0, the sizes in `KNOTS`, and `most`."""
     nums = KNOTS.astype(np.int64) - 1 - num_pending

@@ -229,7 +229,8 @@ def _twin_of(module: nn.Module, changed: dict[str, Any]) -> nn.Module:
     twin = object.__new__(type(module))
     attributes = {**vars(module), **changed}
     for name in ("_forward_hooks", "_forward_pre_hooks"):
-        if name not in changed and isinstance(attributes[name], dict):
+        # Without hooks, twin and module share the empty dict, which torch looks into at each call.
+        if name not in changed and attributes[name] and isinstance(attributes[name], dict):
             attributes[name] = _HooksOf(module, name)
     for name, value in attributes.items():
         if type(value) is MethodType and value.__self__ is module:

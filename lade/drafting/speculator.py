@@ -6,7 +6,7 @@ asked, and `lade/budget/budget.py` how many of their draft tokens are verified.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from itertools import accumulate
 from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -23,10 +23,10 @@ from lade.compat import mesh_of, placeholders_of
 from lade.drafting.drafter import DraftingCall
 from lade.drafting.drafts import after, joined, matched_depth, narrowed
 from lade.drafting.sources import Kind, Source
-from lade.drafting.successors import Ranked, Successors, rank, with_probs
+from lade.drafting.successors import Ranked, Successors, rank, with_others
 from lade.machine.transfer import HostCopy
 from lade.stats import SourceStats, Step
-from lade.tree import Tree, starts
+from lade.tree import Tree
 from ngram_pool import Draft, SampledDraft
 
 _NOTHING = Draft.empty()
@@ -48,27 +48,26 @@ class Runner(Protocol):
         """Return the padded width of a forward pass over `num_tokens` of each row."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The trees that one step runs."""
 
     trees: dict[Row, Tree]  # the root and the draft to verify
     proposed: Mapping[Row, Draft]  # the whole proposal, verified or not
+    starts: dict[Row, int]  # index of each root among the nodes of all trees
+    num_tokens: int  # of the largest tree
+    num_nodes: int  # of all trees
 
-    @cached_property
-    def num_tokens(self) -> int:
-        """Tokens of the largest row."""
-        return max(len(tree.token_ids) for tree in self.trees.values())
-
-    @property
-    def num_nodes(self) -> int:
-        """Tokens of all trees."""
-        return sum(len(tree.token_ids) for tree in self.trees.values())
+    @classmethod
+    def of(cls, trees: dict[Row, Tree], proposed: Mapping[Row, Draft]) -> "Plan":
+        """Return the plan of trees, in ascending order of the rows."""
+        sizes = [len(tree.token_ids) for tree in trees.values()]
+        begins = dict(zip(trees, accumulate(sizes, initial=0), strict=False))
+        return cls(trees, proposed, begins, max(sizes), sum(sizes))
 
     def without_drafts(self) -> "Plan":
         """Return the plan with the roots alone."""
         roots = {row: tree.without_draft() for row, tree in self.trees.items()}
-        return replace(self, trees=roots)
+        return Plan.of(roots, self.proposed)
 
 
 class _Asked(NamedTuple):
@@ -178,25 +177,26 @@ class Speculator:
             row: Tree.build([0, *row.context][-1], Draft.empty())
             for row in self._batch.rows
         }
-        return Plan(trees, {})
+        return Plan.of(trees, {})
 
     def plan(self, emitting: Sequence[Row]) -> Plan:
         """Return the plan of the next step: drafts for rows that emit, roots for the others."""
-        most, proposed = self._budget.max_draft_tokens, dict[Row, Draft]()
+        most = self._budget.max_draft_tokens
+        proposed: dict[Row, Draft] = {}
+        explored: dict[Row, Draft] = {}
+        others: list[NDArray[np.int32]] = []
         for row in () if self._may_rest and self._budget.is_resting else emitting:
             proposed[row] = self.propose(row, most)
-        explored, others = dict[Row, Draft](), list[NDArray[np.int32]]()
-        for row in proposed:
             explored[row] = self._with_explored(row, others, most)
             others.append(explored[row].token_ids)
         nums = self._nums_of_nodes(explored)
         drafts = {row: self._drawn(row, num) for row, num in nums.items()}
         if self._mesh is not None:
             drafts = dict(zip(drafts, agreed([*drafts.values()], self._mesh), strict=True))
-        trees = dict[Row, Tree]()
+        trees: dict[Row, Tree] = {}
         for row in self._batch.running:
             trees[row] = Tree.build(row.token_ids[-1], drafts.get(row, _NOTHING))
-        return Plan(trees, proposed)
+        return Plan.of(trees, proposed)
 
     def _nums_of_nodes(self, drafts: Mapping[Row, Draft]) -> dict[Row, int]:
         """Return how many draft tokens of each row to verify."""
@@ -219,14 +219,11 @@ class Speculator:
 
     # --- a row's draft ----------------------------------------------------------------------
 
-    def _capacity_left(self, row: Row) -> int:
-        """Return how many more tokens fit after a row, besides the bonus token."""
-        return self._call.max_length - len(row.token_ids) - 1
-
     def propose(self, row: Row, max_draft_tokens: int) -> Draft:
         """Return a draft for a row, likeliest nodes first."""
         state, context = self._rows[row], row.context
-        max_depth = min(self._capacity_left(row), self._batch.lead_left(row) - 1)
+        capacity_left = self._call.max_length - len(row.token_ids)
+        max_depth = min(capacity_left, self._batch.lead_left(row)) - 1  # the bonus token follows
         state.max_depth, state.forced, state.asked, draft = max_depth, [], [], _NOTHING
         most = min(max_depth, max_draft_tokens)
         if most > 0 and (grammar := self._grammar) is not None:
@@ -380,7 +377,7 @@ class Speculator:
         # Ranks of wider logits may contain tokens that the model has no embeddings for.
         is_whole = known.shape == logits.shape
         ranked = (ranked if is_whole else None) or rank(known, num_successors)
-        return with_probs(ranked, known)
+        return with_others(ranked, known)
 
     def observe(self, row: Row, token_ids: Sequence[int]) -> None:
         """Feed all sources the emitted tokens, and learn from their proposals."""
@@ -428,15 +425,14 @@ class Speculator:
             successors: successors of the nodes, on their way to the host; None if no source asks.
             is_prefill: whether it was the first step, which has no drafts.
         """
-        batch, trees, emitted = self._batch, plan.trees, dict[Row, Sequence[int]]()
-        for step in steps:
-            emitted[batch.rows[step.row]] = step.token_ids
+        batch, trees = self._batch, plan.trees
+        emitted = {batch.rows[step.row]: step.token_ids for step in steps}
         if successors is not None:
             of_rows = Successors.sent(successors)
-            for row, start in starts(trees).items():
+            for row, start in plan.starts.items():
                 length = len(row.context) - len(emitted.get(row, ()))  # before the step
                 if length and row in self._rows:
-                    found = of_rows.of_tree(start, len(trees[row]))
+                    found = of_rows.of_tree(start, len(trees[row].token_ids))
                     self.harvest(row, row.context[:length], trees[row], found)
         if not is_prefill:
             outcomes = {

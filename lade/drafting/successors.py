@@ -20,9 +20,16 @@ class Successors(NamedTuple):
 
     @classmethod
     def sent(cls, copy: HostCopy) -> "Successors":
-        """Return the successors that `with_probs` sent to the host, once they are there."""
-        token_ids, probs = copy.get()
-        return cls(token_ids.to(torch.int32).numpy(), probs.numpy())
+        """Return the successors that `with_others` sent to the host, once they are there."""
+        token_ids, *parts = copy.get()
+        highest, others = (part.numpy() for part in parts)
+        with np.errstate(invalid="ignore"):
+            powers = np.exp(highest - highest[..., :1])
+            # The ranked ones may be among the others, as the least of them: they are subtracted.
+            of_others = others - highest.shape[-1] * powers[..., -1:]
+            probs = powers / (powers.sum(-1, keepdims=True) + np.maximum(of_others, 0.0))
+        # A drafter must neither learn from NaN nor fail because of it.
+        return cls(token_ids.to(torch.int32).numpy(), np.where(np.isnan(probs), 0.0, probs))
 
     def of_tree(self, start: int, num_nodes: int) -> "Successors":
         """Return the successors of one tree's nodes; its root is at `start` of the only row."""
@@ -70,7 +77,9 @@ def compile_kernels() -> None:
 def _run_kernels() -> None:
     for dtype in _INTEGERS:
         logits = torch.zeros((1, 2), dtype=dtype)
-        with_probs(rank(logits, 1), logits)
+        with_others(rank(logits, 1), logits)
+    nodes, ids, probs = np.empty((3, 0), np.int32), np.empty(0, np.int32), np.empty(0)
+    _kernels.add_children(nodes, probs, ids, probs, 0, nodes, probs, np.empty(0, np.int64))
 
 
 def first_of_highest(ranked: Ranked) -> Tensor | None:
@@ -93,16 +102,10 @@ def first_of_highest(ranked: Ranked) -> Tensor | None:
 _SAMPLED = 16
 
 
-def with_probs(ranked: Ranked, logits: Tensor) -> HostCopy:
-    """Send ranked tokens with their approximate probabilities to the host."""
+def with_others(ranked: Ranked, logits: Tensor) -> HostCopy:
+    """Send ranked tokens, their logits and about the softmax sum of all others to the host."""
     highest = ranked.logits.float()
     step = _SAMPLED if logits.shape[-1] > 4 * _SAMPLED * highest.shape[-1] else 1
     top, least = highest[..., :1], highest[..., -1:]
-    powers = (highest - top).exp_()
-    # The ranked ones may be among these: they are clamped to the least of them, and subtracted.
     others = logits[..., ::step].float().minimum(least).sub_(top).exp_().sum(-1, keepdim=True)
-    least_powers = powers[..., -1:]
-    of_others = step * others - highest.shape[-1] * least_powers
-    # NaN becomes 0: a drafter must neither learn from it nor fail because of it.
-    probs = (powers / (powers.sum(-1, keepdim=True) + of_others.clamp_(min=0.0))).nan_to_num_(0.0)
-    return HostCopy(ranked.token_ids, probs)
+    return HostCopy(ranked.token_ids, highest, others.mul_(step))

@@ -12,7 +12,7 @@ docs/internals/forward.md.
 import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import getitem, is_
@@ -256,19 +256,19 @@ class FusedForwards:
             try:
                 require(is_whole and not args, "it is not of this model, or has other arguments")
                 request = self._request(inputs, view.config)._replace(held=held)
-                has_kwargs = any(each._forward_pre_hooks_with_kwargs for each in layers)
+                with_hooks = [
+                    each for each in layers if each._forward_hooks or each._forward_pre_hooks
+                ]
+                has_kwargs = any(each._forward_pre_hooks_with_kwargs for each in with_hooks)
                 require(not has_kwargs, "hooks of a layer see more than states")
             except UnsupportedForwardError:
                 return by_torch(*args, **inputs)
-            hooked = [
-                bool(each._forward_hooks or each._forward_pre_hooks) and has_hook(each)
-                for each in layers
-            ]
-            if any(hooked) and self._weights.transform is not None:
-                return by_torch(**inputs)  # the rows of whose products would depend on each other
-            if any(hooked):
+            if with_hooks and any(map(has_hook, with_hooks)):
+                if self._weights.transform is not None:
+                    return by_torch(**inputs)  # whose products' rows would depend on each other
+                hooked = tuple(each in with_hooks and has_hook(each) for each in layers)
                 run = partial(_run_by, *by_layers(), inputs)
-                request = request._replace(by_layers=run, hooked=tuple(hooked))
+                request = request._replace(by_layers=run, hooked=hooked)
             return self._choose(request, lambda: by_torch(**inputs), inputs[CACHE])
 
         return with_forward(model, forward)
@@ -617,15 +617,15 @@ class _Held:
     """
 
     def __init__(self) -> None:
+        self.owners: Sequence[Any] = ()  # the dict in a module that has each weight
         self.addresses: list[int] = []
-        self.words: Any = ()  # int64, the words of the job's table for each weight
+        self.table: Any = None  # int64, the job's table of these weights
         self._memory: list[Tensor] = []
 
-    def hold(self, weights: Sequence[Tensor], starts: NDArray[np.int64]) -> None:
-        """Hold the memory of weights; a job reads each from an offset in bytes on."""
+    def hold(self, weights: Sequence[Tensor]) -> None:
+        """Hold the memory of weights."""
         self._memory = [*map(Tensor.detach, weights)]
         self.addresses = [*map(Tensor.data_ptr, self._memory)]
-        self.words = np.array(self.addresses, np.int64) + starts
 
 
 def _calling(plan: CallPlan) -> Callable[[Mapping[Any, Any]], Any]:
@@ -855,39 +855,42 @@ class _Weights:
             for place, module, name in self._absent
             if first <= place <= stop
         )
+        weights: Iterable[Any] = map(getitem, self._owners(part), self._names[part])
         return none_came and all(
             is_plain(weight, dtype) and weight.shape == shape
-            for weight, (dtype, shape) in zip(self._present(part), self._known[part], strict=True)
+            for weight, (dtype, shape) in zip(weights, self._known[part], strict=True)
         )
 
-    def _present(self, part: slice) -> list[Any]:
+    def _owners(self, part: slice) -> list[Any]:
         modules = [reference() for reference in self._modules[part]]
         kinds = zip(modules, self._kinds[part], strict=True)
-        weights: list[Any] = [None if each is None else vars(each)[kind] for each, kind in kinds]
-        return [*map(getitem, weights, self._names[part])]
+        return [None if each is None else vars(each)[kind] for each, kind in kinds]
 
     def table(self, held: _Held, layers: tuple[int, int] | None = None) -> NDArray[np.int64]:
         """Return the words of all layers, of what comes last, and of additions.
 
-        They are [num_layers + 1 + num_additions, LAYER_SIZE], and nobody else's.
+        They are [num_layers + 1 + num_additions, LAYER_SIZE], for one forward at a time.
 
         Args:
-            held: holds the weights, and looks at them again only where they have moved.
+            held: holds the weights and the words, made again only where weights have moved.
             layers: the first one whose weights are wanted, and the one behind the last; by default
                 all, and what comes after them.
         """
         part = slice(None) if layers is None else slice(*(self._bounds[each] for each in layers))
-        weights = self._present(part)
+        held.owners = held.owners or self._owners(part)
+        weights: list[Any] = [*map(getitem, held.owners, self._names[part])]
         are_plain = all(map(Tensor.is_contiguous, weights)) and not any(map(Tensor.is_neg, weights))
         addresses = [*map(Tensor.data_ptr, weights)]
         if not are_plain or (addresses != held.addresses and not self.fit(part)):
             raise ValueError("weights are no plain matrices any more")
         if addresses != held.addresses:
-            held.hold(weights, self._starts[part])
+            held.hold(weights)
+            held.table = self._table.copy()
+            words = np.array(held.addresses, np.int64) + self._starts[part]
+            held.table.reshape(-1)[self._index[part]] = words
         if 0 in held.addresses:
             raise ValueError("weights have no memory")
-        table = self._table.copy()
-        table.reshape(-1)[self._index[part]] = held.words
+        table: NDArray[np.int64] = held.table
         return table
 
 
@@ -923,7 +926,7 @@ class _Workspace:
     ) -> None:
         self._num_tokens, self._num_threads = num_tokens, num_threads
         hidden, head, chosen = sizes.hidden, sizes.head_size, sizes.num_chosen
-        self._scratch = kernels.scratch_size(
+        scratch = kernels.scratch_size(
             *(num_tokens, hidden, sizes.num_heads, head, sizes.between, sizes.num_experts),
             *(chosen, sizes.taps, sizes.of_recurrence),
         )
@@ -943,10 +946,13 @@ class _Workspace:
                 words.SHARES: 4 * num_tokens * chosen,
                 words.OF_EXPERTS: 4 * num_tokens * chosen * sizes.expert_inner,
                 words.PHASES: 256 * (sizes.num_layers * words.PHASES_OF_LAYER + 2),
-                words.SCRATCH: self._scratch * num_threads,
+                words.SCRATCH: scratch * num_threads,
             }.items()
         }
-        self._every = np.arange(num_tokens)
+        self._every, self._phases = np.arange(num_tokens), self._memory[words.PHASES].numpy()
+        words_of = {word: memory.data_ptr() for word, memory in self._memory.items()}
+        words_of |= {words.SCRATCH_SIZE: scratch, words.EVERY: self._every.ctypes.data}
+        self._places, self._words = [*words_of], [*words_of.values()]
 
     def fits(self, num_tokens: int, num_threads: int) -> bool:
         """Return whether the memory is large enough."""
@@ -954,11 +960,8 @@ class _Workspace:
 
     def describe(self, job: NDArray[np.int64]) -> None:
         """Write the addresses of the memory into a job."""
-        self._memory[words.PHASES].numpy().fill(0)
-        for word, memory in self._memory.items():
-            job[word] = memory.data_ptr()
-        job[words.SCRATCH_SIZE] = self._scratch
-        job[words.EVERY] = self._every.ctypes.data
+        self._phases.fill(0)
+        job[self._places] = self._words
 
 
 def forwards_for(

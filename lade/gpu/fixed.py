@@ -172,7 +172,6 @@ class FixedTarget(TreeTarget):
     def forward_roots(self, roots: Sequence[Tree], *, by_view: bool = False) -> Tensor:
         """Run roots by the model itself, which prepares them."""
         self.cache.unfix()
-        TreeTarget._place_root(self)
         return super().forward_roots(roots, by_view=by_view)
 
     def hand_over(self, cache: Any) -> Any:
@@ -204,9 +203,6 @@ class FixedTarget(TreeTarget):
         types = tuple(name for name in TOKEN_TYPES if self._model_kwargs.get(name) is not None)
         axes = self._position_offsets.shape[:-1]
         return StepShape(width, tuple(shown), axes, types, self.attention)
-
-    def _place_root(self) -> None:
-        """Do nothing: every step sends its positions."""
 
     @cached_property
     def _of_prompt(self) -> dict[str, Any]:

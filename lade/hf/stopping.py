@@ -120,10 +120,10 @@ class Report:
         """Report steps."""
         if self.streamer is not None:
             self.put()
-        with aside():
-            for step in steps:
-                self.num_reported[step.row] += len(step.token_ids)
-                if self.on_step is not None:
+        for step in steps:
+            self.num_reported[step.row] += len(step.token_ids)
+            if self.on_step is not None:
+                with aside():
                     self.on_step(step)
 
     def end(self) -> None:

@@ -26,7 +26,7 @@ class HostCopy:
         """Wait and return the tensors on the host."""
         if self._launched is not None:
             self._launched.wait()
-        return [part.cpu() for part in self._parts]
+        return [*map(Tensor.cpu, self._parts)]
 
 
 class Launched:
@@ -58,6 +58,8 @@ def arrays_on(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
     array. Elsewhere they may share the arrays' memory.
     """
     tensors = map(torch.from_numpy, arrays)
+    if device.type == "cpu":
+        return [*tensors]
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
     return [_pinned(tensor).copy_(tensor).to(device, non_blocking=True) for tensor in tensors]

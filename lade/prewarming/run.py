@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 
 from lade.compat import Model, device_of_inputs, without_compiler
 from lade.compat.view import apart
-from lade.drafting.successors import Successors, rank, with_probs
+from lade.drafting.successors import Successors, rank, with_others
 from lade.errors import UnsupportedModelError
 from lade.prewarming.tables import StoredTable, merge_table, path_of_table, read_table
 from lade.probing.plan import probe
@@ -217,7 +217,7 @@ class TableWriter:
         """Learn the successors of the last tokens; return scores that choose one of them."""
         logits = scores[:, : len(self._mentions)]  # some models have more logits than tokens
         made = self.made
-        sent = with_probs(rank(logits, made.table.num_successors), logits)
+        sent = with_others(rank(logits, made.table.num_successors), logits)
         successors = Successors.sent(sent)
         if input_ids.shape[1] > 2:  # the first token of a text has no context
             tokens = input_ids[:, -2:].cpu().numpy()

@@ -146,7 +146,7 @@ class ProvedTarget:
         plan, inputs = self._begin(plan)
         num_pending = self._target.num_pending
         plan, logits = self._forward(plan, inputs)
-        self.num_run = sum(map(len, plan.trees.values())) / len(plan.trees) - 1
+        self.num_run = plan.num_nodes / len(plan.trees) - 1
         if len(plan.trees) == 1:  # with its padding
             self.num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
         return plan, logits
@@ -191,7 +191,7 @@ class ProvedTarget:
         # Between a token alone and the proof, steps without drafts run alone, too.
         may_wait = plan.num_tokens == 1 and not self._alone and not self._is_plain
         if not is_due or may_wait:
-            return plan, self._inputs(plan.trees)
+            return plan, target.inputs([*plan.trees.values()])
         is_ready = plan.num_tokens > 1 and self._is_ready(plan)
         if is_ready and target.go_back(NUM_BEFORE):
             self._num_before = NUM_BEFORE
@@ -199,22 +199,20 @@ class ProvedTarget:
                 row: _behind(row.token_ids[-1 - NUM_BEFORE : -1], tree)
                 for row, tree in plan.trees.items()
             }
-            return plan, self._inputs(self._trees)
+            return plan, target.inputs([*self._trees.values()])
         plan = plan.without_drafts()
         self._is_alone = not target.num_pending  # else these are run first
-        return plan, None if self._is_alone else self._inputs(plan.trees)
-
-    def _inputs(self, trees: Mapping[Row, Tree]) -> Any:
-        return self._target.inputs([*trees.values()])
+        return plan, None if self._is_alone else target.inputs([*plan.trees.values()])
 
     def _forward(self, plan: Plan, inputs: Any) -> tuple[Plan, Tensor]:
         """Run a step; return the plan as it ran, without drafts if that failed, and logits."""
         if self._is_alone:
             return plan, self._run_alone(plan)
-        logits = self._target.forward(inputs)
+        target = self._target
+        logits = target.forward(inputs)
         if plan.num_tokens > 1 and self._is_spoiled(plan, logits):
             plan = self._taken_back(plan)
-            return plan, self._target.forward(self._inputs(plan.trees))
+            return plan, target.forward(target.inputs([*plan.trees.values()]))
         if self._num_before:
             error = self._error(logits)
             if error > self._limit:
@@ -282,9 +280,9 @@ class ProvedTarget:
         """
         if not logits.is_cpu:
             return False
-        trees = self._trees if self._num_before else plan.trees
-        roots = (logits[0, start + self._num_before, 0] for start in starts(trees).values())
-        return any(bool(each.isnan()) for each in roots)
+        begins = starts(self._trees) if self._num_before else plan.starts
+        roots = [logits[0, start + self._num_before, 0] for start in begins.values()]
+        return any(map(math.isnan, roots))
 
     def _fail(self, plan: Plan, error: float) -> tuple[Plan, Tensor]:
         """Take a step back, and run the roots alone; raise if the difference is no chance."""

@@ -1,17 +1,17 @@
 """The target's own token after each node: the interface of all ways to choose it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from lade.batch import Row
+from lade.drafting.speculator import Plan
 from lade.drafting.successors import Ranked
 from lade.machine.transfer import HostCopy, Launched
 from lade.sampling.processors import Processors
-from lade.tree import Tree, starts
 
 RowNode = tuple[Row, int]  # row, and node of that row's tree
 # Called for each chosen token of a single row: raw and processed scores, float32 [vocab_size] each.
@@ -30,13 +30,13 @@ class Choice(ABC):
     ranked: Ranked | None = None
 
     @abstractmethod
-    def look_at(self, logits: Tensor, trees: Mapping[Row, Tree]) -> None:
+    def look_at(self, logits: Tensor, plan: Plan) -> None:
         """Receive the logits of a step.
 
         Args:
             logits: [1, num_nodes, vocab_size], one tree after the other; the device may still be
                 computing them.
-            trees: trees by row, in the order of `logits`.
+            plan: the step's trees, in the order of `logits`.
         """
 
     @abstractmethod
@@ -71,11 +71,10 @@ class ScoredChoice(Choice):
         self._device = device
         self._on_choice = on_choice
 
-    def look_at(self, logits: Tensor, trees: Mapping[Row, Tree]) -> None:
+    def look_at(self, logits: Tensor, plan: Plan) -> None:
         """Keep the logits until tokens are chosen."""
         self._logits = logits
-        self._trees = trees
-        self._starts = starts(trees)
+        self._trees, self._starts = plan.trees, plan.starts
         self._launched = Launched(logits)
 
     def wait(self) -> None:

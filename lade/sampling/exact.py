@@ -1,11 +1,12 @@
 """Exact choice: the tokens that `generate` would choose, greedy or seed for seed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lade.batch import Row
+from lade.drafting.speculator import Plan
 from lade.machine.captures import apart_from_captures, put_back, random_states
 from lade.machine.transfer import HostCopy, integers_on
 from lade.sampling.choice import (
@@ -19,7 +20,6 @@ from lade.sampling.choice import (
 )
 from lade.sampling.greedy import GreedyChoice
 from lade.sampling.processors import Processors
-from lade.tree import Tree, starts
 
 # The noise of positions that only some rows have reached is kept for the other rows, and this
 # memory limits how far a row may run ahead. 64 MiB hold 42 positions of 8 rows of 49 152 tokens.
@@ -144,11 +144,11 @@ class ProcessedChoice(ScoredChoice):
         self.max_lead = None if race is None else race.max_lead
         self._race = race
 
-    def look_at(self, logits: Tensor, trees: Mapping[Row, Tree]) -> None:
+    def look_at(self, logits: Tensor, plan: Plan) -> None:
         """Keep the logits until tokens are chosen."""
-        super().look_at(logits, trees)
+        super().look_at(logits, plan)
         if self._race is not None:
-            self._race.begin_step(min(row.num_emitted for row in trees))
+            self._race.begin_step(min(row.num_emitted for row in plan.trees))
 
     def tokens_at(self, nodes: Sequence[RowNode]) -> list[int]:
         """Process the scores and pick a token at each node."""
@@ -185,17 +185,17 @@ class ChoiceAtOnce(ProcessedChoice):
     of more than `_MAX_SORTED` nodes lose on any device; such a step waits for each token.
     """
 
-    def look_at(self, logits: Tensor, trees: Mapping[Row, Tree]) -> None:
+    def look_at(self, logits: Tensor, plan: Plan) -> None:
         """Process the scores and pick a token at every node, or keep the logits."""
         self._is_at_once = logits.shape[1] <= _MAX_SORTED or not self._processors.sort
         if not self._is_at_once:
-            super().look_at(logits, trees)
+            super().look_at(logits, plan)
             return
-        self._starts = starts(trees)
+        self._starts = plan.starts
         self._raw = logits[0].to(self._device, torch.float32, copy=True)
         self._scores = self._processors.without_prefix(self._raw)
         of_nodes, times = list[Row](), list[int]()
-        for row, tree in trees.items():
+        for row, tree in plan.trees.items():
             of_nodes += [row] * len(tree)
             times += [row.num_emitted + depth for depth in tree.depths]
         if self._race is not None:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -170,26 +170,24 @@ class Group:
             max_slots = min(max_slots, window + self._slack + most_new)
             num_slots = max_slots if is_fixed else min(num_slots, window + self._slack)
         self._num_slots, self._max_slots = num_slots, max_slots
-        self._stores: dict[str, list[Store]] = {"keys": [], "values": [], "indexer": []}
-
-    def __iter__(self) -> Iterator[Store]:
-        for stores in self._stores.values():
-            yield from stores
+        self.stores: list[Store] = []
+        self._first: dict[str, Store] = {}  # of keys, values or indexer keys
 
     def store_for(self, what: str, layer: int, states: Tensor) -> tuple[Store, int]:
         """Return the store for a layer's keys, values or indexer keys, and its index there.
 
         `layer` is the layer's index in this group.
         """
-        stores = self._stores[what]
-        if stores and self._num_layers > 1 and stores[0].fits(states):
-            return stores[0], layer
+        first = self._first.get(what)
+        if first is not None and self._num_layers > 1 and first.fits(states):
+            return first, layer
         # The first layer decides the shape: in most models all layers are alike.
-        num_layers = 1 if stores else self._num_layers
+        num_layers = self._num_layers if first is None else 1
         fitting = self._spare_bytes // max(1, states[:, :, :1].nbytes)
         num_slots = max(self._num_slots, min(self._max_slots, fitting))
         made = Store(num_layers, states, num_slots, self._max_slots, self._is_fixed)
-        stores.append(made)
+        self.stores.append(made)
+        self._first.setdefault(what, made)
         return made, layer if num_layers > 1 else 0
 
     def first_slot(self, length: int) -> int:
@@ -201,7 +199,7 @@ class Group:
         num_slots, stop = self.first_slot(oldest) - self.offset, length - self.offset
         if num_slots < self._slack:
             return
-        for store in self:  # the other slots of every layer move up
+        for store in self.stores:  # the other slots of every layer move up
             left = store.buffer[:, :, :, num_slots:stop].clone()
             if self.is_convolved:
                 store.shrink(self._max_slots)
@@ -235,7 +233,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._group = group
         self._index = index  # in the group
         self.num_pending = 0  # slots written after the committed ones
-        self._num_indexed = 0  # the same for indexer keys
+        self.num_indexed = 0  # the same for indexer keys
         # The store of keys, values and indexer keys, and the layer's index in each.
         self._claims: dict[str, tuple[Store, int]] = {}
 
@@ -284,8 +282,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         states = indexer_key_states[:, None]
         self._claim("indexer", states)
         self.is_indexer_initialized = True
-        indexer_keys = self._put("indexer", states, self._num_indexed)[:, 0]
-        self._num_indexed += states.shape[2]
+        indexer_keys = self._put("indexer", states, self.num_indexed)[:, 0]
+        self.num_indexed += states.shape[2]
         return indexer_keys
 
     def take_over(self, layer: Any) -> None:
@@ -309,10 +307,6 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             layer.cumulative_length = length
         if self.is_indexer_initialized:
             layer.indexer_keys, layer.is_indexer_initialized = self.indexer_keys, True
-
-    def commit(self) -> None:
-        """Reset the count of pending slots."""
-        self.num_pending = self._num_indexed = 0
 
     def get_seq_length(self) -> Any:
         """Return the number of slots, including those no longer held.
@@ -610,6 +604,8 @@ class TreeCache(Cache):  # type: ignore[misc]
             made = _MADE.get(kind.kind, TreeCacheLayer)
             self.held.append(made(self._state, self._groups[kind.window], index))
             layers.append(self.held[-1])
+        groups = [*self._groups.values()]
+        self._group_of = [groups.index(layer._group) for layer in self.held]  # its number
         self._recurrent = [layer for layer in self.held if isinstance(layer, RecurrentLayer)]
         self._are_recurrent = np.array([layer in self._recurrent for layer in self.held], bool)
         super().__init__(layers=layers)
@@ -626,12 +622,12 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     @property
     def _stores(self) -> list[Store]:
-        return [store for group in self._groups.values() for store in group]
+        return [store for group in self._groups.values() for store in group.stores]
 
     @property
     def addresses(self) -> tuple[int, ...]:
         """Memory addresses; a recording must not be replayed after they have changed."""
-        return tuple(store.buffer.data_ptr() for store in self._stores)
+        return tuple([store.buffer.data_ptr() for store in self._stores])
 
     @property
     def device(self) -> torch.device | None:
@@ -641,7 +637,7 @@ class TreeCache(Cache):  # type: ignore[misc]
     @property
     def capacity(self) -> int:
         """Slots allocated in all layers without a window; windowed layers need no more."""
-        stores = self._groups.get(None, ())
+        stores = self._groups[None].stores if None in self._groups else ()
         return min((store.buffer.shape[3] for store in stores), default=sys.maxsize)
 
     @property
@@ -651,6 +647,8 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     def first_slot(self, window: int | None) -> int:
         """Return the first slot held by layers with this window."""
+        if window is None:
+            return 0
         return next((layer.offset for layer in self.held if layer._group.window == window), 0)
 
     def reserve(self, num_new: int) -> dict[int | None, int]:
@@ -665,9 +663,10 @@ class TreeCache(Cache):  # type: ignore[misc]
         stop = self.length + num_new
         capacities = {}
         for window, group in self._groups.items():
-            for store in group:
-                store.reserve(stop - self.first_slot(window))
-            capacities[window] = min((store.buffer.shape[3] for store in group), default=0)
+            first = self.first_slot(window)
+            for store in group.stores:
+                store.reserve(stop - first)
+            capacities[window] = min([store.buffer.shape[3] for store in group.stores], default=0)
         return capacities
 
     def slot_addresses(
@@ -689,15 +688,16 @@ class TreeCache(Cache):  # type: ignore[misc]
             one store of such heads. Tokens written there count once `count` has been called.
         """
         is_new = any("values" not in layer._claims for layer in self._recurrent)
-        if is_new or not all(layer.is_initialized for layer in self.held):
+        if is_new or False in [layer.is_initialized for layer in self.held]:
             for layer, of_token in zip(self.held, states, strict=True):
                 layer.lazy_initialization(*of_token)
         num_pending = self.held[0].num_pending
-        if any(layer.num_pending != num_pending for layer in self.held):
+        if {layer.num_pending for layer in self.held} != {num_pending}:
             return None
         stop = self.length + num_new + num_pending
         self.reserve(num_new + num_pending)
-        if self._found is None or self._found[0] != self.addresses:
+        held_at = self.addresses
+        if self._found is None or self._found[0] != held_at:
             found = np.zeros((len(self.held), 4), np.int64)
             for row, layer, of_token in zip(found, self.held, states, strict=True):
                 for place, (name, adds) in enumerate(zip(layer.stored, of_token, strict=False)):
@@ -706,13 +706,14 @@ class TreeCache(Cache):  # type: ignore[misc]
                         return None
                     step = store.buffer.stride(2) * adds.element_size()
                     row[2 * place : 2 * place + 2] = store.buffer[index].data_ptr(), step
-            self._found = self.addresses, found
+            self._found = held_at, found
         addresses = np.zeros((len(self.held), 9), np.int64)
         addresses[:, :4] = self._found[1]
-        addresses[:, 4] = [stop - layer.offset for layer in self.held]
-        places = (layer.place(stop) for layer in self._recurrent)
+        num_keys = np.array([stop - self.first_slot(window) for window in self._groups])
+        addresses[:, 4] = num_keys[self._group_of]
+        places = [layer.place(stop) for layer in self._recurrent]
         of_states = [place for place in places if place is not None]
-        if len(of_states) < len(self._recurrent):
+        if len(of_states) < len(places):
             return None
         if of_states:
             addresses[self._are_recurrent, 5:] = of_states
@@ -728,7 +729,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             recurrent.count(stop)
         for window, offset in before.items():  # windows keep only the end of a long prompt
             if (first := self.first_slot(window)) > offset:
-                for store in self._groups[window]:
+                for store in self._groups[window].stores:
                     store.keep_end(first - offset, stop - offset)
 
     def fix(self, slots: Mapping[int | None, FixedSlots], length: Tensor | None = None) -> None:
@@ -742,8 +743,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         for window, group in self._groups.items():
             group.fixed = slots[window]
         self._state.reported = length
-        for layer in self.held:
-            layer.commit()  # uncommitted slots are overwritten
+        self._forget_pending()  # uncommitted slots are overwritten
 
     def unfix(self) -> None:
         """Make forwards write after the tokens held again."""
@@ -767,7 +767,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             store.buffer.zero_()
         for layer in self.held:
             layer.is_initialized = layer.is_indexer_initialized = False
-            layer.commit()
+        self._forget_pending()
         for recurrent in self._recurrent:
             recurrent._states, recurrent._after = [], None
 
@@ -787,8 +787,9 @@ class TreeCache(Cache):  # type: ignore[misc]
         """
         if not self.can_keep(len(path)):
             raise ValueError(f"{len(path)} of the last tokens cannot be kept without the others")
-        length = self.length
-        in_place = next((n for n, node in enumerate(path) if n != node), len(path))
+        length, in_place = self._state.length, 0
+        while in_place < len(path) and path[in_place] == in_place:
+            in_place += 1
         if in_place < len(path):
             source = [length + node for node in path[in_place:]]
             self._move(source, length + in_place)
@@ -799,10 +800,10 @@ class TreeCache(Cache):  # type: ignore[misc]
 
         They cannot where torch has added all of them to a state.
         """
-        return all(
-            layer._after is None or num_tokens in (0, layer.num_pending)
-            for layer in self._recurrent
-        )
+        for layer in self._recurrent:
+            if layer._after is not None and num_tokens not in (0, layer.num_pending):
+                return False
+        return True
 
     def can_go_back(self, num_tokens: int) -> bool:
         """Return whether the cache holds all slots that tokens see after going back."""
@@ -834,22 +835,26 @@ class TreeCache(Cache):  # type: ignore[misc]
                 mine.hand_over(cache.layers[index])
 
     def _commit(self, length: int) -> None:
-        for layer in self._recurrent:
-            layer.settle(length)
+        oldest = length
+        for recurrent in self._recurrent:
+            recurrent.settle(length)
+            oldest = min(oldest, recurrent.oldest)
         self._state.length = length
-        oldest = min([length, *(layer.oldest for layer in self._recurrent)])
         for group in self._groups.values():
             if group.window is not None and (group.is_convolved or not self._state.is_prefilling):
                 group.trim(length, oldest)
+        self._forget_pending()
+
+    def _forget_pending(self) -> None:
         for layer in self.held:
-            layer.commit()
+            layer.num_pending = layer.num_indexed = 0
 
     def _move(self, source: Sequence[int], start: int) -> None:
         """Copy the slots `source` to the slots from `start` on, in every layer."""
         indices: dict[tuple[torch.device, int], Tensor] = {}
         for group in self._groups.values():
             first = start - group.offset
-            for store in group:
+            for store in group.stores:
                 key = store.buffer.device, group.offset
                 if key not in indices:
                     indices[key] = integers_on(key[0], [slot - key[1] for slot in source])

@@ -1,6 +1,7 @@
 """Verification of whole trees in one forward."""
 
 import inspect
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -107,6 +108,8 @@ class TreeTarget(Target):
         self._additive_dtype = model.dtype if is_added else None
         # The common case, whose mask takes a tenth of the time to make.
         self._sees_all = {*self._spans.values()} == {FULL} and not is_added
+        limits = (span.num_slots for span in self._spans.values())
+        self._least_span = min((each for each in limits if each is not None), default=math.inf)
 
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
         devices = set((getattr(self._model, "hf_device_map", None) or {}).values())
@@ -152,7 +155,6 @@ class TreeTarget(Target):
         self._position_offsets = last - (num_cached - 1)  # position minus cache slot
         self._plain_view = with_decoding_experts(self._model)
         self._learn_habits(last)
-        self._place_root()
 
     def _in_chunks(self, call: EngineCall) -> Tensor | None:
         """Run a prompt in prefill chunks, together with other calls or between their steps.
@@ -178,8 +180,7 @@ class TreeTarget(Target):
         Return None for other prompts, and where forwards do not give a token the same bits.
         """
         num_tokens, fast_views = self._input_ids.shape[1], self._fast_views
-        limits = [span.num_slots for span in self._spans.values()]
-        sees_all = all(limit is None or num_tokens <= limit for limit in limits)
+        sees_all = num_tokens <= self._least_span
         if fast_views is None or not self.has_one_way or (sees_all and not self._is_padded):
             return None
         positions, start = self._prompt_positions(), self.cache.get_seq_length()
@@ -217,13 +218,12 @@ class TreeTarget(Target):
         nodes, mask = slice(start, start + num), None  # causal
         token_ids = self._input_ids[:, nodes]
         if start or self._is_padded or not self._is_uniform:
-            self._num_cached = integers_on(self.device, [start])
             seen = torch.ones((1, num, num), dtype=torch.bool, device=self.device).tril()
             if self._padding is not None:  # which sees itself, as numbers must come of it
                 own = torch.eye(num, dtype=torch.bool, device=self.device)
                 seen &= self._padding[:, None, nodes] | own
             steps = torch.arange(num, device=self.device)[None]
-            mask = self._mask(TreeTensors(token_ids, steps, seen))
+            mask = self._mask(TreeTensors(token_ids, steps, seen), start)
         inputs = {
             "input_ids": token_ids,
             "position_ids": positions[:, nodes],
@@ -251,11 +251,12 @@ class TreeTarget(Target):
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for a tree after the committed tokens."""
         tree = TreeTensors.of(trees[0], self.device)
+        cached = self.cache.length
         return {
             "input_ids": tree.token_ids,
-            "position_ids": tree.depths + self._root_positions,
+            "position_ids": tree.depths + (self._position_offsets[..., None] + cached),
             **self._token_types(tree),
-            **self._of_forward(self._mask(tree)),
+            **self._of_forward(self._mask(tree, cached)),
         }
 
     def _of_forward(self, mask: Any) -> dict[str, Any]:
@@ -328,7 +329,6 @@ class TreeTarget(Target):
         if not self.cache.can_go_back(num_tokens):
             return False
         self.cache.go_back(num_tokens)
-        self._place_root()
         return True
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
@@ -338,7 +338,6 @@ class TreeTarget(Target):
             self.cache.keep([])
             self.forward(_first(self._last_inputs, len(paths[0])))
         self.cache.keep(paths[0])
-        self._place_root()
 
     def hand_over(self, cache: Any) -> Any:
         """Fill a dynamic cache with the contents of this target's cache; return it."""
@@ -388,10 +387,6 @@ class TreeTarget(Target):
         prepared: dict[str, Any] = prepare(ids, next_sequence_length=1, **given)
         return prepared
 
-    def _place_root(self) -> None:
-        self._num_cached = integers_on(self.device, [self.cache.length])
-        self._root_positions = (self._num_cached + self._position_offsets)[..., None]
-
     def _token_types(self, tree: TreeTensors) -> dict[str, Tensor]:
         """Return the token types of a tree, those of text; empty if the prompt has none."""
         types = {}
@@ -402,23 +397,22 @@ class TreeTarget(Target):
                 types[name] = torch.zeros_like(tree.token_ids) + last
         return types
 
-    def _mask(self, tree: TreeTensors) -> Tensor | dict[str, Tensor] | None:
-        cached, width = self.cache.length, tree.token_ids.shape[1]
-        if width == 1 and self._padding is None:
-            most = [span.num_slots for span in self._spans.values()]
-            if all(num_slots is None or cached < num_slots for num_slots in most):
-                return None  # as in `generate` for one token
+    def _mask(self, tree: TreeTensors, cached: int) -> Tensor | dict[str, Tensor] | None:
+        width = tree.token_ids.shape[1]
+        if width == 1 and self._padding is None and cached < self._least_span:
+            return None  # as in `generate` for one token
         num_slots = cached + width
         if self._padding is None and self._sees_all:
             shape = (1, 1, width, num_slots)
             mask = torch.ones(shape, dtype=torch.bool, device=self.device)
-            mask[0, 0, :, cached:] = tree.ancestors[0]
+            mask[..., cached:] = tree.ancestors
             return mask
         visible = torch.arange(num_slots, device=self.device)[None] < cached
         if self._padding is not None:
             shared = min(num_slots, self._padding.shape[1])
             visible[:, :shared] &= self._padding[:, :shared]
-        seen = TreeSlots(visible, self._num_cached, tree.ancestors, tree.depths, self._num_padding)
+        num_cached = integers_on(self.device, [cached])
+        seen = TreeSlots(visible, num_cached, tree.ancestors, tree.depths, self._num_padding)
         masks = {
             span: seen.mask(span, self.cache.first_slot(span.num_slots), self._additive_dtype)
             for span in {*self._spans.values()}

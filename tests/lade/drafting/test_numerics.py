@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lade.drafting.drafts import draft_of, joined, matched_depth
 from lade.drafting.sources import PoolDrafter
-from lade.drafting.successors import Successors, first_of_highest, rank, with_probs
+from lade.drafting.successors import Successors, first_of_highest, rank, with_others
 from ngram_pool import Draft, NGramPool
 from tests.lade.tiny import paths_of
 
@@ -67,14 +67,14 @@ def test_probabilities_are_about_those_of_the_softmax(dtype: torch.dtype) -> Non
     logits = 3 * torch.randn(20, 40000, generator=torch.Generator().manual_seed(0))
     logits = logits.to(dtype)
     ranked = rank(logits, 8)
-    got = Successors.sent(with_probs(ranked, logits))
+    got = Successors.sent(with_others(ranked, logits))
     expected = logits.double().softmax(-1).gather(-1, ranked.token_ids)
     assert got.token_ids.tolist() == ranked.token_ids.tolist()
     assert np.abs(np.log(got.probs) - expected.log().numpy()).max() < 0.6
     few = logits[:, :40].contiguous()  # all of them are summed
     ranked = rank(few, 8)
     expected = few.double().softmax(-1).gather(-1, ranked.token_ids)
-    assert Successors.sent(with_probs(ranked, few)).probs == pytest.approx(
+    assert Successors.sent(with_others(ranked, few)).probs == pytest.approx(
         expected.numpy(), rel=0.04
     )
 
