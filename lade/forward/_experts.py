@@ -26,17 +26,17 @@ def _swap(order, first, second):  # type: ignore[no-untyped-def]
 @compiled
 def _insert(values, order, first, last):  # type: ignore[no-untyped-def]
     """Sort a few values; equal values stay in their order."""
-    for place in range(first + 1, last):
-        number = order[place]
-        while place > first and _is_before(values, number, order[place - 1]):
-            order[place] = order[place - 1]
-            place -= 1
-        order[place] = number
+    for index in range(first + 1, last):
+        number = order[index]
+        while index > first and _is_before(values, number, order[index - 1]):
+            order[index] = order[index - 1]
+            index -= 1
+        order[index] = number
 
 
 @compiled
 def _sink(values, order, hole, size, number):  # type: ignore[no-untyped-def]
-    """Put a number into a heap whose place `hole` is free; the last in the order is on top."""
+    """Put a number into a heap whose index `hole` is free; the last in the order is on top."""
     top, child = hole, hole
     while child < (size - 1) // 2:
         child = 2 * (child + 1)
@@ -59,10 +59,10 @@ def _select_by_heap(values, order, num, last):  # type: ignore[no-untyped-def]
     """Bring the first `num` in the order of values to the front, as a heap."""
     for parent in range((num - 2) // 2, -1, -1):
         _sink(values, order, parent, num, order[parent])
-    for place in range(num, last):
-        if _is_before(values, order[place], order[0]):
-            number = order[place]
-            order[place] = order[0]
+    for index in range(num, last):
+        if _is_before(values, order[index], order[0]):
+            number = order[index]
+            order[index] = order[0]
             _sink(values, order, 0, num, number)
 
 
@@ -99,8 +99,8 @@ def select(values, order, num, is_sorted):  # type: ignore[no-untyped-def]
     With `sorted`, `num` is at most 17: the C++ library sorts more values in another way.
     """
     last = len(values)
-    for place in range(last):
-        order[place] = place
+    for index in range(last):
+        order[index] = index
     if num * _SORTED_WHOLE <= last:
         _select_by_heap(values, order, num, last)
         for end in range(num - 1, 0, -1):
@@ -142,8 +142,8 @@ def leave_groups(values, sums, order, num_left):  # type: ignore[no-untyped-def]
         sums[group] = most + second
     select(sums, order, num_left, False)
     for group in order[num_left:]:
-        for place in range(group * size, (group + 1) * size):
-            values[place] = -np.float32(np.inf)
+        for index in range(group * size, (group + 1) * size):
+            values[index] = -np.float32(np.inf)
 
 
 @compiled

@@ -214,12 +214,12 @@ def _arrange(row, address, start, whole, arranged):  # type: ignore[no-untyped-d
     else:
         until = 0
     for i in range(until, size):
-        place = start + i
-        if place < num_paired:
-            within = place % (2 * LANES)
-            target[place - within + within // 2 + within % 2 * LANES] = row[i]
+        index = start + i
+        if index < num_paired:
+            within = index % (2 * LANES)
+            target[index - within + within // 2 + within % 2 * LANES] = row[i]
         else:
-            target[place] = row[i]
+            target[index] = row[i]
 
 
 @_summing
@@ -505,21 +505,21 @@ def given_to_job(address):  # type: ignore[no-untyped-def]
     """Return what a layer's job is given, seven int64.
 
     They are the addresses of the forward's job and of the phase, the number of the phase among the
-    layer's, and the addresses of the layer, its parts, its places, and the thread's memory.
+    layer's, and the addresses of the layer, its parts, its caches, and the thread's memory.
     """
     given = numba.carray(address, (7,), np.int64)
     g = numba.carray(pointer(given[0]), (w.JOB_SIZE,), np.int64)
     layer = numba.carray(pointer(given[3]), (w.LAYER_SIZE,), np.int64)
     parts = numba.carray(pointer(given[4]), (g[w.NUM_PARTS], 4), np.int64)
-    places = numba.carray(pointer(given[5]), (g[w.NUM_PARTS], w.PLACE_SIZE), np.int64)
-    return g, given[1], given[2], layer, parts, places, given[6]
+    caches = numba.carray(pointer(given[5]), (g[w.NUM_PARTS], w.CACHE_SIZE), np.int64)
+    return g, given[1], given[2], layer, parts, caches, given[6]
 
 
 @inlined
 def described(g, number):  # type: ignore[no-untyped-def]
     """Return the row that describes a layer's experts or its recurrence, counted from 1."""
-    place = g[w.ADDITIONS] + 8 * w.LAYER_SIZE * (number - 1)
-    return numba.carray(pointer(place), (w.LAYER_SIZE,), np.int64)
+    address = g[w.ADDITIONS] + 8 * w.LAYER_SIZE * (number - 1)
+    return numba.carray(pointer(address), (w.LAYER_SIZE,), np.int64)
 
 
 @compiled
@@ -544,11 +544,11 @@ def _multiply_packed(inputs, num_inputs, num_rows, of, first, until, out, out_st
     strip = (out + out_step * (num_rows + 1) + 63) // 64 * 64
     half, step, start = of[w.HALF], of[w.ROW_BYTES], first
     while start < until:
-        stop, place, apart = until, start, 1
+        stop, index, apart = until, start, 1
         if half != 0:
             stop, apart = min((start // half + 1) * half, until), 2
-            place = start // (2 * half) * 2 * half + start % half * 2 + start // half % 2
-        weight, target = of[w.WEIGHT] + step * place, out + 4 * (start - first)
+            index = start // (2 * half) * 2 * half + start % half * 2 + start // half % 2
+        weight, target = of[w.WEIGHT] + step * index, out + 4 * (start - first)
         x = inputs, 4 * num_inputs, num_rows
         packed = weight, apart * step, stop - start
         call_compiled((of[w.PACKED], *x, *packed, target, out_step, num_inputs, strip))
@@ -661,8 +661,8 @@ def _add_low_rank(g, of, num_rows, first, until, out, out_step, scratch):  # typ
         width, times = 4 if of_added == FLOAT32 else 2, _number(addition, w.TIMES)
         # Ranks are small: sums run along the columns, for which the factor is turned.
         row_of_second = _row(scratch + 4 * _MOST_COLUMNS, rank)
-        place = scratch + 4 * (_MOST_COLUMNS + rank)
-        second = numba.carray(pointer(place), (rank, num), np.float32)
+        address = scratch + 4 * (_MOST_COLUMNS + rank)
+        second = numba.carray(pointer(address), (rank, num), np.float32)
         for i in range(num):
             _load(addition[w.SECOND] + width * (first + i) * rank, row_of_second, of_added)
             for k in range(rank):
@@ -719,16 +719,16 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
             of = products[product : product + w.PRODUCT_SIZE]
             if kind == w.TO_INNER:
                 first, until = start, stop if of[w.WEIGHT] != 0 else start
-                place = scratch + 2 * _MOST_COLUMNS * (product // w.PRODUCT_SIZE)
+                target = scratch + 2 * _MOST_COLUMNS * (product // w.PRODUCT_SIZE)
             else:
                 first, until = max(start - before, 0), min(stop - before, of[w.NUM_COLUMNS])
-                place = scratch + 4 * (before + first - start)
+                target = scratch + 4 * (before + first - start)
                 before += of[w.NUM_COLUMNS]
             if first < until:
                 x = inputs, num_inputs, num_rows
-                _multiply(g, format_, *x, of, first, until, place, out_step, format_)
+                _multiply(g, format_, *x, of, first, until, target, out_step, format_)
                 if of[w.FIRST_ADDED] < of[w.END_ADDED]:
-                    _add_low_rank(g, of, num_rows, first, until, place, out_step, beside)
+                    _add_low_rank(g, of, num_rows, first, until, target, out_step, beside)
         for row in range(num_rows):
             numbers = _row(scratch + out_step * row, stop - start)
             if kind == w.TO_INNER:
@@ -777,7 +777,7 @@ def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-d
 
 
 @compiled
-def _norm_states(g, of, token, place, scratch):  # type: ignore[no-untyped-def]
+def _norm_states(g, of, token, index, scratch):  # type: ignore[no-untyped-def]
     """Arrange a token's states, after a norm if there is one, as inputs of the next product."""
     size = g[w.HIDDEN]
     states, normed = _row(g[w.STATES] + 4 * size * token, size), _row(scratch, size)
@@ -786,7 +786,7 @@ def _norm_states(g, of, token, place, scratch):  # type: ignore[no-untyped-def]
     else:
         _copy(states, normed)
     width = 2 if g[w.ARRANGED] == w.NARROW else 4
-    _arrange(normed, g[w.NORMED] + width * size * place, 0, size, g[w.ARRANGED])
+    _arrange(normed, g[w.NORMED] + width * size * index, 0, size, g[w.ARRANGED])
 
 
 @inlined
@@ -807,26 +807,26 @@ def _run_states(g, phase, tokens, layer, norm, of, is_parallel, scratch):  # typ
     start, num_done = take(phase, step), 0
     while start < num:
         stop = min(start + step, num)
-        for place in range(start, stop):
+        for index in range(start, stop):
             for turn in range(2):
                 if (turn == 0) == is_parallel:
-                    _norm_states(g, of, tokens[place], place, scratch)
+                    _norm_states(g, of, tokens[index], index, scratch)
                 elif norm >= 0:
-                    _add_to_states(g, layer, norm, tokens[place], scratch)
+                    _add_to_states(g, layer, norm, tokens[index], scratch)
         num_done += stop - start
         start = take(phase, step)
     _wait(phase, num_done, num)
 
 
 @inlined
-def _write_head(g, head, layer, places, part, token, scratch):  # type: ignore[no-untyped-def]
+def _write_head(g, head, layer, caches, part, token, scratch):  # type: ignore[no-untyped-def]
     """Norm and rotate a query or key, and write it, or a value, where attention reads it.
 
     Args:
         g: the job.
         head: number of the head; queries come first, then keys, then values.
         layer: the layer's numbers.
-        places: the layer's addresses in the KV cache (PLACES).
+        caches: the layer's addresses in the KV cache (CACHES).
         part: the token's part, and the token's number within it.
         token: the token's number among all parts.
         scratch: the thread's scratch memory.
@@ -879,15 +879,15 @@ def _write_head(g, head, layer, places, part, token, scratch):  # type: ignore[n
             _round(out, format_)
         _copy(out, _row(g[w.QUERIES] + 4 * (num_heads * token + head) * size, size))
     else:
-        place = places[part[0]]
+        cache = caches[part[0]]
         first, step = (w.VALUES, w.VALUE_HEAD) if is_value else (w.KEYS, w.KEY_HEAD)
-        slot = place[w.NUM_KEYS] - part[2] + part[1]
-        target = place[first] + number * place[step]
+        slot = cache[w.NUM_KEYS] - part[2] + part[1]
+        target = cache[first] + number * cache[step]
         _store(out, target + (4 if format_ == FLOAT32 else 2) * slot * size, format_)
 
 
 @inlined
-def _write_heads(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped-def]
+def _write_heads(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped-def]
     num_heads = g[w.NUM_HEADS] + 2 * g[w.NUM_KEY_HEADS]
     num = g[w.NUM_TOKENS] * num_heads
     step = _share(num, g[w.NUM_THREADS], 1, num_heads)
@@ -899,14 +899,14 @@ def _write_heads(g, phase, layer, parts, places, scratch):  # type: ignore[no-un
             while token >= parts[part, w.FIRST] + parts[part, w.NUM_NEW]:
                 part += 1
             where = part, token - parts[part, w.FIRST], parts[part, w.NUM_NEW]
-            _write_head(g, each % num_heads, layer, places, where, token, scratch)
+            _write_head(g, each % num_heads, layer, caches, where, token, scratch)
         num_done += stop - start
         start = take(phase, step)
     _wait(phase, num_done, num)
 
 
 @inlined
-def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ignore[no-untyped-def]
+def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ignore[no-untyped-def]
     """Attend from some rows of a part; a token has a row for each head that shares a key head.
 
     Without a mask, a token sees the tokens before it and itself.
@@ -934,12 +934,12 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
             _load(sink, totals[row : row + 1], format_)
             peaks[row] = _exponent(totals[row])
             totals[row] = _mantissa(totals[row], peaks[row])
-    mask, num_before = part[w.MASK], place[w.NUM_KEYS] - part[w.NUM_NEW]
-    num_seen = place[w.NUM_KEYS]
+    mask, num_before = part[w.MASK], cache[w.NUM_KEYS] - part[w.NUM_NEW]
+    num_seen = cache[w.NUM_KEYS]
     if mask == 0:
         num_seen = num_before + (stop - 1) // num_sharing + 1
-    keys = place[w.KEYS] + head * place[w.KEY_HEAD]
-    values = place[w.VALUES] + head * place[w.VALUE_HEAD]
+    keys = cache[w.KEYS] + head * cache[w.KEY_HEAD]
+    values = cache[w.VALUES] + head * cache[w.VALUE_HEAD]
     for key in range(0, num_seen, BLOCK):
         num, num_hidden, num_seen_now = min(BLOCK, num_seen - key), 0, 0
         for row in range(num_rows):
@@ -971,9 +971,9 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
             _weigh(of_row, peaks[row : row + 1], totals[row : row + 1], sums[row])
         of_values = values + width * key * size
         if num_hidden == 0 or _are_finite(of_values, num * size, format_):
-            places = (sums.ctypes.data, 4 * size), size, totals.ctypes.data
+            targets = (sums.ctypes.data, 4 * size), size, totals.ctypes.data
             weights = scores.ctypes.data, 4 * BLOCK, num_rows
-            add_rows(g, format_, weights, (of_values, width * size, num), *places)
+            add_rows(g, format_, weights, (of_values, width * size, num), *targets)
             continue
         for row in range(num_rows):  # a weight of 0 times an infinite hidden value is NaN
             token = (start + row) // num_sharing
@@ -985,8 +985,8 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
                 if sees_it:
                     weight = scores.ctypes.data + 4 * (BLOCK * row + i), 0, 1
                     value = of_values + width * i * size, 0, 1
-                    places = (sums[row].ctypes.data, 0), size, totals.ctypes.data + 4 * row
-                    add_rows(g, format_, weight, value, *places)
+                    targets = (sums[row].ctypes.data, 0), size, totals.ctypes.data + 4 * row
+                    add_rows(g, format_, weight, value, *targets)
     whole = g[w.NUM_HEADS] * size
     width = 2 if g[w.ARRANGED] == w.NARROW else 4
     for row in range(num_rows):
@@ -994,24 +994,24 @@ def _attend_from(g, layer, part, place, head, start, stop, scratch):  # type: ig
             sums[row, i] = sums[row, i] / totals[row]
         _round(sums[row], format_)
         token, query = divmod(start + row, num_sharing)
-        place_of_token = g[w.ATTENDED] + width * whole * (part[w.FIRST] + token)
+        target = g[w.ATTENDED] + width * whole * (part[w.FIRST] + token)
         query += head * num_sharing
         if layer[w.FIRST_GATE] >= 0:
             first = size * (layer[w.FIRST_GATE] + layer[w.QUERY_STEP] * query)
-            place_of_gate = layer[w.MIXED_SIZE] * (part[w.FIRST] + token) + first
+            index = layer[w.MIXED_SIZE] * (part[w.FIRST] + token) + first
             gate = queries[row]
-            _copy(_row(g[w.MIXED] + 4 * place_of_gate, size), gate)
+            _copy(_row(g[w.MIXED] + 4 * index, size), gate)
             _sigmoid(gate)
             _round(gate, format_)
             for i in range(size):
                 sums[row, i] = sums[row, i] * gate[i]
             _round(sums[row], format_)
         first = query * size
-        _arrange(sums[row], place_of_token, first, whole, g[w.ARRANGED])
+        _arrange(sums[row], target, first, whole, g[w.ARRANGED])
 
 
 @inlined
-def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped-def]
+def _attend(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped-def]
     num_parts, num_key_heads = g[w.NUM_PARTS], g[w.NUM_KEY_HEADS]
     num_sharing = g[w.NUM_HEADS] // num_key_heads
     # Each group of rows reads keys and values again, but threads without a group would idle.
@@ -1025,7 +1025,7 @@ def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped
             head, group = divmod(piece - num_before, num_groups)
             start = group * of_group
             stop = min(start + of_group, num_rows)
-            _attend_from(g, layer, parts[part], places[part], head, start, stop, scratch)
+            _attend_from(g, layer, parts[part], caches[part], head, start, stop, scratch)
             num_done += 1
             piece = take(phase, 1)
         num_before += num_key_heads * num_groups
@@ -1035,11 +1035,11 @@ def _attend(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped
 @job
 def run_attention(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
-    g, phase, step, layer, parts, places, scratch = given_to_job(address)
+    g, phase, step, layer, parts, caches, scratch = given_to_job(address)
     if step == 2:
-        _write_heads(g, phase, layer, parts, places, scratch)
+        _write_heads(g, phase, layer, parts, caches, scratch)
     else:
-        _attend(g, phase, layer, parts, places, scratch)
+        _attend(g, phase, layer, parts, caches, scratch)
 
 
 # --- short convolutions -------------------------------------------------------------------------
@@ -1084,7 +1084,7 @@ def _convolve_slot(layer, weights, inputs, slot, row, sums, format_):  # type: i
 
 
 @inlined
-def _convolve(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyped-def]
+def _convolve(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped-def]
     """Write the inputs of a short convolution into the cache, and arrange its gated results.
 
     A piece is some channels of all tokens; channels do not depend on each other.
@@ -1108,8 +1108,8 @@ def _convolve(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyp
                 for i in range(num):
                     row[i] = first[i] * second[i]
                 _round(row, format_)
-                slot = places[part, w.NUM_KEYS] - num_new + new
-                inputs = places[part, w.KEYS], size, start
+                slot = caches[part, w.NUM_KEYS] - num_new + new
+                inputs = caches[part, w.KEYS], size, start
                 _convolve_slot(layer, weights, inputs, slot, row, sums, format_)
                 gate = _row(mixed + 4 * size * layer[w.FIRST_QUERY], num)
                 for i in range(num):
@@ -1125,9 +1125,9 @@ def _convolve(g, phase, layer, parts, places, scratch):  # type: ignore[no-untyp
 @job
 def run_convolution(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
-    g, phase, step, layer, parts, places, scratch = given_to_job(address)
+    g, phase, step, layer, parts, caches, scratch = given_to_job(address)
     if step == 2:
-        _convolve(g, phase, layer, parts, places, scratch)
+        _convolve(g, phase, layer, parts, caches, scratch)
 
 
 # --- experts ------------------------------------------------------------------------------------
@@ -1149,8 +1149,8 @@ def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             router = of[w.ROUTER : w.ROUTER + w.PRODUCT_SIZE]
             _multiply(g, of[w.OF_ROUTER], *x, router, start, middle, scratch, out_step, to)
         if middle < stop:
-            place, gate = scratch + 4 * (middle - start), of[w.SHARED_GATE : w.NUM_CHOSEN]
-            _multiply(g, format_, *x, gate, 0, 1, place, out_step, format_)
+            target, gate = scratch + 4 * (middle - start), of[w.SHARED_GATE : w.NUM_CHOSEN]
+            _multiply(g, format_, *x, gate, 0, 1, target, out_step, format_)
         for row in range(num_rows):
             target = g[w.SCORES] + 4 * (g[w.SCORES_SIZE] * row + start)
             _copy(_row(scratch + out_step * row, stop - start), _row(target, stop - start))
@@ -1163,7 +1163,7 @@ def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
 def _mix(raw, chosen, shares, left, near, of, format_):  # type: ignore[no-untyped-def]
     """Choose one expert after another; each shares its weight with the rest that score like it."""
     _copy(raw, left)
-    for place in range(len(chosen)):
+    for number in range(len(chosen)):
         best, total = 0, _F(0)
         for i in range(len(left)):
             best = i if left[i] > left[best] else best
@@ -1177,7 +1177,7 @@ def _mix(raw, chosen, shares, left, near, of, format_):  # type: ignore[no-untyp
         for i in range(len(left)):
             if left[i] > -np.inf and not near[i] > _number(of, w.ADDED_TO_SUM):
                 total += _exponential(left[i] - most)
-        chosen[place], shares[place], left[best] = best, _F(1) / total, -_F(np.inf)
+        chosen[number], shares[number], left[best] = best, _F(1) / total, -_F(np.inf)
 
 
 @compiled
@@ -1203,9 +1203,9 @@ def _choose(g, of, token, scratch):  # type: ignore[no-untyped-def]
     num_groups = of[w.NUM_SETS]
     if num_groups > 0:
         leave_groups(values, wide[:num_groups], order[:num_groups], of[w.NUM_SETS_CHOSEN])
-    place = num_chosen * token
-    chosen = numba.carray(pointer(g[w.CHOSEN] + 8 * place), (num_chosen,), np.int64)
-    shares = _row(g[w.SHARES] + 4 * place, num_chosen)
+    first = num_chosen * token
+    chosen = numba.carray(pointer(g[w.CHOSEN] + 8 * first), (num_chosen,), np.int64)
+    shares = _row(g[w.SHARES] + 4 * first, num_chosen)
     if of[w.WEIGHS] == w.BY_MIXING:
         _mix(raw[:num], chosen, shares, values, wide, of, g[w.FORMAT])
     else:
@@ -1253,18 +1253,18 @@ def _grouped(g, of, scratch):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _add_gathered(g, of, tokens, place, num, out, out_step, memory):  # type: ignore[no-untyped-def]
+def _add_gathered(g, of, tokens, begin, num, out, out_step, memory):  # type: ignore[no-untyped-def]
     """Add some columns of gate and up of an expert, for the normed states of some tokens.
 
     Args:
         g, of: the job, and the experts' row.
         tokens: numbers of the tokens.
-        place: number of the expert, and of the first column.
+        begin: number of the expert, and of the first column.
         num: number of columns.
         out, out_step: address of the sums, and bytes from one row to the next.
         memory: memory for DEPTH numbers of each of these states, and DEPTH more.
     """
-    size, width, (expert, column) = g[w.HIDDEN], 4 if g[w.FORMAT] == FLOAT32 else 2, place
+    size, width, (expert, column) = g[w.HIDDEN], 4 if g[w.FORMAT] == FLOAT32 else 2, begin
     whole, is_across = 2 * of[w.EXPERT_INNER], of[w.LIES] & w.LIE_ACROSS != 0
     first = of[w.EXPERT_GATE_UP] + width * size * whole * expert
     kind, of_input = (DOTS, 2) if g[w.ARRANGED] == w.NARROW else (g[w.FORMAT], 4)
@@ -1371,8 +1371,8 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
                 column, columns = part * inner + start, num
                 if lies & w.ALTERNATE:
                     column, columns = 2 * start, 2 * num
-                out, place = scratch + out_step // 2 * part, (expert, column)
-                _add_gathered(g, of, tokens[first:until], place, columns, out, out_step, memory)
+                out, begin = scratch + out_step // 2 * part, (expert, column)
+                _add_gathered(g, of, tokens[first:until], begin, columns, out, out_step, memory)
                 start_of_bias, rows = 2 * inner * expert + column, (out, out_step, num_rows)
                 _end_products(of[w.GATE_UP_BIAS], start_of_bias, rows, columns, format_)
             for row in range(num_rows):
@@ -1413,8 +1413,8 @@ def _add_out_of_expert(g, of, expert, choices, start, num, out, totals):  # type
     else:
         kind, of_input = (DOTS, 2) if g[w.ARRANGED] == w.NARROW else (format_, 4)
         for k in range(0, inner, DEPTH):
-            place = g[w.OF_EXPERTS] + of_input * (inner * first + k)
-            x = place, of_input * inner, until - first
+            address = g[w.OF_EXPERTS] + of_input * (inner * first + k)
+            x = address, of_input * inner, until - first
             weights = weight + width * (start * inner + k), width * inner, num
             add_products(g, kind, x, weights, (out, 4 * num), min(DEPTH, inner - k))
     _end_products(of[w.DOWN_BIAS], size * expert + start, rows, num, format_)
@@ -1459,8 +1459,8 @@ def _run_out_of_experts(g, phase, layer, of, scratch):  # type: ignore[no-untype
             added = _row(g[w.ADDED] + 4 * (size * token + start), num)
             if layer[w.INNER_SIZE] > 0:
                 if of[w.SHARED_GATE + w.WEIGHT] != 0:
-                    place = g[w.SCORES_SIZE] * token + of[w.ROUTER + w.NUM_COLUMNS]
-                    gate = _row(g[w.SCORES] + 4 * place, 1)[0]
+                    index = g[w.SCORES_SIZE] * token + of[w.ROUTER + w.NUM_COLUMNS]
+                    gate = _row(g[w.SCORES] + 4 * index, 1)[0]
                     for i in range(num):
                         added[i] = added[i] * gate
                     _round(added, format_)
@@ -1523,8 +1523,8 @@ def run_forward(address: Any) -> None:
             if of_layer != 0:
                 of_phase = g.ctypes.data, phase, step, layer.ctypes.data
                 parts = g[w.PARTS] + 32 * num_parts * layer[w.SEES]
-                places = g[w.PLACES] + 8 * w.PLACE_SIZE * num_parts * number
-                call_compiled((of_layer, *of_phase, parts, places, scratch))
+                caches = g[w.CACHES] + 8 * w.CACHE_SIZE * num_parts * number
+                call_compiled((of_layer, *of_phase, parts, caches, scratch))
         elif step < 6 or layer[w.INNER_SIZE] > 0:  # otherwise there is no shared expert
             num_rows, given, num_all = num_tokens, (g[w.NORMED], g[w.HIDDEN]), g[w.HIDDEN]
             products, result = layer[w.QUERY : w.MORE + w.PRODUCT_SIZE], (w.TO_ROWS, g[w.ADDED])

@@ -73,17 +73,17 @@ class _Unpack:
             for each in self._factors:
                 each.align = 64
 
-    def prepare(self, column: int, place: Any) -> None:
+    def prepare(self, column: int, address: Any) -> None:
         """Emit code that reads the scales of a block."""
         if self._format in (Q4_1, Q5_1):
-            self._scales[column] = self._halves(place)
+            self._scales[column] = self._halves(address)
         elif self._format in (Q4_0, Q5_0, Q8_0, IQ4_NL, IQ4_XS):
-            self._scales[column] = self._half(place, 0), None
+            self._scales[column] = self._half(address, 0), None
         elif self._format in (Q4_K, Q5_K):
-            self._store_scales(column, place)
+            self._store_scales(column, address)
         elif self._format == Q6_K:
-            numbers = self._load(place, 192, ir.VectorType(_INT8, 16))
-            scale = self._half(place, 208)
+            numbers = self._load(address, 192, ir.VectorType(_INT8, 16))
+            scale = self._half(address, 208)
             for start in range(0, 16, LANES):
                 part = self._build.sext(self._part(numbers, start), _INTS)
                 wide = self._build.fmul(self._build.sitofp(part, _FLOATS), scale)
@@ -91,20 +91,20 @@ class _Unpack:
                 least = self._build.fmul(wide, _floats([-32] * LANES))
                 self._store(column, 16 + start, least)
 
-    def vectors(self, column: int, place: Any, group: Any) -> list[_Make]:
+    def vectors(self, column: int, address: Any, group: Any) -> list[_Make]:
         """Return emitters of the weights of a group of a block, in their order."""
         build, starts = self._build, range(0, 32, LANES)
         if self._format in (F32, F16, BF16):
             kind = {F32: _FLOAT, F16: _HALF, BF16: ir.IntType(16)}[self._format]
             width = 4 if self._format == F32 else 2
-            loaded = [self._load(place, width * i, ir.VectorType(kind, LANES)) for i in starts]
+            loaded = [self._load(address, width * i, ir.VectorType(kind, LANES)) for i in starts]
             return [partial(self._widened, each) for each in loaded]
         if self._format == Q8_0:
-            ints = [self._bytes(place, _INT64(2 + i), signed=True) for i in starts]
+            ints = [self._bytes(address, _INT64(2 + i), signed=True) for i in starts]
             scale, _ = self._scales[column]
             return [partial(lambda i: build.fmul(build.sitofp(i, _FLOATS), scale), i) for i in ints]
         if self._format == Q6_K:
-            return self._of_six(column, place, group)
+            return self._of_six(column, address, group)
         if self.numbers == 32:
             packed_at, num = _INT64(self.bytes - 16), 16
         elif self._format == IQ4_XS:
@@ -112,12 +112,14 @@ class _Unpack:
         else:
             packed_at = build.add(_INT64(self.bytes - 128), build.mul(group, _INT64(32)))
             num = 32
-        packed = [self._bytes(place, build.add(packed_at, _INT64(i))) for i in range(0, num, LANES)]
-        fifth = self._fifth_bits(place, group)
+        packed = [
+            self._bytes(address, build.add(packed_at, _INT64(i))) for i in range(0, num, LANES)
+        ]
+        fifth = self._fifth_bits(address, group)
         made: list[_Make] = []
         for half in range(2):
             # Once for each half, when it is needed.
-            scales = cache(partial(self._scales_of, column, place, group, half))
+            scales = cache(partial(self._scales_of, column, address, group, half))
             for part, each in enumerate(packed):
                 made.append(partial(self._nibbles, each, half, scales, fifth and fifth(half, part)))
         return made
@@ -134,14 +136,14 @@ class _Unpack:
             index = build.select(fifth, build.or_(index, _ints(16)), index)
         return scales()(index)
 
-    def _scales_of(self, column: int, place: Any, group: Any, half: int) -> Callable[[Any], Any]:
+    def _scales_of(self, column: int, address: Any, group: Any, half: int) -> Callable[[Any], Any]:
         """Return emitters of the weights of half a group's integers."""
         build = self._build
         if self._format in (Q4_K, Q5_K):
             index = build.add(build.mul(group, _INT64(2)), _INT64(half))
             scale, least = self._factor(column, index), self._factor(column, index, 8)
         elif self._format == IQ4_XS:
-            scale, least = self._sixth_scale(column, place, group), None
+            scale, least = self._sixth_scale(column, address, group), None
         else:
             scale, least = self._scales[column]
         if self._format in (Q5_0, Q5_1, Q5_K):
@@ -166,11 +168,11 @@ class _Unpack:
 
         return by_level
 
-    def _fifth_bits(self, place: Any, group: Any) -> Any:
+    def _fifth_bits(self, address: Any, group: Any) -> Any:
         """Return a function that gives the fifth bits of a vector of a half."""
         build = self._build
         if self._format in (Q5_0, Q5_1):
-            bits = self._all(self._load(place, self.bytes - 20, _INT32))
+            bits = self._all(self._load(address, self.bytes - 20, _INT32))
 
             def of_word(half: int, part: int) -> Any:
                 first = 16 * half + LANES * part
@@ -180,7 +182,7 @@ class _Unpack:
             return of_word
         if self._format != Q5_K:
             return None
-        loaded = [self._bytes(place, _INT64(16 + i)) for i in range(0, 32, LANES)]
+        loaded = [self._bytes(address, _INT64(16 + i)) for i in range(0, 32, LANES)]
         bit = build.trunc(build.shl(_INT64(1), build.mul(group, _INT64(2))), _INT32)
 
         def of_bytes(half: int, part: int) -> Any:
@@ -189,13 +191,13 @@ class _Unpack:
 
         return of_bytes
 
-    def _of_six(self, column: int, place: Any, group: Any) -> list[_Make]:
+    def _of_six(self, column: int, address: Any, group: Any) -> list[_Make]:
         """Return emitters of 128 weights of Q6_K, four quarters whose bits are interleaved."""
         build = self._build
         lower_at, upper_at = build.mul(group, _INT64(64)), build.mul(group, _INT64(32))
-        lowers = [self._bytes(place, build.add(lower_at, _INT64(i))) for i in range(0, 64, LANES)]
+        lowers = [self._bytes(address, build.add(lower_at, _INT64(i))) for i in range(0, 64, LANES)]
         uppers = [
-            self._bytes(place, build.add(upper_at, _INT64(128 + i))) for i in range(0, 32, LANES)
+            self._bytes(address, build.add(upper_at, _INT64(128 + i))) for i in range(0, 32, LANES)
         ]
 
         def make(quarter: int, part: int) -> Any:
@@ -233,10 +235,10 @@ class _Unpack:
 
     # --- scales -----------------------------------------------------------------------------------
 
-    def _store_scales(self, column: int, place: Any) -> None:
+    def _store_scales(self, column: int, address: Any) -> None:
         """Emit code that stores the 8 scales of Q4_K or Q5_K, then their 8 offsets."""
         build = self._build
-        first, second, third = (self._load(place, 4 + 4 * i, _INT32) for i in range(3))
+        first, second, third = (self._load(address, 4 + 4 * i, _INT32) for i in range(3))
         six, four = _INT32(0x3F3F3F3F), _INT32(0x0F0F0F0F)
 
         def joined(lower: Any, upper: Any) -> Any:
@@ -250,7 +252,7 @@ class _Unpack:
         for i, each in enumerate((*firsts, *seconds)):
             words = build.insert_element(words, each, _INT32(i))
         numbers = build.bitcast(words, ir.VectorType(_INT8, 16))
-        scale, least = self._halves(place)
+        scale, least = self._halves(address)
         factors = [scale, build.fneg(least)]
         if LANES == 16:
             mask = ir.Constant(_INTS, [0] * 8 + [16] * 8)
@@ -259,13 +261,13 @@ class _Unpack:
             part = build.uitofp(build.zext(self._part(numbers, LANES * i), _INTS), _FLOATS)
             self._store(column, LANES * i, build.fmul(part, factor))
 
-    def _sixth_scale(self, column: int, place: Any, group: Any) -> Any:
+    def _sixth_scale(self, column: int, address: Any, group: Any) -> Any:
         """Emit a scale of IQ4_XS in all lanes: the block's scale times a number of 6 bits."""
         build = self._build
         at_byte = build.add(_INT64(4), build.lshr(group, _INT64(1)))
-        lower = build.zext(self._load(build.add(place, at_byte), 0, _INT8), _INT64)
+        lower = build.zext(self._load(build.add(address, at_byte), 0, _INT8), _INT64)
         lower = build.lshr(lower, build.mul(build.and_(group, _INT64(1)), _INT64(4)))
-        upper = build.zext(self._load(place, 2, ir.IntType(16)), _INT64)
+        upper = build.zext(self._load(address, 2, ir.IntType(16)), _INT64)
         upper = build.lshr(upper, build.mul(group, _INT64(2)))
         upper = build.shl(build.and_(upper, _INT64(3)), _INT64(4))
         number = build.sub(build.or_(build.and_(lower, _INT64(15)), upper), _INT64(32))
@@ -275,23 +277,23 @@ class _Unpack:
     def _factor(self, column: int, index: Any, start: int = 0) -> Any:
         """Emit a stored number in all lanes."""
         build = self._build
-        place = build.bitcast(self._factors[column], _FLOAT.as_pointer())
-        place = build.gep(place, [build.add(index, _INT64(start))])
-        return self._all(build.load(place, align=4), _FLOATS)
+        address = build.bitcast(self._factors[column], _FLOAT.as_pointer())
+        address = build.gep(address, [build.add(index, _INT64(start))])
+        return self._all(build.load(address, align=4), _FLOATS)
 
     def _store(self, column: int, start: int, numbers: Any) -> None:
-        place = self._build.gep(self._factors[column], [_INT32(0), _INT32(start)])
-        place = self._build.bitcast(place, _FLOATS.as_pointer())
-        self._build.store(numbers, place, align=4 * LANES)
+        address = self._build.gep(self._factors[column], [_INT32(0), _INT32(start)])
+        address = self._build.bitcast(address, _FLOATS.as_pointer())
+        self._build.store(numbers, address, align=4 * LANES)
 
     # --- loads ------------------------------------------------------------------------------------
 
-    def _load(self, place: Any, offset: int, kind: Any) -> Any:
-        return self._build.load(at(self._build, place, _INT64(offset), 1, kind), align=1)
+    def _load(self, address: Any, offset: int, kind: Any) -> Any:
+        return self._build.load(at(self._build, address, _INT64(offset), 1, kind), align=1)
 
-    def _bytes(self, place: Any, offset: Any, *, signed: bool = False) -> Any:
+    def _bytes(self, address: Any, offset: Any, *, signed: bool = False) -> Any:
         """Emit LANES bytes as integers of 32 bits."""
-        loaded = self._load(self._build.add(place, offset), 0, ir.VectorType(_INT8, LANES))
+        loaded = self._load(self._build.add(address, offset), 0, ir.VectorType(_INT8, LANES))
         return (self._build.sext if signed else self._build.zext)(loaded, _INTS)
 
     def _part(self, numbers: Any, start: int) -> Any:
@@ -302,12 +304,12 @@ class _Unpack:
         one = self._build.insert_element(ir.Constant(kind, ir.Undefined), number, _INT32(0))
         return self._build.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
 
-    def _half(self, place: Any, offset: int) -> Any:
+    def _half(self, address: Any, offset: int) -> Any:
         """Emit a float16 as float32 in all lanes."""
-        half = self._all(self._load(place, offset, _HALF), ir.VectorType(_HALF, LANES))
+        half = self._all(self._load(address, offset, _HALF), ir.VectorType(_HALF, LANES))
         return self._build.fpext(half, _FLOATS)
 
-    def _halves(self, place: Any) -> list[Any]:
+    def _halves(self, address: Any) -> list[Any]:
         """Emit two float16 in memory as float32, each in all lanes.
 
         They are loaded as one number: a load into a part of a register waits for the value that
@@ -315,7 +317,7 @@ class _Unpack:
         """
         build, kind = self._build, ir.VectorType(_INT32, LANES // 2)
         one = build.insert_element(
-            ir.Constant(kind, ir.Undefined), self._load(place, 0, _INT32), _INT32(0)
+            ir.Constant(kind, ir.Undefined), self._load(address, 0, _INT32), _INT32(0)
         )
         both = build.shuffle_vector(one, one, ir.Constant(kind, [0] * (LANES // 2)))
         both = build.fpext(build.bitcast(both, ir.VectorType(_HALF, LANES)), _FLOATS)
@@ -358,14 +360,14 @@ def _over_blocks(
                 fetch(build, build.add(build.add(each, ahead), build.add(by, _INT64(line))))
         for block in range(at_once):
             start = build.add(by, _INT64(block * unpack.bytes))
-            places = [build.add(each, start) for each in weights]
-            for column, place in enumerate(places):
-                unpack.prepare(column, place)
+            addresses = [build.add(each, start) for each in weights]
+            for column, address in enumerate(addresses):
+                unpack.prepare(column, address)
             before = build.mul(build.add(first, _INT64(block)), _INT64(unpack.numbers))
 
-            def write(group: Any, places: Any = places, before: Any = before) -> None:
+            def write(group: Any, addresses: Any = addresses, before: Any = before) -> None:
                 index = build.add(before, build.mul(group, _INT64(of_group)))
-                columns = [unpack.vectors(i, place, group) for i, place in enumerate(places)]
+                columns = [unpack.vectors(i, address, group) for i, address in enumerate(addresses)]
                 for number, makes in enumerate(zip(*columns, strict=True)):
                     take(build.add(index, _INT64(LANES * number)), makes)
 
@@ -394,8 +396,8 @@ def _write_tile(build: Any, format_: int, num_rows: int, num_columns: int, given
         start = build.add(w, build.mul(first, _INT64(unpack.bytes)))
         weights = [build.add(start, build.mul(w_step, _INT64(i))) for i in range(num_columns)]
         before = build.mul(first, _INT64(unpack.numbers))
-        for place in (place for of_row in sums for place in of_row):
-            build.store(zero, place)
+        for address in (address for of_row in sums for address in of_row):
+            build.store(zero, address)
 
         def take(index: Any, makes: Any, before: Any = before) -> None:
             wide = [make() for make in makes]
@@ -448,7 +450,7 @@ def _unpack_row(typing_context: Any, format_: Any, of: Any) -> Any:
     """Unpack blocks of a format, a constant, given their address and number, to float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place, num_blocks, target = cgutils.unpack_tuple(builder, arguments[1])
+        address, num_blocks, target = cgutils.unpack_tuple(builder, arguments[1])
         kind = format_.literal_value
 
         def take(index: Any, makes: Any) -> None:
@@ -456,7 +458,7 @@ def _unpack_row(typing_context: Any, format_: Any, of: Any) -> Any:
             builder.store(makes[0](), to, align=4)
 
         unpack = _Unpack(builder, kind, 1)
-        _over_blocks(builder, unpack, 1, num_blocks, None, [place], take)
+        _over_blocks(builder, unpack, 1, num_blocks, None, [address], take)
         return context.get_dummy_value()
 
     return types.void(format_, of), generate
@@ -513,8 +515,8 @@ def product_of(format_: int) -> Any:
             for column in range(num_fused, num_columns, whole[1]):
                 width = min(whole[1], num_columns - column)
                 for i in range(width):
-                    place = w + w_step * (column + i) + k // numbers * in_bytes
-                    _unpack_row(format_, (place, num // numbers, strip + 4 * DEPTH * i))
+                    address = w + w_step * (column + i) + k // numbers * in_bytes
+                    _unpack_row(format_, (address, num // numbers, strip + 4 * DEPTH * i))
                 rows, columns = whole if width == whole[1] else (1, 1)
                 for i in range(0, width, columns):
                     of_w, of_y = (strip + 4 * DEPTH * i, 4 * DEPTH), (y + 4 * (column + i), y_step)

@@ -52,7 +52,7 @@ def _kept_size(of):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _convolve_heads(g, phase, layer, of, parts, places, scratch):  # type: ignore[no-untyped-def]
+def _convolve_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
     """Write inputs of the convolution, and what becomes of them: queries, keys and values.
 
     A piece is a head of one of them, of all tokens.
@@ -69,13 +69,13 @@ def _convolve_heads(g, phase, layer, of, parts, places, scratch):  # type: ignor
         row = _row(scratch + 8 * num * taps, num)
         sums = _row(scratch + 4 * num * (2 * taps + 1), num)
         for part in range(g[w.NUM_PARTS]):
-            num_new, place = parts[part, w.NUM_NEW], places[part]
+            num_new, cache = parts[part, w.NUM_NEW], caches[part]
             for new in range(num_new):
                 token = parts[part, w.FIRST] + new
                 column = layer[w.MIXED_SIZE] * token + _column(of, kind, number, num)
                 _copy(_row(g[w.MIXED] + 4 * column, num), row)
-                slot = place[w.NUM_KEYS] - num_new + new
-                inputs = place[w.KEYS], 2 * all_keys + num_values * of_value, start
+                slot = cache[w.NUM_KEYS] - num_new + new
+                inputs = cache[w.KEYS], 2 * all_keys + num_values * of_value, start
                 _convolve_slot(layer, weights, inputs, slot, row, sums, format_)
                 _silu(sums)
                 _round(sums, format_)
@@ -88,7 +88,7 @@ def _convolve_heads(g, phase, layer, of, parts, places, scratch):  # type: ignor
                     target = g[w.QUERIES] + 4 * (all_keys * token + number * num)
                 else:
                     first = _kept_size(of) * slot + (all_keys if kind == 2 else 0)
-                    target = place[w.VALUES] + 4 * (first + number * num)
+                    target = cache[w.VALUES] + 4 * (first + number * num)
                 _copy(sums, _row(target, num))
         num_done += 1
         head = take(phase, 1)
@@ -202,7 +202,7 @@ def _arrange_results(g, layer, of, token, first, scratch):  # type: ignore[no-un
 
 
 @inlined
-def _run_heads(g, phase, layer, of, parts, places, scratch):  # type: ignore[no-untyped-def]
+def _run_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-untyped-def]
     """Bring the states in the cache up to a slot, and give results of all tokens behind it.
 
     A piece is a head of values, of one part; then the heads that share a norm, of one token.
@@ -215,13 +215,13 @@ def _run_heads(g, phase, layer, of, parts, places, scratch):  # type: ignore[no-
     is_delta, piece = of[w.IS_DELTA] != 0, take(phase, 1)
     while piece < num_all:
         part, head = divmod(piece, num_heads)
-        place, first_new = places[part], places[part, w.NUM_KEYS] - parts[part, w.NUM_NEW]
-        _copy(_row(place[w.STATE] + 4 * size * num * head, size * num), whole)
-        brought = _row(place[w.BROUGHT] + 4 * size * num * head, size * num)
-        for slot in range(place[w.LACKS], place[w.NUM_KEYS]):
-            if slot == place[w.UNTIL]:
+        cache, first_new = caches[part], caches[part, w.NUM_KEYS] - parts[part, w.NUM_NEW]
+        _copy(_row(cache[w.STATE] + 4 * size * num * head, size * num), whole)
+        brought = _row(cache[w.BROUGHT] + 4 * size * num * head, size * num)
+        for slot in range(cache[w.LACKS], cache[w.NUM_KEYS]):
+            if slot == cache[w.UNTIL]:
                 _copy(whole, brought)
-            kept = place[w.VALUES] + 4 * _kept_size(of) * slot
+            kept = cache[w.VALUES] + 4 * _kept_size(of) * slot
             key = _row(kept + 4 * size * (head // sharing), size)
             value = _row(kept + 4 * (all_keys + num * head), num)
             gates = _row(kept + 4 * (all_keys + num_heads * num + 2 * head), 2)
@@ -234,7 +234,7 @@ def _run_heads(g, phase, layer, of, parts, places, scratch):  # type: ignore[no-
                 _give(g, layer, of, head, token, state, value, change)
                 if of[w.NUM_NORMED] == 1:
                     _arrange_results(g, layer, of, token, head, memory)
-        if place[w.UNTIL] == place[w.NUM_KEYS]:
+        if cache[w.UNTIL] == cache[w.NUM_KEYS]:
             _copy(whole, brought)
         num_done += 1
         piece = take(phase, 1)
@@ -253,9 +253,9 @@ def _run_heads(g, phase, layer, of, parts, places, scratch):  # type: ignore[no-
 @job
 def run_recurrence(address: Any) -> None:
     """Run the pieces of a phase that other threads have not taken; see `given_to_job`."""
-    g, phase, step, layer, parts, places, scratch = given_to_job(address)
+    g, phase, step, layer, parts, caches, scratch = given_to_job(address)
     of = described(g, layer[w.RECURRENCE])
     if step == 2:
-        _convolve_heads(g, phase, layer, of, parts, places, scratch)
+        _convolve_heads(g, phase, layer, of, parts, caches, scratch)
     else:
-        _run_heads(g, phase, layer, of, parts, places, scratch)
+        _run_heads(g, phase, layer, of, parts, caches, scratch)

@@ -91,8 +91,8 @@ def take(typing_context: Any, address: Any, number: Any) -> Any:
     """Add to an integer that threads share, after all earlier writes; return its old value."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.inttoptr(arguments[0], _INT64.as_pointer())
-        return builder.atomic_rmw("add", place, arguments[1], "acq_rel")
+        address = builder.inttoptr(arguments[0], _INT64.as_pointer())
+        return builder.atomic_rmw("add", address, arguments[1], "acq_rel")
 
     return types.int64(types.int64, types.int64), generate
 
@@ -101,11 +101,11 @@ def take(typing_context: Any, address: Any, number: Any) -> Any:
 def call_compiled(builder: Any, of: Any) -> None:
     """Call a function that is compiled apart, given its address and its arguments, int64."""
     function, *given = cgutils.unpack_tuple(builder, of)
-    place = cgutils.alloca_once(builder, _INT64, size=len(given))
+    array = cgutils.alloca_once(builder, _INT64, size=len(given))
     for number, each in enumerate(given):
-        builder.store(each, builder.gep(place, [_INT32(number)]))
-    kind = ir.FunctionType(ir.VoidType(), [place.type])
-    builder.call(builder.inttoptr(function, kind.as_pointer()), [place])
+        builder.store(each, builder.gep(array, [_INT32(number)]))
+    kind = ir.FunctionType(ir.VoidType(), [array.type])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [array])
 
 
 @instruction(types.void)
@@ -200,7 +200,9 @@ class _Tile:
 
     def _add_products(self, sums: Any, inputs: Any, weights: Any, index: Any, kind: Any) -> None:
         """Add the products of one vector (or number) of each row with one of each column."""
-        wide = [_load_wide(self._builder, self._format, place, index, kind) for place in weights]
+        wide = [
+            _load_wide(self._builder, self._format, address, index, kind) for address in weights
+        ]
         add_wide(self._builder, sums, inputs, wide, index, kind)
 
     def _add_pairs(self, sums: Any, inputs: Any, weights: Any, index: Any) -> None:
@@ -210,14 +212,16 @@ class _Tile:
         instruction for dots takes both numbers of a pair at once.
         """
         build, kind = self._builder, ir.VectorType(_INT32, LANES)
-        pairs = [build.load(at(self._builder, place, index, 2, kind), align=2) for place in weights]
+        pairs = [
+            build.load(at(self._builder, address, index, 2, kind), align=2) for address in weights
+        ]
         if self._has_dots:
             dot = ir.FunctionType(_FLOATS, [kind, kind, _FLOATS])
             for row in self._rows:
                 given = build.load(at(build, inputs[row], index, 2, kind), align=2)
-                for column, place in enumerate(sums[row]):
-                    code, of = "vdpbf16ps $2, $1, $0", [given, pairs[column], build.load(place)]
-                    build.store(build.asm(dot, code, "=v,v,v,0", of, False), place)
+                for column, address in enumerate(sums[row]):
+                    code, of = "vdpbf16ps $2, $1, $0", [given, pairs[column], build.load(address)]
+                    build.store(build.asm(dot, code, "=v,v,v,0", of, False), address)
             return
         sixteen, upper = (ir.Constant(kind, [each] * LANES) for each in (16, 0xFFFF0000))
         firsts = [build.bitcast(build.shl(each, sixteen), _FLOATS) for each in pairs]
@@ -229,14 +233,14 @@ class _Tile:
 def add_wide(build: Any, sums: Any, inputs: Any, wide: Any, index: Any, kind: Any) -> None:
     """Write code that adds to sums the products of each row's vector with each column's."""
     fused = ("contract",)
-    for of_row, place_of_row in zip(sums, inputs, strict=True):
-        values = build.load(at(build, place_of_row, index, 4, kind), align=4)
-        for place, of_column in zip(of_row, wide, strict=True):
+    for of_row, address_of_row in zip(sums, inputs, strict=True):
+        values = build.load(at(build, address_of_row, index, 4, kind), align=4)
+        for address, of_column in zip(of_row, wide, strict=True):
             product = build.fmul(values, of_column, flags=fused)
-            build.store(build.fadd(build.load(place), product, flags=fused), place)
+            build.store(build.fadd(build.load(address), product, flags=fused), address)
 
 
-def add_totals(build: Any, sums: Any, places: Any) -> None:
+def add_totals(build: Any, sums: Any, addresses: Any) -> None:
     """Write code that adds up each vector, and adds the totals to numbers at one address per row.
 
     The numbers of a vector are always added in the same order: its two halves first, for two
@@ -261,27 +265,27 @@ def add_totals(build: Any, sums: Any, places: Any) -> None:
             for pair in zip(vectors[::2], vectors[1::2], strict=True)
         ]
     kind = ir.VectorType(_INT32, num_columns)
-    for row, place in enumerate(places):
+    for row, address in enumerate(addresses):
         which, first = divmod(row * per_row, LANES)
         mask = ir.Constant(kind, [first + column for column in range(num_columns)])
         totals = build.shuffle_vector(vectors[which], nothing, mask)
-        result = at(build, place, _INT64(0), 4, totals.type)
+        result = at(build, address, _INT64(0), 4, totals.type)
         build.store(build.fadd(build.load(result, align=4), totals), result, align=4)
 
 
 def fetch(build: Any, address: Any) -> None:
     """Write code that prefetches the cache line at an address into the second-level cache."""
-    place = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [place, _INT32, _INT32, _INT32])
-    instruction = build.module.declare_intrinsic("llvm.prefetch", [place], kind)
+    pointer_type = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer_type, _INT32, _INT32, _INT32])
+    instruction = build.module.declare_intrinsic("llvm.prefetch", [pointer_type], kind)
     to_read, locality, data = _INT32(0), _INT32(2), _INT32(1)
-    build.call(instruction, [build.inttoptr(address, place), to_read, locality, data])
+    build.call(instruction, [build.inttoptr(address, pointer_type), to_read, locality, data])
 
 
 def at(builder: Any, address: Any, index: Any, width: int, kind: Any) -> Any:
     """Return a pointer to element `index` behind an address; elements have `width` bytes."""
-    place = builder.add(address, builder.mul(index, _INT64(width)))
-    return builder.inttoptr(place, kind.as_pointer())
+    start = builder.add(address, builder.mul(index, _INT64(width)))
+    return builder.inttoptr(start, kind.as_pointer())
 
 
 def _load_wide(builder: Any, format_: int, address: Any, index: Any, kind: Any) -> Any:
@@ -398,7 +402,7 @@ def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: An
     stands.
     """
     weights, weight_step, values, value_step, results, result_step, num_values, totals = given
-    places = [
+    addresses = [
         [
             at(build, build.add(results, build.mul(result_step, _INT64(row))), index, 4, _FLOATS)
             for index in (_INT64(LANES * vector) for vector in vectors)
@@ -406,12 +410,14 @@ def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: An
         for row in rows
     ]
     sums = [
-        [cgutils.alloca_once_value(build, build.load(place, align=4)) for place in of_row]
-        for of_row in places
+        [cgutils.alloca_once_value(build, build.load(address, align=4)) for address in of_row]
+        for of_row in addresses
     ]
     of_rows = [build.add(weights, build.mul(weight_step, _INT64(row))) for row in rows]
     of_totals = [at(build, totals, _INT64(row), 4, _FLOAT) for row in rows]
-    added = [cgutils.alloca_once_value(build, build.load(place, align=4)) for place in of_totals]
+    added = [
+        cgutils.alloca_once_value(build, build.load(address, align=4)) for address in of_totals
+    ]
     far = build.mul(value_step, _INT64(_AHEAD))
     nothing = ir.Constant(_FLOATS, ir.Undefined)
     everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
@@ -427,14 +433,14 @@ def _write_sums(build: Any, format_: int, rows: range, vectors: range, given: An
             build.store(build.fadd(build.load(total), weight), total)
             one = build.insert_element(nothing, weight, ir.IntType(32)(0))
             alike = build.shuffle_vector(one, nothing, everywhere)
-            for vector, place in zip(wide, sums_of_row, strict=True):
+            for vector, address in zip(wide, sums_of_row, strict=True):
                 product = build.fmul(alike, vector, flags=("contract",))
-                build.store(build.fadd(build.load(place), product, flags=("contract",)), place)
-    for of_row, sums_of_row in zip(places, sums, strict=True):
-        for place, total in zip(of_row, sums_of_row, strict=True):
-            build.store(build.load(total), place, align=4)
-    for place, total in zip(of_totals, added, strict=True):
-        build.store(build.load(total), place, align=4)
+                build.store(build.fadd(build.load(address), product, flags=("contract",)), address)
+    for of_row, sums_of_row in zip(addresses, sums, strict=True):
+        for address, total in zip(of_row, sums_of_row, strict=True):
+            build.store(build.load(total), address, align=4)
+    for address, total in zip(of_totals, added, strict=True):
+        build.store(build.load(total), address, align=4)
 
 
 @inlined

@@ -236,10 +236,10 @@ def _result(stack: _Stack, gating: GatingPlan, routed: Routed) -> Tensor:
     states, chosen, shares = routed
     parts = states.new_zeros((*chosen.shape, states.shape[1]), dtype=shares.dtype)
     for expert in sorted({*chosen.flatten().tolist()}):
-        token, place = torch.where(chosen == expert)
+        token, choice = torch.where(chosen == expert)
         columns = stack.split(stack.product(states[token], 0, expert))
         out = stack.product(gating(*columns), 1, expert)
-        parts[token, place] = out * shares[token, place, None]
+        parts[token, choice] = out * shares[token, choice, None]
     return parts.sum(dim=1).to(states.dtype)
 
 
@@ -270,13 +270,13 @@ def _asked(router: nn.Module, routed: Routed, call: Any, biases: Sequence[_Bias]
     finally:
         for each, was in zip(biases, before, strict=True):
             each.held[each.name] = was
-    places = [
+    indices = [
         number
         for mine in (routed.chosen, routed.shares)
         for number, each in enumerate(call.out)
         if each is mine
     ]
-    return Routed(rows, *(out[place] for place in places))
+    return Routed(rows, *(out[index] for index in indices))
 
 
 def _biases(block: nn.Module, num_experts: int, weighing: nn.Module) -> list[_Bias]:

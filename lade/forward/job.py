@@ -375,14 +375,14 @@ class FusedForwards:
             request: the forward.
             angles: cosines and sines, float32 [1, num_tokens, …], of each rotary module.
         """
-        sizes, num, all_places = self._sizes, request.input_ids.shape[1], self._places(request)
-        if all_places is None:
+        sizes, num, all_caches = self._sizes, request.input_ids.shape[1], self._caches(request)
+        if all_caches is None:
             return None
         step, pieces = MOST_TOKENS if len(request.parts) == 1 else num, []
         for start in range(0, num, step):
             size = min(step, num - start)
-            places = all_places.copy()
-            places[..., words.NUM_KEYS] -= num - start - size
+            caches = all_caches.copy()
+            caches[..., words.NUM_KEYS] -= num - start - size
             at = np.array([[each[:, start:].data_ptr() for each in pair] for pair in angles])
             parts = np.array(
                 [
@@ -401,12 +401,12 @@ class FusedForwards:
             job[words.ARRANGED] = words.NARROW if self._has_dots else arranged
             job[words.TILES] = self._kernels.run_tiles().address
             job[words.PARTS], job[words.NUM_PARTS] = parts.ctypes.data, len(request.parts)
-            job[words.PLACES] = places.ctypes.data
+            job[words.CACHES] = caches.ctypes.data
             job[words.BETWEEN_SIZE] = sizes.between
             job[words.FACTORS] = at[-1, 0] if sizes.factors is not None else 0
             job[words.SCORES_SIZE] = sizes.num_experts + 1
             inside = request.kept[(request.kept >= start) & (request.kept < start + size)]
-            pieces.append(_Piece(start, size, inside - start, job, at, (parts, places)))
+            pieces.append(_Piece(start, size, inside - start, job, at, (parts, caches)))
         return pieces
 
     def _run_piece(
@@ -436,7 +436,7 @@ class FusedForwards:
         job[words.STATES] = states.data_ptr() + 4 * self._sizes.hidden * piece.start
         job[words.NUM_LAYERS] = end - first
         job[words.LAYERS] = table.ctypes.data + 8 * words.LAYER_SIZE * first
-        job[words.PLACES] += 8 * words.PLACE_SIZE * job[words.NUM_PARTS] * first
+        job[words.CACHES] += 8 * words.CACHE_SIZE * job[words.NUM_PARTS] * first
         num_threads = int(job[words.NUM_THREADS])
         workspace = self._workspace(num, num_threads)
         workspace.describe(job)
@@ -449,21 +449,21 @@ class FusedForwards:
         self._run(self._kernels.run_forward().address, job.ctypes.data, num_threads)
         self._workspaces.append(workspace)
 
-    def _places(self, request: _JobRequest) -> NDArray[np.int64] | None:
-        """Return addresses in the caches by layer and part, PLACE_SIZE each; None if unknown."""
+    def _caches(self, request: _JobRequest) -> NDArray[np.int64] | None:
+        """Return addresses in the caches by layer and part, CACHE_SIZE each; None if unknown."""
         found = [part.cache.slot_addresses(part.num, self._states) for part in request.parts]
         known = [each for each in found if each is not None]
         if len(known) < len(found):
             return None
-        places = np.stack(known, axis=1)
-        num_keys = places[..., words.NUM_KEYS]
+        caches = np.stack(known, axis=1)
+        num_keys = caches[..., words.NUM_KEYS]
         for number, part in enumerate(request.parts):
             for kind, mask in enumerate(part.masks):
                 if mask is not None and bool(
                     (num_keys[self._weights.of_kind[kind], number] > mask.shape[1]).any()
                 ):
                     return None
-        return places
+        return caches
 
     def _angles(self, states: Tensor, positions: Tensor) -> list[tuple[Tensor, ...]]:
         """Let the model make its angles: cosines and sines, float32 [1, num_tokens, …].
@@ -681,8 +681,8 @@ class _Weights:
         of_layers = [(layer.experts, layer.recurrence) for layer in plan.layers]
         num_rows = end + of_more + sum(each is not None for pair in of_layers for each in pair)
         self._table = np.zeros((num_rows, words.LAYER_SIZE), np.int64)
-        places = [kinds.index(kind) for kind in plan.kinds]
-        self.of_kind = [np.flatnonzero(np.array(places) == kind) for kind in range(len(kinds))]
+        indices = [kinds.index(kind) for kind in plan.kinds]
+        self.of_kind = [np.flatnonzero(np.array(indices) == kind) for kind in range(len(kinds))]
         # Parameters by module and name, with the number of their word and an offset in bytes. The
         # last norm and the head count as the layer after the last; additions follow.
         self._slots: list[tuple[Any, ...]] = []
@@ -699,19 +699,19 @@ class _Weights:
                 if which == len(self.rotaries):
                     self.rotaries.append((_calling(rotary), layer.arrangement))
                 turning.append((number, which))
-            for place, norm in zip(ends[: words.QUERY : words.NORM_SIZE], layer.norms, strict=True):
-                self._add_norm(number, place, norm)
-            places_of = ends[words.QUERY :: words.PRODUCT_SIZE]
-            for place, product in zip(places_of, layer.products, strict=True):
-                row[place + words.FIRST_ADDED] = num_added
+            for word, norm in zip(ends[: words.QUERY : words.NORM_SIZE], layer.norms, strict=True):
+                self._add_norm(number, word, norm)
+            words_of = ends[words.QUERY :: words.PRODUCT_SIZE]
+            for word, product in zip(words_of, layer.products, strict=True):
+                row[word + words.FIRST_ADDED] = num_added
                 if product is not None:
-                    row[place + words.NUM_COLUMNS] = product.num
-                    self._add_matrix(number, place, product.module, product.first, dtype)
+                    row[word + words.NUM_COLUMNS] = product.num
+                    self._add_matrix(number, word, product.module, product.first, dtype)
                     for added in product.added:
                         self._add_addition(end + 1 + num_added, added, product.first, between)
                         between += added.first.out_features
                         num_added += 1
-                row[place + words.END_ADDED] = num_added
+                row[word + words.END_ADDED] = num_added
             if layer.experts is not None:
                 self._add_experts(end + of_more, layer.experts)
                 row[words.EXPERTS], of_more = of_more, of_more + 1
@@ -721,7 +721,7 @@ class _Weights:
             row[words.RUN_ATTENTION : words.LAYER_SIZE] = _jobs_of(layer, compiled)
             row[words.INNER_SIZE] = layer.inner
             row[words.ACTIVATION], row[words.TURN] = layer.activation, layer.turn
-            row[words.TURNED], row[words.SEES] = layer.num_turned, places[number]
+            row[words.TURNED], row[words.SEES] = layer.num_turned, indices[number]
             row[words.SCALING] = _bits(layer.scaling)
             row[words.SOFTCAP], row[words.FACTOR] = _bits(layer.softcap), _bits(layer.factor)
             row[words.IS_PARALLEL], row[words.SCALED] = layer.is_parallel, layer.is_scaled
@@ -742,12 +742,12 @@ class _Weights:
         self._modules, self._kinds, self._names, index, starts, self._known = slots
         self._index, self._starts, self._bounds = np.array(index), np.array(starts), bounds
 
-    def _add_norm(self, number: int, place: int, norm: NormPlan | None) -> None:
+    def _add_norm(self, number: int, word: int, norm: NormPlan | None) -> None:
         if norm is not None:
-            self._table[number, place + words.FLAGS] = norm.flags
-            self._table[number, place + words.EPS] = _bits(norm.eps)
-            self._add(number, place + words.NORM_WEIGHT, norm.module, "weight", self._dtype)
-            self._add(number, place + words.NORM_BIAS, norm.module, "bias", self._dtype)
+            self._table[number, word + words.FLAGS] = norm.flags
+            self._table[number, word + words.EPS] = _bits(norm.eps)
+            self._add(number, word + words.NORM_WEIGHT, norm.module, "weight", self._dtype)
+            self._add(number, word + words.NORM_BIAS, norm.module, "bias", self._dtype)
 
     def _add_addition(self, number: int, added: AdditionPlan, column: int, start: int) -> None:
         row, dtype = self._table[number], added.first.weight.dtype
@@ -780,9 +780,9 @@ class _Weights:
             self._add(number, words.CORRECTION, module, name, correction)
         row[words.LIES], row[words.GATING] = plan.lies, plan.gating.activation
         row[words.ALPHA : words.ADDED_TO_UP + 1] = [*map(_bits, plan.gating[1:])]
-        places = words.EXPERT_GATE_UP, words.EXPERT_DOWN, words.GATE_UP_BIAS, words.DOWN_BIAS
-        for place, name in zip(places, STACKS, strict=True):
-            self._add(number, place, plan.module, name, self._dtype)
+        first_words = words.EXPERT_GATE_UP, words.EXPERT_DOWN, words.GATE_UP_BIAS, words.DOWN_BIAS
+        for word, name in zip(first_words, STACKS, strict=True):
+            self._add(number, word, plan.module, name, self._dtype)
 
     def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
         row = self._table[number]
@@ -792,13 +792,13 @@ class _Weights:
         row[words.COLUMNS : words.CHANNELS] = *plan.columns, *plan.steps
         row[words.CHANNELS : words.NUM_NORMED] = plan.channels
         row[words.NUM_NORMED], row[words.IS_DELTA] = plan.num_normed, plan.is_delta
-        for place, name in enumerate(plan.names, words.DECAY_BIASES):
-            self._add(number, place, plan.module, name, dtype)
+        for word, name in enumerate(plan.names, words.DECAY_BIASES):
+            self._add(number, word, plan.module, name, dtype)
 
     def _add_matrix(
         self,
         number: int,
-        place: int,
+        word: int,
         module: nn.Linear | Conv1D,
         column: int,
         dtype: torch.dtype,
@@ -811,19 +811,19 @@ class _Weights:
             half, of_row = module.half_head, module.weight.shape[1]
             require(is_known and not (column and half), "its weights are packed otherwise")
             packed = function.address, of_row, half  # type: ignore[union-attr]
-            self._table[number, place + words.PACKED : place + words.HALF + 1] = packed
-            self._add(number, place, module, "weight", torch.uint8, column * of_row)
+            self._table[number, word + words.PACKED : word + words.HALF + 1] = packed
+            self._add(number, word, module, "weight", torch.uint8, column * of_row)
         elif isinstance(module, Conv1D):
-            self._table[number, place + words.ACROSS] = module.nf * dtype.itemsize
-            self._add(number, place, module, "weight", dtype, start)
+            self._table[number, word + words.ACROSS] = module.nf * dtype.itemsize
+            self._add(number, word, module, "weight", dtype, start)
         else:
-            self._add(number, place, module, "weight", dtype, start * module.in_features)
-        self._add(number, place + words.BIAS, module, "bias", dtype, start)
+            self._add(number, word, module, "weight", dtype, start * module.in_features)
+        self._add(number, word + words.BIAS, module, "bias", dtype, start)
 
     def _add(
         self,
         number: int,
-        place: int,
+        word: int,
         module: nn.Module,
         name: str,
         dtype: torch.dtype,
@@ -834,9 +834,9 @@ class _Weights:
         if weight is None:
             self._absent.append((len(self._slots), weakref.ref(module), name))
         else:
-            word = number * words.LAYER_SIZE + place
+            index = number * words.LAYER_SIZE + word
             known = dtype, weight.shape
-            self._slots.append((weakref.ref(module), kind, name, word, start, known))
+            self._slots.append((weakref.ref(module), kind, name, index, start, known))
 
     def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the states of the first layer."""
@@ -852,8 +852,8 @@ class _Weights:
         first, stop, _ = part.indices(len(self._slots))
         none_came = all(
             module()._parameters.get(name) is None
-            for place, module, name in self._absent
-            if first <= place <= stop
+            for word, module, name in self._absent
+            if first <= word <= stop
         )
         weights: Iterable[Any] = map(getitem, self._owners(part), self._names[part])
         return none_came and all(
@@ -952,7 +952,7 @@ class _Workspace:
         self._every, self._phases = np.arange(num_tokens), self._memory[words.PHASES].numpy()
         words_of = {word: memory.data_ptr() for word, memory in self._memory.items()}
         words_of |= {words.SCRATCH_SIZE: scratch, words.EVERY: self._every.ctypes.data}
-        self._places, self._words = [*words_of], [*words_of.values()]
+        self._indices, self._words = [*words_of], [*words_of.values()]
 
     def fits(self, num_tokens: int, num_threads: int) -> bool:
         """Return whether the memory is large enough."""
@@ -961,7 +961,7 @@ class _Workspace:
     def describe(self, job: NDArray[np.int64]) -> None:
         """Write the addresses of the memory into a job."""
         self._phases.fill(0)
-        job[self._places] = self._words
+        job[self._indices] = self._words
 
 
 def forwards_for(

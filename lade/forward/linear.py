@@ -201,7 +201,7 @@ class Products:
         memory = inputs.new_empty(size * num_threads + 4 * num_inputs * most, dtype=torch.uint8)
         for start in range(0, num_rows, most):
             job = _Job()
-            place = ctypes.addressof(job)
+            address = ctypes.addressof(job)
             job[words.NUM_TOKENS] = job[words.NUM_KEPT] = min(most, num_rows - start)
             job[words.HIDDEN], job[words.VOCAB_SIZE] = num_inputs, num_columns
             job[words.NUM_THREADS], job[words.FORMAT] = num_threads, FORMATS[dtype]
@@ -210,15 +210,15 @@ class Products:
             job[words.LOGITS] = results.data_ptr() + dtype.itemsize * num_columns * start
             job[words.SCRATCH], job[words.SCRATCH_SIZE] = memory.data_ptr(), size
             job[words.NORMED] = job[words.SCRATCH] + size * num_threads
-            job[words.KEPT], job[words.LAYERS] = self._kept, place
-            job[words.PHASES] = place + 8 * _JOB_SIZE
+            job[words.KEPT], job[words.LAYERS] = self._kept, address
+            job[words.PHASES] = address + 8 * _JOB_SIZE
             job[words.HEAD + words.WEIGHT] = weight.data_ptr()
             job[words.HEAD + words.BIAS] = 0 if bias is None else bias.data_ptr()
             job[words.HEAD + words.NUM_COLUMNS] = num_columns
             if packed is not None:
                 job[words.HEAD + words.PACKED], job[words.HEAD + words.HALF] = packed
                 job[words.HEAD + words.ROW_BYTES] = weight.shape[1]
-            self._run(self._kernels.run_forward().address, place, num_threads)
+            self._run(self._kernels.run_forward().address, address, num_threads)
         return results
 
 

@@ -133,8 +133,8 @@ def _by_reference(weight: Tensor, format_: int) -> Tensor:
 def _by_function(weight: Tensor, function: "Function") -> Tensor:
     num = weight.shape[1] // function.bytes * function.numbers
     rows = torch.empty(len(weight), num)
-    place, step = weight.data_ptr(), weight.shape[1]
-    function.call(0, 0, 0, place, step, len(weight), rows.data_ptr(), 4 * num, num, 0)
+    address, step = weight.data_ptr(), weight.shape[1]
+    function.call(0, 0, 0, address, step, len(weight), rows.data_ptr(), 4 * num, num, 0)
     return rows
 
 

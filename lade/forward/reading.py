@@ -326,8 +326,8 @@ def read(model: Model) -> DecoderPlan:
     # Some models scale queries by position, from thousands of tokens on; others have embeddings of
     # some thousand positions.
     last = getattr(text, "max_position_embeddings", None) or len(_POSITIONS)
-    for places in (_POSITIONS, [0, 1, 2, last - 2, last - 1]):
-        positions = torch.tensor([places])
+    for numbers in (_POSITIONS, [0, 1, 2, last - 2, last - 1]):
+        positions = torch.tensor([numbers])
         calls.clear()
         attended = [vars(module).pop(_WATCHED, ()) for module in view.modules()]
         with Attempt() as attempt:
@@ -890,9 +890,9 @@ class _Reader:
         self, fits: Callable[[Tensor, Tensor], bool]
     ) -> tuple[NormPlan | None, Any, Any]:
         """Return the norm whose input and output fit, with both; all None if none fits."""
-        for place, (module, mine, out) in enumerate(self._norms):
+        for index, (module, mine, out) in enumerate(self._norms):
             if fits(mine, out):
-                del self._norms[place]
+                del self._norms[index]
                 return _norm_of(module, mine, out), mine, out
         return None, None, None
 
@@ -1081,7 +1081,7 @@ def _factors(
     if not seconds:
         return []
     angles = torch.arange(linear.out_features, dtype=torch.float64)
-    put = {each: (angles * (place + 1.3)).sin() for place, each in enumerate((linear, *seconds))}
+    put = {each: (angles * (index + 1.3)).sin() for index, each in enumerate((linear, *seconds))}
     for each, numbers in put.items():
         each.register_forward_hook(lambda _, __, out, numbers=numbers: numbers.expand(out.shape))
     out = module(given)

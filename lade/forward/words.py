@@ -26,8 +26,8 @@
     # of its mask (bool [tokens, keys]; 0 if they see all keys), and bytes between the mask's rows.
     PARTS,
     NUM_PARTS,
-    # Int64 [NUM_LAYERS, NUM_PARTS, PLACE_SIZE], as `TreeCache.slot_addresses` returns them.
-    PLACES,
+    # Int64 [NUM_LAYERS, NUM_PARTS, CACHE_SIZE], as `TreeCache.slot_addresses` returns them.
+    CACHES,
     KEPT,  # int64, the tokens whose logits are wanted
     NUM_KEPT,
     LOGITS,  # of the format [NUM_KEPT, VOCAB_SIZE]
@@ -110,7 +110,7 @@ FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 # float32: keys, values, and of each value head how much its state keeps, and takes. STATE is the
 # address of the states, [VALUE_HEADS, KEY_SIZE, VALUE_SIZE], which lack the tokens from the slot
 # LACKS on; those with the tokens before the slot UNTIL go to the address BROUGHT.
-KEYS, KEY_HEAD, VALUES, VALUE_HEAD, NUM_KEYS, STATE, LACKS, UNTIL, BROUGHT, PLACE_SIZE = range(10)
+KEYS, KEY_HEAD, VALUES, VALUE_HEAD, NUM_KEYS, STATE, LACKS, UNTIL, BROUGHT, CACHE_SIZE = range(10)
 
 # Scores by which experts are chosen, factors of their results, and further operations on both:
 # products are rounded, and factors, and what becomes of the products before the choice.

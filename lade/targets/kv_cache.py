@@ -499,7 +499,7 @@ class RecurrentLayer(ConvolvedLayer):
         layer.lazy_initialization(recurrent_states=state)
         layer.recurrent_states[0] = state
 
-    def place(self, stop: int) -> tuple[int, int, int, int] | None:
+    def addresses(self, stop: int) -> tuple[int, int, int, int] | None:
         """Return the last four of `TreeCache.slot_addresses`; None if torch ran pending tokens."""
         if self._after is not None or self._spare is None:
             return None
@@ -700,20 +700,20 @@ class TreeCache(Cache):  # type: ignore[misc]
         if self._found is None or self._found[0] != held_at:
             found = np.zeros((len(self.held), 4), np.int64)
             for row, layer, of_token in zip(found, self.held, states, strict=True):
-                for place, (name, adds) in enumerate(zip(layer.stored, of_token, strict=False)):
+                for column, (name, adds) in enumerate(zip(layer.stored, of_token, strict=False)):
                     store, index = layer._claims[name]
                     if not store.fits(adds):
                         return None
                     step = store.buffer.stride(2) * adds.element_size()
-                    row[2 * place : 2 * place + 2] = store.buffer[index].data_ptr(), step
+                    row[2 * column : 2 * column + 2] = store.buffer[index].data_ptr(), step
             self._found = held_at, found
         addresses = np.zeros((len(self.held), 9), np.int64)
         addresses[:, :4] = self._found[1]
         num_keys = np.array([stop - self.first_slot(window) for window in self._groups])
         addresses[:, 4] = num_keys[self._group_of]
-        places = [layer.place(stop) for layer in self._recurrent]
-        of_states = [place for place in places if place is not None]
-        if len(of_states) < len(places):
+        found_states = [layer.addresses(stop) for layer in self._recurrent]
+        of_states = [each for each in found_states if each is not None]
+        if len(of_states) < len(found_states):
             return None
         if of_states:
             addresses[self._are_recurrent, 5:] = of_states
