@@ -32,7 +32,7 @@ def compile_by(run_all: Callable[[], object], module: ModuleType = _kernels) -> 
         UserWarning: the cache is broken; names its folder.
     """
     if module is _kernels and is_first_run():
-        logger.warning("The first run compiles kernels, for a minute or two")
+        logger.warning("The first run compiles kernels, for about a minute")
     try:
         run_all()
         return

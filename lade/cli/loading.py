@@ -69,7 +69,7 @@ def compiling_beside() -> Iterator[None]:
                     processes.append(Popen(command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL))
         yield
         if processes:
-            with working("Compiling kernels, once on this machine, for a minute or two"):
+            with working("Compiling kernels, once on this machine, for about a minute"):
                 for process in processes:
                     process.wait()
     finally:
