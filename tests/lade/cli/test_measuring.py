@@ -81,7 +81,7 @@ def test_bench_shows_what_the_budget_chose_where_that_is_asked_for(
     done, _ = measured(folder, tmp_path / "x.json", *options, "--budget")
     table = done.out.split("What the budget of lade chose")[1]
     rows = [row.split() for row in table.splitlines() if re.match(r" *[0-9]+ ", row)]
-    assert [int(row[0]) for row in rows] == [0, 1, 3, 7, 11, 15, 23, 31, 47, 63]
+    assert [int(row[0]) for row in rows] == [0, 1, 3, 5, 7, 11, 15, 23, 31, 47, 63]
     assert sum(int(row[1]) for row in rows) > 0
     assert all(float(row[2]) > 0 for row in rows)
 
