@@ -719,16 +719,16 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
             of = products[product : product + w.PRODUCT_SIZE]
             if kind == w.TO_INNER:
                 first, until = start, stop if of[w.WEIGHT] != 0 else start
-                target = scratch + 2 * _MOST_COLUMNS * (product // w.PRODUCT_SIZE)
+                out = scratch + 2 * _MOST_COLUMNS * (product // w.PRODUCT_SIZE)
             else:
                 first, until = max(start - before, 0), min(stop - before, of[w.NUM_COLUMNS])
-                target = scratch + 4 * (before + first - start)
+                out = scratch + 4 * (before + first - start)
                 before += of[w.NUM_COLUMNS]
             if first < until:
                 x = inputs, num_inputs, num_rows
-                _multiply(g, format_, *x, of, first, until, target, out_step, format_)
+                _multiply(g, format_, *x, of, first, until, out, out_step, format_)
                 if of[w.FIRST_ADDED] < of[w.END_ADDED]:
-                    _add_low_rank(g, of, num_rows, first, until, target, out_step, beside)
+                    _add_low_rank(g, of, num_rows, first, until, out, out_step, beside)
         for row in range(num_rows):
             numbers = _row(scratch + out_step * row, stop - start)
             if kind == w.TO_INNER:
