@@ -885,9 +885,9 @@ def test_a_job_that_fails_is_given_up(ran: list[Ran], monkeypatch: pytest.Monkey
     def failing(*_: Any) -> None:
         raise ArithmeticError("of a test")
 
-    for place in ("_angles", "_places"):
+    for name in ("_angles", "_caches"):
         with monkeypatch.context() as patch:
-            patch.setattr(file.FusedForwards, place, failing)
+            patch.setattr(file.FusedForwards, name, failing)
             model = model_of("llama")
             same_as_generate(model, TEXT, accept=0.7)
             forwards: Any = profile_of(model).fast_views_for(model)
