@@ -55,26 +55,6 @@ def project(covariance: Float64Array, row: Float64Array, of_row: Float64Array) -
 
 
 @kernel
-def expect(
-    mean: Float64Array,
-    covariance: Float64Array,
-    knots: Float64Array,
-    size: float,
-    row: Float64Array,
-    of_row: Float64Array,
-) -> tuple[float, float]:
-    """Return the expected log seconds of a size, and their variance.
-
-    Args:
-        mean, covariance: the estimate.
-        knots: [num_knots], sizes in tokens.
-        size: in tokens.
-        row, of_row: zeros; get the gradient by `mean`, and the covariance with each of its numbers.
-    """
-    return add_row(mean, knots, size, 1.0, row), project(covariance, row, of_row)
-
-
-@kernel
 def choose(
     mean: Float64Array,
     covariance: Float64Array,
@@ -164,41 +144,3 @@ def correct(
         for j in range(of_row.shape[0]):
             known = covariance[i, j] - of_row[i] * of_row[j] / variance
             new_covariance[i, j] = (1.0 - forgotten) * known + forgotten * prior[i, j]
-
-
-@kernel
-def count_outcomes(
-    promises: Float64Array,
-    promised: Float64Array,
-    came: Float64Array,
-    sums: Float64Array,
-    worth: Float64Array,
-    share: float,
-    memory: float,
-    prior_weight: float,
-    alike: float,
-) -> None:
-    """Add a step's promises and outcomes to their sums, and write what promises are worth.
-
-    Args:
-        promises: lower bounds of the intervals but the first.
-        promised, came: [num_nodes], probabilities, and whether each came true.
-        sums: [2, num_intervals], decayed sums of both; updated.
-        worth: [num_intervals], outcome by promise, written.
-        share: of the promises that come true, until outcomes are known.
-        memory: weight that the past keeps.
-        prior_weight, alike: promised tokens that the mean, and each interval, begin with.
-    """
-    sums *= memory
-    for i in range(promised.shape[0]):
-        interval = 0
-        while interval < promises.shape[0] and promises[interval] <= promised[i]:
-            interval += 1
-        sums[0, interval] += promised[i]
-        sums[1, interval] += came[i]
-    all_promised, all_came = prior_weight, share * prior_weight
-    for i in range(worth.shape[0]):
-        all_promised += sums[0, i]
-        all_came += sums[1, i]
-    for i in range(worth.shape[0]):
-        worth[i] = (sums[1, i] + alike * all_came / all_promised) / (sums[0, i] + alike)

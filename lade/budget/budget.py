@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lade.budget import _kernels
 from lade.budget.asking import BackOff
 from lade.budget.seconds import KNOTS, Floats, Seconds
 from lade.stats import WidthStats
@@ -61,7 +60,8 @@ class Calibration:
         # Acceptance divided by promise, by interval of promises.
         self._worth = np.full(_NUM_INTERVALS, share)
         # Decayed sums of promised probabilities, and of nodes that came true.
-        self._sums = np.zeros((2, _NUM_INTERVALS))
+        self._promised = np.zeros(_NUM_INTERVALS)
+        self._came = np.zeros(_NUM_INTERVALS)
 
     def believed(self, probs: Sequence[float] | Floats) -> Floats:
         """Return the corrected probabilities of nodes, at most 1."""
@@ -71,8 +71,15 @@ class Calibration:
 
     def count(self, promised: Floats, came: Floats) -> None:
         """Learn from the promised probabilities of nodes, and whether each came true, 1 or 0."""
-        counted, weights = (self._sums, self._worth), (_MEMORY, _PRIOR_WEIGHT, _ALIKE)
-        _kernels.count_outcomes(_PROMISES, promised, came, *counted, self._share, *weights)
+        promises, outcomes = _MEMORY * self._promised, _MEMORY * self._came
+        if len(promised):
+            intervals = _PROMISES.searchsorted(promised, "right")
+            promises += np.bincount(intervals, promised, _NUM_INTERVALS)
+            outcomes += np.bincount(intervals, came, _NUM_INTERVALS)
+        prior = _PRIOR_WEIGHT
+        of_all = (outcomes.sum() + self._share * prior) / (promises.sum() + prior)
+        self._worth = (outcomes + _ALIKE * of_all) / (promises + _ALIKE)
+        self._promised, self._came = promises, outcomes
 
     def learn(self, draft: Draft, token_ids: Sequence[int]) -> bool:
         """Compare promises with the emitted tokens; return whether the likeliest node came true."""

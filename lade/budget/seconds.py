@@ -123,8 +123,7 @@ class Seconds:
         """Learn from a measurement."""
         mean, covariance, noise, _ = self._belief
         row, of_row = np.zeros((2, len(mean)))
-        known = mean, covariance
-        expected, variance = _kernels.expect(*known, KNOTS, float(size), row, of_row)
+        expected = _kernels.add_row(mean, KNOTS, float(size), 1.0, row)
         log_sec = math.log(max(sec, 1e-9))  # a coarse clock may not have advanced
         index = bisect_left(SIZES, size)
         is_first = index not in self._seen
@@ -138,7 +137,7 @@ class Seconds:
             self._believe(mean, covariance, noise)
             return
         self._largest = max(self._largest, size)
-        variance += noise
+        variance = _kernels.project(covariance, row, of_row) + noise
         most = _OUTLIER * math.sqrt(variance)
         surprise = min(log_sec - expected, most)  # a time may be too long, but hardly too short
         seen = max(surprise, -most) ** 2
@@ -183,7 +182,7 @@ def _run_kernels() -> None:
     mean, scratch = np.zeros(len(_PRIOR)), np.zeros((2, len(_PRIOR)))
     _kernels.write_curve(mean, KNOTS, curve)
     _kernels.choose(mean, _PRIOR, curve, KNOTS, curve, curve, _HOPE, left, scratch)
-    measured = *_kernels.expect(mean, _PRIOR, KNOTS, 1.0, *scratch), _FORGOTTEN
+    expected = _kernels.add_row(mean, KNOTS, 1.0, 1.0, scratch[0])
+    measured = expected, _kernels.project(_PRIOR, *scratch), _FORGOTTEN
     learned = mean, np.empty_like(_PRIOR)
     _kernels.correct(mean, _PRIOR, mean, _PRIOR, scratch[1], *measured, *learned)
-    _kernels.count_outcomes(curve, curve, curve, scratch, left, 1.0, 1.0, 1.0, 1.0)

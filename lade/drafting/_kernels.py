@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ngram_pool._kernels import NONE, Float64Array, Int32Array, Int64Array, kernel
+from ngram_pool._kernels import Int64Array, kernel
 
 Bits = NDArray[np.integer[Any]]
 _BLOCK = 256  # logits; a block without one of the highest is skipped
@@ -89,50 +89,3 @@ def rank_rows(
                 if num == num_ranked:
                     lowest = int(keys[row, num_ranked - 1])
     return True
-
-
-@kernel
-def add_children(
-    nodes: Int32Array,
-    probs: Float64Array,
-    token_ids: Int32Array,
-    worths: Float64Array,
-    vocab_size: int,
-    whole: Int32Array,
-    whole_probs: Float64Array,
-    places: Int64Array,
-) -> int:
-    """Merge a draft with new children of its root, both likeliest first; return how many there are.
-
-    A probability that rises counts as the one before it, so that parents stay first.
-
-    Args:
-        nodes: int32 [3, num_nodes], tokens, parents and depths of the draft.
-        probs: [num_nodes], of the draft.
-        token_ids, worths: [num_new], the new children; those from `vocab_size` on are left out.
-        whole: int32 [3, most], written.
-        whole_probs: [most], written.
-        places: int64 [num_nodes], scratch.
-    """
-    num = old = new = 0
-    least = np.inf
-    while num < whole.shape[1]:
-        while new < token_ids.shape[0] and token_ids[new] >= vocab_size:
-            new += 1
-        if old < probs.shape[0]:
-            least = min(least, probs[old])
-        if old == probs.shape[0] and new == token_ids.shape[0]:
-            break
-        if new < token_ids.shape[0] and (old == probs.shape[0] or worths[new] > least):
-            whole[0, num], whole[1, num], whole[2, num] = token_ids[new], NONE, 1
-            whole_probs[num] = worths[new]
-            new += 1
-        else:
-            parent = nodes[1, old]
-            whole[0, num], whole[2, num] = nodes[0, old], nodes[2, old]
-            whole[1, num] = NONE if parent == NONE else places[parent]
-            whole_probs[num] = least
-            places[old] = num
-            old += 1
-        num += 1
-    return num

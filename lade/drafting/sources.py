@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from lade.budget.budget import Calibration
 from lade.budget.seconds import Seconds
 from lade.config import check_integer
-from lade.drafting._kernels import add_children
 from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
 from lade.drafting.drafts import checked
 from lade.drafting.successors import Successors, compile_kernels
@@ -119,14 +118,21 @@ class PoolDrafter(Drafter):
             max_draft_tokens: maximum number of nodes, at least 1.
         """
         token_ids, worths = self.pool.explore(max_draft_tokens, excluded)
+        new = token_ids < vocab_size
+        token_ids, worths = token_ids[new], worths[new]
         if not len(token_ids):
             return draft.first(max_draft_tokens)
-        nodes = np.array([draft.token_ids, draft.parents, draft.depths], np.int32)
-        whole, probs = np.empty((3, max_draft_tokens), np.int32), np.empty(max_draft_tokens)
-        places = np.empty(len(draft), np.int64)
-        given = nodes, draft.probs, token_ids, worths, vocab_size
-        num = add_children(*given, whole, probs, places)
-        return Draft(whole[0, :num], whole[1, :num], whole[2, :num], probs[:num])
+        # A probability that rises counts as the one before it, so that parents stay first.
+        probs = np.concatenate([np.minimum.accumulate(draft.probs), worths])
+        order = (-probs).argsort(kind="stable")[:max_draft_tokens]
+        indices = np.full(
+            len(probs) + 1, -1, np.int32
+        )  # new index of each node; the last is the root's
+        indices[order] = np.arange(len(order))
+        parents = np.concatenate([draft.parents, np.full(len(token_ids), -1)])
+        depths = np.concatenate([draft.depths, np.ones(len(token_ids), np.int32)])
+        token_ids = np.concatenate([draft.token_ids, token_ids])
+        return Draft(token_ids[order], indices[parents[order]], depths[order], probs[order])
 
     def harvest(
         self,

@@ -6,7 +6,6 @@ asked, and `lade/budget/budget.py` how many of their draft tokens are verified.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +25,7 @@ from lade.drafting.sources import Kind, Source
 from lade.drafting.successors import Ranked, Successors, rank, with_others
 from lade.machine.transfer import HostCopy
 from lade.stats import SourceStats, Step
-from lade.tree import Tree
+from lade.tree import Tree, starts
 from ngram_pool import Draft, SampledDraft
 
 _NOTHING = Draft.empty()
@@ -61,8 +60,7 @@ class Plan(NamedTuple):
     def of(cls, trees: dict[Row, Tree], proposed: Mapping[Row, Draft]) -> "Plan":
         """Return the plan of trees, in ascending order of the rows."""
         sizes = [len(tree.token_ids) for tree in trees.values()]
-        begins = dict(zip(trees, accumulate(sizes, initial=0), strict=False))
-        return cls(trees, proposed, begins, max(sizes), sum(sizes))
+        return cls(trees, proposed, starts(trees), max(sizes), sum(sizes))
 
     def without_drafts(self) -> "Plan":
         """Return the plan with the roots alone."""

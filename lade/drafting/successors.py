@@ -78,8 +78,6 @@ def _run_kernels() -> None:
     for dtype in _INTEGERS:
         logits = torch.zeros((1, 2), dtype=dtype)
         with_others(rank(logits, 1), logits)
-    nodes, ids, probs = np.empty((3, 0), np.int32), np.empty(0, np.int32), np.empty(0)
-    _kernels.add_children(nodes, probs, ids, probs, 0, nodes, probs, np.empty(0, np.int64))
 
 
 def first_of_highest(ranked: Ranked) -> Tensor | None:
