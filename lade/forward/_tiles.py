@@ -318,9 +318,10 @@ def job(function: Callable[[Any], None]) -> Callable[[], Any]:
     made: list[Any] = []
 
     def compiled_job() -> Any:
-        with _one_by_one, without_collection():
-            if not made:
-                made.append(_compile(function))
+        if not made:  # every forward asks
+            with _one_by_one, without_collection():
+                if not made:
+                    made.append(_compile(function))
         return made[0]
 
     return compiled_job

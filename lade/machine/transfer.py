@@ -58,8 +58,6 @@ def arrays_on(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
     array. Elsewhere they may share the arrays' memory.
     """
     tensors = map(torch.from_numpy, arrays)
-    if device.type == "cpu":
-        return [*tensors]
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
     return [_pinned(tensor).copy_(tensor).to(device, non_blocking=True) for tensor in tensors]
