@@ -36,7 +36,7 @@ def _insert(values, order, first, last):  # type: ignore[no-untyped-def]
 
 @compiled
 def _sink(values, order, hole, size, number):  # type: ignore[no-untyped-def]
-    """Put a number into a heap whose index `hole` is free; the last in the order is on top."""
+    """Put a number into a heap whose entry `hole` is free; the last in the order is on top."""
     top, child = hole, hole
     while child < (size - 1) // 2:
         child = 2 * (child + 1)
