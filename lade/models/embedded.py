@@ -156,10 +156,9 @@ def _fetch(model: EmbeddedModel, work: Path, folder: Path, *, is_shown: bool) ->
 
 def _keep_tokenizer(embedded: EmbeddedModel, folder: Path) -> None:
     """Write the tokenizer of the GGUF file beside it, as reading it from there takes seconds."""
-    from transformers import AutoTokenizer
+    from lade.models.gguf import load_gguf_tokenizer
 
     try:
-        made = AutoTokenizer.from_pretrained(folder, gguf_file=embedded.gguf_name)
-        made.save_pretrained(folder)
+        load_gguf_tokenizer(folder / embedded.gguf_name).save_pretrained(folder)
     except Exception as error:  # readers of files, as when loading
         raise ModelFetchError(f"{embedded.title} could not be read: {error}") from error

@@ -10,7 +10,7 @@ from lade.errors import LadeError, UserError, in_one_line
 from lade.machine.garbage import without_collection
 from lade.machine.openmp import release_workers
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
-from lade.models.gguf import check_tokenizer, gguf_in, load_gguf
+from lade.models.gguf import gguf_in, load_gguf, load_gguf_tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _REACH_SEC = 4.0
@@ -168,15 +168,13 @@ def load_tokenizer(
 
     chosen = find_model(name)
     source = source_of(chosen, progress)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     with _telling_why(chosen):
         file = gguf_in(source)
         if file is not None:
-            source = str(file.parent)
             if not any((file.parent / name).is_file() for name in _TOKENIZERS):
-                check_tokenizer(file)
-                options["gguf_file"] = file.name
-        return AutoTokenizer.from_pretrained(source, **options)
+                return load_gguf_tokenizer(file)
+            source = str(file.parent)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
 
 
 def source_of(name: str, progress: Progress | None = None) -> str:

@@ -152,9 +152,10 @@ def _fields(config: Any, family: str) -> dict[str, Any]:
         "rope_freq_base": config.rope_parameters.get("rope_theta", 1e4),
         "vocab_size": config.vocab_size,
         "tokenizer_model": "gpt2",
-        "token_list": [*tokenizer.convert_ids_to_tokens(range(256)), "ab", "<2>", "<3>", "<4>"],
+        "token_list": [*tokenizer.convert_ids_to_tokens(range(256)), "ab", "cd", "<3>", "<4>"],
         "token_types": [1] * 260,
-        "token_merges": ["a b"],
+        "token_merges": ["a b", "c d"],
+        "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_id,
         "pad_token_id": 0,
     }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade.errors import UserError
@@ -75,6 +75,22 @@ def test_a_file_is_a_model_by_its_name_or_that_of_its_folder(
     if is_folder:
         with pytest.raises(UserError, match=r"got model\.gguf, other\.gguf$"):
             load(name)
+
+
+@pytest.mark.parametrize("family", sorted(ARCHITECTURES.keys() - WITH_CONFIG - {"gemma2"}))
+def test_a_files_tokenizer_is_the_one_that_transformers_reads(family: str, tmp_path: Path) -> None:
+    write(tmp_path, family)
+    (tmp_path / "config.json").unlink(missing_ok=True)
+    made, expected = (
+        load(tmp_path / "model.gguf")
+        for load in (
+            file.load_gguf_tokenizer,
+            lambda path: AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name),
+        )
+    )
+    assert (type(made), repr(made)) == (type(expected), repr(expected))
+    assert made.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+    assert made.tokenize("abcd")[-2:] == ["ab", "cd"]
 
 
 def test_a_tokenizer_that_is_missing_is_asked_for(tmp_path: Path) -> None:
