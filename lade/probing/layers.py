@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lade.compat import Model
 from lade.compat.attempts import Attempt
-from lade.compat.closeness import distance, is_exact_in, limit_of
+from lade.compat.closeness import EXACT, distance, limit_of
+from lade.forward.packed import PackedLinear
 
 # Beyond any threshold for outliers (LLM.int8() has 6), and far enough that other tokens lose all
 # precision where the largest activation sets the scale; products stay in the range of float16.
@@ -34,9 +35,10 @@ def why_not_exact(model: Model) -> str | None:
     follow small changes of the inputs: layers that quantize activations turn some last bits into
     whole steps, but so rarely that a check of a small model may see none.
     """
+    limit = limit_of(model)
     for module in model.modules():
         if _is_special(module):
-            reason = _why_not_exact(model, module)
+            reason = _why_not_exact(model, module, limit)
             if reason is not None:
                 return reason
     return None
@@ -48,6 +50,8 @@ def _is_special(module: nn.Module) -> bool:
         return False
     if any(hasattr(child, "in_features") for child in module.children()):  # as adapters have
         return False
+    if type(module) is PackedLinear and "forward" not in vars(module):
+        return False  # of lade itself: it makes each output of one row, in float32
     return _is_quantized(module) or type(module).forward is not nn.Linear.forward
 
 
@@ -62,7 +66,7 @@ def _is_quantized(module: nn.Module) -> bool:
     return not is_float or getattr(forward, "__func__", None) is not type(module).forward
 
 
-def _why_not_exact(model: Model, module: Any) -> str | None:
+def _why_not_exact(model: Model, module: Any, limit: float) -> str | None:
     """Return why one layer lets no method be exact, or None."""
     angles = torch.arange(0, module.in_features, device=_device_of(model, module)).double()
     first, second = (1.7 * angles).sin(), (2.3 * angles).cos()
@@ -76,9 +80,9 @@ def _why_not_exact(model: Model, module: Any) -> str | None:
     by_chance = _share_changed(once[0], again[0])  # kernels may add up in any order
     if _share_changed(once[0], beside[0]) > by_chance + _BY_CHANCE:
         return f"its layers ({_name_of(module)}) quantize a token's activations by other tokens"
-    if not is_exact_in(model) or not _is_quantized(module):
+    if limit >= EXACT or not _is_quantized(module):
         return None
-    if distance(once[1] + once[2] - once[0], once[0]) > limit_of(model):
+    if distance(once[1] + once[2] - once[0], once[0]) > limit:
         return (
             f"its layers ({_name_of(module)}) round activations in coarse steps, which the last "
             "bit of an activation decides"
