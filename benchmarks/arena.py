@@ -243,7 +243,7 @@ def run(
         "prompts": chosen.described,
         "methods": {name: METHODS[name].description for name in methods},
         "draft_sizes": [*draft_sizes],
-        "num_table_contexts": None if prewarmed is None else len(prewarmed),
+        "num_table_contexts": None if prewarmed is None else prewarmed.num_contexts,
         "verification": probe(loaded.model).verification,
         "costs": None if costs is None else fingerprint(costs),
         "interrupted": kept.by is not None,

@@ -2,7 +2,7 @@
 
 Nothing is fitted but by the pool's own learning (`ngram_pool/_kernels.py`), at higher rates and
 over several passes: by turns with a pool that is kept from prompt to prompt and with a new one for
-each, with a table of prewarmed successors, if there is one, and without.
+each, with a prewarmed table as a layer, if there is one, and without.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from lade.models.loading import LoadedModel
 from lade.models.settings import Settings
 from lade.prewarming.tables import table_for
 from lade.stats import ends_in_loop
-from ngram_pool import NGramPool, SuccessorTable, _kernels
+from ngram_pool import NGramPool, _kernels
 
 _MAX_DRAFT_TOKENS = 16  # of the steps that are learned from
 # Rates of the passes. Pools themselves learn at 0.003.
@@ -54,8 +54,8 @@ class Lesson(NamedTuple):
 class LessonRecorder(PoolDrafter):
     """A drafter that keeps all that it receives."""
 
-    def __init__(self, pool: NGramPool, prewarmed: SuccessorTable | None) -> None:
-        super().__init__(pool, prewarmed=prewarmed)
+    def __init__(self, pool: NGramPool, layers: Sequence[NGramPool]) -> None:
+        super().__init__(pool, layers=layers)
         self.lessons: list[Lesson] = []
 
     def open(self, prompt_ids: Sequence[int]) -> int:
@@ -87,13 +87,13 @@ def record_lessons(
     prompts: Sequence[Prompt],
     settings: Settings,
     config: Config,
-    prewarmed: SuccessorTable | None,
+    layers: Sequence[NGramPool],
     *,
     lessons: list[Lesson],
     on_answer: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer prompts with one pool, appending to `lessons` all but answers that end in loops."""
-    drafter = LessonRecorder(NGramPool(seed=0), prewarmed)
+    drafter = LessonRecorder(NGramPool(seed=0), layers)
     method = Lade(config, drafter=drafter)
     texts = [prompt.text for prompt in prompts]
     for inputs in encode_prompts(loaded, texts, settings.max_new_tokens):
@@ -106,18 +106,17 @@ def record_lessons(
 def fit(
     lessons: Sequence[Lesson],
     weights: NDArray[np.float64],
-    prewarmed: SuccessorTable | None,
+    layers: Sequence[NGramPool],
     rates: Sequence[float] = RATES,
 ) -> NDArray[np.float64]:
     """Return weights after some passes over the lessons, each at its own rate."""
     weights = weights.copy()
-    tables = (None,) if prewarmed is None else (None, prewarmed)
     for rate in rates:
-        for table in tables:
+        for some in ((), layers) if layers else ((),):
             kept = learner(weights, rate)
             for lesson in lessons:
                 for pool in (kept, learner(weights, rate)):
-                    teach(PoolDrafter(pool, prewarmed=table), lesson)
+                    teach(PoolDrafter(pool, layers=some), lesson)
     return weights
 
 
@@ -164,19 +163,20 @@ def as_source(weights: NDArray[np.float64]) -> str:
 def run(loaded: LoadedModel, chosen: Chosen, settings: Settings, file: Path | None) -> None:
     """Answer the prompts, fit weights to what pools received meanwhile, print and write them."""
     config = Config(max_draft_tokens=_MAX_DRAFT_TOKENS)
-    prewarmed = table_for(loaded.model)
-    if prewarmed is None:
+    table = table_for(loaded.model)
+    layers = () if table is None else (table,)
+    if table is None:
         console.print("without a table (lade prewarm), the weights of tables are not fitted")
     lessons: list[Lesson] = []
     with progress_bar() as bars:
         task = bars.add_task("answering", total=len(chosen.prompts))
         record_lessons(
-            *(loaded, chosen.prompts, settings, config, prewarmed),
+            *(loaded, chosen.prompts, settings, config, layers),
             lessons=lessons,
             on_answer=lambda: bars.advance(task),
         )
     with console.status(f"learning from {len(lessons)} answers"):
-        weights = fit(lessons, crude_weights(), prewarmed)
+        weights = fit(lessons, crude_weights(), layers)
     print(as_source(weights))
     described = {
         **describe_model(loaded),
@@ -184,7 +184,7 @@ def run(loaded: LoadedModel, chosen: Chosen, settings: Settings, file: Path | No
         "max_draft_tokens": config.max_draft_tokens,
         "prompts": chosen.described,
         "num_answers": len(lessons),
-        "num_table_contexts": None if prewarmed is None else len(prewarmed),
+        "num_table_contexts": None if table is None else table.num_contexts,
         "rates": [*RATES],
     }
     content = {"environment": environment(), "settings": described}

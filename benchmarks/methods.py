@@ -9,6 +9,7 @@ from lade.bench.methods import Lade, Method, TransformersAssisted, plain
 from lade.config import Config
 from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 from lade.drafting.drafter import Drafter
+from lade.drafting.sources import PoolDrafter
 from ngram_pool import NGramPool
 
 
@@ -147,7 +148,11 @@ METHODS: dict[str, MethodInfo] = {
         is_single_row=True,
         takes="num_layers",
     ),
-    "lade_untabled": _changed("without the table that lade prewarm made", uses_table=False),
+    "lade_untabled": MethodInfo(
+        lambda given: Lade(given.config, drafter=PoolDrafter(_pool(given))),
+        "lade, one pool for all prompts, without the table that lade prewarm made",
+        keeps_pool=True,
+    ),
     "lade_stable": _changed(
         "with text that does not depend on the pool, even in half precision", stable_text=True
     ),

@@ -15,7 +15,7 @@ from lade.budget.budget import Budget
 from lade.cli.loading import console
 from lade.drafting.sources import PoolDrafter
 from lade.drafting.successors import Successors
-from ngram_pool import NGramPool, SuccessorTable
+from ngram_pool import NGramPool
 
 MAX_DRAFT_TOKENS = 32
 _NUM_DRAFTS = 1000
@@ -91,11 +91,11 @@ def _time_steps(
     pool: NGramPool, held: NDArray[np.int64], max_draft_tokens: int, rng: np.random.Generator
 ) -> list[float]:
     """Return the times of steps without the target's forward, in microseconds."""
-    prewarmed = SuccessorTable(2 * _TABLE_CONTEXTS)
+    table = NGramPool(32 * _TABLE_CONTEXTS)
     last = np.arange(_TABLE_CONTEXTS) % (len(held) - 1)
     pairs = np.stack([np.where(last % 3 == 0, -1, held[last]), held[last + 1]], axis=1)
-    prewarmed.put(pairs, *successors_at_random(len(pairs), rng))
-    drafter, budget = PoolDrafter(pool, prewarmed=prewarmed), Budget()
+    table.harvest(pairs, *successors_at_random(len(pairs), rng))
+    drafter, budget = PoolDrafter(pool, layers=[table.as_read_only()]), Budget()
     sequence = drafter.open(held[:300].tolist())
     us: list[float] = []
     for end in rng.integers(100, len(held), _NUM_DRAFTS).tolist():

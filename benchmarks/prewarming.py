@@ -7,7 +7,7 @@ whose accepted tokens no other work on the machine changes.
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -15,19 +15,21 @@ from typing import TYPE_CHECKING, Any
 import lade
 from benchmarks.environment import environment
 from benchmarks.report import Keeping, progress_bar, sheet, show
-from lade.bench.methods import Lade
+from lade.bench.methods import Lade, Method
 from lade.cli.bench import describe_model
 from lade.config import Config
+from lade.drafting.sources import PoolDrafter
 from lade.models.prompts import encode
 from lade.models.settings import Settings
 from lade.prewarming.tables import path_of_table
+from ngram_pool import NGramPool
 
 if TYPE_CHECKING:
     from benchmarks.prompts import Chosen
     from lade.models.loading import LoadedModel
 
 AUTO = "auto"
-_WITHOUT = "uses_table=False, auto"
+_WITHOUT = "without a table, auto"
 
 
 def run(
@@ -45,8 +47,9 @@ def run(
         numbers: fixed ones of draft tokens.
     """
     configs = {AUTO: Config()} | {str(num): Config(max_draft_tokens=num) for num in numbers}
-    ways = {name: Lade(config) for name, config in configs.items()}
-    ways[_WITHOUT] = Lade(replace(configs[AUTO], uses_table=False))
+    ways: dict[str, Method] = {name: Lade(config) for name, config in configs.items()}
+    # A drafter of the caller's uses no table. Each prompt has a new pool, as in other ways.
+    ways[_WITHOUT] = lambda *given: Lade(drafter=PoolDrafter(NGramPool()))(*given)
     inputs = [encode(loaded.tokenizer, each.text, loaded.model.device) for each in chosen.prompts]
     settings = Settings(max_new_tokens)
     options = settings.options()
@@ -62,7 +65,7 @@ def run(
                 made = lade.prewarm(loaded.model, sec)
             row: dict[str, Any] = {"minutes": total}
             if made is not None:
-                row |= {"num_contexts": made.num_contexts, "num_tokens": made.num_tokens}
+                row["num_contexts"] = made.num_contexts
                 row["megabytes"] = path.stat().st_size / 10**6
             totals = {name: [0, 0, 0.0] for name in ways}  # tokens, steps, seconds
             for place, given in enumerate(inputs):

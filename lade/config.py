@@ -42,8 +42,6 @@ class Config:
             needs it) and attention sums in float64. This is slower, and the text is no
             closer to that of `generate`. Only for models verified by trees, without experts. Not
             needed with the compiled forward pass on a CPU.
-        uses_table: Whether to use the table that `lade.prewarm` made for the model, if there is
-            one.
         reuses_prefix: Whether to keep the KV cache after a call, and to run only the rest of a
             prompt that begins as an earlier text did (`stats.num_reused_tokens`). Only calls that
             learn into the same pool find a kept text; calls without a learning pool share theirs.
@@ -67,7 +65,6 @@ class Config:
     verification: Verification | None = None
     execution: Execution | None = None
     stable_text: bool = False
-    uses_table: bool = True
     reuses_prefix: bool = False
     max_prefix_bytes: int = 2**30
     uses_kernels: bool = True

@@ -10,7 +10,7 @@ from ngram_pool.draft import Draft, DraftChains, SampledDraft
 from ngram_pool.errors import NewerPoolFileError, PoolFileError, ReadOnlyPoolError
 from ngram_pool.pool import NGramPool
 from ngram_pool.store import NamedPool, PoolStore, StoreStats
-from ngram_pool.table import DEFAULT_NUM_SUCCESSORS, SuccessorTable
+from ngram_pool.table import DEFAULT_NUM_SUCCESSORS
 
 __all__ = [
     "DEFAULT_NUM_SUCCESSORS",
@@ -24,5 +24,4 @@ __all__ = [
     "ReadOnlyPoolError",
     "SampledDraft",
     "StoreStats",
-    "SuccessorTable",
 ]

@@ -25,8 +25,9 @@ their links.
 Kernels get a pool, a table, a sequence and scratch by their *headers*: int64 rows with the address
 and the shape of each of their arrays (`arrays.py`). So a kernel is compiled once for all of them, a
 call costs as much as passing four arrays, and the headers of many pools form one array. The caller
-must keep the arrays alive. A *layer* is a read-only pool that a sequence drafts from, too; the
-*sources* of a sequence are its pool and its layers, in this order.
+must keep the arrays alive. A *layer* is a read-only pool that a sequence drafts from, too. The
+*texts* of a sequence are that of its pool and those of its layers, its *tables* likewise, in this
+order.
 
 Arguments of one name mean the same in all kernels:
 
@@ -154,31 +155,31 @@ MIN_PROB = 1e-3
 # --- how sources are blended; see `estimate` ---
 #
 # Sources of successors: the text itself; the target's successors of the last two tokens and of the
-# last one, both harvested and prewarmed; and the text with the last token exchanged for another.
+# last one; and the text with the last token exchanged for another.
 # The evidence of a source for a candidate token is its log-probability minus LEAST_LOG_PROB, or 0
 # for none; for the last source, it is the logarithm of the match's length.
-TEXT, HARVESTED_PAIR, HARVESTED_SINGLE, PREWARMED_PAIR, PREWARMED_SINGLE, SKIP = range(6)
+TEXT, HARVESTED_PAIR, HARVESTED_SINGLE, SKIP = range(4)
 NUM_TABLE_SOURCES = SKIP  # the first sources, for which no evidence counts as silence
 # Features of a candidate from the text: logarithms of the length of its longest match and of its
 # number of occurrences, whether it followed the newest of the longest matches, and whether its
 # nearest origin is the answer or the prompt.
-LENGTH, COUNT, IS_NEWEST, IN_ANSWER, IN_PROMPT = range(6, 11)
+LENGTH, COUNT, IS_NEWEST, IN_ANSWER, IN_PROMPT = range(4, 9)
 NUM_FEATURES = IN_PROMPT + 1
 SILENCE = NUM_FEATURES  # first of the weights for sources without evidence
 BIAS = SILENCE + NUM_TABLE_SOURCES
 NUM_WEIGHTS = BIAS + 1
-# Rows of weights. The weights of a context are the sum of three rows: by the match in the text and
-# whether the last token is prewarmed; by the origin of its newest occurrence; by which tables know
-# the last pair.
-# Each of the first layers has its own row among the origins; further layers share the last row.
-MATCH_ROWS, ORIGIN_ROW, KNOWN_ROW, LAYER_ROW, NUM_WEIGHT_ROWS = 22, 22, 25, 29, 33
+# Rows of weights. The weights of a context are the sum of three rows: by the match in the text; by
+# the origin of its newest occurrence; by which table knows the last pair: none, the pool's, or a
+# layer's. Each of the first layers has its own row among the origins; further layers share the last
+# row.
+ORIGIN_ROW, KNOWN_ROW, LAYER_ROW, NUM_WEIGHT_ROWS = 11, 14, 17, 21
 LEAST_LOG_PROB = math.log(1e-4)
 # Weights of evidence learn at a tenth of the rate, because evidence is ten times as large.
 _OF_FEATURES = 0.1
 _LOGS = np.array([-math.inf, *(math.log(number) for number in range(1, 64))])
-# Maximum number of candidates without layers: from text, from skips, and from four tables. Each
-# layer adds candidates from its text and its skips.
-MAX_FOUND = 6 * MAX_OCCURRENCES
+# Maximum number of candidates without layers: from text, from skips, and for a pair and for a
+# single token, each from one table. Each layer with text adds candidates from text and skips.
+MAX_FOUND = 4 * MAX_OCCURRENCES
 
 
 @inlined
@@ -288,9 +289,10 @@ text_of, heads_of, counts_of, weights_of, unigrams_of, harvested_of = _views(
     ((np.int32, (None,)), (np.float64, (None,))),
     ((np.int64, (None,)),),
 )
-# Arrays of a sequence: its state; the headers of its layers; the header of its prewarmed table.
-state_of, layers_of, prewarmed_of = _views(
-    ((np.int64, (3,)),), ((np.int64, (None, None)),), ((np.int64, (None,)),)
+# Arrays of a sequence: its state; the headers of its layers with text; the headers of its layers'
+# tables that hold anything.
+state_of, layers_of, tables_of = _views(
+    ((np.int64, (3,)),), ((np.int64, (None, None)),), ((np.int64, (None, None)),)
 )
 # Arrays of a table: keys, successors and their costs, and how often each row was put; the number of
 # contexts held, in an array of length one.
@@ -712,7 +714,7 @@ def estimate(
     """
     num_found, longest = successors(pool, sequence, scratch, context, max_order, path_prob)
     (found, found_probs), (features, summed) = found_of(scratch), features_of(scratch)
-    weights, layers, prewarmed = weights_of(pool), layers_of(sequence), prewarmed_of(sequence)
+    weights, tables = weights_of(pool), tables_of(sequence)
     num_in_text = num_found
     for i in range(num_in_text):
         features[i, :] = 0.0
@@ -732,30 +734,28 @@ def estimate(
     while row < 5 and longest > (1 << row) // 2:  # up to 0, 1, 2, 4, 8, or more
         row += 1
     row += 5 if num_in_text > 1 else 0
-    last, known = int(context[0]), 0
+    row_of_known = KNOWN_ROW
     for is_single in range(1 if context.shape[0] == 1 else 0, 2):
         previous = NONE if is_single else int(context[1])
-        is_harvested = is_prewarmed = False
-        for i in range(1 + layers.shape[0]):  # up to the first that has harvested there
-            if not is_harvested:
-                table = harvested_of(layers[i - 1] if i > 0 else pool)
-                source = HARVESTED_SINGLE if is_single else HARVESTED_PAIR
-                num_found, is_harvested = add_known(
-                    table, previous, last, source, found, features, num_found
-                )
-        source = PREWARMED_SINGLE if is_single else PREWARMED_PAIR
-        num_found, is_prewarmed = add_known(
-            prewarmed, previous, last, source, found, features, num_found
-        )
-        if is_single:
-            row += MATCH_ROWS // 2 if is_prewarmed else 0
-        else:
-            known = (1 if is_harvested else 0) + (2 if is_prewarmed else 0)
+        source = HARVESTED_SINGLE if is_single else HARVESTED_PAIR
+        for i in range(1 + tables.shape[0]):  # up to the first that knows the context
+            num_found, is_known = add_known(
+                tables[i - 1] if i > 0 else harvested_of(pool),
+                previous,
+                int(context[0]),
+                source,
+                found,
+                features,
+                num_found,
+            )
+            if is_known:
+                row_of_known += 0 if is_single else min(i, 1) + 1
+                break
     if context.shape[0] > 3 and path_prob > UNLIKELY:
         num_found = add_skips(pool, sequence, context, found, features, num_found)
     found[4, 0] = row
     found[4, 1] = row_of_origin
-    found[4, 2] = KNOWN_ROW + known
+    found[4, 2] = row_of_known
     for j in range(NUM_WEIGHTS):
         summed[j] = 0.0
         for i in range(3):
@@ -1121,7 +1121,7 @@ WAYS = 8
 # Probabilities from 1 down to 1e-7 are held as -ln(prob) in steps of 1/4096, two bytes each.
 COST_STEPS = 4096.0
 MAX_COST = np.iinfo(np.uint16).max
-# In a table that averages, a new value has a weight of at least 1 / MAX_COUNT.
+# Where successors are averaged, new ones have a weight of at least 1 / MAX_COUNT.
 MAX_COUNT = 10
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from ngram_pool._kernels import (
     MAX_CAPACITY_TOKENS,
+    MAX_COUNT,
     MAX_TOKEN_ID,
     NEVER,
     NEXT,
@@ -38,7 +39,7 @@ from ngram_pool.table import DEFAULT_NUM_SUCCESSORS
 from ngram_pool.writing import write_whole
 
 _FORMAT = "ngram_pool"
-_VERSION = 1
+_VERSION = 2
 _BLOCK = 2**22  # bytes of an array that share a checksum
 _MAX_HEADER = 2**20  # bytes; enough for the checksums of half a terabyte
 _ALIGNMENT = 64
@@ -71,7 +72,7 @@ _DTYPES = {"I64": np.int64, "F64": np.float64, "I32": np.int32, "U16": np.uint16
 _METADATA = "__metadata__"
 _CHECKSUM = "crc32."  # begins the names of checksums
 _STRINGS = (
-    *(*_NUMBERS, "tokenizer", "model", "format", "version", "lade"),
+    *(*_NUMBERS, "tokenizer", "model", "note", "format", "version", "lade"),
     *(_CHECKSUM + name for name in ARRAYS),
 )
 _BEFORE_CHECKSUM = b'"crc32.header":"'  # cannot be part of a string in JSON
@@ -88,6 +89,7 @@ class StoredPool(NamedTuple):
     hash_seed: int
     tokenizer: str  # fingerprints, "" where unknown
     model: str
+    note: str  # of the owner
     arrays: Mapping[str, NDArray[Any]]  # contiguous, by the names in `ARRAYS`
 
 
@@ -96,13 +98,13 @@ def write_pool(path: Path, stored: StoredPool) -> None:
 
     Raises:
         OSError: the file cannot be written; the old one is as it was.
-        TypeError: a fingerprint is not a string.
-        ValueError: a fingerprint is longer than a header may be.
+        TypeError: a fingerprint or the note is not a string.
+        ValueError: they are longer than a header may be.
     """
-    for name in ("tokenizer", "model"):
+    for name in ("tokenizer", "model", "note"):
         text = getattr(stored, name)
         if not isinstance(text, str):
-            raise TypeError(f"expected the fingerprint {name!r} to be a string, got {text!r}")
+            raise TypeError(f"expected {name!r} to be a string, got {text!r}")
     described = {name: str(value) for name, value in stored._asdict().items() if name != "arrays"}
     described |= {"format": _FORMAT, "version": str(_VERSION), "lade": _version_of_lade()}
     arrays = {name: stored.arrays[name] for name in ARRAYS}
@@ -179,8 +181,8 @@ def _read(file: BinaryIO) -> StoredPool:
         name: _read_array(file, name, shape, strings[_CHECKSUM + name])
         for name, shape in shapes.items()
     }
-    tokenizer, model = strings["tokenizer"], strings["model"]
-    stored = StoredPool(**numbers, tokenizer=tokenizer, model=model, arrays=arrays)
+    tokenizer, model, note = (strings[name] for name in ("tokenizer", "model", "note"))
+    stored = StoredPool(**numbers, tokenizer=tokenizer, model=model, note=note, arrays=arrays)
     _check_content(stored)
     return stored
 
@@ -232,6 +234,8 @@ def _read_begin(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
             f"it has format {found}, of a newer version of lade ({described.get('lade')!r:.40}); "
             f"this version reads format {_VERSION}"
         )
+    if found < _VERSION:
+        raise PoolFileError(f"it has format {found}, of an older version of lade; make it anew")
     return begin, header
 
 
@@ -336,7 +340,7 @@ def _check_content(stored: StoredPool) -> None:
         ("unigrams.counts", 0, _MAX_FLOAT),
         ("unigrams.token_ids", NONE, MAX_TOKEN_ID),
         ("harvested.keys", NONE, (MAX_TOKEN_ID + 1) ** 2 + MAX_TOKEN_ID),
-        ("harvested.counts", 0, MAX_TOKEN_ID),
+        ("harvested.counts", 0, MAX_COUNT),
         ("harvested.token_ids", NONE, MAX_TOKEN_ID),
     ):
         if not (least <= arrays[name].min() and arrays[name].max() <= most):  # False for NaN

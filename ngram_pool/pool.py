@@ -68,39 +68,26 @@ _LEARNING_RATE = 0.003
 _NONE_DRAWN = np.empty(0, np.float64)  # the uniforms of a tree of the likeliest nodes
 # Attributes that are made anew in a copy of a pool.
 _NOT_COPIED = {"_lock", "_scratch", "_sequences", "_no_sequence", "_known"}
-_NO_TABLE = SuccessorTable(1)
 
 
 class OpenSequence:
     """A sequence, open as long as it is referenced; its `state` is the kernels' `sequence`."""
 
-    def __init__(
-        self,
-        prewarmed: SuccessorTable = _NO_TABLE,
-        layers: "Sequence[NGramPool]" = (),
-        state: Int64Array | None = None,
-    ) -> None:
-        self.prewarmed, self.layers = prewarmed, layers  # kept alive: the kernels read them
+    def __init__(self, layers: "Sequence[NGramPool]" = (), state: Int64Array | None = None) -> None:
+        self.layers = layers  # kept alive: the kernels read them
         self.state = begin_state() if state is None else state
-        rows = [layer._header().row for layer in layers]
-        self._layer_rows = np.array(rows) if rows else np.empty((0, 0), np.int64)
-        self._known: tuple[Any, Header] | None = None
-
-    def row(self) -> Int64Array:
-        """Return the kernels' header of the sequence, with the current table."""
-        held, known = self.prewarmed.held, self._known
-        if known is None or known[0] is not held:
-            header = Header(self.state, self._layer_rows, held.header.row)
-            known = self._known = held, header
-        return known[1].row
+        texts = [layer._header().row for layer in layers if len(layer)]
+        tables = [layer._harvested.held.header.row for layer in layers if layer.num_contexts]
+        self.num_texts = len(texts)
+        self._header = Header(self.state, _stacked(texts), _stacked(tables))
+        self.row = self._header.row
 
 
 class NGramPool:
     """A pool that learns token sequences as they are written, and drafts continuations.
 
     Drafts come from several sources: the text, by contexts of 1 to N tokens and more; harvested
-    successors (`harvest`); a prewarmed table of successors (`open_sequence`). The pool learns from
-    answers how far to trust each source.
+    successors (`harvest`). The pool learns from answers how far to trust each source.
 
     Memory is bounded by `capacity_tokens`: the arrays grow by doubling up to it, then the oldest
     text is forgotten first. Without harvests and answers, a pool behaves like a new one that was
@@ -109,7 +96,8 @@ class NGramPool:
     copied or pickled at any time; the copy is independent, and only sequence 0 is open in it.
 
     A read-only pool (`as_read_only`) can be a *layer* of any number of sequences of other pools,
-    which do not wait for it: their drafts come from its text, too (`open_sequence`).
+    which do not wait for it: their drafts come from its text and its harvest, too
+    (`open_sequence`).
 
     Args:
         capacity_tokens: maximum number of tokens held; each takes up to 20 + 8 N bytes, 60 with the
@@ -152,9 +140,8 @@ class NGramPool:
         """Set the attributes that a copy copies."""
         self._capacity, self._max_ngram_size = capacity_tokens, max_ngram_size
         self._max_match = max(_kernels.MAX_MATCH, max_ngram_size)
-        # Averaging over a context's last ten times accepted as many tokens as replacing.
         num_contexts = max(1, int(capacity_tokens * _CONTEXTS_PER_TOKEN))
-        self._harvested = SuccessorTable(num_contexts, averages=False)
+        self._harvested = SuccessorTable(num_contexts)
         self._unigrams = Unigrams(np.full(NUM_UNIGRAMS, NONE, np.int32), np.zeros(NUM_UNIGRAMS))
         self._weights = first_weights()
         self._learning_rate = _LEARNING_RATE
@@ -167,6 +154,8 @@ class NGramPool:
         #: successors these are; "" where unknown.
         self.tokenizer = ""
         self.model = ""
+        #: A text of the owner's, kept in the pool's file.
+        self.note = ""
 
     def _make_unshared(self, beside: "NGramPool | None" = None) -> None:
         """Set the attributes that no copy shares; a pool made `beside` shares lock and scratch."""
@@ -241,6 +230,16 @@ class NGramPool:
         return self._max_match
 
     @property
+    def num_contexts(self) -> int:
+        """Number of contexts whose harvested successors are held."""
+        return len(self._harvested)
+
+    def contexts(self) -> Int64Array:
+        """Return these contexts, int64 [num_contexts, 2], as `harvest` takes them."""
+        with self._lock:
+            return self._harvested.contexts()
+
+    @property
     def nbytes(self) -> int:
         """Bytes allocated now by all arrays; grows by doubling with the text."""
         arrays = *self._scratch.header.arrays, *self._held, *self._unigrams, self._weights
@@ -271,25 +270,20 @@ class NGramPool:
 
     # --- writing ----------------------------------------------------------------------------
 
-    def open_sequence(
-        self,
-        prewarmed: SuccessorTable | None = None,
-        layers: Sequence["NGramPool"] = (),
-    ) -> int:
+    def open_sequence(self, layers: Sequence["NGramPool"] = ()) -> int:
         """Open one more sequence and return its unique number, for `observe`; O(1).
 
         Sequence 0 is always open. No n-gram runs across two sequences, even if their tokens are
         interleaved, but a draft for one uses the text of all. Close it by `close_sequence`.
 
         Args:
-            prewarmed: table of the target's likely successors of single tokens and pairs; read,
-                never written.
             layers: read-only pools of any sizes. Drafts for the sequence come from their text, too,
                 and from their harvest for contexts that this pool has not harvested. Each of the
-                first four layers learns its own weights; further layers share those of the fourth.
+                first four layers with text learns its own weights; further ones share those of the
+                fourth.
 
         Raises:
-            TypeError: `prewarmed` is not a `SuccessorTable`, or a layer not an `NGramPool`.
+            TypeError: a layer is no `NGramPool`.
             ValueError: a layer is not read-only.
 
         >>> pool = NGramPool()
@@ -300,8 +294,6 @@ class NGramPool:
         >>> pool.num_open_sequences
         0
         """
-        if not isinstance(prewarmed, SuccessorTable | None):
-            raise TypeError(f"expected prewarmed to be a SuccessorTable, got {prewarmed!r}")
         layers = tuple(layers)
         for layer in layers:
             if not isinstance(layer, NGramPool):
@@ -311,7 +303,7 @@ class NGramPool:
                     "expected read-only layers, from NGramPool.load(..., read_only=True) or "
                     f"as_read_only(), got {layer!r}"
                 )
-        opened = OpenSequence(_NO_TABLE if prewarmed is None else prewarmed, layers)
+        opened = OpenSequence(layers)
         with self._lock:
             self._check_learns("open_sequence")
             number = self._num_opened
@@ -356,19 +348,30 @@ class NGramPool:
         with self._lock:
             self._check_learns("observe")
             opened = OpenSequence() if sequence is None else self._sequence(sequence)
-            rate, row = self._learning_rate if is_answer else 0.0, opened.row()
-            scratch = self._scratch.row_for(1, len(opened.layers))
+            rate = self._learning_rate if is_answer else 0.0
+            scratch = self._scratch.row_for(1, opened.num_texts)
             # In parts, so that positions do not overflow.
             for start in range(0, len(ids) or 1, self._capacity):
                 new = ids[start : start + self._capacity].astype(np.int32)
                 self._reserve(len(new), opened)
-                _kernels.append(self._header().row, row, scratch, new, rate, 1, 0)
+                _kernels.append(self._header().row, opened.row, scratch, new, rate, 1, 0)
 
     def harvest(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Learn a target's likely successors of contexts of one and two tokens; O(1) each.
 
-        The arguments and errors are as for `SuccessorTable.put`. The pool holds a sixteenth as many
-        contexts as `capacity_tokens`, rounded up as in `SuccessorTable`.
+        A context that is harvested again is averaged over about the last ten times, as many texts
+        show it. The pool holds a sixteenth as many contexts as `capacity_tokens`, rounded up to a
+        power of two, at least 64; those that were harvested longest ago go first.
+
+        Args:
+            contexts: integers [n, 2]: the token before the last one, or -1, and the last one.
+            token_ids: integers [n, k], distinct within a row, likeliest first; -1 ends a row.
+            probs: floats [n, k] from 0 to 1.
+
+        Raises:
+            TypeError: contexts or token ids are not integers.
+            ValueError: shapes do not match, or a value is out of range. The pool is unchanged after
+                such an error. After an interrupt, it has learned a first part.
         """
         with self._lock:
             self._check_learns("harvest")
@@ -383,9 +386,19 @@ class NGramPool:
         token_ids: ArrayLike,
         probs: ArrayLike,
     ) -> None:
-        """Learn a target's likely successors of each node of a tree, in one call.
+        """Learn a target's likely successors of each node of a tree, alone and behind its parent.
 
-        The arguments and errors are as for `SuccessorTable.put_tree`.
+        Known successors of a context are replaced: those of the current text tell more. Of equal
+        contexts, the first node's is kept.
+
+        Args:
+            previous: the token before the root, or -1.
+            nodes: integers [n], tokens of the nodes, the root first.
+            parents: integers [n], -1 for the root; parents[i] < i.
+            token_ids, probs: as for `harvest`, a row for each node.
+
+        Raises:
+            TypeError, ValueError: as for `harvest`.
         """
         with self._lock:
             self._check_learns("harvest_tree")
@@ -411,7 +424,7 @@ class NGramPool:
         """Observe all text of another pool, and take its harvested successors.
 
         Each sequence of `other` is observed as a separate text. If both pools know successors of a
-        context, those of `other` are taken. Of two expected counts of a token, the greater is
+        context, they are averaged. Of two expected counts of a token, the greater is
         taken. Neither the weights of this pool's sources nor `other` change.
 
         Raises:
@@ -483,7 +496,7 @@ class NGramPool:
                 not have been observed.
             max_draft_tokens: maximum number of tokens to propose.
             max_candidates: G, the maximum number of root-to-leaf paths; None for no limit.
-            sequence: the open sequence of the context, for its table, and to distinguish its text
+            sequence: the open sequence of the context, for its layers, and to distinguish its text
                 from others; None for neither.
 
         Returns:
@@ -523,7 +536,7 @@ class NGramPool:
                 An int32 array is read in place.
             lengths: integers [num_rows], the length of each text in tokens.
             max_draft_tokens: maximum length of all paths, or integers [num_rows] of each, from 0.
-            sequences: the open sequence of each text, with its layers and table; None for none.
+            sequences: the open sequence of each text, with its layers; None for none.
             num_new: integers [num_rows], how many of each text's last tokens to observe; 0 for a
                 text that is observed elsewhere. None to observe none.
             min_probability: from 0 to 1; a path ends where its probability falls below this.
@@ -586,8 +599,8 @@ class NGramPool:
             headers = {pool: pool._header() for pool in num_more}
             negative = _kernels.draft_rows(
                 np.array([headers[pool].row for pool in of_rows]),
-                np.array([one.row() for one in opened]),
-                self._scratch.row_for(max(width, 1), max(len(one.layers) for one in opened)),
+                np.array([one.row for one in opened]),
+                self._scratch.row_for(max(width, 1), max(one.num_texts for one in opened)),
                 *rows,
                 self._learning_rate,
                 stride,
@@ -758,6 +771,7 @@ class NGramPool:
             pool._weights = arrays["weights"]
         pool._make_unshared()
         pool.tokenizer, pool.model = stored.tokenizer or tokenizer, model or stored.model
+        pool.note = stored.note
         pool._is_read_only = bool(read_only)
         if not is_of_model:
             warnings.warn(
@@ -780,7 +794,7 @@ class NGramPool:
             copies = {name: arrays[name].copy() for name in ARRAYS}
             num_observed = self._counts.item(NEXT_POSITION)
         numbers = self.max_ngram_size, self.capacity_tokens, num_observed, self.seed
-        return StoredPool(*numbers, self.tokenizer, self.model, copies)
+        return StoredPool(*numbers, self.tokenizer, self.model, self.note, copies)
 
     # --- arguments --------------------------------------------------------------------------
 
@@ -854,9 +868,9 @@ class NGramPool:
             uniforms = _NONE_DRAWN if rng is None else rng.random(size)
             if not len(ids):
                 return Draft.empty() if rng is None else SampledDraft.empty()
-            row = self._scratch.row_for(size, len(opened.layers))
+            row = self._scratch.row_for(size, opened.num_texts)
             root = ids.astype(np.int32)
-            tree = opened.row(), row, root, size, most_leaves, uniforms, 0.0
+            tree = opened.row, row, root, size, most_leaves, uniforms, 0.0
             num = _kernels.grow_tree(self._header().row, *tree)
             nodes, probs, _, _, left_ids, _, support_probs = self._scratch.header.arrays[5:]
             token_ids, parents, depths = nodes[:3, :num].astype(np.int32)
@@ -907,7 +921,7 @@ class NGramPool:
         table = SuccessorTable(1)
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
         table.put_tree(NONE, [0], [NONE], [[0]], [[1.0]])
-        SuccessorTable.from_arrays(table.arrays())
+        table._resize(len(table.held.keys))
 
 
 @cache
@@ -917,6 +931,11 @@ def compile_chains() -> None:
     rows, ids, probs = (np.empty((0, 0), kind) for kind in (np.int64, np.int32, np.float64))
     of_rows = rows, rows, scratch.row_for(1, 0), ids, none, none, none
     compile_by(lambda: _kernels.draft_rows(*of_rows, 0.0, 1, 0.0, ids, probs, none))
+
+
+def _stacked(rows: list[Int64Array]) -> Int64Array:
+    """Return headers as one array, int64 [num_rows, …]."""
+    return np.array(rows) if rows else np.empty((0, 0), np.int64)
 
 
 def _secret_seed() -> int:

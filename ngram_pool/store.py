@@ -458,7 +458,7 @@ class PoolStore:
         except PoolFileError as error:
             entry.path.unlink()
             warnings.warn(
-                f"the pool {entry.name!r} begins anew, as its file was damaged and is removed: "
+                f"the pool {entry.name!r} begins anew, as its file cannot be used and is removed: "
                 f"{error}",
                 stacklevel=2,
             )

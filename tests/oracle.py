@@ -46,28 +46,21 @@ class OraclePool:
         self.open: dict[int | None, int] = {0: 0}  # handle -> a number no other sequence ever had
         self.num_sequences = 1
         self.starts: dict[int | None, list[float]] = {0: [math.inf] * 2, None: [math.inf] * 2}
-        self.priors: dict[int | None, OracleTable] = {}
         self.layers: dict[int | None, list[OraclePool]] = {}
-        self.harvested = OracleTable(max(1, capacity // 16), averages=False)
+        self.harvested = OracleTable(max(1, capacity // 16))
         self.weights: list[list[float]] = first_weights().tolist()
         self.num_rows = min(pools._FIRST_NUM_ROWS, capacity)  # there are as many buckets
         self.cached_spots: list[Spot] | None = None
 
-    def open_sequence(
-        self,
-        handle: int,
-        prewarmed: OracleTable | None = None,
-        layers: Sequence["OraclePool"] = (),
-    ) -> None:
+    def open_sequence(self, handle: int, layers: Sequence["OraclePool"] = ()) -> None:
         self.open[handle] = self.num_sequences
         self.num_sequences += 1
         self.starts[handle] = [math.inf] * 2
-        self.priors[handle] = OracleTable(1) if prewarmed is None else prewarmed
         self.layers[handle] = list(layers)
 
     def sources(self, handle: int | None) -> list["OraclePool"]:
-        """This pool and the layers, which are read only."""
-        return [self, *self.layers.get(handle, [])]
+        """This pool and the layers with text."""
+        return [self, *(layer for layer in self.layers.get(handle, []) if layer.arrivals)]
 
     def close_sequence(self, handle: int) -> None:
         del self.open[handle]
@@ -278,22 +271,20 @@ class OraclePool:
 
         last, previous = context[-1], context[-2] if len(context) > 1 else None
         known = 0
-        prewarmed = self.priors.get(handle, OracleTable(1))
-        harvested = [source.harvested for source in self.sources(handle)]
-        for tables, source, is_pair in (
-            (harvested, _kernels.HARVESTED_PAIR, True),
-            ([prewarmed], _kernels.PREWARMED_PAIR, True),
-            (harvested, _kernels.HARVESTED_SINGLE, False),
-            ([prewarmed], _kernels.PREWARMED_SINGLE, False),
+        pools = [self, *self.layers.get(handle, [])]
+        for before, source in (
+            (previous, _kernels.HARVESTED_PAIR),
+            (-1, _kernels.HARVESTED_SINGLE),
         ):
-            if is_pair and previous is None:
+            if before is None:
                 continue
-            before = previous if is_pair and previous is not None else -1
-            all_costs = [table.get(before, last) for table in tables]
-            costs = next((costs for costs in all_costs if costs is not None), None)
-            if is_pair and costs is not None:
-                known += 1 if source == _kernels.HARVESTED_PAIR else 2
-            for token_id, cost in costs or []:
+            all_costs = [pool.harvested.get(before, last) for pool in pools]
+            first = next((i for i, costs in enumerate(all_costs) if costs is not None), None)
+            if first is None:
+                continue
+            if source == _kernels.HARVESTED_PAIR:
+                known = 1 if first == 0 else 2
+            for token_id, cost in all_costs[first] or []:
                 value = -cost / _kernels.COST_STEPS - _kernels.LEAST_LOG_PROB
                 if value > 0:
                     add(token_id, source, value)
@@ -301,8 +292,6 @@ class OraclePool:
             for token_id, length in self.skips(context, handle):
                 add(token_id, _kernels.SKIP, math.log(length) + 0.1)
         match_row = self.match_row(deciding, len(in_text))
-        if prewarmed.get(-1, last) is not None:
-            match_row += _kernels.MATCH_ROWS // 2
         rows = [match_row, newest_row, _kernels.KNOWN_ROW + known]
         return self.blend(features, rows), features, rows
 

@@ -32,7 +32,7 @@ _SHORTER = 3  # tokens that each prompt has less than the one before: no shape c
 _NUM_WARM_UPS = 2  # the first compiles or captures
 _GREEDY: dict[str, Any] = {"do_sample": False}
 _SAMPLED = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0}
-_INSTALLED = lade.Config(uses_table=False)  # it would only be looked for
+_INSTALLED = lade.Config()
 _ALL = replace(_INSTALLED, max_draft_tokens=_NUM_NODES - 1)
 _CONFIGS = {
     "installed": _INSTALLED,

@@ -7,7 +7,7 @@ from lade.cli.loading import bar, console, tell
 from lade.models.loading import LoadedModel
 from lade.prewarming.idle import IdlePrewarming
 from lade.prewarming.run import Prewarmed, prewarm
-from lade.prewarming.tables import path_of_table, prewarmed_table_of, read_table
+from lade.prewarming.tables import path_of_table, prewarmed_table_of, read_table, seconds_of
 from lade.probing.profile import profile_of
 
 
@@ -27,10 +27,10 @@ def run(loaded: LoadedModel, seconds: float) -> None:
     finally:
         path = path_of_table(loaded.model)
         if path.exists():
-            stored = read_table(path, loaded.model)
+            table = read_table(path)
             Console(highlight=False).print(
-                f"{len(stored.table):,} contexts from {stored.num_tokens:,} tokens in "
-                f"{stored.seconds:,.0f} seconds of all runs; {path.stat().st_size / 10**6:.1f} MB"
+                f"{table.num_contexts:,} contexts in {seconds_of(table):,.0f} seconds of all runs; "
+                f"{path.stat().st_size / 10**6:.1f} MB"
             )
             console.print(
                 f"[dim]kept in {path}, and used with this model from now on; another run "

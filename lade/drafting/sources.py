@@ -26,7 +26,7 @@ from lade.drafting.successors import Successors, compile_kernels
 from lade.errors import DrafterWarning, LadeError, in_one_line
 from lade.machine.captures import put_back, random_states
 from lade.stats import SourceStats
-from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool, SampledDraft, SuccessorTable
+from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool, SampledDraft
 from ngram_pool._kernels import MAX_TOKEN_ID
 
 # Of the drafts of pools and drafters, in earlier calls, too.
@@ -39,9 +39,7 @@ class PoolDrafter(Drafter):
     Args:
         pool: learns from all sequences.
         max_candidates: G, the maximum number of paths in a draft; None for no limit.
-        prewarmed: the successors that the target finds likely after single tokens and pairs, as
-            `lade.prewarm` found them.
-        layers: read-only pools, from whose text drafts come as well.
+        layers: read-only pools, such as tables of `lade.prewarm`, from which drafts come as well.
     """
 
     name = "pool"
@@ -51,13 +49,11 @@ class PoolDrafter(Drafter):
         self,
         pool: NGramPool,
         max_candidates: int | None = None,
-        prewarmed: SuccessorTable | None = None,
         layers: Sequence[NGramPool] = (),
     ) -> None:
         self.pool = pool
         self._max_candidates = max_candidates
         self._max_match = pool.max_match  # of a context's last tokens
-        self._prewarmed = prewarmed
         self._layers = tuple(layers)
         self._open_prompts: dict[int, tuple[int, ...]] = {}
 
@@ -70,7 +66,7 @@ class PoolDrafter(Drafter):
         prompt = tuple(prompt_ids)
         is_answered = prompt in self._open_prompts.values()
         new = prompt[-self.pool.max_ngram_size :] if is_answered else prompt
-        sequence = self.pool.open_sequence(self._prewarmed, self._layers)
+        sequence = self.pool.open_sequence(self._layers)
         try:
             self.pool.observe(new, sequence)
         except BaseException:  # also an interrupt: no other code knows the sequence

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from lade.engines.options import PoolOptions
 from lade.engines.requests import Found, Prefixes, Requests
-from ngram_pool import NGramPool, SuccessorTable
+from ngram_pool import NGramPool
 from ngram_pool._kernels import Int32Array, Int64Array
 from ngram_pool.pool import compile_chains
 
@@ -86,11 +85,6 @@ class PoolProposer:
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
         self._stats = ProposerStats()
         self._num_failed_in_row = 0
-        self._prewarmed: SuccessorTable | None = None
-        if options.prewarmed is not None:
-            from lade.prewarming.tables import load_table  # imports torch
-
-            self._prewarmed = load_table(Path(options.prewarmed), self._vocab_size)
         is_shared = options.sharing == "all"
         # The pool of all requests, or the one beside which each request gets its own.
         self._pool = NGramPool(options.capacity_tokens, options.max_ngram_size, options.seed)
@@ -99,6 +93,8 @@ class PoolProposer:
             self._pool = NGramPool.load(options.pool)
         elif options.pool is not None:
             self._layers = [NGramPool.load(options.pool, read_only=True)]
+        if options.prewarmed is not None:
+            self._layers.append(NGramPool.load(options.prewarmed, read_only=True))
         num_slots = _SLOTS_PER_ROW * self._max_rows
         compile_chains()
         self._requests = Requests(num_slots, self._max_model_len)
@@ -211,7 +207,7 @@ class PoolProposer:
             if texts[row, :num_prompt].min() < 0:  # a part of it is no text
                 continue
             pool = self._pool if self._prefixes is not None else self._pool.beside()
-            sequence = pool.open_sequence(self._prewarmed, self._layers)
+            sequence = pool.open_sequence(self._layers)
             self._pools[slot], self._sequences[slot] = pool, sequence
             self._is_text[slot] = True
             self._num_prompt[slot], self._num_observed[slot] = num_prompt, 0

@@ -108,12 +108,12 @@ def _drafting(
 
 def _pool_drafter(seen: Circumstances, pools: CallPools, max_candidates: int | None) -> Drafter:
     """Return a drafter that uses the pools of the call and the table of its model."""
-    prewarmed, (learning, layers) = None, pools
-    if seen.call.config.uses_table:
-        prewarmed = prewarmed_table_of(seen.call.model, seen.profile)
+    learning, layers = pools
+    table = prewarmed_table_of(seen.call.model, seen.profile)
+    layers = layers if table is None else (*layers, table)
     with without_collection():  # the first pool loads or compiles its kernels
         pool = NGramPool() if learning is None else learning
-        return PoolDrafter(pool, max_candidates, prewarmed, layers)
+        return PoolDrafter(pool, max_candidates, layers)
 
 
 def _sources(seen: Circumstances, drafting: DraftingCall) -> list[Source]:

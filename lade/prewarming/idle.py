@@ -57,7 +57,7 @@ class IdlePrewarming:
     @property
     def minutes_left(self) -> float:
         """Minutes of work left, without other work."""
-        return max(self._left_sec - self._writer.made.seconds, 0.0) / 60
+        return max(self._left_sec - self._writer.seconds, 0.0) / 60
 
     def close(self) -> None:
         """Stop, and save the results; waits for the forward pass in progress."""
@@ -80,13 +80,13 @@ class IdlePrewarming:
 
     def _should_stop(self) -> bool:
         """Return whether to stop, after each forward pass; save the results now and then."""
-        if self._writer.made.seconds >= _SAVE_SEC:
+        if self._writer.seconds >= _SAVE_SEC:
             self._save()
         is_over = self._closed.is_set() or not self.minutes_left
         return is_over or not self._is_free()
 
     def _save(self) -> None:
-        self._left_sec -= self._writer.made.seconds
+        self._left_sec -= self._writer.seconds
         self._writer.save()
 
     def _is_free(self) -> bool:

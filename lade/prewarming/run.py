@@ -23,12 +23,18 @@ from lade.compat import Model, device_of_inputs, without_compiler
 from lade.compat.view import apart
 from lade.drafting.successors import Successors, rank, with_others
 from lade.errors import UnsupportedModelError
-from lade.prewarming.tables import StoredTable, merge_table, path_of_table, read_table
+from lade.prewarming.tables import (
+    add_to_table,
+    new_table,
+    path_of_table,
+    read_table,
+    seconds_of,
+)
 from lade.probing.plan import probe
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder, refuse_sharded
 from lade.probing.selfcheck import unchanged_random_state
-from ngram_pool import SuccessorTable
+from ngram_pool import DEFAULT_NUM_SUCCESSORS, NGramPool
 
 # SmolLM2, bfloat16, one core: texts of 16 / 32 / 64 tokens ran at 502 / 450 / 371 tokens a second,
 # because attention and copies of the cache cost more with each token.
@@ -50,8 +56,8 @@ class Prewarmed:
 
     path: Path  #: of the file
     num_contexts: int  #: single tokens and pairs whose successors are stored
-    num_tokens: int  #: run through the model
-    seconds: float
+    num_tokens: int  #: run through the model, in this run
+    seconds: float  #: of all runs
 
 
 def prewarm(
@@ -66,15 +72,14 @@ def prewarm(
 
     The table is kept in the user's cache under the model's fingerprint, and is used whenever lade
     generates with that model; it changes only the speed, never the text. At its end, also after an
-    exception or Ctrl-C, a run adds its results to the file, beside those of other runs. The
-    returned numbers are of the whole file.
+    exception or Ctrl-C, a run adds its results to the file, beside those of other runs.
 
     Args:
         model: a transformers causal LM.
         seconds: how long to run; a forward pass in progress is finished.
         max_tokens: maximum number of tokens to run through the model; None for no limit.
         folder: folder of the tables; None for the user's cache, where lade looks for them.
-        progress: called after every forward pass with the results of this run so far.
+        progress: called after every forward pass with the results of this run alone so far.
 
     Raises:
         OSError: the table cannot be read or written.
@@ -90,11 +95,13 @@ def prewarm(
         raise ValueError(f"expected max_tokens to be above 0, got {max_tokens!r}")
     writer, most_tokens = TableWriter(model, folder), max_tokens or math.inf
 
+    def made(table: NGramPool, seconds: float) -> Prewarmed:
+        return Prewarmed(writer.path, table.num_contexts, writer.num_tokens, seconds)
+
     def is_enough() -> bool:
-        made = writer.made
         if progress is not None:
-            progress(Prewarmed(writer.path, len(made.table), made.num_tokens, made.seconds))
-        return made.seconds >= seconds or made.num_tokens >= most_tokens
+            progress(made(writer.made, writer.seconds))
+        return writer.seconds >= seconds or writer.num_tokens >= most_tokens
 
     try:
         # Our draws do not touch that state, but a model's forward may.
@@ -102,7 +109,7 @@ def prewarm(
             writer.work(is_enough)
     finally:
         stored = writer.save()
-    return Prewarmed(writer.path, len(stored.table), stored.num_tokens, stored.seconds)
+    return made(stored, seconds_of(stored))
 
 
 class _Enough(Exception):  # noqa: N818 - it ends a run and is no error
@@ -123,6 +130,8 @@ class TableWriter:
     Attributes:
         path: the table's file.
         made: the results since the last `save`.
+        seconds: how long these took.
+        num_tokens: tokens run through the model.
         saved_sec: seconds of all earlier runs in the file.
 
     Raises:
@@ -136,8 +145,8 @@ class TableWriter:
         refuse_encoder_decoder(model)
         refuse_sharded(model)
         self.path = path_of_table(model, folder)
-        stored = read_table(self.path, model)
-        known, self.saved_sec = stored.table, stored.seconds
+        known = read_table(self.path)
+        self.saved_sec = seconds_of(known)
         view = apart(model).eval() if any(each.training for each in model.modules()) else model
         found = probe(view)
         if found.verification == "plain":
@@ -147,7 +156,7 @@ class TableWriter:
                 f"{found.model}. {reasons}"
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)  # fail now rather than after the work
-        self.made = StoredTable(SuccessorTable(known.capacity, known.num_successors))
+        self.made, self.seconds, self.num_tokens = new_table(), 0.0, 0
         self._model = copy.copy(view)  # shares everything but the attribute set here
         self._most_rows, self._num_rows = most_rows, min(_FEWEST_ROWS, most_rows)
         self._rng = np.random.default_rng()  # different texts in every run and process
@@ -161,12 +170,12 @@ class TableWriter:
         self._model.generation_config = GenerationConfig(
             max_new_tokens=min(_TEXT_LENGTH, longest - 2), do_sample=False
         )
-        # How often each token is among the likely successors; new successors add probabilities.
-        named = known.arrays()["token_ids"]
-        counts = np.bincount(named[named >= 0], minlength=config.vocab_size)
-        self._mentions = counts.astype(np.float64)
+        # How often each token is to be expected, by the likely successors.
+        self._mentions = np.zeros(config.vocab_size)
+        token_ids, worths = known.explore(config.vocab_size)
+        self._mentions[token_ids] = worths
         self._is_known = np.zeros(_NUM_PAIRS, np.bool_)
-        pairs = known.contexts().astype(np.int64)
+        pairs = known.contexts()
         self._is_known[self._numbers_of(pairs[:, 0], pairs[:, 1])[pairs[:, 0] >= 0]] = True
 
     def work(self, should_stop: Callable[[], bool]) -> None:
@@ -185,13 +194,12 @@ class TableWriter:
                 if 2 * (time.monotonic() - began) < _MOST_SEC:
                     self._num_rows = min(2 * self._num_rows, self._most_rows)
 
-    def save(self) -> StoredTable:
-        """Add the results since the last `save` to the file; return the file's contents."""
-        if not self.made.num_tokens:
-            return read_table(self.path, self.model)
-        stored = merge_table(self.path, self.model, self.made)
-        table = self.made.table
-        self.made = StoredTable(SuccessorTable(table.capacity, table.num_successors))
+    def save(self) -> NGramPool:
+        """Add the results since the last `save` to the file; return the whole table."""
+        if not self.seconds:
+            return read_table(self.path)
+        stored = add_to_table(self.path, self.made, self.seconds)
+        self.made, self.seconds = new_table(), 0.0
         for profile in Profiles.of(self.model):  # so that the next call reads the table again
             profile.found.pop("prewarmed", None)
         return stored
@@ -216,19 +224,18 @@ class TableWriter:
     def _continue(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Learn the successors of the last tokens; return scores that choose one of them."""
         logits = scores[:, : len(self._mentions)]  # some models have more logits than tokens
-        made = self.made
-        sent = with_others(rank(logits, made.table.num_successors), logits)
+        sent = with_others(rank(logits, DEFAULT_NUM_SUCCESSORS), logits)
         successors = Successors.sent(sent)
         if input_ids.shape[1] > 2:  # the first token of a text has no context
             tokens = input_ids[:, -2:].cpu().numpy()
             single = np.stack([np.full_like(tokens[:, 1], -1), tokens[:, 1]], axis=1)
-            made.table.put(single, *successors)
-            made.table.put(tokens, *successors)
+            self.made.harvest(single, *successors)
+            self.made.harvest(tokens, *successors)
         token_ids, probs = (part.reshape(-1) for part in successors)
         self._mentions += np.bincount(token_ids, probs, minlength=len(self._mentions))
-        made.num_tokens += len(scores)
+        self.num_tokens += len(scores)
         now = time.monotonic()
-        made.seconds += now - self._looked
+        self.seconds += now - self._looked
         self._looked = now
         if self._should_stop():
             raise _Enough

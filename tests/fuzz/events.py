@@ -23,7 +23,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from ngram_pool import SuccessorTable
+from ngram_pool import NGramPool
 from tests.fuzz.inside import CACHE, proofs_after, settle, without_compiler
 from tests.fuzz.parts import Log, pool_of
 
@@ -304,18 +304,18 @@ def failing(model: Any, after: int) -> Any:
 # --- what lade knows of a model -----------------------------------------------------------------
 
 
-def random_table(seed: int, vocab_size: int) -> SuccessorTable:
+def random_table(seed: int, vocab_size: int) -> NGramPool:
     """Return a table as `lade.prewarm` makes it, of random contents."""
     rng = np.random.default_rng(seed)
-    table = SuccessorTable(256)
+    table = NGramPool(seed=0)
     contexts = rng.integers(0, vocab_size, (40, 2))
     contexts[:20, 0] = -1  # behind single tokens
     contexts = np.unique(contexts, axis=0)
     shape = len(contexts), min(4, vocab_size)
     token_ids = np.stack([rng.permutation(vocab_size)[: shape[1]] for _ in contexts])
     probs = np.sort(rng.dirichlet(np.ones(shape[1] + 1), len(contexts))[:, 1:])[:, ::-1]
-    table.put(contexts, token_ids, np.ascontiguousarray(probs))
-    return table
+    table.harvest(contexts, token_ids, np.ascontiguousarray(probs))
+    return table.as_read_only()
 
 
 # --- calls inside of calls ----------------------------------------------------------------------

@@ -19,7 +19,7 @@ def test_config_refuses_what_it_cannot_mean() -> None:
             Config(**options)
     with pytest.raises(TypeError, match=r"expected Config\(max_candidates=…\) to be an integer"):
         Config(max_candidates=2.0)  # type: ignore[arg-type]
-    for switch in ("reuses_prefix", "stable_text", "uses_kernels", "uses_table"):
+    for switch in ("reuses_prefix", "stable_text", "uses_kernels"):
         with pytest.raises(TypeError, match=rf"expected Config\({switch}=…\) to be a bool, got 1"):
             Config(**{switch: 1})  # type: ignore[arg-type]
     with pytest.raises(

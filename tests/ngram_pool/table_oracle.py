@@ -18,13 +18,11 @@ class Known:
 
 
 class OracleTable:
-    def __init__(self, capacity: int, num_successors: int = 8, averages: bool = True) -> None:
+    def __init__(self, capacity: int) -> None:
         self.num_rows = 64
         self.capacity = 64
         while self.capacity < capacity:
             self.capacity *= 2
-        self.num_successors = num_successors
-        self.averages = averages
         self.known: dict[Context, Known] = {}  # what was put longest ago stands first
 
     def put(
@@ -32,34 +30,37 @@ class OracleTable:
         contexts: Sequence[Sequence[int]],
         token_ids: Sequence[Sequence[int]],
         probs: Sequence[Sequence[float]],
+        averages: bool = True,
     ) -> None:
         while 2 * (len(self.known) + len(contexts)) > self.num_rows < self.capacity:
             self.num_rows *= 2
         for (previous, last), ids, new in zip(contexts, token_ids, probs, strict=True):
-            self.put_one((previous, last), {t: p for t, p in zip(ids, new, strict=True) if t != -1})
+            known = {t: p for t, p in zip(ids, new, strict=True) if t != -1}
+            self.put_one((previous, last), known, averages)
 
-    def put_one(self, context: Context, new: dict[int, float]) -> None:
+    def put_one(self, context: Context, new: dict[int, float], averages: bool) -> None:
         old = self.known.pop(context, None)
         same_bucket = [c for c in self.known if self.bucket(c) == self.bucket(context)]
         if old is None and len(same_bucket) == _kernels.WAYS:
             del self.known[same_bucket[0]]
         count, merged = 1, new
-        if old is not None and self.averages:
+        if old is not None and averages:
             count = min(old.count + 1, _kernels.MAX_COUNT)
             share = 1 / count
             merged = {t: (1 - share) * math.exp(-c / 4096) for t, c in old.successors}
             for token_id, prob in new.items():
                 merged[token_id] = merged.get(token_id, 0.0) + share * prob
-        likeliest = sorted(merged.items(), key=lambda item: -item[1])[: self.num_successors]
+        likeliest = sorted(merged.items(), key=lambda item: -item[1])[: _kernels.MAX_OCCURRENCES]
         self.known[context] = Known(count, [(t, cost_of(p)) for t, p in likeliest])
 
     def update(self, other: "OracleTable") -> None:
-        """Put what another knows, bucket by bucket from the last one, oldest first."""
-        contexts = sorted(other.known, key=lambda context: -other.bucket(context))
-        successors = [other.known[context].successors for context in contexts]
-        ids = [[token_id for token_id, _ in known] for known in successors]
-        probs = [[math.exp(-cost / 4096) for _, cost in known] for known in successors]
-        self.put(contexts, ids, probs)
+        """Put what another knows, bucket by bucket from the last one, oldest first, as often."""
+        ordered = sorted(other.known.items(), key=lambda item: -other.bucket(item[0]))
+        for times in range(_kernels.MAX_COUNT):
+            items = [(context, known) for context, known in ordered if known.count > times]
+            ids = [[token_id for token_id, _ in known.successors] for _, known in items]
+            probs = [[math.exp(-cost / 4096) for _, cost in known.successors] for _, known in items]
+            self.put([context for context, _ in items], ids, probs)
 
     def bucket(self, context: Context) -> int:
         previous, last = context

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngram_pool import NGramPool, SuccessorTable
+from ngram_pool import NGramPool
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import noisy_text
 
@@ -43,20 +43,20 @@ def layered(pool: NGramPool, kind: str) -> int | None:
     docs.observe(noisy_text(300, seed=8))
     docs.harvest([[-1, 1], [1, 2]], [[2, 3], [3, 4]], [[0.5, 0.25], [0.75, 0.125]])
     other.observe(noisy_text(90, seed=9))
-    table = SuccessorTable(100)
-    table.put([[-1, 2], [3, 2]], [[1, 3], [4, 5]], [[0.5, 0.25], [0.75, 0.125]])
+    table = NGramPool()
+    table.harvest([[-1, 2], [3, 2]], [[1, 3], [4, 5]], [[0.5, 0.25], [0.75, 0.125]])
     match kind:
         case "none":
             return None
         case "plain":
             return pool.open_sequence()
         case "table":
-            return pool.open_sequence(table)
-        case "empty table":
-            return pool.open_sequence(SuccessorTable(100))
+            return pool.open_sequence([table.as_read_only()])
+        case "empty":
+            return pool.open_sequence([NGramPool().as_read_only()])
         case "a layer":
-            return pool.open_sequence(layers=[docs.as_read_only()])
-    return pool.open_sequence(table, [other.as_read_only(), docs.as_read_only()])
+            return pool.open_sequence([docs.as_read_only()])
+    return pool.open_sequence([each.as_read_only() for each in (table, other, docs)])
 
 
 @pytest.mark.parametrize("capacity", [40, 300, 5000])
@@ -66,7 +66,7 @@ def test_chains_are_the_trees_of_one_leaf(capacity: int, max_ngram_size: int) ->
     pool.observe(TEXT[:450])
     pool.observe(TEXT[450:], is_answer=True)
     pool.harvest([[-1, 5], [4, 5]], [[6, 7], [8, 9]], [[0.5, 0.25], [0.75, 0.125]])
-    kinds = ["plain", "table", "empty table", "a layer", "layers"]
+    kinds = ["plain", "table", "empty", "a layer", "layers"]
     sequences = [layered(pool, kinds[i % len(kinds)]) for i in range(30)]
     texts = [*some_texts(29, seed=capacity), TEXT[-5:]]
     sizes = [i % 9 for i in range(30)]
@@ -86,7 +86,7 @@ def test_chains_are_the_trees_of_one_leaf(capacity: int, max_ngram_size: int) ->
 def test_tokens_observed_in_one_call_are_those_observed_one_by_one(capacity: int) -> None:
     one, other = NGramPool(capacity, seed=1), NGramPool(capacity, seed=1)
     texts = [list(TEXT[i * 40 :]) for i in range(6)]
-    kinds = ["plain", "table", "a layer", "layers", "empty table", "plain"]
+    kinds = ["plain", "table", "a layer", "layers", "empty", "plain"]
     handles = [[layered(pool, kind) for kind in kinds] for pool in (one, other)]
     known = [5, 0, 9, 20, 1, 3]
     for pool, sequences in zip((one, other), handles, strict=True):
@@ -204,14 +204,11 @@ def test_wrong_arguments_are_named_and_change_nothing(
     assert not len(pool)
 
 
-def test_tables_and_arrays_that_were_replaced_are_not_read_any_more() -> None:
-    pool, table = NGramPool(seed=1), SuccessorTable(10_000)
-    row = pool.open_sequence(table)
-    assert pool.draft_chains([[1]], [1], 1, [row]).tolist() == [[]]
-    table.put([[-1, 1]], [[2]], [[0.9]])
-    assert pool.draft_chains([[1]], [1], 1, [row]).tolist() == [[2]]
+def test_arrays_that_were_replaced_are_not_read_any_more() -> None:
+    pool = NGramPool(seed=1)
+    row = pool.open_sequence()
     ids = np.arange(3000)  # the table's arrays grow
-    table.put(np.stack([np.full(3000, -1), ids], 1), ids[:, None] + 1, np.full((3000, 1), 0.9))
+    pool.harvest(np.stack([np.full(3000, -1), ids], 1), ids[:, None] + 1, np.full((3000, 1), 0.9))
     assert pool.draft_chains([[2000]], [1], 3, [row]).tolist() == [[2001, 2002, 2003]]
     pool.harvest([[-1, 7000]], [[7001]], [[0.9]])
     assert pool.draft_chains([[7000]], [1], 1, [row]).tolist() == [[7001]]

@@ -1,4 +1,4 @@
-"""Copies and pickles of pools and tables that other threads are using."""
+"""Copies and pickles of pools that other threads are using."""
 
 import copy
 import pickle
@@ -6,48 +6,46 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
-from ngram_pool import NGramPool, SuccessorTable
+from ngram_pool import NGramPool
 from tests.grids import thinned
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
 
 TEXT = noisy_text(300, alphabet=12)
 KNOWN = [[t % 60 - 1, t % 7] for t in range(200)], [[t % 9] for t in range(200)], [[0.5]] * 200
-_T = TypeVar("_T", NGramPool, SuccessorTable)
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
-    "pickle without copying": lambda thing: pickled_beside(thing),
+    "pickle": lambda pool: pickle.loads(pickle.dumps(pool)),
+    "pickle without copying": lambda pool: pickled_beside(pool),
 }
 
 
-def pickled_beside(thing: _T) -> _T:
+def pickled_beside(pool: NGramPool) -> NGramPool:
     """Pickle as for another process that shares memory: arrays come back read-only."""
     buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(thing, protocol=5, buffer_callback=buffers.append)
-    restored: _T = pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    data = pickle.dumps(pool, protocol=5, buffer_callback=buffers.append)
+    restored: NGramPool = pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
     return restored
 
 
-def use(pool: NGramPool, table: SuccessorTable, rng: random.Random) -> None:
-    sequence = pool.open_sequence(table)
+def use(pool: NGramPool, rng: random.Random) -> None:
+    sequence = pool.open_sequence()
     pool.observe(TEXT[rng.randrange(250) :], sequence)
     pool.observe(TEXT[: rng.randrange(9)], sequence, is_answer=True)
     pool.harvest(*KNOWN)
-    table.put(*KNOWN)
     pool.draft(TEXT[:5], 20, None, sequence)
     pool.close_sequence(sequence)
 
 
 @contextmanager
-def used(pool: NGramPool, table: SuccessorTable) -> Iterator[None]:
-    """Let three threads use both, until the block ends."""
+def used(pool: NGramPool) -> Iterator[None]:
+    """Let three threads use a pool, until the block ends."""
     done = threading.Event()
     errors: list[BaseException] = []
 
@@ -55,7 +53,7 @@ def used(pool: NGramPool, table: SuccessorTable) -> Iterator[None]:
         rng = random.Random(seed)
         try:
             while not done.is_set():
-                use(pool, table, rng)
+                use(pool, rng)
         except BaseException as error:
             errors.append(error)
 
@@ -69,10 +67,6 @@ def used(pool: NGramPool, table: SuccessorTable) -> Iterator[None]:
         for thread in threads:
             thread.join()
     assert not errors
-
-
-def everything_of(table: SuccessorTable) -> list[Any]:
-    return [array.tolist() for array in table.arrays().values()]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -105,28 +99,13 @@ def test_a_copy_is_a_pool_of_its_own(way: str) -> None:
     assert drafts(copied) == drafts(pool)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_copy_is_a_table_of_its_own(way: str) -> None:
-    table = SuccessorTable(1000, averages=False)
-    table.put(*KNOWN)
-    before = everything_of(table)
-    copied = WAYS[way](table)
-    assert everything_of(copied) == before
-    assert (len(copied), copied.nbytes, copied.capacity) == (len(table), table.nbytes, 1024)
-    copied.put([[1, 2]], [[99]], [[0.5]])
-    assert everything_of(table) == before
-    assert everything_of(copied) != before
-
-
 @pytest.mark.parametrize("way", thinned(WAYS, "copy", "pickle"))
 def test_what_others_are_using_is_copied_whole(way: str) -> None:
-    pool, table = NGramPool(2000), SuccessorTable(1000)
-    with used(pool, table):
+    pool = NGramPool(2000)
+    with used(pool):
         for _ in range(6):
             copied = WAYS[way](pool)
             check_pool(copied)
             copied.observe(TEXT, is_answer=True)
             check_pool(copied)
-            of_table = WAYS[way](table)
-            assert len(of_table.arrays()["keys"]) == len(of_table)
-            of_table.put(*KNOWN)
+            copied.harvest(*KNOWN)

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from ngram_pool import (
     NGramPool,
     PoolFileError,
-    SuccessorTable,
     files,
     writing,
 )
@@ -121,7 +120,7 @@ def test_a_file_is_for_its_owner_alone_and_its_folder_is_made(tmp_path: Path) ->
 
 def test_a_pool_in_use_is_saved_whole(path: Path) -> None:
     pool = NGramPool(2000)
-    with used(pool, SuccessorTable(1000)):
+    with used(pool):
         for _ in range(10):
             pool.save(path)
             check_pool(NGramPool.load(path))
@@ -301,7 +300,8 @@ def replace(value: Any) -> Callable[[Header, Arrays], None]:
 IS_ANOTHER = "header: expected that of a pool with .*'capacity_tokens': .*, got another"
 SIZES = "header: expected sizes of a pool with .*, got {'N': 4,"
 HOSTILE: dict[str, tuple[Callable[[Header, Arrays], None], str]] = {
-    "newer": (put("version", "2"), r"it has format 2, of a newer version of lade \('.*'\); this"),
+    "newer": (put("version", "3"), r"it has format 3, of a newer version of lade \('.*'\); this"),
+    "older": (put("version", "1"), "it has format 1, of an older version of lade; make it anew"),
     "another format": (put("format", "ngrams"), "expected a file that NGramPool.save wrote"),
     "more metadata": (put("more", ""), IS_ANOTHER),
     "other metadata": (put("model", 7), IS_ANOTHER),
@@ -338,6 +338,7 @@ HOSTILE: dict[str, tuple[Callable[[Header, Arrays], None], str]] = {
     "a key 2**63": (fill("harvested.keys", 9, 2**63 - 1), "part 'harvested.keys': expected"),
     "a successor -2": (fill("harvested.token_ids", (9, 0), -2), "'harvested.token_ids': expected"),
     "put -1 times": (fill("harvested.counts", 9, -1), "part 'harvested.counts': expected"),
+    "put 11 times": (fill("harvested.counts", 9, 11), "part 'harvested.counts': expected"),
 }
 
 
@@ -371,7 +372,7 @@ def test_a_header_that_is_no_json_is_refused(path: Path, text: bytes) -> None:
 
 def test_a_header_that_says_a_thing_twice_is_refused(content: bytes, path: Path) -> None:
     begin = 8 + int.from_bytes(content[:8], "little")
-    text = content[8:begin].rstrip().replace(b'"version":"1"', b'"version":"2","version":"1"')
+    text = content[8:begin].rstrip().replace(b'"version":"2"', b'"version":"3","version":"2"')
     path.write_bytes(sealed(text) + content[begin:])
     with pytest.raises(PoolFileError, match=IS_ANOTHER):
         NGramPool.load(path)

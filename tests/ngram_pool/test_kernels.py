@@ -15,7 +15,7 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 import ngram_pool.pool
-from ngram_pool import NGramPool, SuccessorTable, _kernels
+from ngram_pool import NGramPool, _kernels
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_copies import KNOWN
 from tests.ngram_pool.test_pool import noisy_text
@@ -43,7 +43,7 @@ print(sorted(first), sorted(compiled() - first), sep="|")
     groups = names - of_chains, of_chains
     assert done.stdout.decode().strip() == "|".join(str(sorted(group)) for group in groups)
     pool = NGramPool(50)
-    sequence = pool.open_sequence(SuccessorTable(10))
+    sequence = pool.open_sequence([NGramPool(50).as_read_only()])
     given = np.array([[1, 2]], np.int32)
     given.setflags(write=False)
     pool.draft_chains(given, [2], 3, [sequence], num_new=1)

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngram_pool import Draft, NGramPool, SuccessorTable
+from ngram_pool import Draft, NGramPool
 from tests.ngram_pool.checking import check_pool
-from tests.ngram_pool.table_oracle import OracleTable
 from tests.ngram_pool.threads import in_threads
 from tests.oracle import OraclePool
 
@@ -84,12 +83,12 @@ def test_frequent_contexts_are_read_as_far_as_the_oracle_reads_them() -> None:
     rng = np.random.default_rng(0)
     for n in (2, 3, 5):
         pool, oracle = NGramPool(120, n, seed=0), OraclePool(120, n)
-        prewarmed, oracle_prior = SuccessorTable(64), OracleTable(64)
+        layer, oracle_layer = NGramPool(), OraclePool(1000, 4)
         known = [[-1, 0], [-1, 1], [0, 1]], [[2, 4], [1, 3], [2, 0]], [[0.5, 0.25]] * 3
-        prewarmed.put(*known)
-        oracle_prior.put(*known)
-        sequence = pool.open_sequence(prewarmed)
-        oracle.open_sequence(sequence, oracle_prior)
+        layer.harvest(*known)
+        oracle_layer.harvested.put(*known)
+        sequence = pool.open_sequence([layer.as_read_only()])
+        oracle.open_sequence(sequence, [oracle_layer])
         text = rng.integers(0, 3, 200).tolist()
         pool.observe(text, sequence)
         oracle.observe(text, sequence)
@@ -201,11 +200,11 @@ def test_a_sequence_must_be_open(sequence: Any) -> None:
 
 def test_threads_may_share_a_pool() -> None:
     pool = NGramPool(20_000)
-    prewarmed = SuccessorTable(100)
+    layer = NGramPool().as_read_only()
     texts = {seed: [seed * 1000 + t for t in noisy_text(800, seed)] for seed in range(4)}
 
     def work(seed: int) -> None:
-        sequence = pool.open_sequence(prewarmed)
+        sequence = pool.open_sequence([layer])
         for start in range(0, 800, 5):
             new = texts[seed][start : start + 5]
             pool.observe(new, sequence, is_answer=start % 20 == 0)
@@ -218,7 +217,7 @@ def test_threads_may_share_a_pool() -> None:
     assert len(pool) == 3200
 
 
-@pytest.mark.parametrize("name", ["ngram_pool.pool", "ngram_pool.draft", "ngram_pool.table"])
+@pytest.mark.parametrize("name", ["ngram_pool.pool", "ngram_pool.draft"])
 def test_examples_in_docstrings_run(name: str) -> None:
     results = doctest.testmod(importlib.import_module(name))
     assert results.attempted > 0

@@ -1,4 +1,4 @@
-"""Sources that `NGramPool` blends: harvested and prewarmed successors, unigrams, layers."""
+"""Sources that `NGramPool` blends: harvested successors, unigrams, layers."""
 
 import copy
 import pickle
@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngram_pool import NGramPool, ReadOnlyPoolError, SuccessorTable
+from ngram_pool import NGramPool, ReadOnlyPoolError
+from tests.ngram_pool.table_oracle import OracleTable
+from tests.ngram_pool.test_harvest import contents, expected_contents
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
 from tests.ngram_pool.threads import in_threads
 
@@ -27,28 +29,21 @@ def likeliest(pool: NGramPool, context: list[int], sequence: int | None = None) 
 
 def test_a_tree_is_harvested_as_its_pairs_and_single_tokens_most_likely_last() -> None:
     rng = np.random.default_rng(5)
-    trees, contexts = SuccessorTable(4096), SuccessorTable(4096)
+    pool, oracle = NGramPool(), OracleTable(2**16)
     for _ in range(300):
         num_nodes = int(rng.integers(1, 20))
         nodes = rng.integers(0, NUM_TOKENS, num_nodes)
-        parents = np.array([rng.integers(-1 if i == 0 else 0, max(1, i)) for i in range(num_nodes)])
         parents = np.array([-1, *(rng.integers(0, node) for node in range(1, num_nodes))])
         previous = int(rng.integers(-1, NUM_TOKENS))
         ids = np.stack([rng.permutation(NUM_TOKENS)[:4] for _ in nodes])
-        probs = -np.sort(-rng.random(ids.shape), axis=1)
-        trees.put_tree(previous, nodes, parents, ids, probs)
-        for node in reversed(range(num_nodes)):
-            contexts.put([[-1, nodes[node]]], ids[[node]], probs[[node]])
-        for node in reversed(range(num_nodes)):
-            before = nodes[parents[node]] if node else previous
-            contexts.put([[before, nodes[node]]], ids[[node]], probs[[node]])
-    assert len(trees) == len(contexts) > 800
-    for first in range(-1, NUM_TOKENS):
-        for second in range(NUM_TOKENS):
-            known, expected = trees.get(first, second), contexts.get(first, second)
-            assert (known is None) == (expected is None)
-            if known is not None and expected is not None:
-                assert [part.tolist() for part in known] == [part.tolist() for part in expected]
+        probs = -np.sort(-rng.random(ids.shape, np.float32), axis=1)
+        pool.harvest_tree(previous, nodes, parents, ids, probs)
+        befores = [nodes.item(over) if over >= 0 else previous for over in parents.tolist()]
+        for firsts in ([-1] * num_nodes, befores):
+            pairs = list(zip(firsts, nodes.tolist(), strict=True))
+            oracle.put(pairs[::-1], ids.tolist()[::-1], probs.tolist()[::-1], averages=False)
+    assert contents(pool) == expected_contents(oracle)
+    assert pool.num_contexts > 800
 
 
 @pytest.mark.parametrize(
@@ -70,26 +65,6 @@ def test_a_bad_tree_raises_and_changes_nothing(
     with pytest.raises(error, match="expected"):
         pool.harvest_tree(previous, nodes, parents, ids, np.full(np.shape(ids), prob))
     assert len(pool.draft([5], 5)) == 0
-
-
-def test_a_prior_is_used_by_its_sequence_alone_and_never_written() -> None:
-    prewarmed = SuccessorTable(100)
-    prewarmed.put([[-1, 5], [4, 5]], [[6, 7], [8, 9]], [[0.7, 0.1]] * 2)
-    before = {name: array.tolist() for name, array in prewarmed.arrays().items()}
-    pool = NGramPool()
-    mine, other = pool.open_sequence(prewarmed), pool.open_sequence()
-    assert likeliest(pool, [5], mine) == [6]
-    for sequence in (None, 0, other):
-        assert len(pool.draft([5], 4, sequence=sequence)) == 0
-        assert len(pool.sample([5], 4, np.random.default_rng(0), sequence=sequence)) == 0
-    assert set(pool.sample([5], 1, np.random.default_rng(0), sequence=mine).token_ids) <= {6, 7}
-    pool.harvest([[-1, 5], [1, 5]], [[3], [3]], [[0.5], [0.5]])
-    pool.observe([4, 5, 1, 4, 5, 2] * 20, mine, is_answer=True)
-    assert {name: array.tolist() for name, array in prewarmed.arrays().items()} == before
-    prewarmed.put([[-1, 77]], [[78]], [[0.9]])  # its owner may
-    assert likeliest(pool, [77], mine) == [78]
-    pool.close_sequence(mine)
-    assert len(pool.draft([77], 4)) == 0
 
 
 # --- unigrams ---
@@ -165,6 +140,22 @@ def test_a_draft_follows_the_text_of_every_layer() -> None:
     assert sorted(draft.candidates()) == [[10, 11], *([20 + i, 30 + i] for i in range(6))]
     for other in (pool.open_sequence(), 0, None):  # its layers are a sequence's own
         assert pool.draft([1, 2, 3], 40, sequence=other).candidates() == [[10, 11]]
+
+
+def test_a_layer_without_text_tells_its_successors_where_the_pool_knows_none() -> None:
+    layer = NGramPool()
+    layer.harvest([[-1, 5], [4, 5]], [[6, 7], [8, 9]], [[0.7, 0.1]] * 2)
+    pool = NGramPool()
+    mine, other = pool.open_sequence([layer.as_read_only()]), pool.open_sequence()
+    assert likeliest(pool, [5], mine) == [6]
+    for sequence in (None, 0, other):
+        assert len(pool.draft([5], 4, sequence=sequence)) == 0
+        assert len(pool.sample([5], 4, np.random.default_rng(0), sequence=sequence)) == 0
+    assert set(pool.sample([5], 1, np.random.default_rng(0), sequence=mine).token_ids) <= {6, 7}
+    pool.harvest([[-1, 5]], [[3]], [[0.5]])
+    assert likeliest(pool, [5], mine) == [3]
+    assert sorted(layer.contexts().tolist()) == [[-1, 5], [4, 5]]
+    assert layer.num_contexts == 2
 
 
 # --- pools that are only read ---------------------------------------------------------------

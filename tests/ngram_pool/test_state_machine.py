@@ -21,9 +21,8 @@ from hypothesis.stateful import (
 )
 
 import ngram_pool.pool
-from ngram_pool import NGramPool, SuccessorTable
+from ngram_pool import NGramPool
 from tests.ngram_pool.checking import check_pool
-from tests.ngram_pool.table_oracle import OracleTable
 from tests.ngram_pool.test_pool import as_tuple
 from tests.oracle import OraclePool
 
@@ -60,26 +59,22 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(
         capacity=st.integers(1, 25),
         max_ngram_size=st.integers(1, 5),
-        known=entries,
         seed=st.integers(0, 2**60 - 1),
     )
-    def start(self, capacity: int, max_ngram_size: int, known: Any, seed: int) -> None:
+    def start(self, capacity: int, max_ngram_size: int, seed: int) -> None:
         self.pool = NGramPool(capacity, max_ngram_size, seed)
         self.oracle = OraclePool(capacity, max_ngram_size, seed)
         # Any weights will do, and among random ones none is without effect.
         weights = self.pool._weights
         weights[:] = np.random.default_rng(seed).normal(0.0, 0.3, weights.shape)
         self.oracle.weights = weights.tolist()
-        self.prewarmed, self.oracle_prior = SuccessorTable(100), OracleTable(100)
-        self.prewarmed.put(*as_arguments(known))
-        self.oracle_prior.put(*(array.tolist() for array in as_arguments(known)))
 
     @rule(
         target=layers,
         capacity=st.integers(1, 40),
         max_ngram_size=st.integers(1, 7),
         seed=st.integers(0, 2**60 - 1),
-        texts=st.lists(tokens, min_size=1, max_size=2),
+        texts=st.lists(tokens, max_size=2),
         known=entries,
     )
     def make_layer(
@@ -96,16 +91,10 @@ class PoolMachine(RuleBasedStateMachine):
         oracle.harvested.put(*(array.tolist() for array in as_arguments(known)))
         return pool.as_read_only(), oracle
 
-    @rule(target=sequences, has_prewarmed=st.booleans(), layers=st.lists(layers, max_size=6))
-    def open_sequence(self, has_prewarmed: bool, layers: Any) -> int:
-        sequence = self.pool.open_sequence(
-            self.prewarmed if has_prewarmed else None, [pool for pool, _ in layers]
-        )
-        self.oracle.open_sequence(
-            sequence,
-            self.oracle_prior if has_prewarmed else None,
-            [oracle for _, oracle in layers],
-        )
+    @rule(target=sequences, layers=st.lists(layers, max_size=6))
+    def open_sequence(self, layers: Any) -> int:
+        sequence = self.pool.open_sequence([pool for pool, _ in layers])
+        self.oracle.open_sequence(sequence, [oracle for _, oracle in layers])
         return sequence
 
     @rule(sequence=consumes(sequences))
@@ -192,11 +181,6 @@ class PoolMachine(RuleBasedStateMachine):
     def what_was_learned_is_the_same(self) -> None:
         assert self.pool._weights.tolist() == self.oracle.weights
 
-    @precondition(lambda self: hasattr(self, "pool"))
-    @invariant()
-    def a_prior_is_never_written(self) -> None:
-        assert len(self.prewarmed) == len(self.oracle_prior.known)
-
 
 PoolMachine.TestCase.settings = settings(stateful_step_count=40, deadline=None)
 test_pool_equals_oracle = pytest.mark.usefixtures("small_limits")(PoolMachine.TestCase)
@@ -238,11 +222,9 @@ class LivingPoolMachine(PoolMachine):
                 del oracle.open[handle]
         for handle in [*self.oracle.open]:
             if handle:
-                opened = self.pool._sequences[handle]
                 loaded._num_opened = handle
-                loaded.open_sequence(opened.prewarmed, opened.layers)
-                prior, layers = self.oracle.priors[handle], self.oracle.layers[handle]
-                oracle.open_sequence(handle, prior, layers)
+                loaded.open_sequence(self.pool._sequences[handle].layers)
+                oracle.open_sequence(handle, self.oracle.layers[handle])
         loaded._num_opened = self.pool._num_opened
         self.pool, self.oracle = loaded, oracle
 
@@ -262,12 +244,12 @@ test_living_pool_equals_oracle = pytest.mark.exhaustive(
 @pytest.mark.usefixtures("small_limits")
 def test_a_layer_of_shorter_ngrams_is_found_after_longer_ones() -> None:
     state = LivingPoolMachine()
-    state.start(capacity=25, max_ngram_size=4, known=[], seed=10_000)
+    state.start(capacity=25, max_ngram_size=4, seed=10_000)
     state.observe(is_answer=False, sequence=0, token_ids=[0, 0, 3, 1])
     layer = state.make_layer(
         capacity=34, known=[], max_ngram_size=1, seed=0, texts=[[0, 2, 0, 3, 0]]
     )
-    sequence = state.open_sequence(has_prewarmed=False, layers=[layer])
+    sequence = state.open_sequence(layers=[layer])
     for context in ([0, 2, 0, 3], [2, 0, 3], [0, 3], [3]):
         state.draft(context=context, max_draft_tokens=8, max_candidates=None, sequence=sequence)
     state.teardown()

@@ -238,7 +238,7 @@ def test_a_damaged_file_is_removed(tmp_path: Path) -> None:
     path.write_bytes(content)
     with store_at(tmp_path) as store:
         with pytest.warns(
-            UserWarning, match=r"'alice' begins anew, .* damaged and is removed: .*bytes"
+            UserWarning, match=r"'alice' begins anew, .* cannot be used and is removed: .*bytes"
         ):
             assert texts_of(store, "alice") == []
         observe(store, "alice", [3])
@@ -249,7 +249,7 @@ def test_a_file_of_a_newer_version_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("ngram_pool.files._VERSION", 2)
+        patch.setattr("ngram_pool.files._VERSION", 3)
         with store_at(tmp_path) as store:
             observe(store, "alice", [1, 2])
     before = (tmp_path / "alice.pool").read_bytes()

@@ -34,13 +34,14 @@ def test_text_is_drafted_from_as_if_it_had_been_observed() -> None:
     check_pool(pool)
 
 
-def test_successors_of_both_are_known_those_of_the_other_where_both_know() -> None:
+def test_successors_of_both_are_known_and_averaged_where_both_know() -> None:
     pool, other = pool_of(), pool_of()
     pool.harvest([[-1, 1], [1, 2]], [[5], [6]], [[0.5], [0.25]])
     other.harvest([[1, 2], [-1, 3]], [[7], [8]], [[0.75], [0.5]])
     pool.merge(other)
     known = {last: pool.draft(context, 1).token_ids.tolist() for last, context in CONTEXTS.items()}
     assert known == {1: [5], 2: [7], 3: [8]}
+    assert pool.draft([1, 2], 2).token_ids.tolist() == [7, 6]
 
 
 def test_expected_counts_are_not_counted_twice() -> None:
@@ -63,12 +64,12 @@ def test_text_of_another_tokenizer_is_refused() -> None:
 
 def test_successors_of_another_model_are_left_out() -> None:
     pool, other = pool_of(ONE), pool_of(TWO)
-    other.harvest([[1, 2]], [[7]], [[0.75]])
+    other.harvest([[1, 2]], [[77]], [[0.75]])
     pool.model, other.model = "one", "two"
     with pytest.warns(UserWarning, match="successors of the model two are left out"):
         pool.merge(other)
     assert len(pool) == len(ONE) + len(TWO)
-    assert 7 not in pool.draft([1, 2], 9).token_ids
+    assert 77 not in pool.draft([1, 2], 9).token_ids
 
 
 def test_only_another_pool_is_taken() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lade.engines.vllm import PoolProposer
-from ngram_pool import NGramPool, SuccessorTable
+from ngram_pool import NGramPool, PoolFileError
 from tests.lade.engines.fake_engine import FakeEngine, Request, config, cycling
 
 
@@ -261,17 +261,16 @@ def test_what_many_prompts_begin_with_is_observed_once() -> None:
 
 @pytest.mark.parametrize("sharing", ["none", "all"])
 def test_a_prewarmed_table_drafts_what_no_text_says(sharing: str, tmp_path: Path) -> None:
-    from lade.prewarming.tables import StoredTable, merge_table
-    from tests.lade.shared import shared_model
-
-    table = SuccessorTable(100)
-    table.put([[-1, 5], [-1, 6]], [[6, 7], [8, 9]], [[0.9, 0.05], [0.9, 0.05]])
-    path = tmp_path / "model.safetensors"
-    merge_table(path, shared_model("llama"), StoredTable(table))
+    table, path = NGramPool(), tmp_path / "model.safetensors"
+    table.harvest([[-1, 5], [-1, 6]], [[6, 7], [8, 9]], [[0.9, 0.05], [0.9, 0.05]])
+    table.save(path)
     ids = np.array([[1, 5]], np.int32)
     for prewarmed, expected in ((None, []), (str(path), [6, 8])):
         options: Any = {"sharing": sharing, "prewarmed": prewarmed, "min_probability": 0.0}
         proposer = PoolProposer(config(**options))
         assert proposer.propose([[5]], np.array([2], np.int32), ids) == [expected]
-    with pytest.raises(ValueError, match="lade prewarm"):
-        PoolProposer(config(prewarmed=str(path), vocab_size=7))
+    proposer = PoolProposer(config(prewarmed=str(path), vocab_size=7, min_probability=0.0))
+    assert proposer.propose([[5]], np.array([2], np.int32), ids) == [[6]]
+    path.write_bytes(b"of an older version")
+    with pytest.raises(PoolFileError, match=r"expected a file that NGramPool.save wrote"):
+        PoolProposer(config(prewarmed=str(path)))

@@ -20,7 +20,7 @@ GREEDY: dict[str, Any] = {
     "do_sample": False,
     "max_new_tokens": 40,
 }
-FOUR = lade.Config(max_draft_tokens=4, uses_table=False)
+FOUR = lade.Config(max_draft_tokens=4)
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def attacked(secret: list[int], **options: Any) -> bool:
     model = tiny_model("llama", seed=4, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     # With a limit to candidates nothing is explored, which now and then hits by chance.
-    config = lade.Config(max_candidates=4, max_draft_tokens=4, uses_table=False)
+    config = lade.Config(max_candidates=4, max_draft_tokens=4)
     lade.wrap(model, config=config, **options)
     prompt = victim_prompt(secret)
     model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, pad_token_id=0)

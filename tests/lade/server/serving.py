@@ -31,7 +31,7 @@ from tests.lade.tiny import tiny_model
 
 NAME = "tiny"
 # Every run takes the same steps: with a limit to candidates nothing is explored.
-REPEATING = lade.Config(max_candidates=4, max_draft_tokens=4, uses_table=False)
+REPEATING = lade.Config(max_candidates=4, max_draft_tokens=4)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
