@@ -641,7 +641,8 @@ class _Reader:
         of_query, of_key = mixing.turned
         linears = [each for each in leaves if self._is_product(each) and each not in mixing.done]
         mlp = self._mlp(layer, linears)
-        factor = float(getattr(layer, "residual_multiplier", 1.0))
+        names = "residual_multiplier", "residual_scale"
+        factor = float(next((vars(layer)[each] for each in names if each in vars(layer)), 1.0))
         way = _Way(states, mixing.given, mixing.out, mlp.given, mlp.out, result)
         (after, before_mlp, after_mlp, *last), is_parallel = self._residuals(way, factor)
         before_mlp = before if mlp.given is mixing.given else before_mlp
