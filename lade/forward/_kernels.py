@@ -884,6 +884,11 @@ def _write_head(g, head, layer, caches, part, token, scratch):  # type: ignore[n
             _round(out, format_)
         _copy(out, _row(g[w.QUERIES] + 4 * (num_heads * token + head) * size, size))
     else:
+        factor = _number(layer, w.VALUE_FACTOR)
+        if is_value and factor != _F(1):
+            for i in range(size):
+                out[i] = out[i] * factor
+            _round(out, format_)
         cache = caches[part[0]]
         first, step = (w.VALUES, w.VALUE_HEAD) if is_value else (w.KEYS, w.KEY_HEAD)
         slot = cache[w.NUM_KEYS] - part[2] + part[1]

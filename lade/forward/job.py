@@ -725,7 +725,8 @@ class _Weights:
                 self._add_latents(end + of_more, layer.latents, compiled)
                 row[words.LATENT], of_more = of_more, of_more + 1
             if layer.heads is not None:
-                row[words.NUM_HEADS : words.LATENT] = layer.heads
+                *sizes, times = layer.heads
+                row[words.NUM_HEADS : words.LATENT] = *sizes, _bits(times)
             row[words.RUN_ATTENTION : words.NUM_HEADS] = _jobs_of(layer, compiled)
             row[words.INNER_SIZE] = layer.inner
             row[words.ACTIVATION], row[words.TURN] = layer.activation, layer.turn
@@ -930,7 +931,7 @@ def _added_by(layer: LayerPlan, dtype: torch.dtype) -> tuple[Any, ...]:
     """Return what a token adds to the cache of a layer, see `TreeCache.slot_addresses`."""
     if layer.convolution is None:
         assert layer.heads is not None
-        _, num, of_key, of_value, more = layer.heads
+        _, num, of_key, of_value, more, _ = layer.heads
         sizes = of_key, more or of_value
         return tuple(torch.empty((1, num, 1, size), dtype=dtype) for size in sizes)
     inputs = torch.empty((1, 1, 1, layer.convolution.out_channels), dtype=dtype)

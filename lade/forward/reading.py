@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
@@ -133,6 +134,7 @@ class HeadsPlan(NamedTuple):
     size: int  # of queries and keys
     size_of_value: int
     more: int = 0  # further numbers of keys, in the place of values, which then are the keys
+    times: float = 1.0  # factor of values
 
 
 class LatentsPlan(NamedTuple):
@@ -671,13 +673,11 @@ class _Reader:
         leaves: list[nn.Module],
     ) -> _Mixing:
         """Return the attention of a layer."""
-        (_, num, _, size), (_, num_keys, _, _) = attended.query.shape, attended.key.shape
-        is_alike = attended.value.shape == attended.key.shape
-        require(is_alike, "its keys and values are of different sizes")
-        sizes = num, num_keys, size
+        (_, num, _, size), (_, num_keys, _, of_value) = attended.query.shape, attended.value.shape
+        sizes = num, num_keys, size, of_value
         mixing, out_linear, heads, gate = self._projections(attended, leaves, sizes)
         rotary, angles = self._rotary(layer)
-        order, of_query, of_key = self._ordered(attended, heads, angles, gate)
+        order, of_query, of_key, times = self._ordered(attended, heads, angles, gate)
         num_turned = arranged(angles, of_query.arrangement)[0].shape[-1] if of_query.turn else 0
         return _Mixing(
             (*mixing, *[None] * (4 - len(mixing)), out_linear),
@@ -690,7 +690,7 @@ class _Reader:
             _settings_of(attended, self._implementation),
             None,
             {each.around for each in (*mixing, out_linear)},
-            heads=HeadsPlan(*sizes, size),
+            heads=HeadsPlan(*sizes, times=times),
         )
 
     def _latent(
@@ -888,14 +888,14 @@ class _Reader:
         require(not rest, f"{[type(each).__name__ for each in rest]} take part in a layer")
 
     def _projections(
-        self, attended: _Attention, leaves: list[nn.Module], sizes: tuple[int, int, int]
+        self, attended: _Attention, leaves: list[nn.Module], sizes: tuple[int, int, int, int]
     ) -> tuple[list[ProductPlan], ProductPlan, Tensor, tuple[int, int]]:
         """Return the linear layers before attention and the one behind it.
 
         Also the output of the first ones, as heads [1, num, num_tokens, head_size], and the heads
         that gate the result: `HeadOrder.query_step` and `HeadOrder.gate`.
         """
-        num_heads, num_key_heads, head_size = sizes
+        num_heads, num_key_heads, head_size, of_value = sizes
         children = dict(attended.module.named_children())
         num = num_heads + 2 * num_key_heads
         named = next((names for names in _MIXING if {*names} <= children.keys()), None)
@@ -917,6 +917,12 @@ class _Reader:
             ]
         rows = torch.cat([*map(self._results, mixing)], dim=-1)
         is_same = all(self._io(each.around)[0] is given for each in mixing)
+        if (missing := head_size - of_value) > 0:  # each head of values gets zeros behind it
+            *others, values = map(self._results, mixing)
+            is_apart = bool(outs) and values.shape[-1] == num_key_heads * of_value
+            require(is_apart, "values of smaller heads come not from a projection of their own")
+            values = values.view(*values.shape[:2], num_key_heads, of_value)
+            rows = torch.cat([*others, functional.pad(values, (0, missing)).flatten(2)], dim=-1)
         is_same = is_same and rows.shape[-1] == (num + num_heads * (not outs)) * head_size
         require(is_same, "its projections are of different states, or of other sizes")
         heads = rows.view(*rows.shape[:2], -1, head_size).transpose(1, 2)
@@ -944,9 +950,10 @@ class _Reader:
         heads: Tensor,
         angles: tuple[Tensor, ...],
         gate: tuple[int, int],
-    ) -> tuple[HeadOrder, _Turned, _Turned]:
-        """Return the order of heads, and the operations on queries and keys."""
-        wanted = attended.query, attended.key, attended.value
+    ) -> tuple[HeadOrder, _Turned, _Turned, float]:
+        """Return the order of heads, the operations on queries and keys, the factor of values."""
+        wanted, of_value = (attended.query, attended.key, attended.value), attended.value.shape[3]
+        factors = [1.0, *(each for each in vars(attended.module).values() if type(each) is float)]
         norms, reason = self._norms, "values are not what their projection gives"
         num, num_keys = (each.shape[1] for each in wanted[:2])
         orders: Iterable[HeadOrder] = _orders(num, num_keys)
@@ -957,7 +964,9 @@ class _Reader:
                 heads[:, order.heads(kind, each.shape[1], num + 2 * num_keys)]
                 for kind, each in enumerate(wanted)
             )
-            if not torch.equal(value, attended.value):
+            value = value[..., :of_value]
+            times = next((x for x in factors if torch.equal(value * x, attended.value)), None)
+            if times is None:
                 continue
             self._norms = [*norms]
             try:
@@ -970,7 +979,7 @@ class _Reader:
                 )
                 is_apart = order.num_groups > 1 or order.query_step > 1
                 require(not is_apart or not is_whole, "a norm is of several groups")
-                return order, of_query, of_key
+                return order, of_query, of_key, times
             except UnsupportedForwardError as error:
                 reason = str(error)
         raise UnsupportedForwardError(reason)

@@ -76,10 +76,11 @@ NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, QUERY_STEP, FIRST_GATE = range(
 # RUN_ATTENTION: address of what is compiled for attention, or what the layer has instead;
 # RUN_EXPERTS: the same for experts, or 0.
 MIXED_SIZE, ATTENDED_SIZE, RECURRENCE, RUN_ATTENTION, RUN_EXPERTS = range(127, 132)
-# Heads of queries and of keys; numbers of a key's head, and of a value's. If MORE_SIZE is not 0,
-# the cache has so many further numbers of keys in place of values, and keys are the values, too.
-# Then LATENT is the row of ADDITIONS that describes the rest, counted from 1.
-NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE, LATENT, LAYER_SIZE = range(132, 139)
+# Heads of queries and of keys; numbers of a key's head, and of a value's; factor of values. If
+# MORE_SIZE is not 0, the cache has so many further numbers of keys in place of values, and keys are
+# the values, too. Then LATENT is the row of ADDITIONS that describes the rest, counted from 1.
+(NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE, VALUE_FACTOR) = range(132, 138)
+LATENT, LAYER_SIZE = 138, 139
 # A low-rank addition to a product: its first factor as a product, WEIGHT and BIAS of the second,
 # the scale of the result, the format of both factors, and its first number in a row of BETWEEN.
 SECOND = PRODUCT_SIZE

@@ -35,7 +35,7 @@ READABLE = [
     *("olmoe", "qwen3_moe", "hunyuan_v1_moe", "sarvam_moe", "aria_text", "phimoe"),
     # These attend to latents, as youtu does.
     *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla"),
-    *(*CHAINS[2:], "cohere_compass_text"),
+    *(*CHAINS[2:], "cohere_compass_text", "mimo_v2_flash"),
 ]
 # Bounded scores, sinks and latents take no parts, so that batches of them are plain.
 PLAIN = "gemma2", "gpt_oss", "youtu"

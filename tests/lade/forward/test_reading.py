@@ -49,7 +49,7 @@ def test_llama_is_read_as_it_is() -> None:
     (embedding,), scale, norm = plan.embedding
     assert embedding == (model.model.embed_tokens, (words.TOKENS_GIVEN,), {})
     assert (scale, norm, plan.transform, plan.head) == (1.0, None, None, model.lm_head)
-    assert {layer.heads for layer in plan.layers} == {(4, 2, 16, 16, 0)}
+    assert {layer.heads for layer in plan.layers} == {(4, 2, 16, 16, 0, 1.0)}
     assert {*plan.kinds} == {"full_attention"}
     for mine, theirs in zip(plan.layers, model.model.layers, strict=True):
         attention, mlp = theirs.self_attn, theirs.mlp
@@ -97,8 +97,9 @@ def test_what_sets_families_apart_is_read() -> None:
         ("cohere", lambda plan: plan.layers[0].turn & words.NEIGHBOURS, words.NEIGHBOURS),
         ("deepseek_v2", lambda plan: plan.layers[0].turn, words.NEIGHBOURS),
         ("deepseek_v3", lambda plan: plan.layers[0].turn, words.HALVES | words.SORTS),
-        ("deepseek_v3", lambda plan: plan.layers[0].heads, (4, 1, 16, 16, 8)),
+        ("deepseek_v3", lambda plan: plan.layers[0].heads, (4, 1, 16, 16, 8, 1.0)),
         ("deepseek_v3", lambda plan: plan.layers[0].latents[2:], (8, 8, 8)),
+        ("mimo_v2_flash", lambda plan: plan.layers[0].heads, (4, 2, 32, 16, 0, 0.707)),
         ("sarvam_mla", lambda plan: plan.layers[0].latents.query, None),
         ("glm", lambda plan: plan.layers[0].num_turned < plan.sizes.head_size, True),
         ("olmo2", lambda plan: plan.layers[0].norms[4].flags & words.IS_WHOLE, words.IS_WHOLE),
