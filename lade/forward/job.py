@@ -190,7 +190,9 @@ class FusedForwards:
         require(self._weights.fit(), "its weights are no plain matrices")
         self._is_unchanged = is_unchanged if any(adapters_of(plan)) else None
         widths = {sizes.hidden, *(layer.attended for layer in plan.layers)}
-        widths |= {inner for layer in plan.layers for inner in layer.inners} | {sizes.normed}
+        widths |= {inner for layer in plan.layers for inner in layer.inners}
+        latents = [layer.latents for layer in plan.layers if layer.latents is not None]
+        widths |= {each.query.num_inputs for each in latents if each.query is not None}
         may_dot = self._dtype is torch.bfloat16 and not across
         self._has_dots = may_dot and all(map(compiled.may_dot, widths))
 

@@ -31,8 +31,7 @@ def test_families_are_read(family: str, dtype: torch.dtype) -> None:
         getattr(text, "cross_attention_layers", ())
     )
     assert len(plan.kinds) == len(plan.layers)
-    heads = {layer.heads.num for layer in plan.layers if layer.heads is not None}
-    assert heads == {text.num_attention_heads}
+    assert {layer.heads.num for layer in plan.layers if layer.heads} == {text.num_attention_heads}
     own = {*model.modules()}
     # None is of the view that was watched.
     assert {plan.head, *plan.modules, *(each.module for each in plan.embedding.calls)} <= own
