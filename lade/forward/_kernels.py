@@ -265,6 +265,10 @@ def _turn(row, cos, sin, straight, turned, how, format_):  # type: ignore[no-unt
     """Turn the first numbers of a head by the angles of its position."""
     size = len(cos)
     half = size // 2
+    if how & w.SORTS:
+        for i in range(half):
+            turned[i], turned[half + i] = row[2 * i], row[2 * i + 1]
+        _copy(turned[:size], row)
     for i in range(size):
         straight[i] = row[i] * cos[i]
     if how & w.HALVES:
@@ -517,7 +521,7 @@ def given_to_job(address):  # type: ignore[no-untyped-def]
 
 @inlined
 def described(g, number):  # type: ignore[no-untyped-def]
-    """Return the row that describes a layer's experts or its recurrence, counted from 1."""
+    """Return the row that describes experts, a recurrence or latents, counted from 1."""
     address = g[w.ADDITIONS] + 8 * w.LAYER_SIZE * (number - 1)
     return numba.carray(pointer(address), (w.LAYER_SIZE,), np.int64)
 
@@ -831,8 +835,8 @@ def _write_head(g, head, layer, caches, part, token, scratch):  # type: ignore[n
         token: the token's number among all parts.
         scratch: the thread's scratch memory.
     """
-    num_heads, num_key_heads = g[w.NUM_HEADS], g[w.NUM_KEY_HEADS]
-    size, format_ = g[w.HEAD_SIZE], g[w.FORMAT]
+    num_heads, num_key_heads = layer[w.NUM_HEADS], layer[w.NUM_KEY_HEADS]
+    of_key, format_ = layer[w.HEAD_SIZE], g[w.FORMAT]
     row = g[w.MIXED] + 4 * layer[w.MIXED_SIZE] * token
     is_query, is_value = head < num_heads, head >= num_heads + num_key_heads
     number = head if is_query else (head - num_heads) % num_key_heads
@@ -841,7 +845,8 @@ def _write_head(g, head, layer, caches, part, token, scratch):  # type: ignore[n
     first = layer[w.FIRST_QUERY if is_query else w.FIRST_VALUE if is_value else w.FIRST_KEY]
     first += group * (num_heads + 2 * num_key_heads) // num_groups
     within *= layer[w.QUERY_STEP] if is_query else 1
-    given, out = _row(row + 4 * (first + within) * size, size), _row(scratch, size)
+    size = layer[w.RESULT_SIZE] if is_value else of_key
+    given, out = _row(row + 4 * (first * of_key + within * size), size), _row(scratch, size)
     norm = w.QUERY_NORM if is_query else w.KEY_NORM
     of = layer[norm : norm + w.NORM_SIZE]
     flags = 0 if is_value else of[w.FLAGS]
@@ -879,6 +884,11 @@ def _write_head(g, head, layer, caches, part, token, scratch):  # type: ignore[n
             _round(out, format_)
         _copy(out, _row(g[w.QUERIES] + 4 * (num_heads * token + head) * size, size))
     else:
+        factor = _number(layer, w.VALUE_FACTOR)
+        if is_value and factor != _F(1):
+            for i in range(size):
+                out[i] = out[i] * factor
+            _round(out, format_)
         cache = caches[part[0]]
         first, step = (w.VALUES, w.VALUE_HEAD) if is_value else (w.KEYS, w.KEY_HEAD)
         slot = cache[w.NUM_KEYS] - part[2] + part[1]
@@ -888,7 +898,7 @@ def _write_head(g, head, layer, caches, part, token, scratch):  # type: ignore[n
 
 @inlined
 def _write_heads(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped-def]
-    num_heads = g[w.NUM_HEADS] + 2 * g[w.NUM_KEY_HEADS]
+    num_heads = layer[w.NUM_HEADS] + 2 * layer[w.NUM_KEY_HEADS]
     num = g[w.NUM_TOKENS] * num_heads
     step = _share(num, g[w.NUM_THREADS], 1, num_heads)
     start, num_done = take(phase, step), 0
@@ -911,12 +921,14 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
 
     Without a mask, a token sees the tokens before it and itself.
     """
-    size, format_, num_sharing = g[w.HEAD_SIZE], g[w.FORMAT], g[w.NUM_HEADS] // g[w.NUM_KEY_HEADS]
+    format_, num_sharing = g[w.FORMAT], layer[w.NUM_HEADS] // layer[w.NUM_KEY_HEADS]
     width, num_rows = 4 if format_ == FLOAT32 else 2, stop - start
+    of_key, size, more = layer[w.HEAD_SIZE], layer[w.RESULT_SIZE], layer[w.MORE_SIZE]
+    whole = of_key + more
     scores = numba.carray(pointer(scratch), (_MOST_ROWS, BLOCK), np.float32)
     scratch += 4 * _MOST_ROWS * BLOCK
-    queries = numba.carray(pointer(scratch), (_MOST_ROWS, size), np.float32)
-    scratch += 4 * _MOST_ROWS * size
+    queries = numba.carray(pointer(scratch), (_MOST_ROWS, whole), np.float32)
+    scratch += 4 * _MOST_ROWS * whole
     sums = numba.carray(pointer(scratch), (_MOST_ROWS, size), np.float32)
     scratch += 4 * _MOST_ROWS * size
     peaks = _row(scratch, _MOST_ROWS)
@@ -925,8 +937,10 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
     scaling, softcap = _number(layer, w.SCALING), _number(layer, w.SOFTCAP)
     for row in range(num_rows):
         token, query = divmod(start + row, num_sharing)
-        index = (part[w.FIRST] + token) * g[w.NUM_HEADS] + head * num_sharing + query
-        _take_query(_row(g[w.QUERIES] + 4 * index * size, size), queries[row], format_, scaling)
+        index = (part[w.FIRST] + token) * layer[w.NUM_HEADS] + head * num_sharing + query
+        given = _row(g[w.QUERIES] + 4 * index * whole, whole)
+        _take_query(given[:of_key], queries[row, :of_key], format_, scaling)
+        _take_query(given[of_key:], queries[row, of_key:], format_, scaling)
         _fill(sums[row], _F(0))
         peaks[row] = -np.inf
         if layer[w.SINKS] != 0:
@@ -944,9 +958,13 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
         num, num_hidden, num_seen_now = min(BLOCK, num_seen - key), 0, 0
         for row in range(num_rows):
             _fill(scores[row], _F(0))
-        x = queries.ctypes.data, 4 * size, num_rows
-        of_keys = keys + width * key * size, width * size, num
-        add_products(g, format_, x, of_keys, (scores.ctypes.data, 4 * BLOCK), size)
+        x, result = (queries.ctypes.data, 4 * whole, num_rows), (scores.ctypes.data, 4 * BLOCK)
+        of_keys = keys + width * key * of_key, width * of_key, num
+        add_products(g, format_, x, of_keys, result, of_key)
+        if more > 0:
+            x = queries.ctypes.data + 4 * of_key, 4 * whole, num_rows
+            of_keys = values + width * key * more, width * more, num
+            add_products(g, format_, x, of_keys, result, more)
         for row in range(num_rows):
             of_row, token = scores[row], (start + row) // num_sharing
             if softcap != _F(0):
@@ -969,7 +987,7 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
                 num_hidden += num - until
             _fill(of_row[until:], -_F(np.inf))
             _weigh(of_row, peaks[row : row + 1], totals[row : row + 1], sums[row])
-        of_values = values + width * key * size
+        of_values = (values if more == 0 else keys) + width * key * size
         if num_hidden == 0 or _are_finite(of_values, num * size, format_):
             targets = (sums.ctypes.data, 4 * size), size, totals.ctypes.data
             weights = scores.ctypes.data, 4 * BLOCK, num_rows
@@ -987,15 +1005,18 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
                     value = of_values + width * i * size, 0, 1
                     targets = (sums[row].ctypes.data, 0), size, totals.ctypes.data + 4 * row
                     add_rows(g, format_, weight, value, *targets)
-    whole = g[w.NUM_HEADS] * size
     width = 2 if g[w.ARRANGED] == w.NARROW else 4
     for row in range(num_rows):
         for i in range(size):
             sums[row, i] = sums[row, i] / totals[row]
-        _round(sums[row], format_)
         token, query = divmod(start + row, num_sharing)
-        target = g[w.ATTENDED] + width * whole * (part[w.FIRST] + token)
         query += head * num_sharing
+        if more > 0:  # the rest follows
+            index = (part[w.FIRST] + token) * layer[w.NUM_HEADS] + query
+            _copy(sums[row], _row(g[w.QUERIES] + 4 * index * whole, size))
+            continue
+        _round(sums[row], format_)
+        target = g[w.ATTENDED] + width * layer[w.ATTENDED_SIZE] * (part[w.FIRST] + token)
         if layer[w.FIRST_GATE] >= 0:
             first = size * (layer[w.FIRST_GATE] + layer[w.QUERY_STEP] * query)
             index = layer[w.MIXED_SIZE] * (part[w.FIRST] + token) + first
@@ -1006,14 +1027,13 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
             for i in range(size):
                 sums[row, i] = sums[row, i] * gate[i]
             _round(sums[row], format_)
-        first = query * size
-        _arrange(sums[row], target, first, whole, g[w.ARRANGED])
+        _arrange(sums[row], target, query * size, layer[w.ATTENDED_SIZE], g[w.ARRANGED])
 
 
 @inlined
 def _attend(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped-def]
-    num_parts, num_key_heads = g[w.NUM_PARTS], g[w.NUM_KEY_HEADS]
-    num_sharing = g[w.NUM_HEADS] // num_key_heads
+    num_parts, num_key_heads = g[w.NUM_PARTS], layer[w.NUM_KEY_HEADS]
+    num_sharing = layer[w.NUM_HEADS] // num_key_heads
     # Each group of rows reads keys and values again, but threads without a group would idle.
     wanted = -(-4 * g[w.NUM_THREADS] // (num_key_heads * num_parts))
     piece, num_before, num_done = take(phase, 1), 0, 0
@@ -1560,6 +1580,7 @@ def scratch_size(
     num_chosen: int = 0,
     taps: int = 0,
     of_recurrence: int = 0,
+    of_latents: int = 0,
 ) -> int:
     """Return the bytes of scratch memory that each thread needs."""
     of_rows = 2 * max(hidden, (num_heads + 1) * head_size)
@@ -1573,5 +1594,7 @@ def scratch_size(
         of_results += BLOCK + num_tokens + 2 * _WIDE
         of_experts = 5 * (num_experts + 1) + 4 * num_choices + max(of_inner, of_results)
     of_convolution = 2 * (taps + 1) * _MOST_COLUMNS
-    most = max(of_rows, of_attention, of_products, of_experts, of_convolution, of_recurrence)
+    of_latents = (of_latents + 1) * num_tokens + of_latents + 2 * BLOCK if of_latents > 0 else 0
+    of_mixing = max(of_attention, of_convolution, of_recurrence, of_latents)
+    most = max(of_rows, of_products, of_experts, of_mixing)
     return -(-4 * most // 4096) * 4096

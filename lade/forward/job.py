@@ -50,6 +50,7 @@ from lade.forward.reading import (
     DecoderPlan,
     DecoderSizes,
     HeadOrder,
+    LatentsPlan,
     LayerPlan,
     NormPlan,
     TransformPlan,
@@ -162,7 +163,9 @@ class FusedForwards:
         self.why_not: str | None = None
         plan = read(model)
         self._sizes = sizes = plan.sizes
-        is_whole = sizes.head_size % compiled.LANES == 0
+        heads = [layer.heads for layer in plan.layers if layer.heads is not None]
+        of_heads = {size for each in heads for size in (each.size, each.size_of_value)}
+        is_whole = all(each % compiled.LANES == 0 for each in of_heads)
         require(is_whole, "its heads are no whole number of vectors")
         across = [each.module for each in products_of(plan) if isinstance(each.module, Conv1D)]
         experts = [layer.experts for layer in plan.layers if layer.experts is not None]
@@ -179,7 +182,7 @@ class FusedForwards:
         self._names = [names[each] for each in (plan.head, *plan.modules)]
         self._kinds = sorted({*plan.kinds})
         #: By layer, what a token adds to the cache, and the state of a recurrent one.
-        self._states = [_added_by(layer, sizes, self._dtype) for layer in plan.layers]
+        self._states = [_added_by(layer, self._dtype) for layer in plan.layers]
         self._is_recurrent = any(layer.recurrence is not None for layer in plan.layers)
         self._is_slow = self._is_slow_for_prompts = False
         self._workspaces: list[_Workspace] = []
@@ -188,6 +191,8 @@ class FusedForwards:
         self._is_unchanged = is_unchanged if any(adapters_of(plan)) else None
         widths = {sizes.hidden, *(layer.attended for layer in plan.layers)}
         widths |= {inner for layer in plan.layers for inner in layer.inners}
+        latents = [layer.latents for layer in plan.layers if layer.latents is not None]
+        widths |= {each.query.num_inputs for each in latents if each.query is not None}
         may_dot = self._dtype is torch.bfloat16 and not across
         self._has_dots = may_dot and all(map(compiled.may_dot, widths))
 
@@ -393,8 +398,7 @@ class FusedForwards:
             )
             job = np.zeros(words.JOB_SIZE, np.int64)
             job[: words.FORMAT] = (
-                *(size, sizes.hidden, sizes.num_layers, sizes.num_heads, sizes.num_key_heads),
-                *(sizes.head_size, sizes.vocab_size, torch.get_num_threads()),
+                *(size, sizes.hidden, sizes.num_layers, sizes.vocab_size, torch.get_num_threads()),
             )
             arranged = words.PAIRS if self._dtype is torch.bfloat16 else words.PLAIN
             job[words.FORMAT] = FORMATS[self._dtype]
@@ -676,10 +680,11 @@ class _Weights:
         self._first_norm = _reference(first_norm)
         self.head: Callable[[], Any] = weakref.ref(plan.head)
         self.transform = None if plan.transform is None else _transforming(plan.transform)
-        # Rows behind the layers': last norm and head, then additions, then experts and recurrences.
+        # Rows behind the layers': last norm and head, then additions, then experts, recurrences and
+        # latents.
         of_more = 1 + sum(len(each.added) for each in products_of(plan))
-        of_layers = [(layer.experts, layer.recurrence) for layer in plan.layers]
-        num_rows = end + of_more + sum(each is not None for pair in of_layers for each in pair)
+        of_layers = [(layer.experts, layer.recurrence, layer.latents) for layer in plan.layers]
+        num_rows = end + of_more + sum(each is not None for those in of_layers for each in those)
         self._table = np.zeros((num_rows, words.LAYER_SIZE), np.int64)
         indices = [kinds.index(kind) for kind in plan.kinds]
         self.of_kind = [np.flatnonzero(np.array(indices) == kind) for kind in range(len(kinds))]
@@ -718,7 +723,13 @@ class _Weights:
             if layer.recurrence is not None:
                 self._add_recurrence(end + of_more, layer.recurrence)
                 row[words.RECURRENCE], of_more = of_more, of_more + 1
-            row[words.RUN_ATTENTION : words.LAYER_SIZE] = _jobs_of(layer, compiled)
+            if layer.latents is not None:
+                self._add_latents(end + of_more, layer.latents, compiled)
+                row[words.LATENT], of_more = of_more, of_more + 1
+            if layer.heads is not None:
+                *sizes, times = layer.heads
+                row[words.NUM_HEADS : words.LATENT] = *sizes, _bits(times)
+            row[words.RUN_ATTENTION : words.NUM_HEADS] = _jobs_of(layer, compiled)
             row[words.INNER_SIZE] = layer.inner
             row[words.ACTIVATION], row[words.TURN] = layer.activation, layer.turn
             row[words.TURNED], row[words.SEES] = layer.num_turned, indices[number]
@@ -794,6 +805,16 @@ class _Weights:
         row[words.NUM_NORMED], row[words.IS_DELTA] = plan.num_normed, plan.is_delta
         for word, name in enumerate(plan.names, words.DECAY_BIASES):
             self._add(number, word, plan.module, name, dtype)
+
+    def _add_latents(self, number: int, plan: LatentsPlan, compiled: Any) -> None:
+        row, products = self._table[number], {words.EXPAND: plan.expand}
+        if plan.query is not None:
+            products[words.SECOND_QUERY] = plan.query
+        for word, product in products.items():
+            row[word + words.NUM_COLUMNS] = product.num
+            self._add_matrix(number, word, product.module, 0, self._dtype)
+        row[words.STRAIGHT : words.ATTEND] = plan[2:]
+        row[words.ATTEND] = compiled.run_attention().address
 
     def _add_matrix(
         self,
@@ -897,6 +918,8 @@ class _Weights:
 def _jobs_of(layer: LayerPlan, compiled: Any) -> tuple[int, int]:
     """Return RUN_ATTENTION and RUN_EXPERTS of a layer; what they name is compiled now."""
     run = compiled.run_attention if layer.convolution is None else compiled.run_convolution
+    if layer.latents is not None:
+        from lade.forward._latents import run_latents as run
     if layer.recurrence is not None:
         from lade.forward._recurrence import run_recurrence as run
     return run().address, 0 if layer.experts is None else compiled.run_experts().address
@@ -906,10 +929,13 @@ def _flat(order: HeadOrder) -> tuple[int, ...]:
     return order.num_groups, *order.firsts, order.query_step, order.gate
 
 
-def _added_by(layer: LayerPlan, sizes: DecoderSizes, dtype: torch.dtype) -> tuple[Any, ...]:
+def _added_by(layer: LayerPlan, dtype: torch.dtype) -> tuple[Any, ...]:
     """Return what a token adds to the cache of a layer, see `TreeCache.slot_addresses`."""
     if layer.convolution is None:
-        return (torch.empty((1, sizes.num_key_heads, 1, sizes.head_size), dtype=dtype),) * 2
+        assert layer.heads is not None
+        _, num, of_key, of_value, more, _ = layer.heads
+        sizes = of_key, more or of_value
+        return tuple(torch.empty((1, num, 1, size), dtype=dtype) for size in sizes)
     inputs = torch.empty((1, 1, 1, layer.convolution.out_channels), dtype=dtype)
     return (inputs,) if layer.recurrence is None else (inputs, *added_by(layer.recurrence))
 
@@ -928,15 +954,15 @@ class _Workspace:
         hidden, head, chosen = sizes.hidden, sizes.head_size, sizes.num_chosen
         scratch = kernels.scratch_size(
             *(num_tokens, hidden, sizes.num_heads, head, sizes.between, sizes.num_experts),
-            *(chosen, sizes.taps, sizes.of_recurrence),
+            *(chosen, sizes.taps, sizes.of_recurrence, sizes.of_latents),
         )
         # torch aligns memory to cache lines, so two threads never write to one line.
         self._memory = {
             word: torch.empty(num, dtype=torch.uint8)
             for word, num in {
-                words.NORMED: 4 * num_tokens * hidden,
+                words.NORMED: 4 * num_tokens * sizes.normed,
                 words.MIXED: 4 * num_tokens * sizes.mixed,
-                words.QUERIES: 4 * num_tokens * sizes.mixed,
+                words.QUERIES: 4 * num_tokens * sizes.queries,
                 words.ATTENDED: 4 * num_tokens * sizes.attended,
                 words.INNER: 4 * num_tokens * sizes.inner,
                 words.ADDED: 4 * num_tokens * hidden,

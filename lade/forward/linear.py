@@ -268,10 +268,12 @@ def compile_kernels() -> None:
     """Compile what any model may need, but for packed weights; `kernels` is what all need."""
     compiled = kernels()
     if compiled is not None:
+        from lade.forward._latents import run_latents
         from lade.forward._recurrence import run_recurrence
 
-        for of_some in (compiled[0].run_convolution, compiled[0].run_experts, run_recurrence):
-            of_some()
+        of_some = compiled[0].run_convolution, compiled[0].run_experts, run_recurrence, run_latents
+        for each in of_some:
+            each()
 
 
 def _is_candidate(module: nn.Module) -> bool:

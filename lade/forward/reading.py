@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
-from lade.compat import Model, attention_of, is_hf_hook, placeholders_of
+from lade.compat import CACHE, Model, attention_of, is_hf_hook, placeholders_of
 from lade.compat.attempts import Attempt
 from lade.compat.view import apart, with_attention
 from lade.forward import words
@@ -125,6 +126,32 @@ class HeadOrder(NamedTuple):
         return [start + self.firsts[kind] + each for start in starts for each in range(share)]
 
 
+class HeadsPlan(NamedTuple):
+    """The heads of a layer's attention."""
+
+    num: int
+    num_keys: int
+    size: int  # of queries and keys
+    size_of_value: int
+    more: int = 0  # further numbers of keys, in the place of values, which then are the keys
+    times: float = 1.0  # factor of values
+
+
+class LatentsPlan(NamedTuple):
+    """How keys and values of all heads are made of a token's latent, and queries."""
+
+    query: ProductPlan | None  # from normed columns of the layer's first product
+    expand: ProductPlan
+    straight: int  # numbers of a head's key that have no angles; all others are of all heads
+    turned: int  # the others
+    value: int  # numbers of a value
+
+    def num_scratch(self) -> int:
+        """Return how many numbers a thread needs for a token."""
+        inputs = 0 if self.query is None else self.query.num_inputs
+        return max(inputs, self.straight + self.turned, self.expand.num_inputs + self.value)
+
+
 class LayerPlan(NamedTuple):
     """A decoder layer."""
 
@@ -148,11 +175,19 @@ class LayerPlan(NamedTuple):
     # Instead of attention, between two gates or before a recurrence.
     convolution: nn.Conv1d | None
     recurrence: RecurrencePlan | None
+    heads: HeadsPlan | None  # of attention
+    latents: LatentsPlan | None
 
     @property
     def mixed(self) -> int:
         """Columns of the products before attention, or before what is in its place."""
         return sum(each.num for each in self.products[:4] if each is not None)
+
+    @property
+    def queries(self) -> int:
+        """Numbers of a token's queries, at most."""
+        of = self.heads
+        return self.mixed if of is None else max(self.mixed, of.num * (of.size + of.more))
 
     @property
     def attended(self) -> int:
@@ -185,16 +220,18 @@ class DecoderSizes(NamedTuple):
 
     num_layers: int
     hidden: int
-    num_heads: int
-    num_key_heads: int
+    num_heads: int  # maximum over layers, as the following
     head_size: int
     vocab_size: int
     inner: int  # inner size of the largest MLP
     between: int  # the factors of a layer's low-rank additions, at most
     mixed: int  # columns of a layer's first products, at most, as the following
+    queries: int
+    normed: int  # inputs of products after a norm
     attended: int  # numbers of a token behind attention
     taps: int  # tokens that a convolution sees
     of_recurrence: int  # numbers that a thread needs for a recurrence
+    of_latents: int  # the same of attention to latents, for each token
     num_experts: int  # maximum over layers, as the following
     num_chosen: int  # of a token
     expert_inner: int
@@ -266,6 +303,20 @@ class _Mixing(NamedTuple):
     convolution: nn.Conv1d | None
     done: set[nn.Module]
     recurrence: RecurrencePlan | None = None
+    heads: HeadsPlan | None = None
+    latents: LatentsPlan | None = None
+
+
+class _Caching:
+    """Notes what an attention caches, in place of a cache."""
+
+    def __init__(self) -> None:
+        self.cached: tuple[Tensor, ...] = ()
+
+    def update(self, *cached: Any, **_: Any) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they are given."""
+        self.cached = cached[:2]
+        return cached[0], cached[1]
 
 
 class _Attention(NamedTuple):
@@ -402,11 +453,6 @@ class _Reader:
 
     def plan(self, attended: list[_Attention], logits: Tensor) -> DecoderPlan:
         require(bool(attended), "its attention is not transformers'")
-        sizes, *others = dict.fromkeys(
-            (each.query.shape[1], each.key.shape[1], each.query.shape[3]) for each in attended
-        )
-        is_alike = all(each.value.shape[3] == sizes[2] for each in attended)
-        require(is_alike and not others, "its layers have heads of different sizes")
         by_layer = {self._layer_of(each.module): each for each in attended}
         require(len(by_layer) == len(attended), "a layer attends several times")
         modules = self._layers_with(by_layer)
@@ -416,7 +462,7 @@ class _Reader:
         layers = []
         for module in modules:
             try:
-                layer, states = self._layer(module, by_layer.get(module), states, sizes)
+                layer, states = self._layer(module, by_layer.get(module), states)
             except UnsupportedForwardError as error:
                 raise UnsupportedForwardError(f"{names[module]}: {error}") from None
             layers.append(layer)
@@ -435,7 +481,10 @@ class _Reader:
             sum(added.first.out_features for each in layer.products if each for added in each.added)
             for layer in layers
         )
-        of_heads = (len(layers), states.shape[-1], *sizes, head.out_features)
+        heads = [layer.heads for layer in layers if layer.heads is not None]
+        of_head = max(max(each.size + each.more, each.size_of_value) for each in heads)
+        num_heads = max(each.num for each in heads)
+        of_heads = (len(layers), states.shape[-1], num_heads, of_head, head.out_features)
         taps = max(
             (each.convolution.kernel_size[0] for each in layers if each.convolution), default=0
         )
@@ -448,8 +497,17 @@ class _Reader:
         factors = _factors_of(self._view)
         recurrences = [layer.recurrence for layer in layers if layer.recurrence is not None]
         of_recurrence = max((each.num_scratch(taps) for each in recurrences), default=0)
-        of_mixing = (max(layer.mixed for layer in layers), max(layer.attended for layer in layers))
-        of_layers = *of_heads, inner, between, *of_mixing, taps, of_recurrence, *of_experts
+        latents = [layer.latents for layer in layers if layer.latents is not None]
+        inputs = (each.query.num_inputs for each in latents if each.query is not None)
+        of_mixing = (
+            max(layer.mixed for layer in layers),
+            max(layer.queries for layer in layers),
+            max(states.shape[-1], *inputs, 0),
+            max(layer.attended for layer in layers),
+        )
+        of_latents = max((each.num_scratch() for each in latents), default=0)
+        of_scratch = taps, of_recurrence, of_latents
+        of_layers = *of_heads, inner, between, *of_mixing, *of_scratch, *of_experts
         decoder = DecoderSizes(*of_layers, has_windows, factors, finish)
         return DecoderPlan(decoder, (), embedding, tuple(layers), norm, transform, head, modules)
 
@@ -569,7 +627,6 @@ class _Reader:
         layer: nn.Module,
         attended: _Attention | None,
         states: Tensor,
-        sizes: tuple[int, int, int],
     ) -> tuple[LayerPlan, Tensor]:
         """Return the plan of a layer, and its output states."""
         got, out = self._io(layer)
@@ -578,14 +635,16 @@ class _Reader:
         leaves = [*dict.fromkeys(self._leaves(layer))]
         self._norms = self._norms_of(leaves)
         if attended is not None:
-            mixing = self._attending(layer, attended, leaves, sizes)
+            mixing = self._latent(layer, attended, leaves)
+            mixing = mixing or self._attending(layer, attended, leaves)
         else:
             mixing = self._convolved(layer)
         before = self._norm_between(states, mixing.given)
         of_query, of_key = mixing.turned
         linears = [each for each in leaves if self._is_product(each) and each not in mixing.done]
         mlp = self._mlp(layer, linears)
-        factor = float(getattr(layer, "residual_multiplier", 1.0))
+        names = "residual_multiplier", "residual_scale"
+        factor = float(next((vars(layer)[each] for each in names if each in vars(layer)), 1.0))
         way = _Way(states, mixing.given, mixing.out, mlp.given, mlp.out, result)
         (after, before_mlp, after_mlp, *last), is_parallel = self._residuals(way, factor)
         before_mlp = before if mlp.given is mixing.given else before_mlp
@@ -603,7 +662,7 @@ class _Reader:
             of_query.arrangement,
             of_query.is_scaled,
             *(scaling * of_query.scale, softcap, sinks, factor, is_parallel, mlp.experts),
-            *(mixing.convolution, mixing.recurrence),
+            *(mixing.convolution, mixing.recurrence, mixing.heads, mixing.latents),
         )
         return plan, result
 
@@ -612,12 +671,13 @@ class _Reader:
         layer: nn.Module,
         attended: _Attention,
         leaves: list[nn.Module],
-        sizes: tuple[int, int, int],
     ) -> _Mixing:
         """Return the attention of a layer."""
+        (_, num, _, size), (_, num_keys, _, of_value) = attended.query.shape, attended.value.shape
+        sizes = num, num_keys, size, of_value
         mixing, out_linear, heads, gate = self._projections(attended, leaves, sizes)
         rotary, angles = self._rotary(layer)
-        order, of_query, of_key = self._ordered(attended, heads, angles, gate)
+        order, of_query, of_key, times = self._ordered(attended, heads, angles, gate)
         num_turned = arranged(angles, of_query.arrangement)[0].shape[-1] if of_query.turn else 0
         return _Mixing(
             (*mixing, *[None] * (4 - len(mixing)), out_linear),
@@ -630,7 +690,91 @@ class _Reader:
             _settings_of(attended, self._implementation),
             None,
             {each.around for each in (*mixing, out_linear)},
+            heads=HeadsPlan(*sizes, times=times),
         )
+
+    def _latent(
+        self, layer: nn.Module, attended: _Attention, leaves: list[nn.Module]
+    ) -> _Mixing | None:
+        """Return attention to latents; None for another attention."""
+        query, key, value = (
+            each[0].transpose(0, 1) for each in (attended.query, attended.key, attended.value)
+        )
+        rows = {
+            each: self._io(each)[1].reshape(len(value), -1)
+            for each in attended.module.children()
+            if self._is_product(each) and len(self._ios(each)) == 1
+        }
+        expand, straight = _expanding(rows, key, value)
+        if expand is None:
+            return None
+        latent, turned = self._io(expand)[0].reshape(len(value), -1), key.shape[2] - straight
+        rank, shared = latent.shape[1], key[:, :1, straight:]
+        of_latent, mine, _ = self._take_norm(lambda _, out: torch.equal(out.flatten(0, -2), latent))
+        mine = latent if of_latent is None else mine.flatten(0, -2)
+        into = _making(rows, mine, rank + turned)
+        asking = _making(rows, query[..., :straight], query[0].numel())
+        out = self._taking(attended.out.flatten(2), leaves)
+        is_known = torch.equal(key[..., straight:], shared.expand(*key.shape[:2], -1))
+        is_known = is_known and len(into) == len(asking) == len(out) == 1
+        require(is_known, "its latents and queries are not what projections give")
+        given, (rotary, angles) = self._io(into[0])[0], self._rotary(layer)
+        first, second, of_asked = self._asked(asking[0], given, rows)
+        of_query, of_key = (
+            self._turned(heads[..., -turned:].transpose(0, 1)[None], to, angles)
+            for heads, to in (
+                (rows[asking[0]].view_as(query), attended.query[..., straight:]),
+                (rows[into[0]][:, None], attended.key[:, :1, :, straight:]),
+            )
+        )
+        is_same = of_key[1:] == of_query[1:] == (of_query.turn, of_query.arrangement, 1.0, False)
+        require(is_same and of_query.turn > 0, "queries and keys are turned in different ways")
+        self._require_cached(attended.module, latent, shared[:, 0])
+        apart = {expand, asking[0]} - {first}
+        require({type(each) for each in apart} == {nn.Linear}, "its latents have adapters")
+        made, (scaling, softcap, sinks) = (
+            self._product(out[0]),
+            _settings_of(attended, self._implementation),
+        )
+        return _Mixing(
+            (self._product(first), self._product(into[0]), None, None, made),
+            given,
+            self._results(made),
+            HeadOrder(1, (0, 0, 0)),
+            (of_query._replace(norm=of_asked), of_key._replace(norm=of_latent)),
+            rotary,
+            turned,
+            (scaling, softcap, sinks),
+            None,
+            {first, into[0], *apart, out[0]},
+            heads=HeadsPlan(value.shape[1], 1, rank, rank, turned),
+            latents=LatentsPlan(second, self._product(expand), straight, turned, value.shape[2]),
+        )
+
+    def _asked(
+        self, asking: nn.Module, given: Tensor, rows: Mapping[nn.Module, Tensor]
+    ) -> tuple[nn.Module, ProductPlan | None, NormPlan | None]:
+        """Return the product that gets a layer's states, the one that makes queries of its result.
+
+        The second is None if the first makes queries; and the norm between both.
+        """
+        taken = self._io(asking)[0]
+        if taken is given:
+            return asking, None, None
+        norm, mine, _ = self._take_norm(lambda _, out: out is taken)
+        found = [each for each in rows if self._io(each)[1] is (taken if norm is None else mine)]
+        is_known = len(found) == 1 and self._io(found[0])[0] is given
+        require(is_known, "its queries are of other states than its latents")
+        return found[0], self._product(asking), norm
+
+    def _require_cached(self, module: Any, *cached: Tensor) -> None:
+        """Refuse an attention that does not cache these rows of tokens."""
+        (call, *_), caching = self._calls[module], _Caching()
+        with Attempt():  # some cache more
+            module(*call.args, **{**call.kwargs, CACHE: caching})
+        pairs = zip(caching.cached, cached, strict=False)
+        is_cached = [torch.equal(each.reshape(rows.shape), rows) for each, rows in pairs]
+        require(is_cached == [True] * len(cached), "its cache has something else than latents")
 
     def _convolved(self, layer: nn.Module) -> _Mixing:
         """Return the short convolution of a layer, between two gates.
@@ -744,14 +888,14 @@ class _Reader:
         require(not rest, f"{[type(each).__name__ for each in rest]} take part in a layer")
 
     def _projections(
-        self, attended: _Attention, leaves: list[nn.Module], sizes: tuple[int, int, int]
+        self, attended: _Attention, leaves: list[nn.Module], sizes: tuple[int, int, int, int]
     ) -> tuple[list[ProductPlan], ProductPlan, Tensor, tuple[int, int]]:
         """Return the linear layers before attention and the one behind it.
 
         Also the output of the first ones, as heads [1, num, num_tokens, head_size], and the heads
         that gate the result: `HeadOrder.query_step` and `HeadOrder.gate`.
         """
-        num_heads, num_key_heads, head_size = sizes
+        num_heads, num_key_heads, head_size, of_value = sizes
         children = dict(attended.module.named_children())
         num = num_heads + 2 * num_key_heads
         named = next((names for names in _MIXING if {*names} <= children.keys()), None)
@@ -773,6 +917,12 @@ class _Reader:
             ]
         rows = torch.cat([*map(self._results, mixing)], dim=-1)
         is_same = all(self._io(each.around)[0] is given for each in mixing)
+        if (missing := head_size - of_value) > 0:  # each head of values gets zeros behind it
+            *others, values = map(self._results, mixing)
+            is_apart = bool(outs) and values.shape[-1] == num_key_heads * of_value
+            require(is_apart, "values of smaller heads come not from a projection of their own")
+            values = values.view(*values.shape[:2], num_key_heads, of_value)
+            rows = torch.cat([*others, functional.pad(values, (0, missing)).flatten(2)], dim=-1)
         is_same = is_same and rows.shape[-1] == (num + num_heads * (not outs)) * head_size
         require(is_same, "its projections are of different states, or of other sizes")
         heads = rows.view(*rows.shape[:2], -1, head_size).transpose(1, 2)
@@ -800,9 +950,10 @@ class _Reader:
         heads: Tensor,
         angles: tuple[Tensor, ...],
         gate: tuple[int, int],
-    ) -> tuple[HeadOrder, _Turned, _Turned]:
-        """Return the order of heads, and the operations on queries and keys."""
-        wanted = attended.query, attended.key, attended.value
+    ) -> tuple[HeadOrder, _Turned, _Turned, float]:
+        """Return the order of heads, the operations on queries and keys, the factor of values."""
+        wanted, of_value = (attended.query, attended.key, attended.value), attended.value.shape[3]
+        factors = [1.0, *(each for each in vars(attended.module).values() if type(each) is float)]
         norms, reason = self._norms, "values are not what their projection gives"
         num, num_keys = (each.shape[1] for each in wanted[:2])
         orders: Iterable[HeadOrder] = _orders(num, num_keys)
@@ -813,7 +964,9 @@ class _Reader:
                 heads[:, order.heads(kind, each.shape[1], num + 2 * num_keys)]
                 for kind, each in enumerate(wanted)
             )
-            if not torch.equal(value, attended.value):
+            value = value[..., :of_value]
+            times = next((x for x in factors if torch.equal(value * x, attended.value)), None)
+            if times is None:
                 continue
             self._norms = [*norms]
             try:
@@ -826,7 +979,7 @@ class _Reader:
                 )
                 is_apart = order.num_groups > 1 or order.query_step > 1
                 require(not is_apart or not is_whole, "a norm is of several groups")
-                return order, of_query, of_key
+                return order, of_query, of_key, times
             except UnsupportedForwardError as error:
                 reason = str(error)
         raise UnsupportedForwardError(reason)
@@ -917,17 +1070,16 @@ class _Reader:
         """Return the module that made a layer's angles, and its cosines and sines."""
         call = self._calls[layer][0]
         pairs = [
-            each[0]
+            _first_of(each)
             for each in (*call.args, *call.kwargs.values())
-            if isinstance(each, tuple) and len(each) == 2
+            if _first_of(each) is not None
         ]
         for module, calls in self._calls.items():
             for made in calls:
-                is_pair = isinstance(made.out, tuple) and len(made.out) == 2
-                if is_pair and any(made.out[0] is each for each in pairs):
+                if any(_first_of(made.out) is each for each in pairs):
                     if id(made) not in self._rotaries:  # one for all layers that use it
                         self._rotaries[id(made)] = self._rotary_of(module, made)
-                    return self._rotaries[id(made)], made.out
+                    return self._rotaries[id(made)], _parts_of(made.out)
         return None, ()
 
     def _rotary_of(self, module: nn.Module, made: _Call) -> CallPlan:
@@ -973,7 +1125,7 @@ class _Reader:
                     how,
                     arrangement,
                 )
-                for how in (words.HALVES, words.NEIGHBOURS)
+                for how in (words.HALVES, words.NEIGHBOURS, words.HALVES | words.SORTS)
                 for how in (how, how | words.WIDE)
                 for arrangement in _ARRANGEMENTS
             )
@@ -1115,6 +1267,8 @@ def _turned_by(heads: Tensor, angles: Sequence[Tensor], how: int) -> Tensor:
     if how & words.WIDE:
         heads, cos, sin = heads.float(), cos.float(), sin.float()
     turning, rest = heads[..., :size], heads[..., size:]
+    if how & words.SORTS:
+        turning = torch.cat((turning[..., ::2], turning[..., 1::2]), dim=-1)
     if how & words.HALVES:
         across = torch.cat((-turning[..., size // 2 :], turning[..., : size // 2]), dim=-1)
     else:
@@ -1122,9 +1276,51 @@ def _turned_by(heads: Tensor, angles: Sequence[Tensor], how: int) -> Tensor:
     return torch.cat((turning * cos + across * sin, rest), dim=-1).to(dtype)
 
 
-def arranged(angles: Sequence[Tensor], how: int) -> list[Tensor]:
+def _first_of(angles: Any) -> Any:
+    """Return the first tensor of what may be a layer's angles: a pair, or complex; else None."""
+    is_complex = isinstance(angles, Tensor) and angles.is_complex()
+    is_pair = isinstance(angles, tuple) and len(angles) == 2
+    return angles if is_complex else angles[0] if is_pair else None
+
+
+def _parts_of(angles: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
+    return (angles.real, angles.imag) if isinstance(angles, Tensor) else tuple(angles)
+
+
+def _expanding(
+    rows: Mapping[nn.Module, Tensor], key: Tensor, value: Tensor
+) -> tuple[nn.Module | None, int]:
+    """Return the product that makes values and the first numbers of keys, head by head.
+
+    Args:
+        rows: results of products, [num_tokens, …].
+        key, value: [num_tokens, num_heads, …].
+
+    Returns:
+        The product, or None; and how many numbers of a head's key it makes.
+    """
+    for module, made in rows.items():
+        straight = made.shape[1] // value.shape[1] - value.shape[2]
+        if 0 < straight < key.shape[2]:
+            parts = torch.cat((key[..., :straight], value), dim=2)
+            if torch.equal(parts.flatten(1), made):
+                return module, straight
+    return None, 0
+
+
+def _making(rows: Mapping[nn.Module, Tensor], first: Tensor, num: int) -> list[nn.Module]:
+    """Return the products that make `num` numbers of a token, of each head these first ones."""
+    return [
+        each
+        for each, made in rows.items()
+        if made.shape[1] == num
+        and torch.equal(made.view(*first.shape[:-1], -1)[..., : first.shape[-1]], first)
+    ]
+
+
+def arranged(angles: Sequence[Tensor] | Tensor, how: int) -> list[Tensor]:
     """Return cosines and sines, one for each rotated number of a head."""
-    cos, sin = angles[:: -1 if how & _SINES_FIRST else 1]
+    cos, sin = _parts_of(angles)[:: -1 if how & _SINES_FIRST else 1]
     found = [cos, -sin if how & _BACK else sin]
     if how & _HALVED:
         found = [each[..., : each.shape[-1] // 2] for each in found]

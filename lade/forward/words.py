@@ -7,9 +7,6 @@
     NUM_TOKENS,
     HIDDEN,
     NUM_LAYERS,
-    NUM_HEADS,
-    NUM_KEY_HEADS,
-    HEAD_SIZE,
     VOCAB_SIZE,
     NUM_THREADS,
     FORMAT,
@@ -17,7 +14,8 @@
     STATES,  # [tokens, HIDDEN], at first the embeddings
     NORMED,  # [tokens, HIDDEN], arranged
     MIXED,  # [tokens, MIXED_SIZE of the layer], what its first products give
-    QUERIES,  # [tokens, NUM_HEADS · HEAD_SIZE], or the queries of a recurrence
+    # [tokens, NUM_HEADS, HEAD_SIZE + MORE_SIZE of the layer], or the queries of a recurrence.
+    QUERIES,
     ATTENDED,  # [tokens, ATTENDED_SIZE of the layer], arranged
     INNER,  # [tokens, of the layer's MLP], arranged
     ADDED,  # [tokens, HIDDEN], the result to be added to the states
@@ -49,7 +47,7 @@
     OF_EXPERTS,  # [choices, EXPERT_INNER of the layer], arranged; by expert
     TILES,  # of what is compiled for tiles, `run_tiles`
     LAST_NORM,
-) = range(40)
+) = range(37)
 FLAGS, EPS, NORM_WEIGHT, NORM_BIAS, NORM_SIZE = range(5)  # EPS, as SCALING: bits of a float32
 # PACKED: address of the function compiled for a packed weight's format, or 0. ROW_BYTES: bytes of a
 # row of it. HALF: half the rows of a head, if rows of its first and second half alternate, or 0.
@@ -77,7 +75,12 @@ FACTOR, IS_PARALLEL, SCALED, EXPERTS, CONVOLUTION, CONVOLUTION_BIAS, TAPS = rang
 NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, QUERY_STEP, FIRST_GATE = range(121, 127)
 # RUN_ATTENTION: address of what is compiled for attention, or what the layer has instead;
 # RUN_EXPERTS: the same for experts, or 0.
-MIXED_SIZE, ATTENDED_SIZE, RECURRENCE, RUN_ATTENTION, RUN_EXPERTS, LAYER_SIZE = range(127, 133)
+MIXED_SIZE, ATTENDED_SIZE, RECURRENCE, RUN_ATTENTION, RUN_EXPERTS = range(127, 132)
+# Heads of queries and of keys; numbers of a key's head, and of a value's; factor of values. If
+# MORE_SIZE is not 0, the cache has so many further numbers of keys in place of values, and keys are
+# the values, too. Then LATENT is the row of ADDITIONS that describes the rest, counted from 1.
+(NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE, VALUE_FACTOR) = range(132, 138)
+LATENT, LAYER_SIZE = 138, 139
 # A low-rank addition to a product: its first factor as a product, WEIGHT and BIAS of the second,
 # the scale of the result, the format of both factors, and its first number in a row of BETWEEN.
 SECOND = PRODUCT_SIZE
@@ -90,6 +93,10 @@ ROUTER, SHARED_GATE = 0, PRODUCT_SIZE
 (NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(18, 25)
 (OF_ROUTER, OF_CORRECTION, EXPERT_GATE_UP, EXPERT_DOWN, EXPERT_INNER) = range(25, 30)
 (GATE_UP_BIAS, DOWN_BIAS, LIES, GATING, ALPHA, BOUND, ADDED_TO_UP, ADDED_TO_SUM) = range(30, 38)
+# Attention to latents: what makes queries of the normed columns of the layer's first product, or no
+# product if these are queries; what makes each head's key, without angles, and value of latents;
+# numbers of such a key, of a turned one, and of a value; address of what attends.
+(SECOND_QUERY, EXPAND, STRAIGHT, TURNING, EXPANDED, ATTEND) = (0, PRODUCT_SIZE, *range(18, 22))
 # A recurrence: heads of keys, and of values, and their sizes; for queries, keys, values, gates of
 # results, writing strengths and decays, the first column in MIXED, and how many columns are from
 # those of one key head to those of the next; for the first three, the first channel of the
@@ -102,7 +109,8 @@ CHANNELS, NUM_NORMED, IS_DELTA, DECAY_BIASES, DECAYS, SKIPS, OF_DECAYS = 16, *ra
 # Flags of a norm; the last two say which numbers it spans, and when it runs.
 IS_NORM, CENTERS, ROUNDS, ADDS_ONE, IS_WHOLE, AFTER_TURN = 1, 2, 4, 8, 16, 32
 PLAIN, PAIRS, NARROW = range(3)  # arranged as float32, as float32 for bfloat16, as bfloat16
-HALVES, NEIGHBOURS, WIDE = 1, 2, 4  # the pairs that are rotated together; no rounding between
+# The pairs that are rotated together; no rounding between; the first of all neighbours come first.
+HALVES, NEIGHBOURS, WIDE, SORTS = 1, 2, 4, 8
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SWISH = range(6)  # the last one is of experts alone
 TO_ROWS, TO_INNER, TO_LOGITS = range(3)  # use of a product's columns
 FIRST, NUM_NEW, MASK, MASK_ROW = range(4)

@@ -65,7 +65,7 @@ SINGLES = tuple(
     for name in (
         *("llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "granite", "stablelm", "smollm3"),
         *("gemma2", "gemma3_text", "cohere", "cohere2", "olmo2", "olmo3", "glm4", "starcoder2"),
-        *("nemotron", "exaone4", "helium"),
+        *("nemotron", "exaone4", "helium", "deepseek_v3", "youtu", "mimo_v2_flash"),
     )
 )
 _FORMATS = (*gguf_files.SCALES, "F16", "BF16", "F32")

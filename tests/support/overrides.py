@@ -49,6 +49,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {**_layers("conv", "full_attention"), "num_dense_layers": 1},
     # Here, heads are the recurrence's: heads times head size is expand * width.
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    # Heads of values are smaller than those of keys.
+    "mimo_v2_flash": {"head_dim": 32, "v_head_dim": 16},
     # As for zamba2.
     "nemotron_h": {"time_step_min": 1e-12},
     # The indexer is empty by default, though all attention layers need one.

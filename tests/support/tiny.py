@@ -67,6 +67,7 @@ _SIZES = [
         r"experts_per|expert_group|n_group|moe_k$|moe_top_?k|top_k_experts": 2,
         r"topk_group|shared_experts$": 1,
         r"expert(s|_num)$": 4,
+        r"kv_lora_rank": 16,
         r"rank|state_size|d_state|rotary_dim|d_rel|rel_extent": 8,
         r"d_ssm": 128,
         r"(expert|moe).*(intermediate|ffn|hidden)": 32,

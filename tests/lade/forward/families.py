@@ -10,7 +10,7 @@ from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types, tiny_mode
 
 QUICK = [
     *("llama", "gemma2", "gemma3_text", "cohere2", "olmo2", "qwen3", "phi3", "starcoder2"),
-    *("glm", "granite", "nemotron", "stablelm", "gpt2", "gpt_neox", "bert"),
+    *("glm", "granite", "nemotron", "stablelm", "gpt2", "gpt_neox", "bert", "youtu"),
     *("mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "lfm2", "afmoe", "granitemoehybrid"),
 ]
 MAMBAS = "granitemoehybrid", "bamba"  # in 16 bits, torch rounds the state behind a single token
@@ -33,8 +33,12 @@ READABLE = [
     *("cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "granitemoe"),
     *("granitemoe_swa", "granitemoeshared", "hy_v3", "kolibri1", "mellum", "minimax_m2"),
     *("olmoe", "qwen3_moe", "hunyuan_v1_moe", "sarvam_moe", "aria_text", "phimoe"),
-    *(*CHAINS[2:], "cohere_compass_text"),
+    # These attend to latents, as youtu does.
+    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla"),
+    *(*CHAINS[2:], "cohere_compass_text", "mimo_v2_flash"),
 ]
+# Bounded scores, sinks and latents take no parts, so that batches of them are plain.
+PLAIN = "gemma2", "gpt_oss", "youtu"
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -36,6 +36,7 @@ from tests.lade.forward.families import (
     CHAINS,
     FORMATS,
     MAMBAS,
+    PLAIN,
     QUICK,
     READABLE,
     LowRank,
@@ -360,10 +361,8 @@ def test_logits_of_several_calls_are_those_of_the_model(
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-# Batches of the others are plain: bounded scores and sinks take no parts.
 @pytest.mark.parametrize(
-    "family",
-    thinned([name for name in QUICK if name not in ("gemma2", "gpt_oss", *CHAINS)], "llama"),
+    "family", thinned([name for name in QUICK if name not in (*PLAIN, *CHAINS)], "llama")
 )
 def test_logits_of_a_batch_are_those_of_the_model(
     family: str, dtype: torch.dtype, compared: list[Apart]

@@ -31,7 +31,7 @@ def test_families_are_read(family: str, dtype: torch.dtype) -> None:
         getattr(text, "cross_attention_layers", ())
     )
     assert len(plan.kinds) == len(plan.layers)
-    assert plan.sizes.num_heads == text.num_attention_heads
+    assert {layer.heads.num for layer in plan.layers if layer.heads} == {text.num_attention_heads}
     own = {*model.modules()}
     # None is of the view that was watched.
     assert {plan.head, *plan.modules, *(each.module for each in plan.embedding.calls)} <= own
@@ -48,7 +48,7 @@ def test_llama_is_read_as_it_is() -> None:
     (embedding,), scale, norm = plan.embedding
     assert embedding == (model.model.embed_tokens, (words.TOKENS_GIVEN,), {})
     assert (scale, norm, plan.transform, plan.head) == (1.0, None, None, model.lm_head)
-    assert (plan.sizes.num_heads, plan.sizes.num_key_heads, plan.sizes.head_size) == (4, 2, 16)
+    assert {layer.heads for layer in plan.layers} == {(4, 2, 16, 16, 0, 1.0)}
     assert {*plan.kinds} == {"full_attention"}
     for mine, theirs in zip(plan.layers, model.model.layers, strict=True):
         attention, mlp = theirs.self_attn, theirs.mlp
@@ -94,6 +94,12 @@ def test_what_sets_families_apart_is_read() -> None:
         ("afmoe", lambda plan: plan.layers[0].order, (1, (0, 4, 8), 1, 12)),
         ("qwen3_next", lambda plan: plan.layers[1].order, (1, (0, 8, 10), 2, 1)),
         ("cohere", lambda plan: plan.layers[0].turn & words.NEIGHBOURS, words.NEIGHBOURS),
+        ("deepseek_v2", lambda plan: plan.layers[0].turn, words.NEIGHBOURS),
+        ("deepseek_v3", lambda plan: plan.layers[0].turn, words.HALVES | words.SORTS),
+        ("deepseek_v3", lambda plan: plan.layers[0].heads, (4, 1, 16, 16, 8, 1.0)),
+        ("deepseek_v3", lambda plan: plan.layers[0].latents[2:], (8, 8, 8)),
+        ("mimo_v2_flash", lambda plan: plan.layers[0].heads, (4, 2, 32, 16, 0, 0.707)),
+        ("sarvam_mla", lambda plan: plan.layers[0].latents.query, None),
         ("glm", lambda plan: plan.layers[0].num_turned < plan.sizes.head_size, True),
         ("olmo2", lambda plan: plan.layers[0].norms[4].flags & words.IS_WHOLE, words.IS_WHOLE),
         ("qwen3", lambda plan: plan.layers[0].norms[4].flags & words.IS_WHOLE, 0),
@@ -109,7 +115,7 @@ def test_what_sets_families_apart_is_read() -> None:
         assert got[:4] == expected if isinstance(got, list) else got == expected, family
 
 
-@pytest.mark.parametrize("family", ["bloom", "falcon", "deepseek_v3", "mpt", "bitnet"])
+@pytest.mark.parametrize("family", ["bloom", "falcon", "deepseek_v32", "mpt", "bitnet"])
 def test_what_no_plan_has_a_place_for_is_not_read(family: str) -> None:
     assert forwards_for(tiny_model(family, dtype=torch.float32)) is None
 
