@@ -355,6 +355,20 @@ def headline(*files: str) -> str:
 
 
 @_figure
+def of_no_drafts(*files: str) -> str:
+    """Return tokens a second, over those of the same forwards without drafts: a row a file."""
+    rows, names = [], ("lade_fresh", "rival_prompt_lookup")
+    for file in files:
+        content = _read(file)
+        overall = content["summary"][OVERALL]
+        alone = overall["no_drafts"]["tokens_per_sec"]
+        ratios = [overall[name]["tokens_per_sec"] / alone for name in names if name in overall]
+        label = content["settings"]["dtype"] + ", with a table" * (not file.endswith("_no_table"))
+        rows.append((label, *(*map(speedup_text, ratios), "")[: len(names)]))
+    return _table(("over no drafts", "lade", "prompt lookup of 10 tokens"), 1, rows)
+
+
+@_figure
 def methods(*files: str) -> str:
     """Return the methods of one file, or of several with the same columns."""
     rows = []
