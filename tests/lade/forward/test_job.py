@@ -226,7 +226,7 @@ def test_long_prompts_run_in_pieces(
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-@pytest.mark.parametrize("family", ["llama", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "glm4_moe", "gpt_oss", "deepseek_v3", "youtu"])
 def test_threads_that_come_late_or_never_delay_nobody(
     family: str,
     dtype: torch.dtype,
