@@ -121,8 +121,9 @@ def rounded(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a result file."""
-    path.write_text(f"{json.dumps(content, indent=1)}\n", encoding="utf-8")
+    """Write a result file, an entry a line; indented, it would be a quarter longer."""
+    entries = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
+    path.write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
 
 
 def show(file: Path | None, content: Mapping[str, Any], *tables: Table) -> None:

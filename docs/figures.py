@@ -362,9 +362,12 @@ def of_no_drafts(*files: str) -> str:
         content = _read(file)
         overall = content["summary"][OVERALL]
         alone = overall["no_drafts"]["tokens_per_sec"]
-        ratios = [overall[name]["tokens_per_sec"] / alone for name in names if name in overall]
+        ratios = [
+            speedup_text(overall[name]["tokens_per_sec"] / alone if name in overall else None)
+            for name in names
+        ]
         label = content["settings"]["dtype"] + ", with a table" * (not file.endswith("_no_table"))
-        rows.append((label, *(*map(speedup_text, ratios), "")[: len(names)]))
+        rows.append((label, *ratios))
     return _table(("over no drafts", "lade", "prompt lookup of 10 tokens"), 1, rows)
 
 

@@ -361,7 +361,7 @@ class NGramPool:
 
         A context that is harvested again is averaged over about the last ten times, as many texts
         show it. The pool holds a sixteenth as many contexts as `capacity_tokens`, rounded up to a
-        power of two, at least 64; those that were harvested longest ago go first.
+        power of two, at least 64. A full pool forgets the contexts harvested longest ago.
 
         Args:
             contexts: integers [n, 2]: the token before the last one, or -1, and the last one.

@@ -1,9 +1,10 @@
 """Every compiled function of attention to latents alone, for models that have such layers.
 
-Source: multi-head latent attention, DeepSeek-V2 (arXiv 2405.04434), section 2.1. The cache has a
-latent of each token, of which a matrix makes keys and values of all heads, and a key with angles
-that all heads share. A job makes neither for the tokens before: with a head's part of the matrix,
-a query is turned into one for latents, and what it gets from them into values.
+Source: multi-head latent attention, DeepSeek-V2 (arXiv 2405.04434), section 2.1. The cache has two
+rows of a token: a latent and a key. A matrix turns latents into values and keys of each head; the
+cached key has angles and is shared by all heads. A job multiplies no latent of the cache by the
+matrix. Instead, a head's part of the matrix turns the query into a query for latents; attention
+adds up latents, and another part of the matrix turns their sum into values.
 """
 
 from typing import Any

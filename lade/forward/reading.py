@@ -732,10 +732,7 @@ class _Reader:
         self._require_cached(attended.module, latent, shared[:, 0])
         apart = {expand, asking[0]} - {first}
         require({type(each) for each in apart} == {nn.Linear}, "its latents have adapters")
-        made, (scaling, softcap, sinks) = (
-            self._product(out[0]),
-            _settings_of(attended, self._implementation),
-        )
+        made = self._product(out[0])
         return _Mixing(
             (self._product(first), self._product(into[0]), None, None, made),
             given,
@@ -744,7 +741,7 @@ class _Reader:
             (of_query._replace(norm=of_asked), of_key._replace(norm=of_latent)),
             rotary,
             turned,
-            (scaling, softcap, sinks),
+            _settings_of(attended, self._implementation),
             None,
             {first, into[0], *apart, out[0]},
             heads=HeadsPlan(value.shape[1], 1, rank, rank, turned),

@@ -11,7 +11,7 @@ from lade.probing.profile import Profile
 from ngram_pool import NGramPool
 from ngram_pool.writing import LOCK_SEC
 
-# For 2**20 contexts, the least recent of which are forgotten first: 64 MB on disk and in memory.
+# For 2**20 contexts: 64 MB on disk and in memory. A full table forgets the least recent contexts.
 _CAPACITY_TOKENS = 2**24
 
 

@@ -51,7 +51,7 @@ def _is_special(module: nn.Module) -> bool:
     if any(hasattr(child, "in_features") for child in module.children()):  # as adapters have
         return False
     if type(module) is PackedLinear and "forward" not in vars(module):
-        return False  # of lade itself: it makes each output of one row, in float32
+        return False  # one of lade: it sums each row alone, in float32
     return _is_quantized(module) or type(module).forward is not nn.Linear.forward
 
 
