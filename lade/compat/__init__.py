@@ -179,6 +179,11 @@ def placeholders_of(model: Model) -> list[int]:
     return sorted(token_id for token_id in found if isinstance(token_id, int))
 
 
+def drops_tokens(model: Model) -> bool:
+    """Return whether a model's last layers, given how many logits to keep, run for these alone."""
+    return bool(getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0))
+
+
 def without_compiler(model: Model) -> Model:
     """Return the model inside a `torch.compile` wrapper, which is the one that `generate` runs."""
     return getattr(model, "_orig_mod", model)

@@ -735,11 +735,14 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
                     _add_low_rank(g, of, num_rows, first, until, out, out_step, beside)
         for row in range(num_rows):
             numbers = _row(scratch + out_step * row, stop - start)
-            if kind == w.TO_INNER:
+            if kind == w.TO_INNER or kind == w.TO_INPUTS:
                 _activate(numbers, layer[w.ACTIVATION], wide)
                 _round(numbers, format_)
-                if products[w.PRODUCT_SIZE + w.WEIGHT] != 0:
-                    others = _row(scratch + out_step * row + out_step // 2, stop - start)
+                beside_it = scratch + out_step * row + out_step // 2
+                if kind == w.TO_INPUTS:
+                    beside_it = layer[w.INPUTS] + 4 * (num_all * row + start)
+                if kind == w.TO_INPUTS or products[w.PRODUCT_SIZE + w.WEIGHT] != 0:
+                    others = _row(beside_it, stop - start)
                     for i in range(stop - start):
                         numbers[i] = numbers[i] * others[i]
                     _round(numbers, format_)
@@ -756,7 +759,7 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
 
 @compiled
 def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-def]
-    """Add the result of attention or MLP to a token's states, after its norm if it has one."""
+    """Add the result of attention, MLP or inputs to a token's states, after its norm if any."""
     size, format_ = g[w.HIDDEN], g[w.FORMAT]
     states, added = _row(g[w.STATES] + 4 * size * token, size), _row(scratch, size)
     given = _row(g[w.ADDED] + 4 * size * token, size)
@@ -775,9 +778,15 @@ def _add_to_states(g, layer, norm, token, scratch):  # type: ignore[no-untyped-d
     _round(states, format_)
     last = w.OF_MLP if norm == w.POST_MLP else w.OF_ATTENTION
     of = layer[last : last + w.NORM_SIZE]
-    if of[w.FLAGS] & w.IS_NORM:
+    if norm != w.POST_INPUTS and of[w.FLAGS] & w.IS_NORM:
         _normalize(states, of, added, wide, format_)
         _copy(added, states)
+    if layer[w.SCALAR] != 0 and norm == (w.POST_INPUTS if layer[w.INPUT_SIZE] > 0 else w.POST_MLP):
+        scalar = _row(scratch, 1)
+        _load(layer[w.SCALAR], scalar, format_)
+        for i in range(size):
+            states[i] = states[i] * scalar[0]
+        _round(states, format_)
 
 
 @compiled
@@ -847,9 +856,9 @@ def _write_head(g, head, layer, caches, part, token, scratch):  # type: ignore[n
     within *= layer[w.QUERY_STEP] if is_query else 1
     size = layer[w.RESULT_SIZE] if is_value else of_key
     given, out = _row(row + 4 * (first * of_key + within * size), size), _row(scratch, size)
-    norm = w.QUERY_NORM if is_query else w.KEY_NORM
+    norm = w.QUERY_NORM if is_query else w.VALUE_NORM if is_value else w.KEY_NORM
     of = layer[norm : norm + w.NORM_SIZE]
-    flags = 0 if is_value else of[w.FLAGS]
+    flags = of[w.FLAGS]
     if flags & w.IS_WHOLE:
         num = num_heads if is_query else num_key_heads
         whole = _row(row + 4 * first * size, num * size)
@@ -898,7 +907,7 @@ def _write_head(g, head, layer, caches, part, token, scratch):  # type: ignore[n
 
 @inlined
 def _write_heads(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped-def]
-    num_heads = layer[w.NUM_HEADS] + 2 * layer[w.NUM_KEY_HEADS]
+    num_heads = layer[w.NUM_HEADS] + (0 if layer[w.READS] else 2 * layer[w.NUM_KEY_HEADS])
     num = g[w.NUM_TOKENS] * num_heads
     step = _share(num, g[w.NUM_THREADS], 1, num_heads)
     start, num_done = take(phase, step), 0
@@ -1527,25 +1536,30 @@ def run_forward(address: Any) -> None:
         layer = layers[
             max(number - 1, 0) if is_end else number
         ]  # without layers, only the head runs
-        if step in (0, 5):
+        has_inputs = layer[w.INPUT_SIZE] > 0
+        if step in (0, 5) or (step == 12 and has_inputs):
             before, norm = layer, w.POST_ATTENTION
             of = layer[w.PRE_MLP : w.PRE_MLP + w.NORM_SIZE]
+            if step == 12:
+                norm, of = w.POST_MLP, layer[w.NO_NORM : w.NO_NORM + w.NORM_SIZE]
             if step == 0:
-                before, norm = layers[max(number - 1, 0)], w.POST_MLP if number > 0 else -1
+                before, norm = layers[max(number - 1, 0)], -1
+                if number > 0:
+                    norm = w.POST_INPUTS if before[w.INPUT_SIZE] > 0 else w.POST_MLP
                 of = layer[w.PRE_ATTENTION : w.PRE_ATTENTION + w.NORM_SIZE]
                 if is_end:
                     of = g[w.LAST_NORM : w.LAST_NORM + w.NORM_SIZE]
             is_parallel = step == 5 and layer[w.IS_PARALLEL] != 0
             tokens = kept if is_end else every
             _run_states(g, phase, tokens, before, norm, of, is_parallel, scratch)
-        elif step in (2, 3) or step >= 8:
+        elif step in (2, 3) or 8 <= step < 12:
             of_layer = layer[w.RUN_ATTENTION if step < 8 else w.RUN_EXPERTS]
             if of_layer != 0:
                 of_phase = g.ctypes.data, phase, step, layer.ctypes.data
                 parts = g[w.PARTS] + 32 * num_parts * layer[w.SEES]
                 caches = g[w.CACHES] + 8 * w.CACHE_SIZE * num_parts * number
                 call_compiled((of_layer, *of_phase, parts, caches, scratch))
-        elif step < 6 or layer[w.INNER_SIZE] > 0:  # otherwise there is no shared expert
+        elif has_inputs if step >= 12 else step < 6 or layer[w.INNER_SIZE] > 0:
             num_rows, given, num_all = num_tokens, (g[w.NORMED], g[w.HIDDEN]), g[w.HIDDEN]
             products, result = layer[w.QUERY : w.MORE + w.PRODUCT_SIZE], (w.TO_ROWS, g[w.ADDED])
             if is_end:
@@ -1559,6 +1573,12 @@ def run_forward(address: Any) -> None:
             elif step == 6:
                 num_all, result = layer[w.INNER_SIZE], (w.TO_INNER, g[w.INNER])
                 products = layer[w.GATE : w.UP + w.PRODUCT_SIZE]
+            elif step == 13:
+                num_all, result = layer[w.INPUT_SIZE], (w.TO_INPUTS, g[w.INNER])
+                products = layer[w.INPUT_GATE : w.INPUT_GATE + w.PRODUCT_SIZE]
+            elif step == 14:
+                given = g[w.INNER], layer[w.INPUT_SIZE]
+                products = layer[w.INPUT_OUT : w.INPUT_OUT + w.PRODUCT_SIZE]
             else:
                 given = g[w.INNER], layer[w.INNER_SIZE]
                 products = layer[w.DOWN : w.DOWN + w.PRODUCT_SIZE]

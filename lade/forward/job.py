@@ -50,6 +50,7 @@ from lade.forward.reading import (
     DecoderPlan,
     DecoderSizes,
     HeadOrder,
+    InputsPlan,
     LatentsPlan,
     LayerPlan,
     NormPlan,
@@ -129,9 +130,11 @@ class _Piece(NamedTuple):
 
     start: int
     num: int
+    layers: tuple[int, int]  # the first one, and the one behind the last
     kept: NDArray[np.int64]  # the ones of them whose logits are wanted
     job: NDArray[np.int64]  # the job's array (`words.py`)
     angles: NDArray[np.int64]  # [rotary modules, 2], addresses of cosines and sines
+    inputs: list[int]  # addresses of what each layer gets besides states
     refers_to: tuple[NDArray[np.int64], ...]  # arrays whose addresses the job has
 
 
@@ -181,8 +184,18 @@ class FusedForwards:
         names = {module: name for name, module in model.named_modules()}
         self._names = [names[each] for each in (plan.head, *plan.modules)]
         self._kinds = sorted({*plan.kinds})
-        #: By layer, what a token adds to the cache, and the state of a recurrent one.
-        self._states = [_added_by(layer, self._dtype) for layer in plan.layers]
+        #: By layer that keeps tokens, what one adds to the cache, and the state of a recurrent one.
+        keeping = [each for each, layer in enumerate(plan.layers) if layer.keys_of is None]
+        self._states = [_added_by(plan.layers[each], self._dtype) for each in keeping]
+        #: The layers from here on write no keys: only tokens whose logits are wanted need them.
+        self._num_writing = 1 + keeping[-1]
+        #: By layer, which of these has its keys and values.
+        self._keeper = np.array(
+            [
+                keeping.index(number if layer.keys_of is None else layer.keys_of)
+                for number, layer in enumerate(plan.layers)
+            ]
+        )
         self._is_recurrent = any(layer.recurrence is not None for layer in plan.layers)
         self._is_slow = self._is_slow_for_prompts = False
         self._workspaces: list[_Workspace] = []
@@ -269,7 +282,13 @@ class FusedForwards:
             except UnsupportedForwardError:
                 return by_torch(*args, **inputs)
             if with_hooks and any(map(has_hook, with_hooks)):
-                if self._weights.transform is not None:
+                kept = inputs.get(LOGITS_KEPT, 0)
+                drops_tokens = (
+                    self._num_writing < self._sizes.num_layers
+                    and isinstance(kept, int)
+                    and kept > 0
+                )
+                if self._weights.transform is not None or drops_tokens:
                     return by_torch(**inputs)  # whose products' rows would depend on each other
                 hooked = tuple(each in with_hooks and has_hook(each) for each in layers)
                 run = partial(_run_by, *by_layers(), inputs)
@@ -309,25 +328,27 @@ class FusedForwards:
     def _by_job(self, request: _JobRequest) -> Tensor | None:
         """Return logits [num_rows, …, vocab_size]; None, with nothing written, if impossible."""
         sizes, num = self._sizes, request.input_ids.shape[1]
-        states = self._weights.embedded(request.input_ids, request.positions)
+        input_ids = self._weights.replaced(request.input_ids)
+        states = self._weights.embedded(input_ids, request.positions)
         if states.dtype is not self._dtype or states.shape != (1, num, sizes.hidden):
             return None
         # Angles of all pieces at once: some depend on the length of the text.
         angles = self._angles(states, request.positions)
-        pieces = self._pieces(request, angles)
+        inputs = self._weights.inputs(input_ids, states, self._product)
+        pieces = self._pieces(request, angles, inputs)
         if pieces is None:
             return None
         if request.by_layers is not None:
             logits = request.by_layers(partial(self._run_layer, pieces, request.hooked))
         else:
-            wide, whole = _wide(states), (0, sizes.num_layers)
-            shape = (1, len(request.kept), sizes.vocab_size)
+            wide, shape = _wide(states), (1, len(request.kept), sizes.vocab_size)
             logits = states.new_empty(shape, dtype=self._dtype)
             table, done = self._weights.table(request.held or _Held()), 0
             transform = self._weights.transform
             for piece in pieces:
-                of_piece = logits[0, done:] if transform is None else None
-                self._run_piece(piece, wide, table, whole, of_piece)
+                is_last = transform is None and piece.layers[1] == sizes.num_layers
+                of_piece = logits[0, done:] if is_last else None
+                self._run_piece(piece, wide, table, piece.layers, of_piece)
                 done += len(piece.kept)
             if transform is not None:
                 last = wide[torch.from_numpy(request.kept)].to(self._dtype)[None]
@@ -372,20 +393,26 @@ class FusedForwards:
         return self._products.by_job(*given, has_dots=self._has_dots)
 
     def _pieces(
-        self, request: _JobRequest, angles: Sequence[tuple[Tensor, ...]]
+        self, request: _JobRequest, angles: Sequence[tuple[Tensor, ...]], inputs: Tensor | None
     ) -> list[_Piece] | None:
         """Describe the tokens that one job runs; None if no job can.
 
         Args:
             request: the forward.
             angles: cosines and sines, float32 [1, num_tokens, …], of each rotary module.
+            inputs: what layers get besides states, float32 [num_layers, num_tokens, size], if any.
         """
         sizes, num, all_caches = self._sizes, request.input_ids.shape[1], self._caches(request)
         if all_caches is None:
             return None
         step, pieces = MOST_TOKENS if len(request.parts) == 1 else num, []
-        for start in range(0, num, step):
-            size = min(step, num - start)
+        spans = [(start, min(step, num - start)) for start in range(0, num, step)]
+        ends = [(0, sizes.num_layers)] * len(spans)
+        is_prompt = len(request.parts) == 1 and request.kept.tolist() == [num - 1] != [0]
+        if is_prompt and self._num_writing < sizes.num_layers and request.by_layers is None:
+            ends = [(0, self._num_writing)] * len(spans) + [(self._num_writing, sizes.num_layers)]
+            spans.append((num - 1, 1))
+        for (start, size), layers in zip(spans, ends, strict=True):
             caches = all_caches.copy()
             caches[..., words.NUM_KEYS] -= num - start - size
             at = np.array([[each[:, start:].data_ptr() for each in pair] for pair in angles])
@@ -410,7 +437,10 @@ class FusedForwards:
             job[words.FACTORS] = at[-1, 0] if sizes.factors is not None else 0
             job[words.SCORES_SIZE] = sizes.num_experts + 1
             inside = request.kept[(request.kept >= start) & (request.kept < start + size)]
-            pieces.append(_Piece(start, size, inside - start, job, at, (parts, caches)))
+            inside = inside[: len(inside) if layers[1] == sizes.num_layers else 0]
+            of_layers = [] if inputs is None else [each[start:].data_ptr() for each in inputs]
+            made = job, at, of_layers, (parts, caches)
+            pieces.append(_Piece(start, size, layers, inside - start, *made))
         return pieces
 
     def _run_piece(
@@ -434,6 +464,8 @@ class FusedForwards:
         turning = self._weights.turning
         if len(turning):
             table[turning[:, 0], words.COS : words.SIN + 1] = piece.angles[turning[:, 1]]
+        if piece.inputs:
+            table[: self._sizes.num_layers, words.INPUTS] = piece.inputs
         job[words.ADDITIONS] = table[self._sizes.num_layers + 1 :].ctypes.data
         last = table[self._sizes.num_layers]
         job[words.LAST_NORM :] = last[: words.NORM_SIZE + words.PRODUCT_SIZE]
@@ -459,7 +491,7 @@ class FusedForwards:
         known = [each for each in found if each is not None]
         if len(known) < len(found):
             return None
-        caches = np.stack(known, axis=1)
+        caches: NDArray[np.int64] = np.stack(known, axis=1)[self._keeper]
         num_keys = caches[..., words.NUM_KEYS]
         for number, part in enumerate(request.parts):
             for kind, mask in enumerate(part.masks):
@@ -522,7 +554,7 @@ class FusedForwards:
             window = getattr(config.get_text_config(decoder=True), "sliding_window", None) or 0
         parts = self._parts(inputs.get("attention_mask"), cache, num, window)
         require(len(parts) == 1 or num <= MOST_AT_ONCE, "several parts run in one piece")
-        has_all = all(len(part.cache.held) == self._sizes.num_layers for part in parts)
+        has_all = all(len(part.cache.held) == len(self._states) for part in parts)
         positions: Any = inputs.get("position_ids")
         if positions is None and len(parts) == 1:
             positions = torch.arange(num)[None] + cache.get_seq_length()
@@ -643,6 +675,22 @@ def _calling(plan: CallPlan) -> Callable[[Mapping[Any, Any]], Any]:
     return call
 
 
+def _giving_inputs(plan: InputsPlan, num_layers: int) -> Callable[..., Tensor]:
+    """Return a function of tokens, states and products that gives what layers get besides states.
+
+    torch's products of several tokens depend on how many they are, so its own are not used.
+    """
+    linear, norm, look = _reference(plan.product), _reference(plan.norm), _calling(plan.embedding)
+
+    def give(tokens: Tensor, states: Tensor, product: Callable[[Tensor, Any], Tensor]) -> Tensor:
+        shape = *tokens.shape, num_layers, -1
+        made = norm()((product(states, linear()) * plan.times).view(shape))
+        whole: Tensor = (made + look({words.TOKENS_GIVEN: tokens}).view(shape)) * plan.scale
+        return whole[0].transpose(0, 1).float().contiguous()
+
+    return give
+
+
 def _transforming(plan: TransformPlan) -> Callable[[Tensor, Callable[[Tensor, Any], Tensor]], Any]:
     """Return a function that transforms states by a plan, whose modules are weakly referenced."""
     first, linear, last = map(_reference, (plan.first, plan.linear, plan.last))
@@ -675,9 +723,11 @@ class _Weights:
         self, plan: DecoderPlan, kinds: Sequence[str], dtype: torch.dtype, compiled: Any
     ) -> None:
         self._dtype, end = dtype, len(plan.layers)
-        calls, self._scale, first_norm = plan.embedding
+        calls, self._scale, first_norm, replaced = plan.embedding
+        self._replaced = torch.tensor(replaced).unbind(1) if replaced else None
         self._lookups = [*map(_calling, calls)]
         self._first_norm = _reference(first_norm)
+        self._make_inputs = None if plan.inputs is None else _giving_inputs(plan.inputs, end)
         self.head: Callable[[], Any] = weakref.ref(plan.head)
         self.transform = None if plan.transform is None else _transforming(plan.transform)
         # Rows behind the layers': last norm and head, then additions, then experts, recurrences and
@@ -730,7 +780,10 @@ class _Weights:
                 *sizes, times = layer.heads
                 row[words.NUM_HEADS : words.LATENT] = *sizes, _bits(times)
             row[words.RUN_ATTENTION : words.NUM_HEADS] = _jobs_of(layer, compiled)
-            row[words.INNER_SIZE] = layer.inner
+            row[words.INNER_SIZE], row[words.INPUT_SIZE] = layer.inner, layer.of_inputs
+            row[words.READS] = layer.keys_of is not None
+            if layer.scalar is not None:
+                self._add(number, words.SCALAR, plan.modules[number], layer.scalar, dtype)
             row[words.ACTIVATION], row[words.TURN] = layer.activation, layer.turn
             row[words.TURNED], row[words.SEES] = layer.num_turned, indices[number]
             row[words.SCALING] = _bits(layer.scaling)
@@ -859,6 +912,12 @@ class _Weights:
             known = dtype, weight.shape
             self._slots.append((weakref.ref(module), kind, name, index, start, known))
 
+    def replaced(self, tokens: Tensor) -> Tensor:
+        """Return tokens as the model embeds them: for some it embeds others."""
+        for placeholder, token in zip(*self._replaced, strict=True) if self._replaced else ():
+            tokens = torch.where(tokens == placeholder, token, tokens)
+        return tokens
+
     def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the states of the first layer."""
         given = {words.TOKENS_GIVEN: tokens, words.POSITIONS_GIVEN: positions}
@@ -867,6 +926,12 @@ class _Weights:
         norm = self._first_norm()
         embedded: Tensor = states if norm is None else norm(states)
         return embedded
+
+    def inputs(
+        self, tokens: Tensor, states: Tensor, product: Callable[[Tensor, Any], Tensor]
+    ) -> Tensor | None:
+        """Return what layers get besides states, float32 [num_layers, num_tokens, size], if any."""
+        return None if self._make_inputs is None else self._make_inputs(tokens, states, product)
 
     def fit(self, part: slice = slice(None)) -> bool:
         """Return whether all weights are still plain matrices in memory."""

@@ -6,6 +6,7 @@ modules must be the one that the plan computes. A difference raises `Unsupported
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ _HONOURED = {
 }
 _LINEARS = (nn.Linear, PackedLinear)
 _PRODUCTS = (*_LINEARS, Conv1D)
+_OTHER_SUM = "a layer adds something else to its states"
 _NOTHING = (nn.Dropout, nn.Identity)  # these change nothing when a text is generated
 _MIXING = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
 # Forms of a rotary module's output: sines first, or negated; only the first half used; the same
@@ -107,6 +109,8 @@ class EmbeddingPlan(NamedTuple):
     calls: tuple[CallPlan, ...]  # their results are added; the one of tokens comes first
     scale: float  # factor of the sum
     norm: nn.Module | None  # of the sum
+    #: Tokens of images, videos and audio, and those that the model embeds in their place.
+    replaced: tuple[tuple[int, int], ...] = ()
 
 
 class HeadOrder(NamedTuple):
@@ -124,6 +128,20 @@ class HeadOrder(NamedTuple):
             return [self.query_step * each for each in range(num)]
         starts = [num_all // self.num_groups * group for group in range(self.num_groups)]
         return [start + self.firsts[kind] + each for start in starts for each in range(share)]
+
+
+class InputsPlan(NamedTuple):
+    """What each layer gets of a token besides its states.
+
+    It is a part of a second embedding, plus the norm of a part of a product of the first layer's
+    states, times `scale`.
+    """
+
+    embedding: CallPlan  # of tokens
+    product: nn.Linear
+    times: float  # factor of the product's results
+    norm: nn.Module
+    scale: float
 
 
 class HeadsPlan(NamedTuple):
@@ -155,9 +173,11 @@ class LatentsPlan(NamedTuple):
 class LayerPlan(NamedTuple):
     """A decoder layer."""
 
-    # Before and after attention and MLP; of queries and keys; of the states after each addition.
+    # Before and after attention and MLP; of queries and keys; of the states after each addition; of
+    # values; after the layer's inputs besides states.
     norms: tuple[NormPlan | None, ...]
-    # Query, or all three, key, value, or what a recurrent layer has; more; out, gate, up, down.
+    # Query, or all three, key, value, or what a recurrent layer has; more; out, gate, up, down;
+    # gate and out of the inputs besides states.
     products: tuple[ProductPlan | None, ...]
     order: HeadOrder
     activation: int
@@ -177,6 +197,8 @@ class LayerPlan(NamedTuple):
     recurrence: RecurrencePlan | None
     heads: HeadsPlan | None  # of attention
     latents: LatentsPlan | None
+    keys_of: int | None  # number of the layer whose keys and values it reads; None for its own
+    scalar: str | None  # name of the number by which states are multiplied at the end
 
     @property
     def mixed(self) -> int:
@@ -198,12 +220,17 @@ class LayerPlan(NamedTuple):
     @property
     def inner(self) -> int:
         """Inner size of the MLP."""
-        return 0 if self.products[-1] is None else self.products[-1].num_inputs
+        return 0 if self.products[7] is None else self.products[7].num_inputs
+
+    @property
+    def of_inputs(self) -> int:
+        """Numbers of a token that the layer gets besides states."""
+        return 0 if self.products[9] is None else self.products[9].num_inputs
 
     @property
     def inners(self) -> set[int]:
-        """The same, of experts, too."""
-        return {self.inner, 0 if self.experts is None else self.experts.inner}
+        """The same, of experts and of inputs, too."""
+        return {self.inner, self.of_inputs, 0 if self.experts is None else self.experts.inner}
 
 
 class TransformPlan(NamedTuple):
@@ -223,7 +250,7 @@ class DecoderSizes(NamedTuple):
     num_heads: int  # maximum over layers, as the following
     head_size: int
     vocab_size: int
-    inner: int  # inner size of the largest MLP
+    inner: int  # inner size of the largest MLP, or of a layer's inputs
     between: int  # the factors of a layer's low-rank additions, at most
     mixed: int  # columns of a layer's first products, at most, as the following
     queries: int
@@ -246,6 +273,7 @@ class DecoderPlan(NamedTuple):
     sizes: DecoderSizes
     kinds: tuple[str, ...]  # of masks, by layer
     embedding: EmbeddingPlan
+    inputs: InputsPlan | None
     layers: tuple[LayerPlan, ...]
     norm: NormPlan | None
     transform: "TransformPlan | None"
@@ -280,6 +308,9 @@ class _Turned(NamedTuple):
     is_scaled: bool  # by position
 
 
+_STRAIGHT = _Turned(None, 0, 0, 1.0, False)
+
+
 class _Mlp(NamedTuple):
     given: Tensor
     out: Tensor
@@ -305,6 +336,8 @@ class _Mixing(NamedTuple):
     recurrence: RecurrencePlan | None = None
     heads: HeadsPlan | None = None
     latents: LatentsPlan | None = None
+    norm: NormPlan | None = None  # of values
+    keys_of: int | None = None
 
 
 class _Caching:
@@ -390,6 +423,10 @@ def read(model: Model) -> DecoderPlan:
         module._forward_hooks.clear()
     reader = _Reader(view, calls, input_ids, positions, attention_of(model))
     plan = reader.plan(attended, output.logits)
+    placeholders = [each for each in placeholders_of(model) if each < text.vocab_size]
+    if placeholders:
+        replaced = _replaced(view, plan.embedding.calls[0].module, placeholders)
+        plan = plan._replace(embedding=plan.embedding._replace(replaced=replaced))
     require(hooked <= {*plan.modules}, "its modules have hooks")
     gives_states = all(isinstance(calls[each][0].out, Tensor) for each in plan.modules)
     require(not hooked or gives_states, "its layers have hooks, and give more than states")
@@ -397,6 +434,21 @@ def read(model: Model) -> DecoderPlan:
     originals = dict(zip(view.modules(), model.modules(), strict=True))
     of_model: DecoderPlan = _with_originals(plan._replace(kinds=tuple(kinds)), originals)
     return of_model
+
+
+def _replaced(
+    view: Model, embedding: nn.Module, placeholders: list[int]
+) -> tuple[tuple[int, int], ...]:
+    """Return the placeholders for which a model embeds other tokens, and these tokens."""
+    given: list[Tensor] = []
+    embedding.register_forward_pre_hook(
+        lambda _, args, kwargs: given.extend([*args, *kwargs.values()][:1]), with_kwargs=True
+    )
+    with Attempt():  # without their images, some models raise an error
+        view(input_ids=torch.tensor([placeholders]), use_cache=False)
+    embedded = given[-1].flatten().tolist() if given else placeholders
+    pairs = zip(placeholders, embedded, strict=True)
+    return tuple(pair for pair in pairs if pair[0] != pair[1])
 
 
 def _with_originals(value: Any, originals: dict[Any, Any]) -> Any:
@@ -444,6 +496,9 @@ class _Reader:
         self._rotaries: dict[int, CallPlan] = {}
         self._last_recurrence: RecurrencePlan | None = None  # most layers have equal plans
         self._passed: dict[nn.Module, list[tuple[Tensor, Any]]] = {}
+        self._number = 0  # of the layer that is being read
+        self._keys: dict[int, int] = {}  # the layer that made keys, by their address
+        self._given: dict[nn.Module, Tensor] = {}  # what layers get besides states
         # Linear layers inside of adapters.
         self._adapted: dict[nn.Module, tuple[nn.Linear, tuple[AdditionPlan, ...]]] = {}
         for module in view.modules():
@@ -457,10 +512,10 @@ class _Reader:
         require(len(by_layer) == len(attended), "a layer attends several times")
         modules = self._layers_with(by_layer)
         states, _ = self._io(modules[0])
-        embedding = self._embedding(states)
+        embedding, inputs = self._embedding(states), self._inputs(modules, states)
         names = {module: name for name, module in self._view.named_modules()}
         layers = []
-        for module in modules:
+        for self._number, module in enumerate(modules):
             try:
                 layer, states = self._layer(module, by_layer.get(module), states)
             except UnsupportedForwardError as error:
@@ -475,7 +530,7 @@ class _Reader:
         is_whole = transform is not None or head.in_features == states.shape[-1]
         require(is_whole, "its head gets other states than its layers give")
         finish = _finish_of(results, logits, self._view)
-        inner = max(layer.inner for layer in layers)
+        inner = max(max(layer.inner, layer.of_inputs) for layer in layers)
         has_windows = any(each.kwargs.get("sliding_window") for each in attended)
         between = max(
             sum(added.first.out_features for each in layer.products if each for added in each.added)
@@ -498,18 +553,19 @@ class _Reader:
         recurrences = [layer.recurrence for layer in layers if layer.recurrence is not None]
         of_recurrence = max((each.num_scratch(taps) for each in recurrences), default=0)
         latents = [layer.latents for layer in layers if layer.latents is not None]
-        inputs = (each.query.num_inputs for each in latents if each.query is not None)
+        asked = (each.query.num_inputs for each in latents if each.query is not None)
         of_mixing = (
             max(layer.mixed for layer in layers),
             max(layer.queries for layer in layers),
-            max(states.shape[-1], *inputs, 0),
+            max(states.shape[-1], *asked, 0),
             max(layer.attended for layer in layers),
         )
         of_latents = max((each.num_scratch() for each in latents), default=0)
         of_scratch = taps, of_recurrence, of_latents
         of_layers = *of_heads, inner, between, *of_mixing, *of_scratch, *of_experts
         decoder = DecoderSizes(*of_layers, has_windows, factors, finish)
-        return DecoderPlan(decoder, (), embedding, tuple(layers), norm, transform, head, modules)
+        plans = embedding, inputs, tuple(layers), norm, transform
+        return DecoderPlan(decoder, (), *plans, head, modules)
 
     def _transform(self, states: Tensor, given: Tensor) -> TransformPlan | None:
         """Return what is between the last states and those that the head gets, besides a norm."""
@@ -562,6 +618,43 @@ class _Reader:
                     if torch.equal(given, total) and torch.equal(normed, states):
                         return EmbeddingPlan(calls, scale, norm)
         raise UnsupportedForwardError("its first layer does not get what an embedding gives")
+
+    def _inputs(self, modules: Sequence[nn.Module], states: Tensor) -> InputsPlan | None:
+        """Return the plan of what layers get besides states; None if it is not known."""
+        given = []
+        for module in modules:
+            (call, *_), shape = self._calls[module], states.shape[:-1]
+            tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
+            given.append([x for x in tensors if x.shape[:-1] == shape and x.is_floating_point()])
+        if any(len(each) != 2 for each in given):  # states come first
+            return None
+        whole = torch.stack([each[1] for each in given], dim=2)
+        products = [
+            (module, out)
+            for module in self._calls
+            if type(module) is nn.Linear
+            for mine, out in self._ios(module)
+            if out.numel() == whole.numel() and torch.equal(mine, states)
+        ]
+        looked: list[tuple[CallPlan, Tensor]] = []
+        for module, (call, *_) in self._calls.items():
+            if isinstance(call.out, Tensor) and call.out.numel() == whole.numel():
+                with Attempt():  # some modules take more than tokens
+                    looked.append((self._call_of(module, call), call.out.view_as(whole)))
+        norms = [each for each in self._norms_of(self._calls) if each[2].shape == whole.shape]
+        for norm, mine, normed in norms:
+            for product, made in products:
+                for times in (1.0, states.shape[-1] ** -0.5):
+                    if not torch.equal((made * times).view_as(mine), mine):
+                        continue
+                    for called, out in looked:
+                        for scale in (1.0, 2.0**-0.5):
+                            if torch.equal((normed + out) * scale, whole):
+                                self._given = {
+                                    x: y for x, (_, y) in zip(modules, given, strict=True)
+                                }
+                                return InputsPlan(called, product, times, norm, scale)
+        return None
 
     def _call_of(self, module: nn.Module, call: _Call) -> CallPlan:
         """Return a call as a plan has it, if it gives the same for other states."""
@@ -642,18 +735,34 @@ class _Reader:
         before = self._norm_between(states, mixing.given)
         of_query, of_key = mixing.turned
         linears = [each for each in leaves if self._is_product(each) and each not in mixing.done]
+        given = self._given.get(layer)
+        gate, out_of_inputs, activation = None, None, None
+        if given is not None:
+            gate, out_of_inputs, activation = self._by_inputs(linears, given)
         mlp = self._mlp(layer, linears)
+        require(activation in (None, mlp.activation), "its layers have two activations")
         names = "residual_multiplier", "residual_scale"
         factor = float(next((vars(layer)[each] for each in names if each in vars(layer)), 1.0))
-        way = _Way(states, mixing.given, mixing.out, mlp.given, mlp.out, result)
-        (after, before_mlp, after_mlp, *last), is_parallel = self._residuals(way, factor)
+        summed = result if gate is None else self._io(gate.around)[0]
+        way = _Way(states, mixing.given, mixing.out, mlp.given, mlp.out, summed)
+        (after, before_mlp, after_mlp, *last), is_parallel, total = self._residuals(way, factor)
+        after_inputs = None
+        if out_of_inputs is not None:
+            require(is_near(summed, total) and factor == 1.0, _OTHER_SUM)
+            after_inputs, added = self._after(self._results(out_of_inputs))
+            total = summed + added
+        scalar = _scalar_of(layer, total, result)
         before_mlp = before if mlp.given is mixing.given else before_mlp
-        gated = mlp.products[0] and self._results(mlp.products[0])
-        self._require_all_used(leaves, {*mixing.done, *linears, *mlp.done}, gated)
+        gated = [self._results(each) for each in (mlp.products[0], gate) if each is not None]
+        done = {each.around for each in (gate, out_of_inputs) if each is not None}
+        self._require_all_used(leaves, {*mixing.done, *linears, *mlp.done, *done}, gated)
         scaling, softcap, sinks = mixing.settings
         plan = LayerPlan(
-            (before, after, before_mlp, after_mlp, of_query.norm, of_key.norm, *last),
-            (*mixing.products, *mlp.products),
+            (
+                *(before, after, before_mlp, after_mlp, of_query.norm, of_key.norm, *last),
+                *(mixing.norm, after_inputs),
+            ),
+            (*mixing.products, *mlp.products, gate, out_of_inputs),
             mixing.order,
             mlp.activation,
             mixing.rotary,
@@ -663,8 +772,26 @@ class _Reader:
             of_query.is_scaled,
             *(scaling * of_query.scale, softcap, sinks, factor, is_parallel, mlp.experts),
             *(mixing.convolution, mixing.recurrence, mixing.heads, mixing.latents),
+            *(mixing.keys_of, scalar),
         )
         return plan, result
+
+    def _by_inputs(
+        self, linears: list[nn.Module], given: Tensor
+    ) -> tuple[ProductPlan, ProductPlan, int]:
+        """Take the products around a layer's inputs besides states from a list of products.
+
+        Also return the activation between them.
+        """
+        for gate, out in permutations(linears, 2):
+            rows, inner = self._io(gate)[1], self._io(out)[0]
+            if rows.shape == inner.shape == given.shape:
+                activation = _activation_of(rows, given, inner)
+                if activation is not None:
+                    for each in (gate, out):
+                        linears.remove(each)
+                    return self._product(gate), self._product(out), activation
+        raise UnsupportedForwardError("its layers get more than states")
 
     def _attending(
         self,
@@ -674,10 +801,18 @@ class _Reader:
     ) -> _Mixing:
         """Return the attention of a layer."""
         (_, num, _, size), (_, num_keys, _, of_value) = attended.query.shape, attended.value.shape
-        sizes = num, num_keys, size, of_value
+        keys_of = self._keys.setdefault(attended.key.data_ptr(), self._number)
+        is_shared = keys_of < self._number
+        sizes = num, 0 if is_shared else num_keys, size, size if is_shared else of_value
         mixing, out_linear, heads, gate = self._projections(attended, leaves, sizes)
         rotary, angles = self._rotary(layer)
-        order, of_query, of_key, times = self._ordered(attended, heads, angles, gate)
+        if is_shared:
+            order, of_key, of_values, times = HeadOrder(1, (0, 0, 0)), _STRAIGHT, None, 1.0
+            of_query = self._turned(heads, attended.query, angles)
+        else:
+            order, (of_query, of_key), of_values, times = self._ordered(
+                attended, heads, angles, gate
+            )
         num_turned = arranged(angles, of_query.arrangement)[0].shape[-1] if of_query.turn else 0
         return _Mixing(
             (*mixing, *[None] * (4 - len(mixing)), out_linear),
@@ -690,7 +825,9 @@ class _Reader:
             _settings_of(attended, self._implementation),
             None,
             {each.around for each in (*mixing, out_linear)},
-            heads=HeadsPlan(*sizes, times=times),
+            heads=HeadsPlan(num, num_keys, size, of_value, times=times),
+            norm=of_values,
+            keys_of=keys_of if is_shared else None,
         )
 
     def _latent(
@@ -799,10 +936,9 @@ class _Reader:
             made = convolved(convolution, (first * second)[0])
             if is_near(parts[last] * made, self._io(out.around)[0]):
                 order = HeadOrder(1, (last, *(each for each in range(3) if each != last)))
-                straight = _Turned(None, 0, 0, 1.0, False)
                 products = into, None, None, None, out
                 done = {into.around, out.around, convolution}
-                turned, settings = (straight, straight), (1.0, 0.0, None)
+                turned, settings = (_STRAIGHT, _STRAIGHT), (1.0, 0.0, None)
                 made = self._results(out)
                 return _Mixing(
                     products, given, made, order, turned, None, 0, settings, convolution, done
@@ -832,20 +968,19 @@ class _Reader:
         flags = words.IS_NORM | words.ROUNDS * plan.is_delta
         of_norm = NormPlan(norm, flags, watched.eps)
         self._norms.remove(norms[0])
-        straight = _Turned(None, 0, 0, 1.0, False)
         return _Mixing(
             (*mixing, *[None] * (4 - len(mixing)), out),
             given,
             self._results(out),
             HeadOrder(1, (0, 0, 0)),
-            (straight._replace(norm=of_norm), straight),
+            (_STRAIGHT._replace(norm=of_norm), _STRAIGHT),
             *(None, 0, (1.0, 0.0, None), convolution),
             {*(each.around for each in (*mixing, out)), convolution},
             plan,
         )
 
-    def _residuals(self, way: "_Way", factor: float) -> tuple[list[NormPlan | None], bool]:
-        """Return norms after attention, around the MLP and of sums; and whether it is parallel.
+    def _residuals(self, way: "_Way", factor: float) -> tuple[list[NormPlan | None], bool, Tensor]:
+        """Return norms after attention, around the MLP and of sums; if it is parallel; the sum.
 
         A layer is parallel if attention and MLP both get the layer's input states.
         """
@@ -866,20 +1001,22 @@ class _Reader:
         if given is not way.given:
             before_mlp = self._norm_between(way.states if is_parallel else between, given)
         after_mlp, added = self._after(way.mlp_out)
-        is_total = is_near(way.result if of_mlp is None else summed, between + times(added))
-        require(is_total, "a layer adds something else to its states")
-        return [after, before_mlp, after_mlp, of_attention, of_mlp], is_parallel
+        total = between + times(added)
+        if of_mlp is not None:
+            require(is_near(summed, total), _OTHER_SUM)
+            total = way.result
+        return [after, before_mlp, after_mlp, of_attention, of_mlp], is_parallel, total
 
     def _require_all_used(
-        self, leaves: list[nn.Module], done: set[nn.Module], gated: Tensor | None
+        self, leaves: list[nn.Module], done: set[nn.Module], gated: list[Tensor]
     ) -> None:
         """Refuse a layer with modules that the plan does not cover."""
         rest = [
             each
             for each in leaves
             if each not in done and not isinstance(each, _NOTHING) and not _is_norm(each)
-            # Activations belong to the MLP.
-            if each._parameters or gated is None or not torch.equal(self._io(each)[0], gated)
+            # Activations belong to the MLP, or to inputs besides states.
+            if each._parameters or not any(torch.equal(self._io(each)[0], x) for x in gated)
         ]
         rest += [module for module, _, _ in self._norms]
         require(not rest, f"{[type(each).__name__ for each in rest]} take part in a layer")
@@ -895,12 +1032,16 @@ class _Reader:
         num_heads, num_key_heads, head_size, of_value = sizes
         children = dict(attended.module.named_children())
         num = num_heads + 2 * num_key_heads
-        named = next((names for names in _MIXING if {*names} <= children.keys()), None)
+        # Values may be made of keys before their norm; a layer without keys reads another layer's.
+        least = 2 if num_key_heads else 1
+        named = next((names for names in _MIXING if {*names[:least]} <= children.keys()), None)
         if named is not None:
-            mixing = [self._product(children[name]) for name in named]
+            names = named if num_key_heads else named[:1]
+            found = [children[each if each in children else named[1]] for each in names]
+            mixing = [*map(self._product, found)]
         else:
-            found = map(self._product, filter(self._is_product, children.values()))
-            mixing = [each for each in found if each.num == num * head_size]
+            products = map(self._product, filter(self._is_product, children.values()))
+            mixing = [each for each in products if each.num == num * head_size]
             require(len(mixing) == 1, "its attention has no projections of known names")
         given = self._io(mixing[0].around)[0]
         attended_rows, gate = attended.out.flatten(2), (1, -1)
@@ -947,8 +1088,8 @@ class _Reader:
         heads: Tensor,
         angles: tuple[Tensor, ...],
         gate: tuple[int, int],
-    ) -> tuple[HeadOrder, _Turned, _Turned, float]:
-        """Return the order of heads, the operations on queries and keys, the factor of values."""
+    ) -> tuple[HeadOrder, tuple[_Turned, _Turned], NormPlan | None, float]:
+        """Return the order of heads, the operations on queries and keys, and those on values."""
         wanted, of_value = (attended.query, attended.key, attended.value), attended.value.shape[3]
         factors = [1.0, *(each for each in vars(attended.module).values() if type(each) is float)]
         norms, reason = self._norms, "values are not what their projection gives"
@@ -963,9 +1104,11 @@ class _Reader:
             )
             value = value[..., :of_value]
             times = next((x for x in factors if torch.equal(value * x, attended.value)), None)
-            if times is None:
-                continue
             self._norms = [*norms]
+            rows = (each.transpose(1, 2).flatten() for each in (value, attended.value))
+            of_values, *_ = self._take_norm(partial(_is_between, *rows))
+            if times is None and of_values is None:
+                continue
             try:
                 of_query = self._turned(query, attended.query, angles)
                 of_key = self._turned(key, attended.key, angles)
@@ -976,7 +1119,7 @@ class _Reader:
                 )
                 is_apart = order.num_groups > 1 or order.query_step > 1
                 require(not is_apart or not is_whole, "a norm is of several groups")
-                return order, of_query, of_key, times
+                return order, (of_query, of_key), of_values, 1.0 if times is None else times
             except UnsupportedForwardError as error:
                 reason = str(error)
         raise UnsupportedForwardError(reason)
@@ -1073,7 +1216,8 @@ class _Reader:
         ]
         for module, calls in self._calls.items():
             for made in calls:
-                if any(_first_of(made.out) is each for each in pairs):
+                first = _first_of(made.out)
+                if first is not None and any(_is_same(first, each) for each in pairs):
                     if id(made) not in self._rotaries:  # one for all layers that use it
                         self._rotaries[id(made)] = self._rotary_of(module, made)
                     return self._rotaries[id(made)], _parts_of(made.out)
@@ -1188,6 +1332,14 @@ class _Reader:
         return gate, up, down, activation
 
 
+def _scalar_of(layer: nn.Module, total: Tensor, result: Tensor) -> str | None:
+    """Return the name of the buffer by which a layer multiplies its result; None for none."""
+    for name, each in [*layer._buffers.items(), (None, torch.ones(1))]:
+        if each is not None and each.numel() == 1 and is_near(total * each.to(total), result):
+            return name
+    raise UnsupportedForwardError(_OTHER_SUM)
+
+
 def _activation_of(given: Tensor, times: Any, result: Tensor) -> int | None:
     """Return the activation that turns numbers into a result, times others; None if none does."""
     errors = {difference(make(given) * times, result): which for which, make in ACTIVATIONS.items()}
@@ -1278,6 +1430,16 @@ def _first_of(angles: Any) -> Any:
     is_complex = isinstance(angles, Tensor) and angles.is_complex()
     is_pair = isinstance(angles, tuple) and len(angles) == 2
     return angles if is_complex else angles[0] if is_pair else None
+
+
+def _is_between(given: Tensor, wanted: Tensor, mine: Tensor, out: Tensor) -> bool:
+    """Return whether a norm has made some numbers of others."""
+    return torch.equal(mine.flatten(), given) and torch.equal(out.flatten(), wanted)
+
+
+def _is_same(mine: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are views of the same memory."""
+    return mine.data_ptr() == other.data_ptr() and mine.shape == other.shape
 
 
 def _parts_of(angles: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:

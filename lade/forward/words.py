@@ -57,13 +57,15 @@ PRODUCT_SIZE = 9
 HEAD = LAST_NORM + NORM_SIZE
 JOB_SIZE = HEAD + PRODUCT_SIZE
 
-# A layer: norms, the last two of the states after each addition; products; the shape of its MLP;
-# addresses of the angles' cosines and sines, [tokens, TURNED]; settings of attention and residuals;
-# the order of heads in MIXED: number of groups, and heads in a group before those of each kind.
+# A layer: norms, those of OF_ATTENTION and OF_MLP of the states after each addition; products; the
+# shape of its MLP; addresses of the angles' cosines and sines, [tokens, TURNED]; settings of
+# attention and residuals; the order of heads in MIXED: number of groups, and heads in a group
+# before those of each kind.
 (PRE_ATTENTION, POST_ATTENTION, PRE_MLP, POST_MLP, QUERY_NORM, KEY_NORM) = range(0, 24, NORM_SIZE)
-OF_ATTENTION, OF_MLP = range(24, 32, NORM_SIZE)
-(QUERY, KEY, VALUE, MORE, OUT, GATE, UP, DOWN) = range(32, 104, PRODUCT_SIZE)
-INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(104, 114)
+OF_ATTENTION, OF_MLP, VALUE_NORM, POST_INPUTS = range(24, 40, NORM_SIZE)
+(QUERY, KEY, VALUE, MORE, OUT, GATE, UP, DOWN) = range(40, 112, PRODUCT_SIZE)
+INPUT_GATE, INPUT_OUT = range(112, 130, PRODUCT_SIZE)
+INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = range(130, 140)
 # EXPERTS, RECURRENCE: the rows of ADDITIONS that describe a layer's experts and its recurrence,
 # counted from 1; 0 for none. A short convolution instead of attention has addresses of its weights,
 # [HIDDEN, TAPS], and of its biases; for attention, TAPS is 0. Then FIRST_QUERY is the third of
@@ -71,16 +73,20 @@ INNER_SIZE, ACTIVATION, COS, SIN, TURNED, TURN, SCALING, SOFTCAP, SINKS, SEES = 
 # keys are these inputs, [slots, HIDDEN]. QUERY_STEP is the number of heads in MIXED from one query
 # to the next, and from one gate of attention's results to the next; FIRST_GATE is the first gate,
 # or -1 without gates.
-FACTOR, IS_PARALLEL, SCALED, EXPERTS, CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(114, 121)
-NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, QUERY_STEP, FIRST_GATE = range(121, 127)
+FACTOR, IS_PARALLEL, SCALED, EXPERTS, CONVOLUTION, CONVOLUTION_BIAS, TAPS = range(140, 147)
+NUM_GROUPS, FIRST_QUERY, FIRST_KEY, FIRST_VALUE, QUERY_STEP, FIRST_GATE = range(147, 153)
 # RUN_ATTENTION: address of what is compiled for attention, or what the layer has instead;
 # RUN_EXPERTS: the same for experts, or 0.
-MIXED_SIZE, ATTENDED_SIZE, RECURRENCE, RUN_ATTENTION, RUN_EXPERTS = range(127, 132)
+MIXED_SIZE, ATTENDED_SIZE, RECURRENCE, RUN_ATTENTION, RUN_EXPERTS = range(153, 158)
 # Heads of queries and of keys; numbers of a key's head, and of a value's; factor of values. If
 # MORE_SIZE is not 0, the cache has so many further numbers of keys in place of values, and keys are
 # the values, too. Then LATENT is the row of ADDITIONS that describes the rest, counted from 1.
-(NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE, VALUE_FACTOR) = range(132, 138)
-LATENT, LAYER_SIZE = 138, 139
+(NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE, RESULT_SIZE, MORE_SIZE, VALUE_FACTOR) = range(158, 164)
+# INPUTS: address of what the layer gets of its tokens besides states, float32 [tokens, INPUT_SIZE];
+# it multiplies the activated results of INPUT_GATE. SCALAR: address of a number, of the format, by
+# which the states are multiplied at the end, or 0. READS: whether keys and values are those of
+# another layer, whose addresses CACHES has twice. NO_NORM: zeros.
+LATENT, INPUTS, INPUT_SIZE, SCALAR, READS, NO_NORM, LAYER_SIZE = (*range(164, 170), 173)
 # A low-rank addition to a product: its first factor as a product, WEIGHT and BIAS of the second,
 # the scale of the result, the format of both factors, and its first number in a row of BETWEEN.
 SECOND = PRODUCT_SIZE
@@ -112,7 +118,7 @@ PLAIN, PAIRS, NARROW = range(3)  # arranged as float32, as float32 for bfloat16,
 # The pairs that are rotated together; no rounding between; the first of all neighbours come first.
 HALVES, NEIGHBOURS, WIDE, SORTS = 1, 2, 4, 8
 SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SWISH = range(6)  # the last one is of experts alone
-TO_ROWS, TO_INNER, TO_LOGITS = range(3)  # use of a product's columns
+TO_ROWS, TO_INNER, TO_LOGITS, TO_INPUTS = range(4)  # use of a product's columns
 FIRST, NUM_NEW, MASK, MASK_ROW = range(4)
 # Of a recurrence, keys are the inputs of its convolution, and values what else tokens add, in
 # float32: keys, values, and of each value head how much its state keeps, and takes. STATE is the
@@ -127,7 +133,7 @@ SELECTS_RAW, IS_SORTED, IS_SUMMED, ROUNDS_SCORES, ROUNDS_SHARES, ROUNDS_WEIGHED 
 # Weights of experts lie input by input; the columns of gate and up alternate.
 LIE_ACROSS, ALTERNATE = 1, 2
 
-PHASES_OF_LAYER = 12
+PHASES_OF_LAYER = 15
 
 # What a module of a plan gets in the place of states, of positions, of tokens, and of positions
 # that three axes count alike.

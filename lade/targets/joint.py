@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from lade.attention.packed import Calls, with_calls, with_held
 from lade.budget.seconds import Seconds
-from lade.compat import CACHE, Model
+from lade.compat import CACHE, Model, drops_tokens
 from lade.compat.attempts import Attempt
 from lade.machine.transfer import integers_on
 from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES
@@ -146,11 +146,11 @@ def run_as_one(parts: Sequence[Part]) -> Tensor:
     inputs["attention_mask"] = _mask([part.inputs["attention_mask"] for part in parts], sizes)
     inputs[CACHE] = JointCache([part.inputs[CACHE] for part in parts], sizes)
     kept = [part.num_kept for part in parts]
-    if kept != sizes:
+    largest = max(parts, key=lambda part: part.num_tokens)  # its view fits the most tokens
+    if kept != sizes or drops_tokens(largest.view):  # which would take a part of the masks
         stops = zip(accumulate(sizes), kept, strict=True)
         nodes = [node for stop, num in stops for node in range(stop - num, stop)]
         inputs[LOGITS_KEPT] = integers_on(inputs["input_ids"].device, nodes)
-    largest = max(parts, key=lambda part: part.num_tokens)  # its view fits the most tokens
     with largest.mode():
         output = largest.view(**inputs)
     logits: Tensor = output.logits

@@ -66,6 +66,7 @@ SINGLES = tuple(
         *("llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "granite", "stablelm", "smollm3"),
         *("gemma2", "gemma3_text", "cohere", "cohere2", "olmo2", "olmo3", "glm4", "starcoder2"),
         *("nemotron", "exaone4", "helium", "deepseek_v3", "youtu", "mimo_v2_flash"),
+        *("gemma4_text-shared", "gemma4_text-values", "gemma4_unified"),
     )
 )
 _FORMATS = (*gguf_files.SCALES, "F16", "BF16", "F32")

@@ -85,6 +85,8 @@ MORE_ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v4-topk": ("deepseek_v4", {"index_topk": 2}),
     "dots1-window": ("dots1", {"max_window_layers": 1}),
     "falcon-alibi": ("falcon", {"alibi": True}),
+    "gemma4_text-shared": ("gemma4_text", {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    "gemma4_text-values": ("gemma4_text", {"attention_k_eq_v": True}),
     "gpt_bigcode-mha": ("gpt_bigcode", {"multi_query": False}),
     "laguna-window": ("laguna", _layers("sliding_attention", "full_attention")),
     "mellum-window": ("mellum", _layers("sliding_attention", "full_attention")),

@@ -146,6 +146,9 @@ def tiny_model(
             ).eval()
             for parameter_name, parameter, is_transposed in _parameters(model):
                 _randomize(parameter_name, parameter, is_transposed)
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("layer_scalar"):  # one by default
+                    buffer.uniform_(0.5, 1.5)
             logits = _settle(model)
     except Exception as error:  # a class not seen before may raise anything
         raise CannotBuild(f"{name}: {error_line(error)}") from error

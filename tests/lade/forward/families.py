@@ -12,6 +12,7 @@ QUICK = [
     *("llama", "gemma2", "gemma3_text", "cohere2", "olmo2", "qwen3", "phi3", "starcoder2"),
     *("glm", "granite", "nemotron", "stablelm", "gpt2", "gpt_neox", "bert", "youtu"),
     *("mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "lfm2", "afmoe", "granitemoehybrid"),
+    *("gemma4_text-shared", "gemma4_text-values"),
 ]
 MAMBAS = "granitemoehybrid", "bamba"  # in 16 bits, torch rounds the state behind a single token
 # Their layers see a text one after the other, so that batches of them are plain.
@@ -36,6 +37,7 @@ READABLE = [
     # These attend to latents, as youtu does.
     *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla"),
     *(*CHAINS[2:], "cohere_compass_text", "mimo_v2_flash"),
+    *("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
 ]
 # Bounded scores, sinks and latents take no parts, so that batches of them are plain.
 PLAIN = "gemma2", "gpt_oss", "youtu"

@@ -224,6 +224,26 @@ def test_long_prompts_run_in_pieces(
     assert [each for each in compared if not each.is_close] == []
 
 
+def test_layers_that_read_the_keys_of_others_run_for_the_last_token_of_a_prompt(
+    compared: list[Apart], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[int, tuple[int, int]]] = []
+    run_piece = file.FusedForwards._run_piece
+
+    def noting(self: Any, piece: Any, *args: Any) -> None:
+        ran.append((piece.num, piece.layers))
+        run_piece(self, piece, *args)
+
+    monkeypatch.setattr(file.FusedForwards, "_run_piece", noting)
+    model = model_of("gemma4_text-shared", sliding_window=512)
+    target = Prefilled(model, torch.randint(5, 96, (1, 300)))
+    assert ran == [(128, (0, 2)), (128, (0, 2)), (44, (0, 2)), (1, (2, 4))]
+    ran.clear()
+    target.run([-1, 0])
+    assert ran == [(3, (0, 4))]
+    assert [each for each in compared if not each.is_close] == []
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("family", ["llama", "glm4_moe", "gpt_oss", "deepseek_v3", "youtu"])

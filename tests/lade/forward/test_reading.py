@@ -45,9 +45,10 @@ def test_families_are_read(family: str, dtype: torch.dtype) -> None:
 def test_llama_is_read_as_it_is() -> None:
     model = model_of("llama", num_key_value_heads=2)
     plan = read(model)
-    (embedding,), scale, norm = plan.embedding
+    (embedding,), scale, norm, replaced = plan.embedding
     assert embedding == (model.model.embed_tokens, (words.TOKENS_GIVEN,), {})
     assert (scale, norm, plan.transform, plan.head) == (1.0, None, None, model.lm_head)
+    assert (replaced, plan.inputs) == ((), None)
     assert {layer.heads for layer in plan.layers} == {(4, 2, 16, 16, 0, 1.0)}
     assert {*plan.kinds} == {"full_attention"}
     for mine, theirs in zip(plan.layers, model.model.layers, strict=True):
@@ -55,15 +56,16 @@ def test_llama_is_read_as_it_is() -> None:
         norms = [norm and norm.module for norm in mine.norms]
         assert norms == [
             *(theirs.input_layernorm, None, theirs.post_attention_layernorm),
-            *[None] * 5,
+            *[None] * 7,
         ]
         assert [product and product.module for product in mine.products] == [
             *(attention.q_proj, attention.k_proj, attention.v_proj, None, attention.o_proj),
-            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj, None, None),
         ]
         assert (mine.activation, mine.turn & words.HALVES) == (words.SILU, words.HALVES)
         assert (mine.num_turned, mine.scaling, mine.softcap) == (16, 0.25, 0.0)
         assert (mine.sinks, mine.factor, mine.is_parallel) == (None, 1.0, False)
+        assert (mine.keys_of, mine.scalar) == (None, None)
 
 
 def of_family(family: str, tells: Callable[[DecoderPlan], Any]) -> Any:
@@ -86,7 +88,7 @@ def test_what_sets_families_apart_is_read() -> None:
         ("gpt2", lambda plan: len(plan.embedding.calls), 2),
         ("gpt2", lambda plan: type(plan.layers[0].products[4].module), Conv1D),
         ("opt", lambda plan: plan.layers[0].scaling, 0.25),
-        ("bert", lambda plan: [norm is None for norm in plan.layers[0].norms[6:]], [False] * 2),
+        ("bert", lambda plan: [norm is None for norm in plan.layers[0].norms[6:8]], [False] * 2),
         ("bert", lambda plan: plan.transform.activation, words.GELU),
         ("nanochat", lambda plan: plan.embedding.norm is None, False),
         ("hunyuan_v1_dense", lambda plan: plan.layers[0].norms[4].flags & words.AFTER_TURN, 32),
@@ -107,6 +109,13 @@ def test_what_sets_families_apart_is_read() -> None:
         ("smollm3", lambda plan: {layer.rotary is None for layer in plan.layers}, {False, True}),
         ("gemma3_text", lambda plan: {*plan.kinds}, {"full_attention", "sliding_attention"}),
         ("granite_swa", lambda plan: plan.layers[0].sinks is None, False),
+        ("gemma4_text", lambda plan: {layer.scalar for layer in plan.layers}, {"layer_scalar"}),
+        ("gemma4_text", lambda plan: (plan.inputs.scale, plan.layers[0].of_inputs), (2**-0.5, 16)),
+        ("gemma4_text-shared", lambda plan: [x.keys_of for x in plan.layers], [None, None, 0, 1]),
+        ("gemma4_text-values", lambda plan: len({*plan.layers[1].products[1:3]}), 1),
+        ("gemma4_text-values", lambda plan: len({*plan.layers[0].products[1:3]}), 2),
+        ("gemma4_unified", lambda plan: plan.inputs, None),
+        ("gemma4_unified", lambda plan: {token for _, token in plan.embedding.replaced}, {0}),
         ("gpt_oss", lambda plan: plan.layers[0].sinks is None, False),
         ("gpt_oss", lambda plan: plan.layers[0].num_turned, 16),
         ("stablelm", lambda plan: plan.layers[0].norms[0].flags & words.CENTERS, words.CENTERS),
