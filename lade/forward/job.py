@@ -383,10 +383,11 @@ class FusedForwards:
         return wide.to(self._dtype)[None]
 
     def _by_head(self, states: Tensor) -> Tensor:
-        head = self._weights.head()
-        return head.forward(states) if type(head) is PackedLinear else self._product(states, head)
+        return self._product(states, self._weights.head())
 
     def _product(self, states: Tensor, linear: nn.Linear) -> Tensor:
+        if type(linear) is PackedLinear:
+            return linear.forward(states)
         if not is_plain(linear.weight, self._dtype):
             raise ValueError("weights are no plain matrices any more")
         given = states, linear.weight, linear.bias

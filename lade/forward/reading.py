@@ -629,10 +629,10 @@ class _Reader:
         if any(len(each) != 2 for each in given):  # states come first
             return None
         whole = torch.stack([each[1] for each in given], dim=2)
-        products = [
+        products: list[tuple[Any, Tensor]] = [
             (module, out)
             for module in self._calls
-            if type(module) is nn.Linear
+            if type(module) in _LINEARS
             for mine, out in self._ios(module)
             if out.numel() == whole.numel() and torch.equal(mine, states)
         ]

@@ -26,6 +26,8 @@ _STRING, _ARRAY = 8, 9
 _NOT_WEIGHTS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 # Whose tensors llama.cpp changes, of architectures that transformers' reader does not know.
 _CHANGED_AS = {"gemma": "gemma2", "granite": "llama"}
+# Of whose files transformers reads no layer types and no layers that share keys.
+_WITH_CONFIG = {"gemma4"}
 
 
 class Stored(NamedTuple):
@@ -193,7 +195,12 @@ def load_gguf(path: Path, *, trust_remote_code: bool = False) -> Any:
         UserError: the file is damaged, or its tensors do not fit its config.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        GenerationConfig,
+    )
 
     header = header_of(path)
     architecture = header.settings.get("general.architecture")
@@ -206,6 +213,13 @@ def load_gguf(path: Path, *, trust_remote_code: bool = False) -> Any:
     beside, options = path.parent, {"trust_remote_code": trust_remote_code}
     if (beside / "config.json").is_file():
         config = AutoConfig.from_pretrained(beside, **options)
+        text = config.get_text_config(decoder=True)
+        if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:  # a file has no images' part
+            config = text
+    elif architecture in _WITH_CONFIG:
+        raise UserError(
+            f"expected config.json beside {path}: transformers reads too little of {architecture}"
+        )
     else:
         config = _config_in(path, header)
         config.vocab_size = header.tensors["token_embd.weight"].shape[0]
@@ -264,7 +278,7 @@ def _check_sizes(path: Path, header: GgufHeader, config: Any) -> None:
     text = config.get_text_config(decoder=True)
     names = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads")
     for name in (*names, "num_key_value_heads"):
-        size = getattr(text, name, None)
+        size = vars(text).get(text.attribute_map.get(name, name))  # some differ between layers
         if size is not None and not (isinstance(size, int) and 0 < size <= largest):
             raise UserError(f"expected {name} of at most {largest:,} in {path}, got {size}")
 
@@ -312,6 +326,8 @@ class _Filler:
         for full_name, _ in self._model.named_parameters(remove_duplicate=False):
             module_name, _, attribute = full_name.rpartition(".")
             found[f"{names.get_name(module_name)}.{attribute}"] = full_name
+        for full_name, _ in self._model.named_buffers():
+            found[f"{names.get_name(full_name)}.weight"] = full_name
         return found
 
     def _put(self, name: str, full_name: str, stored: Stored, changes: Any) -> None:
@@ -329,6 +345,9 @@ class _Filler:
                 f"{type(self._model).__name__} has it, got {[*stored.shape]}"
             )
         raw = self._blob[stored.start : stored.start + stored.num_bytes]
+        if attribute in module._buffers and stored.format == _F32:
+            module._buffers[attribute] = raw.view(torch.float32).view(shape)
+            return
         is_matrix = isinstance(module, nn.Linear | nn.Embedding) and attribute == "weight"
         half = self._half(name, stored, changes) if is_matrix else 0
         if stored.format == _F32:

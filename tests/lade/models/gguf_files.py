@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "granite": "granite",
     "olmo2": "olmo2",
     "cohere": "command-r",
@@ -29,7 +30,16 @@ ARCHITECTURES = {
 }
 TURNED, RAISED = ("llama", "granite"), ("gemma", "gemma2", "gemma3")
 #: Those whose config transformers' reader does not make of a file alone.
-WITH_CONFIG = {"gemma", "gemma3_text", "granite", "olmo2", "cohere", "glm4", "mistral"}
+WITH_CONFIG = {
+    "gemma",
+    "gemma3_text",
+    "gemma4_text",
+    "granite",
+    "olmo2",
+    "cohere",
+    "glm4",
+    "mistral",
+}
 SCALES = {  # where a block has float16, and about how large they are
     "Q5_0": {0: 0.005},
     "Q5_1": {0: 0.005, 2: 0.1},
@@ -79,12 +89,17 @@ def write(
         without: fields that are left out.
         options: of the config.
     """
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512}
+    sizes["num_attention_heads"] = 4
     sizes |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 260, **options}
     if family == "qwen3":  # transformers reads no other of a file
         sizes["head_dim"] = 128
     elif family in ("starcoder2", "phi3", "qwen2", "cohere", "olmo2"):
         del sizes["head_dim"]
+    elif family == "gemma4_text":
+        sizes |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 260}
+        sizes |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 128}
+        sizes["layer_types"] = ["sliding_attention", "full_attention"] * 2
     attention = "eager" if family == "gemma2" else "sdpa"
     model = tiny_model(family, seed=3, dtype=torch.float32, attention=attention, **sizes)
     config, architecture = model.config, ARCHITECTURES[family]
@@ -96,6 +111,10 @@ def write(
     known = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(known[architecture], config.num_hidden_layers)
     number = 0
+    for full_name, buffer in model.named_buffers():
+        if full_name.endswith("layer_scalar"):
+            buffer.fill_(0.75)
+            writer.add_tensor(f"{names.get_name(full_name)}.weight", buffer.numpy())
     for full_name, weight in model.named_parameters():
         stored_as = names.get_name(full_name, (".weight", ".bias"))
         value = weight.detach()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma4Config
 
 import lade
 from lade.errors import UserError
@@ -29,7 +29,7 @@ GIVEN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("family", thinned(ARCHITECTURES, "llama", "gemma3_text", "granite"))
+@pytest.mark.parametrize("family", thinned(ARCHITECTURES, "llama", "gemma4_text", "granite"))
 def test_texts_are_those_of_the_model_made_whole(family: str, tmp_path: Path) -> None:
     whole = write(tmp_path, family, "Q8_0", "Q4_1")
     model = file.load_gguf(tmp_path / "model.gguf")
@@ -44,6 +44,17 @@ def test_texts_are_those_of_the_model_made_whole(family: str, tmp_path: Path) ->
         )
         for name, each in theirs.named_parameters():
             assert torch.equal(each, whole.get_parameter(name)), name
+
+
+def test_a_config_beside_a_file_may_be_of_images_too_and_gemma4_needs_one(tmp_path: Path) -> None:
+    whole, path = write(tmp_path, "gemma4_text"), tmp_path / "config.json"
+    Gemma4Config(text_config=whole.config.to_dict()).save_pretrained(tmp_path)
+    model = file.load_gguf(tmp_path / "model.gguf")
+    assert type(model) is type(whole)
+    assert torch.equal(lade.generate(model, TEXT, **GIVEN), whole.generate(TEXT, **GIVEN))
+    path.unlink()
+    with pytest.raises(UserError, match=r"expected config\.json beside .*model\.gguf: transform"):
+        file.load_gguf(tmp_path / "model.gguf")
 
 
 def test_weights_are_the_files_own_bytes(tmp_path: Path) -> None:
