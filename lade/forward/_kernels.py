@@ -1282,6 +1282,24 @@ def _grouped(g, of, scratch):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _add_packed(packed, inputs, weights, results, depth, strip):  # type: ignore[no-untyped-def]
+    """Add products of some inputs from the k-th on with packed weights of an expert.
+
+    Args:
+        packed: address of the compiled function, k, and the number of all inputs.
+        inputs: address of these inputs, bytes between rows, and how many rows there are.
+        weights: address of the columns, bytes between them, and how many they are.
+        results: address of the sums, and bytes between rows.
+        depth: number of these inputs.
+        strip: memory for STRIP numbers and 16 more.
+    """
+    (function, k, size), (x, x_step, num_rows), (weight, row_bytes, num) = packed, inputs, weights
+    (out, out_step), strip = results, (strip + 63) // 64 * 64
+    given = weight + row_bytes * k // size, row_bytes, num
+    call_compiled((function, x, x_step, num_rows, *given, out, out_step, depth, strip))
+
+
+@compiled
 def _add_gathered(g, of, tokens, begin, num, out, out_step, memory):  # type: ignore[no-untyped-def]
     """Add some columns of gate and up of an expert, for the normed states of some tokens.
 
@@ -1297,6 +1315,7 @@ def _add_gathered(g, of, tokens, begin, num, out, out_step, memory):  # type: ig
     whole, is_across = 2 * of[w.EXPERT_INNER], of[w.LIES] & w.LIE_ACROSS != 0
     first = of[w.EXPERT_GATE_UP] + width * size * whole * expert
     kind, of_input = (DOTS, 2) if g[w.ARRANGED] == w.NARROW else (g[w.FORMAT], 4)
+    part, row_in_part = divmod(column, of[w.EXPERT_INNER])  # gate and up
     for k in range(0, size, DEPTH):
         depth = min(DEPTH, size - k)
         for number in range(len(tokens)):
@@ -1311,6 +1330,13 @@ def _add_gathered(g, of, tokens, begin, num, out, out_step, memory):  # type: ig
             x, totals = (memory, 4 * DEPTH, len(tokens)), memory + 4 * DEPTH * len(tokens)
             weights = first + width * (whole * k + column), width * whole, num
             _add_across(g, g[w.FORMAT], x, weights, (out, out_step), depth, totals)
+        elif of[w.GATE_PACKED] != 0:
+            x, packed = (memory, 4 * DEPTH, len(tokens)), (of[w.GATE_PACKED + part], k, size)
+            row_bytes, address = of[w.GATE_ROW + part], of[w.EXPERT_UP]
+            address = address if part == 1 else of[w.EXPERT_GATE_UP]
+            address += row_bytes * (of[w.EXPERT_INNER] * expert + row_in_part)
+            columns, strip = (address, row_bytes, num), memory + 4 * DEPTH * len(tokens)
+            _add_packed(packed, x, columns, (out, out_step), depth, strip)
         else:
             x = memory, of_input * DEPTH, len(tokens)
             weights = first + width * (size * column + k), width * size, num
@@ -1439,6 +1465,12 @@ def _add_out_of_expert(g, of, expert, choices, start, num, out, totals):  # type
         x = g[w.OF_EXPERTS] + 4 * inner * first, 4 * inner, until - first
         weights = weight + width * start, width * size, num
         _add_across(g, format_, x, weights, (out, 4 * num), inner, totals)
+    elif of[w.DOWN_PACKED] != 0:
+        weight = of[w.EXPERT_DOWN] + of[w.DOWN_ROW] * (size * expert + start)
+        for k in range(0, inner, DEPTH):
+            x = g[w.OF_EXPERTS] + 4 * (inner * first + k), 4 * inner, until - first
+            packed, weights = (of[w.DOWN_PACKED], k, inner), (weight, of[w.DOWN_ROW], num)
+            _add_packed(packed, x, weights, (out, 4 * num), min(DEPTH, inner - k), totals)
     else:
         kind, of_input = (DOTS, 2) if g[w.ARRANGED] == w.NARROW else (format_, 4)
         for k in range(0, inner, DEPTH):

@@ -40,6 +40,8 @@ _WAYS = (  # scores that weigh the choices, and whether raw scores choose the ex
 
 
 STACKS = "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"
+#: Parameters of experts whose stacks are packed.
+PARTS = "gate_blocks", "up_blocks", "down_blocks"
 
 
 class RoutingPlan(NamedTuple):
@@ -161,7 +163,7 @@ class _Stack(NamedTuple):
     """The stacked weights of experts, and their biases if they have some."""
 
     module: Any
-    weights: tuple[Tensor, Tensor]  # gate and up together, and down
+    weights: tuple[Any, Any]  # gate and up together, and down
     biases: tuple[Tensor | None, Tensor | None]
     inner: int
     lies: int
@@ -184,8 +186,10 @@ class _Stack(NamedTuple):
 
 def _stack_of(module: Any, hidden: int) -> _Stack:
     """Return the stacked weights of a module, if they have known names and shapes."""
-    up, down, *biases = (module._parameters.get(name) for name in STACKS)
-    is_known = {*module._parameters} <= {*STACKS} and up is not None and down is not None
+    held: dict[str, Any] = {**module._parameters, **vars(module)}
+    stacks: list[Any] = [held.get(name) for name in STACKS]
+    up, down, *biases = stacks
+    is_known = {*module._parameters} <= {*STACKS, *PARTS} and up is not None and down is not None
     if is_known:
         num, inner = len(up), down.numel() // (len(up) * hidden)
         shapes = [(num, 2 * inner, hidden), (num, hidden, inner)]

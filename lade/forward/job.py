@@ -41,9 +41,9 @@ from lade.forward.comparing import (
     require,
     why_wrong,
 )
-from lade.forward.experts import STACKS, ExpertsPlan
+from lade.forward.experts import PARTS, STACKS, ExpertsPlan
 from lade.forward.linear import FORMATS, MOST_TOKENS, Products, is_plain, kernels
-from lade.forward.packed import PackedLinear, function_of, made_whole
+from lade.forward.packed import PackedLinear, PackedStack, function_of, made_whole
 from lade.forward.reading import (
     AdditionPlan,
     CallPlan,
@@ -845,9 +845,26 @@ class _Weights:
             self._add(number, words.CORRECTION, module, name, correction)
         row[words.LIES], row[words.GATING] = plan.lies, plan.gating.activation
         row[words.ALPHA : words.ADDED_TO_UP + 1] = [*map(_bits, plan.gating[1:])]
+        held = vars(plan.module)
+        if type(held.get(STACKS[0])) is PackedStack:
+            self._add_packed_experts(number, plan.module, [held[name] for name in STACKS[:2]])
+            return
         first_words = words.EXPERT_GATE_UP, words.EXPERT_DOWN, words.GATE_UP_BIAS, words.DOWN_BIAS
         for word, name in zip(first_words, STACKS, strict=True):
             self._add(number, word, plan.module, name, self._dtype)
+
+    def _add_packed_experts(
+        self, number: int, module: nn.Module, stacks: list[PackedStack]
+    ) -> None:
+        row, addresses = self._table[number], (words.EXPERT_GATE_UP, words.EXPERT_UP)
+        parts = [pair for each in stacks for pair in zip(each.parts, each.ggml_types, strict=True)]
+        for index, (part, format_) in enumerate(parts):
+            function = function_of(part[0], format_)
+            require(function is not None, "its experts are packed otherwise")
+            row[words.GATE_PACKED + index] = function.address  # type: ignore[union-attr]
+            row[words.GATE_ROW + index] = part.shape[2]
+        for word, name in zip((*addresses, words.EXPERT_DOWN), PARTS, strict=True):
+            self._add(number, word, module, name, torch.uint8)
 
     def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
         row = self._table[number]

@@ -6,7 +6,7 @@ they run, else by torch, some rows at a time. Weights are never dequantized as a
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -109,10 +109,42 @@ class PackedEmbedding(nn.Embedding):
         return states if scale is None else states * scale
 
 
+class PackedStack:
+    """The matrices of a layer's experts, in blocks; that of one is unpacked when it is asked for.
+
+    Args:
+        parts: uint8 [num_experts, rows, bytes of a row] each; the rows of an expert's parts stand
+            one behind the other.
+        ggml_types: the format of each part.
+        num_inputs: numbers of a row.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], ggml_types: Sequence[int], num_inputs: int) -> None:
+        self.parts, self.ggml_types = [*parts], [*ggml_types]
+        self.shape = torch.Size((len(parts[0]), sum(each.shape[1] for each in parts), num_inputs))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, expert: Any) -> Tensor:
+        """Return float32 [rows, num_inputs]."""
+        pairs = zip(self.parts, self.ggml_types, strict=True)
+        return torch.cat([unpacked(part[int(expert)], format_) for part, format_ in pairs])
+
+    def numel(self) -> int:
+        """Return how many numbers there are."""
+        return self.shape.numel()
+
+
 def formats_of(model: nn.Module) -> list[str]:
     """Return the block formats of a model's weights."""
-    packed = (each for each in model.modules() if isinstance(each, PackedLinear | PackedEmbedding))
-    return sorted({words.BLOCKS[each.ggml_type][0] for each in packed})
+    found: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, PackedLinear | PackedEmbedding):
+            found.add(module.ggml_type)
+        stacks = (each for each in vars(module).values() if type(each) is PackedStack)
+        found.update(format_ for each in stacks for format_ in each.ggml_types)
+    return sorted(words.BLOCKS[format_][0] for format_ in found)
 
 
 def unpacked(weight: Tensor, format_: int) -> Tensor:

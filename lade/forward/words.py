@@ -99,6 +99,8 @@ ROUTER, SHARED_GATE = 0, PRODUCT_SIZE
 (NUM_CHOSEN, WEIGHS, ROUTING, SHARE, NUM_SETS, NUM_SETS_CHOSEN, CORRECTION) = range(18, 25)
 (OF_ROUTER, OF_CORRECTION, EXPERT_GATE_UP, EXPERT_DOWN, EXPERT_INNER) = range(25, 30)
 (GATE_UP_BIAS, DOWN_BIAS, LIES, GATING, ALPHA, BOUND, ADDED_TO_UP, ADDED_TO_SUM) = range(30, 38)
+# Of packed experts, up has an address of its own; of gate, up and down, PACKED and ROW_BYTES.
+EXPERT_UP, GATE_PACKED, DOWN_PACKED, GATE_ROW, DOWN_ROW = 38, 39, 41, 42, 44
 # Attention to latents: what makes queries of the normed columns of the layer's first product, or no
 # product if these are queries; what makes each head's key, without angles, and value of latents;
 # numbers of such a key, of a turned one, and of a value; address of what attends.

@@ -26,6 +26,11 @@ _STRING, _ARRAY = 8, 9
 _NOT_WEIGHTS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 # Whose tensors llama.cpp changes, of architectures that transformers' reader does not know.
 _CHANGED_AS = {"gemma": "gemma2", "granite": "llama"}
+_EXPERTS = "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"
+_SIZES_OF_EXPERTS = {
+    "ffn_gate_exps": "moe_intermediate_size",
+    "ffn_gate_shexp": "shared_expert_intermediate_size",
+}
 # Of whose files transformers reads no layer types and no layers that share keys.
 _WITH_CONFIG = {"gemma4"}
 
@@ -210,7 +215,7 @@ def load_gguf(path: Path, *, trust_remote_code: bool = False) -> Any:
         raise UserError(
             f"expected {num_layers} layers and 'token_embd.weight' in {path}, got other"
         )
-    beside, options = path.parent, {"trust_remote_code": trust_remote_code}
+    beside, options = path.parent, dict[str, Any](trust_remote_code=trust_remote_code)
     if (beside / "config.json").is_file():
         config = AutoConfig.from_pretrained(beside, **options)
         text = config.get_text_config(decoder=True)
@@ -224,12 +229,18 @@ def load_gguf(path: Path, *, trust_remote_code: bool = False) -> Any:
         config = _config_in(path, header)
         config.vocab_size = header.tensors["token_embd.weight"].shape[0]
         config.name_or_path = str(path)
+        for name, field in _SIZES_OF_EXPERTS.items():  # which transformers does not read
+            stored = next((each for key, each in header.tensors.items() if name in key), None)
+            if stored is not None and hasattr(config, field):
+                setattr(config, field, stored.shape[-2])
     if hasattr(config, "quantization_config"):  # nothing is dequantized
         del config.quantization_config
     config.tie_word_embeddings = "output.weight" not in header.tensors
     _check_sizes(path, header, config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+        # Others run all experts at once, which would make their weights whole.
+        options |= {"experts_implementation": "eager", "dtype": torch.float32}
+        model = AutoModelForCausalLM.from_config(config, **options)
     for module in model.modules():  # such as angles, which no file has
         buffers = module._buffers
         if any(each is not None and each.is_meta for each in buffers.values()):
@@ -300,18 +311,59 @@ class _Filler:
         kind = reader.TENSOR_PROCESSORS.get(changed_as, reader.TensorProcessor)
         changes = kind(config=self._model.config.to_dict())
         names = self._names(architecture)
+        stacked: dict[str, dict[str, Stored]] = {}
         for name, stored in self._header.tensors.items():
-            if name in names:
+            kind = name.removesuffix(".weight").rpartition(".")[2]
+            if kind in _EXPERTS and len(stored.shape) == 3:
+                stacked.setdefault(name.split(".")[1], {})[kind] = stored
+            elif name in names:
                 self._put(name, names[name], stored, changes)
             elif name.split(".")[0] not in _NOT_WEIGHTS:
                 raise UserError(
                     f"{type(self._model).__name__} has no parameter for {name!r} of {self._path}"
                 )
+        self._stack(stacked)
         if self._model.config.tie_word_embeddings:
             self._tie()
         missing = [name for name, each in self._model.named_parameters() if each.is_meta]
         if missing:
             raise UserError(f"expected a tensor for {missing[0]} in {self._path}, got none")
+
+    def _stack(self, stacked: dict[str, dict[str, Stored]]) -> None:
+        """Let modules index packed stacks by expert, given those of each layer of the file."""
+        from torch import nn
+
+        from lade.forward.experts import PARTS, STACKS
+        from lade.forward.packed import PackedStack
+
+        for name, module in self._model.named_modules():
+            if STACKS[0] not in module._parameters:
+                continue
+            found = stacked.pop(next(each for each in name.split(".") if each.isdigit()), {})
+            num, twice, hidden = module._parameters[STACKS[0]].shape
+            inner = twice // 2
+            expected = [(num, inner, hidden)] * 2 + [(num, hidden, inner)]
+            stored = [found[kind] for kind in _EXPERTS if kind in found]
+            if [each.shape for each in stored] != expected:
+                raise UserError(
+                    f"expected experts of shapes {expected} for {name} in {self._path}, got "
+                    f"{[each.shape for each in stored]}"
+                )
+            blocks = [nn.Parameter(self._raw(x).view(*x.shape[:2], -1), False) for x in stored]
+            formats = [each.format for each in stored]
+            for stack in STACKS[:2]:
+                del module._parameters[stack]
+            module._parameters.update(zip(PARTS, blocks, strict=True))
+            vars(module)[STACKS[0]] = PackedStack(blocks[:2], formats[:2], hidden)
+            vars(module)[STACKS[1]] = PackedStack(blocks[2:], formats[2:], inner)
+        if stacked:
+            raise UserError(
+                f"{type(self._model).__name__} has no experts for layer {min(stacked)} of "
+                f"{self._path}"
+            )
+
+    def _raw(self, stored: Stored) -> Any:
+        return self._blob[stored.start : stored.start + stored.num_bytes]
 
     def _names(self, architecture: str) -> dict[str, str]:
         """Return names of parameters, by names of tensors."""
@@ -339,12 +391,14 @@ class _Filler:
         module_name, _, attribute = full_name.rpartition(".")
         module = self._model.get_submodule(module_name)
         shape = getattr(module, attribute).shape
+        if (1, *stored.shape) == shape:  # the gate of a shared expert
+            stored = stored._replace(shape=tuple(shape))
         if stored.shape != shape:
             raise UserError(
                 f"expected {name!r} of shape {[*shape]} in {self._path}, as "
                 f"{type(self._model).__name__} has it, got {[*stored.shape]}"
             )
-        raw = self._blob[stored.start : stored.start + stored.num_bytes]
+        raw = self._raw(stored)
         if attribute in module._buffers and stored.format == _F32:
             module._buffers[attribute] = raw.view(torch.float32).view(shape)
             return
@@ -368,9 +422,9 @@ class _Filler:
         """Return how a matrix's rows alternate, by running transformers' reader on row numbers."""
         num = stored.shape[0]
         rows = changes.process(weights=np.arange(num)[:, None], name=name).weights
-        if rows is None or rows.shape != (num, 1):
+        if rows is None or rows.size != num:
             raise UserError(f"the rows of {name!r} in {self._path} are no longer as they were")
-        rows = rows[:, 0]
+        rows = rows.reshape(num)
         if np.array_equal(rows, np.arange(num)):
             return 0
         half = int(np.argmax(rows == 1))

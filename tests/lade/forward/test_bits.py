@@ -20,6 +20,7 @@ from lade.compat import CACHE
 from lade.forward import _tiles
 from lade.forward.job import FusedForwards, forwards_for
 from lade.machine.openmp import runner
+from lade.models.gguf import load_gguf
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache
 from lade.targets.layout import tree_layout
@@ -27,6 +28,7 @@ from tests.grids import thinned
 from tests.lade.forward.families import adapted, model_of
 from tests.lade.forward.lanes import kernels_with
 from tests.lade.forward.test_job import SERVED
+from tests.lade.models.gguf_files import write
 
 pytestmark = pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here")
 
@@ -241,6 +243,12 @@ def test_a_token_has_the_same_bits_in_any_forward(family: str, way: Way) -> None
 def test_each_kind_of_forward_gives_the_same_bits(how: str, way: Way) -> None:
     texts = Texts(model_of("llama", way.dtype, **MIDDLE))
     assert texts.differences(0, (how,)) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma4_text"])
+def test_packed_weights_give_the_same_bits(family: str, tmp_path: Path) -> None:
+    write(tmp_path, family, "Q4_K", "Q6_K")
+    assert Texts(load_gguf(tmp_path / "model.gguf")).differences(0) == []
 
 
 SHAPES: list[dict[str, Any]] = [

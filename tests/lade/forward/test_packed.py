@@ -121,20 +121,29 @@ def test_where_kernels_cannot_run_or_are_wrong_torch_runs_layers(
     assert file.unpacked(layer.weight[:0], NUMBERS["Q8_0"]).shape[0] == 0
 
 
+MIXED = [f"{name} Q4_K+Q6_K" for name in ("llama", "qwen3_moe", "qwen2_moe", "gemma4_text")]
+
+
 @pytest.mark.parametrize(
-    "formats", thinned([*((name,) for name in NUMBERS), ("Q4_K", "Q6_K")], ("Q4_K", "Q6_K"))
+    "kind",
+    thinned(
+        [*MIXED, *(f"{name} {each}" for name in ("llama", "qwen3_moe") for each in NUMBERS)], *MIXED
+    ),
 )
 def test_a_job_runs_packed_weights(
-    formats: tuple[str, ...],
+    kind: str,
     tmp_path: Path,
     compared: list[Apart],  # noqa: F811
 ) -> None:
     """Each forward is held against torch's on weights made whole."""
-    expected = write(tmp_path, "llama", *formats)
+    family, names = kind.split()
+    formats = names.split("+")
+    expected = write(tmp_path, family, *formats)
     model = load_gguf(tmp_path / "model.gguf")
     with_drafts(model, TEXT, max_new_tokens=40)
     assert [each for each in compared if not each.is_close] == []
     assert {1, TEXT.shape[1]} < {each.num_tokens for each in compared}
+    assert file.formats_of(model) == sorted(formats)
     with torch.no_grad():
         assert torch.allclose(model(TEXT).logits, expected(TEXT).logits, atol=1e-4)
 

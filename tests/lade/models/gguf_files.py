@@ -27,6 +27,9 @@ ARCHITECTURES = {
     "cohere": "command-r",
     "starcoder2": "starcoder2",
     "glm4": "glm4",
+    "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe",
+    "mixtral": "llama",
 }
 TURNED, RAISED = ("llama", "granite"), ("gemma", "gemma2", "gemma3")
 #: Those whose config transformers' reader does not make of a file alone.
@@ -39,6 +42,7 @@ WITH_CONFIG = {
     "cohere",
     "glm4",
     "mistral",
+    "mixtral",
 }
 SCALES = {  # where a block has float16, and about how large they are
     "Q5_0": {0: 0.005},
@@ -96,6 +100,10 @@ def write(
         sizes["head_dim"] = 128
     elif family in ("starcoder2", "phi3", "qwen2", "cohere", "olmo2"):
         del sizes["head_dim"]
+    elif family in ("qwen3_moe", "qwen2_moe", "mixtral"):
+        sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "intermediate_size": 256}
+        sizes |= {"num_local_experts" if family == "mixtral" else "num_experts": 4}
+        sizes |= {"shared_expert_intermediate_size": 512, "norm_topk_prob": family == "qwen3_moe"}
     elif family == "gemma4_text":
         sizes |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 260}
         sizes |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 128}
@@ -118,14 +126,18 @@ def write(
     for full_name, weight in model.named_parameters():
         stored_as = names.get_name(full_name, (".weight", ".bias"))
         value = weight.detach()
+        if value.dim() == 3:
+            number = _write_experts(writer, names, full_name, weight, formats or ("Q8_0",), number)
+            continue
         turned = full_name.split(".")[-2] in heads and architecture in TURNED
         num_heads = heads.get(full_name.split(".")[-2], 1)
         if value.dim() == 2:
             kind = (formats or ("Q8_0",))[number % len(formats or (0,))]
             number += 1
-            scale = float(value.std())
+            scale, kind = float(value.std()), "F32" if "ffn_gate_inp" in stored_as else kind
             if kind == "F32":
                 packed = _turned(value, num_heads).numpy() if turned else value.numpy()
+                packed = packed[0] if len(packed) == 1 else packed  # the gate of a shared expert
                 writer.add_tensor(stored_as, np.ascontiguousarray(packed))
                 continue
             packed = blocks(kind, len(value), value.shape[1], number)
@@ -146,6 +158,23 @@ def write(
     if family in WITH_CONFIG:
         config.save_pretrained(folder)
     return model
+
+
+def _write_experts(
+    writer: Any, names: Any, full_name: str, weight: Any, formats: Sequence[str], number: int
+) -> int:
+    """Write the stacked weights of experts, as llama.cpp has them; return the next number."""
+    prefix, _, name = full_name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    for part, rows in zip(parts, weight.detach().chunk(len(parts), dim=1), strict=True):
+        kind, shape = formats[number % len(formats)], rows.shape
+        packed = blocks(kind, shape[0] * shape[1], shape[2], number).reshape(*shape[:2], -1)
+        stored_as = f"{names.get_name(f'{prefix}.{part}')}.weight"
+        writer.add_tensor(stored_as, packed, raw_dtype=GGMLQuantizationType[kind])
+        with torch.no_grad():
+            rows.copy_(torch.from_numpy(whole(packed, kind)))
+        number += 1
+    return number
 
 
 def _turned(value: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -178,6 +207,10 @@ def _fields(config: Any, family: str) -> dict[str, Any]:
         "eos_token_id": config.eos_token_id,
         "pad_token_id": 0,
     }
+    if family in ("qwen2_moe", "qwen3_moe"):
+        fields["expert_count"], fields["expert_used_count"] = config.num_experts, 2
+        if family == "qwen3_moe":
+            fields["key_length"] = config.head_dim
     if hasattr(config, "rms_norm_eps"):
         fields["layer_norm_rms_eps"] = config.rms_norm_eps
     if hasattr(config, "norm_epsilon"):

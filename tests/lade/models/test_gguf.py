@@ -38,7 +38,7 @@ def test_texts_are_those_of_the_model_made_whole(family: str, tmp_path: Path) ->
     expected: Tensor = whole.generate(TEXT, **GIVEN)
     assert torch.equal(model.generate(TEXT, **GIVEN), expected)
     assert torch.equal(lade.generate(model, TEXT, **GIVEN), expected)
-    if family not in WITH_CONFIG:
+    if family not in WITH_CONFIG and "moe" not in family:  # it takes their experts for larger
         theirs = AutoModelForCausalLM.from_pretrained(
             tmp_path, gguf_file="model.gguf", dtype=torch.float32
         )
