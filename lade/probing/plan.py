@@ -28,7 +28,7 @@ from lade.probing.selfcheck import check
 from lade.probing.user_code import has_user_inputs, has_user_masks, user_loop_of
 from lade.targets.layout import takes_parts
 
-_NO_ROWS = "rows of a batch are verified as trees"
+NO_ROWS = "rows of a batch are verified as trees"
 
 
 def choose_verification(
@@ -64,7 +64,7 @@ def choose_verification(
     is_batch, name = num_rows > 1, type(model).__name__
     if is_batch:
         execution = "eager"
-        excluded = {**dict.fromkeys(("chain", "snapshot"), _NO_ROWS), **excluded}
+        excluded = {**dict.fromkeys(("chain", "snapshot"), NO_ROWS), **excluded}
     asked, width = config.verification, stable_width_of(model, config)
     methods: tuple[Verification, ...] = SPECULATING if asked is None else (asked,)
     widths: Widths = None if execution == "eager" else widths_on(device_of_inputs(model))

@@ -6,11 +6,12 @@ from lade.compat import CACHE
 from lade.config import SPECULATING, Execution, Verification
 from lade.forward.job import why_by_torch
 from lade.gpu.graphs import why_not_recorded
-from lade.probing.plan import choose_verification
+from lade.probing.plan import NO_ROWS, choose_verification
 from lade.probing.rules import Lengths, why_not_speculate
 
 __all__ = [
     "CACHE",
+    "NO_ROWS",
     "SPECULATING",
     "Execution",
     "Lengths",

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tests.support.inside import Execution, Verification, environment
+from tests.support.inside import NO_ROWS, Execution, Verification, environment
 from tests.support.run import CASES, MAX_DRAFT_TOKENS, Kind, Row, Verdict
 
 _KINDS: tuple[Kind, ...] = (
@@ -75,7 +75,7 @@ def reason_of(row: Row) -> str:
         new = {
             verification: reason
             for verification, reason in row.batch_reasons.items()
-            if row.reasons.get(verification) != reason
+            if reason not in (row.reasons.get(verification), NO_ROWS)  # a rule for all models
         }
         found += [f"in a batch, {reason}" for reason in _reasons(new)]
     for reason in dict.fromkeys(row.plain_by_rule.values()):
