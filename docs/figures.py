@@ -366,7 +366,8 @@ def of_no_drafts(*files: str) -> str:
             speedup_text(overall[name]["tokens_per_sec"] / alone if name in overall else None)
             for name in names
         ]
-        label = content["settings"]["dtype"] + ", with a table" * (not file.endswith("_no_table"))
+        label = content["settings"]["dtype"] + ", with a table" * file.endswith("_with_table")
+        label += ", one thread without AVX-512" * file.endswith("_avx2")
         rows.append((label, *ratios))
     return _table(("over no drafts", "lade", "prompt lookup of 10 tokens"), 1, rows)
 

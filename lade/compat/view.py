@@ -34,6 +34,8 @@ class FastViews(Protocol):
 
     #: Why they are not used any more; None if they may be.
     why_not: str | None
+    #: Whether weights are packed, which torch would unpack in each forward.
+    is_packed: bool
 
     @property
     def has_one_way(self) -> bool:

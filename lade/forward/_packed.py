@@ -33,8 +33,12 @@ from lade.forward._tiles import (
     job,
 )
 
-(F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, BF16) = words.BLOCKS
+(F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, BF16, MXFP4) = (
+    words.BLOCKS
+)
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_LEVELS = {Q4_0: range(-8, 8), IQ4_NL: _IQ4, IQ4_XS: _IQ4, MXFP4: _FP4}  # of the numbers 0 to 15
 HAS_IQ4 = LANES == 16 or "avx2" in FEATURES  # its values need look-ups
 STRIP = 4 * DEPTH  # numbers that are unpacked at once for many rows
 NUM_GIVEN = 10  # arguments of a product
@@ -79,6 +83,8 @@ class _Unpack:
             self._scales[column] = self._halves(address)
         elif self._format in (Q4_0, Q5_0, Q8_0, IQ4_NL, IQ4_XS):
             self._scales[column] = self._half(address, 0), None
+        elif self._format == MXFP4:
+            self._scales[column] = self._power(address), None
         elif self._format in (Q4_K, Q5_K):
             self._store_scales(column, address)
         elif self._format == Q6_K:
@@ -150,16 +156,16 @@ class _Unpack:
             first = _floats([-16] * LANES)
             least = build.fmul(scale, first) if least is None else least
             return lambda of: self._fma(build.sitofp(of, _FLOATS), scale, least)
-        levels = {Q4_0: range(-8, 8), IQ4_NL: _IQ4, IQ4_XS: _IQ4}.get(self._format, range(16))
+        levels = _LEVELS.get(self._format, range(16))
         if LANES == 16:
             table = _floats(levels)
             table = build.fmul(table, scale) if least is None else self._fma(table, scale, least)
             return partial(self._looked_up, table)
 
         def by_level(index: Any) -> Any:
-            if levels is _IQ4:
+            if type(levels) is tuple:
                 lower, upper = (
-                    self._looked_up(_floats(each), index) for each in (_IQ4[:8], _IQ4[8:])
+                    self._looked_up(_floats(each), index) for each in (levels[:8], levels[8:])
                 )
                 level = build.select(build.icmp_unsigned(">", index, _ints(7)), upper, lower)
             else:
@@ -308,6 +314,15 @@ class _Unpack:
         """Emit a float16 as float32 in all lanes."""
         half = self._all(self._load(address, offset, _HALF), ir.VectorType(_HALF, LANES))
         return self._build.fpext(half, _FLOATS)
+
+    def _power(self, address: Any) -> Any:
+        """Emit half of the power of 2 whose exponent is a byte, in all lanes."""
+        build = self._build
+        byte = build.zext(self._load(address, 0, _INT8), _INT32)
+        usual = build.shl(build.sub(byte, _INT32(1)), _INT32(23))
+        least = build.shl(_INT32(0x200000), byte)  # which is no normal number
+        bits = build.select(build.icmp_unsigned("<", byte, _INT32(2)), least, usual)
+        return self._all(build.bitcast(bits, _FLOAT), _FLOATS)
 
     def _halves(self, address: Any) -> list[Any]:
         """Emit two float16 in memory as float32, each in all lanes.

@@ -41,7 +41,7 @@ _WAYS = (  # scores that weigh the choices, and whether raw scores choose the ex
 
 STACKS = "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"
 #: Parameters of experts whose stacks are packed.
-PARTS = "gate_blocks", "up_blocks", "down_blocks"
+PARTS = "gate_blocks", "up_blocks", "down_blocks", "gate_up_bias"
 
 
 class RoutingPlan(NamedTuple):

@@ -150,6 +150,7 @@ class FusedForwards:
 
     Attributes:
         why_not: why jobs are no longer used; None if they may be.
+        is_packed: whether weights are packed, which torch would unpack in each forward.
 
     Raises:
         UnsupportedForwardError: the model computes something that a plan cannot describe.
@@ -176,8 +177,8 @@ class FusedForwards:
         columns = {each.nf for each in across} | lying | {sizes.hidden for _ in lying}
         is_whole = all(each % compiled.LANES == 0 for each in columns)
         require(is_whole, "its columns are no whole number of vectors")
-        self._is_packed = type(plan.head) is PackedLinear
-        self._dtype = torch.float32 if self._is_packed else plan.head.weight.dtype
+        self.is_packed = type(plan.head) is PackedLinear
+        self._dtype = torch.float32 if self.is_packed else plan.head.weight.dtype
         self._limit = limit_of(model)
         if sizes.num_experts and self._dtype is not torch.float32:
             self._limit = max(self._limit, _ANOTHER_EXPERT)
@@ -229,8 +230,8 @@ class FusedForwards:
             may_choose=self._sizes.num_experts > 0,
         )
         self.why_not = self.why_not or reason  # jobs may have failed
-        if self._is_packed or self.why_not is not None:
-            return  # torch would dequantize the weights, which is always slower
+        if self.is_packed or self.why_not is not None:
+            return
         self._is_slow = self._are_slow(_TRIED, by_torch, by_job)
         # Where the CPU multiplies pairs of bfloat16, jobs do, too, unless it multiplies tiles.
         may_be = self._dtype is torch.bfloat16 and (not self._has_dots or self._kernels.HAS_AMX)
@@ -863,8 +864,11 @@ class _Weights:
             require(function is not None, "its experts are packed otherwise")
             row[words.GATE_PACKED + index] = function.address  # type: ignore[union-attr]
             row[words.GATE_ROW + index] = part.shape[2]
-        for word, name in zip((*addresses, words.EXPERT_DOWN), PARTS, strict=True):
+        row[words.LIES] = 0  # as files have gate and up, whatever the module wants
+        for word, name in zip((*addresses, words.EXPERT_DOWN), PARTS[:3], strict=True):
             self._add(number, word, module, name, torch.uint8)
+        self._add(number, words.GATE_UP_BIAS, module, PARTS[3], self._dtype)
+        self._add(number, words.DOWN_BIAS, module, STACKS[3], self._dtype)
 
     def _add_recurrence(self, number: int, plan: RecurrencePlan) -> None:
         row = self._table[number]

@@ -92,6 +92,7 @@ class Products:
     """
 
     has_one_way = False  # other numbers of rows may use other products
+    is_packed = False
 
     def __init__(self, compiled: ModuleType, run: Run, limit: float = math.inf) -> None:
         self._kernels, self._run, self._kept = compiled, run, _EVERY.ctypes.data

@@ -117,19 +117,28 @@ class PackedStack:
             one behind the other.
         ggml_types: the format of each part.
         num_inputs: numbers of a row.
+        lies: how the module wants matrices: `words.ALTERNATE` if rows of two parts alternate,
+            `words.LIE_ACROSS` if inputs are rows.
     """
 
-    def __init__(self, parts: Sequence[Tensor], ggml_types: Sequence[int], num_inputs: int) -> None:
-        self.parts, self.ggml_types = [*parts], [*ggml_types]
-        self.shape = torch.Size((len(parts[0]), sum(each.shape[1] for each in parts), num_inputs))
+    def __init__(
+        self, parts: Sequence[Tensor], ggml_types: Sequence[int], num_inputs: int, lies: int = 0
+    ) -> None:
+        self.parts, self.ggml_types, self._lies = [*parts], [*ggml_types], lies
+        sizes = sum(each.shape[1] for each in parts), num_inputs
+        sizes = sizes[::-1] if lies & words.LIE_ACROSS else sizes
+        self.shape = torch.Size((len(parts[0]), *sizes))
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, expert: Any) -> Tensor:
-        """Return float32 [rows, num_inputs]."""
+        """Return float32 [rows, num_inputs], or [num_inputs, rows]."""
         pairs = zip(self.parts, self.ggml_types, strict=True)
-        return torch.cat([unpacked(part[int(expert)], format_) for part, format_ in pairs])
+        made = [unpacked(part[int(expert)], format_) for part, format_ in pairs]
+        alternates = len(made) > 1 and self._lies & words.ALTERNATE
+        matrix = torch.stack(made, dim=1).flatten(0, 1) if alternates else torch.cat(made)
+        return matrix.T if self._lies & words.LIE_ACROSS else matrix
 
     def numel(self) -> int:
         """Return how many numbers there are."""
@@ -205,7 +214,8 @@ def _compiled(weight: Tensor, format_: int) -> Function | None:
         return None
     from lade.forward import _packed
 
-    if format_ in (_packed.IQ4_NL, _packed.IQ4_XS) and not _packed.HAS_IQ4:
+    looks_up = format_ in (_packed.IQ4_NL, _packed.IQ4_XS, _packed.MXFP4)
+    if looks_up and not _packed.HAS_IQ4:
         return None
     compiled = _packed.product_of(format_)
     function = Function(compiled.address, compiled.ctypes, *words.BLOCKS[format_][1:])

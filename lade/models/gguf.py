@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lade.errors import UserError, in_one_line
+from lade.forward import words
 from lade.forward.words import BLOCKS
 
 _F32, _MOST_DIMENSIONS = 0, 4
@@ -31,8 +32,9 @@ _SIZES_OF_EXPERTS = {
     "ffn_gate_exps": "moe_intermediate_size",
     "ffn_gate_shexp": "shared_expert_intermediate_size",
 }
-# Of whose files transformers reads no layer types and no layers that share keys.
-_WITH_CONFIG = {"gemma4"}
+# Of whose files transformers reads no layer types, no layers that share keys, or no angles.
+_WITH_CONFIG = {"gemma4", "gpt-oss"}
+_ALTERNATING = {"gpt-oss"}  # whose modules have the columns of gate and up by turns
 
 
 class Stored(NamedTuple):
@@ -49,7 +51,7 @@ class GgufHeader(NamedTuple):
 
     settings: dict[str, Any]  # numbers and short texts; of lists the length
     tensors: dict[str, Stored]
-    without_lists: bytes  # a file of its settings, but for the tokenizer's lists, and no tensor
+    without_lists: bytes  # a file of its settings, one token, no other list of the tokenizer
 
 
 def gguf_in(name: str | Path) -> Path | None:
@@ -146,10 +148,12 @@ def _header(read: _HeaderReader, size: int) -> GgufHeader:
     kept = []
     for _ in range(num_settings):
         start, name = read.offset, read.text()
-        is_list = read.peek() == _ARRAY
+        is_list, key = read.peek() == _ARRAY, read.since(start)
         settings[name] = read.value()
         if not (is_list and name.startswith("tokenizer.")):
             kept.append(read.since(start))
+        elif name == "tokenizer.ggml.tokens":  # some configs ask for it: one empty token
+            kept.append(key + struct.pack("<IIQQ", _ARRAY, _STRING, 1, 0))
     if settings.get("split.count", 1) not in (0, 1):
         raise ValueError("it is a part of one; join the parts with llama-gguf-split --merge")
     listed = []
@@ -313,23 +317,23 @@ class _Filler:
         names = self._names(architecture)
         stacked: dict[str, dict[str, Stored]] = {}
         for name, stored in self._header.tensors.items():
-            kind = name.removesuffix(".weight").rpartition(".")[2]
-            if kind in _EXPERTS and len(stored.shape) == 3:
-                stacked.setdefault(name.split(".")[1], {})[kind] = stored
+            part = ".".join(name.removesuffix(".weight").split(".")[2:])
+            if part.removesuffix(".bias") in _EXPERTS:
+                stacked.setdefault(name.split(".")[1], {})[part] = stored
             elif name in names:
                 self._put(name, names[name], stored, changes)
             elif name.split(".")[0] not in _NOT_WEIGHTS:
                 raise UserError(
                     f"{type(self._model).__name__} has no parameter for {name!r} of {self._path}"
                 )
-        self._stack(stacked)
+        self._stack(stacked, architecture)
         if self._model.config.tie_word_embeddings:
             self._tie()
         missing = [name for name, each in self._model.named_parameters() if each.is_meta]
         if missing:
             raise UserError(f"expected a tensor for {missing[0]} in {self._path}, got none")
 
-    def _stack(self, stacked: dict[str, dict[str, Stored]]) -> None:
+    def _stack(self, stacked: dict[str, dict[str, Stored]], architecture: str) -> None:
         """Let modules index packed stacks by expert, given those of each layer of the file."""
         from torch import nn
 
@@ -340,27 +344,48 @@ class _Filler:
             if STACKS[0] not in module._parameters:
                 continue
             found = stacked.pop(next(each for each in name.split(".") if each.isdigit()), {})
-            num, twice, hidden = module._parameters[STACKS[0]].shape
-            inner = twice // 2
-            expected = [(num, inner, hidden)] * 2 + [(num, hidden, inner)]
             stored = [found[kind] for kind in _EXPERTS if kind in found]
-            if [each.shape for each in stored] != expected:
+            num, inner, hidden = stored[0].shape if stored else (0, 0, 0)
+            wanted, is_across = module._parameters[STACKS[0]].shape, False
+            if wanted != (num, 2 * inner, hidden):
+                is_across = wanted == (num, hidden, 2 * inner)
+                num = num if is_across else 0
+            shapes = [(num, inner, hidden)] * 2 + [(num, hidden, inner)]
+            if [each.shape for each in stored] != shapes:
                 raise UserError(
-                    f"expected experts of shapes {expected} for {name} in {self._path}, got "
-                    f"{[each.shape for each in stored]}"
+                    f"expected {', '.join(_EXPERTS)} for {name}.{STACKS[0]} {[*wanted]} in "
+                    f"{self._path}, got {[each.shape for each in stored]}"
                 )
+            lies = words.LIE_ACROSS * is_across | words.ALTERNATE * (architecture in _ALTERNATING)
             blocks = [nn.Parameter(self._raw(x).view(*x.shape[:2], -1), False) for x in stored]
             formats = [each.format for each in stored]
             for stack in STACKS[:2]:
                 del module._parameters[stack]
-            module._parameters.update(zip(PARTS, blocks, strict=True))
-            vars(module)[STACKS[0]] = PackedStack(blocks[:2], formats[:2], hidden)
-            vars(module)[STACKS[1]] = PackedStack(blocks[2:], formats[2:], inner)
+            module._parameters.update(zip(PARTS[:3], blocks, strict=True))
+            vars(module)[STACKS[0]] = PackedStack(blocks[:2], formats[:2], hidden, lies)
+            vars(module)[STACKS[1]] = PackedStack(blocks[2:], formats[2:], inner, lies)
+            self._put_biases(module, [found.get(f"{kind}.bias") for kind in _EXPERTS], lies)
         if stacked:
             raise UserError(
                 f"{type(self._model).__name__} has no experts for layer {min(stacked)} of "
                 f"{self._path}"
             )
+
+    def _put_biases(self, module: Any, stored: list[Stored | None], lies: int) -> None:
+        """Give experts their biases: as the module wants them, and as jobs do."""
+        import torch
+        from torch import nn
+
+        from lade.forward.experts import PARTS, STACKS
+
+        known = [each for each in stored if each is not None and each.format == _F32]
+        if len(known) < len(stored):
+            return  # what is missing is told at the end
+        gate, up, down = (self._raw(x).view(torch.float32).view(x.shape) for x in known)
+        both = torch.cat((gate, up), dim=1)
+        wanted = torch.stack((gate, up), dim=2).flatten(1) if lies & words.ALTERNATE else both
+        for name, each in zip((PARTS[3], *STACKS[2:]), (both, wanted, down), strict=True):
+            module._parameters[name] = nn.Parameter(each, False)
 
     def _raw(self, stored: Stored) -> Any:
         return self._blob[stored.start : stored.start + stored.num_bytes]
@@ -378,6 +403,7 @@ class _Filler:
         for full_name, _ in self._model.named_parameters(remove_duplicate=False):
             module_name, _, attribute = full_name.rpartition(".")
             found[f"{names.get_name(module_name)}.{attribute}"] = full_name
+            found[f"{names.get_name(full_name)}.weight"] = full_name
         for full_name, _ in self._model.named_buffers():
             found[f"{names.get_name(full_name)}.weight"] = full_name
         return found
@@ -391,8 +417,8 @@ class _Filler:
         module_name, _, attribute = full_name.rpartition(".")
         module = self._model.get_submodule(module_name)
         shape = getattr(module, attribute).shape
-        if (1, *stored.shape) == shape:  # the gate of a shared expert
-            stored = stored._replace(shape=tuple(shape))
+        if [x for x in stored.shape if x > 1] == [x for x in shape if x > 1]:
+            stored = stored._replace(shape=tuple(shape))  # files leave out dimensions of 1
         if stored.shape != shape:
             raise UserError(
                 f"expected {name!r} of shape {[*shape]} in {self._path}, as "
@@ -404,16 +430,13 @@ class _Filler:
             return
         is_matrix = isinstance(module, nn.Linear | nn.Embedding) and attribute == "weight"
         half = self._half(name, stored, changes) if is_matrix else 0
-        if stored.format == _F32:
-            made = raw.view(torch.float32).view(shape)
+        if stored.format == _F32 or not is_matrix:
+            is_plain = stored.format == _F32
+            made = raw.view(torch.float32) if is_plain else unpacked(raw.view(1, -1), stored.format)
             if half or not is_matrix:
-                whole = np.array(made.numpy())
+                whole = np.array(made.view(shape).numpy())
                 made = torch.from_numpy(np.array(changes.process(weights=whole, name=name).weights))
-            module._parameters[attribute] = nn.Parameter(made, requires_grad=False)
-        elif not is_matrix:
-            whole = unpacked(raw.view(1, -1), stored.format).view(shape).numpy()
-            made = torch.from_numpy(np.array(changes.process(weights=whole, name=name).weights))
-            module._parameters[attribute] = nn.Parameter(made, requires_grad=False)
+            module._parameters[attribute] = nn.Parameter(made.view(shape), requires_grad=False)
         else:
             weight = nn.Parameter(raw.view(shape[0], -1), requires_grad=False)
             self._replace(module_name, module, weight, stored.format, half)

@@ -180,6 +180,22 @@ def test_a_prompt_in_pieces_is_that_of_the_model_made_whole(ran: list[Ran], tmp_
     assert torch.equal(answer, whole_model.generate(text, **options))
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_a_prompt_longer_than_a_window_runs_by_a_job(
+    family: str, ran: list[Ran], tmp_path: Path
+) -> None:
+    """By torch, each expert would be unpacked."""
+    whole_model, text = write(tmp_path, family, "Q8_0", sliding_window=8), TEXT.repeat(1, 2)
+    model = load_gguf(tmp_path / "model.gguf")
+    options: Any = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(text)
+    for _ in range(2):  # the first prompt is the check's
+        ran.clear()
+        answer = lade.generate(model, text, **options)
+    assert ran[0] == Ran(text.shape[1], 1)
+    assert torch.equal(answer, whole_model.generate(text, **options))
+
+
 def test_hooked_layers_and_a_head_of_packed_weights_run(
     compared: list[Apart],  # noqa: F811
     tmp_path: Path,

@@ -30,6 +30,8 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "qwen2_moe": "qwen2moe",
     "mixtral": "llama",
+    "lfm2": "lfm2",
+    "gpt_oss": "gpt-oss",
 }
 TURNED, RAISED = ("llama", "granite"), ("gemma", "gemma2", "gemma3")
 #: Those whose config transformers' reader does not make of a file alone.
@@ -43,6 +45,7 @@ WITH_CONFIG = {
     "glm4",
     "mistral",
     "mixtral",
+    "gpt_oss",
 }
 SCALES = {  # where a block has float16, and about how large they are
     "Q5_0": {0: 0.005},
@@ -67,7 +70,9 @@ def blocks(name: str, num_rows: int, num_columns: int, seed: int = 0) -> np.ndar
         return packed.view(np.uint8)
     size, num_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     made = rng.integers(0, 256, (num_rows, num_columns // size, num_bytes), dtype=np.uint8)
-    for place, scale in SCALES[name].items():
+    if name == "MXFP4":
+        made[:, :, 0] = rng.integers(119, 123, made.shape[:2])  # exponents
+    for place, scale in SCALES.get(name, {}).items():
         halves = (scale * rng.uniform(0.5, 1.5, made.shape[:2])).astype(np.float16)
         if place == 2 and not name.endswith("K"):
             halves = -halves  # so that numbers are about zero
@@ -104,11 +109,17 @@ def write(
         sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "intermediate_size": 256}
         sizes |= {"num_local_experts" if family == "mixtral" else "num_experts": 4}
         sizes |= {"shared_expert_intermediate_size": 512, "norm_topk_prob": family == "qwen3_moe"}
+    elif family == "lfm2":
+        del sizes["head_dim"]
+        sizes |= {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
+        sizes |= {"block_auto_adjust_ff_dim": False, "norm_eps": 1e-5}
     elif family == "gemma4_text":
         sizes |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 260}
         sizes |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 128}
         sizes["layer_types"] = ["sliding_attention", "full_attention"] * 2
-    attention = "eager" if family == "gemma2" else "sdpa"
+    elif family == "gpt_oss":
+        sizes |= {"num_experts_per_tok": 2, "num_local_experts": 4, "intermediate_size": 256}
+    attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     model = tiny_model(family, seed=3, dtype=torch.float32, attention=attention, **sizes)
     config, architecture = model.config, ARCHITECTURES[family]
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -125,8 +136,13 @@ def write(
             writer.add_tensor(f"{names.get_name(full_name)}.weight", buffer.numpy())
     for full_name, weight in model.named_parameters():
         stored_as = names.get_name(full_name, (".weight", ".bias"))
+        if full_name.endswith("sinks"):
+            stored_as += ".weight"
         value = weight.detach()
-        if value.dim() == 3:
+        if value.dim() == 3 and value.shape[1] == 1:  # of a short convolution
+            writer.add_tensor(stored_as, np.ascontiguousarray(value[:, 0].numpy()))
+            continue
+        if ".experts." in full_name:
             number = _write_experts(writer, names, full_name, weight, formats or ("Q8_0",), number)
             continue
         turned = full_name.split(".")[-2] in heads and architecture in TURNED
@@ -165,14 +181,22 @@ def _write_experts(
 ) -> int:
     """Write the stacked weights of experts, as llama.cpp has them; return the next number."""
     prefix, _, name = full_name.rpartition(".")
-    parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-    for part, rows in zip(parts, weight.detach().chunk(len(parts), dim=1), strict=True):
-        kind, shape = formats[number % len(formats)], rows.shape
+    value, is_bias, is_gpt = weight.detach(), name.endswith("_bias"), writer.arch == "gpt-oss"
+    if is_gpt and not is_bias:
+        value = value.transpose(1, 2)
+    parts = {"down_proj": value}
+    if "gate_up" in name:
+        gate, up = (value[:, ::2], value[:, 1::2]) if is_gpt else value.chunk(2, dim=1)
+        parts = {"gate_proj": gate, "up_proj": up}
+    for part, rows in parts.items():
+        stored_as, shape = names.get_name(f"{prefix}.{part}"), rows.shape
+        if is_bias:
+            writer.add_tensor(f"{stored_as}.bias", np.ascontiguousarray(rows.numpy()))
+            continue
+        kind = formats[number % len(formats)]
         packed = blocks(kind, shape[0] * shape[1], shape[2], number).reshape(*shape[:2], -1)
-        stored_as = f"{names.get_name(f'{prefix}.{part}')}.weight"
-        writer.add_tensor(stored_as, packed, raw_dtype=GGMLQuantizationType[kind])
-        with torch.no_grad():
-            rows.copy_(torch.from_numpy(whole(packed, kind)))
+        writer.add_tensor(f"{stored_as}.weight", packed, raw_dtype=GGMLQuantizationType[kind])
+        rows.copy_(torch.from_numpy(whole(packed, kind)))
         number += 1
     return number
 
@@ -213,6 +237,10 @@ def _fields(config: Any, family: str) -> dict[str, Any]:
             fields["key_length"] = config.head_dim
     if hasattr(config, "rms_norm_eps"):
         fields["layer_norm_rms_eps"] = config.rms_norm_eps
+    if family == "lfm2":
+        fields["layer_norm_rms_eps"], fields["shortconv_l_cache"] = config.norm_eps, 3
+        num = config.num_key_value_heads
+        fields["head_count_kv"] = [num * (each != "conv") for each in config.layer_types]
     if hasattr(config, "norm_epsilon"):
         fields["layer_norm_eps"] = config.norm_epsilon
     if family in ("llama", "gemma2", "gemma3_text"):
