@@ -240,6 +240,10 @@ def requirements_of(
                 "disable_compile=True",
                 *SPECULATING,
             )
+        if lengths.first_position > input_ids.shape[1] and cache is not None:
+            # Beside convolutions, masks are made of positions, and would show slots without tokens.
+            has_states = any(type(each) is LinearAttentionLayer for each in cache.layers)
+            exclude("its positions are beyond its slots" if has_states else None, "chain")
         if "local" in (getattr(text_config, "attention_layers", None) or ()):
             exclude("its local layers mask by the size of a static cache", *SPECULATING)
     if cache is not None and not model_kwargs.get("use_cache", True):

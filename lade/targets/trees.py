@@ -177,14 +177,14 @@ class TreeTarget(Target):
     def _by_masks(self) -> Tensor | None:
         """Run a prompt with padding, or longer than a window, as its later tokens will run.
 
-        Return None for other prompts, and where torch may run them: where forwards do not give a
-        token the same bits, and weights are not packed.
+        Return None for other prompts, and where torch is to run them: in float32 with padding, for
+        whose tokens a job gives other keys, or without packed weights.
         """
         num_tokens, fast_views = self._input_ids.shape[1], self._fast_views
         sees_all = num_tokens <= self._least_span
         if fast_views is None or (sees_all and not self._is_padded):
             return None
-        if not self.has_one_way and not fast_views.is_packed:
+        if not self.has_one_way and (self._is_padded or not fast_views.is_packed):
             return None
         positions, start = self._prompt_positions(), self.cache.get_seq_length()
         if positions is None or not fast_views.pays(num_tokens):

@@ -49,6 +49,18 @@ def test_prompts_of_any_length(num_tokens: int, ran: list[Ran]) -> None:
     assert num_tokens in {each.num_tokens for each in ran}
 
 
+def test_a_static_cache_may_have_positions_beyond_its_slots() -> None:
+    model, ids = model_of("lfm2", torch.float64), torch.tensor([[41, 22, 93] * 5])
+    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+    given |= {"return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
+    given |= {"output_logits": True, "cache_implementation": "static"}
+    for first in (0, 2):
+        given["position_ids"] = torch.arange(first, first + 15)[None]
+        mine, theirs = lade.generate(model, ids, **given), model.generate(ids, **given)
+        for own, other in zip(mine.logits, theirs.logits, strict=True):
+            assert torch.allclose(own, other, atol=1e-9)
+
+
 def goes_on(model: Any, num_tokens: int) -> None:
     """Compare texts after a prompt, and after caches that were handed over, with `generate`."""
     ids = torch.randint(2, 90, (1, num_tokens), generator=torch.Generator().manual_seed(0))
