@@ -256,6 +256,9 @@ def requirements_of(
         limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
     is_padded = lengths.is_padded or len(input_ids) > 1
     why_eager = _why_eager(model, model_kwargs.get("attention_mask"))
+    follows_slots = getattr(getattr(text_config, "attn_config", None), "alibi", False)
+    if follows_slots and lengths.first_position > input_ids.shape[1]:
+        why_eager = why_eager or "its ALiBi bias follows the cache slots, not the given positions"
     if user_code is not None:
         reason = f"your own code runs in its forward passes ({user_code})"
         why_eager = why_eager or reason
