@@ -22,7 +22,7 @@ FAMILIES = (
 )
 #: In float32 their forwards may be lade's own compiled ones.
 SINGLES = ("llama float32", "gemma2 float32", "qwen3 float32")
-FILES = PACKED[::10]  # of both, weights in blocks of a file
+FILES = PACKED[::15]  # of both, weights in blocks of a file
 
 # Whose trees are verified whole, the same whatever else is in a forward.
 TREES = ("llama", "qwen3", "olmo2", "phi3", "mistral", "gemma3_text", *SINGLES, *FILES)

@@ -16,7 +16,7 @@ from tests.grids import thinned
 from tests.lade.tiny import IS_NEWEST
 
 PARTS = 2  # of a model's cases, each within two seconds
-DRAFTED = ("olmo2", "bloom")  # by trees, and by paths
+DRAFTED = ("olmo2", "qwen3", "bloom")  # by trees, and by paths
 
 
 @cache
