@@ -123,6 +123,7 @@ class _Shown:
         def answer(model: Any, inputs: dict[str, Any], given: dict[str, Any]) -> Answer:
             self._out.print(f"\n[bold]{title}[/bold]")
             self._run, self._has_prompt, run.begun = run, False, perf_counter()
+            self.live.refresh()
             found = method(model, inputs, {**given, **options})
             self._put(self._stream.end() + "\n", "")
             run.num_answers, run.sec, run.begun = run.num_answers + 1, run.sec + found.sec, None
