@@ -90,7 +90,7 @@ def elsewhere(
         return process.submit(ask, name, start, token_ids, max_new_tokens).result()
 
     for name in names:
-        read = gguf_in(loaded.name) or gguf_in(loaded.model.config.name_or_path)
+        read = gguf_in(loaded.name) or gguf_in(loaded.model.config.name_or_path or loaded.name)
         path = read or folder / f"{name}.gguf"
         if path.parent == folder:
             write_gguf(loaded.model, loaded.tokenizer, path, ENGINES[name].dtype or start.dtype)

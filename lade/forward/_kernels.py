@@ -699,7 +699,7 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
     Args:
         g, phase: the job, and the address of the phase.
         num_rows: number of rows of inputs.
-        layer: numbers of the layer, if the product belongs to an MLP.
+        layer: numbers of the layer, if the product belongs to an MLP or to inputs.
         given: address of the inputs, and number of inputs in a row.
         products: PRODUCT_SIZE numbers for each product.
         result: use of the columns, and their address. TO_ROWS: float32 [rows, num_all], product
@@ -1309,7 +1309,8 @@ def _add_gathered(g, of, tokens, begin, num, out, out_step, memory):  # type: ig
         begin: number of the expert, and of the first column.
         num: number of columns.
         out, out_step: address of the sums, and bytes from one row to the next.
-        memory: memory for DEPTH numbers of each of these states, and DEPTH more.
+        memory: memory for DEPTH numbers of each of these states, and DEPTH more, or STRIP + 16 if
+            weights are packed.
     """
     size, width, (expert, column) = g[w.HIDDEN], 4 if g[w.FORMAT] == FLOAT32 else 2, begin
     whole, is_across = 2 * of[w.EXPERT_INNER], of[w.LIES] & w.LIE_ACROSS != 0
@@ -1456,7 +1457,7 @@ def _add_out_of_expert(g, of, expert, choices, start, num, out, totals):  # type
         choices: the first of its choices, and the one behind the last.
         start, num: the first column, and the number of columns.
         out: address of the results, which are zeros.
-        totals: memory for BLOCK numbers and one for each choice.
+        totals: memory for BLOCK numbers and one for each choice, or STRIP + 16 of packed weights.
     """
     size, inner, format_, (first, until) = g[w.HIDDEN], of[w.EXPERT_INNER], g[w.FORMAT], choices
     width, rows = 4 if format_ == FLOAT32 else 2, (out, 4 * num, until - first)

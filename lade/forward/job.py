@@ -860,8 +860,9 @@ class _Weights:
         row, addresses = self._table[number], (words.EXPERT_GATE_UP, words.EXPERT_UP)
         parts = [pair for each in stacks for pair in zip(each.parts, each.ggml_types, strict=True)]
         for index, (part, format_) in enumerate(parts):
-            function = function_of(part[0], format_)
-            require(function is not None, "its experts are packed otherwise")
+            is_packed = part.dtype is torch.uint8 and words.BLOCKS[format_][0] != "F32"
+            function = function_of(part[0], format_) if is_packed else None
+            require(function is not None, "its experts are in a format that jobs do not read")
             row[words.GATE_PACKED + index] = function.address  # type: ignore[union-attr]
             row[words.GATE_ROW + index] = part.shape[2]
         row[words.LIES] = 0  # as files have gate and up, whatever the module wants

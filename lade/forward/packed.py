@@ -19,6 +19,7 @@ from torch.nn import functional
 from lade.forward import words
 from lade.forward.linear import Products, is_plain, kernels
 
+_F32 = 0
 _NUM_CHECKED = 2**18  # numbers that are unpacked in both ways when a format is first used
 _TOLERANCE = 2**-16  # of the largest result
 _NUM_UNPACKED = 2**20  # numbers that are unpacked at once: little memory
@@ -158,6 +159,8 @@ def formats_of(model: nn.Module) -> list[str]:
 
 def unpacked(weight: Tensor, format_: int) -> Tensor:
     """Return packed rows as float32 [rows, numbers of a row]."""
+    if format_ == _F32:
+        return weight.view(torch.float32)
     has_rows = is_plain(weight, torch.uint8) and weight.numel() > 0
     function = function_of(weight, format_) if has_rows else None
     return _by_reference(weight, format_) if function is None else _by_function(weight, function)

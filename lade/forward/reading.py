@@ -447,7 +447,7 @@ def _replaced(
     with Attempt():  # without their images, some models raise an error
         view(input_ids=torch.tensor([placeholders]), use_cache=False)
     embedded = given[-1].flatten().tolist() if given else placeholders
-    pairs = zip(placeholders, embedded, strict=True)
+    pairs = zip(placeholders, embedded, strict=False)
     return tuple(pair for pair in pairs if pair[0] != pair[1])
 
 
@@ -1334,10 +1334,13 @@ class _Reader:
 
 def _scalar_of(layer: nn.Module, total: Tensor, result: Tensor) -> str | None:
     """Return the name of the buffer by which a layer multiplies its result; None for none."""
-    for name, each in [*layer._buffers.items(), (None, torch.ones(1))]:
-        if each is not None and each.numel() == 1 and is_near(total * each.to(total), result):
-            return name
-    raise UnsupportedForwardError(_OTHER_SUM)
+    errors: dict[str | None, float] = {None: difference(total, result)}
+    for name, each in layer._buffers.items():
+        if each is not None and each.numel() == 1 and each.dtype is result.dtype:
+            errors[name] = difference(total * each.to(total), result)
+    found = min(errors, key=errors.__getitem__)  # none, if it is 1
+    require(errors[found] <= tolerance(result), _OTHER_SUM)
+    return found
 
 
 def _activation_of(given: Tensor, times: Any, result: Tensor) -> int | None:
@@ -1437,9 +1440,10 @@ def _is_between(given: Tensor, wanted: Tensor, mine: Tensor, out: Tensor) -> boo
     return torch.equal(mine.flatten(), given) and torch.equal(out.flatten(), wanted)
 
 
-def _is_same(mine: Tensor, other: Tensor) -> bool:
+def _is_same(mine: Any, other: Any) -> bool:
     """Return whether two tensors are views of the same memory."""
-    return mine.data_ptr() == other.data_ptr() and mine.shape == other.shape
+    are_tensors = isinstance(mine, Tensor) and isinstance(other, Tensor)
+    return are_tensors and mine.data_ptr() == other.data_ptr() and mine.shape == other.shape
 
 
 def _parts_of(angles: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:

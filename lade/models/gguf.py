@@ -234,9 +234,9 @@ def load_gguf(path: Path, *, trust_remote_code: bool = False) -> Any:
         config.vocab_size = header.tensors["token_embd.weight"].shape[0]
         config.name_or_path = str(path)
         for name, field in _SIZES_OF_EXPERTS.items():  # which transformers does not read
-            stored = next((each for key, each in header.tensors.items() if name in key), None)
-            if stored is not None and hasattr(config, field):
-                setattr(config, field, stored.shape[-2])
+            found = [x for key, x in header.tensors.items() if key.endswith(f".{name}.weight")]
+            if found and hasattr(config, field) and len(found[0].shape) > 1:
+                setattr(config, field, found[0].shape[-2])
     if hasattr(config, "quantization_config"):  # nothing is dequantized
         del config.quantization_config
     config.tie_word_embeddings = "output.weight" not in header.tensors
@@ -296,6 +296,10 @@ def _check_sizes(path: Path, header: GgufHeader, config: Any) -> None:
         size = vars(text).get(text.attribute_map.get(name, name))  # some differ between layers
         if size is not None and not (isinstance(size, int) and 0 < size <= largest):
             raise UserError(f"expected {name} of at most {largest:,} in {path}, got {size}")
+    num_experts = vars(text).get("num_experts") or vars(text).get("num_local_experts")
+    chosen = vars(text).get("num_experts_per_tok")
+    if num_experts and not (isinstance(chosen, int) and 0 < chosen <= num_experts):
+        raise UserError(f"expected 1 to {num_experts} experts of a token in {path}, got {chosen}")
 
 
 class _Filler:
@@ -345,16 +349,21 @@ class _Filler:
                 continue
             found = stacked.pop(next(each for each in name.split(".") if each.isdigit()), {})
             stored = [found[kind] for kind in _EXPERTS if kind in found]
-            num, inner, hidden = stored[0].shape if stored else (0, 0, 0)
-            wanted, is_across = module._parameters[STACKS[0]].shape, False
-            if wanted != (num, 2 * inner, hidden):
-                is_across = wanted == (num, hidden, 2 * inner)
-                num = num if is_across else 0
-            shapes = [(num, inner, hidden)] * 2 + [(num, hidden, inner)]
-            if [each.shape for each in stored] != shapes:
+            biases = [found[f"{kind}.bias"] for kind in _EXPERTS if f"{kind}.bias" in found]
+            num, inner, hidden = (
+                stored[0].shape if stored and len(stored[0].shape) == 3 else (0,) * 3
+            )
+            shapes: list[Any] = [(num, inner, hidden)] * 2 + [(num, hidden, inner)]
+            if module._parameters.get(STACKS[2]) is not None:
+                shapes += [each[:2] for each in shapes]
+            wanted = [module._parameters[each].shape for each in STACKS[:2]]
+            is_across = wanted == [(num, hidden, 2 * inner), (num, inner, hidden)]
+            is_known = is_across or wanted == [(num, 2 * inner, hidden), (num, hidden, inner)]
+            got = [each.shape for each in (*stored, *biases)]
+            if not is_known or got != shapes or any(each.format != _F32 for each in biases):
                 raise UserError(
-                    f"expected {', '.join(_EXPERTS)} for {name}.{STACKS[0]} {[*wanted]} in "
-                    f"{self._path}, got {[each.shape for each in stored]}"
+                    f"expected {', '.join(_EXPERTS)} for {name}, {[*map(tuple, wanted)]}, in "
+                    f"{self._path}, got {got}"
                 )
             lies = words.LIE_ACROSS * is_across | words.ALTERNATE * (architecture in _ALTERNATING)
             blocks = [nn.Parameter(self._raw(x).view(*x.shape[:2], -1), False) for x in stored]
@@ -364,24 +373,22 @@ class _Filler:
             module._parameters.update(zip(PARTS[:3], blocks, strict=True))
             vars(module)[STACKS[0]] = PackedStack(blocks[:2], formats[:2], hidden, lies)
             vars(module)[STACKS[1]] = PackedStack(blocks[2:], formats[2:], inner, lies)
-            self._put_biases(module, [found.get(f"{kind}.bias") for kind in _EXPERTS], lies)
+            if biases:
+                self._put_biases(module, biases, lies)
         if stacked:
             raise UserError(
                 f"{type(self._model).__name__} has no experts for layer {min(stacked)} of "
                 f"{self._path}"
             )
 
-    def _put_biases(self, module: Any, stored: list[Stored | None], lies: int) -> None:
+    def _put_biases(self, module: Any, stored: list[Stored], lies: int) -> None:
         """Give experts their biases: as the module wants them, and as jobs do."""
         import torch
         from torch import nn
 
         from lade.forward.experts import PARTS, STACKS
 
-        known = [each for each in stored if each is not None and each.format == _F32]
-        if len(known) < len(stored):
-            return  # what is missing is told at the end
-        gate, up, down = (self._raw(x).view(torch.float32).view(x.shape) for x in known)
+        gate, up, down = (self._raw(x).view(torch.float32).view(x.shape) for x in stored)
         both = torch.cat((gate, up), dim=1)
         wanted = torch.stack((gate, up), dim=2).flatten(1) if lies & words.ALTERNATE else both
         for name, each in zip((PARTS[3], *STACKS[2:]), (both, wanted, down), strict=True):

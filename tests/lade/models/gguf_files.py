@@ -193,11 +193,13 @@ def _write_experts(
         if is_bias:
             writer.add_tensor(f"{stored_as}.bias", np.ascontiguousarray(rows.numpy()))
             continue
-        kind = formats[number % len(formats)]
+        kind, number = formats[number % len(formats)], number + 1
+        if kind == "F32":
+            writer.add_tensor(f"{stored_as}.weight", np.ascontiguousarray(rows.numpy()))
+            continue
         packed = blocks(kind, shape[0] * shape[1], shape[2], number).reshape(*shape[:2], -1)
         writer.add_tensor(f"{stored_as}.weight", packed, raw_dtype=GGMLQuantizationType[kind])
         rows.copy_(torch.from_numpy(whole(packed, kind)))
-        number += 1
     return number
 
 

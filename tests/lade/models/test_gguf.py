@@ -57,6 +57,56 @@ def test_a_config_beside_a_file_may_be_of_images_too_and_gemma4_needs_one(tmp_pa
         file.load_gguf(tmp_path / "model.gguf")
 
 
+def reshaped(
+    folder: Path, name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Load a file whose header says another shape of a tensor."""
+    header_of = file.header_of
+
+    def forging(path: Path) -> Any:
+        header = header_of(path)
+        header.tensors[name] = header.tensors[name]._replace(shape=shape)
+        return header
+
+    monkeypatch.setattr(file, "header_of", forging)
+    return file.load_gguf(folder / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "shape"),
+    [
+        ("qwen3_moe", "ffn_gate_exps.weight", (1024, 256)),
+        ("qwen3_moe", "ffn_gate_exps.weight", (2**18,)),
+        ("qwen3_moe", "ffn_gate_exps.weight", (2, 2, 256, 256)),
+        ("qwen3_moe", "ffn_down_exps.weight", (4, 128, 512)),
+        ("gpt_oss", "ffn_gate_exps.bias", (1024,)),
+        ("gpt_oss", "ffn_down_exps.bias", (2, 512)),
+        ("gpt_oss", "ffn_down_exps.bias", (1024,)),
+    ],
+)
+def test_experts_of_other_shapes_are_refused(
+    family: str, part: str, shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, family)
+    with pytest.raises(UserError, match=r"^expected "):
+        reshaped(tmp_path, f"blk.0.{part}", shape, monkeypatch)
+
+
+def test_more_experts_of_a_token_than_there_are_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "mixtral")
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('experts_per_tok": 2', 'experts_per_tok": 9'))
+    with pytest.raises(UserError, match=r"expected 1 to 4 experts of a token in .*, got 9"):
+        file.load_gguf(tmp_path / "model.gguf")
+
+
+def test_experts_in_float32_run_by_torch(tmp_path: Path) -> None:
+    whole = write(tmp_path, "qwen3_moe", "Q8_0", "F32")
+    model = file.load_gguf(tmp_path / "model.gguf")
+    assert torch.equal(lade.generate(model, TEXT, **GIVEN), whole.generate(TEXT, **GIVEN))
+    assert "a format that jobs do not read" in str(lade.probe(model).why_by_torch)
+
+
 def test_weights_are_the_files_own_bytes(tmp_path: Path) -> None:
     write(tmp_path, "llama", "Q8_0", "F32", tie_word_embeddings=True)
     model = file.load_gguf(tmp_path / "model.gguf")
