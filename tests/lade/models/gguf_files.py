@@ -12,41 +12,15 @@ from gguf import GGMLQuantizationType
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
 # By the type of a model: what the file calls it, and what llama.cpp does to its tensors.
-ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "phi3": "phi3",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "gemma4_text": "gemma4",
-    "granite": "granite",
-    "olmo2": "olmo2",
-    "cohere": "command-r",
-    "starcoder2": "starcoder2",
-    "glm4": "glm4",
-    "qwen3_moe": "qwen3moe",
-    "qwen2_moe": "qwen2moe",
-    "mixtral": "llama",
-    "lfm2": "lfm2",
-    "gpt_oss": "gpt-oss",
-}
+ARCHITECTURES = dict.fromkeys(("llama", "mistral", "mixtral"), "llama")
+ARCHITECTURES |= {name: name for name in ("qwen2", "qwen3", "phi3", "gemma", "gemma2", "granite")}
+ARCHITECTURES |= {name: name for name in ("olmo2", "starcoder2", "glm4", "lfm2")}
+ARCHITECTURES |= {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "cohere": "command-r"}
+ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "gpt_oss": "gpt-oss"}
 TURNED, RAISED = ("llama", "granite"), ("gemma", "gemma2", "gemma3")
 #: Those whose config transformers' reader does not make of a file alone.
-WITH_CONFIG = {
-    "gemma",
-    "gemma3_text",
-    "gemma4_text",
-    "granite",
-    "olmo2",
-    "cohere",
-    "glm4",
-    "mistral",
-    "mixtral",
-    "gpt_oss",
-}
+WITH_CONFIG = {"gemma", "gemma3_text", "gemma4_text", "granite", "olmo2", "cohere", "glm4"}
+WITH_CONFIG |= {"mistral", "mixtral", "gpt_oss"}
 SCALES = {  # where a block has float16, and about how large they are
     "Q5_0": {0: 0.005},
     "Q5_1": {0: 0.005, 2: 0.1},
