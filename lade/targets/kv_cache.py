@@ -367,9 +367,9 @@ class ConvolvedLayer(TreeCacheLayer, LinearAttentionCacheLayerMixin):  # type: i
     record_past = True  # else models write to a state without saying so
 
     @property
-    def has_previous_state(self) -> list[bool]:
-        """Whether any token has run."""
-        return [bool(self.get_seq_length())]
+    def has_previous_state(self) -> dict[int, bool]:
+        """Whether any token has run, by number of the state."""
+        return {0: bool(self.get_seq_length())}
 
     @property
     def conv_states(self) -> list[Tensor]:
