@@ -335,7 +335,8 @@ class FusedForwards:
             return None
         # Angles of all pieces at once: some depend on the length of the text.
         angles = self._angles(states, request.positions)
-        inputs = self._weights.inputs(input_ids, states, self._product)
+        make_inputs = self._weights.make_inputs
+        inputs = None if make_inputs is None else make_inputs(input_ids, states, self._product)
         pieces = self._pieces(request, angles, inputs)
         if pieces is None:
             return None
@@ -410,8 +411,8 @@ class FusedForwards:
         step, pieces = MOST_TOKENS if len(request.parts) == 1 else num, []
         spans = [(start, min(step, num - start)) for start in range(0, num, step)]
         ends = [(0, sizes.num_layers)] * len(spans)
-        is_prompt = len(request.parts) == 1 and request.kept.tolist() == [num - 1] != [0]
-        if is_prompt and self._num_writing < sizes.num_layers and request.by_layers is None:
+        may_drop = self._num_writing < sizes.num_layers and request.by_layers is None
+        if may_drop and len(request.parts) == 1 and request.kept.tolist() == [num - 1] != [0]:
             ends = [(0, self._num_writing)] * len(spans) + [(self._num_writing, sizes.num_layers)]
             spans.append((num - 1, 1))
         for (start, size), layers in zip(spans, ends, strict=True):
@@ -714,6 +715,8 @@ class _Weights:
 
     Attributes:
         head: a weak reference to the module that makes logits of states.
+        make_inputs: gives what layers get besides states, float32 [num_layers, num_tokens, size],
+            for tokens, states and a function for products; None if they get nothing.
         transform: turns the last states into the head's input, given a function for products; None
             if there is only a norm between them, or nothing.
         of_kind: numbers of the layers that have each kind of mask.
@@ -729,7 +732,7 @@ class _Weights:
         self._replaced = torch.tensor(replaced).unbind(1) if replaced else None
         self._lookups = [*map(_calling, calls)]
         self._first_norm = _reference(first_norm)
-        self._make_inputs = None if plan.inputs is None else _giving_inputs(plan.inputs, end)
+        self.make_inputs = None if plan.inputs is None else _giving_inputs(plan.inputs, end)
         self.head: Callable[[], Any] = weakref.ref(plan.head)
         self.transform = None if plan.transform is None else _transforming(plan.transform)
         # Rows behind the layers': last norm and head, then additions, then experts, recurrences and
@@ -860,8 +863,7 @@ class _Weights:
         row, addresses = self._table[number], (words.EXPERT_GATE_UP, words.EXPERT_UP)
         parts = [pair for each in stacks for pair in zip(each.parts, each.ggml_types, strict=True)]
         for index, (part, format_) in enumerate(parts):
-            is_packed = part.dtype is torch.uint8 and words.BLOCKS[format_][0] != "F32"
-            function = function_of(part[0], format_) if is_packed else None
+            function = function_of(part[0], format_)
             require(function is not None, "its experts are in a format that jobs do not read")
             row[words.GATE_PACKED + index] = function.address  # type: ignore[union-attr]
             row[words.GATE_ROW + index] = part.shape[2]
@@ -949,12 +951,6 @@ class _Weights:
         norm = self._first_norm()
         embedded: Tensor = states if norm is None else norm(states)
         return embedded
-
-    def inputs(
-        self, tokens: Tensor, states: Tensor, product: Callable[[Tensor, Any], Tensor]
-    ) -> Tensor | None:
-        """Return what layers get besides states, float32 [num_layers, num_tokens, size], if any."""
-        return None if self._make_inputs is None else self._make_inputs(tokens, states, product)
 
     def fit(self, part: slice = slice(None)) -> bool:
         """Return whether all weights are still plain matrices in memory."""

@@ -213,7 +213,7 @@ def function_of(weight: Tensor, format_: int) -> Function | None:
 
 
 def _compiled(weight: Tensor, format_: int) -> Function | None:
-    if kernels() is None:
+    if kernels() is None or format_ == _F32:  # which has no blocks, so rows of any length
         return None
     from lade.forward import _packed
 

@@ -109,7 +109,7 @@ class EmbeddingPlan(NamedTuple):
     calls: tuple[CallPlan, ...]  # their results are added; the one of tokens comes first
     scale: float  # factor of the sum
     norm: nn.Module | None  # of the sum
-    #: Tokens of images, videos and audio, and those that the model embeds in their place.
+    #: Placeholders of images, videos and audio, each with the token that is embedded instead.
     replaced: tuple[tuple[int, int], ...] = ()
 
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from lade.errors import UserError, in_one_line
 from lade.forward import words
-from lade.forward.words import BLOCKS
 
 _F32, _MOST_DIMENSIONS = 0, 4
 # Most entries of a list in a header: no vocabulary has more tokens.
@@ -169,12 +168,12 @@ def _header(read: _HeaderReader, size: int) -> GgufHeader:
     first = -(-read.offset // unit) * unit
     tensors: dict[str, Stored] = {}
     for name, shape, format_, offset in listed:
-        if format_ not in BLOCKS:
+        if format_ not in words.BLOCKS:
             raise ValueError(
                 f"the tensor {name!r} is of GGML's type {_name_of(format_)}, and "
-                f"{', '.join(name for name, *_ in BLOCKS.values())} are read"
+                f"{', '.join(name for name, *_ in words.BLOCKS.values())} are read"
             )
-        numbers, in_bytes = (1, 4) if format_ == _F32 else BLOCKS[format_][1:]
+        numbers, in_bytes = (1, 4) if format_ == _F32 else words.BLOCKS[format_][1:]
         num_bytes = math.prod(shape) // numbers * in_bytes
         is_whole = min(shape) > 0 and shape[-1] % numbers == 0 and offset % unit == 0
         if not is_whole or name in tensors or first + offset + num_bytes > size:

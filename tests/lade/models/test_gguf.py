@@ -29,7 +29,9 @@ GIVEN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("family", thinned(ARCHITECTURES, "llama", "gemma4_text", "granite"))
+@pytest.mark.parametrize(
+    "family", thinned(ARCHITECTURES, "llama", "gemma3_text", "gemma4_text", "granite")
+)
 def test_texts_are_those_of_the_model_made_whole(family: str, tmp_path: Path) -> None:
     whole = write(tmp_path, family, "Q8_0", "Q4_1")
     model = file.load_gguf(tmp_path / "model.gguf")
