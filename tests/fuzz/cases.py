@@ -697,6 +697,7 @@ def _draw_changes(case: Case, hand: _Hand, rows: list[list[int]], events: list[s
         "weights": lambda: [f"swapped(model, {hand.whole(0, 99)}, {rng.random() < 0.5})"],
         "module": lambda: [f"exchanged(model, {hand.whole(0, 99)})"],
         "wrap": lambda: [f"wrapped(model, {rows}, {rng.random() < 0.4})"],
+        "degenerate": lambda: _degenerate(hand, rows),
         "compile": lambda: ["compiled(model)"],
         "failing": lambda: [f"failing(model, {rng.choice([0, 1, 2, 5, 12, 20, 30])})"],
         "adapter": lambda: [f"adapted(model, {rng.choice(_ADAPTERS)!r}, {hand.whole(0, 99)})"],
@@ -704,10 +705,10 @@ def _draw_changes(case: Case, hand: _Hand, rows: list[list[int]], events: list[s
         "quantize": lambda: ["quantized(model)"],
         "train": lambda: ["trained(model)"],
     }
-    weights = [20, 5, 6, 8, 6, 6, 6, 8, 14, 6, 14, 1]
+    weights = [20, 5, 6, 8, 6, 6, 12, 6, 8, 14, 6, 14, 1]
     if case.architecture:
-        makers = {name: makers[name] for name in ("hook", "copy", "weights", "module", "wrap")}
-        weights = weights[: len(makers)]
+        names = ("hook", "copy", "weights", "module", "wrap", "degenerate")
+        makers, weights = {name: makers[name] for name in names}, [20, 5, 6, 8, 6, 15]
     chunks = case.earlier is not None or case.setting("prefill_chunk_size") is not None
     nests = "on_step" in case.lade or "Nested" in case.options.get(_LIST, "")
     drawn: list[str] = []
@@ -736,6 +737,14 @@ def _draw_changes(case: Case, hand: _Hand, rows: list[list[int]], events: list[s
         events += made
         drawn.append(name)
     return case
+
+
+def _degenerate(hand: _Hand, rows: list[list[int]]) -> list[str]:
+    """Return events by which weights tell nothing when lade first looks, and mostly do later."""
+    kind, number = hand.rng.choice(("zero", "equal", "huge", "one nan")), hand.whole(0, 30)
+    made = ["copied(model, 'deepcopy')", f"degenerate(model, {kind!r}, {number})"]
+    later = [f"used(model, {rows})", "regenerated(model)"]
+    return made + later * (hand.rng.random() < 0.75)
 
 
 _HOOKS = ("last", "last", "single", "single", "before single", "harmless")

@@ -4,6 +4,7 @@ Events take a model and return the one to go on with. A case names them in order
 expression; they are applied to a copy of the model that belongs to the case alone.
 """
 
+import math
 import pickle
 import threading
 import warnings
@@ -143,6 +144,34 @@ def swapped(model: Any, seed: int, assign: bool) -> Any:
         for name, value in inner.state_dict().items()
     }
     inner.load_state_dict(state, assign=assign)
+    return model
+
+
+def degenerate(model: Any, kind: str, number: int) -> Any:
+    """Fill a matrix, or all of them, with numbers that tell nothing, and keep its own."""
+    leaves = {id(each): each for each in (_leaf(model, number + i)[1] for i in range(12))}
+    chosen = [*leaves.values()] if number % 3 == 0 else [_leaf(model, number)[1]]
+    for leaf in chosen:
+        if not leaf.weight.is_floating_point():
+            raise CannotHappenError("the weights are blocks of a file")
+        with torch.no_grad():
+            leaf.kept_by_a_test = leaf.weight.detach().clone()
+            if kind == "huge":
+                leaf.weight.mul_(1e25)
+            elif kind == "one nan":
+                leaf.weight[-1, -1] = math.nan
+            else:
+                leaf.weight.fill_({"zero": 0.0, "equal": 0.125}[kind])
+    return model
+
+
+def regenerated(model: Any) -> Any:
+    """Give matrices their own numbers again, in place."""
+    for module in model.modules():
+        if "kept_by_a_test" in vars(module):
+            with torch.no_grad():
+                module.weight.copy_(module.kept_by_a_test)
+            del module.kept_by_a_test
     return model
 
 

@@ -34,6 +34,7 @@ from tests.lade.tiny import VOCAB_SIZE, tiny_model
 
 CALLS_PER_SESSION = 50
 FAMILIES = ("llama", "mistral", "qwen3")
+MOE_FAMILIES = ("qwen3_moe", "mixtral")
 ALPHAS = (0.0, 0.0, 0.3, 1.0, 2.0)
 _HOOKS = [kind for kind in KINDS[: KINDS.index(states.attribute)] if kind is not states.on_the_head]
 _SHOWN = KINDS[KINDS.index(states.scaling) :]
@@ -90,7 +91,6 @@ class Session:
     def __init__(self, seed: int, number: int) -> None:
         self.rng = rng = Random(f"{seed} {number}")
         self.number = number
-        self.model = _model_of(rng)
         kinds: list[Kind] = []
         if rng.random() < 0.6:
             kinds = rng.sample(_KNOWN, rng.choice([1, 2]))
@@ -98,9 +98,12 @@ class Session:
             kinds = [rng.choice(_OTHERS)] if rng.random() < 0.6 else []
             if not kinds or rng.random() < 0.3:
                 kinds.append(rng.choice(_HOOKS))
+        # Other kinds know the MLP of a Llama.
+        on_experts = kinds == [states.adapter_on_parameters] and rng.random() < 0.7
+        self.model = _model_of(rng, MOE_FAMILIES if on_experts else FAMILIES)
         self.names = [kind.__name__ for kind in kinds]
         self.puts = [_Remembered(kind(self.model), self.model) for kind in kinds]
-        self.assistant = _model_of(rng) if rng.random() < 0.2 else None
+        self.assistant = _model_of(rng, FAMILIES) if rng.random() < 0.2 else None
         self.pool = lade.NGramPool()
         self.is_wrapped = rng.random() < 0.3
         self.verification = rng.choice(_VERIFICATIONS)  # each is a check of its own
@@ -231,9 +234,9 @@ class Session:
         return None
 
 
-def _model_of(rng: Random) -> Any:
+def _model_of(rng: Random, families: Sequence[str]) -> Any:
     """Return a model; half of them are in float32, with heads that compiled forwards take."""
-    family, is_compiled = rng.choice(FAMILIES), rng.random() < 0.5
+    family, is_compiled = rng.choice(families), rng.random() < 0.5
     options: dict[str, Any] = {"head_dim": 16 if is_compiled else 8, "num_hidden_layers": 2}
     options["dtype"] = torch.float32 if is_compiled else torch.float64
     model = tiny_model(family, seed=rng.randrange(5), hidden_size=SIZE, **options)

@@ -5,11 +5,13 @@ the model computes what it did, with anything else it mostly treats the tokens o
 """
 
 import types
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -45,11 +47,12 @@ def exchange(holder: Any, name: str, function: Any) -> None:
 
 
 def put_back() -> None:
-    """Put back all functions, and the mask of "sdpa"."""
+    """Put back all functions, the mask of "sdpa" and the default dtype."""
     while EXCHANGED:
         (holder, name), before = EXCHANGED.popitem()
         setattr(holder, name, before)
     AttentionMaskInterface.register("sdpa", sdpa_mask)
+    torch.set_default_dtype(torch.float32)
 
 
 def steered(states: Tensor, alpha: float) -> Tensor:
@@ -539,3 +542,51 @@ def what_a_hook_keeps(model: Any) -> Set:
     layer.register_forward_hook(keep)
     layer.alpha = 0.0
     return partial(setattr, layer, "alpha")
+
+
+# --- what packages and processes leave behind -----------------------------------------------------
+
+
+@kind
+def adapter_on_parameters(model: Any) -> Set:
+    """A low-rank adapter of PEFT on parameters, as on stacked experts; at first it adds nothing."""
+    peft = pytest.importorskip("peft")
+    names = [name for name, each in model.named_parameters() if ".experts." in name]
+    names = names or ["mlp.up_proj.weight"]
+    lora = peft.LoraConfig(r=2, target_parameters=[name.split("layers.0.")[-1] for name in names])
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        peft.inject_adapter_in_model(lora, model)
+    model.eval()
+    seconds = [each for name, each in model.named_parameters() if "lora_B" in name]
+    kept = [torch.randn_like(each) for each in seconds]
+
+    def put(alpha: float) -> None:
+        with torch.no_grad():
+            for each, full in zip(seconds, kept, strict=True):
+                each.copy_(alpha * full)
+
+    return put
+
+
+@kind
+def left_by_training(model: Any) -> Set:
+    """Hooks and switches that training with checkpoints leaves behind."""
+    before = mlp_of(model).down_proj.weight.detach().clone()
+
+    def put(alpha: float) -> None:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # of names that newer releases have
+            model.train().gradient_checkpointing_enable()
+            model.enable_input_require_grads()
+            mlp_of(model).down_proj.weight.copy_(before * (1 + alpha))
+            model.eval().gradient_checkpointing_disable()
+
+    return put
+
+
+@kind
+def default_dtype(model: Any) -> Set:
+    """The dtype of what torch makes where none is named, of the whole process."""
+    return lambda alpha: torch.set_default_dtype(torch.float64 if alpha else torch.float32)

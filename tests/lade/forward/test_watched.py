@@ -29,6 +29,7 @@ SHOWN = KINDS[KINDS.index(states.scaling) :]
 QUICK = [
     *(states.bias, states.scaling_in_place, states.sight, states.mask_of_sdpa),
     *(states.patched_rsqrt, states.patched_cache, states.weights_by_a_hook, states.turned_states),
+    *(states.adapter_on_parameters, states.left_by_training),
 ]
 # Masks of the user's are made by the model's own forward; angles are made by the model as it is.
 WITHOUT_JOBS = (states.registered_mask, states.mask_of_sdpa)
