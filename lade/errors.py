@@ -1,5 +1,11 @@
 """Errors beyond ValueError and TypeError, and warnings. Every message names the cause."""
 
+import json
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
 
 class LadeError(Exception):
     """Base class of this package's errors."""
@@ -55,8 +61,20 @@ class MissingExtraError(LadeError, ImportError):
     def __init__(self, module: str, extra: str) -> None:
         super().__init__(
             f"this needs the package {module!r}, which is not installed; "
-            f'install it with: pip install "lade-decoding[{extra}]"'
+            f"install it with: pip install {_requirement(extra)}"
         )
+
+
+def _requirement(extra: str) -> str:
+    """Return the extra of this installation as pip takes it: of its folder, if it has one."""
+    try:
+        found = metadata.distribution("lade-decoding").read_text("direct_url.json")
+        url = urlsplit(json.loads(found or "{}").get("url", ""))
+    except (metadata.PackageNotFoundError, ValueError):  # run from a folder; damaged
+        return f'"lade-decoding[{extra}]"'
+    folder = Path(url2pathname(url.path))
+    is_folder = url.scheme == "file" and folder.is_dir()
+    return f'"{folder}[{extra}]"' if is_folder else f'"lade-decoding[{extra}]"'
 
 
 def in_one_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from numba.core.dispatcher import Dispatcher
 from ngram_pool import _kernels
 
 logger = logging.getLogger(__name__)
+_FOR_ENGINES: Any = _kernels.draft_rows  # which compile it themselves
 
 
 def compile_by(run_all: Callable[[], object], module: ModuleType = _kernels) -> None:
@@ -56,11 +57,10 @@ def compile_by(run_all: Callable[[], object], module: ModuleType = _kernels) -> 
 
 
 def is_first_run() -> bool:
-    """Return whether no compiled kernel of the pool is kept yet."""
-    if not isinstance(_kernels.push, Dispatcher):  # NUMBA_DISABLE_JIT=1
-        return False
-    folder = cache_folder()
-    return folder is None or not any(folder.glob("*.nbi"))
+    """Return whether a kernel that each pool needs is not kept yet, as after an interrupt."""
+    kernels: list[Any] = [k for k in vars(_kernels).values() if isinstance(k, Dispatcher)]
+    files = [getattr(k._cache, "_cache_file", None) for k in kernels if k is not _FOR_ENGINES]
+    return any(file is None or not Path(file._index_path).is_file() for file in files)
 
 
 def cache_folder(module: ModuleType = _kernels) -> Path | None:

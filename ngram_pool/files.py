@@ -77,7 +77,7 @@ _STRINGS = (
 )
 _BEFORE_CHECKSUM = b'"crc32.header":"'  # cannot be part of a string in JSON
 _NO_CHECKSUM = b"00000000"
-_IS_ANOTHER = "expected a file that NGramPool.save wrote, got another"
+_IS_ANOTHER = "it is not a pool file"
 
 
 class StoredPool(NamedTuple):

@@ -66,7 +66,9 @@ def table(
 ) -> Table:
     """Return a table of all groups and methods; `how` says how all of it was decoded."""
     words = how.replace("greedy", "greedy decoding", 1)
-    made = empty_table(f"{words[0].upper()}{words[1:]}, loops apart", caption)
+    made = empty_table(
+        f"{words[0].upper()}{words[1:]} (answers that loop are listed separately)", caption
+    )
     made.add_column("method", no_wrap=True)
     for heading in _COLUMNS:
         made.add_column(heading, justify="right", vertical="bottom")

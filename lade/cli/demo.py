@@ -35,6 +35,7 @@ from lade.stats import Step
 from ngram_pool import NGramPool
 
 _DRAFTED = "bold green"
+_LEGEND = ": drafted by the n-gram pool and accepted. Plain: the model's own token."
 _SHOWN = 300  # characters of a prompt
 _TIMES = 2.5  # as long as plain generate, prompt lookup and lade usually take together
 _LABELS = {
@@ -154,7 +155,8 @@ class _Shown:
             if not part.isspace():
                 self._word.append(part, style)
                 continue
-            if self._line and self._line.cell_len + self._word.cell_len > self._out.width:
+            is_full = self._line.cell_len + self._word.cell_len > self._out.width
+            if self._line and is_full and self._out.is_terminal:
                 self._print_line()
             self._line.append(self._word).append(part * (part != "\n"))
             self._word = Text()
@@ -190,9 +192,10 @@ def _show_time(out: Console, timed: Answer, settings: Settings, num_prompts: int
     sec = timed.sec / timed.num_tokens * settings.max_new_tokens * num_prompts * _TIMES
     about = f"{sec:.0f} seconds" if sec < 100 else f"{sec / 60:.0f} minutes"
     prompts = f"{num_prompts} prompts are" if num_prompts > 1 else "The prompt is"
-    line = f"{prompts} answered by three methods, which takes about {about}. lade's text is "
-    drafted = ("drafted by the n-gram pool and accepted", _DRAFTED)
-    out.print(Text.assemble("\n", line, drafted, ", or the model's own token."))
+    line = f"{prompts} answered by three methods, which takes about {about}."
+    out.print(f"\n{line}", soft_wrap=True)
+    if out.is_terminal:
+        out.print(Text.assemble(("Green", _DRAFTED), _LEGEND))
 
 
 def _show_model(out: Console, loaded: LoadedModel, found: Probe) -> None:
@@ -208,13 +211,13 @@ def _show_model(out: Console, loaded: LoadedModel, found: Probe) -> None:
     out.print(
         f"[bold]{escape(Path(loaded.name).name)}[/bold]: {type(model).__name__}, "
         f"{num_bytes / 1e6:,.0f} MB of weights, {described.get('weights', described['dtype'])}, "
-        f"{where}"
+        f"{where}",
+        soft_wrap=True,
     )
     versions = {"lade": __version__, "python": platform.python_version()}
     versions |= {name: metadata.version(name) for name in ("torch", "transformers", "numba")}
     line = ", ".join(f"{name} {version}" for name, version in versions.items())
-    out.print(f"[dim]{line}; {platform.machine()}, {get_host_cpu_name()}[/dim]")
+    out.print(f"[dim]{line}; {platform.machine()}, {get_host_cpu_name()}[/dim]", soft_wrap=True)
     out.print(f"[bold]Verification[/bold] by {_LABELS.get(found.verification, found.verification)}")
-    out.print(f"[dim]  attention {found.attention}, execution {found.execution}[/dim]")
     for verification, reason in found.reasons.items():
         out.print(Padding(f"not by {verification}: {reason}", (0, 0, 0, 2)), markup=False)

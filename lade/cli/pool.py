@@ -45,7 +45,7 @@ def pool_build(
     The pool is written as a whole, at the end.
     """
     if out.exists():
-        raise UserError(f"expected the name of a new pool, got {out}, which exists")
+        raise UserError(f"{out} already exists; choose another file name")
     from lade.cli.build import build
     from lade.models.loading import load_tokenizer
     from ngram_pool import NGramPool

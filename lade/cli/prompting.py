@@ -52,7 +52,7 @@ def _decoded(data: bytes, where: str) -> str:
 def check_text(text: str, *, is_raw: bool = False) -> None:
     """Raise a `UserError` for a prompt that has nothing to say, before a model is loaded."""
     if not (text if is_raw else text.strip()):
-        raise UserError("expected a prompt of one token or more, got none")
+        raise UserError("the prompt is empty")
 
 
 def encode_prompt(

@@ -45,7 +45,7 @@ def encode_messages(
     if encoded["input_ids"].shape[1] == 0:
         has_template = loaded.tokenizer.chat_template and not is_raw
         why = "" if has_template else f": {loaded.name} has no chat template, or it is left out"
-        raise UserError(f"expected a prompt of one token or more, got none{why}")
+        raise UserError(f"the prompt is empty{why}")
     return encoded
 
 

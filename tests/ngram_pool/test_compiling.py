@@ -13,6 +13,7 @@ import pytest
 from numba.core.caching import IndexDataCacheFile
 
 from ngram_pool import NGramPool, _kernels
+from ngram_pool.compiling import is_first_run
 
 # Copies a sound cache, breaks it, and says what a pool then is: its drafts, and the warnings.
 PROGRAM = """
@@ -97,3 +98,11 @@ def test_what_cannot_be_read_is_removed_and_all_is_compiled(name: str, tmp_path:
     assert not second[1:]
     if name == "code noise":
         assert run("as it is") == [[expected]] * 2
+
+
+def test_a_run_after_an_interrupted_one_is_a_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    NGramPool(100)
+    assert not is_first_run()
+    file = _kernels.rebase._cache._cache_file  # type: ignore[attr-defined]
+    monkeypatch.setattr(file, "_index_path", f"{file._index_path} of another kernel")
+    assert is_first_run()

@@ -15,7 +15,7 @@ from lade import __version__
 from ngram_pool import PoolFileError
 from tests.lade.cli.command import SHORT, run
 
-HERE = Path(__file__).parent
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
 COMMANDS = ["generate", "chat", "serve", "demo", "bench", "prewarm", "pool build"]
 
 
@@ -108,10 +108,10 @@ def test_unknown_words_are_told_with_what_there_is(arguments: list[str], said: s
             for name in ("some.gguf", "models/Some.GGUF", __file__)
         ),
         (["generate", "x", "--save-pool", "no/such/x.pool"], "no such folder: no/such"),
-        (["generate", "x", "--pool", __file__], "expected a file that NGramPool.save wrote"),
-        (["chat", "--save-pool", __file__], "expected a file that NGramPool.save wrote"),
-        (["generate", " \n", "--model", str(HERE)], "expected a prompt of one token or more"),
-        (["generate", "", "--raw", "--model", str(HERE)], "expected a prompt of one token or more"),
+        (["generate", "x", "--pool", __file__], "it is not a pool file"),
+        (["chat", "--save-pool", __file__], "it is not a pool file"),
+        (["generate", " \n", "--model", str(HERE)], "the prompt is empty"),
+        (["generate", "", "--raw", "--model", str(HERE)], "the prompt is empty"),
         (["generate", "x", "--system", "x", "--raw"], "expected --system or --raw, got both"),
         (["generate", "x", "--stop", ""], "expected each --stop to be a text of one character"),
         (["generate", "x", "--top-p", "0.5"], "expected a temperature above 0 with top_p=0.5"),
@@ -162,7 +162,7 @@ def test_a_system_prompt_and_a_question_without_a_place_are_told(
         assert done.error_line.startswith("error: expected no system prompt: ")
         assert said in done.error_line
     said = run("demo", "--prompt", "", "--model", folder).error_line
-    assert "expected a prompt of one token or more, got none" in said
+    assert "the prompt is empty" in said
     said = run("generate", "-", "--model", folder, *SHORT, given="x" * 600).error_line
     assert "expected a prompt of at most 512 tokens" in said
 
@@ -217,7 +217,7 @@ def test_a_missing_extra_is_named_with_its_pip_line() -> None:
     program = "import sys; sys.modules['typer'] = None\nfrom lade.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
-    assert 'pip install "lade-decoding[cli]"' in done.stderr
+    assert f'pip install "{ROOT}[cli]"' in done.stderr  # tests run in an editable installation
     assert "Traceback" not in done.stderr
 
 

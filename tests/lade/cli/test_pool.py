@@ -57,7 +57,7 @@ def test_a_pool_that_exists_is_not_written_over(folder: str, source: Path, out: 
     command = ["pool", "build", source, "--out", out, "--model", folder]
     run(*command)
     before = out.read_bytes()
-    assert "expected the name of a new pool, got " in run(*command).error_line
+    assert "already exists" in run(*command).error_line
     assert out.read_bytes() == before
 
 

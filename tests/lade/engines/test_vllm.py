@@ -272,5 +272,5 @@ def test_a_prewarmed_table_drafts_what_no_text_says(sharing: str, tmp_path: Path
     proposer = PoolProposer(config(prewarmed=str(path), vocab_size=7, min_probability=0.0))
     assert proposer.propose([[5]], np.array([2], np.int32), ids) == [[6]]
     path.write_bytes(b"of an older version")
-    with pytest.raises(PoolFileError, match=r"expected a file that NGramPool.save wrote"):
+    with pytest.raises(PoolFileError, match=r"it is not a pool file"):
         PoolProposer(config(prewarmed=str(path)))

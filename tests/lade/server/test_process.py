@@ -84,7 +84,7 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path) -> N
         ("--pools /proc/pools", "cannot keep pools in"),
         ("--corpus a", "expected --corpus NAME=FILE"),
         ("--corpus a=/no/such/file", "no such file: /no/such/file"),
-        (f"--corpus a={__file__}", "expected a file that NGramPool.save wrote"),
+        (f"--corpus a={__file__}", "it is not a pool file"),
         ("--port 70000", "expected a port of 0 to 65535"),
         ("--chunk-interval 1", "No such option"),
         ("--unknown-fields drop", "'refuse', 'ignore'"),

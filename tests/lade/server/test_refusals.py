@@ -100,7 +100,7 @@ TEXTS: list[tuple[Json, str]] = [
     ({"suffix": "a"}, "suffix: not supported"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [1, 94]}, "expected ids of tokens below 94, got 94"),
-    ({"prompt": ""}, "expected a prompt of one token or more"),
+    ({"prompt": ""}, "the prompt is empty"),
     ({"prompt": "a" * 301}, "expected a prompt of at most 300 tokens, got 301"),
     ({"logprobs": 6}, "logprobs"),
     ({"prediction": {"type": "content", "content": "a"}}, "prediction: not supported"),
