@@ -20,7 +20,8 @@ _MOST_ROWS = 256  # texts at once: their KV cache takes memory beside a server's
 _LOWEST = 19  # priority
 _LOOK_SEC = 0.5  # between checks for other work
 _NUM_LOOKS = 2  # checks in a row that must find no other work before prewarming begins
-_OTHERS_CORES = 0.5  # cores that other processes may keep busy
+_FREE_CORES = 0.5  # cores that other processes must leave free
+_TOLD_SEC = 60.0  # of waiting for other processes, before the log says so
 _SAVE_SEC = 60.0  # of work, after which calls get the results
 
 
@@ -28,7 +29,8 @@ class IdlePrewarming:
     """Lets a model write its table while there is no other work, until it is closed.
 
     The work runs in a thread of the lowest priority (on Linux; elsewhere of the usual one). It
-    stops at the end of a forward pass if other work comes up, or other processes keep the CPU busy.
+    stops at the end of a forward pass if other work comes up, or other processes keep all cores
+    busy, which the log tells once.
     It ends once the table holds `MOST_MINUTES` of work. A table takes at most 64 MB of disk.
 
     Args:
@@ -50,6 +52,7 @@ class IdlePrewarming:
         self._left_sec = 60 * MOST_MINUTES - self._writer.saved_sec
         # Cores that other processes keep busy; when that was measured, and their CPU time then.
         self._others, self._looked, self._busy = 0.0, time.monotonic(), self._sec_of_others()
+        self._found_free, self._has_told = self._looked, False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lade-prewarm", daemon=True)
         self._thread.start()
@@ -95,11 +98,18 @@ class IdlePrewarming:
         On a busy CPU, a thread of the lowest priority that holds the interpreter's lock would delay
         all other threads of this process.
         """
-        now, busy = time.monotonic(), self._sec_of_others()
+        now, busy, cores = time.monotonic(), self._sec_of_others(), os.cpu_count() or 1
         if now - self._looked >= _LOOK_SEC:
             self._others = (busy - self._busy) / (now - self._looked)
             self._looked, self._busy = now, busy
-        return self._others <= _OTHERS_CORES and self._is_idle()
+        if self._others <= cores - _FREE_CORES:
+            self._found_free = now
+            return self._is_idle()
+        if now - self._found_free > _TOLD_SEC and not self._has_told:
+            self._has_told = True
+            told = "prewarming waits for other programs, which keep %.1f of %d cores busy"
+            logger.warning(told, self._others, cores)
+        return False
 
     def _sec_of_others(self) -> float:
         """Return the CPU seconds of all other processes."""

@@ -89,17 +89,28 @@ def test_seeded_calls_beside_it_give_the_same_text() -> None:
     assert got == want
 
 
-def test_it_waits_while_others_keep_the_machine_busy_and_ends_at_its_limit(
-    monkeypatch: pytest.MonkeyPatch,
+def test_it_waits_while_others_keep_all_cores_busy_says_so_and_ends_at_its_limit(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model("llama")
-    with monkeypatch.context() as patch:
-        begin = time.monotonic()
-        patch.setattr(IdlePrewarming, "_sec_of_others", lambda _: time.monotonic() - begin)
-        idle = IdlePrewarming(model, lambda: True)
-        time.sleep(0.5)
-        idle.close()
-        assert idle.minutes_left == module.MOST_MINUTES
+    model, begin = tiny_model("llama"), time.monotonic()
+    monkeypatch.setattr(module, "_TOLD_SEC", 0.1)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
+
+    def with_busy(num_cores: float) -> IdlePrewarming:
+        def busy(_: Any) -> float:
+            return num_cores * (time.monotonic() - begin)
+
+        monkeypatch.setattr(IdlePrewarming, "_sec_of_others", busy)
+        return IdlePrewarming(model, lambda: True)
+
+    idle = with_busy(2.0)
+    time.sleep(0.5)
+    idle.close()
+    assert idle.minutes_left == module.MOST_MINUTES
+    assert caplog.text.count("prewarming waits for other programs, which keep 2.0 of 2") == 1
+    idle = with_busy(1.0)  # a neighbour that is busy all day leaves a core
+    wait_until(lambda: idle.minutes_left < module.MOST_MINUTES)
+    idle.close()
     monkeypatch.setattr(module, "MOST_MINUTES", 0.5 / 60)
     idle = IdlePrewarming(model, lambda: True)
     wait_until(lambda: idle.minutes_left == 0)
