@@ -81,6 +81,9 @@ def _row(parameter: Any, types: dict[str, Any]) -> str:
         words += f" {_value_of(parameter, types[parameter.name])}".replace("|", "\\|")
     meaning = _text(getattr(parameter, "help", None) or "")
     default = parameter.default
+    if meaning.endswith("]."):  # where a screen has no room for a line of its own
+        meaning, _, told = meaning.removesuffix("].").rpartition(" [")
+        meaning, default = f"{meaning}. Default: `{told}`.", None
     if isinstance(default, int | float | str) and not isinstance(default, bool):
         meaning += f" Default: `{getattr(default, 'value', default)}`."
     if parameter.required and not is_argument:

@@ -1,4 +1,4 @@
-"""`lade serve`: its options and help texts, which fit a screen. Next file: `serve.py`."""
+"""`lade serve`: its options and help texts, which fit on a screen. Next file: `serve.py`."""
 
 import socket
 from functools import partial
@@ -10,7 +10,7 @@ import typer
 from lade.cli.options import LoadOptions, check_pools, grouped
 from lade.errors import UserError
 
-# Defaults are in the help texts: typer's own take a line each.
+# Defaults are in the help texts, in brackets: typer's own take a line each.
 _of_server = partial(typer.Option, rich_help_panel="Server", show_default=False)
 _of_drafting = partial(typer.Option, rich_help_panel="Drafting", show_default=False)
 _of_model = partial(typer.Option, rich_help_panel="Model")
@@ -22,14 +22,14 @@ _FILE = {"exists": True, "dir_okay": False}
 def serve(
     *,
     host: Annotated[
-        str, _of_server(metavar="NAME", help="Address, 127.0.0.1; 0.0.0.0 is all.")
+        str, _of_server(metavar="NAME", help="Address to listen at [127.0.0.1].")
     ] = "127.0.0.1",
-    port: Annotated[int, _of_server(metavar="N", help="Port, 8000; 0 is a free one.")] = 8000,
+    port: Annotated[int, _of_server(metavar="N", help="Port; 0 takes a free one [8000].")] = 8000,
     api_key: Annotated[
         list[str] | None,
         _of_server(
             metavar="KEY",
-            help="Required key; or LADE_API_KEY.",
+            help="Key that requests need; or $LADE_API_KEY.",
             envvar="LADE_API_KEY",
             show_envvar=False,
         ),
@@ -37,58 +37,61 @@ def serve(
     api_keys_file: Annotated[
         Path | None,
         _of_server(
-            help="Lines: KEY [pools=NAME,…] [admin] [alone].",
+            help="Lines of KEY [pools=NAME,…] [admin] [alone]",
             **_FILE,
         ),
     ] = None,
     allowed_host: Annotated[
-        list[str] | None, _of_server(metavar="NAME", help="Host name, as of a proxy.")
+        list[str] | None,
+        _of_server(metavar="NAME", help="Accept this Host header, such as a proxy's."),
     ] = None,
     model_name: Annotated[
-        str | None, _of_server(metavar="NAME", help="Name of the model in the API.")
+        str | None, _of_server(metavar="NAME", help="The model's name in the API.")
     ] = None,
     max_batch_size: Annotated[
-        int, _of_server(metavar="N", help="Requests answered at once, 16.")
+        int, _of_server(metavar="N", help="Answer so many requests at once [16].")
     ] = 16,
     max_queue: Annotated[
-        int, _of_server(metavar="N", help="Requests of a key that may wait, 100.")
+        int, _of_server(metavar="N", help="Let so many requests of a key wait [100].")
     ] = 100,
     max_prompt_tokens: Annotated[
-        int | None, _of_server(help="Longest prompt; else the model's.")
+        int | None, _of_server(help="Longest prompt [the model's context].")
     ] = None,
-    max_new_tokens: Annotated[int, _of_server(metavar="N", help="Longest answer, 4096.")] = 4096,
-    timeout: Annotated[float, _of_server(metavar="T", help="Seconds for a request, 600.")] = 600.0,
+    max_new_tokens: Annotated[int, _of_server(metavar="N", help="Longest answer [4096].")] = 4096,
+    timeout: Annotated[
+        float, _of_server(metavar="T", help="End a request after so many seconds [600].")
+    ] = 600.0,
     grace_sec: Annotated[
-        float, _of_server(metavar="T", help="Seconds to finish answers, 30.")
+        float, _of_server(metavar="T", help="Seconds to finish answers at shutdown [30].")
     ] = 30.0,
     unknown_fields: Annotated[
-        _Unknown, _of_server(metavar="WHAT", help="Unknown fields: refuse or ignore.")
+        _Unknown, _of_server(metavar="WHAT", help="Refuse or ignore unknown fields [refuse].")
     ] = "refuse",
     keeps: Annotated[
         Path | None,
         _of_drafting(
-            "--pools", metavar="FOLDER", help="Keep all users' pools here.", file_okay=False
+            "--pools", metavar="FOLDER", help="Keep all users' pools in a folder.", file_okay=False
         ),
     ] = None,
     share_pool: Annotated[
-        bool, _of_drafting("--share-pool", help="One pool for all: a single user.")
+        bool, _of_drafting("--share-pool", help="Share one pool among all requests.")
     ] = False,
     pool_memory_bytes: Annotated[
-        int, _of_drafting(metavar="N", help="Memory for pools, 1 GiB.")
+        int, _of_drafting(metavar="N", help="Memory for pools [1 GiB].")
     ] = 2**30,
     max_prefix_bytes: Annotated[
-        int, _of_drafting(metavar="N", min=0, help="Memory for kept prefixes, 1 GiB.")
+        int, _of_drafting(metavar="N", min=0, help="Memory for kept prefixes [1 GiB].")
     ] = 2**30,
     pool: Annotated[
         list[Path] | None,
-        _of_drafting(help="Also draft from this pool.", callback=check_pools, **_FILE),
+        _of_drafting(help="Also draft from a pool file.", callback=check_pools, **_FILE),
     ] = None,
     corpus: Annotated[
         list[str] | None,
-        _of_drafting(metavar="NAME=FILE", help="Pool of requests that name it."),
+        _of_drafting(metavar="NAME=FILE", help="Pool file that requests may name."),
     ] = None,
     max_draft_tokens: Annotated[
-        int | None, _of_drafting(min=0, help="Draft tokens a step; 0 for none.")
+        int | None, _of_drafting(min=0, help="At most so many draft tokens a step.")
     ] = None,
     prewarm: Annotated[
         bool, _of_drafting("--prewarm", help="Prewarm the model while idle.")
