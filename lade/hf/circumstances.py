@@ -100,11 +100,11 @@ class Circumstances:
             ),
             (not Processors(call.processors, 1).takes_rows, "a logits processor sees all rows"),
             (not self._stop.takes_rows, "a stop criterion sees all rows"),
-            (pad_token is not None and int(pad_token) < 0, "its padding is no token"),
+            (pad_token is not None and int(pad_token) < 0, "the pad token id is negative"),
             (bool(call.wanted_scores), "scores are returned, also of rows that have ended"),
             (self.is_users_cache, "a cache was passed"),
-            (not is_text_alone(call.model_kwargs), "its prompts have more than tokens"),
-            (config.stable_text, "its rows are parts of one forward"),
+            (not is_text_alone(call.model_kwargs), "the prompts contain images or embeddings"),
+            (config.stable_text, "rows share one forward pass"),
             (config.verification not in (None, "tree", "plain"), "its rows are verified as trees"),
         )
         found = next((reason for is_so, reason in reasons if is_so), None)
