@@ -5,7 +5,6 @@ OLDEST := .venv-oldest
 DIST := .venv-dist
 BARE := .venv-bare
 ENGINES := .venv-engines
-GPU := .venv-gpu
 # Processes that share the tests: one for each core, or so many.
 WORKERS ?= auto
 # Tiny models are faster on one thread: starting two takes longer than their matrices.
@@ -24,7 +23,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 counted = @(n=0; while test -t 2 && sleep 1 && kill -0 $$$$ 2> /dev/null; do \
 	n=$$((n + 1)); printf '%s s\r' $$n >&2; done) & $(1)
 
-.PHONY: help demo chat web test test-all test-bounds test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines gpu gpu-right gpu-steps gpu-rest gpu-bundle dist sbom check-release clean
+.PHONY: help demo chat web test test-all test-bounds test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines dist sbom check-release clean
 
 help:
 	@echo "make demo         tell what lade does with a model, and compare plain generate, prompt lookup and lade"
@@ -44,8 +43,6 @@ help:
 	@echo "make load         have 1 000 clients ask a server at once (20 minutes)"
 	@echo "make attacks      send a server what takes much, beside honest clients (20 minutes)"
 	@echo "make engines      install vLLM and Ray, hold vLLM's texts with our drafts against those without, and compare speed"
-	@echo "make gpu          test and measure lade on a GPU: gpu-right, gpu-steps, gpu-rest, 9 minutes each"
-	@echo "make gpu-bundle   pack what make gpu needs for a machine without a package index"
 	@echo "make dist         build the source distribution and the wheel"
 	@echo "make sbom         build them, and list what the wheel brings along, with licences, in build"
 	@echo "make clean        remove the environments and caches"
@@ -144,40 +141,6 @@ engines: $(ENGINES)/.engines
 		--json $(ENGINES)/check.json
 	$(ENGINES)/bin/python examples/ray_serve.py
 
-# In parts of at most nine minutes, each of which writes what it has when it is stopped; what fails is
-# counted, and the rest runs. With GPU_DEVICE=cpu they are rehearsed without a card.
-GPU_DEVICE ?= cuda
-GPU_SHAPES ?= 8b
-GPU_PYTHON ?= 3.12
-GPU_TESTS ?= tests/lade/gpu tests/lade/attention tests/lade/test_equality.py
-GPU_RESULTS ?= docs/results/gpu
-ON_CPU := $(filter cpu,$(GPU_DEVICE))
-MEASURE = $(GPU)/bin/python -m benchmarks gpu --device $(GPU_DEVICE) --shapes $(if $(ON_CPU),tiny,$(GPU_SHAPES))
-
-gpu: gpu-right gpu-steps gpu-rest
-
-# One worker: a GPU's memory and time belong to one test. What a test breaks ends its worker.
-gpu-right: $(GPU)/.gpu
-	$(GPU)/bin/python -m benchmarks.gpu.prepare check --device $(GPU_DEVICE)
-	@mkdir -p $(GPU_RESULTS)
-	-$(MEASURE) --stages plain,installed --minutes 1.5 --json $(GPU_RESULTS)/right.json
-	-timeout --signal INT --kill-after 20 420 $(GPU)/bin/python -m pytest -m $(if $(ON_CPU),twin,cuda) --numprocesses 1 \
-		-W default --maxfail 50 --junitxml $(GPU_RESULTS)/tests.xml $(GPU_TESTS)
-
-gpu-steps: $(GPU)/.gpu
-	@mkdir -p $(GPU_RESULTS)
-	-$(MEASURE) --stages plain,installed,graphs,eager --minutes 8.5 --json $(GPU_RESULTS)/steps.json
-
-gpu-rest: $(GPU)/.gpu
-	@mkdir -p $(GPU_RESULTS)
-	-$(MEASURE) --stages plain,static,plain_sampled,graphs_sampled,plain_4_rows,installed_4_rows,plain_8_rows,installed_8_rows --minutes 8.5 --json $(GPU_RESULTS)/rest.json
-
-# For a machine with torch and transformers and without a package index; unpacked, it says how.
-gpu-bundle: $(VENV)/.dev
-	@mkdir -p dist
-	$(VENV)/bin/python -m benchmarks.gpu.prepare bundle dist/gpu-bundle.tar.xz --python $(GPU_PYTHON)
-	@echo "there: tar xf gpu-bundle.tar.xz && make gpu-right WHEELS=wheels"
-
 # With pinned tools; what builds the wheel stands in an environment that build makes for itself.
 dist: $(DIST)/.dist
 	rm -rf dist
@@ -197,10 +160,6 @@ sbom: dist
 # make check-release TAG=v1.2.3 SOURCE=https://github.com/owner/name, as `publish.yml` calls it.
 check-release:
 	$(PYTHON) -m tests.release "$(TAG)" "$(SOURCE)"
-
-$(GPU)/.gpu: pyproject.toml
-	$(PYTHON) -m benchmarks.gpu.prepare environment $(GPU) $(if $(WHEELS),--wheels $(WHEELS))
-	@touch $@
 
 $(VENV)/.torch: constraints.txt | $(VENV)/bin/python
 	@echo "installing torch, transformers and others into $(VENV), about 1 GB, in one to five minutes"
@@ -242,5 +201,5 @@ $(DIST)/.dist: constraints.txt | $(DIST)/bin/python
 	$(PYTHON) -m venv $*
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DIST) $(BARE) $(ENGINES) $(GPU) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(OLDEST) $(DIST) $(BARE) $(ENGINES) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,8 +11,8 @@ from rich.table import Table
 from transformers import GenerationConfig
 
 from benchmarks.environment import environment
-from benchmarks.gpu.shapes import SHAPES, make_model
 from benchmarks.report import progress_bar, sheet, show
+from benchmarks.shapes import SHAPES, make_model
 from lade.cli.options import LoadOptions
 from lade.compat import Model
 from lade.drafting.drafts import draft_of

@@ -153,9 +153,6 @@ METHODS: dict[str, MethodInfo] = {
         "lade, one pool for all prompts, without the table that lade prewarm made",
         keeps_pool=True,
     ),
-    "lade_stable": _changed(
-        "with text that does not depend on the pool, even in half precision", stable_text=True
-    ),
     "pool": _changed("by its name beside other drafters"),
     "assistant": _alone(_assistant, "lade, a copy of the model in 8 bits drafts", "assistant"),
     "first_layers": _alone(_first_layers, "lade, the model's own first layers draft", "num_layers"),

@@ -63,7 +63,6 @@ _NAMES = {
     "pool+first_layers": "**lade**, a pool and first layers",
     "hf_assistant": "transformers' `assistant_model`",
     "hf_early_exit": "transformers' `assistant_early_exit`",
-    "lade_stable": "**lade**, `stable_text=True`",
     "rival_prompt_lookup": "prompt lookup",
     "rival_recycling": "Token Recycling",
     "rival_sam_recycling": "SAM with Recycling",
@@ -611,8 +610,6 @@ def support() -> str:
     for file in _by_release():
         content = _read(f"support/{file}")
         label = f"transformers {content['environment']['transformers']}"
-        if content["settings"].get("execution", "eager") != "eager":
-            label += ", fixed shapes"
         for kind in ("architectures", "variants"):
             counts = content["summary"][kind]
             rows.append((f"{label}, {kind}", *(str(counts[name]) for name in names)))
@@ -622,12 +619,7 @@ def support() -> str:
 @_figure
 def architectures() -> str:
     """Return what was found of each architecture, grouped by it, for the newest transformers."""
-    file = next(
-        each
-        for each in _by_release()
-        if _read(f"support/{each}")["settings"].get("execution", "eager") == "eager"
-    )
-    content = _read(f"support/{file}")
+    content = _read(f"support/{_by_release()[0]}")
     made = content["environment"]
     by_verdict: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for cells in content["rows"]:

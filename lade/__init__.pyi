@@ -8,8 +8,6 @@ from lade.config import Config as Config
 from lade.drafting.drafter import Drafter as Drafter
 from lade.drafting.drafter import ForcedTokens as ForcedTokens
 from lade.errors import DrafterWarning as DrafterWarning
-from lade.errors import EagerExecutionWarning as EagerExecutionWarning
-from lade.errors import KernelWarning as KernelWarning
 from lade.errors import LadeError as LadeError
 from lade.errors import PlainDecodingWarning as PlainDecodingWarning
 from lade.errors import UnsupportedModelError as UnsupportedModelError

@@ -1,16 +1,19 @@
 """`Config`, the settings that a user may set; every default is automatic."""
 
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from numbers import Integral
 from typing import Literal, get_args
 
 Acceptance = Literal["exact", "rejection"]
 Verification = Literal["tree", "chain", "snapshot", "plain"]
 
-Execution = Literal["eager", "fixed", "graphs"]
+Execution = Literal["eager"]
 
 VERIFICATIONS: tuple[Verification, ...] = get_args(Verification)  # best first
 SPECULATING = VERIFICATIONS[:-1]
+
+_EXACT = "leave it out, and steps run at their exact size"
+_REMOVED: dict[str | None, str] = {"fixed": _EXACT, "graphs": _EXACT}  # executions
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +37,24 @@ class Config:
             "plain": no drafts. None takes the best method that a check of the model finds exact
             (`lade.probe`).
         execution: How forward passes that verify trees are executed. "eager" (and None): at their
-            exact size. "fixed": padded to a few shapes, in memory that is kept with the model
-            between calls (`lade.release`). "graphs": in the same shapes, recorded as CUDA graphs if
-            the model allows it. "fixed" and "graphs" have not run on a GPU yet.
-        stable_text: Whether a prompt gets the same text in half precision, too, whatever the pool
-            holds: all steps have one width (8 tokens, 32 on CUDA, more if `max_draft_tokens`
-            needs it) and attention sums in float64. This is slower, and the text is no
-            closer to that of `generate`. Only for models verified by trees, without experts. Not
-            needed with the compiled forward pass on a CPU.
+            exact size.
         reuses_prefix: Whether to keep the KV cache after a call, and to run only the rest of a
             prompt that begins as an earlier text did (`stats.num_reused_tokens`). Only calls that
             learn into the same pool find a kept text; calls without a learning pool share theirs.
             Kept texts are dropped when the model changes, and by `lade.release`. The result has no
-            cache then. Only for calls with one prompt of text alone. Not beside `stable_text`.
+            cache then. Only for calls with one prompt of text alone.
         max_prefix_bytes: Memory for kept texts, in bytes, on the model's device; the least recently
             used texts go first. 0 keeps nothing.
         uses_kernels: Whether forward passes on a CPU may run by lade's compiled kernels, as a whole
-            or layer by layer, if they are faster than torch's. No effect beside `stable_text`.
+            or layer by layer, if they are faster than torch's.
         strict_drafter: Whether a drafter's errors and invalid drafts are raised, for authors of
             drafters. Otherwise one warning reports them, and the call continues without drafts.
 
+        stable_text: Removed; anything but None raises.
+
     Raises:
         TypeError: a field is not an integer.
-        ValueError: a field is out of its range.
+        ValueError: a field is out of its range, or was removed.
     """
 
     max_candidates: int | None = None
@@ -64,13 +62,22 @@ class Config:
     acceptance: Acceptance = "exact"
     verification: Verification | None = None
     execution: Execution | None = None
-    stable_text: bool = False
     reuses_prefix: bool = False
     max_prefix_bytes: int = 2**30
     uses_kernels: bool = True
     strict_drafter: bool = False
+    stable_text: InitVar[object] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, stable_text: object) -> None:
+        if stable_text is not None:
+            raise ValueError(
+                "Config(stable_text=…) was removed: in float32 no text depends on drafts, nor in "
+                "half precision by the compiled forward pass on a CPU"
+            )
+        if self.execution in _REMOVED:
+            raise ValueError(
+                f"Config(execution={self.execution!r}) was removed: {_REMOVED[self.execution]}"
+            )
         for name, least in (("max_candidates", 1), ("max_draft_tokens", 0)):
             if getattr(self, name) is not None:
                 check_integer(f"Config({name}=…)", getattr(self, name), least)
@@ -79,8 +86,6 @@ class Config:
             got = getattr(self, each.name)
             if each.type is bool and not isinstance(got, bool):
                 raise TypeError(f"expected Config({each.name}=…) to be a bool, got {got!r}")
-        if self.stable_text:
-            self._check_stable_text()
         for name, known in (
             ("acceptance", get_args(Acceptance)),
             ("verification", (*VERIFICATIONS, None)),
@@ -90,19 +95,6 @@ class Config:
                 raise ValueError(
                     f"expected Config({name}=…) of {', '.join(map(repr, known))}, "
                     f"got {getattr(self, name)!r}"
-                )
-
-    def _check_stable_text(self) -> None:
-        """Raise if other settings make text depend on drafts, or steps on their cost."""
-        for name, allowed in (
-            ("acceptance", ("exact",)),
-            ("verification", (None, "tree")),
-            ("execution", (None, "fixed", "graphs")),
-            ("reuses_prefix", (False,)),  # kept keys are of other widths than a prompt's
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"expected no Config({name}={getattr(self, name)!r}) beside stable_text=True"
                 )
 
 

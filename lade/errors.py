@@ -39,14 +39,6 @@ class DrafterWarning(UserWarning):
     """A drafter raised an error or returned an invalid draft; the call continues without it."""
 
 
-class EagerExecutionWarning(UserWarning):
-    """Steps cannot have a fixed shape or be recorded; the text is the same."""
-
-
-class KernelWarning(UserWarning):
-    """Kernels for a GPU cannot be compiled or run; torch's operations are slower, and as exact."""
-
-
 class ContextLengthError(LadeError, ValueError):
     """A prompt has more tokens than the model has positions for; nothing was generated."""
 

@@ -1,4 +1,4 @@
-"""Attention functions and masks for trees: packed on a CPU, plain torch, and Triton.
+"""Attention functions and masks for trees: packed by key head.
 
 They know nothing of generations or caches.
 """

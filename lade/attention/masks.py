@@ -21,19 +21,6 @@ class AttentionSpan(NamedTuple):
 FULL = AttentionSpan()
 
 
-class Seen(NamedTuple):
-    """The slots and nodes that the nodes of a batch of trees see in one kind of layer.
-
-    Read only on the device, so that a captured graph stays valid as these tensors change.
-    """
-
-    num_cached: Tensor  # int32 [rows]: prefix slots; the nodes' own keys follow them directly
-    # int32 [rows, num_nodes]: a node sees the slots from `starts` to `num_cached - 1`, if any
-    starts: Tensor
-    # bool [rows, num_nodes, num_nodes]: node (row) sees node (column), itself included
-    ancestors: Tensor
-
-
 class TreeSlots:
     """The cache slots that the nodes of a batch of trees see.
 
@@ -44,32 +31,27 @@ class TreeSlots:
     No shape depends on the values of the tensors, and nothing waits for them.
 
     Args:
-        visible: bool [rows, num_slots], for the slots from `first_slot` on: False for slots that
-            must not be seen: padding, holes, and slots after a row's cached tokens. The values at
-            the slots of the nodes are ignored. None if no mask will be made.
+        visible: bool [rows, num_slots]: False for slots that must not be seen: padding, holes, and
+            slots after a row's cached tokens. The values at the slots of the nodes are ignored.
         num_cached: int64 [rows], cached tokens of each row.
         ancestors: bool [rows, num_nodes, num_nodes].
         depths: int64 [rows, num_nodes].
         num_padding: int64 [rows], leading padding slots; chunks begin after them.
-        first_slot: slot of the first column of `visible`, the same for all rows; an int64 [] tensor
-            if only the device knows it.
     """
 
     def __init__(
         self,
-        visible: Tensor | None,
+        visible: Tensor,
         num_cached: Tensor,
         ancestors: Tensor,
         depths: Tensor,
         num_padding: Tensor | None = None,
-        first_slot: int | Tensor = 0,
     ) -> None:
         self._visible = visible
         self._ancestors = ancestors
         self._num_cached = num_cached
         self._of_nodes = num_cached[:, None] + depths
         self._num_padding = num_padding
-        self._first_slot = first_slot
 
     def mask(
         self, span: AttentionSpan, first_slot: int, additive_dtype: torch.dtype | None
@@ -87,14 +69,12 @@ class TreeSlots:
             [rows, 1, num_nodes, num_slots - first_slot]. No node's row is empty: a node sees
             itself.
         """
-        assert self._visible is not None
         rows, num_nodes, _ = self._ancestors.shape
         nodes = self._num_cached[:, None] + torch.arange(num_nodes, device=self._ancestors.device)
-        nodes = nodes - self._first_slot  # their columns in `visible`
         seen = self._visible[:, None, :].repeat(1, num_nodes, 1)
         seen.scatter_(2, nodes[:, None, :].expand(-1, num_nodes, -1), self._ancestors)
         if span != FULL:
-            slots = torch.arange(seen.shape[2], device=seen.device) + self._first_slot
+            slots = torch.arange(seen.shape[2], device=seen.device)
             slots = slots.expand(rows, -1).scatter(1, nodes, self._of_nodes)
             seen &= self._within(span, slots)
         seen = seen[:, None, :, first_slot:]
@@ -103,24 +83,6 @@ class TreeSlots:
         # The lowest finite value, not -inf: attention code may add to or rescale it.
         lowest = torch.finfo(additive_dtype).min
         return torch.zeros_like(seen, dtype=additive_dtype).masked_fill_(~seen, lowest)
-
-    def starts(self, span: AttentionSpan) -> Tensor:
-        """Return the first slot within the span of each node, int64 [rows, num_nodes].
-
-        Counted from `first_slot`, so slots before it are negative. A slot may be padding.
-        """
-        if span.window is not None:
-            return self._of_nodes - (span.window - 1) - self._first_slot
-        if span.chunk is not None:
-            begun = self._chunks(self._of_nodes, span.chunk) * span.chunk
-            return begun + self._padding() - self._first_slot
-        return torch.zeros_like(self._of_nodes)
-
-    def among_nodes(self, span: AttentionSpan) -> Tensor:
-        """Return which nodes see which, bool [rows, num_nodes, num_nodes]."""
-        if span == FULL:
-            return self._ancestors
-        return self._ancestors & self._within(span, self._of_nodes)
 
     def _within(self, span: AttentionSpan, slots: Tensor) -> Tensor:
         """Return which slots, int64 [rows, n], are within the span of each node."""

@@ -24,7 +24,7 @@ from lade.drafting.drafter import Drafter, DraftingCall, ForcedTokens
 from lade.drafting.drafts import checked
 from lade.drafting.successors import Successors, compile_kernels
 from lade.errors import DrafterWarning, LadeError, in_one_line
-from lade.machine.captures import put_back, random_states
+from lade.machine.generators import put_back, random_states
 from lade.stats import SourceStats
 from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool, SampledDraft
 from ngram_pool._kernels import MAX_TOKEN_ID

@@ -27,7 +27,7 @@ from lade.budget.seconds import Seconds
 from lade.engine.processes import look_after
 from lade.engine.turns import TURNS
 from lade.errors import LadeError, in_one_line
-from lade.machine.captures import put_back, random_states
+from lade.machine.generators import put_back, random_states
 from lade.machine.openmp import release_workers
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from threading import Lock, get_ident
 import torch
 from torch import Tensor
 
-from lade.machine.captures import put_back, random_states
+from lade.machine.generators import put_back, random_states
 
 _CPU = torch.device("cpu")
 

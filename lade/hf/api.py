@@ -44,7 +44,7 @@ from lade.hf.options import (
     take_stop_strings,
 )
 from lade.hf.pools import Pools, pools_of
-from lade.machine.captures import put_back, random_states
+from lade.machine.generators import put_back, random_states
 from lade.machine.openmp import release_workers
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder

@@ -6,12 +6,10 @@ from functools import cached_property
 import torch
 
 from lade.compat import has_adapters_by_row, has_custom_generate, may_be_users
-from lade.config import Execution
 from lade.engine.engine import EngineCall, current_call, is_in_event_loop
-from lade.gpu.policy import DevicePolicy
 from lade.hf.call import Call
 from lade.hf.stopping import StopRule
-from lade.probing.plan import execution_of, why_not_run
+from lade.probing.plan import why_not_run
 from lade.probing.profile import profile_of
 from lade.probing.user_code import has_user_inputs, is_users, user_code_around
 from lade.sampling.processors import Processors
@@ -27,20 +25,17 @@ class Circumstances:
     Args:
         call: the call.
         stop: its stop conditions.
-        policy: how it uses its device.
 
     Attributes:
         user_code: where the user's code runs in forward passes; None for nowhere.
         around: such code around the call, and not in its model.
-        execution: of steps, as the call's config asks for it.
     """
 
-    def __init__(self, call: Call, stop: StopRule, policy: DevicePolicy) -> None:
+    def __init__(self, call: Call, stop: StopRule) -> None:
         self.call, self._stop = call, stop
         self.profile = profile_of(call.model)
         self.around = user_code_around()
         self.user_code = self.profile.user_code or self.around
-        self.execution: Execution = execution_of(call.model, call.config, policy)
         self._cache = cache_in(call.model_kwargs)
 
     @property
@@ -104,7 +99,6 @@ class Circumstances:
             (bool(call.wanted_scores), "scores are returned, also of rows that have ended"),
             (self.is_users_cache, "a cache was passed"),
             (not is_text_alone(call.model_kwargs), "the prompts contain images or embeddings"),
-            (config.stable_text, "rows share one forward pass"),
             (config.verification not in (None, "tree", "plain"), "its rows are verified as trees"),
         )
         found = next((reason for is_so, reason in reasons if is_so), None)
@@ -113,6 +107,5 @@ class Circumstances:
     @property
     def has_time(self) -> bool:
         """Whether there is time for one-time work, or the config requires it."""
-        config = self.call.config
         is_known = self.profile.is_warm or not self.call.is_timed
-        return is_known or config.verification is not None or config.stable_text
+        return is_known or self.call.config.verification is not None

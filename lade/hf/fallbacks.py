@@ -2,10 +2,8 @@
 
 import torch
 
-from lade.errors import EagerExecutionWarning, PlainDecodingWarning, VerificationWarning
-from lade.gpu.fixed import FixedTarget
+from lade.errors import PlainDecodingWarning, VerificationWarning
 from lade.hf.circumstances import Circumstances
-from lade.hf.planning import Planned
 from lade.probing.factory import VerificationPlan
 from lade.probing.proof import VerificationError
 
@@ -25,25 +23,6 @@ def say_why_plain(seen: Circumstances, verification: VerificationPlan) -> None:
     name = type(seen.call.model).__name__
     text = f"lade falls back to standard decoding for {name}, one token per forward pass. {reason}"
     seen.warn_once(text, PlainDecodingWarning)
-
-
-def say_why_eager(seen: Circumstances, plan: Planned) -> None:
-    """Warn once if steps were not executed as requested; the text is not affected.
-
-    Only trees have fixed shapes; for other methods, warn only users who set `execution`.
-    """
-    if seen.execution == "eager":
-        return
-    verification, target = plan.verification, plan.target
-    what, reason = "of fixed shape", verification.why_eager
-    if verification.verification != "tree" and seen.call.config.execution is not None:
-        reason = f"it verifies drafts by {verification.verification!r}"
-    if isinstance(target, FixedTarget):
-        what, reason = "recorded", target.why_not_recorded
-    if reason is not None:
-        name = type(seen.call.model).__name__
-        text = f"lade executes steps of {name} eagerly, not {what}: {reason}"
-        seen.warn_once(text, EagerExecutionWarning)
 
 
 def give_up(

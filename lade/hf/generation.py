@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -10,16 +10,16 @@ from lade.batch import Batch
 from lade.compat import CACHE, has_adapters_by_row
 from lade.compat.attempts import Attempt
 from lade.decoder import Decoder
-from lade.gpu.policy import DevicePolicy
 from lade.hf.call import Call
 from lade.hf.circumstances import Circumstances
-from lade.hf.fallbacks import give_up, say_why_eager, say_why_plain
+from lade.hf.fallbacks import give_up, say_why_plain
 from lade.hf.plain import finish_standard
 from lade.hf.planning import Planned, plan_of, proved
 from lade.hf.pools import credit, opened
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.setup import CallPools, set_up
 from lade.hf.stopping import Outputs, Report, StopRule, stopping
+from lade.machine.transfer import is_asynchronous
 from lade.probing.plan import why_not_run
 from lade.stats import DecodeStats
 from lade.targets.base import Target
@@ -43,14 +43,11 @@ class GenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
 class Generation:
     """One call: planned, decoded, and turned into its result."""
 
-    #: Tests replace it to run the code paths of other devices on a CPU.
-    policy: ClassVar[DevicePolicy] = DevicePolicy()
-
     def __init__(self, call: Call) -> None:
         self._call = call
         self._outputs = Outputs(call.wanted_scores)
         self._stop = StopRule(call.criteria, self._outputs)
-        self._seen = Circumstances(call, self._stop, self.policy)
+        self._seen = Circumstances(call, self._stop)
         self._cache = cache_in(call.model_kwargs)
         pad_token = call.options._pad_token_tensor if self._stop.has_eos else None
         self._batch = Batch(call.input_ids, None if pad_token is None else int(pad_token))
@@ -60,7 +57,7 @@ class Generation:
         """Decode, and return what `generate` returns."""
         with opened(self._call.arguments.pool) as pools:
             self._reuse = self._reused()
-            plan = plan_of(self._seen, self.policy)
+            plan = plan_of(self._seen)
             if plan.target is None:
                 say_why_plain(self._seen, plan.verification)
                 return self._decode_standard()
@@ -88,7 +85,7 @@ class Generation:
     def _decode(self, plan: Planned, target: Target, pools: CallPools) -> Any:
         """Decode with drafts; continue by standard decoding if they can no longer be verified."""
         batch, outputs, report = self._batch, self._outputs, self._report
-        overlaps = self.policy.overlaps(self._call.input_ids.device)
+        overlaps = is_asynchronous(self._call.input_ids.device)
         gives_cache = self._call.returns_dict or self._seen.is_users_cache
         setup = set_up(self._seen, plan, pools, batch, outputs, overlaps)
         parts = proved(self._seen, plan), setup.speculator, setup.choice
@@ -123,7 +120,6 @@ class Generation:
             self._cache = target.hand_over(self._cache)
         target.release()
         self._seen.profile.is_warm = True
-        say_why_eager(self._seen, plan)
         return self._result(stats)
 
     def _result(self, stats: DecodeStats) -> Any:

@@ -18,7 +18,7 @@ from lade.compat import decode_standard
 from lade.engine.engine import aside
 from lade.hf.call import Call
 from lade.hf.stopping import Outputs, Report
-from lade.machine.captures import put_back, random_states
+from lade.machine.generators import put_back, random_states
 from lade.probing.selfcheck import forced
 from lade.sampling.processors import CheckedProcessors
 from lade.stats import DecodeStats, Step

@@ -9,8 +9,7 @@ from lade.compat import mesh_of
 from lade.compat.attempts import Attempt
 from lade.config import SPECULATING
 from lade.engine.engine import EngineCall
-from lade.errors import LadeError, MisfitError, UnsupportedModelError, UnsupportedOptionError
-from lade.gpu.policy import DevicePolicy
+from lade.errors import LadeError, MisfitError, UnsupportedModelError
 from lade.hf.circumstances import Circumstances
 from lade.machine.garbage import without_collection
 from lade.probing.factory import VerificationPlan, make_target
@@ -33,7 +32,7 @@ class Planned(NamedTuple):
 
 
 @without_collection()  # the first call checks the model, and loads or compiles kernels
-def plan_of(seen: Circumstances, policy: DevicePolicy) -> Planned:
+def plan_of(seen: Circumstances) -> Planned:
     """Choose how to decode a call, and set up its target.
 
     Raises:
@@ -41,7 +40,7 @@ def plan_of(seen: Circumstances, policy: DevicePolicy) -> Planned:
     """
     call, config = seen.call, seen.call.config
     if (reason := seen.why_plain) is not None:
-        if config.stable_text or why_not_run(seen.profile) is not None:
+        if why_not_run(seen.profile) is not None:
             excluded = dict.fromkeys(SPECULATING, reason)  # raises if the config forbids it
             choose_verification(call.model, config=config, excluded=excluded, profile=seen.profile)
         return Planned(VerificationPlan("plain", None, {"tree": reason}))
@@ -54,7 +53,7 @@ def plan_of(seen: Circumstances, policy: DevicePolicy) -> Planned:
             return Planned(verification)
         target: Target = make_target(
             *(call.model, call.input_ids, call.model_kwargs, verification),
-            *(needed.num_new, call.options, seen.profile, policy),
+            *(needed.num_new, call.options, seen.profile),
         )
         if engine_call is not None and isinstance(target, TreeTarget | RowsTarget):
             target.join(engine_call)
@@ -67,29 +66,25 @@ def _verification(
     seen: Circumstances, needed: Requirements
 ) -> tuple[VerificationPlan, EngineCall | None]:
     """Return how to verify drafts, and the engine's call whose forward passes others share."""
-    config, excluded, why_eager = seen.call.config, needed.excluded, needed.why_eager
-    if config.stable_text and why_eager is not None:
-        excluded = {"tree": why_eager, **excluded}
+    config = seen.call.config
     choose = partial(
         choose_verification,
         seen.call.model,
         config=config,
         num_rows=seen.call.num_rows,
         cache=needed.cache,
-        excluded=excluded,
-        execution=seen.execution if why_eager is None else "eager",
+        excluded=needed.excluded,
         profile=seen.profile,
     )
     found: VerificationPlan | None = None
     if (engine_call := seen.engine_call()) is not None:
         # Calls that share a forward are like rows of different lengths.
-        with suppress(UnsupportedModelError, UnsupportedOptionError):
+        with suppress(UnsupportedModelError):
             found = choose(is_padded=True)
     if found is None or found.attention != PACKED_ROWS:
         found, engine_call = None, None
     verification = found or choose(is_padded=needed.is_padded)
-    verification = verification._replace(why_eager=why_eager or verification.why_eager)
-    if not (config.stable_text or seen.around is not None):
+    if seen.around is None:
         uses_kernels = config.uses_kernels
         verification = ready(verification, seen.call.model, seen.profile, uses_kernels=uses_kernels)
     return verification, engine_call
@@ -111,7 +106,7 @@ def proved(seen: Circumstances, plan: Planned) -> ProvedTarget:
 
 def _distances(seen: Circumstances, verification: VerificationPlan) -> Distances | None:
     """Return the distance between proofs, shared by calls unless user code takes part."""
-    if mesh_of(seen.call.model) is not None or seen.call.config.stable_text:
+    if mesh_of(seen.call.model) is not None:
         return None
     if seen.user_code is not None:
         return Distances()

@@ -141,10 +141,6 @@ def _budget(seen: Circumstances, plan: Planned) -> Budget:
     most_asked = options.prompt_lookup_num_tokens
     limits = [each for each in (config.max_draft_tokens, most_asked) if each is not None]
     asked = min(limits, default=None)
-    if config.stable_text:
-        assert verification.widths is not None
-        most = verification.widths[0] - 1
-        return Budget(fixed=most if asked is None else min(asked, most))
     if config.max_draft_tokens is not None and asked is not None:
         return Budget(fixed=asked)
     temperature = 1.0 if options.temperature is None else options.temperature

@@ -1,1 +1,1 @@
-"""The process and its devices: generators, captures, garbage, threads, transfers."""
+"""The process and its devices: generators, garbage, threads, transfers."""

@@ -9,6 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+def is_asynchronous(device: torch.device) -> bool:
+    """Return whether a device runs beside the host, so that reading a result waits for it."""
+    return device.type != "cpu"
+
+
 class HostCopy:
     """Tensors of one device on their way to the host, through pinned memory.
 

@@ -8,8 +8,7 @@ from lade.config import Config
 from lade.drafting.successors import compile_kernels as compile_ranks
 from lade.forward.linear import compile_kernels as compile_forwards
 from lade.forward.linear import kernels
-from lade.gpu.policy import DevicePolicy
-from lade.probing.plan import choose_verification, execution_of
+from lade.probing.plan import choose_verification
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
 from lade.probing.settling import ready
@@ -46,12 +45,8 @@ def warm_up(model: Model | None = None, *, num_rows: int = 1, config: Config | N
         return
     kernels()
     profile = profile_of(model)
-    execution = execution_of(model, config, DevicePolicy())
     with torch.no_grad():
         for num in {1, num_rows}:
-            chosen = choose_verification(
-                model, config=config, num_rows=num, execution=execution, profile=profile
-            )
-            if not config.stable_text:
-                ready(chosen, model, profile, uses_kernels=config.uses_kernels)
+            chosen = choose_verification(model, config=config, num_rows=num, profile=profile)
+            ready(chosen, model, profile, uses_kernels=config.uses_kernels)
     profile.is_warm = True

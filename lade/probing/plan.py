@@ -3,16 +3,13 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from lade.compat import Model, attention_of, device_of_inputs, without_compiler
 from lade.config import SPECULATING, Config, Execution, Verification
-from lade.errors import UnsupportedModelError, UnsupportedOptionError
+from lade.errors import UnsupportedModelError
 from lade.forward.job import FusedForwards
-from lade.gpu.fixed import widths_on
-from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import (
     CacheKind,
@@ -20,10 +17,9 @@ from lade.probing.profile import (
     CheckResult,
     Profile,
     Profiles,
-    Widths,
     profile_of,
 )
-from lade.probing.rules import WITHOUT_CACHE, refuse_encoder_decoder, why_not_stable
+from lade.probing.rules import WITHOUT_CACHE, refuse_encoder_decoder
 from lade.probing.selfcheck import check
 from lade.probing.user_code import has_user_inputs, has_user_masks, user_loop_of
 from lade.targets.layout import takes_parts
@@ -39,23 +35,19 @@ def choose_verification(
     is_padded: bool = False,
     cache: CacheKind = "dynamic",
     excluded: Mapping[Verification, str] | None = None,
-    execution: Execution = "eager",
     profile: Profile | None = None,
 ) -> VerificationPlan:
     """Return the best verification method that is exact, checking those not checked yet.
 
     Args:
-        config: of the call: its `verification` is the only method to consider, if it names one,
-            and with `stable_text` all forwards have one width.
+        config: of the call: its `verification` is the only method to consider, if it names one.
         num_rows: rows of the batch; several are verified as trees, as parts of one forward.
         is_padded: whether the prompt has padding; several rows are taken to have some.
         excluded: methods that this call cannot use, and why.
-        execution: requested execution of trees.
         profile: of the model in its present state; looked up if None.
 
     Raises:
         UnsupportedModelError: the requested method is not exact; gives the reason.
-        UnsupportedOptionError: `stable_text` needs trees, which are not exact; gives the reason.
     """
     profile, config = profile or profile_of(model), config or Config()
     excluded = {**profile.found_wrong, **why_never(model, profile), **(excluded or {})}
@@ -63,42 +55,24 @@ def choose_verification(
         excluded["tree"] = why
     is_batch, name = num_rows > 1, type(model).__name__
     if is_batch:
-        execution = "eager"
         excluded = {**dict.fromkeys(("chain", "snapshot"), NO_ROWS), **excluded}
-    asked, width = config.verification, stable_width_of(model, config)
+    asked = config.verification
     methods: tuple[Verification, ...] = SPECULATING if asked is None else (asked,)
-    widths: Widths = None if execution == "eager" else widths_on(device_of_inputs(model))
-    if width is not None:
-        methods, widths = ("tree",), (width,)
-        if (why := why_not_stable(model)) is not None:
-            excluded.setdefault("tree", why)
-    elif asked == "plain":
+    if asked == "plain":
         return VerificationPlan("plain", None, {})
 
-    result_of = partial(_result_of, model, profile)
     reasons: dict[Verification, str] = {}
-    why_eager: str | None = None
     for verification in methods:
         reason = excluded.get(verification)
         key = CheckKey(verification, cache, is_padded or is_batch)
-        if reason is None and verification == "tree" and widths is not None:
-            reason, attention = result_of(key._replace(widths=widths))
-            if reason is None:
-                return VerificationPlan(verification, attention, reasons, execution, widths)
-            if width is None:  # steps of other shapes may be exact
-                reason, why_eager = None, reason
         if reason is None:
-            reason, attention = result_of(key)
+            reason, attention = _result_of(model, profile, key)
             if reason is None and is_batch:
                 is_able = takes_parts(model, profile.layout_of(model), attention)
                 reason = None if is_able else "its attention takes no parts"
         if reason is None:
-            return VerificationPlan(verification, attention, reasons, why_eager=why_eager)
+            return VerificationPlan(verification, attention, reasons)
         reasons[verification] = reason
-    if width is not None:
-        raise UnsupportedOptionError(
-            f"lade does not support Config(stable_text=True) for {name} here: {reasons['tree']}"
-        )
     if asked is not None:
         raise UnsupportedModelError(f"{name} cannot verify drafts by {asked!r}: {reasons[asked]}")
     return VerificationPlan("plain", None, reasons)
@@ -166,41 +140,6 @@ def _result_of(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
         return profile.once(key, lambda: check(model, profile, key))
     except torch.OutOfMemoryError:  # not kept: a later check may succeed
         return CheckResult("no memory was left to check it")
-
-
-# Width of all steps if the text must not depend on drafts. On a CPU, 16 costs a tenth more than 8;
-# the best width on a GPU was not measured, but a few more tokens cost nothing there.
-_STABLE_WIDTH = 8
-_STABLE_WIDTH_ON_CUDA = 32
-
-
-def stable_width_of(model: Model, config: Config) -> int | None:
-    """Return the width of all steps if the text must not depend on drafts, else None.
-
-    It depends only on settings and device, because it affects the text.
-    """
-    if not config.stable_text:
-        return None
-    is_cuda = device_of_inputs(model).type == "cuda"
-    width = _STABLE_WIDTH_ON_CUDA if is_cuda else _STABLE_WIDTH
-    num_nodes = width - 1 if config.max_draft_tokens is None else config.max_draft_tokens
-    return -(-(1 + num_nodes) // width) * width
-
-
-def execution_of(model: Model, config: Config, policy: DevicePolicy) -> Execution:
-    """Return how to execute a call's forwards.
-
-    Raises:
-        UnsupportedOptionError: graphs were asked for on a device that has none.
-    """
-    device = device_of_inputs(model)
-    if config.execution == "graphs" and not policy.can_record(device):
-        raise UnsupportedOptionError(
-            f"lade does not support Config(execution='graphs') on {device.type!r}: CUDA graphs "
-            "need a CUDA device; 'fixed' runs the same steps eagerly"
-        )
-    # Graphs and Triton kernels stay off by default until a run on a GPU has shown them right.
-    return config.execution or ("fixed" if config.stable_text else "eager")
 
 
 @dataclass(frozen=True, slots=True)

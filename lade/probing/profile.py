@@ -7,14 +7,12 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from lade.budget.seconds import Seconds
-from lade.compat import Model, compiled_part_of, device_of_inputs, without_compiler
+from lade.compat import Model, compiled_part_of, without_compiler
 from lade.compat.attempts import Attempt
 from lade.compat.view import FastViews
 from lade.config import Execution, Verification
 from lade.forward.job import FusedForwards, forwards_for, why_by_torch
 from lade.forward.linear import products_for
-from lade.gpu.workspace import WorkspaceStore
-from lade.machine.captures import free_unused
 from lade.probing.proof import Distances
 from lade.probing.state import ModelState
 from lade.probing.user_code import user_code_of
@@ -25,10 +23,6 @@ _T = TypeVar("_T")
 _UNKNOWN = object()
 
 CacheKind = Literal["dynamic", "static", "none"]
-
-# Widths of forwards, in tokens per row: None for any, a few, or one if the text must not depend on
-# drafts.
-Widths = tuple[int, ...] | None
 
 
 class CheckResult(NamedTuple):
@@ -44,7 +38,7 @@ class CheckKey(NamedTuple):
     verification: Verification
     cache: CacheKind = "dynamic"
     is_padded: bool = False
-    widths: Widths = None
+    execution: Execution = "eager"
     is_drafting: bool = False  # a model that only drafts: rough logits are enough
 
 
@@ -69,8 +63,6 @@ class Profile:
     draws: bool | None = None
     #: Results of one-time work, by name; a value may be None.
     found: dict[Hashable, Any] = field(default_factory=dict)
-    #: Memory of the last call, and steps recorded on it.
-    workspace_store: WorkspaceStore = field(default_factory=WorkspaceStore)
 
     def once(self, name: Hashable, find: Callable[[], _T]) -> _T:
         """Return the result kept under a name, computed once; a failure is tried again."""
@@ -198,13 +190,9 @@ def profile_of(model: Model) -> Profile:
 def release(model: Model) -> None:
     """Free the memory that lade keeps with a model between calls.
 
-    With `Config(execution=…)` other than "eager", lade keeps a KV cache and recorded steps; the
-    next call makes them again. With `Config(reuses_prefix=True)`, it keeps the texts of earlier
-    calls with their KV caches; the next call runs its whole prompt.
+    With `Config(reuses_prefix=True)`, these are the texts of earlier calls with their KV caches;
+    the next call runs its whole prompt.
     """
     profiles: Profiles | None = vars(without_compiler(model)).get("_lade_profiles")
     if profiles is not None:
-        for profile in profiles:
-            profile.workspace_store.clear()
         profiles.prefixes.clear()
-    free_unused(device_of_inputs(model))  # the memory of recordings

@@ -93,7 +93,7 @@ class ProvedTarget:
         target: the model, set up for the prompts, not yet run.
         distances: of the call, or of all calls of the model; None to prove nothing. Nothing is
             proved if several processes run the model together, which would all have to prove at the
-            same step, or with `stable_text`, which runs no user code and has one width.
+            same step.
         may_repeat_prompts: whether the last tokens of prompts can run again: prompts are tokens
             alone, and later tokens see them.
         user_code: name of the user code that takes part, or None. If it is all called around

@@ -149,17 +149,6 @@ def why_no_tree(model: Model, lengths: Lengths) -> str | None:
     return f"its queries are scaled by cache slot, and the scale changes at multiples of {scale}"
 
 
-def why_not_stable(model: Model) -> str | None:
-    """Return why a model's text depends on drafts in half precision; None leaves it to the check.
-
-    The result of one token must not depend on the others. With experts it may, and a check with few
-    tokens would not notice.
-    """
-    if any("experts" in name.split(".") for name, _ in model.named_modules()):
-        return "the other tokens of a forward change how many tokens each of its experts gets"
-    return None
-
-
 def longest_draft(model: Model, max_length: int, num_tokens: int, first_position: int) -> int:
     """Return the maximum total length a draft may reach, prompt included.
 
@@ -183,7 +172,6 @@ class Requirements(NamedTuple):
     is_padded: bool  # whether rows have padding, or may later differ in length
     num_new: int  # maximum number of tokens to emit
     max_length: int  # maximum total length a draft may reach, prompt included
-    why_eager: str | None = None  # why its steps cannot be of fixed shape
 
 
 def requirements_of(
@@ -255,28 +243,10 @@ def requirements_of(
         sizes = [layer.max_cache_len for layer in whole if hasattr(layer, "max_cache_len")]
         limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
     is_padded = lengths.is_padded or len(input_ids) > 1
-    why_eager = _why_eager(model, model_kwargs.get("attention_mask"))
-    follows_slots = getattr(getattr(text_config, "attn_config", None), "alibi", False)
-    if follows_slots and lengths.first_position > input_ids.shape[1]:
-        why_eager = why_eager or "its ALiBi bias follows the cache slots, not the given positions"
-    if user_code is not None:
+    if user_code is not None and mesh_of(model) is not None:
         reason = f"your own code runs in its forward passes ({user_code})"
-        why_eager = why_eager or reason
-        if mesh_of(model) is not None:
-            exclude(f"{reason}, and several processes run it together", *SPECULATING)
-    return Requirements(excluded, kind, is_padded, lengths.num_new, min(limits), why_eager)
-
-
-def _why_eager(model: Model, mask: Tensor | None) -> str | None:
-    """Return why steps cannot be of fixed shape, or None."""
-    if mask is not None and bool((mask.int().diff(dim=-1) < 0).any()):
-        return "its prompt has padding after tokens"
-    if mesh_of(model) is not None:
-        return "several processes run it together"
-    devices = (getattr(model, "hf_device_map", None) or {}).values()
-    if len({str(device).removeprefix("cuda:") for device in devices}) > 1:
-        return "its layers are on several devices"
-    return None
+        exclude(f"{reason}, and several processes run it together", *SPECULATING)
+    return Requirements(excluded, kind, is_padded, lengths.num_new, min(limits))
 
 
 def lengths_of(

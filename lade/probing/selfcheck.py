@@ -12,7 +12,6 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
-from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
 from lade.compat import CACHE, Model, attention_of, device_of_inputs
 from lade.compat.attempts import Attempt
 from lade.compat.closeness import distance, limit_of
@@ -20,10 +19,10 @@ from lade.compat.view import apart
 from lade.config import Execution
 from lade.drafting.drafts import draft_of, narrowed
 from lade.errors import UnsupportedModelError
-from lade.machine.captures import are_random_states, put_back, random_states
-from lade.probing.factory import VerificationPlan, is_single, make_target
+from lade.machine.generators import are_random_states, put_back, random_states
+from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.layers import why_not_exact
-from lade.probing.profile import CacheKind, CheckKey, CheckResult, Profile, Widths, profile_of
+from lade.probing.profile import CacheKind, CheckKey, CheckResult, Profile, profile_of
 from lade.probing.state import check_tokens
 from lade.probing.user_code import is_patched, is_users
 from lade.targets.base import Target
@@ -46,7 +45,7 @@ def check(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
     Raises:
         torch.OutOfMemoryError: the check had too little memory for a verdict.
     """
-    verification, widths, reason = key.verification, key.widths, None
+    verification, reason = key.verification, None
     if not key.is_drafting and (why := reason_of_layers(model, profile)) is not None:
         return CheckResult(why)
     read = profile.state.settings
@@ -55,12 +54,11 @@ def check(model: Model, profile: Profile, key: CheckKey) -> CheckResult:
         return CheckResult("its tokens see later tokens unless a mask hides them")
     attentions: list[str | None] = [None]
     if verification == "tree":
-        attentions = _attentions_for(model, widths, key.is_padded)
-    execution: Execution = "eager" if widths is None else "fixed"
+        attentions = _attentions_for(model, key.execution, key.is_padded)
     limit = _DRAFTING_LIMIT if key.is_drafting else limit_of(model)
     try:
         for attention in attentions:
-            chosen = VerificationPlan(verification, attention, {}, execution, widths)
+            chosen = VerificationPlan(verification, attention, {}, key.execution)
             found = _Check(model, profile, chosen, key.cache, key.is_padded).reason(limit)
             if found is None:
                 return CheckResult(None, attention)
@@ -82,29 +80,20 @@ def reason_of_layers(model: Model, profile: Profile) -> str | None:
     return None  # the check will report the failure
 
 
-def _attentions_for(
-    model: Model, widths: Widths = None, has_rows: bool = False
-) -> list[str | None]:
+def _attentions_for(model: Model, execution: Execution, has_rows: bool = False) -> list[str | None]:
     """Return attention implementations to try for trees, best first; None is the model's own."""
     of_model = attention_of(model)
-    if is_single(widths):
-        return [STABLE_ATTENTION]
-    if widths is not None and _has_kernels(model):
-        # The cost of our kernels depends on the keys that exist, not on the slots shown.
-        return [TREE_ATTENTION, *_attentions_for(model)]
     takes_no_mask = of_model is not None and of_model not in MASK_IS_ADDED
     if takes_no_mask and is_users(ALL_ATTENTION_FUNCTIONS.get(of_model)):
         return [None, "sdpa", "eager"]  # only the user's attention may do what it does
     others: list[str | None] = ["sdpa", "eager"] if takes_no_mask else [None]
     device = device_of_inputs(model)
-    is_cpu = device.type == "cpu"
-    # A recorded step would keep the mask that it was recorded with.
-    is_fit = is_cpu or (widths is None and _can_pack(device, model.dtype))
+    is_fit = device.type == "cpu" or _can_pack(device, model.dtype)
     if not is_fit or (of_model != "sdpa" and not takes_no_mask):
         return others
     if is_patched("scaled_dot_product_attention"):
         return others  # these call the replaced function, as standard decoding does
-    return [*[PACKED_ROWS] * (has_rows and widths is None), PACKED_SDPA, *others]
+    return [*[PACKED_ROWS] * (has_rows and execution == "eager"), PACKED_SDPA, *others]
 
 
 def _can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -112,13 +101,6 @@ def _can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda":
         return False
     return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _has_kernels(model: Model) -> bool:
-    """Return whether our own attention has kernels for a model on its device."""
-    config = model.config.get_text_config(decoder=True).to_dict()
-    dims = [config.get(name) or 0 for name in ("head_dim", "global_head_dim", "v_head_dim")]
-    return runs_in_triton(device_of_inputs(model), model.dtype, max(dims))
 
 
 def why_not_continued(model: Model, profile: Profile) -> str | None:
@@ -226,12 +208,10 @@ class _Check(NamedTuple):
         model = self.model
         with Attempt(UnsupportedModelError) as attempt, unchanged_random_state(model, self.profile):
             error = self.error()
-            is_stable = not is_single(self.chosen.widths) or self.is_stable()
         if attempt.failure is not None:
             return f"its forward fails ({attempt.failure})"
         if error <= limit:
-            why = "the last bits of its logits depend on the other tokens of a forward"
-            return None if is_stable else why
+            return None
         hint = "; the model is in training mode, try model.eval()" if model.training else ""
         return (
             f"its logits differ from those of plain decoding by {error:.2g} of their "
@@ -244,8 +224,7 @@ class _Check(NamedTuple):
         if self.is_padded:
             # The mask comes after the first token: a query that sees no key, as in left padding, is
             # NaN in eager attention in float64, also in `generate`.
-            padding = [1, 0, 0] if chosen.widths is None else [0, 0, 1]  # fixed shapes: in front
-            masks = [[*padding, *[1] * (_PROMPT_LENGTH - 3)]]
+            masks = [[1, 0, 0, *[1] * (_PROMPT_LENGTH - 3)]]
             if chosen.verification == "tree" and takes_parts(
                 self.model, self.profile.layout_of(self.model), chosen.attention
             ):
@@ -263,21 +242,13 @@ class _Check(NamedTuple):
         The measure is the largest difference of two logits in units of their standard deviation.
         """
         plain = self.plain()
-        logits, _ = self._run(plain, self._script())
+        logits = self._run(plain, self._script())
         # Some models are wrong in batches even in standard decoding; they are compared with single
         # rows.
         error = _difference(logits, plain.logits_at(logits, together=True))
         if not error <= limit_of(self.model):
             error = _difference(logits, plain.logits_at(logits, together=False))
         return error
-
-    @torch.no_grad()
-    def is_stable(self) -> bool:
-        """Return whether tokens have bitwise the same logits in drafts and one by one."""
-        plain = self.plain()
-        drafted, text = self._run(plain, self._script())
-        alone, _ = self._run(plain, [_Step(token_id, Draft.empty(), [0]) for token_id in text])
-        return all(torch.equal(drafted[key], logits) for key, logits in alone.items())
 
     def _script(self) -> list[_Step]:
         """Return the steps; each draft is one path if the method verifies single paths."""
@@ -293,14 +264,8 @@ class _Check(NamedTuple):
             _Step(last, Draft.empty(), [0]),
         ]
 
-    def _run(
-        self, plain: "Plain", steps: Sequence[_Step]
-    ) -> tuple[dict[tuple[int, _Path], Tensor], _Path]:
-        """Return the logits after every path of every row, and the text of the first row.
-
-        Returns:
-            By row and path, float64 [vocab_size]; the tokens that were kept.
-        """
+    def _run(self, plain: "Plain", steps: Sequence[_Step]) -> dict[tuple[int, _Path], Tensor]:
+        """Return the logits after every path of every row, each float64 [vocab_size]."""
         logits: dict[tuple[int, _Path], Tensor] = {}
         texts: list[_Path] = [()] * plain.num_rows
 
@@ -322,7 +287,7 @@ class _Check(NamedTuple):
                 target.commit(kept)
 
         plain.run_target(self.profile, self.chosen, len(check_tokens(self.model)), run)
-        return logits, texts[0]
+        return logits
 
 
 def _difference(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lade.batch import Row
 from lade.drafting.speculator import Plan
-from lade.machine.captures import apart_from_captures, put_back, random_states
+from lade.machine.generators import put_back, random_states
 from lade.machine.transfer import HostCopy, integers_on
 from lade.sampling.choice import (
     Choice,
@@ -118,10 +118,7 @@ class NoiseRace:
         """Draw the noise of one column, [num_rows, vocab_size]; None is the default generator."""
         shape = (self._num_rows, self._vocab_size)
         noise = torch.empty(shape, dtype=torch.float32, device=self._device)
-        if generator is not None:  # private, so it spoils no capture
-            return noise.exponential_(generator=generator)
-        with apart_from_captures(self._device):
-            return noise.exponential_()
+        return noise.exponential_(generator=generator)
 
 
 class ProcessedChoice(ScoredChoice):

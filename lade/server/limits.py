@@ -119,9 +119,6 @@ class Preparing:
         config = self._options.config
         if asked.speculation is not False:
             return config
-        if config.stable_text:  # decoding without drafts has another width of steps
-            message = "expected no speculation: the texts are kept stable"
-            raise ApiError(400, message, param="speculation")
         for name in ("prediction", "pools"):
             if getattr(asked, name, None) is not None:
                 raise ApiError(400, f"expected no {name}, as nothing is drafted", param=name)

@@ -83,8 +83,8 @@ class Target(ABC):
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the inputs of `forward` for one tree per row, after its committed tokens.
 
-        Only `forward` of the same target reads them: a dict of the model's arguments, a list of
-        such dicts for several rows, or a buffer on the device for steps of fixed shape.
+        Only `forward` of the same target reads them: a dict of the model's arguments, or a list of
+        such dicts for several rows.
         """
 
     @abstractmethod

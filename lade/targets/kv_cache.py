@@ -1,8 +1,7 @@
 """A transformers cache on preallocated memory; slots move only when a path is kept."""
 
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -60,23 +59,14 @@ def kind_of(layer: Any) -> LayerKind | None:
     return LayerKind(kind, layer.sliding_window if kind == "windowed" else None)
 
 
-class FixedSlots(NamedTuple):
-    """Slots that layers with one window write and return in a forward of fixed shape."""
-
-    of_new: Tensor  # int64 [num_new], slots to write, counted from the first slot held
-    num_shown: int  # slots returned, from the first slot held on; more than there are tokens
-
-
 class Store:
     """One tensor for the keys (or values) of all layers of one shape: one copy moves them all.
 
     `buffer` is [num_layers, 1, heads, num_slots, head_dim].
     """
 
-    def __init__(
-        self, num_layers: int, states: Tensor, num_slots: int, max_slots: int, is_fixed: bool
-    ) -> None:
-        self._max_slots, self._is_fixed = max_slots, is_fixed
+    def __init__(self, num_layers: int, states: Tensor, num_slots: int, max_slots: int) -> None:
+        self._max_slots = max_slots
         like = states[None].expand(num_layers, *states.shape)
         self.buffer = self._allocated(like, min(states.shape[2], num_slots), num_slots)
 
@@ -132,9 +122,7 @@ class Store:
             # The memory may outlive the call, so it must not be an inference tensor, which cannot
             # be written to outside of inference mode.
             with suppress(torch.OutOfMemoryError), torch.inference_mode(False):
-                # Attention multiplies masked slots by 0, and unwritten memory may hold NaN. Slots
-                # are masked only if shapes are fixed.
-                return like.new_zeros(shape) if self._is_fixed else like.new_empty(shape)
+                return like.new_empty(shape)
         num_bytes = math.prod(shape) * like.element_size()
         raise torch.OutOfMemoryError(
             f"not enough memory for the keys or values of {least} tokens in {shape[0]} layers "
@@ -151,24 +139,19 @@ class Group:
         num_layers: int,
         num_slots: int,
         max_slots: int,
-        is_fixed: bool,
-        spare_bytes: int = 0,
         is_convolved: bool = False,
         most_new: int = FIRST_NUM_SLOTS,
     ) -> None:
         self.window = window
         #: Whether a long prompt is held whole until it is committed, so that a forward may run it.
         self.is_convolved = is_convolved
-        self._spare_bytes = spare_bytes if window is None else 0
         self.offset = 0
-        self.fixed: FixedSlots | None = None  # for the next forwards
-        self._is_fixed = is_fixed
         self._num_layers = num_layers
         slack = 0 if window is None else min(FIRST_NUM_SLOTS, window)
         self._slack = FIRST_NUM_SLOTS if is_convolved else slack
         if window is not None:
             max_slots = min(max_slots, window + self._slack + most_new)
-            num_slots = max_slots if is_fixed else min(num_slots, window + self._slack)
+            num_slots = min(num_slots, window + self._slack)
         self._num_slots, self._max_slots = num_slots, max_slots
         self.stores: list[Store] = []
         self._first: dict[str, Store] = {}  # of keys, values or indexer keys
@@ -183,9 +166,7 @@ class Group:
             return first, layer
         # The first layer decides the shape: in most models all layers are alike.
         num_layers = self._num_layers if first is None else 1
-        fitting = self._spare_bytes // max(1, states[:, :, :1].nbytes)
-        num_slots = max(self._num_slots, min(self._max_slots, fitting))
-        made = Store(num_layers, states, num_slots, self._max_slots, self._is_fixed)
+        made = Store(num_layers, states, self._num_slots, self._max_slots)
         self.stores.append(made)
         self._first.setdefault(what, made)
         return made, layer if num_layers > 1 else 0
@@ -216,7 +197,6 @@ class CacheState:
 
     length: int = 0  # committed slots
     is_prefilling: bool = True  # whether no token that runs can be rejected
-    reported: Tensor | None = None  # the length, if reported as a tensor
 
 
 class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -308,23 +288,15 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.is_indexer_initialized:
             layer.indexer_keys, layer.is_indexer_initialized = self.indexer_keys, True
 
-    def get_seq_length(self) -> Any:
-        """Return the number of slots, including those no longer held.
-
-        An int; but an int64 tensor [] while recording a forward that will run at other lengths, so
-        that operations that depend on it are recorded, too, or the recording fails.
-        """
+    def get_seq_length(self) -> int:
+        """Return the number of slots, including those no longer held."""
         if not self.is_initialized:  # no token has run in this layer, as in layers for images
             return 0
-        if self._state.reported is not None:
-            return self._state.reported
         return self._state.length + self.num_pending
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that `update` will return, and the slot of the first."""
         offset = self.offset
-        if self._group.fixed is not None:
-            return self._group.fixed.num_shown, offset
         return self.get_seq_length() + query_length - offset, offset
 
     def get_max_length(self) -> int:
@@ -341,10 +313,6 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _put(self, name: str, states: Tensor, num_pending: int) -> Tensor:
         (store, index), group, num_new = self._claims[name], self._group, states.shape[2]
-        if group.fixed is not None:
-            held = store.buffer[index]
-            held.index_copy_(2, group.fixed.of_new, states)
-            return held[:, :, : group.fixed.num_shown]
         length = self._state.length + num_pending
         if group.window is None or group.is_convolved or not self._state.is_prefilling:
             start = length - group.offset
@@ -562,9 +530,6 @@ class TreeCache(Cache):  # type: ignore[misc]
         max_slots: maximum number of expected tokens; memory grows in steps, and beyond this only if
             more tokens come.
         share: whether all layers are on one device, so that one tensor can hold them.
-        is_fixed: whether steps will have fixed shapes; `num_slots` is then the initial allocation,
-            new tokens included, because steps must be recorded again if memory moves.
-        spare_bytes: memory that layers without a window may take at once for up to `max_slots`.
     """
 
     def __init__(
@@ -574,18 +539,15 @@ class TreeCache(Cache):  # type: ignore[misc]
         max_slots: int,
         *,
         share: bool = True,
-        is_fixed: bool = False,
-        spare_bytes: int = 0,
     ) -> None:
-        first = num_slots if is_fixed else min(num_slots + FIRST_NUM_SLOTS, max_slots)
+        first = min(num_slots + FIRST_NUM_SLOTS, max_slots)
         windows = [kind.window for kind in kinds if kind.kind != "empty"]
-        of_layer = spare_bytes // (2 * max(1, len(windows)))  # for keys, and for values
         convolved = {kind.window for kind in kinds if kind.kind == "convolved"}
         recurrent = {kind.window for kind in kinds if kind.kind == "recurrent"}
         self._groups = {
             window: Group(
-                *(window, windows.count(window) if share else 1, first, max_slots, is_fixed),
-                *(of_layer, window in convolved),
+                *(window, windows.count(window) if share else 1, first, max_slots),
+                window in convolved,
                 _MOST_CHAINED if window in recurrent else FIRST_NUM_SLOTS,
             )
             for window in windows
@@ -616,34 +578,12 @@ class TreeCache(Cache):  # type: ignore[misc]
         return self._state.length
 
     @property
-    def windows(self) -> list[int | None]:
-        """The distinct windows of the layers; None for layers that keep all slots."""
-        return [*self._groups]
-
-    @property
     def _stores(self) -> list[Store]:
         return [store for group in self._groups.values() for store in group.stores]
 
     @property
-    def addresses(self) -> tuple[int, ...]:
-        """Memory addresses; a recording must not be replayed after they have changed."""
+    def _addresses(self) -> tuple[int, ...]:
         return tuple([store.buffer.data_ptr() for store in self._stores])
-
-    @property
-    def device(self) -> torch.device | None:
-        """Device of the memory; None before the first forward."""
-        return next((store.buffer.device for store in self._stores), None)
-
-    @property
-    def capacity(self) -> int:
-        """Slots allocated in all layers without a window; windowed layers need no more."""
-        stores = self._groups[None].stores if None in self._groups else ()
-        return min((store.buffer.shape[3] for store in stores), default=sys.maxsize)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the memory in bytes."""
-        return sum(store.buffer.nbytes for store in self._stores)
 
     def first_slot(self, window: int | None) -> int:
         """Return the first slot held by layers with this window."""
@@ -651,23 +591,15 @@ class TreeCache(Cache):  # type: ignore[misc]
             return 0
         return next((layer.offset for layer in self.held if layer._group.window == window), 0)
 
-    def reserve(self, num_new: int) -> dict[int | None, int]:
+    def _reserve(self, num_new: int) -> None:
         """Reserve `num_new` more slots.
-
-        Returns:
-            For each window, the number of slots that its layers have.
 
         Raises:
             torch.OutOfMemoryError: there is not enough memory.
         """
-        stop = self.length + num_new
-        capacities = {}
         for window, group in self._groups.items():
-            first = self.first_slot(window)
             for store in group.stores:
-                store.reserve(stop - first)
-            capacities[window] = min([store.buffer.shape[3] for store in group.stores], default=0)
-        return capacities
+                store.reserve(self.length + num_new - self.first_slot(window))
 
     def slot_addresses(
         self, num_new: int, states: Sequence[tuple[Any, ...]]
@@ -695,8 +627,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         if {layer.num_pending for layer in self.held} != {num_pending}:
             return None
         stop = self.length + num_new + num_pending
-        self.reserve(num_new + num_pending)
-        held_at = self.addresses
+        self._reserve(num_new + num_pending)
+        held_at = self._addresses
         if self._found is None or self._found[0] != held_at:
             found = np.zeros((len(self.held), 4), np.int64)
             for row, layer, of_token in zip(found, self.held, states, strict=True):
@@ -732,24 +664,6 @@ class TreeCache(Cache):  # type: ignore[misc]
                 for store in self._groups[window].stores:
                     store.keep_end(first - offset, stop - offset)
 
-    def fix(self, slots: Mapping[int | None, FixedSlots], length: Tensor | None = None) -> None:
-        """Make forwards write at these slots until the next call.
-
-        Args:
-            slots: the slots by window.
-            length: int64 [], the length that layers report while a forward is recorded that will
-                also run at other lengths.
-        """
-        for window, group in self._groups.items():
-            group.fixed = slots[window]
-        self._state.reported = length
-        self._forget_pending()  # uncommitted slots are overwritten
-
-    def unfix(self) -> None:
-        """Make forwards write after the tokens held again."""
-        for group in self._groups.values():
-            group.fixed = None
-
     @property
     def has_nan_in_windows(self) -> bool:
         """Whether layers with windows hold NaN, as some models compute for padding."""
@@ -757,19 +671,6 @@ class TreeCache(Cache):  # type: ignore[misc]
         layers = [layer for layer in layers if not isinstance(layer, RecurrentLayer)]
         held = (layer._held(name) for layer in layers for name in layer.stored)
         return any(bool(each.isnan().any()) for each in held)
-
-    def reset(self) -> None:
-        """Reset, keeping the allocation, for another prompt."""
-        self._state.length, self._state.is_prefilling, self._state.reported = 0, True, None
-        for group in self._groups.values():
-            group.offset, group.fixed = 0, None
-        for store in self._stores:
-            store.buffer.zero_()
-        for layer in self.held:
-            layer.is_initialized = layer.is_indexer_initialized = False
-        self._forget_pending()
-        for recurrent in self._recurrent:
-            recurrent._states, recurrent._after = [], None
 
     def keep_all(self) -> None:
         """Commit all slots of the prompt, including padding; later tokens may be rejected."""

@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 
 from lade.attention.masks import FULL, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
-from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
 from lade.compat import CACHE, Model, attention_of, prefill, prepares_as_usual
 from lade.compat.view import FastViews, keep_attributes, with_attention, with_decoding_experts
 from lade.engine.engine import EngineCall
@@ -33,8 +32,6 @@ MASK_IS_ADDED = {
     "sdpa": False,
     PACKED_SDPA: False,
     PACKED_ROWS: False,
-    TREE_ATTENTION: False,
-    STABLE_ATTENTION: False,
     "eager": True,
 }
 

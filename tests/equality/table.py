@@ -47,8 +47,6 @@ _METHODS = {
     "as found": "",
     "chain": "verification='chain', ",
     "plain": "verification='plain', ",
-    "fixed": "execution='fixed', ",
-    "stable": "stable_text=True, ",
 }
 _PROMPTS = (
     *("short", "one token", "longer than windows", "padded", "holes", "embeddings", "positions"),
@@ -145,14 +143,8 @@ def fits(row: Row) -> bool:
         # A batcher's calls are of one prompt of tokens, and draw from generators of their own.
         has("way", "batcher") and lacks("prompt", *_OF_ONE),
         has("way", "batcher") and has("processors", "drawing"),
-        # What is kept is of steps of any width.
-        has("method", "stable") and (lacks("model", *TREES) or has("prompt", "earlier turn")),
-        has("method", "stable") and (has("output", "states") or has("drafts", "a kept prefix")),
-        has("method", "stable") and has("prompt", "holes"),  # which fixed shapes do not have
         has("drafts", "a kept prefix") and lacks("output", "tokens"),
         has("method", "chain") and has("model", *_STATES),
-        # Rows of a batch are parts of one forward.
-        has("method", "stable") and has("prompt", *_OF_SEVERAL),
         # Refused by name: a cache that cannot go back.
         has("drafts", "first layers", "all of these") and has("model", "rwkv"),
         # `generate` draws for samples alone, and takes no other input with these.

@@ -81,8 +81,6 @@ class Case:
             for verification in VERIFICATIONS
             if f"verification={verification!r}" in self.lade["config"]
         ]
-        given = ("stable_text", "execution")
-        names += [f"lade {name}" for name in given if f"{name}=" in self.lade["config"]]
         drafter = self.lade.get("drafter", "")
         kinds = ("AssistantModel", "FirstLayers", "Merged", "ScriptDrafter")
         names += [f"drafter {kind}" for kind in kinds if kind in drafter]
@@ -603,15 +601,9 @@ def _draw_more(case: Case, hand: _Hand) -> Case:
     rng = hand.rng
     if rng.random() >= SHARE_OF_MORE:
         return case
-    given, profile, config = dict(case.lade), {}, case.lade["config"]
-    has_target = "verification=" in config
-    kind = rng.choice(["stable", "fixed", "prewarmed", "watch", "nested", "nested"])
-    more = ""
-    if kind == "stable" and not has_target:
-        more = "stable_text=True"
-    elif kind == "fixed":
-        more = "execution='fixed'"
-    elif kind == "prewarmed":
+    given, profile = dict(case.lade), {}
+    kind = rng.choice(["prewarmed", "watch", "nested", "nested"])
+    if kind == "prewarmed":
         table = f"random_table({rng.randrange(99)}, {hand.vocab_size})"
         profile["found"] = f"{{'prewarmed': {table}}}"
         given.pop("drafter", None)
@@ -620,8 +612,6 @@ def _draw_more(case: Case, hand: _Hand) -> Case:
         given = dict(case.lade)
     if kind == "watch" or rng.random() < 0.3:
         profile["proofs"] = f"proofs_after({rng.randint(0, 2)})"
-    if more:
-        given["config"] = config.replace("strict_drafter", f"{more}, strict_drafter")
     return replace(case, lade=given, profile=profile)
 
 

@@ -531,7 +531,6 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.filterwarnings("ignore", category=UserWarning, module=r"(transformers|peft)\.")
         warnings.simplefilter("ignore", lade.PlainDecodingWarning)
-        warnings.simplefilter("ignore", lade.EagerExecutionWarning)
         warnings.simplefilter("error", lade.DrafterWarning)
         warnings.filterwarnings("error", "lade's (kernels|compiled)", RuntimeWarning)
         yield

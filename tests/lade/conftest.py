@@ -5,11 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lade.hf.generation import Generation
 from lade.probing import user_code
 from tests.lade import shared
 from tests.lade.devices import pytest_runtest_protocol, pytest_runtest_setup
-from tests.lade.recorder import Overlapping
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
 __all__ = ["pytest_runtest_protocol", "pytest_runtest_setup"]
@@ -53,7 +51,7 @@ def single_thread() -> Iterator[None]:
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the CPU as a device that has to be waited for."""
-    monkeypatch.setattr(Generation, "policy", Overlapping())
+    monkeypatch.setattr("lade.hf.generation.is_asynchronous", lambda device: True)
 
 
 @pytest.fixture

@@ -19,12 +19,17 @@ def test_config_refuses_what_it_cannot_mean() -> None:
             Config(**options)
     with pytest.raises(TypeError, match=r"expected Config\(max_candidates=…\) to be an integer"):
         Config(max_candidates=2.0)  # type: ignore[arg-type]
-    for switch in ("reuses_prefix", "stable_text", "uses_kernels"):
+    for switch in ("reuses_prefix", "uses_kernels"):
         with pytest.raises(TypeError, match=rf"expected Config\({switch}=…\) to be a bool, got 1"):
             Config(**{switch: 1})  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"expected no Config\(reuses_prefix=True\) beside stable_t"
+        ValueError, match=r"stable_text=…\) was removed: in float32 no text depends"
     ):
-        Config(reuses_prefix=True, stable_text=True)
+        Config(stable_text=True)
+    for execution in ("fixed", "graphs"):
+        with pytest.raises(
+            ValueError, match=rf"execution='{execution}'\) was removed: leave it out"
+        ):
+            Config(execution=execution)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="of 'exact', 'rejection', got 'typical'"):
         Config(acceptance="typical")  # type: ignore[arg-type]

@@ -24,12 +24,8 @@ from lade.drafters import AssistantModel
 from ngram_pool import NGramPool, PoolStore
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.lade.both import EIGHT, ONE, THREE, answered, same_as_generate
-from tests.lade.gpu.conftest import recorder
-from tests.lade.recorder import CpuRecorder
 from tests.lade.shared import shared_model
 from tests.lade.tiny import VOCAB_SIZE, byte_tokenizer, tiny_model
-
-__all__ = ["recorder"]
 
 MANY_ENDS = [*range(4, VOCAB_SIZE, 8)]  # not what pads
 LONG: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
@@ -202,13 +198,6 @@ def test_a_model_that_was_changed_is_decoded_as_it_is() -> None:
     model.set_attn_implementation("scaled")
     call()
     assert held
-
-
-def test_a_replayed_step_is_the_step_itself(recorder: CpuRecorder) -> None:
-    config = lade.Config(execution="graphs", max_draft_tokens=7)
-    for prompt in (ONE, THREE):
-        same_as_generate(tiny_model(), prompt, accept=0.7, config=config, **LONG)
-    assert recorder.num_replayed > 4 * recorder.num_recorded > 0
 
 
 def test_a_wrong_prediction_costs_little() -> None:

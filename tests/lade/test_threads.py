@@ -38,6 +38,6 @@ def test_nested_forwards_of_the_same_model_are_its_own(family: str) -> None:
     def nested(step: Any) -> None:
         assert torch.equal(model(IDS).logits, alone)
 
-    config = lade.Config(stable_text=True, max_draft_tokens=7)
+    config = lade.Config(max_draft_tokens=7)
     got = lade.generate(model, IDS, config=config, on_step=nested, **options)
     assert got.tolist() == expected.tolist()

@@ -19,7 +19,7 @@ import torch
 from tests.support import formats, forwards, report
 from tests.support.formats import all_formats, run_formats
 from tests.support.forwards import run_forwards
-from tests.support.inside import Execution, write_json
+from tests.support.inside import write_json
 from tests.support.run import all_names, run_all
 
 
@@ -31,8 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     names = "model types or variants, or weight formats with --formats; without any, all"
     parser.add_argument("names", nargs="*", help=names)
-    fixed = "verify trees in forwards of a few fixed shapes"
-    parser.add_argument("--fixed-shapes", action="store_true", help=fixed)
     of_formats = "check weight formats, and what longer forwards cost in each"
     parser.add_argument("--formats", action="store_true", help=of_formats)
     of_forwards = "read models as for one compiled job, and tell what does not fit"
@@ -40,7 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts, drafts, samples")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     asked = parser.parse_args(arguments)
-    execution: Execution = "fixed" if asked.fixed_shapes else "eager"
     made: Any = formats if asked.formats else forwards if asked.forwards else report
     found: Iterator[Any]
     if asked.formats:
@@ -48,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif asked.forwards:
         found = run_forwards(asked.names or all_names(), seed=asked.seed)
     else:
-        found = run_all(asked.names or all_names(), seed=asked.seed, execution=execution)
+        found = run_all(asked.names or all_names(), seed=asked.seed)
     # Models so small would only wait for each other's threads, and times are compared.
     torch.set_num_threads(1)
     rows: list[Any] = []
@@ -62,8 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rows:
             print(json.dumps(made.summary(rows), indent=1))
             if asked.json is not None:
-                options = (execution,) if made is report else ()
-                write_json(asked.json, made.content_of(rows, asked.seed, is_stopped, *options))
+                write_json(asked.json, made.content_of(rows, asked.seed, is_stopped))
     return int(any(row.is_bad for row in rows))
 
 

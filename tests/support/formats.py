@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from lade import DecodeStats
-from tests.support.inside import CACHE, environment, why_not_recorded
+from tests.support.inside import CACHE, environment
 from tests.support.report import VERDICTS, reason_of, short
 from tests.support.run import CASES, Case, Row, Verdict, check_model, quiet
 from tests.support.tiny import Model, error_line, tiny_model
@@ -51,7 +51,7 @@ NUM_REPEATS = 9
 #: Number of tokens whose logits are compared, of forwards over one token and over all of them.
 NUM_COMPARED = 64
 HEADINGS = (
-    *("format", "activations", "one row", "batch", "MAT", "rounding", "text", "recorded"),
+    *("format", "activations", "one row", "batch", "MAT", "rounding", "text"),
     "1 token, ms",
     *(f"{width}" for width in WIDTHS[1:]),
     "why no better method",
@@ -79,7 +79,6 @@ class FormatRow:
     dtype: str | None = None  # of activations; None if the format cannot be made in any
     why_not: str | None = None  # why no model was made
     check: Row | None = None  # how drafts are verified, and whether the text is plain's
-    why_not_recorded: str | None = None  # why steps must not be recorded on a GPU
     #: In half precision: by how much of the largest logit a forward over more tokens moves some
     #: logit, with no draft and nothing of lade.
     rounding: float | None = None
@@ -329,9 +328,8 @@ def _fill(row: FormatRow, kind: Format, model: Model, cases: Sequence[Case], see
     if model.dtype != torch.float32:  # where rounding decides some draws
         cases = [case for case in cases if not case.is_sampled]
         row.rounding = _rounding(model)
-    check_model(row.check, model, cases, seed, "eager", stats)
+    check_model(row.check, model, cases, seed, stats)
     row.check.add(stats)
-    row.why_not_recorded = why_not_recorded(model)
 
 
 @torch.no_grad()
@@ -393,7 +391,6 @@ def cells(row: FormatRow) -> tuple[str, ...]:
         "" if check.mat is None else f"{check.mat:.2f}",
         "" if row.rounding is None else f"{row.rounding:.1%}",
         "; ".join([row.verdict, *found]),
-        row.why_not_recorded or "yes",
         "" if row.sec is None else f"{1000 * row.sec:.1f}",
         *(f"{row.costs[width]:.2f}" if width in row.costs else "" for width in WIDTHS[1:]),
         reason_of(check),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tests.support.inside import NO_ROWS, Execution, Verification, environment
+from tests.support.inside import NO_ROWS, Verification, environment
 from tests.support.run import CASES, MAX_DRAFT_TOKENS, Kind, Row, Verdict
 
 _KINDS: tuple[Kind, ...] = (
@@ -108,13 +108,10 @@ def short(text: str) -> str:
     return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON - 1].rstrip()}…"
 
 
-def content_of(
-    rows: Sequence[Row], seed: int, stopped: bool, execution: Execution = "eager"
-) -> dict[str, Any]:
+def content_of(rows: Sequence[Row], seed: int, stopped: bool) -> dict[str, Any]:
     """Return what a result file has: the counts, and the table's rows."""
     settings = {
         "seed": seed,
-        "execution": execution,
         "max_draft_tokens": MAX_DRAFT_TOKENS,
         "cases": {
             case.name: {"prompts": [*case.lengths], "max_new_tokens": case.num_new}
@@ -127,6 +124,5 @@ def content_of(
         "settings": settings,
         "summary": summary(rows),
         "headings": [*HEADINGS],
-        # Of steps of fixed shape the pages show the counts, and a row only where lade is at fault.
-        "rows": [[*cells(row)] for row in rows if execution == "eager" or row.is_bad],
+        "rows": [[*cells(row)] for row in rows],
     }

@@ -23,10 +23,8 @@ from lade import Config, DecodeStats, generate, probe
 from tests.lade.tiny import BatchDrafter
 from tests.support.inside import (
     SPECULATING,
-    Execution,
     Lengths,
     Verification,
-    choose_verification,
     why_not_speculate,
 )
 from tests.support.tiny import (
@@ -109,8 +107,6 @@ class Row:
     #: Why no better verification was chosen.
     reasons: dict[Verification, str] = field(default_factory=dict)
     batch_reasons: dict[Verification, str] = field(default_factory=dict)
-    #: If trees were to be run in fixed shapes: why they are not, for one row or a batch.
-    why_eager: str | None = None
     compared: list[str] = field(default_factory=list)  # cases
     in_float32: list[str] = field(default_factory=list)  # of those, the ones float64 cannot run
     speculated: list[str] = field(default_factory=list)  # cases in which drafts were verified
@@ -170,23 +166,15 @@ def all_names() -> list[str]:
     return [*causal_lm_types(), *VARIANTS]
 
 
-def run_all(
-    names: Sequence[str],
-    *,
-    cases: Sequence[Case] = CASES,
-    seed: int = 0,
-    execution: Execution = "eager",
-) -> Iterator[Row]:
+def run_all(names: Sequence[str], *, cases: Sequence[Case] = CASES, seed: int = 0) -> Iterator[Row]:
     """Check architectures of `all_names` in turn; whatever one of them does, the run goes on."""
     if unknown := [name for name in names if name not in all_names()]:
         raise ValueError(f"expected model types that transformers maps, got {', '.join(unknown)}")
     for name in names:
-        yield run_one(name, cases=cases, seed=seed, execution=execution)
+        yield run_one(name, cases=cases, seed=seed)
 
 
-def run_one(
-    name: str, *, cases: Sequence[Case] = CASES, seed: int = 0, execution: Execution = "eager"
-) -> Row:
+def run_one(name: str, *, cases: Sequence[Case] = CASES, seed: int = 0) -> Row:
     """Check one architecture in float64, and in float32 for what it cannot do in float64."""
     started = perf_counter()
     model_type = VARIANTS.get(name, (name,))[0]
@@ -204,7 +192,7 @@ def run_one(
                     row.kind = "not a text model" if isinstance(error, NotText) else "cannot build"
                     row.why_not = str(error).removeprefix(f"{name}: ")
             else:
-                check_model(row, model, left, seed, execution, stats)
+                check_model(row, model, left, seed, stats)
     row.add(stats)
     row.sec = perf_counter() - started
     return row
@@ -215,7 +203,6 @@ def check_model(
     model: Model,
     cases: Sequence[Case],
     seed: int,
-    execution: Execution,
     stats: DecodeStats,
 ) -> None:
     """Compare cases with a model that was built; write the findings into the row."""
@@ -227,18 +214,11 @@ def check_model(
     if not row.is_built:
         row.kind, row.batch_verification, row.why_not = one.verification, batch.verification, None
         row.reasons, row.batch_reasons = dict(one.reasons), dict(batch.reasons)
-        for is_padded in (False, True) if execution != "eager" else ():
-            with torch.no_grad():
-                chosen = choose_verification(model, is_padded=is_padded, execution=execution)
-            if chosen.verification == "tree":
-                row.why_eager = row.why_eager or chosen.why_eager
     for case in cases:
-        _compare(model, case, seed, row, execution, stats)
+        _compare(model, case, seed, row, stats)
 
 
-def _compare(
-    model: Model, case: Case, seed: int, row: Row, execution: Execution, stats: DecodeStats
-) -> None:
+def _compare(model: Model, case: Case, seed: int, row: Row, stats: DecodeStats) -> None:
     """Compare lade with plain `generate` in one case; write the findings into the row."""
     options = _inputs(case, seed)
     # A single row runs to full length, past every window; rows of a batch may end early.
@@ -257,7 +237,7 @@ def _compare(
         [*ids[mask.bool()].tolist(), *rest] for (ids, mask), rest in zip(prompts, new, strict=True)
     ]
     options["drafter"] = BatchDrafter(answers, np.random.default_rng(seed), RIGHT)
-    options["config"] = Config(max_draft_tokens=MAX_DRAFT_TOKENS, execution=execution)
+    options["config"] = Config(max_draft_tokens=MAX_DRAFT_TOKENS)
     try:
         torch.manual_seed(seed)
         output = generate(model, **options)

@@ -17,11 +17,20 @@ from lade.attention.packed import (
     with_calls,
     with_held,
 )
-from tests.lade.attention.test_tree_attention import Layer
 from tests.lade.shared import shared_model
 from tests.lade.tiny import tiny_model
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+
+
+class Layer(nn.Module):
+    """What the attention functions of transformers look at in a layer."""
+
+    def __init__(self, num_key_value_groups: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = num_key_value_groups
+        self.is_causal = True
+        self.eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -240,10 +240,9 @@ def test_a_call_that_is_broken_off_takes_nothing_along(verification: Any) -> Non
     assert chat.say(*NEXT) == length - 1
 
 
-@pytest.mark.parametrize("execution", thinned(["eager", "fixed"], "eager"))
-def test_threads_may_go_on_from_the_same_text(execution: Any) -> None:
+def test_threads_may_go_on_from_the_same_text() -> None:
     model = model_of()
-    config = lade.Config(reuses_prefix=True, max_draft_tokens=6, execution=execution)
+    config = lade.Config(reuses_prefix=True, max_draft_tokens=6)
     chat = Chat(model, config)
     chat.say(*OPENING)
     prompts = [torch.tensor([[*chat.ids, 20 + number, *NEXT]]) for number in range(6)]

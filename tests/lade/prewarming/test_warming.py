@@ -73,14 +73,11 @@ def test_an_earlier_call_without_a_limit_warms_a_model_and_so_does_a_wrapper() -
 
 
 def test_what_a_config_cannot_do_without_is_set_up_nevertheless() -> None:
-    for config in (
-        lade.Config(verification="chain", max_draft_tokens=8),
-        lade.Config(stable_text=True),
-    ):
-        got = lade.generate(
-            tiny_model(seed=1), ONE, config=config, return_dict_in_generate=True, **TIMED
-        )
-        assert got.stats.num_steps > 0
+    config = lade.Config(verification="chain", max_draft_tokens=8)
+    got = lade.generate(
+        tiny_model(seed=1), ONE, config=config, return_dict_in_generate=True, **TIMED
+    )
+    assert got.stats.num_steps > 0
 
 
 def test_models_that_lade_does_not_run_are_refused() -> None:
@@ -92,5 +89,3 @@ def test_models_that_lade_does_not_run_are_refused() -> None:
         lade.warm_up(
             tiny_model("mamba2", **FAMILIES["mamba2"]), config=lade.Config(verification="tree")
         )
-    with pytest.raises(lade.UnsupportedOptionError, match="CUDA graphs need a CUDA device"):
-        lade.warm_up(tiny_model(), config=lade.Config(execution="graphs"))

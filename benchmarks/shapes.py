@@ -4,7 +4,7 @@ Random weights alone give logits that nearly tie, so in half precision the text 
 size of a forward. Here the residual stream is mostly the embedding of the last token, since the
 layers add little to it, and the output layer's row for the token after a token is that token's
 embedding. The model then goes from token to token on one long cycle, by a wide margin, and does all
-the work of a dense model on the way. Next file: `drafter.py`.
+the work of a dense model on the way.
 """
 
 from collections.abc import Mapping
@@ -87,9 +87,6 @@ SHAPES = {
         ),
     )
 }
-
-#: Those that a CPU can run in minutes.
-ON_CPU = ("1b_short", "tiny")
 
 
 class KnownModel(NamedTuple):
