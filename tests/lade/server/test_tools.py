@@ -70,9 +70,10 @@ def calling(
     `marks`, between blanks, are tokens; a prompt ends with what opens an answer, and
     there is more in its template.
     """
-    loaded, written = loaded_model(eos_token_id=93, vocab_size=99), [CALLS[kind]]
+    loaded, written = loaded_model(eos_token_id=93, vocab_size=100), [CALLS[kind]]
     tokenizer = loaded.tokenizer
     tokenizer.add_tokens([*ANCHORS, "\n", *marks.split()])
+    tokenizer.add_tokens(["<end>"], special_tokens=True)
     if kind == "own":
         tokenizer.response_template = OWN
     loaded.model.config.model_type = kind
@@ -133,22 +134,57 @@ def test_calls_and_thoughts_are_told_apart(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken",
+    ("opens", "said", "thoughts", "text"),
     [
-        '<tool_call>{"name":</tool_call>so',
-        '<tool_call>{"name":"f"',
-        '<tool_call>{"name":"f"}</tool_call>',
-        "<tool_call>[1]</tool_call>and-more",
+        *(
+            ("", said, "", said)
+            for said in (
+                "\n\nso\n",
+                'yes<tool_call>{"name":</tool_call>so',
+                'yes<tool_call>{"name":"f"',
+                'yes<tool_call>{"name":"f"}</tool_call>',
+                "yes<tool_call>[1]</tool_call>and-more",
+            )
+        ),
+        # Blanks behind marks are the template's.
+        ("", "<think>\nhm</think>\n\nso\n", "hm", "so\n"),
+        ("<think>\n", "hm</think>\nso", "hm", "so"),
+        ("<think>\n\n</think>\n\n", "so", "", "so"),
+        ("so", "-is-<end>it", "", "-is-it"),
+        # "k" is in the mark as well.
+        ("", "<think>hm</think>k<tool_call>[1]</tool_call>k", "hm", "k<tool_call>[1]</tool_call>k"),
     ],
 )
-def test_what_looks_like_a_call_and_is_none_is_text(broken: str) -> None:
-    with calling("qwen3") as (client, written):
-        written[:] = ["yes", broken]
-        choice = client.ask(tools=TOOLS, max_tokens=90)["choices"][0]
-        assert choice["message"]["content"] == "yes" + broken
+def test_texts_are_the_models_own_whole_and_streamed(
+    opens: str, said: str, thoughts: str, text: str
+) -> None:
+    """Nothing is lost, said twice, or the prompt's; what looks like a call and is none is text."""
+    with calling("qwen3", opens=opens) as (client, written):
+        written[:] = [said]
+        (choice,) = client.ask(tools=TOOLS, max_tokens=90)["choices"]
+        assert choice["message"]["content"] == text
+        assert choice["message"].get("reasoning_content", "") == thoughts
         events = client.stream(tools=TOOLS, max_tokens=90)
-        assert text_of(events) == "yes" + broken
+        assert text_of(events) == text
+        deltas = [each["choices"][0]["delta"] for each in events]
+        assert "".join(each.get("reasoning_content", "") for each in deltas) == thoughts
         assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("num_more", [0, 1, 9])
+def test_an_answer_that_is_cut_within_a_later_call_says_so(num_more: int) -> None:
+    call = CALLS["qwen3"].partition("</think>")[2]
+    with calling("qwen3", marks=">x<") as (client, written):  # ends one call and begins the next
+        written[:] = [call + "x" + call]
+        for max_tokens in (len(call) + num_more, 199):
+            is_cut = max_tokens < 199
+            (choice,) = client.ask(tools=TOOLS, max_tokens=max_tokens)["choices"]
+            events = client.stream(tools=TOOLS, max_tokens=max_tokens)
+            for reason in (choice, events[-1]["choices"][0]):
+                assert reason["finish_reason"] == ("length" if is_cut else "tool_calls")
+            assert len(choice["message"]["tool_calls"]) == (1 if is_cut else 2)
+            text = "x" + call[: 1 + num_more] if is_cut else "x"
+            assert choice["message"]["content"] == text_of(events) == text
 
 
 def test_calls_of_tools_are_predicted() -> None:
@@ -304,6 +340,29 @@ def test_some_tool_is_called_where_that_is_required() -> None:
             assert call["function"] == message["tool_calls"][0]["function"]
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_beside_a_schema_there_is_an_answer_of_it_or_a_call(kind: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"enum": [1, 2]}}}
+    asked: Json = {"tools": [closed(PERSON)], "response_format": form, "max_tokens": 120}
+    with calling(kind, writes=False) as (client, _):
+        for is_call, more in (
+            (True, {"logit_bias": {"27": 100}}),  # "<", with which a call begins
+            (False, {"logit_bias": {"27": -100}}),
+            (True, {"logit_bias": {"27": -100}, "tool_choice": "required"}),
+            (False, {"tool_choice": "none"}),
+        ):
+            (choice,) = client.ask(**asked, **more)["choices"]
+            text, calls = choice["message"]["content"], choice["message"].get("tool_calls", [])
+            assert choice["finish_reason"] == ("tool_calls" if is_call else "stop")
+            assert text_of(client.stream(**asked, **more)) == text
+            assert (text in ("1", "2"), text == "") == (not is_call, is_call)
+            for call in calls:
+                assert json.loads(call["function"]["arguments"])["name"] in ("ann", "bob")
+            assert bool(calls) == is_call
+        named = {"json_schema": {"schema": {"not": {}}}, "type": "json_schema"}
+        assert client.error(**asked | {"response_format": named})["param"] == "response_format"
+
+
 @pytest.mark.parametrize("marks", ["", "<think> </think>"], ids=["text", "tokens"])
 @pytest.mark.parametrize("opens", ["", "<think>"])
 def test_a_model_that_thinks_may_do_so_before_it_is_made_to_call(opens: str, marks: str) -> None:
@@ -338,11 +397,10 @@ def test_an_answer_ends_with_its_first_call_where_that_is_asked_for() -> None:
 @pytest.mark.parametrize("kind", ["gemma4", "own"])
 def test_calls_are_forced_only_where_the_template_tells_how(kind: str) -> None:
     with calling(kind) as (client, _):
-        error = client.error(tools=TOOLS, tool_choice="required")
-        assert (error["param"], "how calls are written" in error["message"]) == (
-            "tool_choice",
-            True,
-        )
+        for asked in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+            error = client.error(tools=TOOLS, **asked)
+            assert error["param"] in asked
+            assert "how calls are written" in error["message"]
 
 
 @pytest.mark.parametrize(
