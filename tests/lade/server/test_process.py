@@ -1,8 +1,12 @@
 """`lade serve` as a process: signals, pools that outlive a kill, keys, corpora, options."""
 
+import importlib
 import json
 import re
 import signal
+import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import httpx
@@ -92,3 +96,27 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path) -> N
         done = run_command("serve", *words.split())
         assert done.exit_code != 0
         assert said in f"{done.output}{done.exception}"
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [(None, "'llguidance', which is not installed"), ("1.6.9", "1.7 or newer, but 1.6.9 is")],
+)
+def test_packages_that_are_missing_or_too_old_are_told_of_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, said: str
+) -> None:
+    """Not by a request that needs them; the releases are those that the installation asks for."""
+    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    asked = extras["optional-dependencies"]["serve"]
+    package = sys.modules["lade.server"]
+    assert [f"{name}>={least}" for name, least in package.NEEDED.items()] == asked[1:]
+    version = metadata.version
+
+    def of(name: str) -> str:
+        if name == "llguidance" and found is None:
+            raise metadata.PackageNotFoundError(name)
+        return str(found) if name == "llguidance" else version(name)
+
+    monkeypatch.setattr(metadata, "version", of)
+    with pytest.raises(ImportError, match=re.escape(said)):
+        importlib.reload(package)
