@@ -50,17 +50,9 @@ def test_lm_eval_scores_continuations(
     assert usage["completion_tokens"] == 3 * max_tokens
 
 
-def test_lm_eval_has_texts_go_on(loaded: LoadedModel, client: Client) -> None:
-    """As `generate_until` asks, several at once; each is as if alone, with its stops."""
-    body: Json = {"max_tokens": 24, "temperature": 0, "stop": ["e"], "seed": 1234}
-    answer = client.ask(prompt=PROMPTS, **body)
-    assert [each["text"] for each in answer["choices"]] == [
-        client.text(prompt=prompt, **body) for prompt in PROMPTS
-    ]
-
-
 def test_prompts_at_once_have_several_answers_each_in_order(client: Client) -> None:
     asked: Json = {"n": 2, "seed": 5, "temperature": 0.9, "max_tokens": 9, "echo": True}
+    asked["stop"] = ["e"]  # as lm-eval's `generate_until`
     answer = client.ask(prompt=PROMPTS, logprobs=2, **asked)
     alone = [
         choice for prompt in PROMPTS for choice in client.ask(prompt=prompt, **asked)["choices"]
@@ -133,20 +125,17 @@ REQUESTS: dict[str, tuple[bool, Json, str]] = {
     "librechat": (
         False,
         {"user": "65f1", "stream_options": {"include_usage": True}, "stream": True}
-        | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", **CACHED}]}]},
-        "messages.0.content.0.cache_control",
-    ),
-    "librechat, later": (
-        False,
-        {
+        | {
             "messages": [
-                {**QUESTION[0], **CACHED},
+                {"role": "user", "content": [{"type": "text", "text": "a", **CACHED}]},
                 {"role": "assistant", "content": "b", "refusal": None, "annotations": []}
-                | {"reasoning_details": [{"type": "reasoning.text", "text": "hm", "index": 0}]},
-                {"role": "user", "content": "c"},
+                | {"reasoning_content": "hm", "reasoning_details": [{"text": "hm"}]}
+                | {"audio": None, "tool_calls": None},
+                {"role": "tool", "content": "b", "tool_call_id": "c", "name": "f"},
+                {**QUESTION[0], **CACHED},
             ]
         },
-        "messages.0.cache_control",
+        "messages.0.content.0.cache_control, messages.3.cache_control",
     ),
     "guidellm": (
         True,
@@ -154,11 +143,6 @@ REQUESTS: dict[str, tuple[bool, Json, str]] = {
         | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
         "ignore_eos, stream_options.continuous_usage_stats",
-    ),
-    "guidellm, texts": (
-        True,
-        {"prompt": "What-is", "ignore_eos": True, "stop": None, "suffix": "a"},
-        "ignore_eos, suffix",
     ),
     "litellm": (
         True,
@@ -191,28 +175,22 @@ def test_what_has_no_effect_is_told_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     needs_leave, fields, useless = REQUESTS[name]
-    prompt: Any = fields.get("prompt")
-    path = "/completions" if prompt else "/chat/completions"
-    body: Json = {"max_tokens": 9, "temperature": 0, **fields}
+    body: Json = {"max_tokens": 9, "temperature": 0, "messages": QUESTION, **fields}
     if needs_leave:
-        assert client.error(path=path, **fields)["message"].startswith(tuple(useless.split(", ")))
-    if not prompt:
-        body.setdefault("messages", QUESTION)
-        texts = [each["content"] for each in body["messages"]]
-        texts = [text if isinstance(text, str) else text[0]["text"] for text in texts]
-        pairs = zip(body["messages"], texts, strict=True)
-        prompt = [{"role": each["role"], "content": text} for each, text in pairs]
+        assert client.error(**fields)["message"].startswith(tuple(useless.split(", ")))
+    texts = [each["content"] for each in body["messages"]]
+    texts = [text if isinstance(text, str) else text[0]["text"] for text in texts]
+    pairs = zip(body["messages"], texts, strict=True)
+    prompt = [{"role": each["role"], "content": text} for each, text in pairs]
     for asked in [lenient] if needs_leave else [client, lenient]:
         with caplog.at_level(logging.INFO, "lade.server"):
-            answer = asked.post(path, json=body)
+            answer = asked.post(json=body)
             told_of = answer.headers["x-without-effect"]
             wait_until(lambda told_of=told_of: told_of in caplog.text)
         assert sorted(told_of.split(", ")) == useless.split(", ")
-        if "stream" in body:
-            said = text_of(events_of(answer))
-        else:
-            (choice,) = answer.json()["choices"]
-            said = choice["text"] if "prompt" in body else choice["message"]["content"]
+        is_whole = "stream" not in body
+        said = answer.json()["choices"][0]["message"]["content"] if is_whole else None
+        said = said or text_of(events_of(answer))
         assert said == plain_text(loaded, prompt, max_new_tokens=9)
         assert "x-without-effect" not in asked.post(json={"messages": QUESTION}).headers
 

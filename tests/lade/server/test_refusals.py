@@ -174,18 +174,6 @@ def test_fields_that_ask_for_what_is_done_anyway_are_taken(
     assert text == plain_text(loaded, max_new_tokens=4)
 
 
-def test_fields_of_messages_that_ask_for_nothing_are_taken(
-    loaded: LoadedModel, client: Client
-) -> None:
-    """As clients send back what the server sent them, and what templates may leave out."""
-    empty: Json = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None}
-    said = {"role": "assistant", "content": "a", "reasoning_content": "hm", **empty}
-    found = {"role": "tool", "content": "b", "tool_call_id": "c", "name": "f"}
-    text = client.text(messages=[*QUESTION, said, found], max_tokens=4)
-    plain = [*QUESTION, {"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
-    assert text == plain_text(loaded, plain, max_new_tokens=4)
-
-
 @pytest.mark.parametrize(
     ("template", "changes"),
     [

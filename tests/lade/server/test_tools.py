@@ -11,15 +11,12 @@ import torch
 from tests.lade.server.client import QUESTION, Client, Json, text_of
 from tests.lade.server.serving import loaded_model, serving
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
-        },
-    }
-]
+
+def function(name: str, parameters: Any) -> Json:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [function("f", {"type": "object", "properties": {"a": {"type": "number"}}})]
 # By kinds of models whose tokenizers need not say how answers are read, and one that does.
 CALLS = {
     "qwen3": '<think>hm</think><tool_call>{"name":"f","arguments":{"a":1}}</tool_call>',
@@ -51,10 +48,7 @@ OWN = {
             "close": ")",
             "repeats": True,
             "content": "json",
-            "transform": {
-                "type": "function",
-                "function": {"name": "{name}", "arguments": "{content}"},
-            },
+            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
         },
         "content": {"close": "~", "content": "text"},
     },
@@ -206,77 +200,55 @@ def test_calls_of_tools_are_predicted() -> None:
 # --- forced ---------------------------------------------------------------------------------
 
 # As LangChain's `with_structured_output(Person, method="function_calling")` asks.
-PERSON: Json = {
-    "type": "function",
-    "function": {
-        "name": "Person",
-        "description": "Information about a person.",
-        "parameters": {
-            "properties": {
-                "name": {"description": "The name.", "enum": ["ann", "bob"], "type": "string"},
-                "age": {"type": "integer", "minimum": 0, "maximum": 99},
-            },
-            "required": ["name", "age"],
-            "type": "object",
+PERSON = function(
+    "Person",
+    {
+        "type": "object",
+        "properties": {
+            "name": {"description": "The name.", "enum": ["ann", "bob"], "type": "string"},
+            "age": {"type": "integer", "minimum": 0, "maximum": 99},
         },
+        "required": ["name", "age"],
     },
-}
+)
 STRUCTURED: Json = {
-    "tools": [PERSON],
     "tool_choice": {"type": "function", "function": {"name": "Person"}},
     "parallel_tool_calls": False,
-    "max_tokens": 99,
+    "max_tokens": 300,
 }
 MARKS = "<tool_call> </tool_call>"
 
 
-def closed(schema: Json) -> Json:
+def closed(tool: Json, **more: Any) -> Json:
     """Return a tool whose parameters a model of random weights fills, and ends."""
-    parameters = {**schema["function"]["parameters"], "additionalProperties": False}
-    return {**schema, "function": {**schema["function"], "parameters": parameters}}
+    named = tool["function"]
+    return function(named["name"], {**named["parameters"], "additionalProperties": False, **more})
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
 @pytest.mark.parametrize("marks", ["", MARKS], ids=["text", "tokens"])
-def test_a_named_tool_is_called_as_langchain_asks(marks: str) -> None:
-    with calling("qwen3", writes=False, marks=marks) as (client, _):
-        asked = {**STRUCTURED, "tools": [closed(PERSON), *TOOLS]}
-        choice = client.ask(**asked)["choices"][0]
-        assert choice["finish_reason"] == "tool_calls"
-        (call,) = choice["message"]["tool_calls"]
-        assert call["function"]["name"] == "Person"
-        found = json.loads(call["function"]["arguments"])
-        assert found.keys() == {"name", "age"}
-        assert found["name"] in ("ann", "bob")
-        assert 0 <= found["age"] <= 99
-        events = client.stream(**asked)
-        deltas = [each["choices"][0]["delta"] for each in events]
-        (streamed,) = [call for each in deltas for call in each.get("tool_calls", ())]
-        assert streamed["function"] == call["function"]
-        assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
-
-
-@pytest.mark.parametrize("marks", ["", MARKS], ids=["text", "tokens"])
-def test_a_call_whose_arguments_stand_in_tags_is_forced(marks: str) -> None:
-    ages = {
-        "anyOf": [
-            {"type": "array", "items": {"$ref": "#/$defs/age"}, "maxItems": 2},
-            {"type": "null"},
-        ]
-    }
-    parameters = PERSON["function"]["parameters"]
-    more = {**parameters["properties"], "ages": {**ages, "default": None}}
-    schema = {**parameters, "properties": more, "$defs": {"age": {"enum": [1, 2]}}}
-    person = {**PERSON, "function": {**PERSON["function"], "parameters": schema}}
-    with calling("qwen3_5", writes=False, marks=marks) as (client, _):
+def test_a_named_tool_is_called_as_langchain_asks(kind: str, marks: str) -> None:
+    """With arguments as a JSON object, or each in tags."""
+    few = {"type": "array", "items": {"$ref": "#/$defs/age"}, "maxItems": 2}
+    ages = {"ages": {"anyOf": [few, {"type": "null"}], "default": None}}
+    properties = PERSON["function"]["parameters"]["properties"] | ages
+    person = closed(PERSON, properties=properties, **{"$defs": {"age": {"enum": [1, 2]}}})
+    asked: Json = {**STRUCTURED, "tools": [person, *TOOLS], "temperature": 1}
+    with calling(kind, writes=False, marks=marks) as (client, _):
         for seed in range(3):
-            asked = {**STRUCTURED, "tools": [person, *TOOLS], "max_tokens": 300}
-            choice = client.ask(**asked, seed=seed, temperature=1)["choices"][0]
+            (choice,) = client.ask(**asked, seed=seed)["choices"]
             (call,) = choice["message"]["tool_calls"]
             assert choice["finish_reason"] == "tool_calls"
+            assert call["function"]["name"] == "Person"
             found = json.loads(call["function"]["arguments"])
             assert found["name"] in ("ann", "bob")
             assert 0 <= found["age"] <= 99
             assert {*(found.get("ages") or ())} <= {1, 2}
+        events = client.stream(**asked, seed=seed)
+        deltas = [each["choices"][0]["delta"] for each in events]
+        (streamed,) = [call for each in deltas for call in each.get("tool_calls", ())]
+        assert streamed["function"] == call["function"]
+        assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize(
@@ -290,8 +262,7 @@ def test_a_call_whose_arguments_stand_in_tags_is_forced(marks: str) -> None:
     ],
 )
 def test_a_string_in_tags_stands_as_it_is_and_cannot_end_a_call(text: str, is_kept: bool) -> None:
-    parameters = {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    tool = function("f", {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}})
     with calling("qwen3_5") as (client, written):
         written[:] = [f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n"]
         written.append("</function>\n</tool_call>")
@@ -320,15 +291,15 @@ def test_a_string_in_tags_stands_as_it_is_and_cannot_end_a_call(text: str, is_ke
     ids=str,
 )
 def test_parameters_that_tags_cannot_keep_are_refused(changed: Json) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": changed}}
     with calling("qwen3_5") as (client, _):
-        assert client.error(tools=[tool], tool_choice="required")["param"] == "tools"
+        asked: Json = {"tools": [function("f", changed)], "tool_choice": "required"}
+        assert client.error(**asked)["param"] == "tools"
 
 
 def test_some_tool_is_called_where_that_is_required() -> None:
     with calling("qwen3", writes=False) as (client, _):
-        other = {"name": "f", "parameters": {"properties": {"a": {"enum": [1, 2]}}}}
-        tools = [closed(PERSON), closed({"type": "function", "function": other})]
+        other = function("f", {"properties": {"a": {"enum": [1, 2]}}})
+        tools = [closed(PERSON), closed(other)]
         asked: Json = {"tools": tools, "tool_choice": "required", "max_tokens": 200}
         for seed in range(4):
             message = client.ask(**asked, seed=seed, temperature=1)["choices"][0]["message"]
@@ -356,8 +327,6 @@ def test_beside_a_schema_there_is_an_answer_of_it_or_a_call(kind: str) -> None:
             assert choice["finish_reason"] == ("tool_calls" if is_call else "stop")
             assert text_of(client.stream(**asked, **more)) == text
             assert (text in ("1", "2"), text == "") == (not is_call, is_call)
-            for call in calls:
-                assert json.loads(call["function"]["arguments"])["name"] in ("ann", "bob")
             assert bool(calls) == is_call
         named = {"json_schema": {"schema": {"not": {}}}, "type": "json_schema"}
         assert client.error(**asked | {"response_format": named})["param"] == "response_format"
@@ -413,39 +382,27 @@ def test_calls_are_forced_only_where_the_template_tells_how(kind: str) -> None:
         ),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice: expected function"),
         ({"tool_choice": "any", "tools": TOOLS}, "tool_choice.type: Input should be 'none'"),
-        ({"tool_choice": "required", "tools": [{"function": {"name": 'f"'}}]}, "plain names"),
-        (
-            {"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": [1]}}]},
-            "objects as parameters",
-        ),
-        (
-            {
-                "tool_choice": "required",
-                "tools": [{"function": {"name": "f", "parameters": {"x-guidance": {}}}}],
-            },
-            "x-guidance",
-        ),
-        (
-            {
-                "tool_choice": "required",
-                "tools": [
-                    {"function": {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}}
-                ],
-            },
-            "not",
+        *(
+            ({"tool_choice": "required", "tools": [function(name, parameters)]}, said)
+            for name, parameters, said in (
+                ('f"', {}, "plain names"),
+                ("f", [1], "objects as parameters"),
+                ("f", {"x-guidance": {}}, "x-guidance"),
+                ("f", {"properties": {"a": {"not": {}}}}, "not"),
+            )
         ),
     ],
     ids=str,
 )
 def test_choices_and_schemas_that_cannot_be_kept_are_named(
-    client_of_qwen: Client, changes: Json, said: str
+    qwen: Client, changes: Json, said: str
 ) -> None:
-    error = client_of_qwen.error(**changes)
+    error = qwen.error(**changes)
     assert said in error["message"]
     assert error["param"].split(".")[0] in changes
 
 
 @pytest.fixture(scope="module")
-def client_of_qwen() -> Iterator[Client]:
+def qwen() -> Iterator[Client]:
     with calling("qwen3", writes=False) as (client, _):
         yield client
