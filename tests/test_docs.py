@@ -84,6 +84,17 @@ def test_readme_and_architecture_are_short() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) < 150
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_a_clone_has_two_commands_and_packages_go_into_an_environment(page: str) -> None:
+    blocks = [block["code"] for block in _CODE.finditer((ROOT / page).read_text())]
+    assert re.findall(r"^make (\w+)", blocks[0], re.MULTILINE) == ["demo", "test"]
+    # Python of Debian takes no others; without torch's build for CPUs, pip fetches that for GPUs.
+    first, second, third = blocks[1].splitlines()
+    assert "python3 -m venv" in first
+    assert second.startswith("pip install torch --index-url https://download.pytorch.org/whl/cpu")
+    assert third.startswith('pip install ".[cli]"')
+
+
 @pytest.mark.parametrize("page", names_of(PAGES))
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page

@@ -43,6 +43,7 @@ class Turn:
 
     seed: int  # of torch's generator when the answer began
     is_plain: bool  # whether the model's own `generate` made it
+    is_alone: bool  # whether no pool and no kept prefix of earlier answers helped
     prompt_ids: list[int]  # tokens of the whole conversation before it
     pieces: list[Piece] = field(default_factory=list)  # text of the answer, thinking included
     steps: list[Step] = field(default_factory=list)  # one for each forward pass, the prompt's first
@@ -103,9 +104,9 @@ class Conversation:
             print(piece.text, end="")
         print(conversation.turn.tokens_per_sec)
 
-    All answers share one pool. A question that fails or is stopped before the first word of its
-    answer is removed from the messages. Sampled answers draw from torch's global generator. Only
-    the new tokens of each prompt are run.
+    All answers but those with a given seed share one pool, and run only the new tokens of their
+    prompts. A question that fails or is stopped before the first word of its answer is removed from
+    the messages. Sampled answers draw from torch's global generator.
 
     Attributes:
         messages: messages of user and assistant in turn, in the form of chat templates, without the
@@ -155,7 +156,8 @@ class Conversation:
         Args:
             text: the user's message; None to answer the last message again, replacing its answer.
             is_plain: whether to answer by the model's own `generate`.
-            seed: seed of torch's generator; None for the next seed, from the settings' on.
+            seed: seed of torch's generator, to compare this answer with another: it has a pool of
+                its own and runs its whole prompt. None for the next seed, from the settings' on.
             cancelled: event that ends the answer.
 
         Raises:
@@ -176,9 +178,9 @@ class Conversation:
         num_left = num_tokens_after(self.loaded.model, len(prompt_ids))
         if num_left is not None:
             options["max_new_tokens"] = min(options["max_new_tokens"], num_left)
-        if seed is None:
-            seed = self.settings.seed + self._num_answers
-        turn = Turn(seed, is_plain, prompt_ids)
+        is_alone = is_plain or seed is not None
+        seed = self.settings.seed + self._num_answers if seed is None else seed
+        turn = Turn(seed, is_plain, is_alone, prompt_ids)
         return self._answer(asked, turn, options, cancelled or threading.Event())
 
     def _answer(
@@ -243,8 +245,8 @@ class Conversation:
             output = generate(
                 model,
                 **options,
-                pool=self._pools,
-                config=Config(reuses_prefix=True),
+                pool=None if turn.is_alone else self._pools,
+                config=Config(reuses_prefix=not turn.is_alone),
                 on_step=put,
                 return_dict_in_generate=True,
             )

@@ -198,7 +198,7 @@ class Terminal:
         return turn
 
     def _compare(self, text: str | None) -> None:
-        """Answer by plain generate and then by lade, with one seed, and compare the answers."""
+        """Answer by plain generate and then by lade, with one seed and nothing kept; compare."""
         self.console.rule("plain generate", align="left", style="dim")
         plain = self._answer(text, is_plain=True)
         if not plain.is_complete:

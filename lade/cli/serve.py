@@ -1,6 +1,5 @@
 """`lade serve`: a model for OpenAI's clients."""
 
-import importlib.util
 import logging
 import os
 import signal
@@ -12,24 +11,10 @@ from typing import Any
 from lade._version import __version__
 from lade.cli.loading import console, note, working
 from lade.cli.options import check_pools
-from lade.errors import MissingExtraError, UserError
+from lade.errors import UserError
 from lade.models.loading import LoadedModel
 from lade.server.hosts import is_local
 from lade.server.options import ServerOptions
-
-# Packages of the extra `serve`; any of them may be missing.
-_NEEDED = ("prometheus_client", "pydantic", "starlette", "uvicorn", "llguidance")
-
-
-def check_extra() -> None:
-    """Raise before any work is done if a package is missing.
-
-    Raises:
-        MissingExtraError: it is; the message has the pip command.
-    """
-    for module in _NEEDED:
-        if importlib.util.find_spec(module) is None:
-            raise MissingExtraError(module, "serve")
 
 
 def keys_of(keys: Sequence[str], path: Path | None) -> list[str]:

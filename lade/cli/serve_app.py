@@ -112,9 +112,8 @@ def serve(
     if not 0 <= port < 2**16:
         raise UserError(f"expected a port of 0 to 65535, got {port}")
     _check_port(host, port)
-    from lade.cli.serve import check_extra, check_folder, corpora_of, keys_of, run
+    from lade.cli.serve import check_folder, corpora_of, keys_of, run
 
-    check_extra()
     if keeps is not None:
         check_folder(keeps)
     read_keys = partial(keys_of, api_key or [], api_keys_file)

@@ -11,7 +11,10 @@ from lade.models.loading import LoadedModel
 
 # Fields of messages that a template may leave out: the order shows which call a result belongs to,
 # and templates often leave out earlier thoughts on purpose.
-_ANYWAY = {"role", "content", "tool_call_id", "reasoning_content", "reasoning", "thinking"}
+_ANYWAY = {
+    *("role", "content", "tool_call_id"),
+    *("reasoning_content", "reasoning_details", "reasoning", "thinking"),
+}
 
 
 def encode(tokenizer: Any, prompt: str, device: Any = None) -> dict[str, Any]:
@@ -38,7 +41,8 @@ def encode_messages(
         options: arguments of the chat template, such as tools.
 
     Raises:
-        UserError: there is no token, or the chat template refuses the messages.
+        UserError: there is no token, or one that the model has no row for, or the chat template
+            refuses the messages.
     """
     with _refusals(f"the chat template of {loaded.name} refuses the messages"):
         encoded = _encoded(loaded.tokenizer, messages, loaded.model.device, is_raw, options)
@@ -46,7 +50,19 @@ def encode_messages(
         has_template = loaded.tokenizer.chat_template and not is_raw
         why = "" if has_template else f": {loaded.name} has no chat template, or it is left out"
         raise UserError(f"the prompt is empty{why}")
+    if why := why_unknown(loaded, int(encoded["input_ids"].max())):
+        raise UserError(why)
     return encoded
+
+
+def why_unknown(loaded: LoadedModel, token_id: int) -> str | None:
+    """Return an error's text if the model has no row for a token, as tokenizers may have more."""
+    size = loaded.model.config.get_text_config(decoder=True).vocab_size
+    if token_id < size:
+        return None
+    has_name = token_id < len(loaded.tokenizer)
+    token = f", {loaded.tokenizer.convert_ids_to_tokens(token_id)!r}" if has_name else ""
+    return f"expected ids of tokens below {size}, got {token_id}{token}: the model has no such row"
 
 
 def _encoded(

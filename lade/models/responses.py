@@ -1,8 +1,8 @@
-"""Parsers that divide a model's answer into content, thoughts and tool calls."""
+"""`AnswerParser`: divides a model's answer into content, thoughts and tool calls."""
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -13,6 +13,8 @@ from lade.models.loading import LoadedModel
 Json = dict[str, Any]
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as templates call them
+# Fields of an answer that are text, by the templates' names.
+_TEXTS = {"content": "content", **dict.fromkeys(_THOUGHTS, "reasoning_content")}
 _NAMED = {"name": "{name}", "arguments": "{content}"}
 # A sample call; the chat template shows by it how calls are written.
 _ARGUMENTS = {"lade_argument": "lade_value", "lade_other": "lade_more"}
@@ -71,10 +73,87 @@ _GEMMA = _template(
 _TEMPLATES = {"qwen2": _HERMES, "qwen3": _HERMES, "qwen3_5": _XML, "gemma4": _GEMMA}
 
 
-def parser_of(loaded: LoadedModel, prefix: str, tools: list[Json] | None) -> Any:
+class AnswerParser:
+    """Divides the text of one answer, as it comes; what is no call after all is content.
+
+    Args:
+        template: the response template.
+        prompt: of the answer; it may end within thoughts, content or a call.
+        tools: JSON schemas of the functions that may be called.
+
+    Attributes:
+        is_thinking: whether the prompt ends within thoughts; None if it has none.
+        marks: has all special tokens that the parser must see; others are no text.
+    """
+
+    def __init__(self, template: Json, prompt: str = "", tools: list[Json] | None = None) -> None:
+        spec = load_response_template(template)
+        self._parser: ResponseParser | None = ResponseParser(spec, prefix=prompt, tools=tools)
+        self.marks = str(template["fields"]).replace("\\", "")
+        self._fields, events = spec.fields, self._parser.initial_events
+        # The text that no part tells of yet, first what is the prompt's, and how much of the text
+        # was divided: a call is told of when it is whole.
+        self._text = spec.truncate_past_last_anchor(prompt)
+        self._num_of_prompt, self._num_divided = len(self._text), 0
+        self._is_calling = self._is_behind_mark = False
+        self._divided(events)
+        self._is_behind_mark = False  # of the answer's own
+        thoughts = [event["type"] for event in events if event["field"] in _THOUGHTS]
+        self.is_thinking = thoughts[-1] != "region_close" if thoughts else None
+
+    def feed(self, text: str, *, is_last: bool = False) -> list[tuple[str, Any]]:
+        """Take the next text; return new texts and whole calls, with their fields in an answer."""
+        self._text += text
+        if self._parser is not None:
+            try:
+                events = self._parser.feed(text)
+                events += self._parser.finalize()[1] if is_last else []
+                return self._divided(events)
+            except (ValueError, RuntimeError, LookupError, TypeError):
+                self._parser = None  # no tool call after all: this and the rest are content
+        rest, self._text, self._num_of_prompt = self._text[self._num_of_prompt :], "", 0
+        return [("content", rest)] if rest else []
+
+    def _divided(self, events: Iterable[Json]) -> list[tuple[str, Any]]:
+        parts: list[tuple[str, Any]] = []
+        begin = 0 if self._is_calling else None  # of a call that has no end yet
+        for event in events:
+            name, kind, at = event["field"], event["type"], self._num_divided
+            if kind == "region_chunk":
+                at = self._text.index(event["text"], at)
+                self._num_divided = at + len(event["text"])
+                text = event["text"][max(0, self._num_of_prompt - at) :]
+                text = text.lstrip() if self._is_behind_mark else text
+                if text and name in _TEXTS and not event["dirty"]:
+                    parts.append((_TEXTS[name], text))
+                    self._is_behind_mark = False
+                continue
+            is_open, field = kind == "region_open", self._fields[name]
+            mark = field.open_re if is_open else field.close_re
+            found = mark and (mark.search if is_open else mark.match)(self._text, at)
+            self._num_divided = found.end() if found else at
+            self._is_behind_mark |= name in _THOUGHTS  # templates write blanks there
+            if name == "tool_calls":
+                begin = at if is_open else None
+                parts += [] if is_open else [(name, _function_of(event["value"]))]
+        done = self._num_divided if begin is None else begin
+        self._text, self._num_divided = self._text[done:], self._num_divided - done
+        self._num_of_prompt = max(0, self._num_of_prompt - done)
+        self._is_calling = begin is not None
+        return parts
+
+
+def _function_of(call: Json) -> Json:
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {"name": function["name"], "arguments": text}
+
+
+def parser_of(loaded: LoadedModel, prompt: str, tools: list[Json] | None) -> AnswerParser | None:
     """Return a parser of the answer to a prompt; None if the model's answers are text alone."""
     template = _template_of(loaded)
-    return template and ResponseParser(template, prefix=prefix, tools=tools)
+    return None if template is None else AnswerParser(template, prompt, tools)
 
 
 def _template_of(loaded: LoadedModel) -> Json | None:
@@ -120,11 +199,9 @@ def call_form_of(loaded: LoadedModel) -> CallForm | None:
     if not ended:
         return None
     one, rest = text[begun.start() : ended.end()].lstrip(), text[ended.end() :]
-    parser, found = ResponseParser(spec, prefix=""), _AS_JSON.fullmatch(one)
-    found = found or _AS_TAGS.fullmatch(one)
-    read = [*parts_of(parser.feed(one)), *parts_of(parser.finalize()[1])]
-    said = {**_CALL, "arguments": json.dumps(_CALL["arguments"])}
-    if found is None or read != [("tool_calls", said)]:
+    found = _AS_JSON.fullmatch(one) or _AS_TAGS.fullmatch(one)
+    read = AnswerParser(template).feed(one, is_last=True)
+    if found is None or read != [("tool_calls", _function_of(call))]:
         return None
     thoughts = None
     for name in spec.fields.keys() & {*_THOUGHTS}:
@@ -136,25 +213,3 @@ def call_form_of(loaded: LoadedModel) -> CallForm | None:
     return CallForm(
         begin, middle, (tags[0], tags[1], tags[2]) if tags else None, end, between, thoughts
     )
-
-
-def leaves_thoughts_open(parser: ResponseParser) -> bool | None:
-    """Return whether thoughts that a prompt begins have no end in it; None if it begins none."""
-    found = [event for event in parser.initial_events if event.get("field") in _THOUGHTS]
-    return found[-1]["type"] != "region_close" if found else None
-
-
-def parts_of(events: Iterable[Json]) -> Iterator[tuple[str, Any]]:
-    """Yield the texts and function calls of a parser's events, with their fields in an answer."""
-    for event in events:
-        field = event.get("field")
-        if event["type"] == "region_close" and field == "tool_calls":
-            function = event["value"]["function"]
-            arguments = function["arguments"]
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            yield field, {"name": function["name"], "arguments": text}
-        elif event["type"] == "region_chunk" and not event.get("dirty") and event.get("text"):
-            if field == "content":
-                yield field, event["text"]
-            elif field in _THOUGHTS:
-                yield "reasoning_content", event["text"]

@@ -30,9 +30,6 @@ async def whole(exchange: Exchange) -> str:
         add(choices[new["index"]], new)
     for choice in choices if exchange.request.asked.is_chat else ():
         choice["message"] = message = {"content": "", "refusal": None, **choice.pop("delta")}
-        for name in ("content", "reasoning_content") if exchange.request.prompts[0].parser else ():
-            if name in message:  # templates write blanks around their marks
-                message[name] = message[name].strip()
         for call in message.get("tool_calls", ()):
             del call["index"]  # only streams have it
     return _as_json(exchange, choices, **_figures(exchange))

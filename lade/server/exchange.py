@@ -47,7 +47,7 @@ class Request:
     request_id: str = field(default_factory=lambda: f"{uuid.uuid4()}")
     # Set once its body is read.
     asked: Asked = field(default_factory=Asked)
-    ignored: Sequence[str] = ()  # names of unknown fields
+    ignored: Sequence[str] = ()  # names of fields without effect
     pools: Pools | None = None
     is_private: bool = True  # whether nothing is kept for later requests
     # Set once it is prepared.
@@ -70,8 +70,7 @@ class Request:
     @property
     def without_effect(self) -> str:
         """Names of fields of the request that have no effect, safe for headers and logs."""
-        names = [*self.asked.without_effect, *self.ignored][:_MOST_NAMES]
-        return ", ".join(quote(name[:_MOST_NAMES]) for name in names)
+        return ", ".join(quote(name[:_MOST_NAMES]) for name in self.ignored[:_MOST_NAMES])
 
 
 @dataclass(eq=False)

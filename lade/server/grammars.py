@@ -56,6 +56,7 @@ class Grammars:
         self,
         form: CallForm,
         functions: Sequence[Mapping[str, Any]],
+        schema: Mapping[str, Any] | None = None,
         tenant: str = "",
         *,
         is_thinking: bool = False,
@@ -65,6 +66,7 @@ class Grammars:
         Args:
             form: the form in which the model writes calls.
             functions: names and parameters (JSON schemas) of the functions.
+            schema: of the answer in place of calls; None if there is to be a call.
             tenant: as for `made`.
             is_thinking: whether the prompt ends within thoughts.
 
@@ -73,19 +75,20 @@ class Grammars:
         """
         texts: dict[str, str] = {}
         for each in functions:
-            schema = each.get("parameters") or {"additionalProperties": False}
-            is_object = isinstance(schema, dict) and schema.get("type", "object") == "object"
+            given = each.get("parameters") or {"additionalProperties": False}
+            is_object = isinstance(given, dict) and given.get("type", "object") == "object"
             if not (is_object and _NAME.fullmatch(each["name"])):
                 raise refusal("expected functions with plain names and objects as parameters")
-            schema = {"type": "object", **schema}
+            given = {"type": "object", **given}
             if form.tags is None:
-                texts[each["name"]] = f"%json {_text_of(schema, _FORM)}"
+                texts[each["name"]] = f"%json {_text_of(given, _FORM)}"
             else:
-                self.made(schema, tenant)  # raises for a schema that is none
-                texts[each["name"]] = _tagged(form.tags, schema)
-        if sum(map(len, texts.values())) > _MAX_CHARS:
+                self.made(given, tenant)  # raises for a schema that is none
+                texts[each["name"]] = _tagged(form.tags, given)
+        answer = None if schema is None else f"%json {_text_of(schema, _FORM)}"
+        if sum(map(len, (*texts.values(), answer or ""))) > _MAX_CHARS:
             raise refusal(f"expected schemas of at most {_MAX_CHARS} characters together")
-        return self._checked(partial(_lark, form, texts, is_thinking), tenant)
+        return self._checked(partial(_lark, form, texts, answer, is_thinking), tenant)
 
     def _checked(
         self, write: Callable[[Mapping[str, int]], str], tenant: str
@@ -141,9 +144,16 @@ class GrammarProcessor(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
 
 
 def _lark(
-    form: CallForm, texts: Mapping[str, str], is_thinking: bool, specials: Mapping[str, int]
+    form: CallForm,
+    texts: Mapping[str, str],
+    answer: str | None,
+    is_thinking: bool,
+    specials: Mapping[str, int],
 ) -> str:
-    """Write a grammar of calls; texts are the expressions of functions' arguments, by name."""
+    """Write a grammar of calls, or else of an answer.
+
+    Texts are the expressions of functions' arguments, by name.
+    """
     longest = sorted(map(re.escape, specials), key=len, reverse=True)
 
     def said(text: str) -> str:
@@ -176,7 +186,10 @@ def _lark(
             f"rest[suffix={closing}]: {any_text}" if is_text else f"rest: {any_text} {closing}"
         )
         thought = f"rest {blank} " if is_thinking else f"({opening} rest {blank})? "
-    return "\n".join([f"start: {thought}call{more}", *rules])
+    if answer is not None:
+        rules.append(f"answer: {answer}")
+    said_then = f"call{more}" if answer is None else f"(call{more} | answer)"
+    return "\n".join([f"start: {thought}{said_then}", *rules])
 
 
 def _tagged(tags: tuple[str, str, str], schema: Mapping[str, Any]) -> str:

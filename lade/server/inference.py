@@ -22,7 +22,6 @@ from lade.drafting.drafter import Drafter
 from lade.engine.engine import current_call
 from lade.hf.api import decode
 from lade.models.loading import LoadedModel
-from lade.models.responses import parts_of
 from lade.models.stream import StopCutter, TextStream
 from lade.server.answers import NULLS, Json, add
 from lade.server.errors import ApiError, failed
@@ -160,7 +159,9 @@ class _Relay:
         self.decides = bool(asked.stop or self._calls_once)
         self.echoes = bool(getattr(asked, "echo", None))
         self._num_top = asked.num_logprobs
-        self._special = frozenset(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder.items()
+        special = {token_id: token.content for token_id, token in added if token.special}
+        self._special = frozenset(special)
         self.record = _Record()
         # Characters of all text, and of the text that no stop string can take back.
         self._num_chars = self._num_shown = 0
@@ -169,15 +170,14 @@ class _Relay:
         self._new = list[tuple[int, int, int]]()
         self._waiting = deque[tuple[int, int, str, Any]]()
         self._named = lru_cache(_NAMED)(self._name)
-        self._pending = ""  # text that the parser has not turned into an event yet
         self._delta: Json = {}
         self._num_calls = 0
         ends = one.prompt.options.eos_token_id
         self._ends = frozenset([ends] if isinstance(ends, int) else ends or ())
         self._silent = frozenset[int]()  # tokens without text
-        if self._parser is not None:  # the parser sees all special tokens but the end of the answer
-            self._silent = self._ends
-            self._add(parts_of(self._parser.initial_events))  # the prompt may begin the answer
+        if (parser := self._parser) is not None:  # it sees special tokens that are marks
+            others = {each for each in special if special[each] not in parser.marks}
+            self._silent = self._ends | others
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Take the last token of [1, num_tokens]; return whether the answer ends there."""
@@ -255,28 +255,18 @@ class _Relay:
     def _read(self, text: str, *, is_last: bool = False) -> None:
         """Add text of the answer; a parser divides it into content, thoughts and tool calls."""
         self._num_shown += len(text)
-        self._pending += text
-        try:
-            if self._parser is not None:
-                events = self._parser.finalize()[1] if is_last else self._parser.feed(text)
-                self._add([*parts_of(events)])
-        except (ValueError, RuntimeError, LookupError, TypeError):
-            self._parser = None  # no tool call after all: this and the rest are text
-        if self._parser is None and self._pending:
-            self._add([("content", self._pending)])
-
-    def _add(self, parts: Iterable[tuple[str, Any]]) -> None:
+        parts = [("content", text)] if text else []
+        if self._parser is not None:
+            parts = self._parser.feed(text, is_last=is_last)
         for name, value in parts:
             if name == "tool_calls":
-                number, self._num_calls, self._pending = self._num_calls, self._num_calls + 1, ""
+                number, self._num_calls = self._num_calls, self._num_calls + 1
                 call_id = (
                     f"{self._exchange.request.request_id}_{self._answer.index}_tool_call_{number}"
                 )
                 call = {"index": number, "id": call_id, "type": "function", "function": value}
-                add(self._delta, {name: [call]})
-            else:
-                self._pending = self._pending.partition(value)[2]
-                add(self._delta, {name: value})
+                value = [call]
+            add(self._delta, {name: value})
 
     def take(self, step: Step) -> None:
         """Take the new tokens of a step, and send their text."""
@@ -296,8 +286,8 @@ class _Relay:
             choice["logprobs"] = self._logprobs(is_last)
         if is_last:
             has_ended = self._is_over or not self._ends.isdisjoint(self._answer.token_ids[-1:])
-            why = "tool_calls" if self._num_calls else "stop" if has_ended else "length"
-            choice["finish_reason"] = why
+            why = "tool_calls" if self._num_calls else "stop"
+            choice["finish_reason"] = why if has_ended else "length"
         self._delta = {}
         exchange.in_loop(exchange.choices.put_nowait, choice)
 

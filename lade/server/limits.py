@@ -14,13 +14,19 @@ from lade.compat.attempts import Attempt
 from lade.config import Config
 from lade.errors import UserError
 from lade.models.loading import LoadedModel
-from lade.models.prompts import encode_messages, num_positions, tool_calls, useless_fields
-from lade.models.responses import CallForm, call_form_of, leaves_thoughts_open, parser_of
+from lade.models.prompts import (
+    encode_messages,
+    num_positions,
+    tool_calls,
+    useless_fields,
+    why_unknown,
+)
+from lade.models.responses import CallForm, call_form_of, parser_of
 from lade.server.errors import ApiError
 from lade.server.exchange import OnePrompt, Request
 from lade.server.grammars import Grammars
 from lade.server.options import ServerOptions
-from lade.server.requests import Asked, Chat, Completion, wrong
+from lade.server.requests import Asked, Chat, Completion, Message, wrong
 
 # Bytes of a token in the mean, and of a body beside its prompt. A body with more bytes than its
 # longest prompt could have is refused before it is tokenized.
@@ -85,25 +91,31 @@ class Preparing:
         )
 
     def grammar(self, request: Request, tenant: str) -> llguidance.LLMatcher:
-        """Return the grammar of a chat's schema, or of the calls that it forces.
+        """Return the grammar of a chat's schema, of the calls that it forces, or of either.
 
         Raises:
             ApiError: no grammar can be made of it, or the form of the model's calls is unknown.
         """
         chat = request.asked
         assert isinstance(chat, Chat)
-        if chat.tools_forced is None:
-            assert chat.schema_asked is not None
-            return self.grammars.made(chat.schema_asked, tenant)
+        schema, functions, param = None, chat.tools_forced, "tool_choice"
+        if functions is None:
+            schema, param = chat.schema_asked, "response_format"
+            assert schema is not None
+            made = self.grammars.made(schema, tenant)
+            functions = [tool["function"] for tool in chat.tools or ()]
+            if not functions:
+                return made
         form = self._call_form
         if form is not None:  # then there is a parser
-            thinks = leaves_thoughts_open(request.prompts[0].parser)
+            thinks = request.prompts[0].parser.is_thinking
             form = form._replace(thoughts=None) if thinks is False else form
         if form is None or (thinks and form.thoughts is None):
             reason = "not supported: the model's chat template does not tell how calls are written"
-            raise wrong("tool_choice", reason)
+            raise wrong(param, reason)
+        asked = form, functions, schema, tenant
         try:
-            return self.grammars.of_calls(form, chat.tools_forced, tenant, is_thinking=bool(thinks))
+            return self.grammars.of_calls(*asked, is_thinking=bool(thinks))
         except ApiError as error:
             error.param = "tools"
             raise
@@ -134,7 +146,9 @@ class Preparing:
         messages = [each.as_template_input() for each in asked.messages]
         options = {"tools": asked.tools or None, **(asked.chat_template_kwargs or {})}
         for useless in useless_fields(self._tokenizer, messages, options):
-            if useless == "tools" or not self._options.ignores_unknown:
+            of_what, _, name = useless.rpartition(".")
+            is_known = of_what.startswith("messages.") and name in Message.without_effect
+            if useless == "tools" or not (is_known or self._options.ignores_unknown):
                 raise wrong(useless, "not supported: the model's chat template has no use for it")
             ignored.append(useless)
         if asked.continue_final_message:
@@ -144,15 +158,10 @@ class Preparing:
     def _encoded_text(self, prompt: str | list[int]) -> dict[str, Any]:
         if isinstance(prompt, str):
             return encode_messages(self._loaded, [{"content": prompt}], is_raw=True)
-        if max(prompt) >= (size := self._vocab_size):
-            raise wrong("prompt", f"expected ids of tokens below {size}, got {max(prompt)}")
+        if why := why_unknown(self._loaded, max(prompt)):
+            raise wrong("prompt", why)
         ids = torch.tensor([prompt], device=self._loaded.model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-    @property
-    def _vocab_size(self) -> int:
-        size: int = self._loaded.model.config.get_text_config(decoder=True).vocab_size
-        return size
 
     def _generation(self, asked: Asked, num_prompt: int) -> Any:
         """Return the GenerationConfig of a call, if prompt and answer fit into the context."""
@@ -176,9 +185,8 @@ class Preparing:
         elif asked.top_p is not None:
             options.do_sample = True
         if biases := asked.logit_bias:  # transformers takes no empty dict
-            if max(biases) >= (size := self._vocab_size):
-                message = f"expected ids of tokens below {size}, got {max(biases)}"
-                raise ApiError(400, message, param="logit_bias")
+            if why := why_unknown(self._loaded, max(biases)):
+                raise wrong("logit_bias", why)
             options.sequence_bias = {(token,): float(bias) for token, bias in biases.items()}
         return options
 

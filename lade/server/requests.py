@@ -1,8 +1,8 @@
-"""Requests and their fields; an unknown field is refused by name."""
+"""Requests and their fields; an unknown field, at any depth, is refused by name or left out."""
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from inspect import signature
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -25,11 +25,6 @@ def wrong(param: str | None, message: str) -> ApiError:
     return ApiError(400, text, param=param, code="unsupported_or_invalid")
 
 
-# OpenAI's fields that are accepted without effect; a header of the answer names them.
-_WITHOUT_EFFECT = (
-    *("metadata", "prompt_cache_key", "reasoning_effort", "safety_identifier"),
-    *("service_tier", "store", "verbosity"),
-)
 _LOWEST_TEMPERATURE = 1e-4  # below it, scores may overflow float32
 _Tokens = Annotated[
     list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)
@@ -40,11 +35,23 @@ _Length = Annotated[int | None, Field(ge=1), _unless_open]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class _Strict(BaseModel, extra="forbid", strict=True, allow_inf_nan=False, cache_strings="none"):
-    """An object that has no other fields than the declared ones."""
+class _Strict(BaseModel, extra="allow", strict=True, allow_inf_nan=False, cache_strings="none"):
+    """An object; `read` looks at its fields that are not declared."""
+
+    #: OpenAI's and Anthropic's fields that change no text; a header of the answer names them.
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """Leave out fields that are null, which some clients send for all fields they know."""
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class _TextPart(_Strict):
+    without_effect = frozenset({"cache_control", "prompt_cache_breakpoint"})
     type: Literal["text", "input_text", "output_text"]
     text: str
 
@@ -64,7 +71,10 @@ _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Biases = dict[Annotated[int, Field(ge=0, strict=False)], _Bias]
 
 
-class _Message(_Strict, extra="allow"):
+class Message(_Strict):
+    """A message; the chat template may read fields that are not declared."""
+
+    without_effect = frozenset({"cache_control", "name"})
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: _Content | None = None
     tool_calls: Annotated[list[Json], Field(fail_fast=True)] | None = None
@@ -111,9 +121,20 @@ class _Choice(_Strict):
 _as_choice = BeforeValidator(lambda how: {"type": how} if isinstance(how, str) else how)
 
 
+class _Moderation(_Strict):
+    model: str  # without a policy, nothing is to be blocked
+
+
 class Asked(_Strict):
     """Fields of both endpoints."""
 
+    without_effect = frozenset(
+        {
+            *("metadata", "moderation", "prompt_cache_key", "prompt_cache_options"),
+            *("prompt_cache_retention", "reasoning_effort", "safety_identifier"),
+            *("service_tier", "store", "verbosity"),
+        }
+    )
     is_chat: ClassVar[bool]
     model: str | None = None
     stream: bool | None = None
@@ -128,13 +149,7 @@ class Asked(_Strict):
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
-    metadata: Any = None
-    prompt_cache_key: Any = None
-    reasoning_effort: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
-    verbosity: Any = None
+    moderation: _Moderation | None = None
     # vLLM's and transformers'.
     cache_salt: _Name | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1 for all
@@ -144,14 +159,6 @@ class Asked(_Strict):
     speculation: bool | None = None
     pools: Annotated[list[_Name], Field(max_length=8)] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        """Leave out fields that are null, which some clients send for all fields they know."""
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if value is not None}
-
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.stream_options is not None and not self.stream:
@@ -159,11 +166,6 @@ class Asked(_Strict):
         if self.temperature and self.temperature < _LOWEST_TEMPERATURE:
             raise wrong("temperature", f"expected 0 or at least {_LOWEST_TEMPERATURE}")
         return self
-
-    @property
-    def without_effect(self) -> list[str]:
-        """Names of fields of the request that have no effect."""
-        return [name for name in _WITHOUT_EFFECT if getattr(self, name)]
 
     @property
     def num_logprobs(self) -> int | None:
@@ -178,7 +180,7 @@ class Chat(Asked):
     """A request for the next message of a conversation."""
 
     is_chat = True
-    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: _Length = None
     prediction: _Prediction | None = None
     logprobs: bool | None = None
@@ -211,9 +213,6 @@ class Chat(Asked):
             raise wrong("tool_choice", "expected one of tools")
         if self.top_logprobs is not None and not self.logprobs:
             raise wrong("top_logprobs", "expected it with logprobs only")
-        if self.schema_asked is not None and self.tools:
-            message = "expected a schema or tools, got both: calls are not of the schema"
-            raise wrong("response_format", message)
         form = self.response_format
         if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
             raise wrong("response_format", "expected json_schema with the type json_schema alone")
@@ -308,15 +307,18 @@ def _arguments_of(call: Json, where: str) -> Json:
 
 
 def read(
-    kind: type[Asked], data: bytes | bytearray, model: str, ignored: list[str] | None = None
-) -> Asked:
+    kind: type[Asked], data: bytes | bytearray, model: str, *, ignores_unknown: bool = False
+) -> tuple[Asked, list[str]]:
     """Read a request, as JSON, in time that is bounded by the number of its bytes.
 
     Args:
         kind: of request.
         data: its body.
         model: that is served.
-        ignored: takes the names of unknown fields; None where they are refused.
+        ignores_unknown: whether unknown fields are left out; else they are refused.
+
+    Returns:
+        The request, and the names of its fields that have no effect.
 
     Raises:
         ApiError: it is not JSON, or a field is unknown, of a wrong type or not supported.
@@ -325,27 +327,34 @@ def read(
     if sum(map(_STRINGS.sub(b"", data).count, (b",", b"[", b"{"))) > _MAX_VALUES:
         raise ApiError(400, f"expected at most {_MAX_VALUES} values in a request, got more")
     try:
-        known = data if ignored is None else _known_of(kind, data, ignored)
-        asked = kind.model_validate_json(known)  # at most 200 deep
+        asked = kind.model_validate_json(data)  # at most 200 deep
     except (
         ValidationError
     ) as error:  # its first error in OpenAI's form, without values of the request
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = ".".join(map(str, first["loc"]))[:200] or None
-        message = "not supported" if first["type"] == "extra_forbidden" else first["msg"][:300]
-        raise wrong(param, message) from None
+        raise wrong(param, first["msg"][:300]) from None
+    useless = [*_taken_out(asked)]
+    for place, is_known in useless:
+        if not (is_known or ignores_unknown):
+            raise wrong(place[:200], "not supported")
     if asked.model not in (None, model):
         message = f"expected the model {model!r}, got {asked.model!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
-    return asked
+    return asked, sorted(place for place, _ in useless)
 
 
-def _known_of(kind: type[Asked], data: bytes | bytearray, ignored: list[str]) -> bytes | bytearray:
-    """Return a request without its unknown fields, whose names are added to a list."""
-    found: Any = None
-    with suppress(ValueError, RecursionError):  # the parser reports these
-        found = json.loads(data)
-    if not isinstance(found, dict):
-        return data
-    ignored += sorted(found.keys() - kind.model_fields.keys())
-    return json.dumps({name: found[name] for name in found if name not in ignored}).encode()
+def _taken_out(part: Any, place: str = "") -> Iterator[tuple[str, bool]]:
+    """Take out fields without effect, at any depth; yield their places, and if they are known."""
+    if isinstance(part, list):
+        for index, each in enumerate(part):
+            yield from _taken_out(each, f"{place}{index}.")
+    elif isinstance(part, _Strict):
+        others = part.model_extra or {}
+        for name, value in [*part]:
+            is_known = name in part.without_effect
+            if (value if is_known else name in others) and not isinstance(part, Message):
+                yield f"{place}{name}", is_known
+            yield from _taken_out(value, f"{place}{name}.")
+        if not isinstance(part, Message):  # of which the chat template decides
+            others.clear()

@@ -217,9 +217,9 @@ class Routes:
 
     async def _prepared(self, kind: type[Asked], exchange: Exchange, data: bytearray) -> None:
         """Read and check a request, and make its prompts, pools and grammar, before its turn."""
-        run, owner, ignored = self._workers.run, exchange.request.owner, list[str]()
-        unknown = ignored if self._options.ignores_unknown else None
-        asked: Asked = await run(exchange, read, kind, data, self._name, unknown)
+        run, owner = self._workers.run, exchange.request.owner
+        how = partial(read, ignores_unknown=self._options.ignores_unknown)
+        asked, ignored = await run(exchange, how, kind, data, self._name)
         if owner.is_alone:
             asked.speculation = False
         pools, tenant = self.pools.of(owner, asked)

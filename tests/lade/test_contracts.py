@@ -1,11 +1,8 @@
 """What users rely on, by public names alone: what no other such test notices of the faults."""
 
 import copy
-import os
-import re
 import runpy
 import signal
-import subprocess
 import sys
 from concurrent.futures import CancelledError
 from functools import partial
@@ -334,40 +331,3 @@ def test_a_server_answers_with_the_text_of_generate() -> None:
             assert usage["completion_tokens"] == 40
             assert usage["total_tokens"] == usage["prompt_tokens"] + 40
             assert 0 <= usage["completion_tokens_details"]["accepted_draft_tokens"] < 40
-
-
-@pytest.mark.exhaustive  # a process that loads everything
-def test_a_key_that_was_revoked_opens_nothing(tmp_path: Path) -> None:
-    """Nor has one key what another has taught the server."""
-    from tests.lade.server import client as clients
-    from tests.lade.server import serving
-
-    model, tokenizer, _ = serving.loaded_model()
-    for saved in (model, tokenizer):
-        saved.save_pretrained(tmp_path)
-    keys, log = tmp_path / "keys", tmp_path / "log"
-    keys.write_text("ann\nbob\n")
-    keys.chmod(0o600)
-    command = [sys.executable, "-m", "lade", "serve", "--model", str(tmp_path), "--port", "0"]
-    command += ["--dtype", "float32", "--model-name", "tiny", "--api-keys-file", str(keys)]
-    with log.open("w") as file:
-        environment = {**os.environ, "COLUMNS": "500", "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, stderr=file, env=environment)
-    try:
-        serving.wait_until(lambda: "/v1" in log.read_text(), 120)
-        url = re.search(r"http://\S+/v1", log.read_text())
-        assert url is not None
-
-        ann, bob = (clients.Client(process, url[0], key) for key in ("ann", "bob"))
-        first = ann.drafted()
-        again = ann.drafted()
-        assert again > first + 10
-        assert bob.drafted() < again - 5  # how long drafts are follows time
-        keys.write_text("bob\n")
-        process.send_signal(signal.SIGHUP)
-        serving.wait_until(lambda: "read again" in log.read_text())
-        assert bob.drafted() > first
-        clients.error_of(ann.post(json={"messages": clients.QUESTION}), 401)
-    finally:
-        process.kill()
-        process.wait()

@@ -182,9 +182,21 @@ def test_wrong_commands_are_told_and_nothing_is_asked(
 # --- commands -----------------------------------------------------------------------------------
 
 
-def test_plain_answers_both_ways_and_compares(chat: Begin, path: Path) -> None:
+def test_plain_answers_both_ways_and_compares(
+    chat: Begin, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither side knows an earlier answer, nor has it a part of the prompt in its KV cache."""
+    generate, calls = lade.generate, []
+
+    def noting(*args: Any, **options: Any) -> Any:
+        output = generate(*args, **options)
+        calls.append((options["pool"] is None, output.stats.num_reused_tokens > 0))
+        return output
+
+    monkeypatch.setattr("lade.chat.conversation.generate", noting)
     keys = ("abc\r", "/plain\r", "def\r", "/plain ghi\r", f"/save {path}\r", CTRL_D)
     shown = chat(*keys, options=("--temperature", 1)).shown
+    assert calls == [(False, False), (True, False), (False, True), (True, False)]
     assert shown.count("plain generate ──") == shown.count("lade ──") == 2
     assert shown.index("plain generate ──") < shown.index("lade ──")
     assert "plain, 10 tokens" in shown

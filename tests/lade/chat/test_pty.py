@@ -47,11 +47,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Window:
     """A program in a pseudo-terminal."""
 
-    def __init__(self, arguments: list[str], home: Path, width: int, height: int) -> None:
+    def __init__(self, arguments: list[str], home: Path) -> None:
         self.text = ""
         self._at = 0
         self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         environment = {
             **os.environ,
             "TERM": "xterm-256color",
@@ -130,10 +130,10 @@ def open_window(folder: str, home: Path) -> Iterator[Callable[..., Window]]:
     """Return a function that begins a chat in a window."""
     opened: list[Window] = []
 
-    def begin(*options: str, width: int = 80, height: int = 24) -> Window:
+    def begin(*options: str) -> Window:
         arguments = ["chat", "--model", folder, "--dtype", "float32", "--threads", "1"]
         arguments += ["--temperature", "0"]
-        opened.append(Window([*arguments, *options], home, width, height))
+        opened.append(Window([*arguments, *options], home))
         return opened[-1]
 
     yield begin
@@ -192,15 +192,3 @@ def test_ctrl_c_behind_enter_loses_nothing(open_window: Callable[..., Window]) -
     window.type("\x04")
     assert window.end() == 0
     assert "terminate called" not in window.text
-
-
-@pytest.mark.exhaustive
-def test_a_chat_in_a_narrow_window(open_window: Callable[..., Window]) -> None:
-    window = open_window("--max-new-tokens", "50", width=20, height=8)
-    window.wait_for("leaves")
-    window.type("abc\r")
-    window.wait_for("50 tokens")
-    window.wait_for("\n>")  # the prompt
-    window.type("\x04")
-    assert window.end() == 0
-    assert "Traceback" not in window.text

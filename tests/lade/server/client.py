@@ -1,6 +1,7 @@
 """A client of a server, in a few words, and what comes back."""
 
 import json
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,3 +88,28 @@ def error_of(answer: httpx.Response, status: int) -> Json:
 def text_of(events: Sequence[Json]) -> str:
     choices = [each["choices"][0] for each in events if each["choices"]]
     return "".join(each.get("text") or each.get("delta", {}).get("content", "") for each in choices)
+
+
+def connected(client: Client, source: str | None = None, receive: int | None = None) -> Any:
+    """Return a connection, from an address of this machine, with so many bytes to receive."""
+    url = httpx.URL(client.url)
+    place, found = (url.host, url.port or 0), None if source is None else (source, 0)
+    if receive is None:
+        return socket.create_connection(place, 60, source_address=found)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
+    connection.connect(place)
+    return connection
+
+
+def sent(client: Client, body: Json, promised: int = 0, receive: int | None = None) -> Any:
+    """Ask for a few tokens, without reading them; `promised` bytes more never come."""
+    connection = connected(client, receive=receive)
+    short = {"messages": QUESTION, "max_tokens": 4, "temperature": 0}
+    data = json.dumps({**short, **body}).encode()
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(data) + promised, data)
+    )
+    return connection

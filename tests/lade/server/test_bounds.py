@@ -1,6 +1,5 @@
 """What one client sends, asks for or leaves unread costs the server and the others only so much."""
 
-import json
 import socket
 import subprocess
 import threading
@@ -15,7 +14,7 @@ import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lade.models import LoadedModel
-from tests.lade.server.client import QUESTION, RUNNING, Client, Json, error_of
+from tests.lade.server.client import QUESTION, RUNNING, Client, Json, connected, error_of, sent
 from tests.lade.server.hostile import FLOODS, schema_of
 from tests.lade.server.serving import (
     Paced,
@@ -26,22 +25,12 @@ from tests.lade.server.serving import (
 )
 
 KEYS = ["boss admin", "one", "quiet alone", "still alone"]
-CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
 def client(loaded: LoadedModel) -> Iterator[Client]:
     with serving(loaded, api_keys=KEYS) as client:
         yield client
-
-
-def connected(client: Client, receive: int | None = None) -> socket.socket:
-    url, connection = httpx.URL(client.url), socket.socket()
-    connection.settimeout(60)
-    if receive is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
-    connection.connect((url.host, url.port))
-    return connection
 
 
 def said(client: Client, data: bytes) -> bytes:
@@ -76,7 +65,14 @@ def test_a_request_names_one_host(client: Client, second: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [f"POST {CHAT}", "POST /v1/completions", "GET /health", "PUT /v1/models", "GET /no"]
+    "line",
+    [
+        "POST /v1/chat/completions",
+        "POST /v1/completions",
+        "GET /health",
+        "PUT /v1/models",
+        "GET /no",
+    ],
 )
 @pytest.mark.parametrize("key", ["one", "none"])
 def test_a_request_has_one_length(client: Client, line: str, key: str) -> None:
@@ -110,14 +106,8 @@ def test_an_answer_that_nobody_reads_does_not_outlive_the_timeout(
     with serving(loaded, timeout_sec=3) as client:
         client.text(max_tokens=4)
         client.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        data = json.dumps({"messages": QUESTION, "temperature": 0, **body}).encode()
-        with connected(client, receive=4096) as connection:
-            begin = time.perf_counter()
-            connection.sendall(
-                f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                f"Content-Length: {len(data)}\r\n\r\n".encode()
-                + data
-            )
+        begin = time.perf_counter()
+        with sent(client, body, receive=4096):
             held = client.server.server_state.connections
             wait_until(lambda: len(held) > 0)
             wait_until(lambda: client.metric(RUNNING) == 0)

@@ -1,13 +1,14 @@
 """Requests as programs of others send them, word for word where it matters, and what these read."""
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from lade.models import LoadedModel
-from tests.lade.server.client import QUESTION, Client, Json, text_of
+from tests.lade.server.client import QUESTION, Client, Json, events_of, text_of
 from tests.lade.server.serving import plain_text, serving, wait_until
 
 # --- lm-evaluation-harness ------------------------------------------------------------------
@@ -49,17 +50,9 @@ def test_lm_eval_scores_continuations(
     assert usage["completion_tokens"] == 3 * max_tokens
 
 
-def test_lm_eval_has_texts_go_on(loaded: LoadedModel, client: Client) -> None:
-    """As `generate_until` asks, several at once; each is as if alone, with its stops."""
-    body: Json = {"max_tokens": 24, "temperature": 0, "stop": ["e"], "seed": 1234}
-    answer = client.ask(prompt=PROMPTS, **body)
-    assert [each["text"] for each in answer["choices"]] == [
-        client.text(prompt=prompt, **body) for prompt in PROMPTS
-    ]
-
-
 def test_prompts_at_once_have_several_answers_each_in_order(client: Client) -> None:
     asked: Json = {"n": 2, "seed": 5, "temperature": 0.9, "max_tokens": 9, "echo": True}
+    asked["stop"] = ["e"]  # as lm-eval's `generate_until`
     answer = client.ask(prompt=PROMPTS, logprobs=2, **asked)
     alone = [
         choice for prompt in PROMPTS for choice in client.ask(prompt=prompt, **asked)["choices"]
@@ -115,53 +108,100 @@ def test_a_null_is_a_field_that_is_left_out(client: Client) -> None:
     assert client.error(path="/completions", suffix="a")["param"] == "suffix"
 
 
-# --- fields that only others know -----------------------------------------------------------
+# --- fields that only some know -------------------------------------------------------------
 
-# Of LiteLLM's proxy, with what its users hand on; and of Open WebUI, with settings of a chat.
-UNKNOWN: dict[str, Json] = {
-    "litellm": {"drop_params": True, "api_version": None, "user": "ann", "metadata": {"tags": []}},
-    "open-webui": {
-        "num_ctx": 8192,
-        "keep_alive": "5m",
-        "think": False,
-        "mirostat": 0,
-        "chat_id": "a1",
-        "session_id": "b2",
-        "features": {"web_search": False},
-        "messages": [{**QUESTION[0], "id": "c3", "timestamp": 1}],
-    },
+CACHED: Json = {"cache_control": {"type": "ephemeral"}}
+# By program: whether it needs `--unknown-fields ignore`, its request, what has no effect in it.
+REQUESTS: dict[str, tuple[bool, Json, str]] = {
+    "openai": (
+        False,
+        {"metadata": {"a": "b"}, "verbosity": "low", "store": False, "reasoning_effort": "low"}
+        | {"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "explicit"}}
+        | {"moderation": {"model": "omni-moderation-latest"}},
+        "metadata, moderation, prompt_cache_options, prompt_cache_retention, reasoning_effort, "
+        "verbosity",
+    ),
+    "autogen": (False, {"messages": [{**QUESTION[0], "name": "user"}]}, "messages.0.name"),
+    "librechat": (
+        False,
+        {"user": "65f1", "stream_options": {"include_usage": True}, "stream": True}
+        | {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a", **CACHED}]},
+                {"role": "assistant", "content": "b", "refusal": None, "annotations": []}
+                | {"reasoning_content": "hm", "reasoning_details": [{"text": "hm"}]}
+                | {"audio": None, "tool_calls": None},
+                {"role": "tool", "content": "b", "tool_call_id": "c", "name": "f"},
+                {**QUESTION[0], **CACHED},
+            ]
+        },
+        "messages.0.content.0.cache_control, messages.3.cache_control",
+    ),
+    "guidellm": (
+        True,
+        {"stream": True, "max_completion_tokens": 9, "stop": None, "ignore_eos": True}
+        | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+        "ignore_eos, stream_options.continuous_usage_stats",
+    ),
+    "litellm": (
+        True,
+        {"drop_params": True, "api_version": None, "user": "ann", "metadata": {"tags": []}},
+        "drop_params, metadata",
+    ),
+    "open-webui": (
+        True,
+        {"num_ctx": 8192, "keep_alive": "5m", "think": False, "mirostat": 0, "chat_id": "a1"}
+        | {"features": {"web_search": False}, "moderation": {"model": "m", "policy": {}}}
+        | {"messages": [{**QUESTION[0], "id": "c3", "timestamp": 1}]},
+        "chat_id, features, keep_alive, messages.0.id, messages.0.timestamp, mirostat, moderation, "
+        "moderation.policy, num_ctx, think",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_fields_are_ignored_where_that_is_asked_for(
-    loaded: LoadedModel, client: Client, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    fields, plain = UNKNOWN[name], plain_text(loaded, max_new_tokens=9)
-    names = [each for each in fields if each not in ("user", "metadata", "messages", "api_version")]
-    named = client.error(**fields)["message"]
-    assert any(each in named for each in [*names, "messages.0"])
-    with serving(loaded, ignores_unknown=True) as lenient:
-        body: Json = {"messages": QUESTION, "max_tokens": 9, "temperature": 0, **fields}
-        with caplog.at_level(logging.INFO, "lade.server"):
-            answer = lenient.post(json=body)
-            told_of = answer.headers["x-without-effect"]
-            wait_until(lambda: told_of in caplog.text)
-        assert answer.json()["choices"][0]["message"]["content"] == plain
-        reported = told_of.split(", ")
-        assert {*names} <= {*reported}
-        assert ("messages.0.timestamp" in reported) == ("messages" in fields)
-        assert "x-without-effect" not in lenient.post(json={"messages": QUESTION}).headers
-
-
-def test_what_is_ignored_neither_hides_mistakes_nor_breaks_headers(loaded: LoadedModel) -> None:
+@pytest.fixture(scope="module")
+def lenient(loaded: LoadedModel) -> Iterator[Client]:
     with serving(loaded, ignores_unknown=True) as client:
-        assert client.error(temperature=3, other=1)["param"] == "temperature"
-        assert client.error(tools=[{"function": {"name": "f"}}])["param"] == "tools"
-        fields = {"a\r\nb: c": 1, "é": 2, **{f"field{place}" * 99: 0 for place in range(99)}}
-        body: Any = {"messages": QUESTION, "max_tokens": 1, **fields}
-        reported = client.post(json=body).headers["x-without-effect"]
-        assert reported.startswith("a%0D%0Ab%3A%20c, ")
-        assert len(reported) < 2**13
-        for content in (b"[1]", b"{", b'{"messages": NaN, "a": 1}', b"[" * 10_000):
-            assert client.post(content=content).status_code == 400
+        yield client
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_what_has_no_effect_is_told_of(
+    loaded: LoadedModel,
+    client: Client,
+    lenient: Client,
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    needs_leave, fields, useless = REQUESTS[name]
+    body: Json = {"max_tokens": 9, "temperature": 0, "messages": QUESTION, **fields}
+    if needs_leave:
+        assert client.error(**fields)["message"].startswith(tuple(useless.split(", ")))
+    texts = [each["content"] for each in body["messages"]]
+    texts = [text if isinstance(text, str) else text[0]["text"] for text in texts]
+    pairs = zip(body["messages"], texts, strict=True)
+    prompt = [{"role": each["role"], "content": text} for each, text in pairs]
+    for asked in [lenient] if needs_leave else [client, lenient]:
+        with caplog.at_level(logging.INFO, "lade.server"):
+            answer = asked.post(json=body)
+            told_of = answer.headers["x-without-effect"]
+            wait_until(lambda told_of=told_of: told_of in caplog.text)
+        assert sorted(told_of.split(", ")) == useless.split(", ")
+        is_whole = "stream" not in body
+        said = answer.json()["choices"][0]["message"]["content"] if is_whole else None
+        said = said or text_of(events_of(answer))
+        assert said == plain_text(loaded, prompt, max_new_tokens=9)
+        assert "x-without-effect" not in asked.post(json={"messages": QUESTION}).headers
+
+
+def test_what_is_ignored_neither_hides_mistakes_nor_breaks_headers(lenient: Client) -> None:
+    assert lenient.error(temperature=3, other=1)["param"] == "temperature"
+    assert lenient.error(tools=[{"function": {"name": "f"}}])["param"] == "tools"
+    fields = {"a\r\nb: c": 1, "é": 2, **{f"field{place}" * 99: 0 for place in range(99)}}
+    body: Any = {"messages": QUESTION, "max_tokens": 1, **fields}
+    reported = lenient.post(json=body).headers["x-without-effect"]
+    assert reported.startswith("a%0D%0Ab%3A%20c, ")
+    assert len(reported) < 2**13
+    for content in (b"[1]", b"{", b'{"messages": NaN, "a": 1}', b"[" * 10_000):
+        assert lenient.post(content=content).status_code == 400

@@ -13,7 +13,17 @@ import httpx
 import pytest
 
 from lade.models import LoadedModel
-from tests.lade.server.client import QUESTION, RUNNING, WAITING, Client, Json, error_of, text_of
+from tests.lade.server.client import (
+    QUESTION,
+    RUNNING,
+    WAITING,
+    Client,
+    Json,
+    connected,
+    error_of,
+    sent,
+    text_of,
+)
 from tests.lade.server.serving import (
     Paced,
     plain_text,
@@ -31,39 +41,18 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def connected(client: Client, source: str | None = None) -> socket.socket:
-    url = httpx.URL(client.url)
-    found = None if source is None else (source, 0)
-    return socket.create_connection((url.host, url.port or 0), 60, source_address=found)
-
-
 def is_listening(client: Client) -> bool:
     with suppress(ConnectionRefusedError), connected(client):
         return True
     return False
 
 
-def sent(client: Client, body: Json, promised: int = 0, receive: int | None = None) -> Any:
-    """Ask without reading the answer; `promised` bytes more never come."""
-    url, connection = httpx.URL(client.url), socket.socket()
-    if receive is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
-    connection.connect((url.host, url.port))
-    data = json.dumps({**SHORT, **body}).encode()
-    connection.sendall(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
-        % (len(data) + promised, data)
-    )
-    return connection
-
-
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"stream": True, "n": 4}], ids=str)
 def test_nothing_more_is_computed_for_a_client_that_has_left(
-    loaded: LoadedModel, stream: bool
+    loaded: LoadedModel, more: Json
 ) -> None:
     with serving(loaded) as client, Paced() as pace:
-        connection = sent(client, {"stream": stream, "max_tokens": 300})
+        connection = sent(client, {"max_tokens": 300, **more})
         pace.let(3)
         wait_until(lambda: pace.num_tokens == 3)
         connection.close()
@@ -222,21 +211,6 @@ def test_addresses_that_a_client_writes_get_no_turns_of_their_own(
         wait_until(lambda: sum(each.done() for each in asked) == 2)
         pace.free()
         assert sorted(each.result().status_code for each in asked) == [200, 200, 429, 429]
-
-
-def test_who_never_reads_is_hung_up(loaded: LoadedModel) -> None:
-    with serving(loaded, timeout_sec=0.5) as client:
-        client.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        body = {"stream": True, "max_tokens": 300, "logprobs": True, "top_logprobs": 20}
-        with sent(client, body, receive=4096) as connection:
-            time.sleep(1.5)
-            found = b""
-            with suppress(ConnectionResetError):
-                while piece := connection.recv(4096):
-                    found += piece
-        assert b"[DONE]" not in found
-        assert b'"error"' not in found
-        assert client.text(max_tokens=4) == plain_text(loaded, max_new_tokens=4)
 
 
 def test_what_takes_too_long_ends_with_an_error(loaded: LoadedModel) -> None:

@@ -1,8 +1,12 @@
 """`lade serve` as a process: signals, pools that outlive a kill, keys, corpora, options."""
 
+import importlib
 import json
 import re
 import signal
+import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import httpx
@@ -92,3 +96,15 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path) -> N
         done = run_command("serve", *words.split())
         assert done.exit_code != 0
         assert said in f"{done.output}{done.exception}"
+
+
+def test_packages_that_are_too_old_are_told_of_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not by a request that needs them; the releases are those that the installation asks for."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    package, asked = sys.modules["lade.server"], project["optional-dependencies"]["serve"]
+    assert [f"{name}>={least}" for name, least in package.NEEDED.items()] == asked[1:]
+    monkeypatch.setattr(metadata, "version", lambda name: "1.6.9")
+    with pytest.raises(ImportError, match=r"'llguidance', 1\.7 or newer, but 1\.6\.9 is"):
+        importlib.reload(package)

@@ -48,9 +48,12 @@ CHATS: list[tuple[Json, str]] = [
     ({"response_format": {"type": "text", "schema": {}}}, "expected schema with the type json_obj"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"moderation": {"model": "m", "policy": {"input": {"mode": "block"}}}}, "moderation.policy"),
+    ({"moderation": True}, "moderation"),
+    ({"stream": True, "stream_options": {"a": 0}}, "stream_options.a: not supported"),
     (
-        {"response_format": {"type": "json_object"}, "tools": [{"function": {"name": "f"}}]},
-        "expected a schema or tools",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 0}]}]},
+        "messages.0.content.0.b: not supported",
     ),
     ({"tools": [{"function": {"name": "f"}}]}, "tools: not supported: the model's chat template"),
     ({"tools": [{"nonsense": 1}]}, "tools.0.function: expected a function with a name"),
@@ -61,7 +64,6 @@ CHATS: list[tuple[Json, str]] = [
         ({"messages": [*QUESTION, {"role": "user", "content": "a", **field}]}, f"messages.1.{said}")
         for field, said in (
             ({"images": ["aGk="]}, "images: not supported"),
-            ({"name": "ann"}, "name: not supported"),
             ({"audio": {"id": "x"}}, "audio: not supported"),
             ({"prefix": True}, "prefix: not supported"),
             ({"function_call": {"name": "f", "arguments": "{}"}}, "function_call: not supported"),
@@ -136,14 +138,19 @@ def test_what_is_not_supported_is_named(
         assert named is None or named.split(".")[0] in changes
 
 
-def test_fields_without_effect_are_taken_and_told_of(client: Client) -> None:
-    body: Json = {"messages": QUESTION, "max_tokens": 4, "temperature": 0}
-    plain = client.post(json=body)
-    assert "x-without-effect" not in plain.headers
-    fields: Json = {"metadata": {"a": "b"}, "verbosity": "low", "store": False}
-    asked = client.post(json={**body, **fields, "reasoning_effort": "low"})
-    assert asked.headers["x-without-effect"] == "metadata, reasoning_effort, verbosity"
-    assert asked.json()["choices"] == plain.json()["choices"]
+def test_tokens_that_the_model_has_no_row_for_are_refused() -> None:
+    loaded = loaded_model()
+    loaded.tokenizer.add_tokens(["[PAD]"])
+    said = "expected ids of tokens below 94, got 94, '[PAD]'"
+    with serving(loaded) as client:
+        text = client.text(prompt="what-is")
+        message: Json = {"role": "user", "content": "a[PAD]b"}
+        for prompt in ({"messages": [message]}, {"prompt": "[PAD]"}, {"prompt": ["a", [94]]}):
+            path = "/completions" if "prompt" in prompt else "/chat/completions"
+            assert said in client.error(path=path, **prompt)["message"]
+        predicted = client.text(prediction={"type": "content", "content": "[PAD]"})
+        assert predicted == plain_text(loaded)
+        assert client.text(prompt="what-is") == text
 
 
 def test_fields_that_ask_for_what_is_done_anyway_are_taken(
@@ -165,18 +172,6 @@ def test_fields_that_ask_for_what_is_done_anyway_are_taken(
         messages=[{"role": "user", "content": [{"type": "text", "text": "What-is-a-pool?"}]}],
     )
     assert text == plain_text(loaded, max_new_tokens=4)
-
-
-def test_fields_of_messages_that_ask_for_nothing_are_taken(
-    loaded: LoadedModel, client: Client
-) -> None:
-    """As clients send back what the server sent them, and what templates may leave out."""
-    empty: Json = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None}
-    said = {"role": "assistant", "content": "a", "reasoning_content": "hm", **empty}
-    found = {"role": "tool", "content": "b", "tool_call_id": "c", "name": "f"}
-    text = client.text(messages=[*QUESTION, said, found], max_tokens=4)
-    plain = [*QUESTION, {"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
-    assert text == plain_text(loaded, plain, max_new_tokens=4)
 
 
 @pytest.mark.parametrize(

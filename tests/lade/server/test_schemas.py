@@ -7,6 +7,7 @@ import pytest
 
 from lade.models import LoadedModel
 from tests.lade.server.client import Client, Json
+from tests.lade.server.hostile import schema_of
 from tests.lade.server.serving import loaded_model, serving, takes
 
 INTEGER: dict[str, Any] = {"type": "integer"}
@@ -77,8 +78,7 @@ NOT_KEPT: list[tuple[dict[str, Any], str]] = [
 
 
 def asking(schema: Json) -> Json:
-    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-    return {"response_format": form, "max_tokens": 1}
+    return {**schema_of(schema), "max_tokens": 1}
 
 
 @pytest.mark.parametrize("case", KEPT, ids=lambda case: json.dumps(case[0])[:60])

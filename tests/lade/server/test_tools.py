@@ -11,15 +11,12 @@ import torch
 from tests.lade.server.client import QUESTION, Client, Json, text_of
 from tests.lade.server.serving import loaded_model, serving
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
-        },
-    }
-]
+
+def function(name: str, parameters: Any) -> Json:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [function("f", {"type": "object", "properties": {"a": {"type": "number"}}})]
 # By kinds of models whose tokenizers need not say how answers are read, and one that does.
 CALLS = {
     "qwen3": '<think>hm</think><tool_call>{"name":"f","arguments":{"a":1}}</tool_call>',
@@ -51,10 +48,7 @@ OWN = {
             "close": ")",
             "repeats": True,
             "content": "json",
-            "transform": {
-                "type": "function",
-                "function": {"name": "{name}", "arguments": "{content}"},
-            },
+            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
         },
         "content": {"close": "~", "content": "text"},
     },
@@ -70,9 +64,10 @@ def calling(
     `marks`, between blanks, are tokens; a prompt ends with what opens an answer, and
     there is more in its template.
     """
-    loaded, written = loaded_model(eos_token_id=93, vocab_size=99), [CALLS[kind]]
+    loaded, written = loaded_model(eos_token_id=93, vocab_size=100), [CALLS[kind]]
     tokenizer = loaded.tokenizer
     tokenizer.add_tokens([*ANCHORS, "\n", *marks.split()])
+    tokenizer.add_tokens(["<end>"], special_tokens=True)
     if kind == "own":
         tokenizer.response_template = OWN
     loaded.model.config.model_type = kind
@@ -133,22 +128,57 @@ def test_calls_and_thoughts_are_told_apart(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken",
+    ("opens", "said", "thoughts", "text"),
     [
-        '<tool_call>{"name":</tool_call>so',
-        '<tool_call>{"name":"f"',
-        '<tool_call>{"name":"f"}</tool_call>',
-        "<tool_call>[1]</tool_call>and-more",
+        *(
+            ("", said, "", said)
+            for said in (
+                "\n\nso\n",
+                'yes<tool_call>{"name":</tool_call>so',
+                'yes<tool_call>{"name":"f"',
+                'yes<tool_call>{"name":"f"}</tool_call>',
+                "yes<tool_call>[1]</tool_call>and-more",
+            )
+        ),
+        # Blanks behind marks are the template's.
+        ("", "<think>\nhm</think>\n\nso\n", "hm", "so\n"),
+        ("<think>\n", "hm</think>\nso", "hm", "so"),
+        ("<think>\n\n</think>\n\n", "so", "", "so"),
+        ("so", "-is-<end>it", "", "-is-it"),
+        # "k" is in the mark as well.
+        ("", "<think>hm</think>k<tool_call>[1]</tool_call>k", "hm", "k<tool_call>[1]</tool_call>k"),
     ],
 )
-def test_what_looks_like_a_call_and_is_none_is_text(broken: str) -> None:
-    with calling("qwen3") as (client, written):
-        written[:] = ["yes", broken]
-        choice = client.ask(tools=TOOLS, max_tokens=90)["choices"][0]
-        assert choice["message"]["content"] == "yes" + broken
+def test_texts_are_the_models_own_whole_and_streamed(
+    opens: str, said: str, thoughts: str, text: str
+) -> None:
+    """Nothing is lost, said twice, or the prompt's; what looks like a call and is none is text."""
+    with calling("qwen3", opens=opens) as (client, written):
+        written[:] = [said]
+        (choice,) = client.ask(tools=TOOLS, max_tokens=90)["choices"]
+        assert choice["message"]["content"] == text
+        assert choice["message"].get("reasoning_content", "") == thoughts
         events = client.stream(tools=TOOLS, max_tokens=90)
-        assert text_of(events) == "yes" + broken
+        assert text_of(events) == text
+        deltas = [each["choices"][0]["delta"] for each in events]
+        assert "".join(each.get("reasoning_content", "") for each in deltas) == thoughts
         assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("num_more", [0, 1, 9])
+def test_an_answer_that_is_cut_within_a_later_call_says_so(num_more: int) -> None:
+    call = CALLS["qwen3"].partition("</think>")[2]
+    with calling("qwen3", marks=">x<") as (client, written):  # ends one call and begins the next
+        written[:] = [call + "x" + call]
+        for max_tokens in (len(call) + num_more, 199):
+            is_cut = max_tokens < 199
+            (choice,) = client.ask(tools=TOOLS, max_tokens=max_tokens)["choices"]
+            events = client.stream(tools=TOOLS, max_tokens=max_tokens)
+            for reason in (choice, events[-1]["choices"][0]):
+                assert reason["finish_reason"] == ("length" if is_cut else "tool_calls")
+            assert len(choice["message"]["tool_calls"]) == (1 if is_cut else 2)
+            text = "x" + call[: 1 + num_more] if is_cut else "x"
+            assert choice["message"]["content"] == text_of(events) == text
 
 
 def test_calls_of_tools_are_predicted() -> None:
@@ -170,77 +200,55 @@ def test_calls_of_tools_are_predicted() -> None:
 # --- forced ---------------------------------------------------------------------------------
 
 # As LangChain's `with_structured_output(Person, method="function_calling")` asks.
-PERSON: Json = {
-    "type": "function",
-    "function": {
-        "name": "Person",
-        "description": "Information about a person.",
-        "parameters": {
-            "properties": {
-                "name": {"description": "The name.", "enum": ["ann", "bob"], "type": "string"},
-                "age": {"type": "integer", "minimum": 0, "maximum": 99},
-            },
-            "required": ["name", "age"],
-            "type": "object",
+PERSON = function(
+    "Person",
+    {
+        "type": "object",
+        "properties": {
+            "name": {"description": "The name.", "enum": ["ann", "bob"], "type": "string"},
+            "age": {"type": "integer", "minimum": 0, "maximum": 99},
         },
+        "required": ["name", "age"],
     },
-}
+)
 STRUCTURED: Json = {
-    "tools": [PERSON],
     "tool_choice": {"type": "function", "function": {"name": "Person"}},
     "parallel_tool_calls": False,
-    "max_tokens": 99,
+    "max_tokens": 300,
 }
 MARKS = "<tool_call> </tool_call>"
 
 
-def closed(schema: Json) -> Json:
+def closed(tool: Json, **more: Any) -> Json:
     """Return a tool whose parameters a model of random weights fills, and ends."""
-    parameters = {**schema["function"]["parameters"], "additionalProperties": False}
-    return {**schema, "function": {**schema["function"], "parameters": parameters}}
+    named = tool["function"]
+    return function(named["name"], {**named["parameters"], "additionalProperties": False, **more})
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
 @pytest.mark.parametrize("marks", ["", MARKS], ids=["text", "tokens"])
-def test_a_named_tool_is_called_as_langchain_asks(marks: str) -> None:
-    with calling("qwen3", writes=False, marks=marks) as (client, _):
-        asked = {**STRUCTURED, "tools": [closed(PERSON), *TOOLS]}
-        choice = client.ask(**asked)["choices"][0]
-        assert choice["finish_reason"] == "tool_calls"
-        (call,) = choice["message"]["tool_calls"]
-        assert call["function"]["name"] == "Person"
-        found = json.loads(call["function"]["arguments"])
-        assert found.keys() == {"name", "age"}
-        assert found["name"] in ("ann", "bob")
-        assert 0 <= found["age"] <= 99
-        events = client.stream(**asked)
-        deltas = [each["choices"][0]["delta"] for each in events]
-        (streamed,) = [call for each in deltas for call in each.get("tool_calls", ())]
-        assert streamed["function"] == call["function"]
-        assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
-
-
-@pytest.mark.parametrize("marks", ["", MARKS], ids=["text", "tokens"])
-def test_a_call_whose_arguments_stand_in_tags_is_forced(marks: str) -> None:
-    ages = {
-        "anyOf": [
-            {"type": "array", "items": {"$ref": "#/$defs/age"}, "maxItems": 2},
-            {"type": "null"},
-        ]
-    }
-    parameters = PERSON["function"]["parameters"]
-    more = {**parameters["properties"], "ages": {**ages, "default": None}}
-    schema = {**parameters, "properties": more, "$defs": {"age": {"enum": [1, 2]}}}
-    person = {**PERSON, "function": {**PERSON["function"], "parameters": schema}}
-    with calling("qwen3_5", writes=False, marks=marks) as (client, _):
+def test_a_named_tool_is_called_as_langchain_asks(kind: str, marks: str) -> None:
+    """With arguments as a JSON object, or each in tags."""
+    few = {"type": "array", "items": {"$ref": "#/$defs/age"}, "maxItems": 2}
+    ages = {"ages": {"anyOf": [few, {"type": "null"}], "default": None}}
+    properties = PERSON["function"]["parameters"]["properties"] | ages
+    person = closed(PERSON, properties=properties, **{"$defs": {"age": {"enum": [1, 2]}}})
+    asked: Json = {**STRUCTURED, "tools": [person, *TOOLS], "temperature": 1}
+    with calling(kind, writes=False, marks=marks) as (client, _):
         for seed in range(3):
-            asked = {**STRUCTURED, "tools": [person, *TOOLS], "max_tokens": 300}
-            choice = client.ask(**asked, seed=seed, temperature=1)["choices"][0]
+            (choice,) = client.ask(**asked, seed=seed)["choices"]
             (call,) = choice["message"]["tool_calls"]
             assert choice["finish_reason"] == "tool_calls"
+            assert call["function"]["name"] == "Person"
             found = json.loads(call["function"]["arguments"])
             assert found["name"] in ("ann", "bob")
             assert 0 <= found["age"] <= 99
             assert {*(found.get("ages") or ())} <= {1, 2}
+        events = client.stream(**asked, seed=seed)
+        deltas = [each["choices"][0]["delta"] for each in events]
+        (streamed,) = [call for each in deltas for call in each.get("tool_calls", ())]
+        assert streamed["function"] == call["function"]
+        assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize(
@@ -254,8 +262,7 @@ def test_a_call_whose_arguments_stand_in_tags_is_forced(marks: str) -> None:
     ],
 )
 def test_a_string_in_tags_stands_as_it_is_and_cannot_end_a_call(text: str, is_kept: bool) -> None:
-    parameters = {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    tool = function("f", {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}})
     with calling("qwen3_5") as (client, written):
         written[:] = [f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n"]
         written.append("</function>\n</tool_call>")
@@ -284,15 +291,15 @@ def test_a_string_in_tags_stands_as_it_is_and_cannot_end_a_call(text: str, is_ke
     ids=str,
 )
 def test_parameters_that_tags_cannot_keep_are_refused(changed: Json) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": changed}}
     with calling("qwen3_5") as (client, _):
-        assert client.error(tools=[tool], tool_choice="required")["param"] == "tools"
+        asked: Json = {"tools": [function("f", changed)], "tool_choice": "required"}
+        assert client.error(**asked)["param"] == "tools"
 
 
 def test_some_tool_is_called_where_that_is_required() -> None:
     with calling("qwen3", writes=False) as (client, _):
-        other = {"name": "f", "parameters": {"properties": {"a": {"enum": [1, 2]}}}}
-        tools = [closed(PERSON), closed({"type": "function", "function": other})]
+        other = function("f", {"properties": {"a": {"enum": [1, 2]}}})
+        tools = [closed(PERSON), closed(other)]
         asked: Json = {"tools": tools, "tool_choice": "required", "max_tokens": 200}
         for seed in range(4):
             message = client.ask(**asked, seed=seed, temperature=1)["choices"][0]["message"]
@@ -302,6 +309,27 @@ def test_some_tool_is_called_where_that_is_required() -> None:
             one = client.ask(**asked, seed=seed, temperature=1, parallel_tool_calls=False)
             (call,) = one["choices"][0]["message"]["tool_calls"]
             assert call["function"] == message["tool_calls"][0]["function"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_beside_a_schema_there_is_an_answer_of_it_or_a_call(kind: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"enum": [1, 2]}}}
+    asked: Json = {"tools": [closed(PERSON)], "response_format": form, "max_tokens": 120}
+    with calling(kind, writes=False) as (client, _):
+        for is_call, more in (
+            (True, {"logit_bias": {"27": 100}}),  # "<", with which a call begins
+            (False, {"logit_bias": {"27": -100}}),
+            (True, {"logit_bias": {"27": -100}, "tool_choice": "required"}),
+            (False, {"tool_choice": "none"}),
+        ):
+            (choice,) = client.ask(**asked, **more)["choices"]
+            text, calls = choice["message"]["content"], choice["message"].get("tool_calls", [])
+            assert choice["finish_reason"] == ("tool_calls" if is_call else "stop")
+            assert text_of(client.stream(**asked, **more)) == text
+            assert (text in ("1", "2"), text == "") == (not is_call, is_call)
+            assert bool(calls) == is_call
+        named = {"json_schema": {"schema": {"not": {}}}, "type": "json_schema"}
+        assert client.error(**asked | {"response_format": named})["param"] == "response_format"
 
 
 @pytest.mark.parametrize("marks", ["", "<think> </think>"], ids=["text", "tokens"])
@@ -338,11 +366,10 @@ def test_an_answer_ends_with_its_first_call_where_that_is_asked_for() -> None:
 @pytest.mark.parametrize("kind", ["gemma4", "own"])
 def test_calls_are_forced_only_where_the_template_tells_how(kind: str) -> None:
     with calling(kind) as (client, _):
-        error = client.error(tools=TOOLS, tool_choice="required")
-        assert (error["param"], "how calls are written" in error["message"]) == (
-            "tool_choice",
-            True,
-        )
+        for asked in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+            error = client.error(tools=TOOLS, **asked)
+            assert error["param"] in asked
+            assert "how calls are written" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -355,39 +382,27 @@ def test_calls_are_forced_only_where_the_template_tells_how(kind: str) -> None:
         ),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice: expected function"),
         ({"tool_choice": "any", "tools": TOOLS}, "tool_choice.type: Input should be 'none'"),
-        ({"tool_choice": "required", "tools": [{"function": {"name": 'f"'}}]}, "plain names"),
-        (
-            {"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": [1]}}]},
-            "objects as parameters",
-        ),
-        (
-            {
-                "tool_choice": "required",
-                "tools": [{"function": {"name": "f", "parameters": {"x-guidance": {}}}}],
-            },
-            "x-guidance",
-        ),
-        (
-            {
-                "tool_choice": "required",
-                "tools": [
-                    {"function": {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}}
-                ],
-            },
-            "not",
+        *(
+            ({"tool_choice": "required", "tools": [function(name, parameters)]}, said)
+            for name, parameters, said in (
+                ('f"', {}, "plain names"),
+                ("f", [1], "objects as parameters"),
+                ("f", {"x-guidance": {}}, "x-guidance"),
+                ("f", {"properties": {"a": {"not": {}}}}, "not"),
+            )
         ),
     ],
     ids=str,
 )
 def test_choices_and_schemas_that_cannot_be_kept_are_named(
-    client_of_qwen: Client, changes: Json, said: str
+    qwen: Client, changes: Json, said: str
 ) -> None:
-    error = client_of_qwen.error(**changes)
+    error = qwen.error(**changes)
     assert said in error["message"]
     assert error["param"].split(".")[0] in changes
 
 
 @pytest.fixture(scope="module")
-def client_of_qwen() -> Iterator[Client]:
+def qwen() -> Iterator[Client]:
     with calling("qwen3", writes=False) as (client, _):
         yield client

@@ -81,17 +81,16 @@ def test_requests_of_nobody_are_kept_for_nobody(loaded: LoadedModel, tmp_path: P
         assert "prompt_tokens_details" not in client.ask(user="a")["usage"]
 
 
-def test_requests_of_nobody_are_one_users_where_there_is_but_one(loaded: LoadedModel) -> None:
-    with serving(loaded, is_for_one=True) as client:
-        first = client.drafted()
-        assert client.drafted() > first + 10
-        assert client.drafted(user="another") <= first + 2  # how long drafts are follows time
-
-
-def test_one_pool_is_shared_where_it_is_asked_for(loaded: LoadedModel) -> None:
-    with serving(loaded, api_keys=KEYS, shares_pool=True) as client:
-        first = client.drafted(key=ALICE)
-        assert client.drafted(key=BOB) > first + 10
+def test_one_pool_is_shared_where_that_is_asked_for_or_there_is_one_user(
+    loaded: LoadedModel,
+) -> None:
+    shared: list[Json] = [{"is_for_one": True}, {"api_keys": KEYS, "shares_pool": True}]
+    for options in shared:
+        with serving(loaded, **options) as client:
+            first = client.drafted(key=ALICE)
+            assert client.drafted(key=BOB) > first + 10
+            is_apart = client.drafted(user="another") <= first + 2  # lengths of drafts follow time
+            assert is_apart == ("is_for_one" in options)
 
 
 def test_pools_outlive_the_server_and_name_nobody(loaded: LoadedModel, tmp_path: Path) -> None:
