@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from lade.compat import Model, device_of_inputs, without_compiler
+from lade.compat import Model, device_of_inputs, dtype_of, without_compiler
 from lade.compat.attempts import Attempt
 from lade.config import Config
 from lade.drafting.drafter import Drafter
@@ -267,7 +267,7 @@ def _tokens_that_fit(model: Model) -> int | None:
             num_numbers += 2 * num_key_heads * head_dim
     if num_numbers == 0:
         return None
-    num_bytes = num_numbers * model.dtype.itemsize
+    num_bytes = num_numbers * dtype_of(model).itemsize
     free = _free_bytes(device_of_inputs(without_compiler(model)))
     return None if free is None else max(1, int(_SHARE_OF_MEMORY * free / num_bytes))
 

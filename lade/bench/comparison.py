@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from lade.compat import dtype_of
 from lade.compat.closeness import is_exact_in
 
 
@@ -41,7 +42,7 @@ def compared(sides: Sequence[Side]) -> Iterator[str]:
 
 def why_different(model: Any) -> str:
     """Explain why answers may differ in the model's dtype."""
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = str(dtype_of(model)).removeprefix("torch.")
     if is_exact_in(model):
         return f"The text should be the same in {dtype}: this is a fault of lade, please report it."
     return (

@@ -77,11 +77,12 @@ def describe_model(loaded: LoadedModel) -> dict[str, Any]:
     """Return the description of a model, and of how it runs, for results."""
     import torch
 
+    from lade.compat import dtype_of
     from lade.forward.packed import formats_of
 
     return {
         "model": Path(loaded.name).name,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "dtype": str(dtype_of(loaded.model)).removeprefix("torch."),
         **({"weights": ", ".join(formats)} if (formats := formats_of(loaded.model)) else {}),
         "device": str(loaded.model.device),
         "threads": torch.get_num_threads(),

@@ -84,10 +84,10 @@ DtypeOption = Annotated[
     str | None,
     _of_model(
         metavar="NAME",
-        help="float32, bfloat16, float16 or float64. Without it, a GGUF file runs as it is, other "
-        "models in bfloat16 if the hardware computes in it natively, else in float32. GGUF files, "
-        "float32 and float64 give the text of plain generate; in half precision, near-ties may "
-        "fall the other way.",
+        help="float32, bfloat16, float16 or float64. Without it, weights stay as they are stored, "
+        "4-bit files and checkpoints of 16 bits alike, and a CPU computes in float32; other "
+        "hardware, and models with experts, in bfloat16 if that is native. float32 gives the text "
+        "of plain generate; in half precision, near-ties may fall the other way.",
     ),
 ]
 ThreadsOption = Annotated[

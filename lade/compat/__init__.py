@@ -88,6 +88,17 @@ def attention_of(model: Model) -> str | None:
     return name
 
 
+def dtype_of(model: Model) -> torch.dtype:
+    """Return the dtype of a model's states: that of its first weights, or what these compute in."""
+    for module in model.modules():
+        for weight in module._parameters.values():
+            if weight is not None and weight.is_floating_point():
+                dtype: torch.dtype = getattr(module, "computes_in", weight.dtype)
+                return dtype
+    found: torch.dtype = model.dtype
+    return found
+
+
 def experts_of(model: Model) -> set[str]:
     """Return the names of the implementations of experts in use, if transformers has several.
 

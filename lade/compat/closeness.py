@@ -20,7 +20,12 @@ def limit_of(model: Model) -> float:
     for a step that is clamped in one of them and not in the other.
     """
     # The dtype of quantized weights says nothing.
-    dtypes = {weight.dtype for weight in model.parameters()} & _PLAIN_FORMATS or {model.dtype}
+    dtypes = {
+        getattr(module, "computes_in", weight.dtype)
+        for module in model.modules()
+        for weight in module._parameters.values()
+        if weight is not None
+    } & _PLAIN_FORMATS or {model.dtype}
     kind = device_of_inputs(model).type
     if torch.is_autocast_enabled(kind):
         dtypes.add(torch.get_autocast_dtype(kind))

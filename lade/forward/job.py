@@ -29,7 +29,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from lade.attention.packed import Calls
-from lade.compat import CACHE, Model, has_hook
+from lade.compat import CACHE, Model, dtype_of, has_hook
 from lade.compat.attempts import Attempt
 from lade.compat.closeness import limit_of
 from lade.compat.view import viewed, with_forward
@@ -905,13 +905,13 @@ class _Weights:
         """Add weight and bias of a linear layer, from one of its columns on."""
         start = column * dtype.itemsize
         if type(module) is PackedLinear:
-            function = function_of(module.weight, module.ggml_type)
+            function = function_of(module.blocks, module.ggml_type)
             is_known = function is not None and dtype is torch.float32
-            half, of_row = module.half_head, module.weight.shape[1]
+            half, of_row = module.half_head, module.blocks.shape[1]
             require(is_known and not (column and half), "its weights are packed otherwise")
             packed = function.address, of_row, half  # type: ignore[union-attr]
             self._table[number, word + words.PACKED : word + words.HALF + 1] = packed
-            self._add(number, word, module, "weight", torch.uint8, column * of_row)
+            self._add(number, word, module, "weight", module.weight.dtype, column * of_row)
         elif isinstance(module, Conv1D):
             self._table[number, word + words.ACROSS] = module.nf * dtype.itemsize
             self._add(number, word, module, "weight", dtype, start)
@@ -1092,8 +1092,8 @@ def why_by_torch(model: Model) -> str | None:
 
 
 def _found_for(model: Model, is_unchanged: Callable[[], bool] | None) -> FusedForwards | str:
-    if model.dtype not in FORMATS:
-        return f"its weights are {model.dtype}"
+    if dtype_of(model) not in FORMATS:
+        return f"its weights are {dtype_of(model)}"
     compiled = kernels()
     if compiled is None:
         return "compiled kernels do not run here"

@@ -1,7 +1,8 @@
-"""Linear layers and embeddings whose weights stay in the blocks of GGUF files.
+"""Linear layers and embeddings that compute in float32, whatever their weights are stored in.
 
-Results are those of the weights dequantized to float32: by this package's kernels (`_packed.py`) if
-they run, else by torch, some rows at a time. Weights are never dequantized as a whole.
+Weights stay in the blocks of a GGUF file, or in bfloat16 or float16. Results are those of weights
+widened to float32: by this package's kernels (`_packed.py`) if they run, else by torch, some rows
+at a time. Weights are never widened as a whole.
 """
 
 import ctypes
@@ -19,17 +20,42 @@ from torch.nn import functional
 from lade.forward import words
 from lade.forward.linear import Products, is_plain, kernels
 
-_F32 = 0
+_F32, _F16, _BF16 = 0, 1, 30
+_FORMATS = {torch.float32: _F32, torch.float16: _F16, torch.bfloat16: _BF16}
 _NUM_CHECKED = 2**18  # numbers that are unpacked in both ways when a format is first used
 _TOLERANCE = 2**-16  # of the largest result
 _NUM_UNPACKED = 2**20  # numbers that are unpacked at once: little memory
 
 
-class PackedLinear(nn.Linear):
-    """A linear layer whose weight is uint8 [out_features, bytes of a row], in blocks.
+class _Packed(nn.Module):
+    """A module whose weight is in blocks, or in 16 bits."""
+
+    weight: Any
+    _blocks_type: int
+
+    @property
+    def ggml_type(self) -> int:
+        """GGML's number of the weight's format."""
+        return _FORMATS.get(self.weight.dtype, self._blocks_type)
+
+    @property
+    def blocks(self) -> Tensor:
+        """The weight as uint8 [rows, bytes of a row]."""
+        weight: Tensor = self.weight.detach()
+        return weight if weight.dtype is torch.uint8 else weight.view(torch.uint8)
+
+    @property
+    def computes_in(self) -> torch.dtype:
+        """The dtype of its results."""
+        return torch.float32
+
+
+class PackedLinear(_Packed, nn.Linear):
+    """A linear layer whose weight is uint8 [out_features, bytes of a row], in blocks, or in 16 bits.
 
     Args:
-        weight: the blocks, kept as they are, such as a memory-mapped part of a file.
+        weight: the blocks, kept as they are, such as a memory-mapped part of a file; or numbers of
+            16 bits [out_features, in_features].
         ggml_type: GGML's number of the format, one of `words.BLOCKS`.
         in_features: numbers of a row, whole blocks.
         bias: float32 [out_features].
@@ -47,7 +73,7 @@ class PackedLinear(nn.Linear):
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, len(weight)
-        self.ggml_type, self.half_head = ggml_type, half
+        self._blocks_type, self.half_head = ggml_type, half
         self.weight = weight
         self.register_parameter("bias", bias)
 
@@ -55,17 +81,19 @@ class PackedLinear(nn.Linear):
         """Return float32 sums, rounded to the format of the inputs, [..., out_features]."""
         function, products = None, _products()
         if not vars(_whole).get("is_on") and _is_plain_call(inputs, self.weight):
-            function = function_of(self.weight, self.ggml_type)
+            function = function_of(self.blocks, self.ggml_type)
         if function is None or products is None:
             return self._by_torch(inputs)
         packed = function.address, self.half_head
-        return products.by_job(inputs.float(), self.weight, self.bias, packed).to(inputs.dtype)
+        return products.by_job(inputs.float(), self.blocks, self.bias, packed).to(inputs.dtype)
 
     def _by_torch(self, inputs: Tensor) -> Tensor:
         step, wide = max(_NUM_UNPACKED // self.in_features, 1), inputs.float()
-        parts = []
+        if self.weight.is_floating_point() and torch.is_grad_enabled():  # it may be trained
+            return functional.linear(wide, self.weight.float(), self.bias).to(inputs.dtype)
+        parts, blocks = [], self.blocks
         for start in range(0, self.out_features, step):
-            packed = self.weight[start : start + step]
+            packed = blocks[start : start + step]
             if half := self.half_head:  # first a row of the first half, then one of the second
                 rows = torch.arange(start, start + len(packed), device=packed.device)
                 head, within = rows // (2 * half), rows % (2 * half)
@@ -80,8 +108,8 @@ class PackedLinear(nn.Linear):
         return f"{super().extra_repr()}, format={words.BLOCKS[self.ggml_type][0]}"
 
 
-class PackedEmbedding(nn.Embedding):
-    """An embedding whose table is uint8 [num_embeddings, bytes of a row], in blocks.
+class PackedEmbedding(_Packed, nn.Embedding):
+    """An embedding whose table is in blocks, uint8 [num_embeddings, bytes of a row], or in 16 bits.
 
     Args:
         weight, ggml_type: as of a `PackedLinear`.
@@ -99,14 +127,18 @@ class PackedEmbedding(nn.Embedding):
         nn.Module.__init__(self)
         self.register_buffer("embed_scale", embed_scale, persistent=False)
         self.num_embeddings, self.embedding_dim = len(weight), embedding_dim
-        self.ggml_type, self.weight = ggml_type, weight
+        self._blocks_type, self.weight = ggml_type, weight
         self.padding_idx = self.max_norm = None
         self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
 
     def forward(self, input: Tensor) -> Tensor:
         """Return float32 [..., embedding_dim]."""
-        rows = unpacked(self.weight.index_select(0, input.reshape(-1)), self.ggml_type)
-        states, scale = rows.view(*input.shape, self.embedding_dim), self._buffers["embed_scale"]
+        rows = self.weight.index_select(0, input.reshape(-1))
+        rows = rows.float() if rows.is_floating_point() else unpacked(rows, self.ggml_type)
+        states, scale = (
+            rows.view(*input.shape, self.embedding_dim),
+            self._buffers.get("embed_scale"),
+        )
         return states if scale is None else states * scale
 
 
@@ -167,7 +199,10 @@ def unpacked(weight: Tensor, format_: int) -> Tensor:
 
 
 def _by_reference(weight: Tensor, format_: int) -> Tensor:
-    """Return packed rows dequantized by GGML's own package."""
+    """Return packed rows dequantized by GGML's own package; torch knows numbers of 16 bits."""
+    for dtype, number in _FORMATS.items():
+        if number == format_:
+            return weight.contiguous().view(dtype).float()
     from gguf import GGMLQuantizationType, dequantize
 
     rows = dequantize(weight.cpu().numpy(), GGMLQuantizationType(format_))
@@ -248,7 +283,7 @@ def _products() -> Products | None:
 def _is_plain_call(inputs: Tensor, weight: Tensor) -> bool:
     return (
         inputs.is_cpu
-        and is_plain(weight, torch.uint8)
+        and is_plain(weight, weight.dtype)
         and inputs.numel() > 0
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")

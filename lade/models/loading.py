@@ -61,9 +61,11 @@ def load(
         device: a torch device, such as "cpu" or "cuda:1"; None for `cuda` if available, else
             `cpu`.
         dtype: "float32", "bfloat16", "float16" or "float64"; a GGUF file is dequantized to it. None
-            runs a GGUF file as it is, other models in bfloat16 if the device computes in it
-            natively, else in float32. float32, float64 and GGUF files as they are give the text of
-            plain `generate` to the last token.
+            keeps weights as they are stored, in blocks of a GGUF file or in 16 bits (`pack`), and
+            computes in float32 on a CPU; models with stacks of experts, and all models elsewhere,
+            are in bfloat16 if the device computes in it natively, else in float32. float32, float64
+            and weights as they are stored give the text of plain `generate` in float32, to the last
+            token.
         threads: CPU threads of this process; None for torch's number, or for a container's quota of
             cores if that is less.
         trust_remote_code: whether to run code that comes with the model, as in transformers.
@@ -94,7 +96,6 @@ def load(
 
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     there = _device_of(device if device is not None else usual)
-    chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(there)
     quota = num_cores_allowed()
     if threads is None and quota is not None and quota < torch.get_num_threads():
         threads = quota
@@ -111,7 +112,7 @@ def load(
     tokenizer = load_tokenizer(chosen, trust_remote_code=trust_remote_code)
     # Weights go to where they are used, not by way of this machine's memory.
     options: dict[str, Any] = {} if there.type == "cpu" else {"device_map": {"": there}}
-    options |= {"dtype": chosen_dtype, "trust_remote_code": trust_remote_code}
+    options |= {"trust_remote_code": trust_remote_code}
     with _telling_why(chosen), without_collection():  # imports the model's code
         if file is not None and there.type == "cpu" and dtype is None:
             model = load_gguf(file, trust_remote_code=trust_remote_code)
@@ -121,7 +122,13 @@ def load(
                 packs = getattr(transformers, "GgufConfig", None)  # not in older releases
                 if there.type == "cpu" and packs is not None:
                     options["quantization_config"] = packs(dequantize=True)
-            model = AutoModelForCausalLM.from_pretrained(source, **options).to(there).eval()
+            model = None
+            if dtype is None and there.type == "cpu":
+                model = _packed(source, options, tell)
+            if model is None:
+                options["dtype"] = getattr(torch, dtype) if dtype else native_dtype(there)
+                model = AutoModelForCausalLM.from_pretrained(source, **options).to(there)
+            model = model.eval()
             if file is not None and there.type == "cpu":
                 _forget_packing(model)
     defaults = model.generation_config
@@ -130,6 +137,36 @@ def load(
         defaults.pad_token_id = eos[0] if isinstance(eos, list) else eos
     release_workers()  # calls may come in other threads
     return LoadedModel(model, tokenizer, chosen)
+
+
+def _packed(source: str, options: dict[str, Any], tell: Progress) -> Any:
+    """Return a model that computes in float32 from the weights of a checkpoint; None if it cannot.
+
+    The reason is told.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lade.errors import UnsupportedModelError
+    from lade.forward.linear import kernels
+    from lade.models.packing import make_buffers, pack, why_not_packed
+
+    config = AutoConfig.from_pretrained(source, **options)
+    if kernels() is None or hasattr(config, "quantization_config"):
+        return None
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    reason: object = why_not_packed(whole)
+    if reason is None:
+        model = AutoModelForCausalLM.from_pretrained(source, **options, dtype="auto").eval()
+        try:
+            pack(model)
+            make_buffers(model, whole)
+            return model
+        except UnsupportedModelError as error:
+            reason = error
+    tell(f"Computing in the dtype of the weights: {reason}")
+    return None
 
 
 def _hint(name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lade.compat import Model
+from lade.compat import Model, dtype_of
 from lade.compat.attempts import Attempt
 from lade.compat.closeness import EXACT, distance, limit_of
 from lade.forward.packed import PackedLinear
@@ -97,7 +97,7 @@ def _outputs(model: Model, module: nn.Module, rows: Tensor) -> Tensor:
         TypeError: the layer returns something else than one output a row.
     """
     # A call of the module would also call the user's hooks.
-    made: Any = module.forward(rows.to(model.dtype)[None])
+    made: Any = module.forward(rows.to(dtype_of(model))[None])
     if not isinstance(made, Tensor) or made.shape[:-1] != (1, len(rows)):
         raise TypeError(f"expected one output a row, got {type(made).__name__}")
     return made[0].double()

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
-from lade.compat import CACHE, Model, attention_of, device_of_inputs
+from lade.compat import CACHE, Model, attention_of, device_of_inputs, dtype_of
 from lade.compat.attempts import Attempt
 from lade.compat.closeness import distance, limit_of
 from lade.compat.view import apart
@@ -88,7 +88,7 @@ def _attentions_for(model: Model, execution: Execution, has_rows: bool = False) 
         return [None, "sdpa", "eager"]  # only the user's attention may do what it does
     others: list[str | None] = ["sdpa", "eager"] if takes_no_mask else [None]
     device = device_of_inputs(model)
-    is_fit = device.type == "cpu" or _can_pack(device, model.dtype)
+    is_fit = device.type == "cpu" or _can_pack(device, dtype_of(model))
     if not is_fit or (of_model != "sdpa" and not takes_no_mask):
         return others
     if is_patched("scaled_dot_product_attention"):

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from lade.attention.masks import FULL, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
-from lade.compat import CACHE, Model, attention_of, prefill, prepares_as_usual
+from lade.compat import CACHE, Model, attention_of, dtype_of, prefill, prepares_as_usual
 from lade.compat.view import FastViews, keep_attributes, with_attention, with_decoding_experts
 from lade.engine.engine import EngineCall
 from lade.errors import MisfitError, UnsupportedModelError
@@ -102,7 +102,7 @@ class TreeTarget(Target):
         self._num_committed = 1.0  # recent mean of tokens per step
         # A user's attention is assumed to take masks as torch's does; the check compares them.
         is_added = MASK_IS_ADDED.get(attention or attention_of(model) or "eager", False)
-        self._additive_dtype = model.dtype if is_added else None
+        self._additive_dtype = dtype_of(model) if is_added else None
         # The common case, whose mask takes a tenth of the time to make.
         self._sees_all = {*self._spans.values()} == {FULL} and not is_added
         limits = (span.num_slots for span in self._spans.values())
