@@ -51,7 +51,7 @@ class _Packed(nn.Module):
 
 
 class PackedLinear(_Packed, nn.Linear):
-    """A linear layer whose weight is uint8 [out_features, bytes of a row], in blocks, or in 16 bits.
+    """A linear layer whose weight is in blocks, uint8 [out_features, bytes of a row], or 16 bits.
 
     Args:
         weight: the blocks, kept as they are, such as a memory-mapped part of a file; or numbers of
