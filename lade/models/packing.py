@@ -58,12 +58,12 @@ def _pack(model: Model) -> None:
                 users.setdefault(id(weight), []).append((module, name))
     for of_weight in users.values():
         module, name = of_weight[0]
-        weight: Any = module._parameters[name]
+        matrix: Any = module._parameters[name]
         kinds = [_kind_of(each) if name == "weight" else None for each, name in of_weight]
-        dtype = _narrowest(weight) if None not in kinds else None
-        if dtype is None and weight.dtype not in _NARROW:
+        dtype = _narrowest(matrix) if None not in kinds else None
+        if dtype is None and matrix.dtype not in _NARROW:
             continue
-        made = nn.Parameter(weight.to(dtype or torch.float32), weight.requires_grad)
+        made = nn.Parameter(matrix.to(dtype or torch.float32), matrix.requires_grad)
         for (each, its_name), kind in zip(of_weight, kinds, strict=True):
             each._parameters[its_name] = made
             if dtype is not None and kind is not None:
@@ -75,11 +75,11 @@ def _pack(model: Model) -> None:
                 module._buffers[name] = buffer.float()
 
 
-class _Roundings(TorchDispatchMode):
+class _Roundings(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operators that turn float32 into 16 bits."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
 
     def __torch_dispatch__(

@@ -50,8 +50,8 @@ def encode_messages(
         has_template = loaded.tokenizer.chat_template and not is_raw
         why = "" if has_template else f": {loaded.name} has no chat template, or it is left out"
         raise UserError(f"the prompt is empty{why}")
-    if why := why_unknown(loaded, int(encoded["input_ids"].max())):
-        raise UserError(why)
+    if unknown := why_unknown(loaded, int(encoded["input_ids"].max())):
+        raise UserError(unknown)
     return encoded
 
 

@@ -94,7 +94,7 @@ def test_it_waits_while_others_keep_all_cores_busy_says_so_and_ends_at_its_limit
 ) -> None:
     model, begin = tiny_model("llama"), time.monotonic()
     monkeypatch.setattr(module, "_TOLD_SEC", 0.1)
-    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
 
     def with_busy(num_cores: float) -> IdlePrewarming:
         def busy(_: Any) -> float:
