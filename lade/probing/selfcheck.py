@@ -15,7 +15,7 @@ from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
 from lade.compat import CACHE, Model, attention_of, device_of_inputs
 from lade.compat.attempts import Attempt
-from lade.compat.closeness import distance, limit_of
+from lade.compat.closeness import difference, distance, limit_of
 from lade.compat.view import apart
 from lade.config import Execution
 from lade.drafting.drafts import draft_of, narrowed
@@ -277,7 +277,7 @@ class _Check(NamedTuple):
         plain = self.plain()
         drafted, text = self._run(plain, self._script())
         alone, _ = self._run(plain, [_Step(token_id, Draft.empty(), [0]) for token_id in text])
-        return all(torch.equal(drafted[key], logits) for key, logits in alone.items())
+        return all(difference(drafted[key], logits) == 0.0 for key, logits in alone.items())
 
     def _script(self) -> list[_Step]:
         """Return the steps; each draft is one path if the method verifies single paths."""
@@ -350,8 +350,10 @@ class Plain:
         self.model = apart(model)
         self.model.generation_config = GenerationConfig()  # none of the model's own options
         device = device_of_inputs(model)
-        self._mask = torch.tensor([[1] * len(prompt)] if masks is None else masks, device=device)
-        self._input_ids = torch.tensor([[*prompt]] * len(self._mask), device=device)
+        self._mask = torch.tensor(masks or [[1] * len(prompt)], dtype=torch.int64, device=device)
+        self._input_ids = torch.tensor(
+            [[*prompt]] * len(self._mask), dtype=torch.int64, device=device
+        )
         self._cache = cache
 
     @property
@@ -420,7 +422,9 @@ class Plain:
             output = self.generate(
                 [row for row, _ in batch],
                 length + 1,
-                logits_processor=[partial(forced, torch.tensor(tokens), self._input_ids.shape[1])],
+                logits_processor=[
+                    partial(forced, self._input_ids.new_tensor(tokens), self._input_ids.shape[1])
+                ],
                 output_logits=True,
                 return_dict_in_generate=True,
             )
