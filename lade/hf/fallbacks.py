@@ -7,6 +7,7 @@ from lade.gpu.fixed import FixedTarget
 from lade.hf.circumstances import Circumstances
 from lade.hf.planning import Planned
 from lade.probing.factory import VerificationPlan
+from lade.probing.profile import Profiles
 from lade.probing.proof import VerificationError
 
 
@@ -49,10 +50,11 @@ def say_why_eager(seen: Circumstances, plan: Planned) -> None:
 def give_up(
     seen: Circumstances, verification: VerificationPlan, failure: VerificationError
 ) -> None:
-    """Warn that the rest of a call falls back, and drop the method's verdict."""
+    """Warn that the rest of a call falls back, and let the next call read the model again."""
     # Next time there may be enough memory.
     if not isinstance(failure.__cause__, torch.OutOfMemoryError):
-        seen.profile.drop_verdict(verification.verification, str(failure))
+        profiles = Profiles.of(seen.call.model)
+        profiles.end(seen.profile, verification.verification, str(failure))
     text = (
         f"lade falls back to standard decoding for the rest of a call of "
         f"{type(seen.call.model).__name__}: {failure}"
