@@ -228,10 +228,10 @@ def _shaped_like_attention(query: Tensor, key: Tensor, value: Tensor, *others: A
 def _dense(seen: Seen, num_slots: int) -> Tensor:
     """Return which nodes see which slots, bool [rows, num_nodes, num_slots]."""
     num_nodes, device = seen.starts.shape[1], seen.starts.device
-    slots = torch.arange(num_slots, device=device)
+    slots = torch.arange(num_slots, dtype=torch.int64, device=device)
     is_there = slots < seen.num_cached[:, None]
     sees = (slots >= seen.starts[:, :, None]) & is_there[:, None]
-    of_nodes = seen.num_cached[:, None] + torch.arange(num_nodes, device=device)
+    of_nodes = seen.num_cached[:, None] + torch.arange(num_nodes, dtype=torch.int64, device=device)
     return sees.scatter(2, of_nodes[:, None].expand(-1, num_nodes, -1), seen.ancestors)
 
 

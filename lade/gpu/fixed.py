@@ -219,7 +219,7 @@ class FixedTarget(TreeTarget):
         """Compute positions and masks, and run the model."""
         device = step.on_device()
         num_cached = device["num_cached"]
-        nodes = num_cached + torch.arange(step.shape.width, device=self.device)
+        nodes = num_cached + torch.arange(step.shape.width, dtype=torch.int64, device=self.device)
         slots = {
             window: FixedSlots(nodes - device["first_slots"][index], num_shown)
             for index, (window, num_shown) in enumerate(
@@ -269,7 +269,7 @@ class FixedTarget(TreeTarget):
         num_cached, num_padding = device["num_cached"], device["num_padding"]
         is_ours, visible = self.attention in (TREE_ATTENTION, STABLE_ATTENTION), None
         if not is_ours:
-            slots = first_slot + torch.arange(num_shown, device=self.device)
+            slots = first_slot + torch.arange(num_shown, dtype=torch.int64, device=self.device)
             visible = ((slots >= num_padding) & (slots < num_cached))[None]
         seen = TreeSlots(
             visible, num_cached, trees.ancestors, trees.depths, num_padding, first_slot

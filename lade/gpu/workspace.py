@@ -61,7 +61,9 @@ class StaticInputs:
             "token_types": (1,),
         }
         sizes = [int(np.prod(size)) for size in shapes.values()]
-        on_host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+        on_host = torch.zeros(
+            sum(sizes), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        )
         self._on_host = on_host
         self._sent: Launched | None = None  # the last copy
         with torch.inference_mode(False):

@@ -149,7 +149,7 @@ class Preparing:
             return encode_messages(self._loaded, [{"content": prompt}], is_raw=True)
         if max(prompt) >= (size := self._vocab_size):
             raise wrong("prompt", f"expected ids of tokens below {size}, got {max(prompt)}")
-        ids = torch.tensor([prompt], device=self._loaded.model.device)
+        ids = torch.tensor([prompt], dtype=torch.int64, device=self._loaded.model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     @property
