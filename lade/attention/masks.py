@@ -70,11 +70,13 @@ class TreeSlots:
             itself.
         """
         rows, num_nodes, _ = self._ancestors.shape
-        nodes = self._num_cached[:, None] + torch.arange(num_nodes, device=self._ancestors.device)
+        device = self._ancestors.device
+        nodes = torch.arange(num_nodes, dtype=torch.int64, device=device)
+        nodes = self._num_cached[:, None] + nodes
         seen = self._visible[:, None, :].repeat(1, num_nodes, 1)
         seen.scatter_(2, nodes[:, None, :].expand(-1, num_nodes, -1), self._ancestors)
         if span != FULL:
-            slots = torch.arange(seen.shape[2], device=seen.device)
+            slots = torch.arange(seen.shape[2], dtype=torch.int64, device=device)
             slots = slots.expand(rows, -1).scatter(1, nodes, self._of_nodes)
             seen &= self._within(span, slots)
         seen = seen[:, None, :, first_slot:]

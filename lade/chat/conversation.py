@@ -338,4 +338,4 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
         if len(self._said) % _LOOKS_EVERY == 0:
             self.is_looping = ends_in_loop(self._said, _LOOP_TOKENS)
         ends = self.was_asked or self.is_looping
-        return torch.full((input_ids.shape[0],), ends, device=input_ids.device)
+        return torch.full(input_ids.shape[:1], ends, dtype=torch.bool, device=input_ids.device)

@@ -1,5 +1,6 @@
 """The distance between two computations of the same logits, and its tolerance."""
 
+import math
 from typing import Any
 
 import torch
@@ -56,14 +57,21 @@ def distance(logits: Tensor, reference: Tensor) -> float:
     Both must have the same infinite and NaN logits at the same tokens; else the distance is
     infinite.
     """
-    is_finite = reference.isfinite()
-    if not bool(is_finite.all()):
-        # A NaN would be chosen before a token that is masked by -inf.
-        is_same = (logits == reference) | (logits.isnan() & reference.isnan())
-        if not torch.equal(logits.isfinite(), is_finite) or not bool(is_same[~is_finite].all()):
-            return float("inf")
-        if not bool(is_finite.any()):
-            return 0.0
-        logits, reference = logits[is_finite], reference[is_finite]
-    apart = (logits.double() - reference.double()).abs().max()
-    return float(apart / reference.double().std().clamp(min=1e-30))
+    apart = difference(logits, reference)
+    if not 0.0 < apart < math.inf:
+        return apart
+    finite = reference[reference.isfinite()].double()
+    spread = finite.std() if len(finite) > 1 else finite.abs()
+    return apart / max(float(spread), 1e-30)
+
+
+def difference(mine: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference; infinite if one is infinite or NaN where the other is not."""
+    apart = (mine.double() - theirs.double()).abs()
+    apart = apart.masked_fill((mine == theirs) | (mine.isnan() & theirs.isnan()), 0.0)
+    return float(apart.nan_to_num(math.inf, math.inf).max())
+
+
+def largest(values: Tensor) -> float:
+    """Return the largest absolute value of those that are finite."""
+    return float(values.nan_to_num(0.0, 0.0, 0.0).abs().max())

@@ -7,7 +7,7 @@ must differ.
 """
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import is_not
@@ -105,31 +105,27 @@ def with_decoding_experts(model: Model) -> Model:
     return _with_configs(model, copies)
 
 
-# Elements of a buffer that a forward may write to, such as a count; a larger one holds a table or
+# Elements of a tensor that a forward may write to, such as a count; a larger one holds a table or
 # weights.
 _MOST_WRITTEN = 2**12
 
 
 def apart(model: Model) -> Model:
-    """Return a view that shares nothing with the model but weights, large buffers and config.
+    """Return a view that shares nothing with the model but weights, large tensors and config.
 
-    Attributes that forwards or methods set in the view or its modules stay in the view.
+    What forwards or methods set in the view or its modules, or write to in place, stays there: also
+    in containers, and in objects of the file that has a module's class.
     """
+    made: dict[int, Any] = {}
 
     def change(module: nn.Module) -> dict[str, Any]:
-        copied = {
-            name: copy.copy(value)
-            for name, value in vars(module).items()
-            if isinstance(value, dict | list | set)
-        }
+        file = type(module).__module__
+        held = {name: each for name, each in vars(module).items() if name != BEFORE}
+        copied: dict[str, Any] = _copied(held, file, made)
         for name in HOOKS:
             hooks = vars(module)[name]
             copied[name] = OrderedDict(zip(hooks, hooks.values(), strict=True))
-        copied["_buffers"] = {
-            name: each.clone() if each is not None and _may_be_written(each) else each
-            for name, each in module._buffers.items()
-        }
-        for name, value in vars(module).items():
+        for name, value in held.items():
             if isinstance(value, RemovableHandle):
                 copied[name] = _handle_in(copied, value, module)
         return copied
@@ -148,8 +144,29 @@ def _handle_in(copied: dict[str, Any], handle: RemovableHandle, module: nn.Modul
     return twin
 
 
-def _may_be_written(buffer: Tensor) -> bool:
-    return type(buffer) is Tensor and not buffer.is_meta and buffer.numel() <= _MOST_WRITTEN
+def _copied(value: Any, file: str, made: dict[int, Any]) -> Any:
+    """Return a copy of what a forward may write to, or the value itself; see `apart`.
+
+    Args:
+        file: objects of its classes are copied.
+        made: the copies so far, by the id of what they are copies of.
+    """
+    kind: Any = type(value)
+    is_object = kind.__module__ == file and hasattr(value, "__dict__")
+    is_object = is_object and kind.__reduce__ is object.__reduce__
+    is_tensor = kind is Tensor and not value.is_meta and value.numel() <= _MOST_WRITTEN
+    if isinstance(value, nn.Module | type) or not (
+        is_object or is_tensor or isinstance(value, dict | list | set | deque)
+    ):
+        return value
+    if id(value) not in made:
+        twin = made[id(value)] = value.clone() if is_tensor else copy.copy(value)
+        held = vars(twin) if is_object else twin
+        if isinstance(held, dict | list | deque):
+            for key in [*held] if isinstance(held, dict) else range(len(held)):
+                if (copied := _copied(held[key], file, made)) is not held[key]:
+                    held[key] = copied
+    return made[id(value)]
 
 
 def keep_attributes(view: Model, model: Model) -> None:

@@ -76,7 +76,7 @@ def compile_kernels() -> None:
 
 def _run_kernels() -> None:
     for dtype in _INTEGERS:
-        logits = torch.zeros((1, 2), dtype=dtype)
+        logits = torch.zeros((1, 2), dtype=dtype, device="cpu")
         with_others(rank(logits, 1), logits)
 
 

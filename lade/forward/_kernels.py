@@ -52,6 +52,8 @@ _FEW_CHOICES = 64  # choices of experts whose results for many columns fit into 
 _WIDE = 16384
 _SPINS, _YIELDS = 2000, 20  # a waiting thread spins so often, then yields so often, then sleeps
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
+# Powers of e whose exponents of 2 float32 holds with room to spare: of numbers to about 3 million.
+_ORDINARY = 2.0**22
 _INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _F = np.float32
 
@@ -326,9 +328,31 @@ def _scale(exponent):  # type: ignore[no-untyped-def]
 
 @compiled
 def _exponential(number):  # type: ignore[no-untyped-def]
-    """Return e to the power of a number of at most 87."""
+    """Return e to the power of a number of at most 89: infinity there, and 0 from -88 down."""
+    number = _F(-100) if number < _F(-100) else number  # NaN stays
     exponent = _exponent(number)
     return _mantissa(number, exponent) * _scale(exponent)
+
+
+@compiled
+def _exponential_of_negative(number):  # type: ignore[no-untyped-def]
+    """Return e to the power of minus any number, as `_exponential` has it."""
+    return _exponential(-(_F(-89) if number < _F(-89) else number))
+
+
+@compiled
+def _power(number):  # type: ignore[no-untyped-def]
+    """Return e to the power of any number: a mantissa, and an exponent of 2, float64.
+
+    Beyond `_ORDINARY`, numbers that differ are powers of 2 apart, so mantissas need no digits.
+    """
+    exponent = _exponent(number)
+    if abs(exponent) < _ORDINARY:
+        return _mantissa(number, exponent), np.float64(exponent)
+    wide = np.float64(number)
+    whole = np.floor(wide * 1.4426950408889634 + 0.5)
+    rest = _within(_F(wide - whole * 0.6931471805599453), _F(0.35))
+    return _F(0) if wide == -np.inf else _mantissa(rest, _F(0)), whole
 
 
 @compiled
@@ -347,13 +371,13 @@ def _squash(row):  # type: ignore[no-untyped-def]
 @compiled
 def _silu(row):  # type: ignore[no-untyped-def]
     for i in range(len(row)):
-        row[i] = row[i] / (_F(1) + _exponential(_within(-row[i], _F(87))))
+        row[i] = row[i] / (_F(1) + _exponential_of_negative(row[i]))
 
 
 @compiled
 def _sigmoid(row):  # type: ignore[no-untyped-def]
     for i in range(len(row)):
-        row[i] = _F(1) / (_F(1) + _exponential(_within(-row[i], _F(87))))
+        row[i] = _F(1) / (_F(1) + _exponential_of_negative(row[i]))
 
 
 @compiled
@@ -425,20 +449,17 @@ def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
 
     Args:
         scores: scores of the block; minus infinity for hidden keys and behind the last key.
-        peak: exponent of the largest weight so far; all weights are divided by that power of 2.
+        peak: exponent of the largest weight so far, float64; all weights are divided by that power
+            of 2.
         total: sum of the weights so far.
         sums: weighted sums of the values so far.
     """
-    new_peak = max(peak[0], _exponent(_largest(scores)))
-    if new_peak == -np.inf:  # no key was visible yet
-        _fill(scores, _F(0))
+    new_peak = _exponent(_largest(scores))
+    new_peak = _F(peak[0]) if peak[0] > new_peak else new_peak
+    if not abs(new_peak) < _F(_ORDINARY):
+        _weigh_any(scores, peak, total, sums)
         return
-    if new_peak > peak[0]:
-        shrink = _scale(peak[0] - new_peak)
-        total[0] *= shrink
-        for i in range(len(sums)):
-            sums[i] *= shrink
-        peak[0] = new_peak
+    _raise_peak(np.float64(new_peak), peak, total, sums)
     for i in range(BLOCK):
         exponent = _exponent(scores[i])
         relative = exponent - new_peak
@@ -446,6 +467,35 @@ def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
         power = _as_float((np.int32(bounded) + np.int32(127)) << np.int32(23))
         weight = _mantissa(scores[i], exponent) * power
         scores[i] = _F(0) if relative < _F(-126) else weight
+
+
+@compiled
+def _weigh_any(scores, peak, total, sums):  # type: ignore[no-untyped-def]
+    """Do as `_weigh`, slowly, for NaN, infinity and scores of any size; the same bits of others."""
+    num_visible, new_peak = 0, peak[0]
+    for score in scores:
+        num_visible += 1 if score != -_F(np.inf) else 0
+    if num_visible == 0:
+        _fill(scores, _F(0))
+        return
+    for score in scores:
+        _, exponent = _power(score)
+        new_peak = exponent if exponent > new_peak else new_peak
+    _raise_peak(new_peak, peak, total, sums)
+    for i in range(BLOCK):
+        weight, exponent = _power(scores[i])
+        scores[i] = weight * _scale(_F(exponent - new_peak))
+
+
+@compiled
+def _raise_peak(new_peak, peak, total, sums):  # type: ignore[no-untyped-def]
+    """Divide a row's sums by a higher power of 2; see `_weigh`."""
+    if new_peak > peak[0]:
+        shrink = _scale(_F(peak[0] - new_peak))
+        total[0] *= shrink
+        for i in range(len(sums)):
+            sums[i] *= shrink
+        peak[0] = new_peak
 
 
 @compiled
@@ -940,8 +990,8 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
     scratch += 4 * _MOST_ROWS * whole
     sums = numba.carray(pointer(scratch), (_MOST_ROWS, size), np.float32)
     scratch += 4 * _MOST_ROWS * size
-    peaks = _row(scratch, _MOST_ROWS)
-    totals = _row(scratch + 4 * _MOST_ROWS, 2 * _MOST_ROWS)
+    peaks = numba.carray(pointer(scratch), (_MOST_ROWS,), np.float64)
+    totals = _row(scratch + 8 * _MOST_ROWS, 2 * _MOST_ROWS)
     _fill(totals, _F(0))
     scaling, softcap = _number(layer, w.SCALING), _number(layer, w.SOFTCAP)
     for row in range(num_rows):
@@ -955,8 +1005,7 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
         if layer[w.SINKS] != 0:
             sink = layer[w.SINKS] + width * (head * num_sharing + query)
             _load(sink, totals[row : row + 1], format_)
-            peaks[row] = _exponent(totals[row])
-            totals[row] = _mantissa(totals[row], peaks[row])
+            totals[row], peaks[row] = _power(totals[row])
     mask, num_before = part[w.MASK], cache[w.NUM_KEYS] - part[w.NUM_NEW]
     num_seen = cache[w.NUM_KEYS]
     if mask == 0:
@@ -1016,8 +1065,10 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
                     add_rows(g, format_, weight, value, *targets)
     width = 2 if g[w.ARRANGED] == w.NARROW else 4
     for row in range(num_rows):
+        # A row that sees no key is 0, as torch has it.
+        total = totals[row] if totals[row] != _F(0) else _F(1)
         for i in range(size):
-            sums[row, i] = sums[row, i] / totals[row]
+            sums[row, i] = sums[row, i] / total
         token, query = divmod(start + row, num_sharing)
         query += head * num_sharing
         if more > 0:  # the rest follows
@@ -1637,7 +1688,7 @@ def scratch_size(
 ) -> int:
     """Return the bytes of scratch memory that each thread needs."""
     of_rows = 2 * max(hidden, (num_heads + 1) * head_size)
-    of_attention = _MOST_ROWS * (BLOCK + 2 * head_size + 3)
+    of_attention = _MOST_ROWS * (BLOCK + 2 * head_size + 4)
     of_products = (num_tokens + 2) * _MOST_COLUMNS + between * (_MOST_COLUMNS + 1) + DEPTH
     of_products += STRIP + 16
     num_choices, of_experts = num_tokens * num_chosen, 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lade.compat.closeness import distance
+from lade.compat import closeness
 from lade.forward import words
 
 # Tokens of the forwards by lade's kernels that are compared: one, and all remainders of tiles.
@@ -37,15 +37,14 @@ def require(holds: bool, reason: str) -> None:
 
 
 def difference(mine: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference, infinite between different shapes."""
-    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-        return math.inf
-    return float((mine - theirs).abs().max())
+    """Return the largest difference, infinite between different shapes or dtypes."""
+    is_alike = mine.shape == theirs.shape and mine.dtype is theirs.dtype
+    return closeness.difference(mine, theirs) if is_alike else math.inf
 
 
 def tolerance(values: Tensor) -> float:
     """Return how much results may differ that are rounded in other places."""
-    return 16 * torch.finfo(values.dtype).eps * float(values.abs().max())
+    return 16 * torch.finfo(values.dtype).eps * closeness.largest(values)
 
 
 Forward = Callable[[int], Tensor]  # from a number of tokens of a text to their logits
@@ -90,7 +89,7 @@ def why_wrong(
 def _error(mine: Tensor, theirs: Tensor, limit: float, is_rounded: bool, may_choose: bool) -> float:
     """Return the difference of logits, in standard deviations; see `why_wrong`."""
     logits, reference = mine.double(), theirs.double()
-    error = distance(logits, reference)
+    error = closeness.distance(logits, reference)
     if error > limit and (is_rounded or may_choose) and error < math.inf:
         finite = reference.isfinite()
         squares = (logits - reference).where(finite, 0.0).square().flatten(0, -2).mean(dim=-1)

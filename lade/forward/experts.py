@@ -209,9 +209,9 @@ def _gating(stack: _Stack, call: Any, routed: Routed) -> tuple[int, GatingPlan]:
     activations = [(which, 1.0) for which in ACTIVATIONS]
     activations += [(words.SWISH, each) for each in numbers]
     noise = torch.Generator().manual_seed(0)
-    rows = torch.randn((_FEW_ASKED, routed.states.shape[1]), generator=noise)
+    rows = _drawn((_FEW_ASKED, routed.states.shape[1]), noise)
     usual = float(stack.product(rows.to(routed.states.dtype), 0, expert).float().std())
-    one = torch.ones((len(rows), 1), dtype=torch.int64)
+    one = rows.new_ones((len(rows), 1), dtype=torch.int64)
     all_of_it, errors = one.to(shares.dtype), dict[tuple[int, GatingPlan], float]()
     for size in (*_SIZES, *(_BEYOND * each for each in numbers)):
         states = (rows * (size / usual)).to(routed.states.dtype)
@@ -228,8 +228,7 @@ def _gating(stack: _Stack, call: Any, routed: Routed) -> tuple[int, GatingPlan]:
                 plan = GatingPlan(*activation, bound, added)
                 mine = lying.product(plan(*columns), 1, expert, _FEW_COLUMNS)[kept].to(seen.dtype)
                 error = difference(mine, seen) / (tolerance(seen) + 1e-30) if len(seen) else 0.0
-                worst = max(errors.get((lying.lies, plan), 0.0), error)
-                errors[lying.lies, plan] = worst if error <= worst else math.inf  # of NaN
+                errors[lying.lies, plan] = max(errors.get((lying.lies, plan), 0.0), error)
     least = min(errors, key=errors.__getitem__)
     require(errors[least] <= 1.0, f"{type(module).__name__} has an activation of its own")
     return least
@@ -257,11 +256,15 @@ def router_of(module: nn.Module, calls: Mapping[nn.Module, Any]) -> nn.Module:
     raise UnsupportedForwardError(f"no module tells {type(module).__name__} what is chosen")
 
 
+def _drawn(shape: Sequence[int], noise: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=noise, dtype=torch.float32, device="cpu")
+
+
 def _asked(router: nn.Module, routed: Routed, call: Any, biases: Sequence[_Bias]) -> Routed:
     """Ask a router about made-up states, with made-up numbers as its correction."""
     (given, *others), kwargs = call.args, call.kwargs
     noise = torch.Generator().manual_seed(0)
-    rows = torch.randn((_NUM_ASKED, given.shape[-1]), generator=noise) * given.float().std()
+    rows = _drawn((_NUM_ASKED, given.shape[-1]), noise) * given.float().std()
     rows[1::2] *= _LARGER
     rows = rows.to(given.dtype)
     put = {id(each.held[each.name]): each.numbers for each in biases}
@@ -292,7 +295,7 @@ def _biases(block: nn.Module, num_experts: int, weighing: nn.Module) -> list[_Bi
                 if each is None or each.numel() != num_experts:
                     continue
                 if (module, name) != (weighing, "bias"):
-                    numbers = torch.randn(each.shape, generator=noise) / num_experts
+                    numbers = _drawn(each.shape, noise) / num_experts
                     found.append(_Bias(module, name, held, numbers.to(each.dtype)))
     return found
 
@@ -311,7 +314,7 @@ def _routing(
         if num_experts > num > left > 0 and num_experts % num == 0
     ]
     rounding = words.ROUNDS_SCORES, 0, words.ROUNDS_SCORES | words.ROUNDS_WEIGHED
-    doubled = (2 * torch.tensor(sorted(factors), dtype=asked.states.dtype)).tolist()
+    doubled = (2 * asked.states.new_tensor(sorted(factors))).tolist()
     ways = [*((*way, 0.0) for way in _WAYS), *((words.BY_MIXING, 0, each) for each in doubled)]
     for correction, of_groups, (weighs, how, added), is_sorted in product(
         corrections, groups, ways, (words.IS_SORTED, 0)
@@ -337,7 +340,7 @@ def _chosen(
         states, weight = states.float(), weight.float()
         bias = None if bias is None else bias.float()
     elif weight.dtype is not states.dtype:
-        return torch.empty(0), torch.empty(0)
+        return states[:0], states[:0]
     raw = linear(states, weight, bias).float()
     scores = raw
     if plan.weighs == words.BY_MIXING:

@@ -104,6 +104,7 @@ class _JobRequest(NamedTuple):
     by_layers: Callable[["_RunLayer"], Tensor] | None = None
     hooked: tuple[bool, ...] = ()  # whether a layer must be called by itself
     held: "_Held | None" = None  # the weights, for all forwards of a call
+    model: Model | None = None  # whose modules make angles: a look's differ from the model's own
 
     @property
     def layers(self) -> list[TreeCacheLayer]:
@@ -200,7 +201,7 @@ class FusedForwards:
         self._is_recurrent = any(layer.recurrence is not None for layer in plan.layers)
         self._is_slow = self._is_slow_for_prompts = False
         self._workspaces: list[_Workspace] = []
-        self._weights = _Weights(plan, self._kinds, self._dtype, compiled)
+        self._weights = _Weights(plan, self._kinds, self._dtype, compiled, names)
         require(self._weights.fit(), "its weights are no plain matrices")
         self._is_unchanged = is_unchanged if any(adapters_of(plan)) else None
         widths = {sizes.hidden, *(layer.attended for layer in plan.layers)}
@@ -274,7 +275,7 @@ class FusedForwards:
             is_whole = all(map(is_, view._modules.values(), children))  # else they are a view's
             try:
                 require(is_whole and not args, "it is not of this model, or has other arguments")
-                request = self._request(inputs, view.config)._replace(held=held)
+                request = self._request(inputs, view.config)._replace(held=held, model=model)
                 with_hooks = [
                     each for each in layers if each._forward_hooks or each._forward_pre_hooks
                 ]
@@ -334,7 +335,7 @@ class FusedForwards:
         if states.dtype is not self._dtype or states.shape != (1, num, sizes.hidden):
             return None
         # Angles of all pieces at once: some depend on the length of the text.
-        angles = self._angles(states, request.positions)
+        angles = self._angles(states, request)
         make_inputs = self._weights.make_inputs
         inputs = None if make_inputs is None else make_inputs(input_ids, states, self._product)
         pieces = self._pieces(request, angles, inputs)
@@ -504,17 +505,20 @@ class FusedForwards:
                     return None
         return caches
 
-    def _angles(self, states: Tensor, positions: Tensor) -> list[tuple[Tensor, ...]]:
+    def _angles(self, states: Tensor, request: _JobRequest) -> list[tuple[Tensor, ...]]:
         """Let the model make its angles: cosines and sines, float32 [1, num_tokens, …].
 
         If queries have factors, these come last, twice.
         """
+        positions, model = request.positions, request.model
+        assert model is not None
         given = {words.STATES_GIVEN: states, words.POSITIONS_GIVEN: positions}
         given[words.AXES_GIVEN] = positions.expand(3, -1, -1)
-        made = [
-            tuple(each.float().contiguous() for each in arranged(rotary(given), how))
-            for rotary, how in self._weights.rotaries
-        ]
+        made = []
+        for name, plan, how in self._weights.rotaries:
+            args, kwargs = given_to(plan, given)
+            angles = arranged(model.get_submodule(name)(*args, **kwargs), how)
+            made.append(tuple(each.float().contiguous() for each in angles))
         if self._sizes.factors is not None:
             made.append((self._sizes.factors(positions).to(self._dtype).float(),) * 2)
         return made
@@ -560,7 +564,8 @@ class FusedForwards:
         has_all = all(len(part.cache.held) == len(self._states) for part in parts)
         positions: Any = inputs.get("position_ids")
         if positions is None and len(parts) == 1:
-            positions = torch.arange(num)[None] + cache.get_seq_length()
+            positions = torch.arange(num, dtype=torch.int64, device=ids.device)[None]
+            positions = positions + cache.get_seq_length()
         if positions is not None and positions.dim() == 3 and is_alike(positions):
             positions = positions[0]  # of text, several axes count the same
         is_known = positions is not None and positions.shape == ids.shape
@@ -646,7 +651,7 @@ def _place_of(mask: Tensor | None, start: int) -> tuple[int, int]:
 
 def _wide(states: Tensor) -> Tensor:
     """Return a float32 copy of states [1, num_tokens, hidden_size], contiguous row by row."""
-    return torch.empty(states.shape[1:], dtype=torch.float32).copy_(states[0])
+    return states[0].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
 
 
 class _Held:
@@ -720,16 +725,22 @@ class _Weights:
         transform: turns the last states into the head's input, given a function for products; None
             if there is only a norm between them, or nothing.
         of_kind: numbers of the layers that have each kind of mask.
-        rotaries: the modules that make angles, and the arrangement of the angles.
+        rotaries: names of the modules that make angles, what they get, and the angles' arrangement.
         turning: int64 [layers with angles, 2], numbers of the layer and of its rotary module.
     """
 
     def __init__(
-        self, plan: DecoderPlan, kinds: Sequence[str], dtype: torch.dtype, compiled: Any
+        self,
+        plan: DecoderPlan,
+        kinds: Sequence[str],
+        dtype: torch.dtype,
+        compiled: Any,
+        names: Mapping[nn.Module, str],
     ) -> None:
         self._dtype, end = dtype, len(plan.layers)
         calls, self._scale, first_norm, replaced = plan.embedding
-        self._replaced = torch.tensor(replaced).unbind(1) if replaced else None
+        ids = torch.tensor(replaced, dtype=torch.int64, device="cpu") if replaced else None
+        self._replaced = None if ids is None else ids.unbind(1)
         self._lookups = [*map(_calling, calls)]
         self._first_norm = _reference(first_norm)
         self.make_inputs = None if plan.inputs is None else _giving_inputs(plan.inputs, end)
@@ -748,7 +759,7 @@ class _Weights:
         self._slots: list[tuple[Any, ...]] = []
         self._absent: list[tuple[int, Callable[[], Any], str]] = []  # parameters that are None
         bounds = [0]  # index of the first parameter of each layer, and of the parts behind
-        self.rotaries: list[tuple[Callable[[Mapping[Any, Any]], Any], int]] = []
+        self.rotaries: list[tuple[str, CallPlan, int]] = []
         turning: list[tuple[int, int]] = []
         known: dict[tuple[int, int], int] = {}
         num_added, ends = 0, range(words.INNER_SIZE)
@@ -757,7 +768,8 @@ class _Weights:
             if rotary is not None:
                 which = known.setdefault((id(rotary), layer.arrangement), len(known))
                 if which == len(self.rotaries):
-                    self.rotaries.append((_calling(rotary), layer.arrangement))
+                    given = names[rotary.module], rotary._replace(module=None)
+                    self.rotaries.append((*given, layer.arrangement))
                 turning.append((number, which))
             for word, norm in zip(ends[: words.QUERY : words.NORM_SIZE], layer.norms, strict=True):
                 self._add_norm(number, word, norm)
@@ -1019,8 +1031,9 @@ def _added_by(layer: LayerPlan, dtype: torch.dtype) -> tuple[Any, ...]:
         assert layer.heads is not None
         _, num, of_key, of_value, more, _ = layer.heads
         sizes = of_key, more or of_value
-        return tuple(torch.empty((1, num, 1, size), dtype=dtype) for size in sizes)
-    inputs = torch.empty((1, 1, 1, layer.convolution.out_channels), dtype=dtype)
+        return tuple(torch.empty((1, num, 1, size), dtype=dtype, device="cpu") for size in sizes)
+    num = layer.convolution.out_channels
+    inputs = torch.empty((1, 1, 1, num), dtype=dtype, device="cpu")
     return (inputs,) if layer.recurrence is None else (inputs, *added_by(layer.recurrence))
 
 
@@ -1042,7 +1055,7 @@ class _Workspace:
         )
         # torch aligns memory to cache lines, so two threads never write to one line.
         self._memory = {
-            word: torch.empty(num, dtype=torch.uint8)
+            word: torch.empty(num, dtype=torch.uint8, device="cpu")
             for word, num in {
                 words.NORMED: 4 * num_tokens * sizes.normed,
                 words.MIXED: 4 * num_tokens * sizes.mixed,

@@ -95,7 +95,7 @@ class PackedLinear(_Packed, nn.Linear):
         for start in range(0, self.out_features, step):
             packed = blocks[start : start + step]
             if half := self.half_head:  # first a row of the first half, then one of the second
-                rows = torch.arange(start, start + len(packed), device=packed.device)
+                rows = start + torch.arange(len(packed), dtype=torch.int64, device=packed.device)
                 head, within = rows // (2 * half), rows % (2 * half)
                 rows = 2 * (head * half + within % half) + within // half
                 packed = self.weight.index_select(0, rows)
@@ -211,7 +211,7 @@ def _by_reference(weight: Tensor, format_: int) -> Tensor:
 
 def _by_function(weight: Tensor, function: "Function") -> Tensor:
     num = weight.shape[1] // function.bytes * function.numbers
-    rows = torch.empty(len(weight), num)
+    rows = torch.empty((len(weight), num), dtype=torch.float32, device="cpu")
     address, step = weight.data_ptr(), weight.shape[1]
     function.call(0, 0, 0, address, step, len(weight), rows.data_ptr(), 4 * num, num, 0)
     return rows
@@ -261,11 +261,12 @@ def _compiled(weight: Tensor, format_: int) -> Function | None:
     rows = weight[: _NUM_CHECKED // per_row + 1].contiguous()
     mine, theirs = _by_function(rows, function), _by_reference(rows, format_)
     is_right = torch.allclose(mine, theirs, 0.0, 0.0, equal_nan=True)
-    given = torch.arange(9.0 * per_row).sin().view(9, per_row)
+    given = torch.arange(9 * per_row, dtype=torch.float32, device="cpu")
+    given = given.sin().view(9, per_row)
     exact = given.double() @ theirs.double().T
-    strip = torch.empty(_packed.STRIP)
+    strip = torch.empty(_packed.STRIP, dtype=torch.float32, device="cpu")
     for num in (1, 4, 9) if bool(exact.isfinite().all()) else ():
-        results = torch.zeros(num, len(rows))
+        results = torch.zeros((num, len(rows)), dtype=torch.float32, device="cpu")
         x, y = (given.data_ptr(), 4 * per_row, num), (results.data_ptr(), 4 * len(rows))
         packed = rows.data_ptr(), rows.shape[1], len(rows)
         function.call(*x, *packed, *y, per_row, strip.data_ptr())

@@ -406,12 +406,12 @@ def read(model: Model) -> DecoderPlan:
     text = model.config.get_text_config(decoder=True)
     taken = {*placeholders_of(model), getattr(text, "pad_token_id", None)}
     ids = [each for each in range(text.vocab_size // 2, text.vocab_size) if each not in taken]
-    input_ids = torch.tensor([ids[: len(_POSITIONS)]])
+    input_ids = torch.tensor([ids[: len(_POSITIONS)]], dtype=torch.int64, device="cpu")
     # Some models scale queries by position, from thousands of tokens on; others have embeddings of
     # some thousand positions.
     last = getattr(text, "max_position_embeddings", None) or len(_POSITIONS)
     for numbers in (_POSITIONS, [0, 1, 2, last - 2, last - 1]):
-        positions = torch.tensor([numbers])
+        positions = torch.tensor([numbers], dtype=torch.int64, device=input_ids.device)
         calls.clear()
         attended = [vars(module).pop(_WATCHED, ()) for module in view.modules()]
         with Attempt() as attempt:
@@ -445,7 +445,9 @@ def _replaced(
         lambda _, args, kwargs: given.extend([*args, *kwargs.values()][:1]), with_kwargs=True
     )
     with Attempt():  # without their images, some models raise an error
-        view(input_ids=torch.tensor([placeholders]), use_cache=False)
+        view(
+            input_ids=torch.tensor([placeholders], dtype=torch.int64, device="cpu"), use_cache=False
+        )
     embedded = given[-1].flatten().tolist() if given else placeholders
     pairs = zip(placeholders, embedded, strict=False)
     return tuple(pair for pair in pairs if pair[0] != pair[1])
@@ -1256,7 +1258,7 @@ class _Reader:
         require(is_by_angles, "queries change in another way than by angles")
         find_factors = _factors_of(self._view)
         for factors in (None, find_factors and find_factors(self._positions)):
-            by = torch.ones(1) if factors is None else factors[:, None, :, None]
+            by = heads.new_ones(1) if factors is None else factors[:, None, :, None]
             error, how, arrangement = min(
                 (
                     difference(
@@ -1384,7 +1386,7 @@ def _factors(
     """
     if not seconds:
         return []
-    angles = torch.arange(linear.out_features, dtype=torch.float64)
+    angles = torch.arange(linear.out_features, dtype=torch.float64, device="cpu")
     put = {each: (angles * (index + 1.3)).sin() for index, each in enumerate((linear, *seconds))}
     for each, numbers in put.items():
         each.register_forward_hook(lambda _, __, out, numbers=numbers: numbers.expand(out.shape))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lade.compat.closeness import largest
 from lade.forward.comparing import (
     UnsupportedForwardError,
     convolved,
@@ -113,7 +114,7 @@ def read_recurrence(
         if torch.equal(_part(plan, rows, 3).flatten(), norm.gate.flatten())
     ]
     wanted = norm.given.view(num_tokens, num_values, value_size).to(rows.dtype)
-    limit = max(tolerance(wanted), _ONE_BY_ONE * float(wanted.abs().max()))
+    limit = max(tolerance(wanted), _ONE_BY_ONE * largest(wanted))
 
     def error(plan: RecurrencePlan) -> float:
         return difference(_result(plan, convolution, rows), wanted)
@@ -135,8 +136,9 @@ def added_by(plan: RecurrencePlan) -> tuple[Tensor, Tensor, Callable[[Tensor, Te
         has torch's shape; its memory is that of a job, key after key.
     """
     num_keys, num_values, key_size, value_size = plan.heads
-    kept = torch.empty((1, 1, 1, num_keys * key_size + num_values * (value_size + 2)))
-    state = torch.empty((1, num_values, key_size, value_size))
+    num_kept = num_keys * key_size + num_values * (value_size + 2)
+    kept = torch.empty((1, 1, 1, num_kept), dtype=torch.float32, device="cpu")
+    state = kept.new_empty((1, num_values, key_size, value_size))
     if plan.is_delta:
         return kept, state, partial(_advanced, is_delta=True)
     return kept, state.transpose(2, 3), _advanced_across
@@ -261,7 +263,7 @@ def _result(plan: RecurrencePlan, convolution: nn.Conv1d, rows: Tensor) -> Tenso
         softened = shares = functional.softplus(given + biases.to(given.dtype)).float()
     gates = torch.stack([(-logarithms.float().exp() * softened).exp(), shares], dim=-1)
     kept = torch.cat([each.flatten(1) for each in (keys, values, gates)], dim=1)
-    state, results = torch.zeros(num_values, key_size, value_size), []
+    state, results = kept.new_zeros((num_values, key_size, value_size)), []
     for query, value, row in zip(queries, values, kept, strict=True):
         state = _advanced(state, row, is_delta=plan.is_delta)
         query = query.repeat_interleave(num_values // num_keys, dim=0)

@@ -5,6 +5,7 @@ import torch
 from lade.errors import PlainDecodingWarning, VerificationWarning
 from lade.hf.circumstances import Circumstances
 from lade.probing.factory import VerificationPlan
+from lade.probing.profile import Profiles
 from lade.probing.proof import VerificationError
 
 
@@ -28,10 +29,11 @@ def say_why_plain(seen: Circumstances, verification: VerificationPlan) -> None:
 def give_up(
     seen: Circumstances, verification: VerificationPlan, failure: VerificationError
 ) -> None:
-    """Warn that the rest of a call falls back, and drop the method's verdict."""
+    """Warn that the rest of a call falls back, and let the next call read the model again."""
     # Next time there may be enough memory.
     if not isinstance(failure.__cause__, torch.OutOfMemoryError):
-        seen.profile.drop_verdict(verification.verification, str(failure))
+        profiles = Profiles.of(seen.call.model)
+        profiles.end(seen.profile, verification.verification, str(failure))
     text = (
         f"lade falls back to standard decoding for the rest of a call of "
         f"{type(seen.call.model).__name__}: {failure}"

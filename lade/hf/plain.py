@@ -61,7 +61,7 @@ class _NewTokenCriteria(StoppingCriteriaList):  # type: ignore[misc]
         num_tokens = input_ids.shape[1]
         if num_tokens <= self._num_known:
             known = [end is not None and end <= num_tokens for end in self._ends]
-            done = torch.tensor(known, device=input_ids.device)
+            done = torch.tensor(known, dtype=torch.bool, device=input_ids.device)
         else:
             done = super().__call__(input_ids, scores, **kwargs)
         before = self.is_finished[-1] if self.is_finished else [False] * len(done)

@@ -146,7 +146,7 @@ class Report:
                 else:
                     return
             with aside():
-                self.streamer.put(torch.tensor(column))
+                self.streamer.put(torch.tensor(column, dtype=torch.int64, device="cpu"))
             self.num_put += 1
 
 

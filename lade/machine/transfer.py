@@ -74,4 +74,4 @@ def integers_on(device: torch.device, values: Sequence[int]) -> Tensor:
 
 
 def _pinned(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)

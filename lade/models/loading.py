@@ -181,7 +181,7 @@ def _device_of(name: str) -> Any:
     import torch
 
     try:
-        torch.zeros(1, device=name).item()
+        torch.zeros(1, dtype=torch.float32, device=name).item()
         return torch.device(name)
     except Exception as error:  # each device has errors of its own
         raise UserError(

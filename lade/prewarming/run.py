@@ -147,8 +147,8 @@ class TableWriter:
         self.path = path_of_table(model, folder)
         known = read_table(self.path)
         self.saved_sec = seconds_of(known)
-        view = apart(model).eval() if any(each.training for each in model.modules()) else model
-        found = probe(view)
+        view = apart(model).eval()
+        found = probe(view if any(each.training for each in model.modules()) else model)
         if found.verification == "plain":
             reasons = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
             raise UnsupportedModelError(

@@ -68,7 +68,7 @@ def _is_quantized(module: nn.Module) -> bool:
 
 def _why_not_exact(model: Model, module: Any, limit: float) -> str | None:
     """Return why one layer lets no method be exact, or None."""
-    angles = torch.arange(0, module.in_features, device=_device_of(model, module)).double()
+    angles = torch.arange(module.in_features, dtype=torch.float64, device=_device_of(model, module))
     first, second = (1.7 * angles).sin(), (2.3 * angles).cos()
     near = torch.stack([first, first + _SMALL * second, first - _SMALL * second])
     large = torch.stack([first, _LARGE * second, -_LARGE * second])
@@ -104,7 +104,8 @@ def _outputs(model: Model, module: nn.Module, rows: Tensor) -> Tensor:
 
 
 def _share_changed(outputs: Tensor, others: Tensor) -> float:
-    return float((outputs != others).double().mean())
+    is_same = (outputs == others) | (outputs.isnan() & others.isnan())
+    return 1.0 - float(is_same.double().mean())
 
 
 def _device_of(model: Model, module: nn.Module) -> torch.device:

@@ -1,7 +1,7 @@
 """`Profile`: what lade knows of a model, for each of the model's recent states."""
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -112,19 +112,6 @@ class Profile:
         """Return the name of user code that a compiled forward would not call, or None."""
         return self.user_code and user_code_of(model, self.state.functions, besides_hooks=True)
 
-    def drop_verdict(self, verification: Verification, reason: str) -> None:
-        """Drop the verdict on a method that was not exact, or failed, during a call.
-
-        The method is checked again at the next call; the second time, it is ruled out for good.
-        """
-        for key in [*self.found]:
-            if isinstance(key, CheckKey) and key.verification == verification:
-                del self.found[key]
-        self.proofs.pop(verification, None)
-        if verification in self.dropped:
-            self.found_wrong[verification] = reason
-        self.dropped.add(verification)
-
 
 # Models that alternate between a few states, such as with and without a PEFT prefix, are checked
 # once in each.
@@ -175,6 +162,25 @@ class Profiles:
             others = [other for other in known if other not in found]
             self._profiles = [*found, *others][:_MAX_PROFILES]
         return found[0]
+
+    def end(self, profile: Profile, verification: Verification, reason: str) -> None:
+        """Forget all that was found in a state in which a method was wrong, or failed, in a call.
+
+        The model is read and checked again at the next call; the second time, the method is ruled
+        out for good. Calls that run side by side go on by torch, and count as one.
+        """
+        if profile not in self._profiles:
+            return
+        views: FastViews | None = profile.found.get("fast_views")
+        if views is not None:
+            views.why_not = views.why_not or reason
+        if verification in profile.dropped:
+            profile.found_wrong[verification] = reason
+        profile.dropped.add(verification)
+        profile.state.settings = None
+        fresh = replace(profile, proofs={}, found={})
+        self._profiles = [fresh if each is profile else each for each in self._profiles]
+        self.prefixes.clear()  # the same plan wrote their keys and values
 
     def forget(self) -> None:
         """Drop all profiles, and the kept texts."""

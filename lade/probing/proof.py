@@ -69,6 +69,7 @@ class Distances:
     num_left: int = 0  # of the call that is closest to it
     num_proofs: int = 0
     prover: "ProvedTarget | None" = None  # the call that proves next
+    flaw: str | None = None  # what a proof found, for all calls that run by the same plan
 
 
 def _verifying(method: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -175,6 +176,8 @@ class ProvedTarget:
         distances = self._distances
         if distances is None:
             return False
+        if distances.flaw is not None:
+            raise _FlawError(distances.flaw)
         if self._num_proofs != distances.num_proofs:  # another call has proved
             self._num_proofs, self._num_left, self._alone = distances.num_proofs, DISTANCE, {}
         if self._num_left > 0:
@@ -288,10 +291,12 @@ class ProvedTarget:
         """Take a step back, and run the roots alone; raise if the difference is no chance."""
         self._num_wrong += 1
         if self._limit < EXACT or self._num_wrong >= _MOST_WRONG:
-            raise _FlawError(
+            assert self._distances is not None
+            self._distances.flaw = (
                 f"its logits for a draft differ from those for the same token alone by {error:.2g} "
                 f"of their standard deviation (expected at most {self._limit:.2g})"
             )
+            raise _FlawError(self._distances.flaw)
         plan, self._is_alone = self._taken_back(plan), True
         return plan, self._run_alone(plan)
 

@@ -315,8 +315,10 @@ class Plain:
         self.model = apart(model)
         self.model.generation_config = GenerationConfig()  # none of the model's own options
         device = device_of_inputs(model)
-        self._mask = torch.tensor([[1] * len(prompt)] if masks is None else masks, device=device)
-        self._input_ids = torch.tensor([[*prompt]] * len(self._mask), device=device)
+        self._mask = torch.tensor(masks or [[1] * len(prompt)], dtype=torch.int64, device=device)
+        self._input_ids = torch.tensor(
+            [[*prompt]] * len(self._mask), dtype=torch.int64, device=device
+        )
         self._cache = cache
 
     @property
@@ -385,7 +387,9 @@ class Plain:
             output = self.generate(
                 [row for row, _ in batch],
                 length + 1,
-                logits_processor=[partial(forced, torch.tensor(tokens), self._input_ids.shape[1])],
+                logits_processor=[
+                    partial(forced, self._input_ids.new_tensor(tokens), self._input_ids.shape[1])
+                ],
                 output_logits=True,
                 return_dict_in_generate=True,
             )

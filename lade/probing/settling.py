@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from lade.budget.seconds import Seconds
 from lade.compat import Model, device_of_inputs, mesh_of
 from lade.compat.attempts import Attempt
-from lade.compat.view import FastViews
+from lade.compat.view import FastViews, apart
 from lade.drafting.drafts import chain
 from lade.forward.packed import made_whole
 from lade.probing.factory import VerificationPlan
@@ -51,8 +51,9 @@ def _try_out(
 
     The first steps begin with these times; the rest of a step's time is learned from steps.
     """
+    model = apart(model)  # forwards may change attributes and buffers
     token_ids, settings = check_tokens(model), (GenerationConfig(), chosen.attention)
-    ids, nodes = torch.tensor([token_ids]), token_ids[::-1] * 8
+    ids, nodes = torch.tensor([token_ids], dtype=torch.int64, device="cpu"), token_ids[::-1] * 8
 
     def prefilled(fast_views: FastViews | None) -> Callable[[int], Tensor]:
         layout = profile.layout_of(model)

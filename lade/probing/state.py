@@ -85,7 +85,9 @@ class ModelState:
         """
         view = apart(model)
         view.generation_config = GenerationConfig()  # none of the model's own options
-        ids = torch.tensor([check_tokens(model)[:2]], device=device_of_inputs(model))
+        ids = torch.tensor(
+            [check_tokens(model)[:2]], dtype=torch.int64, device=device_of_inputs(model)
+        )
         reads = None
         try:
             with watched(view) as noted:

@@ -164,7 +164,8 @@ class HypotheticalProcessors:
             return self._processors.without_prefix(scores)
         parts = [
             self._processors.of_row[row](
-                torch.tensor([[*prefix]], device=scores.device), scores[i : i + 1]
+                torch.tensor([[*prefix]], dtype=torch.int64, device=scores.device),
+                scores[i : i + 1],
             )
             for i, prefix in enumerate(prefixes)
         ]

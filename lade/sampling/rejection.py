@@ -68,13 +68,14 @@ def try_children(
             the same result alone as in a batch. None for the device's default generator.
     """
     rows, width = child_token_ids.shape
-    is_child = torch.arange(width, device=child_token_ids.device) < num_children[:, None]
+    is_child = torch.arange(width, dtype=torch.int64, device=child_token_ids.device)
+    is_child = is_child < num_children[:, None]
     uniforms = _uniforms([1 + count for count in counts], 1 + width, generators, target_probs)
     child_token_ids = child_token_ids.masked_fill(~is_child, 0)
     draft_probs = draft_probs.to(target_probs.dtype)
     weights = target_probs.clone()
     total = weights.sum(1, keepdim=True)
-    accepted = torch.full((rows,), NONE, device=weights.device)
+    accepted = torch.full((rows,), NONE, dtype=torch.int64, device=weights.device)
     for child in range(width):
         support, token_ids = support_token_ids[:, child], child_token_ids[:, child, None]
         scaled = total * draft_probs[:, child]  # q, scaled to the sum of p

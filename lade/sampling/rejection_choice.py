@@ -102,7 +102,7 @@ def rejection_choice(
 
     All are seeded from torch's default generator, so that `torch.manual_seed` repeats a call.
     """
-    seeds = torch.randint(2**62, (num_rows, 2)).tolist()
+    seeds = torch.randint(2**62, (num_rows, 2), dtype=torch.int64, device="cpu").tolist()
     generators = [torch.Generator(device).manual_seed(seed) for seed, _ in seeds]
     rngs = [np.random.default_rng(seed) for _, seed in seeds]
     return rngs, RejectionChoice(processors, generators, device, on_choice)

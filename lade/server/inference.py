@@ -182,7 +182,7 @@ class _Relay:
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Take the last token of [1, num_tokens]; return whether the answer ends there."""
         self._put(int(input_ids[0, -1]))
-        return torch.full((1,), self._is_over, device=input_ids.device)
+        return torch.full((1,), self._is_over, dtype=torch.bool, device=input_ids.device)
 
     @property
     def _is_over(self) -> bool:
@@ -228,7 +228,9 @@ class _Relay:
         if not self._new:
             return
         rows = torch.stack([self.record.rows.popleft() for _ in self._new])
-        token_ids = torch.tensor([token_id for token_id, *_ in self._new], device=rows.device)
+        token_ids = torch.tensor(
+            [token_id for token_id, *_ in self._new], dtype=torch.int64, device=rows.device
+        )
         chosen = rows.gather(1, token_ids[:, None]).clamp_min(_LOWEST_LOGPROB).tolist()
         tops = _likeliest(rows, self._num_top or 0)
         for (token_id, start, end), (mine,), top in zip(self._new, chosen, tops, strict=True):

@@ -160,7 +160,7 @@ class Preparing:
             return encode_messages(self._loaded, [{"content": prompt}], is_raw=True)
         if why := why_unknown(self._loaded, max(prompt)):
             raise wrong("prompt", why)
-        ids = torch.tensor([prompt], device=self._loaded.model.device)
+        ids = torch.tensor([prompt], dtype=torch.int64, device=self._loaded.model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def _generation(self, asked: Asked, num_prompt: int) -> Any:

@@ -63,7 +63,7 @@ class Target(ABC):
             elif name == "token_type_ids":
                 new = last
             else:
-                new = last + torch.arange(1, num_new + 1, device=known.device)
+                new = last + torch.arange(1, num_new + 1, dtype=last.dtype, device=known.device)
             longer[name] = torch.cat([known, new], dim=-1)
         return longer
 

@@ -163,7 +163,7 @@ def _mask(masks: Sequence[Any], sizes: Sequence[int]) -> Tensor | dict[str, Tens
 
     def carrying(of_parts: Sequence[Tensor | None]) -> Tensor:
         # Its values mean nothing. It fits no keys, so other attentions refuse it.
-        empty = torch.ones((1, 1, sum(sizes), sum(sizes) + 1), dtype=torch.bool)
+        empty = torch.ones((1, 1, sum(sizes), sum(sizes) + 1), dtype=torch.bool, device="cpu")
         return with_calls(empty, Calls(sizes, of_parts))
 
     if not names:

@@ -97,7 +97,8 @@ class RowsTarget(Target):
 
     def prefill(self, *, is_plain: bool = False) -> Tensor:
         """Run the distinct prompts, and copy their caches to equal ones; return last logits."""
-        last: list[Tensor] = [torch.empty(0)] * len(self._all)
+        nothing = torch.empty(0, dtype=torch.float32, device=self.device)
+        last = [nothing] * len(self._all)
         different = sorted({*self._originals})
         for group in [[row] for row in different] if is_plain else self._groups(different):
             ends = self._run_prompts(group, is_plain)

@@ -146,7 +146,7 @@ class TreeTarget(Target):
         self._num_prefilled = num_cached = self.cache.length
         positions = self._model_kwargs.get("position_ids")
         if positions is None:
-            last = torch.full((1,), num_cached - 1, device=self.device)
+            last = torch.full((1,), num_cached - 1, dtype=torch.int64, device=self.device)
         else:  # some vision-language models count positions along several axes: [axes, 1, …]
             last = positions[..., -1].to(self.device)
         self._position_offsets = last - (num_cached - 1)  # position minus cache slot
@@ -199,7 +199,7 @@ class TreeTarget(Target):
         if positions is None and self._is_padded:
             return None
         if positions is None:
-            positions = torch.arange(num_tokens, device=self.device)[None]
+            positions = torch.arange(num_tokens, dtype=torch.int64, device=self.device)[None]
         # If the caller passed only new tokens, only the mask shows where they begin.
         num_slots = num_slots_of(self._input_ids, self._generation_config, self._model_kwargs)
         if (
@@ -222,7 +222,7 @@ class TreeTarget(Target):
             if self._padding is not None:  # which sees itself, as numbers must come of it
                 own = torch.eye(num, dtype=torch.bool, device=self.device)
                 seen &= self._padding[:, None, nodes] | own
-            steps = torch.arange(num, device=self.device)[None]
+            steps = torch.arange(num, dtype=torch.int64, device=self.device)[None]
             mask = self._mask(TreeTensors(token_ids, steps, seen), start)
         inputs = {
             "input_ids": token_ids,
@@ -407,7 +407,7 @@ class TreeTarget(Target):
             mask = torch.ones(shape, dtype=torch.bool, device=self.device)
             mask[..., cached:] = tree.ancestors
             return mask
-        visible = torch.arange(num_slots, device=self.device)[None] < cached
+        visible = torch.arange(num_slots, dtype=torch.int64, device=self.device)[None] < cached
         if self._padding is not None:
             shared = min(num_slots, self._padding.shape[1])
             visible[:, :shared] &= self._padding[:, :shared]

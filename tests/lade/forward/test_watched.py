@@ -12,6 +12,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer
 
 import lade
+from lade.forward import words
 from lade.machine.openmp import runner
 from lade.probing.profile import Profiles, profile_of
 from tests.grids import thinned
@@ -251,3 +252,46 @@ def test_a_draft_token_without_numbers_spoils_no_other(
             pool.observe([*row[place - 4 : place], unused, *row[place + 1 :]])
     got = lade.generate(model, ids, attention_mask=mask, pool=pool, config=EIGHT, **given)
     assert got.tolist() == text.tolist()
+
+
+def _turned_off(views: Any) -> None:
+    views._weights._table[1, words.TURNED] = 0
+
+
+def _scaled(views: Any) -> None:
+    views._weights._table[:3, words.SCALING] = 0
+
+
+def _embedded(views: Any) -> None:
+    views._weights._scale = 3.0
+
+
+@pytest.mark.parametrize("spoil", [_turned_off, _scaled, _embedded])
+def test_a_failed_proof_ends_a_plan_for_all_calls(spoil: Any, ran: list[Ran]) -> None:
+    """What no look at the model can show is noticed after 128 steps with a draft, and once."""
+    model, pool, steps, wrong, told = compiled(), lade.NGramPool(), list[lade.Step](), 0, 0
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    lade.generate(model, ONE, **options)
+    spoil(views := profile_of(model).fast_views_for(model))
+    for number in range(24):
+        ids = ONE + number % 4
+        wanted = model.generate(ids, **options)
+        pool.observe(wanted[0].tolist())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got = lade.generate(
+                model, ids, pool=pool, config=EIGHT, on_step=steps.append, **options
+            )
+        wrong += not torch.equal(got, wanted)
+        told += any(issubclass(each.category, lade.VerificationWarning) for each in caught)
+        if told:  # the next call reads the model again
+            assert getattr(views, "why_not", None) is not None
+            break
+    assert wrong > 0
+    assert told == 1
+    assert sum(step.num_draft_tokens > 0 for step in steps) <= 128
+    ran.clear()
+    for number in range(4):
+        same_as_generate(model, ONE + number, knows=True, config=EIGHT, **options)
+    assert ran
+    assert lade.probe(model).verification == "tree"
