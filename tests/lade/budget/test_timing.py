@@ -9,8 +9,8 @@ import torch
 from lade.budget.budget import Budget
 from lade.config import Config
 from lade.forward.job import FusedForwards
+from lade.forward.workers import runner
 from lade.hf.api import generate
-from lade.machine.openmp import runner
 from lade.prewarming.warming import warm_up
 from lade.probing.profile import profile_of
 from lade.targets.trees import TreeTarget

@@ -17,9 +17,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.attention.packed import Calls, with_calls
 from lade.compat import CACHE
-from lade.forward import _tiles
+from lade.forward import _tiles, workers
 from lade.forward.job import FusedForwards, forwards_for
-from lade.machine.openmp import runner
+from lade.forward.workers import runner
 from lade.models.gguf import load_gguf
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache
@@ -278,8 +278,9 @@ def test_layers_with_hooks_have_the_same_bits(way: Way) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_threads_change_no_bit(family: str, way: Way) -> None:
+def test_threads_change_no_bit(family: str, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """They take pieces of other sizes, in which vectors end elsewhere."""
+    monkeypatch.setattr(workers, "num_cores", lambda: 3)
     options: dict[str, Any] = {"intermediate_size": 1000, "vocab_size": 1011}
     texts = Texts(model_of(family, way.dtype, **options))
     for num_threads in (2, 3):

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 import lade
 from lade.compat import CACHE, experts_of
 from lade.compat.closeness import distance
-from lade.forward import _kernels, _tiles, linear, words
+from lade.forward import _kernels, _tiles, linear, words, workers
 from lade.forward import job as file
 from lade.forward.job import forwards_for
 from lade.forward.reading import read
-from lade.machine.openmp import runner
+from lade.forward.workers import runner
 from lade.probing.profile import profile_of
 from lade.targets.kv_cache import RecurrentLayer
 from lade.targets.trees import TreeTarget
@@ -184,11 +184,16 @@ def test_prompts_run_by_a_job_where_windows_hold_them(
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("family", thinned(["llama", "phi", "gemma2", "olmo2"], "llama"))
 def test_threads_share_the_work(
-    family: str, dtype: torch.dtype, num_threads: int, compared: list[Apart]
+    family: str,
+    dtype: torch.dtype,
+    num_threads: int,
+    compared: list[Apart],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Few forwards: on a busy machine, two threads that wait for each other take long."""
     target = Prefilled(model_of(family, dtype), TEXT)
     compared.clear()
+    monkeypatch.setattr(workers, "num_cores", lambda: 4)
     torch.set_num_threads(num_threads)
     for draft in ([], [-1, 0, -1, 2, 2, 4, 0, -1]):
         target.run(draft)
@@ -246,26 +251,20 @@ def test_layers_that_read_the_keys_of_others_run_for_the_last_token_of_a_prompt(
     assert [each for each in compared if not each.is_close] == []
 
 
-@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("family", ["llama", "glm4_moe", "gpt_oss", "deepseek_v3", "youtu"])
-def test_threads_that_come_late_or_never_delay_nobody(
-    family: str,
-    dtype: torch.dtype,
-    is_late: bool,
-    compared: list[Apart],
-    monkeypatch: pytest.MonkeyPatch,
+def test_threads_that_never_come_delay_nobody(
+    family: str, dtype: torch.dtype, compared: list[Apart], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A late one sees what the last layer's tokens have chosen in all layers."""
     call = runner()
     assert call is not None
 
     def alone(function: int, argument: int, num_threads: int) -> None:
         assert num_threads == 4
-        for _ in range(3 if is_late else 1):
-            call(function, argument, 1)
+        call(function, argument, 1)
 
     monkeypatch.setattr(linear, "runner", lambda: alone)
+    monkeypatch.setattr(workers, "num_cores", lambda: 4)
     torch.set_num_threads(4)
     model = model_of(family, dtype)
     target = Prefilled(model, TEXT)

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 import lade
 from lade.forward import linear as file
 from lade.forward.linear import Products, kernels, products_for
-from lade.machine.openmp import runner
+from lade.forward.workers import runner
 from lade.probing.profile import profile_of
 from tests.grids import thinned
 from tests.lade.both import ONE, same_as_generate

@@ -15,7 +15,7 @@ from lade.forward.job import FusedForwards, forwards_for
 from lade.forward.linear import kernels
 from lade.forward.packed import PackedEmbedding, PackedLinear, made_whole
 from lade.forward.words import BLOCKS
-from lade.machine.openmp import runner
+from lade.forward.workers import runner
 from lade.models.gguf import load_gguf
 from tests.grids import thinned
 from tests.lade.forward.conftest import Ran

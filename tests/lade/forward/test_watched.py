@@ -12,7 +12,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer
 
 import lade
-from lade.machine.openmp import runner
+from lade.forward.workers import runner
 from lade.probing.profile import Profiles, profile_of
 from tests.grids import thinned
 from tests.lade import states

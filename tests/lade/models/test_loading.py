@@ -77,7 +77,7 @@ def test_downloads_show_their_bars_and_a_quota_of_cores_counts(
 ) -> None:
     folder, num_threads = str(save(tmp_path)), torch.get_num_threads()
     (tmp_path / "cpu.max").write_text("150000 100000\n")
-    monkeypatch.setattr("lade.models.loading._QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr("lade.machine.threads._QUOTA", tmp_path / "cpu.max")
     torch.set_num_threads(4)
     try:
         load(folder, progress=print)
