@@ -18,7 +18,7 @@ from lade.bench.methods import Lade, Method, plain
 from lade.errors import UserError
 
 #: What is measured; each call of lade has a new pool, so that none gains by those before it.
-METHODS: Mapping[str, Method] = {"plain": plain, "lade": Lade()}
+METHODS: Mapping[str, Callable[[], Method]] = {"plain": lambda: plain, "lade": Lade}
 
 
 class Load(NamedTuple):
@@ -59,12 +59,12 @@ def measure(
     with _busy(num_cores) as let_run:
         try:
             for given in inputs:
-                for name, method in METHODS.items():
+                for name, make in METHODS.items():
                     for load in _loads(name, num_threads, num_cores):
                         torch.set_num_threads(load.num_threads)
                         let_run(load.num_busy)
                         begin, (tokens, sec, cpu_sec) = process_time(), sums[load]
-                        answer = method(model, given, options)
+                        answer = make()(model, given, options)
                         cpu_sec += process_time() - begin
                         sums[load] = Sums(tokens + answer.num_tokens, sec + answer.sec, cpu_sec)
                 advance()

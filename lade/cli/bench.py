@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +83,7 @@ def compare_busy(
     inputs = encode_prompts(loaded, [each.text for each in prompts], settings.max_new_tokens)
     with bar(MofNCompleteColumn(), TimeRemainingColumn()) as bars:
         task = bars.add_task("answering", total=len(inputs))
-        warm_up(loaded, {name: partial(METHODS.get, name) for name in METHODS}, settings)
+        warm_up(loaded, METHODS, settings)
         given = loaded.model, inputs, settings.options()
         sums = measure(*given, num_cores(), lambda: bars.advance(task))
     Console(highlight=False).print(busy_table(sums, settings.describe()), crop=False)

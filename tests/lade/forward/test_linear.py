@@ -27,10 +27,7 @@ from tests.lade.tiny import tiny_model
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ((256, 256), (300, 1500), (577, 2049), (70_000, 1), (3, 30_001), (1, 65_536))
 
-pytestmark = [
-    pytest.mark.skipif(runner() is None, reason="torch has no OpenMP of the usual ABI here"),
-    pytest.mark.xdist_group("products"),  # compiled once
-]
+pytestmark = pytest.mark.xdist_group("products")  # compiled once
 
 
 @pytest.fixture(autouse=True)
