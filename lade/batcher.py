@@ -20,7 +20,6 @@ from lade.drafting.drafter import Drafter
 from lade.engine.engine import Engine, EngineFuture
 from lade.hf.api import check_ids, generate
 from lade.hf.pools import Pools
-from lade.machine.openmp import release_workers
 from lade.stats import Step
 from lade.targets.joint import JointForwards
 from ngram_pool.arrays import positive
@@ -135,7 +134,6 @@ class Batcher:
         self._forwards = JointForwards()
         self.engine = Engine(self._forwards, device, max_batch_size, max_batch_tokens, stall_sec)
         self._is_closed = False
-        release_workers()  # of this thread, which may have loaded the model
 
     @property
     def is_joint(self) -> bool:

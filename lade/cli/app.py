@@ -189,6 +189,14 @@ def bench(
             "numbers.",
         ),
     ] = False,
+    busy: Annotated[
+        bool,
+        typer.Option(
+            "--busy",
+            help="Instead, compare lade and plain generate beside busy processes: none, one, and "
+            "one a core; with all threads, and with one.",
+        ),
+    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
@@ -204,10 +212,13 @@ def bench(
     - accepted: the share of draft tokens that were accepted.
     """
     from lade.bench.prompts import DEMO_PROMPTS, read_prompts
-    from lade.cli.bench import compare
+    from lade.cli.bench import compare, compare_busy
 
     settings = Settings(max_new_tokens, temperature)
     chosen = read_prompts(prompts or DEMO_PROMPTS)
+    if busy:
+        compare_busy(loading.load(model), chosen, settings, json)
+        return
     compare(loading.load(model), chosen, settings, json, shows_budget=budget)
 
 

@@ -65,12 +65,36 @@ def compare(
         }
         how = {**describe_model(loaded), **asdict(settings), "verification": verification}
         how["interrupted"] = stopped is not None
-        text = json.dumps({"settings": how, "summary": summary}, indent=1)
-        file.write_text(f"{text}\n", encoding="utf-8")
-        console.print(f"[dim]written to {file}[/dim]", soft_wrap=True)
+        _write(file, {"settings": how, "summary": summary})
     if stopped is not None:
         console.print(f"stopped after {len(results)} of {len(inputs)} prompts")
         raise stopped
+
+
+def compare_busy(
+    loaded: LoadedModel, prompts: Sequence[Prompt], settings: Settings, file: Path | None
+) -> None:
+    """Run `lade bench --busy`."""
+    from lade.bench.busy import METHODS, measure
+    from lade.bench.report import busy_table
+    from lade.bench.run import warm_up
+    from lade.machine.threads import num_cores
+
+    inputs = encode_prompts(loaded, [each.text for each in prompts], settings.max_new_tokens)
+    with bar(MofNCompleteColumn(), TimeRemainingColumn()) as bars:
+        task = bars.add_task("answering", total=len(inputs))
+        warm_up(loaded, METHODS, settings)
+        given = loaded.model, inputs, settings.options()
+        sums = measure(*given, num_cores(), lambda: bars.advance(task))
+    Console(highlight=False).print(busy_table(sums, settings.describe()), crop=False)
+    if file is not None:
+        rows = [{**load._asdict(), **of_load.rates()} for load, of_load in sums.items()]
+        _write(file, {"settings": {**describe_model(loaded), **asdict(settings)}, "loads": rows})
+
+
+def _write(file: Path, results: dict[str, Any]) -> None:
+    file.write_text(f"{json.dumps(results, indent=1)}\n", encoding="utf-8")
+    console.print(f"[dim]written to {file}[/dim]", soft_wrap=True)
 
 
 def describe_model(loaded: LoadedModel) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def compiling_beside() -> Iterator[None]:
 
     What they could not compile, this process compiles when it needs it.
     """
-    from lade.models.loading import num_cores_allowed
+    from lade.machine.threads import num_cores_allowed
     from ngram_pool.compiling import cache_folder, is_first_run
 
     processes: list[Popen[bytes]] = []

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.drafting import _kernels
+from lade.machine.threads import alone
 from lade.machine.transfer import HostCopy
 from ngram_pool.compiling import compile_by
 
@@ -105,5 +106,7 @@ def with_others(ranked: Ranked, logits: Tensor) -> HostCopy:
     highest = ranked.logits.float()
     step = _SAMPLED if logits.shape[-1] > 4 * _SAMPLED * highest.shape[-1] else 1
     top, least = highest[..., :1], highest[..., -1:]
-    others = logits[..., ::step].float().minimum(least).sub_(top).exp_().sum(-1, keepdim=True)
+    others = alone(
+        lambda: logits[..., ::step].float().minimum(least).sub_(top).exp_().sum(-1, keepdim=True)
+    )
     return HostCopy(ranked.token_ids, highest, others.mul_(step))

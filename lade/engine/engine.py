@@ -28,7 +28,6 @@ from lade.engine.processes import look_after
 from lade.engine.turns import TURNS
 from lade.errors import LadeError, in_one_line
 from lade.machine.generators import put_back, random_states
-from lade.machine.openmp import release_workers
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +258,6 @@ class Engine:
         finally:
             if self.is_here:  # else it has ended in order
                 self._thread = None
-            release_workers()
 
     def _take_in(self) -> bool:
         """Move new calls into the queue; return whether there is anything to do."""

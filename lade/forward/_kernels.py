@@ -6,7 +6,6 @@ or not at all, delays no other. Results of a phase are rounded wherever torch wo
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import numba
@@ -32,7 +31,6 @@ from lade.forward._tiles import (
     PER_LINE,
     add_products,
     add_rows,
-    by_case,
     call_compiled,
     compiled,
     compiled_with,
@@ -43,6 +41,7 @@ from lade.forward._tiles import (
     run_tiles,  # noqa: F401 — what jobs call
     take,
 )
+from lade.forward._workers import end, look, next_phase, report, wait_within
 
 _MOST_ROWS = BLOCK  # rows of queries in a piece of attention
 _UNIT, _MOST_COLUMNS = (32, 192) if LANES == 16 else (48, 192)
@@ -50,35 +49,13 @@ _FEW_CHOICES = 64  # choices of experts whose results for many columns fit into 
 # Sums of a piece of an expert's columns that lie side by side: in rows of 11 kilobytes instead of
 # 768 bytes, a core reads them at 15 GB/s instead of 10.
 _WIDE = 16384
-_SPINS, _YIELDS = 2000, 20  # a waiting thread spins so often, then yields so often, then sleeps
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
 # Powers of e whose exponents of 2 float32 holds with room to spare: of numbers to about 3 million.
 _ORDINARY = 2.0**22
-_INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_FLOAT = ir.FloatType()
 _F = np.float32
 
 _summing = compiled_with(fastmath=_FAST)
-
-
-@instruction(types.int64, types.int64)
-def _look(builder: Any, address: Any) -> Any:
-    """Return a shared integer; no later read is moved before this one."""
-    return builder.load_atomic(builder.inttoptr(address, _INT64.as_pointer()), "acquire", 8)
-
-
-@instruction(types.void, types.int64)
-def _rest(builder: Any, how: Any) -> None:
-    """Let the core do something else: 0 for some cycles, 1 for another thread, 2 for 20 µs."""
-
-    def call(name: str, result: Any, *numbers: int) -> None:
-        kind = ir.FunctionType(result, [_INT32] * len(numbers))
-        called = cgutils.get_or_insert_function(builder.module, kind, name)
-        builder.call(called, [*map(_INT32, numbers)])
-
-    cases = {1: partial(call, "sched_yield", _INT32), 2: partial(call, "usleep", _INT32, 20)}
-    if "sse2" in FEATURES:
-        cases[0] = partial(call, "llvm.x86.sse2.pause", ir.VoidType())
-    by_case(builder, how, cases)
 
 
 @instruction(types.float32, types.uint16)
@@ -534,21 +511,6 @@ def _are_finite(address, num, format_):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _wait(phase, num_done, num_pieces):  # type: ignore[no-untyped-def]
-    """Report finished pieces of a phase, and wait until all pieces are finished.
-
-    The thread of an unfinished piece may have lost its core to another process; a waiting thread
-    that sleeps gives it one.
-    """
-    if num_done > 0:
-        take(phase + 64, num_done)
-    num_looks = 0
-    while _look(phase + 64) < num_pieces:
-        num_looks += 1
-        _rest(0 if num_looks < _SPINS else 1 if num_looks < _SPINS + _YIELDS else 2)
-
-
-@compiled
 def _share(num, num_threads, unit, most):  # type: ignore[no-untyped-def]
     """Return how many units a thread takes at once: several pieces each, but none too small."""
     return min(max(num // (8 * num_threads) // unit * unit, unit), most)
@@ -700,7 +662,7 @@ def _write_between(g, phase, inputs, num_inputs, num_rows, first, until, scratch
             num_done += 1
             piece = take(phase, 1)
         num_before += num_pieces
-    _wait(phase, num_done, num_before)
+    wait_within(g, phase, num_done, num_before)
 
 
 @inlined
@@ -804,7 +766,7 @@ def _run_products(g, phase, num_rows, layer, given, products, result, num_all, s
                 _store(numbers, target + width * (num_all * row + start), of_row)
         num_done += stop - start
         start = take(phase, step)
-    _wait(phase, num_done, num_all)
+    end(g, phase, num_done, num_all)
 
 
 @compiled
@@ -878,7 +840,7 @@ def _run_states(g, phase, tokens, layer, norm, of, is_parallel, scratch):  # typ
                     _add_to_states(g, layer, norm, tokens[index], scratch)
         num_done += stop - start
         start = take(phase, step)
-    _wait(phase, num_done, num)
+    end(g, phase, num_done, num)
 
 
 @inlined
@@ -971,7 +933,7 @@ def _write_heads(g, phase, layer, parts, caches, scratch):  # type: ignore[no-un
             _write_head(g, each % num_heads, layer, caches, where, token, scratch)
         num_done += stop - start
         start = take(phase, step)
-    _wait(phase, num_done, num)
+    end(g, phase, num_done, num)
 
 
 @inlined
@@ -1091,7 +1053,7 @@ def _attend_from(g, layer, part, cache, head, start, stop, scratch):  # type: ig
 
 
 @inlined
-def _attend(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped-def]
+def _attend(g, phase, layer, parts, caches, goes_on, scratch):  # type: ignore[no-untyped-def]
     num_parts, num_key_heads = g[w.NUM_PARTS], layer[w.NUM_KEY_HEADS]
     num_sharing = layer[w.NUM_HEADS] // num_key_heads
     # Each group of rows reads keys and values again, but threads without a group would idle.
@@ -1109,7 +1071,10 @@ def _attend(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyped
             num_done += 1
             piece = take(phase, 1)
         num_before += num_key_heads * num_groups
-    _wait(phase, num_done, num_before)
+    if goes_on:
+        wait_within(g, phase, num_done, num_before)
+    else:
+        end(g, phase, num_done, num_before)
 
 
 @job
@@ -1119,7 +1084,7 @@ def run_attention(address: Any) -> None:
     if step == 2:
         _write_heads(g, phase, layer, parts, caches, scratch)
     else:
-        _attend(g, phase, layer, parts, caches, scratch)
+        _attend(g, phase, layer, parts, caches, step != 3, scratch)  # latents go on afterwards
 
 
 # --- short convolutions -------------------------------------------------------------------------
@@ -1199,7 +1164,7 @@ def _convolve(g, phase, layer, parts, caches, scratch):  # type: ignore[no-untyp
                 _arrange(sums, target, start, size, g[w.ARRANGED])
         num_done += num
         start = take(phase, step)
-    _wait(phase, num_done, size)
+    end(g, phase, num_done, size)
 
 
 @job
@@ -1208,6 +1173,8 @@ def run_convolution(address: Any) -> None:
     g, phase, step, layer, parts, caches, scratch = given_to_job(address)
     if step == 2:
         _convolve(g, phase, layer, parts, caches, scratch)
+    else:
+        end(g, phase, 0, 0)
 
 
 # --- experts ------------------------------------------------------------------------------------
@@ -1236,7 +1203,7 @@ def _score_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             _copy(_row(scratch + out_step * row, stop - start), _row(target, stop - start))
         num_done += stop - start
         start = take(phase, step)
-    _wait(phase, num_done, num_all)
+    end(g, phase, num_done, num_all)
 
 
 @compiled
@@ -1316,7 +1283,7 @@ def _choose_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
         _choose(g, of, token, scratch)
         num_done += 1
         token = take(phase, 1)
-    _wait(phase, num_done, num)
+    end(g, phase, num_done, num)
 
 
 @compiled
@@ -1459,9 +1426,9 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             num_rows = ends[expert + 1] - ends[expert]
             step = _inner_at_once(g, of, num_hit, num_rows)
             num_pieces += -(-inner // step) if num_rows > 0 else 0
-        take(phase + 128, num_pieces)
-    _wait(phase + 64, 0, 1)
-    num_all = _look(phase + 128)
+        report(g, phase + 128, num_pieces)
+    wait_within(g, phase + 64, 0, 1)
+    num_all = look(phase + 128)
     for expert in range(len(ends) - 1 if piece < num_all else 0):
         first, until = ends[expert], ends[expert + 1]
         num_rows = until - first
@@ -1496,7 +1463,7 @@ def _run_into_experts(g, phase, of, scratch):  # type: ignore[no-untyped-def]
             num_done += 1
             piece = take(phase, 1)
         num_before += num_pieces if num_rows > 0 else 0
-    _wait(phase, num_done, num_all)
+    end(g, phase, num_done, num_all)
 
 
 @compiled
@@ -1583,7 +1550,7 @@ def _run_out_of_experts(g, phase, layer, of, scratch):  # type: ignore[no-untype
             _copy(sums, added)
         num_done += num
         start = take(phase, step)
-    _wait(phase, num_done, size)
+    end(g, phase, num_done, size)
 
 
 @job
@@ -1606,17 +1573,23 @@ def run_experts(address: Any) -> None:
 
 @job
 def run_forward(address: Any) -> None:
-    """Run the pieces of a forward that other threads have not taken."""
-    g = numba.carray(address, (w.JOB_SIZE,), np.int64)
-    scratch = g[w.SCRATCH] + g[w.SCRATCH_SIZE] * take(g.ctypes.data + 8 * w.NEXT_THREAD, 1)
+    """Run the pieces of a forward that other threads have not taken, until it is over."""
+    given = numba.carray(address, (3,), np.int64)
+    slot, own, number_of_job = given[0], given[1], given[2]
+    g = numba.carray(pointer(look(slot + 8 * w.JOB)), (w.JOB_SIZE,), np.int64)
+    thread = take(g.ctypes.data + 8 * w.NEXT_THREAD, 1)
+    if thread >= g[w.NUM_THREADS]:
+        return
+    scratch, first_phase = g[w.SCRATCH] + g[w.SCRATCH_SIZE] * thread, g[w.PHASES]
     num_layers, num_parts, num_tokens = g[w.NUM_LAYERS], g[w.NUM_PARTS], g[w.NUM_TOKENS]
     layers = numba.carray(pointer(g[w.LAYERS]), (num_layers, w.LAYER_SIZE), np.int64)
     kept = numba.carray(pointer(g[w.KEPT]), (g[w.NUM_KEPT],), np.int64)
     every = numba.carray(pointer(g[w.EVERY]), (num_tokens,), np.int64)
-    for index in range(num_layers * w.PHASES_OF_LAYER + 2):
-        step, phase = index % w.PHASES_OF_LAYER, g[w.PHASES] + 256 * index
-        number = index // w.PHASES_OF_LAYER
-        is_end = number == num_layers
+    phase = look(slot + 8 * w.CURRENT)
+    while 0 < phase < first_phase + 256 * (num_layers * w.PHASES_OF_LAYER + 2):
+        index = (phase - first_phase) // 256
+        step, number = index % w.PHASES_OF_LAYER, index // w.PHASES_OF_LAYER
+        is_end, has_run = number == num_layers, True
         layer = layers[
             max(number - 1, 0) if is_end else number
         ]  # without layers, only the head runs
@@ -1643,6 +1616,7 @@ def run_forward(address: Any) -> None:
                 parts = g[w.PARTS] + 32 * num_parts * layer[w.SEES]
                 caches = g[w.CACHES] + 8 * w.CACHE_SIZE * num_parts * number
                 call_compiled((of_layer, *of_phase, parts, caches, scratch))
+            has_run = of_layer != 0
         elif has_inputs if step >= 12 else step < 6 or layer[w.INNER_SIZE] > 0:
             num_rows, given, num_all = num_tokens, (g[w.NORMED], g[w.HIDDEN]), g[w.HIDDEN]
             products, result = layer[w.QUERY : w.MORE + w.PRODUCT_SIZE], (w.TO_ROWS, g[w.ADDED])
@@ -1667,6 +1641,9 @@ def run_forward(address: Any) -> None:
                 given = g[w.INNER], layer[w.INNER_SIZE]
                 products = layer[w.DOWN : w.DOWN + w.PRODUCT_SIZE]
             _run_products(g, phase, num_rows, layer, given, products, result, num_all, scratch)
+        else:
+            has_run = False
+        phase = next_phase((slot, own, number_of_job), phase) if has_run else phase + 256
 
 
 def may_dot(width: int) -> bool:

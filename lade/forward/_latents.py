@@ -24,7 +24,6 @@ from lade.forward._kernels import (
     _store,
     _take_query,
     _turn,
-    _wait,
     described,
     given_to_job,
 )
@@ -38,6 +37,7 @@ from lade.forward._tiles import (
     job,
     take,
 )
+from lade.forward._workers import end, wait_within
 
 _F = np.float32
 
@@ -85,7 +85,7 @@ def _write_latents(g, phase, layer, of, parts, caches, scratch):  # type: ignore
         _store(key, caches[part, w.VALUES] + width * size * slot, format_)
         num_done += 1
         token = take(phase, 1)
-    _wait(phase, num_done, num)
+    wait_within(g, phase, num_done, num)
 
 
 @inlined
@@ -118,7 +118,7 @@ def _write_queries(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def
         _add_across(g, format_, x, weights, (target, step), straight, beside)
         num_done += 1
         head = take(phase, 1)
-    _wait(phase, num_done, num_heads)
+    end(g, phase, num_done, num_heads)
 
 
 @inlined
@@ -146,7 +146,7 @@ def _write_values(g, phase, layer, of, scratch):  # type: ignore[no-untyped-def]
             _arrange(made, target, size * head, whole, g[w.ARRANGED])
         num_done += 1
         head = take(phase, 1)
-    _wait(phase, num_done, num_heads)
+    end(g, phase, num_done, num_heads)
 
 
 @job
@@ -158,7 +158,7 @@ def run_latents(address: Any) -> None:
         _write_latents(g, phase, layer, of, parts, caches, scratch)
         _write_queries(g, phase + 128, layer, of, scratch)
     else:
-        of_phase = g.ctypes.data, phase, step, layer.ctypes.data
+        of_phase = g.ctypes.data, phase, -1, layer.ctypes.data
         given = parts.ctypes.data, caches.ctypes.data, scratch
         call_compiled((of[w.ATTEND], *of_phase, *given))
         _write_values(g, phase + 128, layer, of, scratch)

@@ -26,11 +26,11 @@ from lade.forward._kernels import (
     _silu,
     _sum_of_squares,
     _taps_of,
-    _wait,
     described,
     given_to_job,
 )
 from lade.forward._tiles import FLOAT32, compiled, inlined, job, pointer, take
+from lade.forward._workers import end, wait_within
 
 _F = np.float32
 _EPS = _F(1e-6)  # of the length of queries and keys
@@ -92,7 +92,7 @@ def _convolve_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignor
                 _copy(sums, _row(target, num))
         num_done += 1
         head = take(phase, 1)
-    _wait(phase, num_done, num_heads)
+    end(g, phase, num_done, num_heads)
 
 
 @compiled
@@ -238,8 +238,10 @@ def _run_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-
             _copy(whole, brought)
         num_done += 1
         piece = take(phase, 1)
-    _wait(phase, num_done, num_all)
-    if of[w.NUM_NORMED] > 1:
+    if of[w.NUM_NORMED] == 1:
+        end(g, phase, num_done, num_all)
+    else:
+        wait_within(g, phase, num_done, num_all)
         num_norms, num_done = num_heads // of[w.NUM_NORMED], 0
         num_all, piece = num_norms * g[w.NUM_TOKENS], take(phase + 128, 1)
         while piece < num_all:
@@ -247,7 +249,7 @@ def _run_heads(g, phase, layer, of, parts, caches, scratch):  # type: ignore[no-
             _arrange_results(g, layer, of, token, of[w.NUM_NORMED] * number, scratch)
             num_done += 1
             piece = take(phase + 128, 1)
-        _wait(phase + 128, num_done, num_all)
+        end(g, phase + 128, num_done, num_all)
 
 
 @job

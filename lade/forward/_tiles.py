@@ -92,7 +92,7 @@ def take(typing_context: Any, address: Any, number: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address = builder.inttoptr(arguments[0], _INT64.as_pointer())
-        return builder.atomic_rmw("add", address, arguments[1], "acq_rel")
+        return builder.atomic_rmw("add", address, arguments[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), generate
 
@@ -330,7 +330,7 @@ def job(function: Callable[[Any], None]) -> Callable[[], Any]:
 def _compile(function: Callable[[Any], None]) -> Any:
     kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
     try:
-        names = "_packed", "_experts", "_kernels"
+        names = "_packed", "_experts", "_kernels", "_workers"
         beside = [Path(__file__).with_name(f"{name}.py") for name in names]
         files: list[str | Path] = [__file__, words.__file__, *beside]
         others = b"".join(Path(file).read_bytes() for file in files)

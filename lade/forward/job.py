@@ -63,7 +63,8 @@ from lade.forward.reading import (
     read,
 )
 from lade.forward.recurrence import RecurrencePlan, added_by
-from lade.machine.openmp import Run
+from lade.forward.workers import Run, most_threads
+from lade.machine.threads import alone
 from lade.targets.inputs import LOGITS_KEPT
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache, TreeCacheLayer
@@ -330,12 +331,12 @@ class FusedForwards:
     def _by_job(self, request: _JobRequest) -> Tensor | None:
         """Return logits [num_rows, …, vocab_size]; None, with nothing written, if impossible."""
         sizes, num = self._sizes, request.input_ids.shape[1]
-        input_ids = self._weights.replaced(request.input_ids)
-        states = self._weights.embedded(input_ids, request.positions)
+        input_ids, positions = self._weights.replaced(request.input_ids), request.positions
+        states = alone(lambda: self._weights.embedded(input_ids, positions))
         if states.dtype is not self._dtype or states.shape != (1, num, sizes.hidden):
             return None
         # Angles of all pieces at once: some depend on the length of the text.
-        angles = self._angles(states, request)
+        angles = alone(lambda: self._angles(states, request))
         make_inputs = self._weights.make_inputs
         inputs = None if make_inputs is None else make_inputs(input_ids, states, self._product)
         pieces = self._pieces(request, angles, inputs)
@@ -429,7 +430,7 @@ class FusedForwards:
             )
             job = np.zeros(words.JOB_SIZE, np.int64)
             job[: words.FORMAT] = (
-                *(size, sizes.hidden, sizes.num_layers, sizes.vocab_size, torch.get_num_threads()),
+                *(size, sizes.hidden, sizes.num_layers, sizes.vocab_size, most_threads()),
             )
             arranged = words.PAIRS if self._dtype is torch.bfloat16 else words.PLAIN
             job[words.FORMAT] = FORMATS[self._dtype]

@@ -28,7 +28,7 @@ from lade.compat.closeness import float32_precision, limit_of
 from lade.compat.view import viewed
 from lade.forward import words
 from lade.forward.comparing import Forward, why_wrong
-from lade.machine.openmp import Run, runner
+from lade.forward.workers import Run, most_threads, runner
 
 MOST_TOKENS = 128  # of one job; a longer prompt runs as several
 
@@ -194,7 +194,7 @@ class Products:
         num_rows, dtype = inputs.numel() // num_inputs, inputs.dtype
         given = (inputs if dtype is torch.float32 else inputs.float()).contiguous()
         results = inputs.new_empty((*inputs.shape[:-1], num_columns))
-        most, num_threads = min(num_rows, _MOST_ROWS), torch.get_num_threads()
+        most, num_threads = min(num_rows, _MOST_ROWS), most_threads()
         arranged = words.PAIRS if dtype is torch.bfloat16 else words.PLAIN
         if arranged == words.PAIRS and has_dots and self._kernels.may_dot(num_inputs):
             arranged = words.NARROW

@@ -35,6 +35,7 @@
     # both again for the first factors of low-rank additions.
     PHASES,
     NEXT_THREAD,
+    SLOT,  # of the pool of workers
     EVERY,  # int64, the numbers of all tokens
     ADDITIONS,  # int64 [additions, LAYER_SIZE]
     BETWEEN,  # [tokens, BETWEEN_SIZE], between the factors of a layer's additions
@@ -47,7 +48,7 @@
     OF_EXPERTS,  # [choices, EXPERT_INNER of the layer], arranged; by expert
     TILES,  # of what is compiled for tiles, `run_tiles`
     LAST_NORM,
-) = range(37)
+) = range(38)
 FLAGS, EPS, NORM_WEIGHT, NORM_BIAS, NORM_SIZE = range(5)  # EPS, as SCALING: bits of a float32
 # PACKED: address of the function compiled for a packed weight's format, or 0. ROW_BYTES: bytes of a
 # row of it. HALF: half the rows of a head, if rows of its first and second half alternate, or 0.
@@ -113,6 +114,18 @@ EXPERT_UP, GATE_PACKED, DOWN_PACKED, GATE_ROW, DOWN_ROW = 38, 39, 41, 42, 44
 # by which values join the results; the format of these.
 (KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, COLUMNS, COLUMN_STEPS) = (*range(5), 10)
 CHANNELS, NUM_NORMED, IS_DELTA, DECAY_BIASES, DECAYS, SKIPS, OF_DECAYS = 16, *range(19, 25)
+
+# The pool of workers, in lines of 8 words: how many jobs have begun; whether it is closed, how many
+# workers there are, and a zero; where idle workers sleep; how many still run; slots; a line of each
+# worker: the slot that it is in, and the pool's address.
+CALLS, CLOSED, NUM_WORKERS, ZERO, POOL_BED, NUM_RUNNING, SLOTS = 0, 8, 9, 10, 16, 56, 64
+# A slot: whether it is taken; the number of its job, which is odd while the job is open; the
+# compiled function and the job; the address of the phase that runs; where its threads sleep.
+NUMBER, FUNCTION, JOB, CURRENT, SLOT_BED, SLOT_SIZE = 8, 9, 10, 16, 24, 64
+WORKERS = SLOTS + 16 * SLOT_SIZE
+LAST_SLOT = WORKERS - SLOT_SIZE
+# A bed: how many threads lie in it; the system's mutex, and its condition variable.
+MUTEX, CONDITION = 8, 24
 
 # Flags of a norm; the last two say which numbers it spans, and when it runs.
 IS_NORM, CENTERS, ROUNDS, ADDS_ONE, IS_WHOLE, AFTER_TURN = 1, 2, 4, 8, 16, 32

@@ -33,7 +33,7 @@ from lade.compat import (
 from lade.config import Config
 from lade.drafters.merged import takes_pool
 from lade.drafting.drafter import Drafter
-from lade.engine.engine import at_turn, current_call
+from lade.engine.engine import at_turn
 from lade.errors import LadeError, PlainDecodingWarning, in_one_line
 from lade.hf.assistance import exiting_early, take_assistant
 from lade.hf.call import Arguments, Call, OnStep, Predicted
@@ -45,7 +45,6 @@ from lade.hf.options import (
 )
 from lade.hf.pools import Pools, pools_of
 from lade.machine.generators import put_back, random_states
-from lade.machine.openmp import release_workers
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder
 from ngram_pool import NGramPool
@@ -161,12 +160,8 @@ def _run(call: Call) -> Any:
         raise TypeError(f"expected input_ids of int64 or int32, got {call.input_ids.dtype}")
     if not len(call.input_ids):
         raise ValueError(f"expected input_ids of one row or more, got {[*call.input_ids.shape]}")
-    try:
-        with at_turn():  # in a callback of a call, too
-            return Generation(call).run()
-    finally:
-        if current_call() is None:
-            release_workers()  # the next call may come in another thread
+    with at_turn():  # in a callback of a call, too
+        return Generation(call).run()
 
 
 def wrap(

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 from lade.errors import LadeError, UserError, in_one_line
 from lade.machine.garbage import without_collection
-from lade.machine.openmp import release_workers
+from lade.machine.threads import num_cores_allowed
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
 from lade.models.gguf import gguf_in, load_gguf, load_gguf_tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _REACH_SEC = 4.0
 _MOST_THREADS = 1024  # with tens of thousands, torch's kernels crash the process
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU in a period, and the period
 # What users mean by other names of dtypes and devices.
 _MEANT = {"half": "float16", "float": "float32", "double": "float64", "gpu": "cuda"}
 _MEANT |= {f"{short}{bits}": f"float{bits}" for short in ("f", "fp") for bits in (16, 32, 64)}
@@ -98,7 +97,7 @@ def load(
     there = _device_of(device if device is not None else usual)
     quota = num_cores_allowed()
     if threads is None and quota is not None and quota < torch.get_num_threads():
-        threads = quota
+        threads = math.ceil(quota)
     if threads is not None:
         torch.set_num_threads(threads)
     if progress is not None:
@@ -135,7 +134,6 @@ def load(
     if defaults.pad_token_id is None and (eos := defaults.eos_token_id) is not None:
         # What transformers would choose, too, with a line in each call that says so.
         defaults.pad_token_id = eos[0] if isinstance(eos, list) else eos
-    release_workers()  # calls may come in other threads
     return LoadedModel(model, tokenizer, chosen)
 
 
@@ -280,15 +278,6 @@ def _telling_why(name: str) -> Iterator[None]:
         causes = (cause for word, cause in _CAUSES.items() if word in str(error))
         reason = next(causes, in_one_line(error))
         raise UserError(f"the model {name!r} could not be loaded: {reason}") from error
-
-
-def num_cores_allowed() -> int | None:
-    """Return how many cores a container may use, rounded up; None without a quota."""
-    try:
-        cpu_time, period = _QUOTA.read_text().split()
-        return math.ceil(int(cpu_time) / int(period))
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
 
 
 def native_dtype(device: Any) -> Any:

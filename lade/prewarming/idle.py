@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from lade.compat import Model
 from lade.errors import MissingExtraError
-from lade.machine.openmp import release_workers
 from lade.prewarming.run import TableWriter
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,6 @@ class IdlePrewarming:
                 num_looks = num_looks + 1 if self._is_free() else 0
                 if num_looks >= _NUM_LOOKS:
                     self._writer.work(self._should_stop)
-                    release_workers()
             self._save()
         except Exception:  # the model's own, or a full disk: answers need no table
             logger.warning("prewarming has ended", exc_info=True)

@@ -10,7 +10,6 @@ from lade.budget.budget import Budget
 from lade.config import Config
 from lade.forward.job import FusedForwards
 from lade.hf.api import generate
-from lade.machine.openmp import runner
 from lade.prewarming.warming import warm_up
 from lade.probing.profile import profile_of
 from lade.targets.trees import TreeTarget
@@ -40,7 +39,6 @@ def test_a_step_is_learned_without_what_others_of_its_size_do_not_take(
         assert recorded == []
 
 
-@pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here")
 @pytest.mark.parametrize("uses_kernels", [True, False])
 def test_the_first_step_of_a_process_knows_what_steps_cost(
     uses_kernels: bool, monkeypatch: pytest.MonkeyPatch

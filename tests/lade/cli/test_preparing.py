@@ -59,7 +59,7 @@ def test_the_first_run_compiles_beside_loading_in_processes_that_end(
 
     monkeypatch.setattr("ngram_pool.compiling.is_first_run", lambda: is_first)
     monkeypatch.setattr("lade.cli.loading.Popen", begin)
-    monkeypatch.setattr("lade.models.loading.num_cores_allowed", lambda: 2)
+    monkeypatch.setattr("lade.machine.threads.num_cores_allowed", lambda: 2)
     assert "no-model" in run("generate", "x", "--model", tmp_path / "no-model").error_line
     assert len(begun) == 2 * is_first
     assert all(process.returncode is not None for process in begun)

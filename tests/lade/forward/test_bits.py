@@ -19,7 +19,7 @@ from lade.attention.packed import Calls, with_calls
 from lade.compat import CACHE
 from lade.forward import _tiles
 from lade.forward.job import FusedForwards, forwards_for
-from lade.machine.openmp import runner
+from lade.forward.workers import runner
 from lade.models.gguf import load_gguf
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache
@@ -29,8 +29,6 @@ from tests.lade.forward.families import adapted, model_of
 from tests.lade.forward.lanes import kernels_with
 from tests.lade.forward.test_job import SERVED
 from tests.lade.models.gguf_files import write
-
-pytestmark = pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here")
 
 WAYS = {
     "float32": (torch.float32, False),
@@ -275,16 +273,6 @@ def test_layers_with_hooks_have_the_same_bits(way: Way) -> None:
     model = model_of("gemma2", way.dtype)
     model.model.layers[1].register_forward_hook(lambda _, __, out: out * 1.5)
     assert Texts(model).differences(0) == []
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_threads_change_no_bit(family: str, way: Way) -> None:
-    """They take pieces of other sizes, in which vectors end elsewhere."""
-    options: dict[str, Any] = {"intermediate_size": 1000, "vocab_size": 1011}
-    texts = Texts(model_of(family, way.dtype, **options))
-    for num_threads in (2, 3):
-        torch.set_num_threads(num_threads)
-        assert texts.differences(3, ("tree", "piece", "parts")) == []
 
 
 @pytest.mark.exhaustive

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 import lade
 from lade.compat import CACHE, experts_of
 from lade.compat.closeness import distance
-from lade.forward import _kernels, _tiles, linear, words
+from lade.forward import _kernels, _tiles, words
 from lade.forward import job as file
 from lade.forward.job import forwards_for
 from lade.forward.reading import read
-from lade.machine.openmp import runner
 from lade.probing.profile import profile_of
 from lade.targets.kv_cache import RecurrentLayer
 from lade.targets.trees import TreeTarget
@@ -45,8 +44,6 @@ from tests.lade.forward.families import (
 )
 from tests.lade.targets.test_tree import make_draft
 from tests.lade.tiny import BatchDrafter
-
-pytestmark = pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here")
 
 # mllama keeps keys and values for images, too, which no forward of text alone has written.
 SERVED = [family for family in READABLE if family != "mllama"]
@@ -180,24 +177,6 @@ def test_prompts_run_by_a_job_where_windows_hold_them(
     assert (num_tokens in {each.num_tokens for each in compared}) == is_compared
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 4])
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-@pytest.mark.parametrize("family", thinned(["llama", "phi", "gemma2", "olmo2"], "llama"))
-def test_threads_share_the_work(
-    family: str, dtype: torch.dtype, num_threads: int, compared: list[Apart]
-) -> None:
-    """Few forwards: on a busy machine, two threads that wait for each other take long."""
-    target = Prefilled(model_of(family, dtype), TEXT)
-    compared.clear()
-    torch.set_num_threads(num_threads)
-    for draft in ([], [-1, 0, -1, 2, 2, 4, 0, -1]):
-        target.run(draft)
-    may_dot = dtype is torch.bfloat16 and _tiles.HAS_DOTS
-    assert [each.num_tokens for each in compared[:: 1 + may_dot]] == [1, 9]
-    assert {each.has_dots for each in compared} == ({False, True} if may_dot else {False})
-    assert [each for each in compared if not each.is_close] == []
-
-
 @pytest.mark.parametrize("num_tokens", [127, 128, 129, 300])
 @pytest.mark.parametrize("family", thinned(["llama", "gemma2", "mistral", "glm"], "llama"))
 def test_long_prompts_run_in_pieces(
@@ -244,35 +223,6 @@ def test_layers_that_read_the_keys_of_others_run_for_the_last_token_of_a_prompt(
     assert ran[:4] == [(128, (0, 2)), (128, (0, 2)), (44, (0, 2)), (1, (2, 4))]
     assert {layers for _, layers in ran[4:]} == {(0, 4)}
     assert [each for each in compared if not each.is_close] == []
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-@pytest.mark.parametrize("family", ["llama", "glm4_moe", "gpt_oss", "deepseek_v3", "youtu"])
-def test_threads_that_come_late_or_never_delay_nobody(
-    family: str,
-    dtype: torch.dtype,
-    is_late: bool,
-    compared: list[Apart],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A late one sees what the last layer's tokens have chosen in all layers."""
-    call = runner()
-    assert call is not None
-
-    def alone(function: int, argument: int, num_threads: int) -> None:
-        assert num_threads == 4
-        for _ in range(3 if is_late else 1):
-            call(function, argument, 1)
-
-    monkeypatch.setattr(linear, "runner", lambda: alone)
-    torch.set_num_threads(4)
-    model = model_of(family, dtype)
-    target = Prefilled(model, TEXT)
-    for draft in ([], [-1], [-1, 0], [-1, 0, -1, 2, 2, 4, 0, -1]):
-        target.run(draft)
-    assert {each.num_tokens for each in compared} >= {1, 2, 3, 9}
-    assert are_close(compared, model), compared
 
 
 def test_heads_of_other_sizes(compared: list[Apart]) -> None:

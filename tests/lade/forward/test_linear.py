@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 import lade
 from lade.forward import linear as file
 from lade.forward.linear import Products, kernels, products_for
-from lade.machine.openmp import runner
+from lade.forward.workers import runner
 from lade.probing.profile import profile_of
 from tests.grids import thinned
 from tests.lade.both import ONE, same_as_generate
@@ -27,10 +27,7 @@ from tests.lade.tiny import tiny_model
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ((256, 256), (300, 1500), (577, 2049), (70_000, 1), (3, 30_001), (1, 65_536))
 
-pytestmark = [
-    pytest.mark.skipif(runner() is None, reason="torch has no OpenMP of the usual ABI here"),
-    pytest.mark.xdist_group("products"),  # compiled once
-]
+pytestmark = pytest.mark.xdist_group("products")  # compiled once
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,6 @@ from lade.forward.job import FusedForwards, forwards_for
 from lade.forward.linear import kernels
 from lade.forward.packed import PackedEmbedding, PackedLinear, made_whole
 from lade.forward.words import BLOCKS
-from lade.machine.openmp import runner
 from lade.models.gguf import load_gguf
 from tests.grids import thinned
 from tests.lade.forward.conftest import Ran
@@ -23,10 +22,7 @@ from tests.lade.forward.lanes import kernels_with
 from tests.lade.forward.test_job import TEXT, Apart, Prefilled, compared, with_drafts  # noqa: F401
 from tests.lade.models.gguf_files import blocks, whole, write
 
-pytestmark = [
-    pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here"),
-    pytest.mark.xdist_group("products"),  # compiled once
-]
+pytestmark = pytest.mark.xdist_group("products")  # compiled once
 NUMBERS = {name: number for number, (name, *_) in BLOCKS.items() if name != "F32"}
 # More than a depth of inputs, columns that no tile has, and blocks by one, where there are such.
 SIZES = ((9, 256), (37, 1536), (18, 1120), (10, 96))

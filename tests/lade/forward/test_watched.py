@@ -13,7 +13,6 @@ from transformers.cache_utils import DynamicLayer
 
 import lade
 from lade.forward import words
-from lade.machine.openmp import runner
 from lade.probing.profile import Profiles, profile_of
 from tests.grids import thinned
 from tests.lade import states
@@ -22,8 +21,6 @@ from tests.lade.forward.conftest import Ran
 from tests.lade.forward.families import adapted, model_of
 from tests.lade.states import KINDS, SIZE, Set
 from tests.lade.tiny import tiny_model
-
-pytestmark = pytest.mark.skipif(runner() is None, reason="torch has no such OpenMP here")
 
 LONG: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None}
 SHOWN = KINDS[KINDS.index(states.scaling) :]

@@ -1,0 +1,118 @@
+"""Threads that help to run jobs: sleeping until there are some, on every core but the caller's.
+
+They are the system's own, without Python, and outlive every call (`_workers.py`). Torch's are left
+alone: a region of OpenMP ends when all its threads have arrived, and so waits for the one that has
+lost its core to another process.
+"""
+
+import atexit
+import ctypes
+import os
+from collections.abc import Callable
+from threading import Lock
+from time import perf_counter, sleep
+
+import torch
+
+from lade.forward import words
+from lade.machine.threads import num_cores
+
+Run = Callable[[int, int, int], None]
+
+_MOST = 1024  # workers
+_CLOSING_SEC = 1.0
+_Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_Job = ctypes.c_int64 * 4
+
+
+class _Pool:
+    """Workers, and memory that is never freed, for they may look at it at any time."""
+
+    def __init__(self) -> None:
+        from lade.forward import _workers
+
+        self._library = library = ctypes.CDLL(None)
+        library.calloc.restype = ctypes.c_void_p
+        self.address = (library.calloc(words.WORKERS + 8 * _MOST + 8, 8) + 63) // 64 * 64
+        of_slots = range(words.SLOTS + words.SLOT_BED, words.WORKERS, words.SLOT_SIZE)
+        for bed in (words.POOL_BED, *of_slots):
+            library.pthread_mutex_init(self._place(bed + words.MUTEX), None)
+            library.pthread_cond_init(self._place(bed + words.CONDITION), None)
+        self._work = _workers.work().address
+        self.run = _Function(_workers.run_shared().address)
+        self._close = _Function(_workers.close_pool().address)
+
+    def _place(self, word: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.address + 8 * word)
+
+    def number(self, word: int) -> ctypes.c_int64:
+        """Return one of the numbers in the pool's memory."""
+        return ctypes.c_int64.from_address(self.address + 8 * word)
+
+    def grow(self, num: int) -> None:
+        """Start workers until there are so many, or the system has no more threads."""
+        num_workers, thread = self.number(words.NUM_WORKERS), ctypes.c_void_p()
+        with _making:
+            while num_workers.value < min(num, _MOST):
+                line = words.WORKERS + 8 * num_workers.value
+                self.number(line + 1).value = self.address
+                num_workers.value += 1
+                given = ctypes.byref(thread), None, ctypes.c_void_p(self._work), self._place(line)
+                if self._library.pthread_create(*given) != 0:
+                    num_workers.value -= 1
+                    return
+                self._library.pthread_detach(thread)
+
+    def close(self) -> None:
+        """End the workers, which run compiled code that the interpreter may free at its end."""
+        self._close(self.address)
+        until = perf_counter() + _CLOSING_SEC
+        while self.number(words.NUM_RUNNING).value > 0 and perf_counter() < until:
+            sleep(1e-4)
+
+
+_pools: list[_Pool] = []  # of this process: one, once it has been needed
+_making = Lock()
+
+
+def _forget() -> None:
+    """Forget the workers, which a forked child does not have."""
+    global _making
+    _making = Lock()
+    _pools.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+@atexit.register
+def _close() -> None:
+    for pool in _pools:
+        pool.close()
+
+
+def runner() -> Run | None:
+    """Return a function that runs a job by several threads; None if the system has not such.
+
+    Its arguments are the address of the compiled function, the address of the job, and the number
+    of threads.
+    """
+    return _run if os.name == "posix" else None
+
+
+def _run(function: int, job: int, num_threads: int) -> None:
+    if not _pools:
+        with _making:
+            if not _pools:
+                _pools.append(_Pool())
+    pool = _pools[0]
+    if pool.number(words.NUM_WORKERS).value < num_threads - 1:
+        pool.grow(num_threads - 1)
+    given = _Job(pool.address, function, job, num_threads)
+    pool.run(ctypes.addressof(given))
+
+
+def most_threads() -> int:
+    """Return how many threads run a job: torch's number, but no more than may run at once."""
+    return min(torch.get_num_threads(), num_cores())
