@@ -91,22 +91,13 @@ def write(
         keys: of the file, as they are instead; None leaves one out.
         options: of the config.
     """
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512}
-    sizes["num_attention_heads"] = 4
-    sizes |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 260, **options}
-    if family == "qwen3":  # transformers reads no other of a file
-        sizes["head_dim"] = 128
-    elif family in ("starcoder2", "phi3", "qwen2", "cohere", "olmo2", "phi", "olmo"):
-        del sizes["head_dim"]
-    elif family in ("gpt_neox", "stablelm"):
-        del sizes["head_dim"], sizes["num_key_value_heads"]
-        sizes |= {"use_parallel_residual": family == "gpt_neox"}
-    elif family in ("qwen3_moe", "qwen2_moe", "mixtral"):
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 260, **options}
+    if family in ("qwen3_moe", "qwen2_moe", "mixtral"):
         sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "intermediate_size": 256}
         sizes |= {"num_local_experts" if family == "mixtral" else "num_experts": 4}
         sizes |= {"shared_expert_intermediate_size": 512, "norm_topk_prob": family == "qwen3_moe"}
     elif family == "lfm2":
-        del sizes["head_dim"]
         sizes |= {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
         sizes |= {"block_auto_adjust_ff_dim": False, "norm_eps": 1e-5}
     elif family == "gemma4_text":

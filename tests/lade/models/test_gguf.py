@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -50,12 +49,12 @@ def rope(kind: str = "default", **entries: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 3e4, **entries}
 
 
-SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 64}
+SMALL = dict[str, Any](hidden_size=64, intermediate_size=64, num_attention_heads=2, head_dim=64)
 SMALL |= {"query_pre_attn_scalar": 64, "sliding_window": 16, "layer_types": None}
 LLAMA3 = partial(rope, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LONG = {
-    f"{name}_factor": [1.0 + by * i for i in range(32)]
-    for name, by in (("short", 0.1), ("long", 1.5))
+    "short_factor": [1.0 + i / 10 for i in range(32)],
+    "long_factor": [1.0 + i for i in range(32)],
 }
 CONTEXT = {"original_max_position_embeddings": 512}
 YARN = partial(rope, "yarn", factor=4.0, **CONTEXT)
@@ -121,12 +120,17 @@ def test_a_file_alone_is_the_model_that_it_was_made_of(name: str, tmp_path: Path
         ("olmo2", {"olmo2.attention.sliding_window": 8}, "'attention.sliding_window', which"),
         ("llama", {"tokenizer.rwkv.world": "x"}, "has 'tokenizer.rwkv.world'"),
         ("llama", {"tokenizer.ggml.add_space_prefix": True}, "'tokenizer.ggml.add_space_prefix'"),
+        ("llama", {"tokenizer.ggml.tokens": None}, "no tokenizer in"),
+        ("llama", {"split.count": 2}, "join the parts with llama-gguf-split --merge"),
+        ("mixtral", {"llama.expert_used_count": 9}, "expected 1 to 4 experts of a token"),
+        ("gemma4_text", {}, "does not tell all of the config of gemma4"),
     ],
 )
 def test_what_is_not_read_is_named(
     family: str, keys: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     write(tmp_path, family, keys=keys)
+    (tmp_path / "config.json").unlink(missing_ok=True)
     with pytest.raises(UserError) as caught:
         load(str(tmp_path / "model.gguf"))
     assert said in str(caught.value)
@@ -152,15 +156,12 @@ def test_a_config_beside_a_file_must_fit_it(tmp_path: Path) -> None:
             file.load_gguf(tmp_path / "model.gguf")
 
 
-def test_a_config_beside_a_file_may_be_of_images_too_and_gemma4_needs_one(tmp_path: Path) -> None:
-    whole, path = write(tmp_path, "gemma4_text"), tmp_path / "config.json"
+def test_a_config_beside_a_file_may_be_of_images_too(tmp_path: Path) -> None:
+    whole = write(tmp_path, "gemma4_text")
     Gemma4Config(text_config=whole.config.to_dict()).save_pretrained(tmp_path)
     model = file.load_gguf(tmp_path / "model.gguf")
     assert type(model) is type(whole)
     assert torch.equal(lade.generate(model, TEXT, **GIVEN), whole.generate(TEXT, **GIVEN))
-    path.unlink()
-    with pytest.raises(UserError, match=r"expected config\.json beside .*model\.gguf, which"):
-        file.load_gguf(tmp_path / "model.gguf")
 
 
 def test_experts_of_other_shapes_are_refused(
@@ -186,14 +187,6 @@ def test_experts_of_other_shapes_are_refused(
             with pytest.raises(UserError, match=r"^expected .*ffn_gate_exps"):
                 file.load_gguf(tmp_path / "model.gguf")
         reshaped.clear()
-
-
-def test_more_experts_of_a_token_than_there_are_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, "mixtral").config.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(path.read_text().replace('experts_per_tok": 2', 'experts_per_tok": 9'))
-    with pytest.raises(UserError, match=r"expected 1 to 4 experts of a token in .*, got 9"):
-        file.load_gguf(tmp_path / "model.gguf")
 
 
 def test_experts_in_float32_run_by_torch(tmp_path: Path) -> None:
@@ -250,25 +243,18 @@ def test_control_tokens_are_spelled_as_the_file_does(tmp_path: Path) -> None:
     """A tokenizer of bytes has no such letters, and would cut these tokens into pieces."""
     user, bos = "<\uff5cUser\uff5c>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>"
     tokens = [*byte_tokenizer().convert_ids_to_tokens(range(256)), "ab", user, "\u65e5", bos]
-    keys: dict[str, Any] = {
-        "tokens": tokens,
-        "token_type": [1] * 257 + [3, 4, 3],
-        "merges": ["a b"],
-    }
+    keys = dict[str, Any](tokens=tokens, token_type=[1] * 257 + [3, 4, 3], merges=["a b"])
     keys |= {"bos_token_id": 259, "eot_token_id": 257, "eom_token_id": 258, "add_bos_token": True}
-    templates = {
-        f"tokenizer.chat_template{name}": f"{{{{ {name or 'x'!r} }}}}" for name in ("", ".rag")
-    }
-    write(
-        tmp_path, keys={f"tokenizer.ggml.{name}": each for name, each in keys.items()} | templates
-    )
+    keys = {f"tokenizer.ggml.{name}": each for name, each in keys.items()}
+    keys |= {f"tokenizer.chat_template{name}": f"{{{{ 'x{name}' }}}}" for name in ("", ".rag")}
+    write(tmp_path, keys=keys)
     model, tokenizer, _ = load(str(tmp_path / "model.gguf"))
     assert tokenizer(f"{user}ab\u65e5").input_ids == [259, 257, 256, 258]
     assert tokenizer.decode([257, 256, 258], skip_special_tokens=True) == "ab\u65e5"
     assert model.generation_config.eos_token_id == [model.config.eos_token_id, 257, 258]
     assert (tokenizer.bos_token_id, max(tokenizer.get_vocab().values())) == (259, 259)
     render = partial(tokenizer.apply_chat_template, [{"role": "user"}], tokenize=False)
-    assert (render(), render(chat_template="rag")) == ("x", ".rag")
+    assert (render(), render(chat_template="rag")) == ("x", "x.rag")
 
 
 def test_what_cannot_be_done_with_blocks_says_so(tmp_path: Path) -> None:
@@ -280,12 +266,6 @@ def test_what_cannot_be_done_with_blocks_says_so(tmp_path: Path) -> None:
     load(str(tmp_path / "model.gguf"), dtype="float32").model.save_pretrained(tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(saved.generate(TEXT, **GIVEN), whole.generate(TEXT, **GIVEN))
-
-
-def test_a_tokenizer_that_is_missing_is_asked_for(tmp_path: Path) -> None:
-    write(tmp_path, "llama", keys=dict.fromkeys(("tokenizer.ggml.model", "tokenizer.ggml.tokens")))
-    with pytest.raises(UserError, match=r"no tokenizer in .*model\.gguf; put one beside it"):
-        load(str(tmp_path / "model.gguf"))
 
 
 # --- damaged files --------------------------------------------------------------------------------
@@ -371,12 +351,3 @@ def put(kind: str, at: int, value: int) -> Any:
 )
 def test_forged_files_are_refused_by_what_is_wrong(change: Any, said: str, tmp_path: Path) -> None:
     assert said in forged(tmp_path, change)
-
-
-def test_a_part_of_a_file_says_how_parts_are_joined(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "model-00001-of-00002.gguf", "llama")
-    writer.add_uint16("split.count", 2)
-    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
-        getattr(writer, step)()
-    with pytest.raises(UserError, match="join the parts with llama-gguf-split --merge"):
-        load(str(tmp_path))
