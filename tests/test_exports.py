@@ -93,7 +93,7 @@ CATCHES_ANYTHING = {
     "lade/hf/api.py": 1,
     "lade/hf/generation.py": 1,
     "lade/models/embedded.py": 1,
-    "lade/models/gguf.py": 1,
+    "lade/models/converted.py": 1,
     "lade/models/loading.py": 3,
     "lade/prewarming/idle.py": 1,
     "lade/prewarming/tables.py": 1,

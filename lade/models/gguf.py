@@ -1,20 +1,29 @@
 """Models of GGUF files, whose weights stay in the file's blocks, memory-mapped.
 
-Config, tokenizer and the order of rows come from transformers' reader, or from files beside it. A
-file is checked first: everything that its header names must be in it.
+The config is made of its header (`converted.py`), the tokenizer by transformers, unless they are
+beside it. A file is checked first: everything that its header names must be in it, and is used.
 """
 
 import math
 import mmap
 import struct
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lade.errors import UserError, in_one_line
+from lade.errors import UserError
 from lade.forward import words
+from lade.models.converted import (
+    ANGLES,
+    GROUPED,
+    RAISED,
+    TURNED,
+    architecture_of,
+    check_angles,
+    config_of,
+)
+from lade.models.gguf_tokenizer import tokenizer_of
 
 _F32, _MOST_DIMENSIONS = 0, 4
 # Most entries of a list in a header: no vocabulary has more tokens.
@@ -22,18 +31,8 @@ _MOST_ENTRIES = 2**24
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _SCALARS |= {12: "d"}
 _STRING, _ARRAY = 8, 9
-#: Tensors that no model of transformers has: angles are made from the config.
-_NOT_WEIGHTS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
-# Whose tensors llama.cpp changes, of architectures that transformers' reader does not know.
-_CHANGED_AS = {"gemma": "gemma2", "granite": "llama"}
 _EXPERTS = "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"
-_SIZES_OF_EXPERTS = {
-    "ffn_gate_exps": "moe_intermediate_size",
-    "ffn_gate_shexp": "shared_expert_intermediate_size",
-}
-# Of whose files transformers reads no layer types, no layers that share keys, or no angles.
-_WITH_CONFIG = {"gemma4", "gpt-oss"}
-_ALTERNATING = {"gpt-oss"}  # whose modules have the columns of gate and up by turns
+_ALTERNATING = "gpt_oss"  # whose module has the columns of gate and up by turns
 
 
 class Stored(NamedTuple):
@@ -48,9 +47,8 @@ class Stored(NamedTuple):
 class GgufHeader(NamedTuple):
     """The checked header of a file."""
 
-    settings: dict[str, Any]  # numbers and short texts; of lists the length
+    settings: dict[str, Any]  # numbers, texts and lists of them
     tensors: dict[str, Stored]
-    without_lists: bytes  # a file of its settings, one token, no other list of the tokenizer
 
 
 def gguf_in(name: str | Path) -> Path | None:
@@ -91,15 +89,8 @@ class _HeaderReader:
             raise ValueError(f"a text of {size:,} bytes ends beyond the file")
         return bytes(self._blob[start : self.offset])
 
-    def peek(self) -> Any:
-        """Return the type of the value that follows."""
-        return struct.unpack_from("<I", self._blob, self.offset)[0]
-
-    def since(self, start: int) -> bytes:
-        return bytes(self._blob[start : self.offset])
-
     def value(self) -> Any:
-        """Return a number or text; of a list how long it is."""
+        """Return a number, a text or a list of such."""
         kind = self.number("I")
         if kind != _ARRAY:
             return self._one(kind)
@@ -107,11 +98,9 @@ class _HeaderReader:
         if num > _MOST_ENTRIES:
             raise ValueError(f"it has a list of {num:,} entries")
         if of in _SCALARS:
-            self._bytes(num * struct.calcsize(f"<{_SCALARS[of]}"))
-        else:
-            for _ in range(num):
-                self._one(of)
-        return num
+            numbers = self._bytes(num * struct.calcsize(f"<{_SCALARS[of]}"))
+            return [*struct.unpack(f"<{num}{_SCALARS[of]}", numbers)]
+        return [self._one(of) for _ in range(num)]
 
     def _one(self, kind: int) -> Any:
         if kind == _STRING:
@@ -138,21 +127,15 @@ def header_of(path: Path) -> GgufHeader:
 
 
 def _header(read: _HeaderReader, size: int) -> GgufHeader:
-    if read.number("4s") != b"GGUF" or (version := read.number("I")) not in (2, 3):
+    if read.number("4s") != b"GGUF" or read.number("I") not in (2, 3):
         raise ValueError("it does not begin as one of version 2 or 3")
     num_tensors, num_settings = read.number("Q"), read.number("Q")
     if max(num_tensors, num_settings) > _MOST_ENTRIES:
         raise ValueError(f"its header names {num_tensors:,} tensors and {num_settings:,} settings")
     settings: dict[str, Any] = {}
-    kept = []
     for _ in range(num_settings):
-        start, name = read.offset, read.text()
-        is_list, key = read.peek() == _ARRAY, read.since(start)
+        name = read.text()
         settings[name] = read.value()
-        if not (is_list and name.startswith("tokenizer.")):
-            kept.append(read.since(start))
-        elif name == "tokenizer.ggml.tokens":  # some configs ask for it: one empty token
-            kept.append(key + struct.pack("<IIQQ", _ARRAY, _STRING, 1, 0))
     if settings.get("split.count", 1) not in (0, 1):
         raise ValueError("it is a part of one; join the parts with llama-gguf-split --merge")
     listed = []
@@ -182,8 +165,7 @@ def _header(read: _HeaderReader, size: int) -> GgufHeader:
                 f"{first + offset:,} on, or is there twice"
             )
         tensors[name] = Stored(shape, format_, first + offset, num_bytes)
-    begin = struct.pack("<4sIQQ", b"GGUF", version, 0, len(kept))
-    return GgufHeader(settings, tensors, begin + b"".join(kept))
+    return GgufHeader(settings, tensors)
 
 
 def _name_of(format_: int) -> str:
@@ -196,11 +178,13 @@ def _name_of(format_: int) -> str:
 # --- the model and its tokenizer ------------------------------------------------------------------
 
 
-def load_gguf(path: Path, *, trust_remote_code: bool = False) -> Any:
-    """Return a causal LM in float32 whose matrices stay in the blocks of a file.
+def load_gguf(
+    path: Path, *, trust_remote_code: bool = False, dtype: Any = None, device: Any = None
+) -> Any:
+    """Return a causal LM whose matrices stay in the blocks of a file, or made whole in a dtype.
 
     Raises:
-        UserError: the file is damaged, or its tensors do not fit its config.
+        UserError: the file is damaged, or has a key or tensor that is not read.
     """
     import torch
     from transformers import (
@@ -211,10 +195,12 @@ def load_gguf(path: Path, *, trust_remote_code: bool = False) -> Any:
     )
 
     header = header_of(path)
-    architecture = header.settings.get("general.architecture")
-    numbers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
-    num_layers = header.settings.get(f"{architecture}.block_count")
-    if num_layers != len(numbers) or "token_embd.weight" not in header.tensors:
+    settings, tensors = header.settings, header.tensors
+    made = architecture_of(path, settings)
+    name = settings["general.architecture"]
+    numbers = {each.split(".")[1] for each in tensors if each.startswith("blk.")}
+    num_layers = settings.get(f"{name}.block_count")
+    if num_layers != len(numbers) or "token_embd.weight" not in tensors:
         raise UserError(
             f"expected {num_layers} layers and 'token_embd.weight' in {path}, got other"
         )
@@ -224,66 +210,77 @@ def load_gguf(path: Path, *, trust_remote_code: bool = False) -> Any:
         text = config.get_text_config(decoder=True)
         if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:  # a file has no images' part
             config = text
-    elif architecture in _WITH_CONFIG:
-        raise UserError(
-            f"expected config.json beside {path}: transformers reads too little of {architecture}"
-        )
+        if config.model_type not in made.types:
+            raise UserError(
+                f"expected a config.json of {' or '.join(made.types)} beside {path}, whose tensors "
+                f"were converted as {name}, got {config.model_type}"
+            )
     else:
-        config = _config_in(path, header)
-        config.vocab_size = header.tensors["token_embd.weight"].shape[0]
-        config.name_or_path = str(path)
-        for name, field in _SIZES_OF_EXPERTS.items():  # which transformers does not read
-            found = [x for key, x in header.tensors.items() if key.endswith(f".{name}.weight")]
-            if found and hasattr(config, field) and len(found[0].shape) > 1:
-                setattr(config, field, found[0].shape[-2])
+        config = config_of(path, settings, _shapes_of(path, tensors))
     if hasattr(config, "quantization_config"):  # nothing is dequantized
         del config.quantization_config
-    config.tie_word_embeddings = "output.weight" not in header.tensors
+    config.tie_word_embeddings = "output.weight" not in tensors
     _check_sizes(path, header, config)
+    options["dtype"] = dtype or torch.float32
+    if dtype is None:  # others run all experts at once, which would make their weights whole
+        options["experts_implementation"] = "eager"
     with torch.device("meta"):
-        # Others run all experts at once, which would make their weights whole.
-        options |= {"experts_implementation": "eager", "dtype": torch.float32}
         model = AutoModelForCausalLM.from_config(config, **options)
     for module in model.modules():  # such as angles, which no file has
         buffers = module._buffers
         if any(each is not None and each.is_meta for each in buffers.values()):
             buffers.update({n: torch.empty_like(b, device="cpu") for n, b in buffers.items()})
             model._init_weights(module)
-    _Filler(path, header, model).fill(str(architecture))
+    check_angles(path, settings, tensors, model)
+    _Filler(path, header, model, made.changes, dtype, device).fill()
     if (beside / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(beside)
-    return model.eval()
+    else:
+        _end_at(model.generation_config, settings)
+    if dtype is None:
+        if not any(each.is_floating_point() for each in model.parameters()):
+            # OLMo has no other weights than matrices, and transformers asks one for the dtype.
+            model.register_parameter("of_dtype", torch.nn.Parameter(torch.empty(0), False))
+        for method in ("save_pretrained", "resize_token_embeddings"):
+            vars(model)[method] = _refuse
+    return model.to(device).eval()
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise UserError(
+        "the weights of this model are blocks in a GGUF file, which can be neither saved, resized "
+        "nor merged with adapters; load it with a dtype, such as float32, for that"
+    )
+
+
+def _shapes_of(path: Path, tensors: dict[str, Stored]) -> dict[str, Any]:
+    """Return shapes by the names of tensors, and the numbers of those that tell angles."""
+    found = dict[str, Any]()
+    for name, stored in tensors.items():
+        found[name] = stored.shape
+        if name.split(".")[0] in ANGLES:
+            if stored.format != _F32:
+                raise UserError(f"expected {name!r} in {path} in F32, got another format")
+            found[name] = np.fromfile(path, np.float32, math.prod(stored.shape), "", stored.start)
+    return found
+
+
+def _end_at(config: Any, settings: dict[str, Any]) -> None:
+    """Let texts end at each token that a file ends texts, turns or messages with."""
+    ends = config.eos_token_id
+    found = [*ends] if isinstance(ends, list) else [ends]
+    found += [settings.get(f"tokenizer.ggml.{each}_token_id") for each in ("eos", "eot", "eom")]
+    ends = [*dict.fromkeys(each for each in found if each is not None)]
+    config.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of a file, as `AutoTokenizer` does, in a tenth of the time.
-
-    `AutoTokenizer` reads all tokens twice: first for the config, which tells the tokenizer's class.
+    """Return the tokenizer of a file; `AutoTokenizer` would read all tokens twice.
 
     Raises:
-        UserError: the file is damaged, or has no tokenizer.
+        UserError: the file is damaged, has no tokenizer, or one that is not read.
     """
-    from transformers import TOKENIZER_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
-
-    header = header_of(path)
-    if not header.settings.get("tokenizer.ggml.tokens"):
-        raise UserError(f"expected a tokenizer, got no tokenizer in {path}; put one beside it")
-    kind = TOKENIZER_MAPPING.get(type(_config_in(path, header)), PreTrainedTokenizerFast)
-    if not issubclass(kind, PreTrainedTokenizerFast):  # of a package that may be missing
-        kind = AutoTokenizer
-    return kind.from_pretrained(path.parent, gguf_file=path.name)
-
-
-def _config_in(path: Path, header: GgufHeader) -> Any:
-    """Return the config of a file; with the tokenizer's lists, reading it would take seconds."""
-    from transformers import AutoConfig
-
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "header.gguf").write_bytes(header.without_lists)
-        try:
-            return AutoConfig.from_pretrained(folder, gguf_file="header.gguf")
-        except Exception as error:  # configs divide by what they have not checked
-            raise UserError(f"{path} has no config: {in_one_line(error)}") from error
+    return tokenizer_of(path, header_of(path).settings)
 
 
 def _check_sizes(path: Path, header: GgufHeader, config: Any) -> None:
@@ -302,42 +299,50 @@ def _check_sizes(path: Path, header: GgufHeader, config: Any) -> None:
 
 
 class _Filler:
-    """Puts the tensors of a file in a model whose parameters have no memory yet."""
+    """Puts the tensors of a file in a model whose parameters have no memory yet.
 
-    def __init__(self, path: Path, header: GgufHeader, model: Any) -> None:
+    Args:
+        path: of the file.
+        header: of it.
+        model: to fill.
+        changes: of the tensors, see `Architecture`.
+        dtype: of whole weights; None leaves them in blocks.
+        device: of whole weights.
+    """
+
+    def __init__(
+        self, path: Path, header: GgufHeader, model: Any, changes: str, dtype: Any, device: Any
+    ) -> None:
         import torch
 
         self._path, self._header, self._model = path, header, model
+        self._changes, self._dtype, self._device = changes, dtype, device
         # Nothing is written, so processes share the pages of the file.
         self._blob = torch.from_numpy(np.memmap(path, np.uint8, "c"))
 
-    def fill(self, architecture: str) -> None:
-        from transformers import modeling_gguf_pytorch_utils as reader
-
-        changed_as = _CHANGED_AS.get(architecture, architecture)
-        kind = reader.TENSOR_PROCESSORS.get(changed_as, reader.TensorProcessor)
-        changes = kind(config=self._model.config.to_dict())
-        names = self._names(architecture)
+    def fill(self) -> None:
+        names = self._names(self._header.settings["general.architecture"])
         stacked: dict[str, dict[str, Stored]] = {}
         for name, stored in self._header.tensors.items():
             part = ".".join(name.removesuffix(".weight").split(".")[2:])
             if part.removesuffix(".bias") in _EXPERTS:
                 stacked.setdefault(name.split(".")[1], {})[part] = stored
             elif name in names:
-                self._put(name, names[name], stored, changes)
-            elif name.split(".")[0] not in _NOT_WEIGHTS:
+                self._put(name, names[name], stored)
+            elif name.split(".")[0] not in ANGLES:
                 raise UserError(
                     f"{type(self._model).__name__} has no parameter for {name!r} of {self._path}"
                 )
-        self._stack(stacked, architecture)
+        self._stack(stacked)
         if self._model.config.tie_word_embeddings:
             self._tie()
         missing = [name for name, each in self._model.named_parameters() if each.is_meta]
         if missing:
             raise UserError(f"expected a tensor for {missing[0]} in {self._path}, got none")
 
-    def _stack(self, stacked: dict[str, dict[str, Stored]], architecture: str) -> None:
+    def _stack(self, stacked: dict[str, dict[str, Stored]]) -> None:
         """Let modules index packed stacks by expert, given those of each layer of the file."""
+        import torch
         from torch import nn
 
         from lade.forward.experts import PARTS, STACKS
@@ -364,14 +369,23 @@ class _Filler:
                     f"expected {', '.join(_EXPERTS)} for {name}, {[*map(tuple, wanted)]}, in "
                     f"{self._path}, got {got}"
                 )
-            lies = words.LIE_ACROSS * is_across | words.ALTERNATE * (architecture in _ALTERNATING)
+            alternates = self._model.config.model_type == _ALTERNATING
+            lies = words.LIE_ACROSS * is_across | words.ALTERNATE * alternates
             blocks = [nn.Parameter(self._raw(x).view(*x.shape[:2], -1), False) for x in stored]
             formats = [each.format for each in stored]
-            for stack in STACKS[:2]:
+            stacks = (
+                PackedStack(blocks[:2], formats[:2], hidden, lies),
+                PackedStack(blocks[2:], formats[2:], inner, lies),
+            )
+            if self._dtype is None:
+                module._parameters.update(zip(PARTS[:3], blocks, strict=True))
+            for stack, packed in zip(STACKS[:2], stacks, strict=True):
                 del module._parameters[stack]
-            module._parameters.update(zip(PARTS[:3], blocks, strict=True))
-            vars(module)[STACKS[0]] = PackedStack(blocks[:2], formats[:2], hidden, lies)
-            vars(module)[STACKS[1]] = PackedStack(blocks[2:], formats[2:], inner, lies)
+                if self._dtype is None:
+                    vars(module)[stack] = packed
+                else:
+                    whole = torch.stack([self._whole(packed[each]) for each in range(num)])
+                    module._parameters[stack] = nn.Parameter(whole, requires_grad=False)
             if biases:
                 self._put_biases(module, biases, lies)
         if stacked:
@@ -391,7 +405,11 @@ class _Filler:
         both = torch.cat((gate, up), dim=1)
         wanted = torch.stack((gate, up), dim=2).flatten(1) if lies & words.ALTERNATE else both
         for name, each in zip((PARTS[3], *STACKS[2:]), (both, wanted, down), strict=True):
-            module._parameters[name] = nn.Parameter(each, False)
+            if self._dtype is None or name in STACKS:
+                module._parameters[name] = nn.Parameter(self._whole(each), False)
+
+    def _whole(self, numbers: Any) -> Any:
+        return numbers if self._dtype is None else numbers.to(self._device, self._dtype)
 
     def _raw(self, stored: Stored) -> Any:
         return self._blob[stored.start : stored.start + stored.num_bytes]
@@ -401,8 +419,6 @@ class _Filler:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-        if architecture not in known:
-            raise UserError(f"expected an architecture that GGUF names, got {architecture!r}")
         number = self._model.config.get_text_config(decoder=True).num_hidden_layers
         names = get_tensor_name_map(known[architecture], number)
         found = {}
@@ -414,7 +430,7 @@ class _Filler:
             found[f"{names.get_name(full_name)}.weight"] = full_name
         return found
 
-    def _put(self, name: str, full_name: str, stored: Stored, changes: Any) -> None:
+    def _put(self, name: str, full_name: str, stored: Stored) -> None:
         import torch
         from torch import nn
 
@@ -432,35 +448,40 @@ class _Filler:
             )
         raw = self._raw(stored)
         if attribute in module._buffers and stored.format == _F32:
-            module._buffers[attribute] = raw.view(torch.float32).view(shape)
+            module._buffers[attribute] = self._whole(raw.view(torch.float32).view(shape))
             return
         is_matrix = isinstance(module, nn.Linear | nn.Embedding) and attribute == "weight"
-        half = self._half(name, stored, changes) if is_matrix else 0
-        if stored.format == _F32 or not is_matrix:
-            is_plain = stored.format == _F32
-            made = raw.view(torch.float32) if is_plain else unpacked(raw.view(1, -1), stored.format)
-            if half or not is_matrix:
-                whole = np.array(made.view(shape).numpy())
-                made = torch.from_numpy(np.array(changes.process(weights=whole, name=name).weights))
-            module._parameters[attribute] = nn.Parameter(made.view(shape), requires_grad=False)
-        else:
-            weight = nn.Parameter(raw.view(shape[0], -1), requires_grad=False)
+        half, order = self._order(name, shape[0])
+        if is_matrix and stored.format != _F32 and self._dtype is None:
+            blocks = raw.view(shape[0], -1)
+            if order is not None and not half:  # a copy; halves are read as they are
+                blocks = blocks[order]
+            weight = nn.Parameter(blocks, requires_grad=False)
             self._replace(module_name, module, weight, stored.format, half)
+            return
+        rows = raw.view(shape[0] if is_matrix else 1, -1)
+        made = unpacked(rows, stored.format).view(shape)
+        made = made if order is None else made[order]
+        if self._changes == RAISED and name.endswith("norm.weight"):
+            made = made - 1
+        module._parameters[attribute] = nn.Parameter(self._whole(made), requires_grad=False)
 
-    def _half(self, name: str, stored: Stored, changes: Any) -> int:
-        """Return how a matrix's rows alternate, by running transformers' reader on row numbers."""
-        num = stored.shape[0]
-        rows = changes.process(weights=np.arange(num)[:, None], name=name).weights
-        if rows is None or rows.size != num:
-            raise UserError(f"the rows of {name!r} in {self._path} are no longer as they were")
-        rows = rows.reshape(num)
-        if np.array_equal(rows, np.arange(num)):
-            return 0
-        half = int(np.argmax(rows == 1))
-        expected = np.arange(num).reshape(-1, max(half, 1), 2).swapaxes(1, 2).reshape(-1)
-        if not np.array_equal(rows, expected):
-            raise UserError(f"the rows of {name!r} in {self._path} have an order that is not read")
-        return half
+    def _order(self, name: str, num: int) -> tuple[int, Any]:
+        """Return the rows of half a head if halves alternate, and which rows become the first."""
+        import torch
+
+        part = (name.split(".")[2:3] or [""])[0]
+        if part not in {TURNED: ("attn_q", "attn_k"), GROUPED: ("attn_qkv",)}.get(
+            self._changes, ()
+        ):
+            return 0, None
+        config, rows = self._model.config, torch.arange(num)
+        heads = config.num_key_value_heads if part == "attn_k" else config.num_attention_heads
+        if num % ((3 if part == "attn_qkv" else 2) * heads):
+            raise UserError(f"the rows of {name!r} in {self._path} are not those of {heads} heads")
+        if part == "attn_qkv":
+            return 0, rows.view(3, heads, -1).transpose(0, 1).reshape(-1)
+        return num // heads // 2, rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
     def _replace(self, module_name: str, module: Any, weight: Any, format_: int, half: int) -> None:
         from torch import nn

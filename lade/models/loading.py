@@ -88,13 +88,13 @@ def load(
     tell("Loading torch and transformers")  # which takes seconds
     with without_collection():
         import torch
-        import transformers
         from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     there = _device_of(device if device is not None else usual)
+    chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(there)
     quota = num_cores_allowed()
     if threads is None and quota is not None and quota < torch.get_num_threads():
         threads = math.ceil(quota)
@@ -113,23 +113,18 @@ def load(
     options: dict[str, Any] = {} if there.type == "cpu" else {"device_map": {"": there}}
     options |= {"trust_remote_code": trust_remote_code}
     with _telling_why(chosen), without_collection():  # imports the model's code
-        if file is not None and there.type == "cpu" and dtype is None:
-            model = load_gguf(file, trust_remote_code=trust_remote_code)
+        if file is not None:
+            is_whole = there.type != "cpu" or dtype is not None
+            wanted = {"dtype": chosen_dtype, "device": there} if is_whole else {}
+            model = load_gguf(file, trust_remote_code=trust_remote_code, **wanted)
         else:
-            if file is not None:  # transformers dequantizes it, or has kernels for it
-                source, options["gguf_file"] = str(file.parent), file.name
-                packs = getattr(transformers, "GgufConfig", None)  # not in older releases
-                if there.type == "cpu" and packs is not None:
-                    options["quantization_config"] = packs(dequantize=True)
             model = None
             if dtype is None and there.type == "cpu":
                 model = _packed(source, options, tell)
             if model is None:
-                options["dtype"] = getattr(torch, dtype) if dtype else native_dtype(there)
+                options["dtype"] = chosen_dtype
                 model = AutoModelForCausalLM.from_pretrained(source, **options).to(there)
             model = model.eval()
-            if file is not None and there.type == "cpu":
-                _forget_packing(model)
     defaults = model.generation_config
     if defaults.pad_token_id is None and (eos := defaults.eos_token_id) is not None:
         # What transformers would choose, too, with a line in each call that says so.
@@ -186,13 +181,6 @@ def _device_of(name: str) -> Any:
             f"expected a device that torch can use on this machine, such as cpu, got {name!r}"
             f"{_hint(name) or f' ({in_one_line(error)})'}"
         ) from error
-
-
-def _forget_packing(model: Any) -> None:
-    """Remove the quantization marks of a dequantized model, with which it could not be saved."""
-    model.hf_quantizer, model.is_quantized = None, False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
 
 
 def load_tokenizer(

@@ -1,6 +1,6 @@
 """GGUF files of tiny models, with blocks of any format, and these models made whole."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,28 @@ from tests.lade.tiny import byte_tokenizer, tiny_model
 # By the type of a model: what the file calls it, and what llama.cpp does to its tensors.
 ARCHITECTURES = dict.fromkeys(("llama", "mistral", "mixtral"), "llama")
 ARCHITECTURES |= {name: name for name in ("qwen2", "qwen3", "phi3", "gemma", "gemma2", "granite")}
-ARCHITECTURES |= {name: name for name in ("olmo2", "starcoder2", "glm4", "lfm2")}
+ARCHITECTURES |= {name: name for name in ("olmo2", "starcoder2", "glm4", "lfm2", "olmo", "arcee")}
+ARCHITECTURES |= {name: name for name in ("smollm3", "stablelm", "nemotron", "cohere2")}
 ARCHITECTURES |= {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "cohere": "command-r"}
 ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "gpt_oss": "gpt-oss"}
-TURNED, RAISED = ("llama", "granite"), ("gemma", "gemma2", "gemma3")
-#: Those whose config transformers' reader does not make of a file alone.
-WITH_CONFIG = {"gemma", "gemma3_text", "gemma4_text", "granite", "olmo2", "cohere", "glm4"}
-WITH_CONFIG |= {"mistral", "mixtral", "gpt_oss"}
+ARCHITECTURES |= {"ministral3": "mistral3", "gpt_neox": "gptneox", "phi": "phi2"}
+TURNED = ("llama", "granite", "smollm3", "arcee", "mistral3", "olmo")
+RAISED = ("gemma", "gemma2", "gemma3", "nemotron")
+#: Whose files do not tell all of the config of these small models.
+WITH_CONFIG = {"gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "mistral", "smollm3"}
+# Fields of configs, and their keys in a file.
+_PAIRS = """
+    max_position_embeddings=context_length hidden_size=embedding_length vocab_size=vocab_size
+    num_hidden_layers=block_count intermediate_size=feed_forward_length clip_qkv=attention.clamp_kqv
+    num_attention_heads=attention.head_count rms_norm_eps=attention.layer_norm_rms_epsilon
+    layer_norm_eps=attention.layer_norm_epsilon norm_epsilon=attention.layer_norm_epsilon
+    num_experts=expert_count num_local_experts=expert_count num_experts_per_tok=expert_used_count
+    attn_logit_softcapping=attn_logit_softcapping final_logit_softcapping=final_logit_softcapping
+    attention_multiplier=attention.scale embedding_multiplier=embedding_scale
+    residual_multiplier=residual_scale logits_scaling=logit_scale logit_scale=logit_scale
+    use_parallel_residual=use_parallel_residual conv_L_cache=shortconv.l_cache
+"""
+FIELDS = dict(pair.split("=") for pair in _PAIRS.split())
 SCALES = {  # where a block has float16, and about how large they are
     "Q5_0": {0: 0.005},
     "Q5_1": {0: 0.005, 2: 0.1},
@@ -61,30 +76,28 @@ def whole(packed: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
 
 
 def write(
-    folder: Path, family: str = "llama", *formats: str, without: Sequence[str] = (), **options: Any
+    folder: Path,
+    family: str = "llama",
+    *formats: str,
+    keys: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
     """Write a file of a tiny model; return the model with the very weights of the file.
 
     Args:
-        folder: for the file, and its config where transformers does not make one of the file alone.
+        folder: for the file, and its config where a file alone does not tell it.
         family: of `ARCHITECTURES`.
         formats: of the matrices, in turn; by default Q8_0.
-        without: fields that are left out.
+        keys: of the file, as they are instead; None leaves one out.
         options: of the config.
     """
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512}
-    sizes["num_attention_heads"] = 4
-    sizes |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 260, **options}
-    if family == "qwen3":  # transformers reads no other of a file
-        sizes["head_dim"] = 128
-    elif family in ("starcoder2", "phi3", "qwen2", "cohere", "olmo2"):
-        del sizes["head_dim"]
-    elif family in ("qwen3_moe", "qwen2_moe", "mixtral"):
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 260, **options}
+    if family in ("qwen3_moe", "qwen2_moe", "mixtral"):
         sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "intermediate_size": 256}
         sizes |= {"num_local_experts" if family == "mixtral" else "num_experts": 4}
         sizes |= {"shared_expert_intermediate_size": 512, "norm_topk_prob": family == "qwen3_moe"}
     elif family == "lfm2":
-        del sizes["head_dim"]
         sizes |= {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
         sizes |= {"block_auto_adjust_ff_dim": False, "norm_eps": 1e-5}
     elif family == "gemma4_text":
@@ -98,9 +111,10 @@ def write(
     config, architecture = model.config, ARCHITECTURES[family]
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
-    for field, field_value in _fields(config, family).items():
-        if field not in without:
-            getattr(writer, f"add_{field}")(field_value)
+    for key, each in {**_keys(model, architecture), **(keys or {})}.items():
+        if each is not None:
+            add = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+            getattr(writer, f"add_{add.get(type(each), 'tensor')}")(key, each)
     known = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(known[architecture], config.num_hidden_layers)
     number = 0
@@ -119,30 +133,32 @@ def write(
         if ".experts." in full_name:
             number = _write_experts(writer, names, full_name, weight, formats or ("Q8_0",), number)
             continue
-        turned = full_name.split(".")[-2] in heads and architecture in TURNED
-        num_heads = heads.get(full_name.split(".")[-2], 1)
+        part, order = full_name.split(".")[-2], torch.arange(len(value))
+        if part in heads and architecture in TURNED:  # the rows of two halves in turns
+            order = order.view(heads[part], 2, -1).transpose(1, 2).flatten()
+        elif part == "query_key_value":  # those of q, of k and of v together
+            order = order.view(config.num_attention_heads, 3, -1).transpose(0, 1).flatten()
         if value.dim() == 2:
             kind = (formats or ("Q8_0",))[number % len(formats or (0,))]
             number += 1
             scale, kind = float(value.std()), "F32" if "ffn_gate_inp" in stored_as else kind
             if kind == "F32":
-                packed = _turned(value, num_heads).numpy() if turned else value.numpy()
+                packed = value[order].numpy()
                 packed = packed[0] if len(packed) == 1 else packed  # the gate of a shared expert
-                writer.add_tensor(stored_as, np.ascontiguousarray(packed))
+                writer.add_tensor(stored_as, packed)
                 continue
             packed = blocks(kind, len(value), value.shape[1], number)
             writer.add_tensor(stored_as, packed, raw_dtype=GGMLQuantizationType[kind])
             made = torch.from_numpy(whole(packed, kind))
             assert 0.1 < float(made.std()) / scale < 10
             with torch.no_grad():
-                weight.copy_(_straight(made, num_heads) if turned else made)
+                weight.copy_(made[order.argsort()])
         else:
-            raised = architecture in RAISED and stored_as.endswith("norm.weight")
-            stored = value + 1 if raised else _turned(value, num_heads) if turned else value
-            writer.add_tensor(stored_as, np.ascontiguousarray(stored.numpy()))
-            if raised:
-                with torch.no_grad():
-                    weight.copy_(stored - 1)
+            raised = float(architecture in RAISED and stored_as.endswith("norm.weight"))
+            stored = value[order] + raised
+            writer.add_tensor(stored_as, stored.numpy())
+            with torch.no_grad():
+                weight.copy_(stored[order.argsort()] - raised)
     for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
         getattr(writer, step)()
     if family in WITH_CONFIG:
@@ -177,51 +193,47 @@ def _write_experts(
     return number
 
 
-def _turned(value: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return rows as llama.cpp keeps them: those of the halves of a head in turns."""
-    halves = value.view(num_heads, 2, -1, *value.shape[1:])
-    return halves.transpose(1, 2).reshape(value.shape)
-
-
-def _straight(value: torch.Tensor, num_heads: int) -> torch.Tensor:
-    pairs = value.view(num_heads, -1, 2, *value.shape[1:])
-    return pairs.transpose(1, 2).reshape(value.shape)
-
-
-def _fields(config: Any, family: str) -> dict[str, Any]:
-    tokenizer = byte_tokenizer()
-    fields: dict[str, Any] = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "head_count": config.num_attention_heads,
-        "head_count_kv": config.num_key_value_heads,
-        "rope_freq_base": config.rope_parameters.get("rope_theta", 1e4),
-        "vocab_size": config.vocab_size,
-        "tokenizer_model": "gpt2",
-        "token_list": [*tokenizer.convert_ids_to_tokens(range(256)), "ab", "cd", "<3>", "<4>"],
-        "token_types": [1] * 260,
-        "token_merges": ["a b", "c d"],
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-        "pad_token_id": 0,
-    }
-    if family in ("qwen2_moe", "qwen3_moe"):
-        fields["expert_count"], fields["expert_used_count"] = config.num_experts, 2
-        if family == "qwen3_moe":
-            fields["key_length"] = config.head_dim
-    if hasattr(config, "rms_norm_eps"):
-        fields["layer_norm_rms_eps"] = config.rms_norm_eps
-    if family == "lfm2":
-        fields["layer_norm_rms_eps"], fields["shortconv_l_cache"] = config.norm_eps, 3
-        num = config.num_key_value_heads
-        fields["head_count_kv"] = [num * (each != "conv") for each in config.layer_types]
-    if hasattr(config, "norm_epsilon"):
-        fields["layer_norm_eps"] = config.norm_epsilon
-    if family in ("llama", "gemma2", "gemma3_text"):
-        fields["rope_dimension_count"] = config.head_dim
-        fields["key_length"] = config.head_dim
-    if getattr(config, "sliding_window", None):
-        fields["sliding_window"] = config.sliding_window
-    return fields
+def _keys(model: Any, architecture: str) -> dict[str, Any]:
+    """Return what the converter writes: the keys of a model's file, and tensors of angles."""
+    config, tokenizer, held = model.config, byte_tokenizer(), vars(model.config)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    usual = config.hidden_size // config.num_attention_heads
+    size, kind = held.get("head_dim") or usual, rope["rope_type"]
+    own = {key: held[name] for name, key in FIELDS.items() if name in held}
+    own["rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1))
+    if architecture != "gptneox":
+        own["attention.head_count_kv"] = held["num_key_value_heads"]
+        own["rope.freq_base"] = rope["rope_theta"]
+    if "head_dim" in held:
+        own["attention.key_length"] = own["attention.value_length"] = size
+    if architecture in ("gemma2", "gemma3", "phi3", "cohere2", "gpt-oss"):
+        own["attention.sliding_window"] = config.sliding_window or 0
+    if architecture in ("nemotron", "lfm2", "olmo"):
+        name = "rms_epsilon" if architecture == "lfm2" else "epsilon"
+        own[f"attention.layer_norm_{name}"] = held.get("norm_eps", 1e-5)
+    if architecture == "lfm2":
+        kinds, num = config.layer_types, config.num_key_value_heads
+        own["attention.head_count_kv"] = [num * (each != "conv") for each in kinds]
+    if kind in ("yarn", "longrope"):
+        context = rope["original_max_position_embeddings"]
+        own["rope.scaling.original_context_length"] = context
+    if kind in ("linear", "yarn"):
+        own |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+        names = {"attention_factor": "yarn_attn_factor", "mscale_all_dim": "yarn_log_multiplier"}
+        names |= {name: f"yarn_{name}" for name in ("beta_fast", "beta_slow")}
+        own |= {f"rope.scaling.{name}": rope.get(field) for field, name in names.items()}
+        own["attention.temperature_scale"] = rope.get("llama_4_scaling_beta")
+    fields = {f"{architecture}.{key}": each for key, each in own.items()}
+    if kind == "longrope":
+        scale = float(model.model.rotary_emb.attention_scaling)
+        fields[f"{architecture}.rope.scaling.attn_factor"] = scale
+        for name in ("long", "short"):
+            fields[f"rope_factors_{name}.weight"] = np.float32(rope[f"{name}_factor"])
+    elif kind == "llama3":
+        speeds = rope["rope_theta"] ** (-np.arange(0, size, 2) / size)
+        fields["rope_freqs.weight"] = np.float32(speeds / model.model.rotary_emb.inv_freq.numpy())
+    tokens = [*tokenizer.convert_ids_to_tokens(range(256)), "ab", "cd", "<3>", "<4>"]
+    fields |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens}
+    fields |= {"tokenizer.ggml.token_type": [1] * 260, "tokenizer.ggml.merges": ["a b", "c d"]}
+    ends = {"bos": config.bos_token_id, "eos": config.eos_token_id, "padding": 0}
+    return fields | {f"tokenizer.ggml.{name}_token_id": each for name, each in ends.items()}

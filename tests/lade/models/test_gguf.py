@@ -2,10 +2,10 @@
 
 import struct
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -17,7 +17,7 @@ from lade.errors import UserError
 from lade.models import gguf as file
 from lade.models import load
 from tests.grids import thinned
-from tests.lade.models.gguf_files import ARCHITECTURES, WITH_CONFIG, write
+from tests.lade.models.gguf_files import ARCHITECTURES, write
 from tests.lade.tiny import byte_tokenizer
 
 TEXT = torch.tensor([[5, 6, 7, 8, 9, 10] * 5 + [5, 6, 7]])
@@ -30,7 +30,7 @@ GIVEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "family", thinned(ARCHITECTURES, "llama", "gemma3_text", "gemma4_text", "granite")
+    "family", thinned(ARCHITECTURES, "llama", "gemma3_text", "gemma4_text", "granite", "gpt_neox")
 )
 def test_texts_are_those_of_the_model_made_whole(family: str, tmp_path: Path) -> None:
     whole = write(tmp_path, family, "Q8_0", "Q4_1")
@@ -40,23 +40,128 @@ def test_texts_are_those_of_the_model_made_whole(family: str, tmp_path: Path) ->
     expected: Tensor = whole.generate(TEXT, **GIVEN)
     assert torch.equal(model.generate(TEXT, **GIVEN), expected)
     assert torch.equal(lade.generate(model, TEXT, **GIVEN), expected)
-    if family not in WITH_CONFIG and "moe" not in family:  # it takes their experts for larger
-        theirs = AutoModelForCausalLM.from_pretrained(
-            tmp_path, gguf_file="model.gguf", dtype=torch.float32
-        )
-        for name, each in theirs.named_parameters():
-            assert torch.equal(each, whole.get_parameter(name)), name
+    again = file.load_gguf(tmp_path / "model.gguf", dtype=torch.float32)
+    for name, each in again.named_parameters():
+        assert torch.equal(each, whole.get_parameter(name)), name
 
 
-def test_a_config_beside_a_file_may_be_of_images_too_and_gemma4_needs_one(tmp_path: Path) -> None:
-    whole, path = write(tmp_path, "gemma4_text"), tmp_path / "config.json"
+def rope(kind: str = "default", **entries: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 3e4, **entries}
+
+
+SMALL = dict[str, Any](hidden_size=64, intermediate_size=64, num_attention_heads=2, head_dim=64)
+SMALL |= {"query_pre_attn_scalar": 64, "sliding_window": 16, "layer_types": None}
+LLAMA3 = partial(rope, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LONG = {
+    "short_factor": [1.0 + i / 10 for i in range(32)],
+    "long_factor": [1.0 + i for i in range(32)],
+}
+CONTEXT = {"original_max_position_embeddings": 512}
+YARN = partial(rope, "yarn", factor=4.0, **CONTEXT)
+BETAS = {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.25}
+LAYERS = {"full_attention": rope("linear", factor=8.0), "sliding_attention": rope(rope_theta=1e4)}
+MULTIPLIERS = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+#: Of configs, what a file alone tells in keys or tensors of its own.
+TOLD: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 3": ("llama", {"rope_parameters": LLAMA3(original_max_position_embeddings=8192)}),
+    "other factors": ("arcee", {"rope_parameters": LLAMA3(**CONTEXT)}),
+    "linear": ("llama", {"rope_parameters": rope("linear", factor=4.0)}),
+    "yarn": ("qwen2", {"rope_parameters": YARN()}),
+    "all of yarn": ("qwen3", {"rope_parameters": YARN(**BETAS)}),
+    "long": ("phi3", {"rope_parameters": rope("longrope", **LONG, **CONTEXT), **CONTEXT}),
+    "part": ("phi3", {"rope_parameters": rope(partial_rotary_factor=0.75)}),
+    "whole": ("nemotron", {"rope_parameters": rope(partial_rotary_factor=1.0)}),
+    "small part": ("stablelm", {"rope_parameters": rope(partial_rotary_factor=0.5)}),
+    "theta": ("starcoder2", {"rope_parameters": rope()}),
+    "window": ("phi3", {"sliding_window": 16}),
+    "heads": ("llama", {"head_dim": 128}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "clipped": ("olmo", {"clip_qkv": 0.5}),
+    "in turn": ("gpt_neox", {"use_parallel_residual": False}),
+    "multipliers": ("granite", {"residual_multiplier": 0.5, **MULTIPLIERS}),
+    "caps": ("gemma2", {**SMALL, **CAPS, "num_hidden_layers": 26}),
+    "Gemma 2": ("gemma2", {**SMALL, "query_pre_attn_scalar": 32, "num_hidden_layers": 46}),
+    "Gemma 3": ("gemma3_text", {**SMALL, "rope_parameters": LAYERS, "num_hidden_layers": 34}),
+    "SmolLM3": ("smollm3", {**SMALL, "num_hidden_layers": 36}),
+}
+
+
+@pytest.mark.parametrize("name", thinned(TOLD, "Llama 3", "yarn", "long", "part", "caps"))
+def test_a_file_alone_is_the_model_that_it_was_made_of(name: str, tmp_path: Path) -> None:
+    family, options = TOLD[name]
+    whole = write(tmp_path, family, max_position_embeddings=2048, **options)
+    text = torch.randint(3, 250, (1, 1500), generator=torch.Generator().manual_seed(1))
+    for is_alone in (True, False):
+        (tmp_path / "config.json").unlink(missing_ok=True)
+        if not is_alone:
+            whole.config.save_pretrained(tmp_path)
+        model = file.load_gguf(tmp_path / "model.gguf")
+        for num in (60, 1500):
+            with torch.no_grad():
+                got, expected = model(text[:, :num]).logits, whole(text[:, :num]).logits
+            assert torch.allclose(got, expected, atol=1e-3 * float(expected.std())), num
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "said"),
+    [
+        ("llama", {"llama.swin_norm": True}, "'swin_norm', which is not read; put config"),
+        ("llama", {"clip.has_vision_encoder": True}, "has 'clip.has_vision_encoder'"),
+        ("glm4", {"glm4.rope.dimension_sections": [1]}, "has 'glm4.rope.dimension_sections'"),
+        ("granite", {"granite.rope.scaling.finetuned": False}, "expected True as 'rope.scaling"),
+        ("granite", {"granite.residual_scale": None}, "does not tell granite.residual_scale"),
+        ("phi3", {"phi3.attention.sliding_window": None}, "tell phi3.attention.sliding_window"),
+        ("gpt_neox", {"gptneox.attention.head_count_kv": 2}, "_heads=2, and no GPTNeoXConfig has"),
+        ("llama", {"llama.attention.value_length": 32}, "has 64 and 32 as 'attention.value_l"),
+        ("llama", {"llama.rope.dimension_count": 32}, "expected 32 turned numbers of a head"),
+        ("llama", {"llama.rope.scaling.type": "su"}, "scales angles as 'su', with keys or"),
+        ("llama", {"rope_factors_long.weight": np.ones(32, np.float32)}, "as 'none', with"),
+        ("olmo2", {"olmo2.attention.sliding_window": 8}, "'attention.sliding_window', which"),
+        ("llama", {"tokenizer.rwkv.world": "x"}, "has 'tokenizer.rwkv.world'"),
+        ("llama", {"tokenizer.ggml.add_space_prefix": True}, "'tokenizer.ggml.add_space_prefix'"),
+        ("llama", {"tokenizer.ggml.tokens": None}, "no tokenizer in"),
+        ("llama", {"split.count": 2}, "join the parts with llama-gguf-split --merge"),
+        ("mixtral", {"llama.expert_used_count": 9}, "expected 1 to 4 experts of a token"),
+        ("gemma4_text", {}, "does not tell all of the config of gemma4"),
+    ],
+)
+def test_what_is_not_read_is_named(
+    family: str, keys: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    write(tmp_path, family, keys=keys)
+    (tmp_path / "config.json").unlink(missing_ok=True)
+    with pytest.raises(UserError) as caught:
+        load(str(tmp_path / "model.gguf"))
+    assert said in str(caught.value)
+
+
+def test_keys_that_change_no_text_are_not_in_the_way(tmp_path: Path) -> None:
+    names = ("general.x", "quantize.imatrix.file", "someone.said", "llama.tensor_data_layout")
+    whole = write(tmp_path, keys=dict.fromkeys(names, "x") | {"llama.expert_count": 0})
+    model = load(str(tmp_path / "model.gguf")).model
+    assert torch.equal(lade.generate(model, TEXT, **GIVEN), whole.generate(TEXT, **GIVEN))
+
+
+def test_a_config_beside_a_file_must_fit_it(tmp_path: Path) -> None:
+    told = TOLD["Llama 3"][1]
+    config, path = write(tmp_path, "llama", **told).config, tmp_path / "config.json"
+    for old, new, said in (
+        ("llama3", "default", "has 'rope_freqs.weight', and its config.json scales no angles"),
+        ("llama", "helium", "expected a config.json of llama or mixtral or mistral beside"),
+    ):
+        config.save_pretrained(tmp_path)
+        path.write_text(path.read_text().replace(f'_type": "{old}"', f'_type": "{new}"'))
+        with pytest.raises(UserError, match=said):
+            file.load_gguf(tmp_path / "model.gguf")
+
+
+def test_a_config_beside_a_file_may_be_of_images_too(tmp_path: Path) -> None:
+    whole = write(tmp_path, "gemma4_text")
     Gemma4Config(text_config=whole.config.to_dict()).save_pretrained(tmp_path)
     model = file.load_gguf(tmp_path / "model.gguf")
     assert type(model) is type(whole)
     assert torch.equal(lade.generate(model, TEXT, **GIVEN), whole.generate(TEXT, **GIVEN))
-    path.unlink()
-    with pytest.raises(UserError, match=r"expected config\.json beside .*model\.gguf: transform"):
-        file.load_gguf(tmp_path / "model.gguf")
 
 
 def test_experts_of_other_shapes_are_refused(
@@ -82,14 +187,6 @@ def test_experts_of_other_shapes_are_refused(
             with pytest.raises(UserError, match=r"^expected .*ffn_gate_exps"):
                 file.load_gguf(tmp_path / "model.gguf")
         reshaped.clear()
-
-
-def test_more_experts_of_a_token_than_there_are_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, "mixtral")
-    path = tmp_path / "config.json"
-    path.write_text(path.read_text().replace('experts_per_tok": 2', 'experts_per_tok": 9'))
-    with pytest.raises(UserError, match=r"expected 1 to 4 experts of a token in .*, got 9"):
-        file.load_gguf(tmp_path / "model.gguf")
 
 
 def test_experts_in_float32_run_by_torch(tmp_path: Path) -> None:
@@ -130,26 +227,45 @@ def test_a_file_is_a_model_by_its_name_or_that_of_its_folder(
             load(name)
 
 
-@pytest.mark.parametrize("family", sorted(ARCHITECTURES.keys() - WITH_CONFIG - {"gemma2"}))
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "starcoder2"])
 def test_a_files_tokenizer_is_the_one_that_transformers_reads(family: str, tmp_path: Path) -> None:
     write(tmp_path, family)
-    (tmp_path / "config.json").unlink(missing_ok=True)
-    made, expected = (
-        load(tmp_path / "model.gguf")
-        for load in (
-            file.load_gguf_tokenizer,
-            lambda path: AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name),
-        )
-    )
-    assert (type(made), repr(made)) == (type(expected), repr(expected))
-    assert made.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+    made = file.load_gguf_tokenizer(tmp_path / "model.gguf")
+    expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    assert len(made) == 260  # theirs has more, beyond the model's table
+    for text in ("abcd", "an ab\n<3> c", " <|endoftext|>"):
+        assert made.decode(made(text).input_ids) == text
+        assert "<" in text or made(text).input_ids == expected(text).input_ids
     assert made.tokenize("abcd")[-2:] == ["ab", "cd"]
 
 
-def test_a_tokenizer_that_is_missing_is_asked_for(tmp_path: Path) -> None:
-    write(tmp_path, "llama", without=("tokenizer_model", "token_list", "token_types"))
-    with pytest.raises(UserError, match=r"no tokenizer in .*model\.gguf; put one beside it"):
-        load(str(tmp_path / "model.gguf"))
+def test_control_tokens_are_spelled_as_the_file_does(tmp_path: Path) -> None:
+    """A tokenizer of bytes has no such letters, and would cut these tokens into pieces."""
+    user, bos = "<\uff5cUser\uff5c>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>"
+    tokens = [*byte_tokenizer().convert_ids_to_tokens(range(256)), "ab", user, "\u65e5", bos]
+    keys = dict[str, Any](tokens=tokens, token_type=[1] * 257 + [3, 4, 3], merges=["a b"])
+    keys |= {"bos_token_id": 259, "eot_token_id": 257, "eom_token_id": 258, "add_bos_token": True}
+    keys = {f"tokenizer.ggml.{name}": each for name, each in keys.items()}
+    keys |= {f"tokenizer.chat_template{name}": f"{{{{ 'x{name}' }}}}" for name in ("", ".rag")}
+    write(tmp_path, keys=keys)
+    model, tokenizer, _ = load(str(tmp_path / "model.gguf"))
+    assert tokenizer(f"{user}ab\u65e5").input_ids == [259, 257, 256, 258]
+    assert tokenizer.decode([257, 256, 258], skip_special_tokens=True) == "ab\u65e5"
+    assert model.generation_config.eos_token_id == [model.config.eos_token_id, 257, 258]
+    assert (tokenizer.bos_token_id, max(tokenizer.get_vocab().values())) == (259, 259)
+    render = partial(tokenizer.apply_chat_template, [{"role": "user"}], tokenize=False)
+    assert (render(), render(chat_template="rag")) == ("x", "x.rag")
+
+
+def test_what_cannot_be_done_with_blocks_says_so(tmp_path: Path) -> None:
+    whole = write(tmp_path, "llama")
+    model = file.load_gguf(tmp_path / "model.gguf")
+    for refused in (model.save_pretrained, model.resize_token_embeddings):
+        with pytest.raises(UserError, match=r"neither saved, resized nor merged .* load it"):
+            refused(str(tmp_path))
+    load(str(tmp_path / "model.gguf"), dtype="float32").model.save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(saved.generate(TEXT, **GIVEN), whole.generate(TEXT, **GIVEN))
 
 
 # --- damaged files --------------------------------------------------------------------------------
@@ -222,7 +338,7 @@ def put(kind: str, at: int, value: int) -> Any:
         (put("Q", 24, 2**62), "'blk.1.ffn_up.weight' of shape [512, 256] has 139,264 bytes from"),
         (put("Q", 24, 17), "'blk.1.ffn_up.weight' of shape [512, 256] has"),
         (lambda made, place: made.__delitem__(slice(-100, None)), "bytes from"),
-        (lambda made, place: made.__delitem__(slice(1000, None)), "ends beyond the file"),
+        (lambda made, place: made.__delitem__(slice(place - 3, None)), "ends beyond the file"),
         (lambda made, place: made.clear(), "of 0 bytes"),
         (lambda made, place: struct.pack_into("<I", made, 4, 1), "version 2 or 3"),
         (lambda made, place: struct.pack_into("<Q", made, 8, 2**40), "1,099,511,627,776 tensors"),
@@ -235,12 +351,3 @@ def put(kind: str, at: int, value: int) -> Any:
 )
 def test_forged_files_are_refused_by_what_is_wrong(change: Any, said: str, tmp_path: Path) -> None:
     assert said in forged(tmp_path, change)
-
-
-def test_a_part_of_a_file_says_how_parts_are_joined(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "model-00001-of-00002.gguf", "llama")
-    writer.add_uint16("split.count", 2)
-    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
-        getattr(writer, step)()
-    with pytest.raises(UserError, match="join the parts with llama-gguf-split --merge"):
-        load(str(tmp_path))

@@ -1,0 +1,99 @@
+"""Tokenizers of GGUF files: those that transformers makes, with exactly the file's tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lade.errors import UserError
+from lade.models.converted import architecture_of
+
+# Kinds of tokens that are whole in any text.
+_CONTROL, _USER_DEFINED = 3, 4
+_TEMPLATE = "tokenizer.chat_template."
+_KEYS = ("tokenizer.ggml.", "tokenizer.chat_template", "tokenizer.huggingface.json")
+
+
+def tokenizer_of(path: Path, settings: dict[str, Any]) -> Any:
+    """Return the tokenizer of a file, given all keys of its header.
+
+    Raises:
+        UserError: the file has no tokenizer, or one that is not read.
+    """
+    from transformers import CONFIG_MAPPING, TOKENIZER_MAPPING, PreTrainedTokenizerFast
+
+    if not settings.get("tokenizer.ggml.tokens"):
+        raise UserError(f"expected a tokenizer, got no tokenizer in {path}; put one beside it")
+    for key in settings:
+        if key.startswith("tokenizer.") and not key.startswith(_KEYS):
+            raise UserError(f"{path} has {key!r}, which is not read; put a tokenizer beside it")
+    made = architecture_of(path, settings)
+    kind = TOKENIZER_MAPPING.get(CONFIG_MAPPING[made.types[0]], PreTrainedTokenizerFast)
+    if not issubclass(kind, PreTrainedTokenizerFast):  # of a package that may be missing
+        kind = PreTrainedTokenizerFast
+    tokenizer = _spelled(kind.from_pretrained(path.parent, gguf_file=path.name), settings)
+    _check_spaces(path, settings, tokenizer)
+    named = {
+        key.removeprefix(_TEMPLATE): each
+        for key, each in settings.items()
+        if key.startswith(_TEMPLATE)
+    }
+    if named:
+        usual = {"default": tokenizer.chat_template} if tokenizer.chat_template else {}
+        tokenizer.chat_template = usual | named
+    return tokenizer
+
+
+def _spelled(tokenizer: Any, settings: dict[str, Any]) -> Any:
+    """Return a tokenizer with exactly the tokens of a file, each with its number.
+
+    The one that transformers makes of bytes cannot spell some control tokens, and classes add
+    tokens of their own, beyond the model's table.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    tokens, kinds = settings["tokenizer.ggml.tokens"], settings.get("tokenizer.ggml.token_type", ())
+    state, whole = json.loads(tokenizer.backend_tokenizer.to_str()), dict[str, Any]()
+    if settings.get("tokenizer.ggml.model") == "gpt2":
+        for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
+            if kind in (_CONTROL, _USER_DEFINED):
+                flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+                whole[token] = {
+                    "content": token,
+                    "id": number,
+                    "special": kind == _CONTROL,
+                    **flags,
+                }
+    added = {each["content"]: each for each in state["added_tokens"]}
+    kept = {token: each for token, each in added.items() if each["id"] < len(tokens)}
+    lost = {token: each for token, each in whole.items() if token not in kept}
+    if len(kept) == len(added) and not lost:
+        return tokenizer
+    vocabulary = state["model"]["vocab"]
+    if lost:
+        numbers = {each["id"] for each in lost.values()}
+        vocabulary = {token: each for token, each in vocabulary.items() if each not in numbers}
+        state["model"]["vocab"] = vocabulary | {token: each["id"] for token, each in lost.items()}
+    state["added_tokens"] = sorted((kept | lost).values(), key=lambda each: each["id"])
+    if state["model"].get("unk_token") not in vocabulary:
+        state["model"]["unk_token"] = None
+    state["post_processor"] = None  # made anew, of these
+    options: dict[str, Any] = {
+        name: getattr(tokenizer, name, False) for name in ("add_bos_token", "add_eos_token")
+    }
+    for field, name in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        at = settings.get(f"tokenizer.ggml.{name}_token_id")
+        options[f"{field}_token"] = None if at is None else tokens[at]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        chat_template=tokenizer.chat_template,
+        **options,
+    )
+
+
+def _check_spaces(path: Path, settings: dict[str, Any], tokenizer: Any) -> None:
+    """Refuse a tokenizer that puts a space before a text where the file's does not."""
+    key, kind = "tokenizer.ggml.add_space_prefix", settings.get("tokenizer.ggml.model")
+    first = tokenizer.tokenize("a")[:1]
+    if key in settings and bool(settings[key]) != any(each[0] in "▁Ġ" for each in first):
+        raise UserError(f"{path} has {key!r}, which transformers does not read for {kind}")
