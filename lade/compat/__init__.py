@@ -4,7 +4,7 @@ lade calls them only where no public function suffices. They are tested on the o
 supported version.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -86,6 +86,12 @@ def attention_of(model: Model) -> str | None:
     """Return the name of the attention implementation of the model's text part."""
     name: str | None = model.config.get_text_config(decoder=True)._attn_implementation
     return name
+
+
+@cache
+def start_compiler() -> None:
+    """Compile something: at first, torch changes `nn.Module`, after which all models look new."""
+    torch.compile(lambda number: number + 1, backend="eager")(torch.zeros(1))
 
 
 def experts_of(model: Model) -> set[str]:
