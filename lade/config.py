@@ -7,13 +7,13 @@ from typing import Literal, get_args
 Acceptance = Literal["exact", "rejection"]
 Verification = Literal["tree", "chain", "snapshot", "plain"]
 
-Execution = Literal["eager"]
+Execution = Literal["eager", "static"]
 
 VERIFICATIONS: tuple[Verification, ...] = get_args(Verification)  # best first
 SPECULATING = VERIFICATIONS[:-1]
 
-_EXACT = "leave it out, and steps run at their exact size"
-_REMOVED: dict[str | None, str] = {"fixed": _EXACT, "graphs": _EXACT}  # executions
+_REMOVED = ("fixed", "graphs")  # executions
+_MOST_STATIC = 63  # draft tokens of a compiled step
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,13 @@ class Config:
             tokens; "snapshot": as "chain", restoring a copy of the state from before the draft;
             "plain": no drafts. None takes the best method that a check of the model finds exact
             (`lade.probe`).
-        execution: How forward passes that verify trees are executed. "eager" (and None): at their
-            exact size.
+        execution: How forward passes that verify trees are executed. "eager": at their exact size.
+            "static": padded to a few shapes on transformers' static cache, and compiled by
+            `torch.compile`, a graph for each shape: with `mode="reduce-overhead"` on CUDA, by
+            inductor's defaults on a CPU, or as `generate(compile_config=…)` says;
+            `disable_compile=True` compiles nothing. Only for models verified by trees, and one
+            prompt; other calls run eagerly, with one warning. None is "static" on CUDA for calls
+            with a static cache, which `generate` compiles, too, and else "eager".
         reuses_prefix: Whether to keep the KV cache after a call, and to run only the rest of a
             prompt that begins as an earlier text did (`stats.num_reused_tokens`). Only calls that
             learn into the same pool find a kept text; calls without a learning pool share theirs.
@@ -76,7 +81,13 @@ class Config:
             )
         if self.execution in _REMOVED:
             raise ValueError(
-                f"Config(execution={self.execution!r}) was removed: {_REMOVED[self.execution]}"
+                f"Config(execution={self.execution!r}) was removed: 'static' replaces it, on "
+                "transformers' static cache and by torch.compile"
+            )
+        if self.execution == "static" and (self.max_draft_tokens or 0) > _MOST_STATIC:
+            raise ValueError(
+                f"expected Config(max_draft_tokens=…) of at most {_MOST_STATIC} beside "
+                f"execution='static', got {self.max_draft_tokens}"
             )
         for name, least in (("max_candidates", 1), ("max_draft_tokens", 0)):
             if getattr(self, name) is not None:

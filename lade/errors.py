@@ -70,8 +70,13 @@ def _requirement(extra: str) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error as its type and the first line of its message, shortened; never raise."""
+    """Return an error as its type and the first line of its message, shortened; never raise.
+
+    A line that ends in a colon announces the next one.
+    """
     try:
-        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+        lines = str(error).strip().splitlines() or [""]
+        said = " ".join(lines[: 1 + lines[0].endswith(":")])
+        return f"{type(error).__name__}: {said[:200]}"
     except Exception as failure:  # the `__str__` of a user's class
         return f"{type(error).__name__}, and {type(failure).__name__} for its message"

@@ -66,10 +66,14 @@ class TreeTensors(NamedTuple):
     ancestors: Tensor  # bool [1, num_nodes, num_nodes]
 
     @classmethod
-    def of(cls, tree: Tree, device: torch.device) -> "TreeTensors":
-        """Send a tree to the device."""
+    def of(cls, tree: Tree, device: torch.device, width: int = 0) -> "TreeTensors":
+        """Send a tree to the device; up to `width` nodes, the rest are as the root and alone."""
         numbers = np.array([[tree.token_ids], [tree.depths]], np.int64)
-        return cls(*arrays_on(device, *numbers, tree.ancestors[None]))
+        ancestors, num_more = tree.ancestors, width - len(tree)
+        if num_more > 0:
+            numbers = np.pad(numbers, ((0, 0), (0, 0), (0, num_more)))
+            ancestors = np.pad(ancestors, (0, num_more)) | np.eye(width, dtype=np.bool_)
+        return cls(*arrays_on(device, *numbers, ancestors[None]))
 
 
 def starts(trees: Mapping[_Row, Tree]) -> dict[_Row, int]:

@@ -4,7 +4,7 @@ lade calls them only where no public function suffices. They are tested on the o
 supported version.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -97,6 +97,12 @@ def dtype_of(model: Model) -> torch.dtype:
                 return dtype
     found: torch.dtype = model.dtype
     return found
+
+
+@cache
+def start_compiler() -> None:
+    """Compile something: at first, torch changes `nn.Module`, after which all models look new."""
+    torch.compile(lambda number: number + 1, backend="eager")(torch.zeros(1))
 
 
 def experts_of(model: Model) -> set[str]:

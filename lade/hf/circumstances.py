@@ -4,8 +4,10 @@ import warnings
 from functools import cached_property
 
 import torch
+from transformers import StaticCache
 
-from lade.compat import has_adapters_by_row, has_custom_generate, may_be_users
+from lade.compat import has_adapters_by_row, has_custom_generate, may_be_users, start_compiler
+from lade.config import Execution
 from lade.engine.engine import EngineCall, current_call, is_in_event_loop
 from lade.hf.call import Call
 from lade.hf.stopping import StopRule
@@ -29,14 +31,26 @@ class Circumstances:
     Attributes:
         user_code: where the user's code runs in forward passes; None for nowhere.
         around: such code around the call, and not in its model.
+        execution: of trees, as asked for.
     """
 
     def __init__(self, call: Call, stop: StopRule) -> None:
         self.call, self._stop = call, stop
+        self._cache = cache_in(call.model_kwargs)
+        self.execution: Execution = call.config.execution or (
+            "static" if self._is_compiled_by_generate else "eager"
+        )
+        if self.execution == "static":
+            start_compiler()
         self.profile = profile_of(call.model)
         self.around = user_code_around()
         self.user_code = self.profile.user_code or self.around
-        self._cache = cache_in(call.model_kwargs)
+
+    @property
+    def _is_compiled_by_generate(self) -> bool:
+        is_on_gpu = self.call.input_ids.device.type == "cuda"
+        is_static = type(self._cache) is StaticCache
+        return is_static and is_on_gpu and not self.call.options.disable_compile
 
     @property
     def is_users_cache(self) -> bool:

@@ -4,9 +4,11 @@ import torch
 
 from lade.errors import PlainDecodingWarning, VerificationWarning
 from lade.hf.circumstances import Circumstances
+from lade.hf.planning import Planned
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profiles
 from lade.probing.proof import VerificationError
+from lade.targets.static import StaticTarget
 
 
 def say_why_plain(seen: Circumstances, verification: VerificationPlan) -> None:
@@ -24,6 +26,17 @@ def say_why_plain(seen: Circumstances, verification: VerificationPlan) -> None:
     name = type(seen.call.model).__name__
     text = f"lade falls back to standard decoding for {name}, one token per forward pass. {reason}"
     seen.warn_once(text, PlainDecodingWarning)
+
+
+def say_why_eager(seen: Circumstances, plan: Planned) -> None:
+    """Warn once if steps were not compiled though they should be; the text is the same."""
+    target, reason = plan.target, plan.verification.why_eager
+    if isinstance(target, StaticTarget):
+        reason = target.why_not
+    if reason is not None:
+        name = type(seen.call.model).__name__
+        text = f"lade runs steps of {name} eagerly, not compiled on a static cache: {reason}"
+        seen.warn_once(text, RuntimeWarning)
 
 
 def give_up(

@@ -12,7 +12,7 @@ from lade.compat.attempts import Attempt
 from lade.decoder import Decoder
 from lade.hf.call import Call
 from lade.hf.circumstances import Circumstances
-from lade.hf.fallbacks import give_up, say_why_plain
+from lade.hf.fallbacks import give_up, say_why_eager, say_why_plain
 from lade.hf.plain import finish_standard
 from lade.hf.planning import Planned, plan_of, proved
 from lade.hf.pools import credit, opened
@@ -120,6 +120,7 @@ class Generation:
             self._cache = target.hand_over(self._cache)
         target.release()
         self._seen.profile.is_warm = True
+        say_why_eager(self._seen, plan)
         return self._result(stats)
 
     def _result(self, stats: DecodeStats) -> Any:

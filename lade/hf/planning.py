@@ -7,7 +7,7 @@ from typing import NamedTuple
 from lade.attention.packed import PACKED_ROWS
 from lade.compat import mesh_of
 from lade.compat.attempts import Attempt
-from lade.config import SPECULATING
+from lade.config import SPECULATING, Execution
 from lade.engine.engine import EngineCall
 from lade.errors import LadeError, MisfitError, UnsupportedModelError
 from lade.hf.circumstances import Circumstances
@@ -15,7 +15,7 @@ from lade.machine.garbage import without_collection
 from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.plan import choose_verification, why_not_run
 from lade.probing.proof import DISTANCE, Distances, ProvedTarget
-from lade.probing.rules import Requirements, requirements_of
+from lade.probing.rules import Requirements, requirements_of, why_not_static
 from lade.probing.settling import ready
 from lade.targets.base import Target
 from lade.targets.inputs import is_text_alone, sees_its_ends
@@ -67,6 +67,7 @@ def _verification(
 ) -> tuple[VerificationPlan, EngineCall | None]:
     """Return how to verify drafts, and the engine's call whose forward passes others share."""
     config = seen.call.config
+    execution, why_eager = _execution(seen, needed)
     choose = partial(
         choose_verification,
         seen.call.model,
@@ -74,20 +75,32 @@ def _verification(
         num_rows=seen.call.num_rows,
         cache=needed.cache,
         excluded=needed.excluded,
+        execution=execution,
         profile=seen.profile,
     )
     found: VerificationPlan | None = None
-    if (engine_call := seen.engine_call()) is not None:
+    if (engine_call := seen.engine_call()) is not None and execution == "eager":
         # Calls that share a forward are like rows of different lengths.
         with suppress(UnsupportedModelError):
             found = choose(is_padded=True)
     if found is None or found.attention != PACKED_ROWS:
         found, engine_call = None, None
     verification = found or choose(is_padded=needed.is_padded)
+    verification = verification._replace(why_eager=why_eager or verification.why_eager)
     if seen.around is None:
         uses_kernels = config.uses_kernels
         verification = ready(verification, seen.call.model, seen.profile, uses_kernels=uses_kernels)
     return verification, engine_call
+
+
+def _execution(seen: Circumstances, needed: Requirements) -> tuple[Execution, str | None]:
+    """Return how to execute trees, and why not as the call asks for it."""
+    if seen.execution == "eager":
+        return "eager", None
+    why_eager = seen.profile.static_steps.why_not or why_not_static(
+        seen.call.model, seen.call.num_rows, needed.num_slots, seen.user_code
+    )
+    return ("static" if why_eager is None else "eager"), why_eager
 
 
 def proved(seen: Circumstances, plan: Planned) -> ProvedTarget:

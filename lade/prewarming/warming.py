@@ -47,6 +47,9 @@ def warm_up(model: Model | None = None, *, num_rows: int = 1, config: Config | N
     profile = profile_of(model)
     with torch.no_grad():
         for num in {1, num_rows}:
-            chosen = choose_verification(model, config=config, num_rows=num, profile=profile)
+            execution = config.execution or "eager"
+            chosen = choose_verification(
+                model, config=config, num_rows=num, execution=execution, profile=profile
+            )
             ready(chosen, model, profile, uses_kernels=config.uses_kernels)
     profile.is_warm = True

@@ -12,6 +12,7 @@ from lade.probing.user_code import has_user_inputs
 from lade.targets.base import Target
 from lade.targets.paths import ChainTarget
 from lade.targets.rows import RowsTarget, split
+from lade.targets.static import StaticTarget
 from lade.targets.trees import TreeTarget
 
 
@@ -54,6 +55,9 @@ def make_target(
             *(model, input_ids, model_kwargs, known.layout_of(model), max_new_tokens),
             *(generation_config, chosen.attention),
         )
+        if chosen.execution == "static":
+            steps = None if generation_config.disable_compile else known.static_steps
+            return StaticTarget(*settings, steps=steps)
         return TreeTarget(*settings, known.fast_views_for(model) if chosen.is_fast else None)
     restores = chosen.verification == "snapshot"
     return ChainTarget(

@@ -35,6 +35,7 @@ def choose_verification(
     is_padded: bool = False,
     cache: CacheKind = "dynamic",
     excluded: Mapping[Verification, str] | None = None,
+    execution: Execution = "eager",
     profile: Profile | None = None,
 ) -> VerificationPlan:
     """Return the best verification method that is exact, checking those not checked yet.
@@ -44,6 +45,7 @@ def choose_verification(
         num_rows: rows of the batch; several are verified as trees, as parts of one forward.
         is_padded: whether the prompt has padding; several rows are taken to have some.
         excluded: methods that this call cannot use, and why.
+        execution: requested execution of trees.
         profile: of the model in its present state; looked up if None.
 
     Raises:
@@ -62,16 +64,23 @@ def choose_verification(
         return VerificationPlan("plain", None, {})
 
     reasons: dict[Verification, str] = {}
+    why_eager: str | None = None
     for verification in methods:
         reason = excluded.get(verification)
         key = CheckKey(verification, cache, is_padded or is_batch)
+        if execution != "eager" and verification == "tree" and not (is_batch or reason):
+            why_eager, attention = _result_of(model, profile, key._replace(execution=execution))
+            if why_eager is None:
+                return VerificationPlan(verification, attention, reasons, execution)
         if reason is None:
             reason, attention = _result_of(model, profile, key)
             if reason is None and is_batch:
                 is_able = takes_parts(model, profile.layout_of(model), attention)
                 reason = None if is_able else "its attention takes no parts"
         if reason is None:
-            return VerificationPlan(verification, attention, reasons)
+            if execution != "eager" and verification != "tree":
+                why_eager = f"it verifies drafts by {verification!r}"
+            return VerificationPlan(verification, attention, reasons, why_eager=why_eager)
         reasons[verification] = reason
     if asked is not None:
         raise UnsupportedModelError(f"{name} cannot verify drafts by {asked!r}: {reasons[asked]}")

@@ -18,6 +18,7 @@ from lade.probing.state import ModelState
 from lade.probing.user_code import user_code_of
 from lade.targets.layout import TreeLayout, tree_layout
 from lade.targets.prefixes import PrefixStore
+from lade.targets.static import StaticSteps
 
 _T = TypeVar("_T")
 _UNKNOWN = object()
@@ -63,6 +64,7 @@ class Profile:
     draws: bool | None = None
     #: Results of one-time work, by name; a value may be None.
     found: dict[Hashable, Any] = field(default_factory=dict)
+    static_steps: StaticSteps = field(default_factory=StaticSteps)
 
     def once(self, name: Hashable, find: Callable[[], _T]) -> _T:
         """Return the result kept under a name, computed once; a failure is tried again."""
@@ -197,8 +199,11 @@ def release(model: Model) -> None:
     """Free the memory that lade keeps with a model between calls.
 
     With `Config(reuses_prefix=True)`, these are the texts of earlier calls with their KV caches;
-    the next call runs its whole prompt.
+    the next call runs its whole prompt. With `Config(execution="static")`, these are compiled steps
+    and their static caches; the next call compiles them again.
     """
     profiles: Profiles | None = vars(without_compiler(model)).get("_lade_profiles")
     if profiles is not None:
         profiles.prefixes.clear()
+        for profile in profiles:
+            profile.static_steps.clear()

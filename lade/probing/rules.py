@@ -13,11 +13,21 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
     StaticCache,
     StaticLayer,
+    StaticSlidingWindowLayer,
 )
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from lade.compat import CACHE, INDEXERS_TAKE_MASKS, Model, device_of_inputs, may_be_users, mesh_of
+from lade.compat import (
+    CACHE,
+    INDEXERS_TAKE_MASKS,
+    Model,
+    device_of_inputs,
+    has_adapters,
+    has_hook,
+    may_be_users,
+    mesh_of,
+)
 from lade.compat.attempts import Attempt
 from lade.compat.closeness import is_exact_in
 from lade.config import SPECULATING, Verification
@@ -28,6 +38,7 @@ from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, num_slots_of
 from lade.targets.kv_cache import kind_of
 from lade.targets.layout import MAX_OVERHANG, rope_of
 from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
+from lade.targets.static import is_too_long
 
 # Methods that a call without a cache cannot use.
 WITHOUT_CACHE: dict[Verification, str] = {"tree": "use_cache=False", "snapshot": "use_cache=False"}
@@ -46,6 +57,8 @@ _CONTINUED = {
 }
 # Layers that keep every token. Any layer of a model may be one: masks limit what it sees.
 _FULL = (DynamicLayer, StaticLayer)
+# Layers that are copied to memory of lade's, and filled in the end.
+_STATIC = (StaticLayer, StaticSlidingWindowLayer)
 # Inputs that show how positions are counted in the prompt; every forward gets its positions.
 _OF_PROMPT = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 
@@ -164,6 +177,27 @@ def longest_draft(model: Model, max_length: int, num_tokens: int, first_position
     return min([max_length, *(num_tokens + max(0, num) for num in left)])
 
 
+def why_not_static(
+    model: Model, num_rows: int, num_slots: int, user_code: str | None
+) -> str | None:
+    """Return why steps of a call must not be compiled on a static cache, or None."""
+    devices = (getattr(model, "hf_device_map", None) or {}).values()
+    reasons = (
+        (num_rows > 1, "it has several rows"),
+        (user_code is not None, f"your own code runs in its forward passes ({user_code})"),
+        (mesh_of(model) is not None, "several processes run it together"),
+        (
+            len({str(device).removeprefix("cuda:") for device in devices}) > 1,
+            "its layers are on several devices",
+        ),
+        (has_adapters(model), "it has adapters, which can be switched without a trace"),
+        # Compilers do not look whether hooks have come or gone.
+        (any(map(has_hook, model.modules())), "it has hooks"),
+        (is_too_long(num_slots), "its prompt is too long"),
+    )
+    return next((reason for is_so, reason in reasons if is_so), None)
+
+
 class Requirements(NamedTuple):
     """The requirements of a call, and the methods that it rules out."""
 
@@ -172,6 +206,7 @@ class Requirements(NamedTuple):
     is_padded: bool  # whether rows have padding, or may later differ in length
     num_new: int  # maximum number of tokens to emit
     max_length: int  # maximum total length a draft may reach, prompt included
+    num_slots: int  # of the prompt
 
 
 def requirements_of(
@@ -205,6 +240,8 @@ def requirements_of(
         if any(model_kwargs.get(name) is not None for name in TOKEN_TYPES):
             # With a cache, only tokens of the prompt may.
             exclude("without a cache, its token types may let tokens see later ones", *SPECULATING)
+    elif type(cache) is StaticCache:
+        exclude(_why_not_moved(cache, lengths, len(input_ids)), "tree")
     elif type(cache) is not DynamicCache:
         exclude(f"its cache is a {type(cache).__name__}", "tree")
     elif any(
@@ -222,12 +259,8 @@ def requirements_of(
         exclude(why_not_savable(cache), "snapshot")
     if kind == "static":
         if device_of_inputs(model).type == "cuda" and not config.disable_compile:
-            exclude(
-                "with a static cache on CUDA, `generate` compiles the model, and drafts would be "
-                "verified by forwards that are not compiled; leave the cache to lade, or pass "
-                "disable_compile=True",
-                *SPECULATING,
-            )
+            # `generate` compiles it.
+            exclude("its forwards would not be compiled", "chain", "snapshot")
         if lengths.first_position > input_ids.shape[1] and cache is not None:
             # Beside convolutions, masks are made of positions, and would show slots without tokens.
             has_states = any(type(each) is LinearAttentionLayer for each in cache.layers)
@@ -246,7 +279,22 @@ def requirements_of(
     if user_code is not None and mesh_of(model) is not None:
         reason = f"your own code runs in its forward passes ({user_code})"
         exclude(f"{reason}, and several processes run it together", *SPECULATING)
-    return Requirements(excluded, kind, is_padded, lengths.num_new, min(limits))
+    num_new, num_slots = lengths.num_new, lengths.num_slots
+    return Requirements(excluded, kind, is_padded, num_new, min(limits), num_slots)
+
+
+def _why_not_moved(cache: StaticCache, lengths: Lengths, num_rows: int) -> str | None:
+    """Return why a static cache cannot be copied, and filled in the end, or None."""
+    unknown = {type(layer).__name__ for layer in cache.layers if type(layer) not in _STATIC}
+    if unknown or cache.offloading or num_rows > 1:
+        what = ", ".join(sorted(unknown)) or (
+            "several rows" if num_rows > 1 else "offloaded layers"
+        )
+        return f"its static cache has {what}"
+    sizes = [layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer]
+    if lengths.num_slots + lengths.num_new - 1 > min(sizes, default=math.inf):
+        return "its static cache is shorter than its text may become"
+    return None
 
 
 def lengths_of(

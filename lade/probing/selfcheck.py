@@ -338,6 +338,7 @@ class Plain:
             do_sample=False,
             use_cache=self._cache != "none",
             cache_implementation="static" if self._cache == "static" else None,
+            disable_compile=True,
             **options,
         )
 

@@ -26,7 +26,7 @@ class Target(ABC):
 
     _model_kwargs: dict[str, Any]  # what `generate` prepared for the prompts
     _engine_call: EngineCall | None = None  # runs its forwards together with other calls
-    _had_batch_mates = False  # whether other calls ran beside the last forward
+    _is_untimed = False  # whether the last forward also ran other calls, or a compiler
 
     @property
     def has_one_way(self) -> bool:
@@ -36,7 +36,7 @@ class Target(ABC):
     @property
     def extra_sec(self) -> float:
         """Extra seconds of the last forward over others of its size; infinite if unknown."""
-        return math.inf if self._had_batch_mates else 0.0
+        return math.inf if self._is_untimed else 0.0
 
     @property
     def marginal_cost(self) -> float | None:
@@ -45,7 +45,7 @@ class Target(ABC):
 
     def ask(self, call: EngineCall, parts: Sequence[Any]) -> list[Any]:
         """Run parts of a forward together with parts of other calls; return their outputs."""
-        self._had_batch_mates = call.has_batch_mates
+        self._is_untimed = call.has_batch_mates
         return call.run(parts)
 
     def extended(self, num_new: int) -> dict[str, Any]:

@@ -266,14 +266,16 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.num_indexed += states.shape[2]
         return indexer_keys
 
-    def take_over(self, layer: Any) -> None:
-        """Copy the contents of a filled layer of a transformers cache."""
+    def take_over(self, layer: Any, length: int = 0) -> None:
+        """Copy the contents of a filled layer of a transformers cache of so many tokens."""
         if not getattr(layer, "is_initialized", False) or layer.keys is None:
             return
-        self.update(layer.keys, layer.values)
-        self.num_pending = layer.get_seq_length()  # layers with windows hold only the end
+        if not isinstance(layer, cache_utils.StaticLayer):  # which has more slots
+            length = layer.get_seq_length()
+        self.update(layer.keys[:, :, :length], layer.values[:, :, :length])
+        self.num_pending = length  # layers with windows hold only the end
         if getattr(layer, "is_indexer_initialized", False):
-            self.update_indexer(layer.indexer_keys)
+            self.update_indexer(layer.indexer_keys[:, :length])
 
     def hand_over(self, layer: Any) -> None:
         """Fill a layer of a transformers cache with views of this layer's contents."""
@@ -282,11 +284,23 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         keys, values = (self._held(name)[:, :, first:] for name in ("keys", "values"))
         if not layer.is_initialized:
             layer.lazy_initialization(keys, values)
+        if isinstance(layer, cache_utils.StaticLayer):
+            self._fill(layer, length)
+            return
         layer.keys, layer.values = keys, values
         if self.is_sliding:
             layer.cumulative_length = length
         if self.is_indexer_initialized:
             layer.indexer_keys, layer.is_indexer_initialized = self.indexer_keys, True
+
+    def _fill(self, layer: Any, length: int) -> None:
+        """Fill a static layer of a transformers cache with the end of this layer's contents."""
+        stop = min(length, layer.max_cache_len)
+        for name in ("keys", "values"):
+            held = self._held(name)[:, :, -stop:]
+            getattr(layer, name)[:, :, stop - held.shape[2] : stop] = held
+        layer.cumulative_length.fill_(length)
+        layer.cumulative_length_int = length  # which layers with windows count in
 
     def get_seq_length(self) -> int:
         """Return the number of slots, including those no longer held."""
@@ -719,11 +733,10 @@ class TreeCache(Cache):  # type: ignore[misc]
     def take_over(self, cache: Cache) -> None:
         """Copy the contents of a filled cache, which is not changed; only before the prompt."""
         self._state.length = 0  # some models replace the cache that they were given
+        length: int = getattr(cache, "length", None) or int(cache.get_seq_length())
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
-            if isinstance(mine, ConvolvedLayer):
-                mine.take_over(theirs, cache.get_seq_length())
-            elif isinstance(mine, TreeCacheLayer):
-                mine.take_over(theirs)
+            if isinstance(mine, TreeCacheLayer):
+                mine.take_over(theirs, length)
         self._commit(max(layer.num_pending for layer in self.held))
 
     def hand_over(self, cache: DynamicCache) -> None:

@@ -79,8 +79,9 @@ class TreeTarget(Target):
         self.max_candidates = layout.max_candidates
         past = model_kwargs.get(CACHE)
         num_slots = num_slots_of(input_ids, self._generation_config, model_kwargs)
+        self._kinds = _kinds_held(layout.kinds, past)
         self.cache = self._make_cache(
-            _kinds_held(layout.kinds, past), num_slots, num_slots + max_new_tokens + MAX_OVERHANG
+            self._kinds, num_slots, num_slots + max_new_tokens + MAX_OVERHANG
         )
         if past is not None and past.get_seq_length():
             keys = (getattr(layer, "keys", None) for layer in past.layers)
@@ -250,13 +251,16 @@ class TreeTarget(Target):
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for a tree after the committed tokens."""
-        tree = TreeTensors.of(trees[0], self.device)
+        return self._inputs_of(TreeTensors.of(trees[0], self.device))
+
+    def _inputs_of(self, tree: TreeTensors, num_slots: int = 0) -> dict[str, Any]:
+        """Return the arguments for a tree; layers show `num_slots` slots, or those in use."""
         cached = self.cache.length
         return {
             "input_ids": tree.token_ids,
             "position_ids": tree.depths + (self._position_offsets[..., None] + cached),
             **self._token_types(tree),
-            **self._of_forward(self._mask(tree, cached)),
+            **self._of_forward(self._mask(tree, cached, num_slots)),
         }
 
     def _of_forward(self, mask: Any) -> dict[str, Any]:
@@ -397,15 +401,19 @@ class TreeTarget(Target):
                 types[name] = torch.zeros_like(tree.token_ids) + last
         return types
 
-    def _mask(self, tree: TreeTensors, cached: int) -> Tensor | dict[str, Tensor] | None:
+    def _mask(
+        self, tree: TreeTensors, cached: int, num_slots: int = 0
+    ) -> Tensor | dict[str, Tensor] | None:
         width = tree.token_ids.shape[1]
-        if width == 1 and self._padding is None and cached < self._least_span:
+        if not num_slots and width == 1 and self._padding is None and cached < self._least_span:
             return None  # as in `generate` for one token
-        num_slots = cached + width
+        num_slots = num_slots or cached + width
         if self._padding is None and self._sees_all:
             shape = (1, 1, width, num_slots)
             mask = torch.ones(shape, dtype=torch.bool, device=self.device)
-            mask[..., cached:] = tree.ancestors
+            mask[..., cached : cached + width] = tree.ancestors
+            if num_slots > cached + width:
+                mask[..., cached + width :] = False
             return mask
         visible = torch.arange(num_slots, dtype=torch.int64, device=self.device)[None] < cached
         if self._padding is not None:

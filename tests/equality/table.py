@@ -47,6 +47,7 @@ _METHODS = {
     "as found": "",
     "chain": "verification='chain', ",
     "plain": "verification='plain', ",
+    "static": "execution='static', ",
 }
 _PROMPTS = (
     *("short", "one token", "longer than windows", "padded", "holes", "embeddings", "positions"),
@@ -158,6 +159,8 @@ def case_of(row: Row, rng: Random) -> Case:
     """Return the case of one value of each factor."""
     name, _, dtype = row["model"].partition(" ")
     settings = {"max_new_tokens": str(rng.randint(9, 24)), **_CHOICES[row["choice"]]}
+    if row["method"] == "static":
+        settings["disable_compile"] = "True"  # it takes half a minute
     options: dict[str, str] = {}
     for more in (_PROCESSORS[row["processors"]], _STOPS[row["stop"]], _OUTPUTS[row["output"]]):
         for option, value in more.items():

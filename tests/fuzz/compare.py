@@ -531,6 +531,7 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.filterwarnings("ignore", category=UserWarning, module=r"(transformers|peft)\.")
         warnings.simplefilter("ignore", lade.PlainDecodingWarning)
+        warnings.filterwarnings("ignore", "lade runs steps of", RuntimeWarning)
         warnings.simplefilter("error", lade.DrafterWarning)
         warnings.filterwarnings("error", "lade's (kernels|compiled)", RuntimeWarning)
         yield

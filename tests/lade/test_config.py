@@ -28,8 +28,10 @@ def test_config_refuses_what_it_cannot_mean() -> None:
         Config(stable_text=True)
     for execution in ("fixed", "graphs"):
         with pytest.raises(
-            ValueError, match=rf"execution='{execution}'\) was removed: leave it out"
+            ValueError, match=rf"execution='{execution}'\) was removed: 'static' replaces it"
         ):
             Config(execution=execution)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="of at most 63 beside execution='static', got 64"):
+        Config(execution="static", max_draft_tokens=64)
     with pytest.raises(ValueError, match="of 'exact', 'rejection', got 'typical'"):
         Config(acceptance="typical")  # type: ignore[arg-type]
