@@ -50,8 +50,8 @@ def encode_messages(
         has_template = loaded.tokenizer.chat_template and not is_raw
         why = "" if has_template else f": {loaded.name} has no chat template, or it is left out"
         raise UserError(f"expected a prompt of one token or more, got none{why}")
-    if why := why_unknown(loaded, int(encoded["input_ids"].max())):
-        raise UserError(why)
+    if error := why_unknown(loaded, int(encoded["input_ids"].max())):
+        raise UserError(error)
     return encoded
 
 
