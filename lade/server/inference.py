@@ -257,7 +257,7 @@ class _Relay:
     def _read(self, text: str, *, is_last: bool = False) -> None:
         """Add text of the answer; a parser divides it into content, thoughts and tool calls."""
         self._num_shown += len(text)
-        parts = [("content", text)] if text else []
+        parts: list[tuple[str, Any]] = [("content", text)] if text else []
         if self._parser is not None:
             parts = self._parser.feed(text, is_last=is_last)
         for name, value in parts:

@@ -186,7 +186,7 @@ def test_what_has_no_effect_is_told_of(
         with caplog.at_level(logging.INFO, "lade.server"):
             answer = asked.post(json=body)
             told_of = answer.headers["x-without-effect"]
-            wait_until(lambda told_of=told_of: told_of in caplog.text)
+            wait_until(lambda told_of=told_of: told_of in caplog.text)  # type: ignore[misc]
         assert sorted(told_of.split(", ")) == useless.split(", ")
         is_whole = "stream" not in body
         said = answer.json()["choices"][0]["message"]["content"] if is_whole else None
