@@ -235,7 +235,7 @@ def _made(path: Path, made: Architecture, own: Any, settings: Any, tensors: Any)
     if context and hasattr(known, "original_max_position_embeddings"):
         fields["original_max_position_embeddings"] = context
     turned = rope.pop("turned", head := fields.get("head_dim", size))
-    if turned != head or "partial_rotary_factor" in known.rope_parameters:
+    if turned != head or _TURNED_PART in made.needs:  # some classes turn less by default
         rope["partial_rotary_factor"] = turned / head
     rope = _scaled(path, rope, tensors, fields.get("max_position_embeddings"))
     if name == "gemma3_text":

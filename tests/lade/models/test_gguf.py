@@ -118,7 +118,7 @@ def test_a_file_alone_is_the_model_that_it_was_made_of(name: str, tmp_path: Path
         ("llama", {"llama.rope.scaling.type": "su"}, "scales angles as 'su', with keys or"),
         ("llama", {"rope_factors_long.weight": np.ones(32, np.float32)}, "as 'none', with"),
         ("olmo2", {"olmo2.attention.sliding_window": 8}, "'attention.sliding_window', which"),
-        ("llama", {"tokenizer.rwkv.world": "x"}, "has 'tokenizer.rwkv.world'"),
+        ("llama", {"tokenizer.ggml.precompiled_charsmap": [1]}, "'tokenizer.ggml.precompiled_char"),
         ("llama", {"tokenizer.ggml.add_space_prefix": True}, "'tokenizer.ggml.add_space_prefix'"),
         ("llama", {"tokenizer.ggml.tokens": None}, "no tokenizer in"),
         ("llama", {"split.count": 2}, "join the parts with llama-gguf-split --merge"),
