@@ -117,6 +117,7 @@ def test_a_file_alone_is_the_model_that_it_was_made_of(name: str, tmp_path: Path
         ("llama", {"llama.rope.dimension_count": 32}, "expected 32 turned numbers of a head"),
         ("llama", {"llama.rope.scaling.type": "su"}, "scales angles as 'su', with keys or"),
         ("llama", {"rope_factors_long.weight": np.ones(32, np.float32)}, "as 'none', with"),
+        ("qwen2", {"rope_freqs.weight": np.ones(16, np.float32)}, "as 'none', with keys or tens"),
         ("olmo2", {"olmo2.attention.sliding_window": 8}, "'attention.sliding_window', which"),
         ("llama", {"tokenizer.ggml.precompiled_charsmap": [1]}, "'tokenizer.ggml.precompiled_char"),
         ("llama", {"tokenizer.ggml.add_space_prefix": True}, "'tokenizer.ggml.add_space_prefix'"),
