@@ -214,6 +214,7 @@ def config_of(path: Path, settings: Mapping[str, Any], tensors: Mapping[str, Any
 
 
 def _made(path: Path, made: Architecture, own: Any, settings: Any, tensors: Any) -> Any:
+    """Return the config of a file alone; errors of its class are not yet the user's."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[made.types[bool(own.get(made.second_if))]]
@@ -235,9 +236,9 @@ def _made(path: Path, made: Architecture, own: Any, settings: Any, tensors: Any)
     if context and hasattr(known, "original_max_position_embeddings"):
         fields["original_max_position_embeddings"] = context
     turned = rope.pop("turned", head := fields.get("head_dim", size))
-    if turned != head or "partial_rotary_factor" in known.rope_parameters:
+    if turned != head or _TURNED_PART in made.needs:  # some classes turn less by default
         rope["partial_rotary_factor"] = turned / head
-    rope = _scaled(path, rope, tensors, fields.get("max_position_embeddings"))
+    rope = _scaled(path, rope, tensors, turned, fields.get("max_position_embeddings"))
     if name == "gemma3_text":
         rope = {"full_attention": rope, "sliding_attention": local}
     for field, token in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
@@ -291,11 +292,13 @@ def _put_by_tensors(fields: dict[str, Any], known: Any, tensors: Mapping[str, An
     fields["vocab_size"] = tensors["token_embd.weight"][0]
 
 
-def _scaled(path: Path, rope: dict[str, Any], tensors: Any, context: Any) -> dict[str, Any]:
+def _scaled(
+    path: Path, rope: dict[str, Any], tensors: Any, turned: int, context: Any
+) -> dict[str, Any]:
     """Return `rope_parameters` as transformers has them, of entries and angles of a file."""
     freqs, long, short = given = [tensors.get(f"{name}.weight") for name in ANGLES]
     scaling = rope.pop("rope_type", "none" if rope.get("factor", 0) in (0, 1) else "linear")
-    scale, made = rope.pop("scale", 1), dict[str, Any]()
+    scale, made = rope.pop("scale", None), dict[str, Any]()
     kinds = {"none": "default", "linear": "linear", "yarn": "yarn"}
     if freqs is not None:
         both = {"short_factor": freqs.tolist(), "long_factor": freqs.tolist()}
@@ -304,13 +307,14 @@ def _scaled(path: Path, rope: dict[str, Any], tensors: Any, context: Any) -> dic
         kinds = {"none": "llama3" if "factor" in made else "longrope"}
     elif long is not None and short is not None:
         made = {"short_factor": short.tolist(), "long_factor": long.tolist()}
-        made |= {} if scale == 1 else {"attention_factor": scale}
-        kinds, scale = {"none": "longrope", "longrope": "longrope"}, 1
+        made |= {} if scale is None else {"attention_factor": scale}
+        kinds, scale = {"none": "longrope", "longrope": "longrope"}, None
     kind = kinds.get(scaling)
     without = {"default": ("factor", "attention_factor"), "linear": ("attention_factor",)}
-    scales = [scale, *(rope.pop(each, 1) for each in without.get(str(kind), ()))]
-    is_whole = [each is not None for each in given] in (3 * [0], [1, 0, 0], [0, 1, 1])
-    if kind is None or not is_whole or not {*scales} <= {0, 1}:
+    scales = {scale, *(rope.pop(each, 1) for each in without.get(str(kind), ()))}
+    sizes = [0 if each is None else 2 * len(each) for each in given]
+    is_whole = sizes in (3 * [0], [turned, 0, 0], [0, turned, turned])
+    if kind is None or not is_whole or not scales <= {None, 0, 1}:
         raise UserError(
             f"{path} scales angles as {scaling!r}, with keys or tensors that do not fit"
         )

@@ -10,7 +10,10 @@ from lade.models.converted import architecture_of
 # Kinds of tokens that are whole in any text.
 _CONTROL, _USER_DEFINED = 3, 4
 _TEMPLATE = "tokenizer.chat_template."
-_KEYS = ("tokenizer.ggml.", "tokenizer.chat_template", "tokenizer.huggingface.json")
+# Keys that are read, by transformers or here, or change no token.
+_PARTS = "model pre tokens scores merges token_type token_type_count add_space_prefix"
+_KEYS = {f"tokenizer.ggml.{part}" for part in (*_PARTS.split(), "add_bos_token", "add_eos_token")}
+_KEYS |= {"tokenizer.chat_template", "tokenizer.chat_templates", "tokenizer.huggingface.json"}
 
 
 def tokenizer_of(path: Path, settings: dict[str, Any]) -> Any:
@@ -24,7 +27,8 @@ def tokenizer_of(path: Path, settings: dict[str, Any]) -> Any:
     if not settings.get("tokenizer.ggml.tokens"):
         raise UserError(f"expected a tokenizer, got no tokenizer in {path}; put one beside it")
     for key in settings:
-        if key.startswith("tokenizer.") and not key.startswith(_KEYS):
+        is_read = key in _KEYS or key.endswith("_token_id") or key.startswith(_TEMPLATE)
+        if key.startswith("tokenizer.") and not is_read:
             raise UserError(f"{path} has {key!r}, which is not read; put a tokenizer beside it")
     made = architecture_of(path, settings)
     kind = TOKENIZER_MAPPING.get(CONFIG_MAPPING[made.types[0]], PreTrainedTokenizerFast)
