@@ -121,7 +121,7 @@ def apart(model: Model) -> Model:
     def change(module: nn.Module) -> dict[str, Any]:
         file = type(module).__module__
         held = {name: each for name, each in vars(module).items() if name != BEFORE}
-        copied: dict[str, Any] = _copied(held, file, made)
+        copied = {name: _copied(each, file, made) for name, each in held.items()}
         for name in HOOKS:
             hooks = vars(module)[name]
             copied[name] = OrderedDict(zip(hooks, hooks.values(), strict=True))
@@ -149,7 +149,7 @@ def _copied(value: Any, file: str, made: dict[int, Any]) -> Any:
 
     Args:
         file: objects of its classes are copied.
-        made: the copies so far, by the id of what they are copies of.
+        made: the copies so far, by the id of what they are copies of, which others hold.
     """
     kind: Any = type(value)
     is_object = kind.__module__ == file and hasattr(value, "__dict__")
@@ -162,7 +162,7 @@ def _copied(value: Any, file: str, made: dict[int, Any]) -> Any:
     if id(value) not in made:
         twin = made[id(value)] = value.clone() if is_tensor else copy.copy(value)
         held = vars(twin) if is_object else twin
-        if isinstance(held, dict | list | deque):
+        if twin is not value and isinstance(held, dict | list | deque):
             for key in [*held] if isinstance(held, dict) else range(len(held)):
                 if (copied := _copied(held[key], file, made)) is not held[key]:
                     held[key] = copied
