@@ -102,7 +102,9 @@ def dtype_of(model: Model) -> torch.dtype:
 @cache
 def start_compiler() -> None:
     """Compile something: at first, torch changes `nn.Module`, after which all models look new."""
-    torch.compile(lambda number: number + 1, backend="eager")(torch.zeros(1))
+    torch.compile(lambda number: number + 1, backend="eager")(
+        torch.zeros(1, dtype=torch.float32, device="cpu")
+    )
 
 
 def experts_of(model: Model) -> set[str]:

@@ -240,7 +240,8 @@ def load_gguf(
     if dtype is None:
         if not any(each.is_floating_point() for each in model.parameters()):
             # OLMo has no other weights than matrices, and transformers asks one for the dtype.
-            model.register_parameter("of_dtype", torch.nn.Parameter(torch.empty(0), False))
+            none = torch.empty(0, dtype=torch.float32, device="cpu")
+            model.register_parameter("of_dtype", torch.nn.Parameter(none, False))
         for method in ("save_pretrained", "resize_token_embeddings"):
             vars(model)[method] = _refuse
     return model.to(device).eval()
@@ -475,7 +476,8 @@ class _Filler:
             self._changes, ()
         ):
             return 0, None
-        config, rows = self._model.config, torch.arange(num)
+        config = self._model.config
+        rows = torch.arange(num, dtype=torch.int64, device="cpu")
         heads = config.num_key_value_heads if part == "attn_k" else config.num_attention_heads
         if num % ((3 if part == "attn_qkv" else 2) * heads):
             raise UserError(f"the rows of {name!r} in {self._path} are not those of {heads} heads")

@@ -97,7 +97,7 @@ def _why_rounded(model: Model) -> str | None:
 
     Some models turn states into the dtype of a weight.
     """
-    ids = torch.tensor([check_tokens(model)[:4]])
+    ids = torch.tensor([check_tokens(model)[:4]], dtype=torch.int64, device="cpu")
     with made_whole(), _Roundings() as roundings:
         model(input_ids=ids, use_cache=False)
     names = ", ".join(sorted(roundings.found))
@@ -136,7 +136,7 @@ def _is_scaled_look_up(module: nn.Module) -> bool:
     if not isinstance(module, nn.Embedding) or scale is None or scale.numel() != 1:
         return False
     noise = torch.Generator().manual_seed(0)
-    weight = torch.randn((7, 3), dtype=torch.float32, generator=noise)
+    weight = torch.randn((7, 3), dtype=torch.float32, device="cpu", generator=noise)
     number = torch.full_like(scale, 1.7, dtype=torch.float32)
     apart = copy(module)
     apart.__dict__ = {
@@ -144,7 +144,7 @@ def _is_scaled_look_up(module: nn.Module) -> bool:
         "_parameters": {"weight": nn.Parameter(weight, False)},
         "_buffers": {"embed_scale": number},
     }
-    ids = torch.tensor([[5, 0, 3]])
+    ids = torch.tensor([[5, 0, 3]], dtype=torch.int64, device="cpu")
     return torch.equal(type(module).forward(apart, ids), weight[ids] * number)
 
 
