@@ -12,7 +12,8 @@ _CONTROL, _USER_DEFINED = 3, 4
 _TEMPLATE = "tokenizer.chat_template."
 # Keys that are read, by transformers or here, or change no token.
 _PARTS = "model pre tokens scores merges token_type token_type_count add_space_prefix"
-_KEYS = {f"tokenizer.ggml.{part}" for part in (*_PARTS.split(), "add_bos_token", "add_eos_token")}
+_PARTS += " add_bos_token add_eos_token add_sep_token"  # only encoders have separators
+_KEYS = {f"tokenizer.ggml.{part}" for part in _PARTS.split()}
 _KEYS |= {"tokenizer.chat_template", "tokenizer.chat_templates", "tokenizer.huggingface.json"}
 
 
@@ -26,8 +27,10 @@ def tokenizer_of(path: Path, settings: dict[str, Any]) -> Any:
 
     if not settings.get("tokenizer.ggml.tokens"):
         raise UserError(f"expected a tokenizer, got no tokenizer in {path}; put one beside it")
-    for key in settings:
-        is_read = key in _KEYS or key.endswith("_token_id") or key.startswith(_TEMPLATE)
+    for key, each in settings.items():
+        is_read = (
+            each is False or key in _KEYS or key.endswith("_token_id") or key.startswith(_TEMPLATE)
+        )
         if key.startswith("tokenizer.") and not is_read:
             raise UserError(f"{path} has {key!r}, which is not read; put a tokenizer beside it")
     made = architecture_of(path, settings)

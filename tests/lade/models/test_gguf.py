@@ -139,7 +139,9 @@ def test_what_is_not_read_is_named(
 
 def test_keys_that_change_no_text_are_not_in_the_way(tmp_path: Path) -> None:
     names = ("general.x", "quantize.imatrix.file", "someone.said", "llama.tensor_data_layout")
-    whole = write(tmp_path, keys=dict.fromkeys(names, "x") | {"llama.expert_count": 0})
+    flags = {f"tokenizer.ggml.{name}": False for name in ("add_sep_token", "new_flag")}
+    keys = {**dict.fromkeys(names, "x"), **flags, "llama.expert_count": 0}
+    whole = write(tmp_path, keys=keys)
     model = load(str(tmp_path / "model.gguf")).model
     assert torch.equal(lade.generate(model, TEXT, **GIVEN), whole.generate(TEXT, **GIVEN))
 
