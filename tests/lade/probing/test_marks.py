@@ -1,12 +1,17 @@
 """A check leaves no mark: nothing of a model, its settings and loggers differs after it."""
 
+import copy
+import dataclasses
 import logging
+from collections import deque
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 import lade
@@ -18,6 +23,7 @@ from tests.support.tiny import CannotBuild, NotText
 from tests.support.tiny import tiny_model as support_model
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+LONG = torch.randint(3, 90, (1, 300), generator=torch.Generator().manual_seed(0))
 
 
 def seen(value: Any) -> Any:
@@ -27,7 +33,9 @@ def seen(value: Any) -> Any:
         return id(value), value._version, tuple(value.shape), repr(held)
     if isinstance(value, dict):
         return [(key, seen(each)) for key, each in value.items()]
-    if isinstance(value, list | tuple):
+    if type(value) is Note:
+        return seen(vars(value))
+    if isinstance(value, list | tuple | deque):
         return [seen(each) for each in value]
     return repr(value) if isinstance(value, int | float | str | set | None) else id(value)
 
@@ -69,15 +77,75 @@ def packed() -> Any:
     return model
 
 
+@dataclasses.dataclass
+class Note:
+    """An object of a module's file."""
+
+    num: int = 0
+    seen: list[int] = dataclasses.field(default_factory=list)
+
+
+class Remembering(nn.Module):
+    """A user's layer that remembers every call, in as many ways as there are."""
+
+    count: Tensor
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.note, self.last = inner, Note(), torch.zeros(3)
+        self.num, self.nested, self.recent = 0, {"of": {"sizes": [0]}}, deque([0], 4)
+        self.names, self.tensors = {"start"}, [torch.zeros(2), torch.zeros(2)]
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, states: Tensor) -> Tensor:
+        size = states.shape[1]
+        self.num, self.note.num = self.num + 1, self.note.num + 1
+        self.last[0] = size
+        self.tensors[1].add_(size)
+        for sizes in (self.nested["of"]["sizes"], self.note.seen, self.recent):
+            sizes.append(size)  # type: ignore[attr-defined]
+        self.names.add(str(size))
+        self.count.add_(1)
+        made: Tensor = self.inner(states)
+        return made
+
+
+def remembering() -> Any:
+    model = tiny_model("llama", seed=1)
+    model.model.layers[1].mlp.up_proj = Remembering(model.model.layers[1].mlp.up_proj)
+    return model
+
+
+def rope(kind: str) -> Any:
+    """Return a model whose rotary embedding remembers the longest text, which was a long one."""
+    of_kind: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        of_kind |= {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+        of_kind["original_max_position_embeddings"] = 40
+    sizes = {"head_dim": 16, "max_position_embeddings": 40}
+    model = tiny_model(dtype=torch.float32, rope_parameters=of_kind, **sizes)
+    model.generate(LONG, **GREEDY)
+    return model
+
+
+def dynamic() -> Any:
+    return rope("dynamic")
+
+
+def longrope() -> Any:
+    return rope("longrope")
+
+
+QUICK = tiny_model, images, packed, remembering, dynamic, longrope
 MADE = [
-    *(pytest.param(make, id=make.__name__) for make in (tiny_model, images, packed)),
+    *(pytest.param(make, id=make.__name__) for make in QUICK),
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in all_names()),
 ]
 
 
 @pytest.mark.filterwarnings("ignore")  # of models about their own settings
 @pytest.mark.parametrize("made", MADE)
-def test_nothing_of_a_model_differs_after_a_check(made: Any) -> None:
+def test_nothing_of_a_model_differs_after_a_check(made: Any, tmp_path: Path) -> None:
     make = partial(support_model, made, seed=1, dtype=torch.float32)
     try:
         model = make() if isinstance(made, str) else made()
@@ -87,9 +155,24 @@ def test_nothing_of_a_model_differs_after_a_check(made: Any) -> None:
     before = state_of(model, loggers)
     lade.probe(model)
     lade.warm_up(model, num_rows=2)
+    with suppress(lade.LadeError):  # it falls back to standard decoding
+        lade.prewarm(model, 10.0, max_tokens=8, folder=tmp_path)
     after = state_of(model, loggers)
     assert after.keys() == before.keys()
     assert not [name for name in before if after[name] != before[name]]
+
+
+@pytest.mark.filterwarnings("ignore::lade.PlainDecodingWarning")
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_calls_leave_the_angles_that_generate_leaves(kind: str) -> None:
+    model = rope(kind)
+    twin, config = copy.deepcopy(model), lade.Config(reuses_prefix=True)
+    for num in (120, 20, 60, 121):
+        expected = twin.generate(LONG[:, :num], **GREEDY)
+        assert torch.equal(lade.generate(model, LONG[:, :num], config=config, **GREEDY), expected)
+        mine, theirs = model.model.rotary_emb, twin.model.rotary_emb
+        assert torch.equal(mine.inv_freq, theirs.inv_freq)
+        assert getattr(mine, "max_seq_len_cached", 0) == getattr(theirs, "max_seq_len_cached", 0)
 
 
 # --- models whose class has a `generate` of its own -----------------------------------------------
