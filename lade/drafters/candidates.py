@@ -93,7 +93,7 @@ class Candidates(Drafter):
         input_ids = torch.tensor([state.committed])
         if state.generator is None:
             state.generator = self._made(input_ids, self._processors_of(state.row))
-            if state.generator.requires_model_outputs:
+            if getattr(state.generator, "requires_model_outputs", False):
                 raise UnsupportedOptionError(
                     f"{type(state.generator).__name__} drafts from hidden states of the target, "
                     "which lade does not keep"
