@@ -10,6 +10,7 @@ import copy
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from operator import is_not
 from types import MethodType
 from typing import Any, Protocol
@@ -103,6 +104,31 @@ def with_decoding_experts(model: Model) -> Model:
         if getattr(copied, "_experts_implementation", None) == "grouped_mm":
             copied._experts_implementation = "batched_mm"
     return _with_configs(model, copies)
+
+
+def with_first_layers(
+    model: Model, layers: nn.ModuleList, num_layers: int, *, cuts_cache: bool
+) -> Model:
+    """Return a view that runs the first layers only.
+
+    Args:
+        model: the model.
+        layers: the list of its layers.
+        num_layers: how many to run.
+        cuts_cache: whether KV caches have these layers only, by the config. Models whose last
+            layers share keys count layers from the end, and need all.
+    """
+    first = {"_modules": dict(islice(layers._modules.items(), num_layers))}
+    view = viewed(model, lambda module: first if module is layers else None)
+    if not cuts_cache:
+        return view
+    text, copies = model.config.get_text_config(decoder=True), dict[int, Any]()
+    copy.deepcopy((model.config, text), copies)
+    short = copies[id(text)]
+    short.num_hidden_layers = num_layers
+    if getattr(short, "layer_types", None) is not None:
+        short.layer_types = short.layer_types[:num_layers]
+    return _with_configs(view, copies, lambda module: bool(module._modules))
 
 
 # Elements of a tensor that a forward may write to, such as a count; a larger one holds a table or
@@ -202,7 +228,8 @@ def _view_of(
         made: results so far, by the id of the module they replace.
         is_root: whether to return a new module in any case.
     """
-    changed, children = change(module), module._modules
+    changed = change(module)
+    children: Mapping[str, Any] = (changed or {}).get("_modules", module._modules)
     if changed is None and not children and not is_root:
         return module
     if id(module) not in made:

@@ -1,14 +1,21 @@
-"""`ModelRunner`: a causal LM with its own KV cache, run over a text and a growing tree."""
+"""`Assistant`: a model that lade runs, as the candidate generators of transformers call one."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
-from lade.compat import Model
-from lade.drafting.drafts import draft_of, path_along
+from lade.budget.asking import FEW_BEHIND
+from lade.budget.seconds import Seconds
+from lade.compat import CACHE, Model
+from lade.drafting.drafter import DraftingCall
+from lade.drafting.drafts import chain
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.plan import choose_for_drafting
@@ -22,7 +29,7 @@ _training = attrgetter("training")
 
 
 def plan_for(model: Model) -> VerificationPlan:
-    """Return how to run trees of drafts of a model.
+    """Return how to run drafts of a model.
 
     Raises:
         UnsupportedModelError: no method is known to go back in its cache, or its forwards draw
@@ -39,95 +46,131 @@ def plan_for(model: Model) -> VerificationPlan:
     return ready(plan, model, profile)
 
 
-class ModelRunner:
-    """A causal LM with its own cache, for one sequence: logits after a text and a growing tree.
+class Assistant:
+    """A model with a `generate` that lade runs, with a KV cache of its own, for one sequence.
 
-    The prompt is run when the first draft is asked for, and tokens that were drafted and accepted
-    are not run again.
+    Everything else is the model's. Of a text that continues the last one, or its beginning, only
+    what is new is run.
 
     Args:
         model: is not changed.
-        plan: how to run trees of its drafts, by `plan_for`.
-        max_length: maximum length of the text, to plan memory for.
+        plan: how to run it, by `plan_for`.
+        call: the call to draft for.
+        forward_sec: learns the seconds of a forward.
+        options: of assisted generation, in place of those of the model's generation config.
+
+    Attributes:
+        options: the generation config without the defaults of transformers.
+        num_drafted: exclusive upper bound of the token ids in a draft; None for all of the model.
     """
 
-    def __init__(self, model: Model, plan: VerificationPlan, max_length: int) -> None:
-        self.is_chain = plan.verification != "tree"
-        self._model = model
-        self._plan = plan
-        self._max_length = max_length
+    num_drafted: int | None = None
+
+    def __init__(
+        self,
+        model: Model,
+        plan: VerificationPlan,
+        call: DraftingCall,
+        forward_sec: Seconds,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.generation_config = copy.deepcopy(model.generation_config)
+        self.generation_config.update(**options)
+        self.options = copy.copy(self.generation_config)  # transformers fills in its defaults
+        self._model, self._plan, self._forward_sec = model, plan, forward_sec
+        self._max_length = call.max_length
         # In another mode it may draw from the generator that the text is drawn from.
         self._modules = [*model.modules()]
         self._modes = [*map(_training, self._modules)]
-        self._vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
+        self._num_ids: int = model.config.get_text_config(decoder=True).vocab_size
         self._target: Any = None
-        self._held: list[int] = []  # committed tokens that the target has run
-        # The nodes that ran after these: tokens of the text, then drafted tokens. In the path of a
-        # target without trees, all of them are drafted.
-        self._tokens: list[int] = []
-        self._parents: list[int] = []  # -1 for the first
-        self._places = {-1: -1}  # index of each drafted node by its name; -1 is their root
-        self._after: Tensor | None = None  # logits after the held tokens, if these are all the text
+        self._held: list[int] = []  # tokens that the cache keeps
+        self._run: list[int] = []  # tokens that ran after these, and may be dropped
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_model":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self._model, name)
 
     @torch.no_grad()
-    def follow(self, committed: Sequence[int]) -> Tensor:
-        """Commit the tokens of a text that were run, run the rest; return its logits [vocab].
-
-        The next tree grows from the text: its last token is node -1.
-        """
-        if [*map(_training, self._modules)] != self._modes:
-            name = type(self._model).__name__
-            raise RuntimeError(f"{name} was put into another mode, of training or evaluation")
-        held = self._held
-        if self._after is not None and committed == held:  # nothing but drafts is to be dropped
-            self._commit(committed)
-            return self._after
-        if self._target is None or len(committed) <= len(held) or committed[: len(held)] != held:
-            new = committed if self.is_chain else committed[:-1]
-            self._check(committed)
-            logits = self._prefill(new)
-            self._held = [*new]
-            if self.is_chain:
-                self._after = logits
-                return logits
-        else:
-            self._check(committed[len(held) :])
-            self._commit(committed)
-        return self._run_text([*committed[len(self._held) :]])
-
-    @torch.no_grad()
-    def grow(
-        self, nodes: Sequence[int], token_ids: Sequence[int], parents: Sequence[int]
-    ) -> Tensor:
-        """Run nodes, which the caller numbers, and return the logits after each [num_new, vocab].
-
-        Args:
-            token_ids: of the nodes [num_new].
-            parents: their parents, -1 for the end of the text.
-        """
-        num_run = len(self._tokens)
-        self._parents += [self._places[parent] for parent in parents]
-        self._places |= zip(nodes, range(num_run, num_run + len(nodes)), strict=True)
-        self._tokens += token_ids
-        return self._run(num_run)
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        generation_config: Any,
+        logits_processor: Any = (),
+        **_: Any,
+    ) -> Any:
+        """Decode greedily, until a token ends the text or is less sure than the threshold."""
+        token_ids, scores, ends = input_ids[0].tolist(), list[Tensor](), _ends(generation_config)
+        processors = LogitsProcessorList(logits_processor or ())
+        threshold = generation_config.assistant_confidence_threshold or 0.0
+        is_behind = len(token_ids) - len(self._held) - len(self._run) > FEW_BEHIND
+        while len(scores) < max_new_tokens:
+            start = perf_counter()
+            logits = self._extend(token_ids[-1:]) if scores else self._after(token_ids)
+            scores.append(logits[None, : self.num_drafted].to(torch.float32, copy=True))
+            if processors:
+                ids = torch.tensor([token_ids], device=logits.device)
+                scores[-1] = processors(ids, scores[-1])
+            prob, token_id = scores[-1].softmax(-1).max(-1)
+            token_ids.append(token_id.item())
+            if not is_behind:
+                self._forward_sec.record(1, perf_counter() - start)
+            is_behind = False
+            if token_ids[-1] in ends or prob.item() < threshold:
+                break
+        sequences = torch.tensor([token_ids], device=input_ids.device)
+        return SimpleNamespace(sequences=sequences, scores=(*scores,), **{CACHE: None})
 
     def close(self) -> None:
         """Free the cache."""
         if self._target is not None:
             self._target.close()
-        self._target = None
-        self._held, self._tokens, self._parents, self._places = [], [], [], {-1: -1}
-        self._after = None
+        self._target, self._held, self._run = None, [], []
 
-    def _check(self, token_ids: Sequence[int]) -> None:
+    def _after(self, token_ids: list[int]) -> Tensor:
+        """Run what is new in a text; return the logits after it [vocab_size]."""
+        if [*map(_training, self._modules)] != self._modes:
+            name = type(self._model).__name__
+            raise RuntimeError(f"{name} was put into another mode, of training or evaluation")
         # On a GPU, an index out of range would end the process's use of it.
-        if max(token_ids) >= self._vocab_size or min(token_ids) < 0:
+        if max(token_ids) >= self._num_ids or min(token_ids) < 0:
+            least, most = min(token_ids), max(token_ids)
             raise ValueError(
-                f"expected token ids from 0 to {self._vocab_size - 1}, got "
-                f"{min(token_ids)} to {max(token_ids)}"
+                f"expected token ids from 0 to {self._num_ids - 1}, got {least} to {most}"
             )
+        before = token_ids[:-1]
+        num_same = _num_same(self._held, before)
+        if self._target is not None and self._run:
+            kept = _num_same(self._run, before[num_same:]) if num_same == len(self._held) else 0
+            self._commit(kept)
+            num_same += kept
+        num_other = len(self._held) - num_same
+        if self._target is None or (num_other and not self._target.go_back(num_other)):
+            self._prefill(before)
+        elif num_other:
+            del self._held[num_same:]
+        logits = self._extend(token_ids[len(self._held) :])
+        if self._plan.verification != "tree":
+            self._commit(len(self._run))  # drafts go back to the state after the text
+        return logits
 
-    def _prefill(self, token_ids: Sequence[int]) -> Tensor:
+    def _commit(self, num_kept: int) -> None:
+        """Keep the first tokens of those that may be dropped, and drop the others."""
+        self._target.commit([[*range(num_kept)]])
+        self._held += self._run[:num_kept]
+        self._run = []
+
+    def _extend(self, token_ids: Sequence[int]) -> Tensor:
+        """Run tokens after all that was run; return the logits after the last one [vocab_size]."""
+        num_run = len(self._run)
+        self._run += token_ids
+        tree = Tree.build(self._run[0], chain(self._run[1:]))
+        logits: Tensor = self._target.extend(tree, num_run)[0, -1]
+        return logits
+
+    def _prefill(self, token_ids: list[int]) -> None:
         """Run the beginning of a text, by the arguments that `generate` prepares."""
         self.close()
         num_new = max(1, self._max_length - len(token_ids))
@@ -141,31 +184,16 @@ class ModelRunner:
             return input_ids
 
         Plain(self._model, token_ids).generate(num_new=num_new, custom_generate=begin)
-        logits: Tensor = self._target.prefill()[0, -1]
-        return logits
+        self._target.prefill()
+        self._held = token_ids
 
-    def _commit(self, committed: Sequence[int]) -> None:
-        """Keep the longest path of run nodes that the text took, without the text's last token."""
-        if not self._tokens:
-            return
-        path = path_along(self._tokens, self._parents, committed[len(self._held) : -1])
-        self._target.commit([path])
-        self._held += [self._tokens[node] for node in path]
-        self._tokens, self._parents, self._places = [], [], {-1: -1}
 
-    def _run_text(self, token_ids: list[int]) -> Tensor:
-        self._tokens, self._parents = token_ids, [*range(-1, len(token_ids) - 1)]
-        self._places = {-1: len(token_ids) - 1}
-        logits = self._run(0)[-1]
-        if self.is_chain:  # drafts go back to the state after the text
-            self._target.commit([[*range(len(token_ids))]])
-            self._held += token_ids
-            self._tokens, self._parents, self._places = [], [], {-1: -1}
-            self._after = logits
-        return logits
+def _num_same(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Return how many first tokens of two texts are the same."""
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((i for i, (mine, its) in pairs if mine != its), min(len(tokens), len(others)))
 
-    def _run(self, num_run: int) -> Tensor:
-        parents = [parent - 1 for parent in self._parents[1:]]
-        tree = Tree.build(self._tokens[0], draft_of(self._tokens[1:], parents))
-        logits: Tensor = self._target.extend(tree, num_run)[0]
-        return logits
+
+def _ends(generation_config: Any) -> frozenset[int]:
+    ids = generation_config.eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or [])

@@ -14,31 +14,31 @@ from transformers import GenerationConfig
 
 from lade.compat import Model, without_compiler
 from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
+from lade.drafters.assistant import LENGTH_OPTIONS
 from lade.drafting.drafter import Drafter
 from lade.errors import UnsupportedOptionError
 from lade.probing.profile import Profiles
 
-# Unsupported options, with their defaults: two align the texts of two tokenizers, and the last one
-# changes the text.
-_REFUSED = {"assistant_lookbehind": 10, "target_lookbehind": 10, "assistant_ensemble_weight": None}
+_ALIGNING = ("assistant_lookbehind", "target_lookbehind")  # the texts of two tokenizers
 
 
-def _length_by(*sources: Any) -> int | None:
-    """Return the constant K that dicts and generation configs ask for, None to let lade choose.
-
-    The first source with an option counts. In transformers, K is constant only without a confidence
-    threshold; lade measures what pays instead of following one.
+def _options_of(sources: Any, *, has_tokenizers: bool = False) -> dict[str, Any]:
+    """Return the options of assisted generation in dicts and generation configs of a call.
 
     Raises:
         UnsupportedOptionError: an option cannot be honoured.
     """
-    for name, usual in _REFUSED.items():
-        if _first(name, sources) not in (None, usual):
-            raise UnsupportedOptionError(f"lade does not support {name} beside an assistant")
-    schedule = _first("num_assistant_tokens_schedule", sources)
-    if _first("assistant_confidence_threshold", sources) != 0 or schedule not in (None, "constant"):
-        return None
-    return int(_first("num_assistant_tokens", sources) or 20)  # as in transformers
+    names = (*LENGTH_OPTIONS, *_ALIGNING, "assistant_ensemble_weight")
+    found = {name: _first(name, sources) for name in names}
+    found = {name: value for name, value in found.items() if value is not None}
+    if "assistant_ensemble_weight" in found:
+        raise UnsupportedOptionError(
+            "lade does not support assistant_ensemble_weight, which changes the text"
+        )
+    for name in _ALIGNING:
+        if not has_tokenizers and found.get(name, 10) != 10:  # transformers' default
+            raise UnsupportedOptionError(f"lade does not support {name} without two tokenizers")
+    return found
 
 
 def take_assistant(
@@ -55,12 +55,9 @@ def take_assistant(
         UnsupportedOptionError: an option of assisted generation cannot be honoured.
     """
     assistant = generate_kwargs.pop("assistant_model", None)
-    if generate_kwargs.pop("assistant_tokenizer", None) is not None:
-        raise UnsupportedOptionError(
-            "lade does not support assistant_tokenizer: an assistant must have the tokens of its "
-            "target; drafter=lade.drafters.AssistantModel(model, tokenizer, target_tokenizer=…) "
-            "takes one whose vocabulary is padded to another size"
-        )
+    tokenizers = generate_kwargs.pop("assistant_tokenizer", None), generate_kwargs.get("tokenizer")
+    if tokenizers[0] is not None and (assistant is None or tokenizers[1] is None):
+        raise ValueError("expected assistant_model= and tokenizer= beside assistant_tokenizer")
     if assistant is None:
         return drafter
     of_call = (generate_kwargs, generate_kwargs.get("generation_config"))
@@ -75,9 +72,15 @@ def take_assistant(
         )
     if _first("speculation_type", (*of_call, model.generation_config)) is not None:
         raise UnsupportedOptionError("lade does not support speculation_type")
-    length = _length_by(*of_call, assistant.generation_config)
-    make = partial(AssistantModel, assistant, length=length)
-    return _shared_drafter(assistant, model, (length,), make)
+    translates = tokenizers[0] is not None
+    options = _options_of((*of_call, assistant.generation_config), has_tokenizers=translates)
+    if not translates:
+        make = partial(AssistantModel, assistant, options=options)
+        return _shared_drafter(assistant, model, (options,), make)
+    make = partial(
+        AssistantModel, assistant, tokenizers[0], target_tokenizer=tokenizers[1], options=options
+    )
+    return _shared_drafter(assistant, model, (options, *tokenizers), make)
 
 
 def exiting_early(
@@ -94,9 +97,9 @@ def exiting_early(
         return drafter
     if drafter is not None:
         raise ValueError("expected drafter or assistant_early_exit, got both")
-    length = _length_by(config)
-    make = partial(FirstLayers, num_layers, length=length)
-    return _shared_drafter(model, model, (length, num_layers), make)
+    options = _options_of((config,))
+    make = partial(FirstLayers, num_layers, options=options)
+    return _shared_drafter(model, model, (options, num_layers), make)
 
 
 def _shared_drafter(

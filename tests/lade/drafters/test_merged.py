@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,17 +18,13 @@ from tests.lade.both import answered, same_as_generate
 from tests.lade.drafting.made import (
     OPTIONS,
     PROMPT,
-    SAMPLED,
     STRICT,
     Faulty,
     Guessing,
-    Maker,
     chain_of,
-    compared,
     exact_pairs,
     one_warning,
     pairs_of,
-    shy,
 )
 from tests.lade.shared import shared_model
 from tests.lade.tiny import random_prompt, tiny_model
@@ -115,21 +110,6 @@ def test_a_part_that_fails_is_dropped_and_the_others_go_on(method: str) -> None:
     assert not right.texts
     with pytest.raises((OSError, TypeError)):
         ours(model, prompt, merged(), 24)
-
-
-@pytest.mark.parametrize("name", thinned(["observe", "harvest", "num_successors"], "harvest"))
-def test_a_part_that_raises_when_it_is_looked_at_is_dropped(name: str) -> None:
-    with one_warning("goes on without the drafter '.*': it failed"):
-        stats = compared(Merged([CallPool(), shy(name)]), {**SAMPLED, "max_new_tokens": 40})
-    assert stats.sources["pool"].num_draft_tokens > 0
-
-
-def test_a_part_that_cannot_be_made_is_dropped() -> None:
-    def fail(call: Any, error: Exception) -> Any:
-        raise error
-
-    with one_warning(r"goes on without the drafter 'Maker': it failed"):
-        compared(Merged([CallPool(), Maker(partial(fail, error=MemoryError("mine")))]), SAMPLED)
 
 
 # --- what parts may do besides ------------------------------------------------------------------

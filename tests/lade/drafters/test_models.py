@@ -4,7 +4,6 @@ import copy
 import gc
 import sys
 import warnings
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE, answered, same_as_generate
+from tests.lade.drafters.test_candidates import words
 from tests.lade.drafting.made import (
     OPTIONS,
     SAMPLED,
@@ -31,7 +31,6 @@ from tests.support.tiny import tiny_model as tiny_architecture
 
 EIGHT = lade.Config(max_draft_tokens=8, strict_drafter=True)
 DRAWN = lade.Config(acceptance="rejection", strict_drafter=True)
-# So that a busy machine does not decide how much of a draft is verified.
 # Trees, windows, chunks and experts; paths as rows; states, also in part.
 ARCHITECTURES = ["llama", "gemma3_text", "llama4_text", "mixtral", "bloom", "mamba2", "bamba"]
 
@@ -65,27 +64,17 @@ def nearly(model: Any, noise: float) -> Any:
 # --- the text -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize(
-    "noise", thinned([0.0, 0.1, 3.0], 0.1), ids=["always", "sometimes", "never"]
-)
-def test_the_text_is_that_of_generate(do_sample: bool, noise: float) -> None:
+@pytest.mark.parametrize("noise", [0.0, 0.1, 3.0], ids=["always", "sometimes", "never"])
+def test_the_text_is_that_of_generate(noise: float) -> None:
     model = shared_model("llama", seed=1)
-    assistant = nearly(model, noise)
-    total = lade.DecodeStats()
-    for length, prompt in ((None, ONE), (None, THREE), (4, ONE)):
+    assistant, total = nearly(model, noise), lade.DecodeStats()
+    for length, prompt, do_sample in ((None, ONE, False), (4, THREE, True), (4, ONE, False)):
         drafter = AssistantModel(assistant, length=length)
         stats = stats_of(model, prompt, drafter, do_sample=do_sample)
         if prompt is ONE:
             total.add(stats)
-    rate = total.num_accepted_tokens / total.num_committed_tokens
     low, high = {0.0: (0.2, 1.0), 0.1: (0.1, 1.0), 3.0: (0.0, 0.12)}[noise]
-    assert low * (0.2 if do_sample else 1.0) <= rate < high
-    (source,) = total.sources.values()
-    assert source.num_asked > 0
-    assert source.num_draft_tokens >= total.num_draft_tokens
-    assert source.num_accepted_tokens >= total.num_accepted_tokens
-    assert source.sec > 0
+    assert low <= total.num_accepted_tokens / total.num_committed_tokens < high
 
 
 # Each as a target and as an assistant.
@@ -123,17 +112,6 @@ def test_processors_apply_to_the_drafts_too() -> None:
         assert stats_of(model, prompt, drafter, **options).num_steps <= 22
 
 
-def test_grammars_and_ends_are_heeded() -> None:
-    model = shared_model("llama", seed=1)
-    drafter = AssistantModel(model, length=4)
-    ends = model.generate(ONE, attention_mask=torch.ones_like(ONE), max_new_tokens=20)[0, -3].item()
-    stats_of(model, ONE, drafter, eos_token_id=ends)
-    for most in (1, 2):
-        stats_of(model, ONE, drafter, max_new_tokens=most)
-    stats_of(model, ONE[:, :1], drafter)
-    stats_of(model, ONE, drafter, prefix_allowed_tokens_fn=lambda row, ids: [3, 4])
-
-
 def test_the_assistants_own_length_is_its_limit() -> None:
     """Beyond its positions it cannot run; the rest of the text goes on without it."""
     model, drafted = shared_model("llama", seed=1), []
@@ -145,23 +123,6 @@ def test_the_assistants_own_length_is_its_limit() -> None:
 
 
 # --- the first layers ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", thinned(FAMILIES, "gemma3_text"))
-def test_text_with_first_layers_is_that_of_generate(family: str) -> None:
-    model, num_accepted = tiny_model(family), 0
-    before, settings = state_of(model), copy.deepcopy(model.config.to_dict())
-    for number in range(4):
-        drafter = FirstLayers(1 + number % 2, length=None if number % 2 else 2)
-        options = {"do_sample": number > 1, "temperature": 0.8, "seed": number}
-        config = lade.Config(max_draft_tokens=16, strict_drafter=True)
-        rows = number % 2 and lade.probe(model, num_rows=3).verification != "plain"
-        stats = stats_of(model, (ONE, THREE)[rows], drafter, config, **options)
-        assert number % 2 or stats.sources["first_layers"].num_asked > 0
-        num_accepted += stats.num_accepted_tokens
-    assert num_accepted > 3
-    assert state_of(model) == before
-    assert model.config.to_dict() == settings
 
 
 def state_of(model: Any) -> list[Any]:
@@ -190,24 +151,23 @@ def test_first_layers_say_what_a_model_of_them_alone_says() -> None:
     assert found[0] == found[1]
 
 
-REFUSED = ("hrm_text", "mllama", "rwkv", "xlstm")  # no list of layers, or no cache that goes back
-
-
 @pytest.mark.parametrize(
-    "name", thinned([*causal_lm_types(), *VARIANTS], "gpt_oss", "mamba2", "hrm_text")
+    "name", thinned([*causal_lm_types(), *VARIANTS], "gemma3_text", "gpt_oss", "mamba2", "hrm_text")
 )
-def test_first_layers_of_every_architecture_keep_its_text_or_are_refused(name: str) -> None:
+def test_first_layers_of_every_architecture_keep_its_text_and_the_model(name: str) -> None:
     try:
         model = tiny_architecture(name)
     except CannotBuild as reason:
         pytest.skip(str(reason))
-    options: dict[str, Any] = {"min_new_tokens": 6, "max_new_tokens": 12}
-    config = lade.Config(max_draft_tokens=16, strict_drafter=True)
+    before, settings = state_of(model), copy.deepcopy(model.config.to_dict())
+    options: dict[str, Any] = {"min_new_tokens": 6, "max_new_tokens": 12, "temperature": 0.8}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lade.PlainDecodingWarning)
-        told = pytest.raises(lade.UnsupportedModelError, match="cannot draft")
-        with told if name in REFUSED else nullcontext():
-            stats_of(model, ONE, FirstLayers(1, length=2), config, **options)
+        for do_sample in (False, True):
+            drafter = FirstLayers(1, length=2)
+            stats_of(model, ONE, drafter, do_sample=do_sample, **options)
+    assert state_of(model) == before
+    assert model.config.to_dict() == settings
 
 
 # --- calls ----------------------------------------------------------------------------------
@@ -227,9 +187,7 @@ def test_closing_frees_what_a_call_held() -> None:
 
 def test_an_assistant_that_fails_fails_no_call() -> None:
     model, assistant = shared_model("llama", seed=1), tiny_model("llama", seed=2)
-    drafter = AssistantModel(assistant, length=3)
-    stats_of(model, ONE, drafter)
-    left = [sys.maxsize]
+    drafter, left = AssistantModel(assistant, length=3), [sys.maxsize]
 
     def fail(*args: Any) -> None:
         left[0] -= 1
@@ -237,9 +195,8 @@ def test_an_assistant_that_fails_fails_no_call() -> None:
             raise RuntimeError("broken")
 
     assistant.register_forward_pre_hook(fail)
-    lade.probe(assistant)  # checks it anew, as it has changed
-    for num_forwards in (0, 1, 5):  # of the prompt, of the text, of a draft
-        left[0] = num_forwards
+    stats_of(model, ONE, drafter)
+    for left[0] in (0, 1, 5):  # of the prompt, of the text, of a draft
         with pytest.warns(lade.DrafterWarning, match=r"'assistant': it failed \(RuntimeError: b"):
             stats_of(model, ONE, drafter, lade.Config(max_draft_tokens=8))
 
@@ -271,25 +228,15 @@ def test_an_assistant_put_into_training_in_a_call_is_not_asked_again(
 # --- what is refused -------------------------------------------------------------------------
 
 
-class Words:
-    """A tokenizer of numbers."""
-
-    def __init__(self, suffix: str = "") -> None:
-        self.suffix = suffix
-
-    def get_vocab(self) -> dict[str, int]:
-        return {f"{token_id}{self.suffix}": token_id for token_id in range(97)}
-
-
 def test_vocabularies_must_be_one_whatever_their_size() -> None:
     """Sizes are often rounded up."""
     model, larger = shared_model("llama", seed=1), tiny_model("llama", seed=1, vocab_size=128)
-    drafter = AssistantModel(larger, Words(), target_tokenizer=Words(), length=3)
+    tokenizers = words([*range(97)]), words([*range(97)])
+    drafter = AssistantModel(larger, tokenizers[0], target_tokenizer=tokenizers[1], length=3)
     assert stats_of(model, ONE, drafter).sources["assistant"].num_asked > 0
     told = "LlamaForCausalLM cannot draft for LlamaForCausalLM: it has another vocabulary, of 128"
-    for mine, theirs in ((None, None), (Words(), Words("!"))):
-        with pytest.raises(lade.UnsupportedModelError, match=told):
-            stats_of(model, ONE, AssistantModel(larger, mine, target_tokenizer=theirs))
+    with pytest.raises(lade.UnsupportedModelError, match=told):
+        stats_of(model, ONE, AssistantModel(larger))
 
 
 @pytest.mark.parametrize(
@@ -311,6 +258,10 @@ def test_models_that_cannot_draft_are_refused_by_name() -> None:
     model = shared_model("llama")
     with pytest.raises(lade.UnsupportedOptionError, match="expected num_layers from 1 to 2 for Ll"):
         stats_of(model, ONE, FirstLayers(3))
+    listless = tiny_model("llama")
+    listless.model.layers = torch.nn.Sequential(*listless.model.layers)
+    with pytest.raises(lade.UnsupportedModelError, match="LlamaForCausalLM cannot draft by its fi"):
+        stats_of(listless, ONE, FirstLayers(1))
     drawing = tiny_model("opt", dropout=0.5).train()
     with pytest.raises(lade.UnsupportedModelError, match="OPTForCausalLM cannot draft"):
         stats_of(model, ONE, AssistantModel(drawing))
