@@ -20,7 +20,7 @@ from lade.budget.asking import Mean
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import Floats, chain, draft_of, matched_depth
 from lade.errors import UnsupportedOptionError
-from lade.machine.captures import put_back, random_states
+from lade.machine.generators import put_back, random_states
 from lade.sampling.processors import HypotheticalProcessors
 from ngram_pool import Draft, SampledDraft
 
@@ -90,7 +90,7 @@ class Candidates(Drafter):
         state.token_ids, state.draft, state.committed = [], Draft.empty(), [*committed]
         if len(committed) < 2:  # a prompt of embeddings, or one that was never run
             return state.draft
-        input_ids = torch.tensor([state.committed])
+        input_ids = torch.tensor([state.committed], dtype=torch.int64, device="cpu")
         if state.generator is None:
             state.generator = self._made(input_ids, self._processors_of(state.row))
             if getattr(state.generator, "requires_model_outputs", False):
@@ -122,10 +122,12 @@ class Candidates(Drafter):
         num_levels, num_right = int(path.depths.max(initial=0)), matched_depth(path, token_ids)
         for level in range(min(num_levels, num_right + (num_right < len(token_ids)))):
             state.right.add(level < num_right)
-        text = torch.tensor([[*state.committed, *token_ids]])
-        scores = torch.empty(1, len(drafted) + 1, 0)  # only their number is known here
+        text = [*state.committed, *token_ids]
+        text_ids = torch.tensor([text], dtype=torch.int64, device="cpu")
+        # Only the number of scores is known here.
+        scores = torch.empty((1, len(drafted) + 1, 0), dtype=torch.float32, device="cpu")
         num_matches = matched_depth(chain(drafted), token_ids)
-        state.generator.update_candidate_strategy(text, scores, num_matches)
+        state.generator.update_candidate_strategy(text_ids, scores, num_matches)
         state.token_ids = []
 
     def close(self, sequence: int) -> None:

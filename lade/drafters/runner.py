@@ -111,7 +111,7 @@ class Assistant:
             logits = self._extend(token_ids[-1:]) if scores else self._after(token_ids)
             scores.append(logits[None, : self.num_drafted].to(torch.float32, copy=True))
             if processors:
-                ids = torch.tensor([token_ids], device=logits.device)
+                ids = torch.tensor([token_ids], dtype=torch.int64, device=logits.device)
                 scores[-1] = processors(ids, scores[-1])
             prob, token_id = scores[-1].softmax(-1).max(-1)
             token_ids.append(token_id.item())
@@ -120,7 +120,7 @@ class Assistant:
             is_behind = False
             if token_ids[-1] in ends or prob.item() < threshold:
                 break
-        sequences = torch.tensor([token_ids], device=input_ids.device)
+        sequences = torch.tensor([token_ids], dtype=torch.int64, device=input_ids.device)
         return SimpleNamespace(sequences=sequences, scores=(*scores,), **{CACHE: None})
 
     def close(self) -> None:
