@@ -103,7 +103,7 @@ class Remembering(nn.Module):
         self.last[0] = size
         self.tensors[1].add_(size)
         for sizes in (self.nested["of"]["sizes"], self.note.seen, self.recent):
-            sizes.append(size)  # type: ignore[attr-defined]
+            sizes.append(size)
         self.names.add(str(size))
         self.count.add_(1)
         made: Tensor = self.inner(states)
@@ -122,7 +122,7 @@ def rope(kind: str) -> Any:
     if kind == "longrope":
         of_kind |= {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
         of_kind["original_max_position_embeddings"] = 40
-    sizes = {"head_dim": 16, "max_position_embeddings": 40}
+    sizes: dict[str, Any] = {"head_dim": 16, "max_position_embeddings": 40}
     model = tiny_model(dtype=torch.float32, rope_parameters=of_kind, **sizes)
     model.generate(LONG, **GREEDY)
     return model
