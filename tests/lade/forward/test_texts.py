@@ -17,10 +17,7 @@ from tests.grids import thinned
 from tests.lade.forward.conftest import Ran
 from tests.lade.forward.families import model_of
 from tests.lade.forward.test_bits import MIDDLE, same_bits
-from tests.lade.forward.test_bits import pytestmark as needs_threads
 from tests.lade.forward.test_job import TEXT, Forgiving
-
-pytestmark = needs_threads
 
 
 def decoded(model: Any, ids: Tensor, num: int, answers: list[list[int]], **options: Any) -> Any:
