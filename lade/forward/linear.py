@@ -9,6 +9,7 @@ measure the fastest product, by dtype, size and number of rows: layers of one si
 
 import ctypes
 import math
+import os
 import platform
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from lade.compat.closeness import float32_precision, limit_of
 from lade.compat.view import viewed
 from lade.forward import words
 from lade.forward.comparing import Forward, why_wrong
-from lade.forward.workers import Run, most_threads, runner
+from lade.forward.workers import Run, most_threads, run_job
 
 MOST_TOKENS = 128  # of one job; a longer prompt runs as several
 
@@ -255,14 +256,13 @@ def kernels() -> tuple[ModuleType, Run] | None:
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     has_vectors = not is_x86 or llvmlite.binding.get_host_cpu_features().get("f16c")
     # The user may have asked torch for sums of less than float32.
-    run = runner()
-    if run is None or not has_vectors or float32_precision("cpu") != "highest":
+    if os.name != "posix" or not has_vectors or float32_precision("cpu") != "highest":
         return None
     from lade.forward import _kernels, _tiles
 
     for compiled in (_tiles.run_tiles, _kernels.run_forward, _kernels.run_attention):
         compiled()
-    return _kernels, run
+    return _kernels, run_job
 
 
 def compile_kernels() -> None:

@@ -92,16 +92,8 @@ def _close() -> None:
         pool.close()
 
 
-def runner() -> Run | None:
-    """Return a function that runs a job by several threads; None if the system has not such.
-
-    Its arguments are the address of the compiled function, the address of the job, and the number
-    of threads.
-    """
-    return _run if os.name == "posix" else None
-
-
-def _run(function: int, job: int, num_threads: int) -> None:
+def run_job(function: int, job: int, num_threads: int) -> None:
+    """Run a job by several threads, given the addresses of its function and of its numbers."""
     if not _pools:
         with _making:
             if not _pools:

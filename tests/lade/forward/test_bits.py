@@ -19,7 +19,7 @@ from lade.attention.packed import Calls, with_calls
 from lade.compat import CACHE
 from lade.forward import _tiles
 from lade.forward.job import FusedForwards, forwards_for
-from lade.forward.workers import runner
+from lade.forward.workers import run_job
 from lade.models.gguf import load_gguf
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache
@@ -281,13 +281,12 @@ def test_vectors_of_either_length_keep_the_order(
     num_lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of this machine are one of the two."""
-    run, kernels = runner(), kernels_with(num_lanes, tmp_path, monkeypatch)
-    assert run is not None
+    kernels = kernels_with(num_lanes, tmp_path, monkeypatch)
     for name in WAYS:
         way = force(name, monkeypatch)
         for options in (MIDDLE, *SHAPES):
             model = model_of("llama", way.dtype, **options)
-            assert Texts(model, FusedForwards(model, kernels, run)).differences(0) == []
+            assert Texts(model, FusedForwards(model, kernels, run_job)).differences(0) == []
 
 
 # --- what is hidden ---------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 import lade
 from lade.forward import linear as file
 from lade.forward.linear import Products, kernels, products_for
-from lade.forward.workers import runner
+from lade.forward.workers import run_job
 from lade.probing.profile import profile_of
 from tests.grids import thinned
 from tests.lade.both import ONE, same_as_generate
@@ -103,9 +103,7 @@ def test_vectors_of_either_length_give_the_same(
     num_lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of this machine are one of the two, and rows need not end where a vector does."""
-    run = runner()
-    assert run is not None
-    products = Products(kernels_with(num_lanes, tmp_path, monkeypatch), run)
+    products = Products(kernels_with(num_lanes, tmp_path, monkeypatch), run_job)
     for dtype, num_inputs, num_rows in itertools.product(
         FORMATS, (16, 31, 48, 592, 1040, 2049), (1, 3, 64, 130)
     ):
