@@ -82,7 +82,7 @@ def test_a_generator_changes_no_text(make: Callable[..., Any]) -> None:
     model, num_drafted = shared_model("llama", seed=1), 0
     for drafter in (Candidates(make), Merged([CallPool(), Candidates(make)])):
         for do_sample in (False, True):
-            options = {"do_sample": do_sample, "seed": 2, "max_new_tokens": 30}
+            options: dict[str, Any] = {"do_sample": do_sample, "max_new_tokens": 30}
             _, got = same_as_generate(model, ONE, drafter=drafter, config=STRICT, **options)
             num_drafted += got.stats.sources["candidates"].num_draft_tokens
     assert num_drafted > 20
@@ -97,8 +97,9 @@ def test_an_assistant_may_have_other_tokens() -> None:
     _, got = same_as_generate(model, ONE, drafter=drafter, **options)
     assert got.stats.num_steps < 15
     for name in ("assistant_lookbehind", "target_lookbehind"):
-        given = {"assistant_model": assistant, "assistant_tokenizer": THEIRS, "tokenizer": MINE}
-        out = lade.generate(model, ONE, **given, **options, **{name: 5}, do_sample=False)
+        given: dict[str, Any] = {"assistant_tokenizer": THEIRS, "tokenizer": MINE, name: 5}
+        given |= {"assistant_model": assistant, "do_sample": False}
+        out = lade.generate(model, ONE, **options, **given)
         assert torch.equal(out, got.sequences)
 
 
@@ -125,8 +126,8 @@ class Table(hf.CandidateGenerator):  # type: ignore[misc]
         return np.array(weights / weights.sum())
 
     def get_candidates(self, input_ids: Any, **_: Any) -> Any:
-        tokens, scores = input_ids[0].tolist(), []
-        for _ in range(self._num_levels):
+        tokens, scores = input_ids[0].tolist(), list[Any]()
+        while len(scores) < self._num_levels:
             scores.append(np.log(self.probs((*tokens[self._num_prompt :],))))
             tokens.append(int(scores[-1].argmax()))
         return torch.tensor([tokens]), torch.tensor(np.array([scores]))
@@ -142,9 +143,8 @@ def drafter_of(table: Table, **of_call: Any) -> lade.Drafter:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_tree_has_the_path_and_the_likeliest_tokens_beside_it(seed: int) -> None:
     table = Table(seed, 3)
-    draft, best = drafter_of(table).draft(0, [1, 2], 12), ()
+    draft, prob, best = drafter_of(table).draft(0, [1, 2], 12), 1.0, tuple[int, ...]()
     expected: dict[Path, float] = {}
-    prob = 1.0
     for _ in range(3):
         probs = table.probs(best)
         for token in np.argsort(-probs)[:4]:
@@ -223,8 +223,8 @@ def test_a_schedule_of_transformers_is_followed(schedule: str, nums: set[int]) -
             drafted.add(int(draft.depths.max(initial=0)))
             return draft
 
-    model, options = shared_model("llama", seed=1), {"num_assistant_tokens_schedule": schedule}
-    options |= {"num_assistant_tokens": 2, "assistant_confidence_threshold": 0.0}
+    options: dict[str, Any] = {"num_assistant_tokens_schedule": schedule, "num_assistant_tokens": 2}
+    model, options["assistant_confidence_threshold"] = shared_model("llama", seed=1), 0.0
     config = lade.Config(max_draft_tokens=40, strict_drafter=True)
     wanted: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": None, "config": config}
     same_as_generate(model, ONE, drafter=Noting(model, options=options), **wanted)
