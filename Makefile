@@ -23,7 +23,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 counted = @(n=0; while test -t 2 && sleep 1 && kill -0 $$$$ 2> /dev/null; do \
 	n=$$((n + 1)); printf '%s s\r' $$n >&2; done) & $(1)
 
-.PHONY: help demo chat web test test-all test-bounds test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines dist sbom check-release clean
+.PHONY: help demo chat web test test-all test-bounds test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines gpu dist sbom check-release clean
 
 help:
 	@echo "make demo         tell what lade does with a model, and compare plain generate, prompt lookup and lade"
@@ -43,6 +43,7 @@ help:
 	@echo "make load         have 1 000 clients ask a server at once (20 minutes)"
 	@echo "make attacks      send a server what takes much, beside honest clients (20 minutes)"
 	@echo "make engines      install vLLM and Ray, hold vLLM's texts with our drafts against those without, and compare speed"
+	@echo "make gpu          hold lade on a GPU against generate: texts, steps, whole calls (25 minutes)"
 	@echo "make dist         build the source distribution and the wheel"
 	@echo "make sbom         build them, and list what the wheel brings along, with licences, in build"
 	@echo "make clean        remove the environments and caches"
@@ -140,6 +141,12 @@ engines: $(ENGINES)/.engines
 		--methods plain,ngram,pool --concurrency 40 --max-new-tokens 32 --check \
 		--json $(ENGINES)/check.json
 	$(ENGINES)/bin/python examples/ray_serve.py
+
+# Without a card: make gpu GPU_DEVICE=cpu GPU_SHAPES=tiny. With another environment: VENV=….
+GPU_DEVICE ?= cuda
+GPU_SHAPES ?= 8b
+gpu: $(VENV)/.dev
+	$(VENV)/bin/python -m benchmarks gpu --device $(GPU_DEVICE) --shapes $(GPU_SHAPES) --minutes 25 --json docs/results/gpu.json
 
 # With pinned tools; what builds the wheel stands in an environment that build makes for itself.
 dist: $(DIST)/.dist

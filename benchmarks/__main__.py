@@ -462,6 +462,38 @@ def run_prewarming(
     run(loading.load(model), chosen, totals, fixed, max_new_tokens, json)
 
 
+@app.command("gpu")
+@grouped
+def run_gpu(
+    *,
+    shapes: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Comma-separated: 1b and 8b, of the sizes of Llama-3.2-1B and Llama-3.1-8B; "
+            "tiny and 1b_short are for a CPU.",
+        ),
+    ] = "8b,1b",
+    stages: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Comma-separated; an unknown name lists all."),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="cuda, cuda:1, …, or cpu.")] = "cuda",
+    minutes: Annotated[
+        float, typer.Option(min=0.0, help="End after T minutes, and list what was not run.")
+    ] = 7.5,
+    json: JsonOption = None,
+) -> None:
+    """Compare texts, steps and whole calls on a GPU with generate, with random weights.
+
+    Nothing is downloaded. Each stage runs in a process of its own: one that crashes or hangs is
+    reported, and the others go on.
+    """
+    from benchmarks.gpu import run
+
+    run(shapes, stages, device, minutes, json)
+
+
 def main() -> None:
     """Run the command line; errors meant for the user print one line, others their traceback."""
     try:

@@ -17,6 +17,7 @@ from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCa
 import lade
 from lade.attention.packed import PACKED_SDPA
 from lade.compat import CACHE, start_compiler
+from lade.probing.plan import repeats_keys
 from lade.probing.profile import profile_of
 from lade.probing.proof import Distances
 from lade.targets import static
@@ -266,3 +267,13 @@ def test_on_a_device_that_has_no_numbers_no_step_mixes_devices_or_waits(family: 
         target.forward_roots([tree.without_draft()])
         held = target.hand_over(DynamicCache(config=model.config))
         assert {layer.keys.device.type for layer in held.layers} == {"meta"}
+
+
+def test_keys_of_many_slots_are_not_copied_for_all_query_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("llama")
+    assert not repeats_keys(model, None)
+    monkeypatch.setattr("lade.probing.plan.device_of_inputs", lambda _: torch.device("cuda"))
+    assert repeats_keys(model, None)
+    assert not repeats_keys(model, PACKED_SDPA)
