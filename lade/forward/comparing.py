@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,36 @@ def difference(mine: Tensor, theirs: Tensor) -> float:
 def tolerance(values: Tensor) -> float:
     """Return how much results may differ that are rounded in other places."""
     return 16 * torch.finfo(values.dtype).eps * closeness.largest(values)
+
+
+_Way = TypeVar("_Way")
+
+
+def only(
+    errors: Mapping[_Way, float],
+    limit: float,
+    dtype: torch.dtype,
+    function: Callable[[_Way], Any] = lambda way: way,
+) -> _Way | None:
+    """Return which of some ways of computing is that of a model; None if none is.
+
+    Args:
+        errors: how far off the results of each are.
+        limit: on the right one's.
+        dtype: of the results.
+        function: returns what a way computes; ways of one function differ in where they round.
+
+    Raises:
+        UnsupportedForwardError: several functions are as near, so that nothing tells them apart.
+    """
+    found = min(errors, key=errors.__getitem__, default=None)
+    if found is None or not errors[found] <= limit:
+        return None
+    # In 16 bits, all may differ by less than rounding does; the right one has the same bits.
+    near = errors[found] if dtype.itemsize < 4 else limit
+    functions = {function(way) for way, error in errors.items() if error <= near}
+    require(len(functions) == 1, "several ways of computing give its results")
+    return found
 
 
 Forward = Callable[[int], Tensor]  # from a number of tokens of a text to their logits

@@ -19,6 +19,7 @@ from lade.forward.comparing import (
     UnsupportedForwardError,
     difference,
     is_near,
+    only,
     require,
     tolerance,
 )
@@ -207,7 +208,7 @@ def _gating(stack: _Stack, call: Any, routed: Routed) -> tuple[int, GatingPlan]:
     module, expert, shares = stack.module, int(routed.chosen[0, 0]), routed.shares
     numbers = sorted({each for each in vars(module).values() if type(each) is float and each > 0})
     activations = [(which, 1.0) for which in ACTIVATIONS]
-    activations += [(words.SWISH, each) for each in numbers]
+    activations += [(words.SWISH, each) for each in numbers if each != 1.0]  # that is SiLU
     noise = torch.Generator().manual_seed(0)
     rows = _drawn((_FEW_ASKED, routed.states.shape[1]), noise)
     usual = float(stack.product(rows.to(routed.states.dtype), 0, expert).float().std())
@@ -229,9 +230,10 @@ def _gating(stack: _Stack, call: Any, routed: Routed) -> tuple[int, GatingPlan]:
                 mine = lying.product(plan(*columns), 1, expert, _FEW_COLUMNS)[kept].to(seen.dtype)
                 error = difference(mine, seen) / (tolerance(seen) + 1e-30) if len(seen) else 0.0
                 errors[lying.lies, plan] = max(errors.get((lying.lies, plan), 0.0), error)
-    least = min(errors, key=errors.__getitem__)
-    require(errors[least] <= 1.0, f"{type(module).__name__} has an activation of its own")
-    return least
+    found = only(errors, 1.0, routed.states.dtype)
+    if found is None:
+        raise UnsupportedForwardError(f"{type(module).__name__} has an activation of its own")
+    return found
 
 
 def _result(stack: _Stack, gating: GatingPlan, routed: Routed) -> Tensor:

@@ -276,7 +276,7 @@ class FusedForwards:
             is_whole = all(map(is_, view._modules.values(), children))  # else they are a view's
             try:
                 require(is_whole and not args, "it is not of this model, or has other arguments")
-                request = self._request(inputs, view.config)._replace(held=held, model=model)
+                request = self._request(inputs)._replace(held=held, model=model)
                 with_hooks = [
                     each for each in layers if each._forward_hooks or each._forward_pre_hooks
                 ]
@@ -534,7 +534,7 @@ class FusedForwards:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _request(self, inputs: dict[str, Any], config: Any) -> _JobRequest:
+    def _request(self, inputs: dict[str, Any]) -> _JobRequest:
         """Return the request of a forward's inputs.
 
         Raises:
@@ -557,10 +557,8 @@ class FusedForwards:
             and type(cache) in (TreeCache, JointCache),
             "it is called in another way",
         )
-        num, window = ids.shape[1], math.inf
-        if self._sizes.has_windows:  # so many tokens a layer sees at most, as masks are made
-            window = getattr(config.get_text_config(decoder=True), "sliding_window", None) or 0
-        parts = self._parts(inputs.get("attention_mask"), cache, num, window)
+        num = ids.shape[1]
+        parts = self._parts(inputs.get("attention_mask"), cache, num)
         require(len(parts) == 1 or num <= MOST_AT_ONCE, "several parts run in one piece")
         has_all = all(len(part.cache.held) == len(self._states) for part in parts)
         positions: Any = inputs.get("position_ids")
@@ -576,9 +574,7 @@ class FusedForwards:
         nodes = nodes[kept.numpy()] if isinstance(kept, Tensor) else nodes[-kept:]
         return _JobRequest(ids, positions, parts, nodes)
 
-    def _parts(
-        self, mask: Any, cache: TreeCache | JointCache, num: int, window: float
-    ) -> list[_ForwardPart]:
+    def _parts(self, mask: Any, cache: TreeCache | JointCache, num: int) -> list[_ForwardPart]:
         """Return the calls that run together, or one alone, as parts."""
         by_kind = mask if isinstance(mask, dict) else dict.fromkeys(self._kinds, mask)
         require(by_kind.keys() >= {*self._kinds}, "some masks are missing")
@@ -591,7 +587,7 @@ class FusedForwards:
         of_parts, parts = zip(*(each.masks for each in calls), strict=True), []
         for own, nodes, masks in zip(held, calls[0].nodes, of_parts, strict=True):
             size = nodes.stop - nodes.start
-            sees_all = own.get_seq_length() + size <= window
+            sees_all = own.get_seq_length() + size <= self._sizes.reach
             of_kinds = tuple(_of_part(each, size, sees_all) for each in masks)
             parts.append(_ForwardPart(own, nodes.start, size, of_kinds))
         return parts

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
-from lade.compat import CACHE, Model, attention_of, is_hf_hook, placeholders_of
+from lade.attention.masks import AttentionSpan
+from lade.compat import CACHE, Model, attention_of, placeholders_of
 from lade.compat.attempts import Attempt
-from lade.compat.view import apart, with_attention
+from lade.errors import UnsupportedModelError
 from lade.forward import words
 from lade.forward.comparing import (
     ACTIVATIONS,
@@ -26,16 +26,15 @@ from lade.forward.comparing import (
     convolved,
     difference,
     is_near,
+    only,
     require,
     tolerance,
 )
 from lade.forward.experts import ExpertsPlan, experts_in, read_experts, router_of
 from lade.forward.packed import PackedLinear
 from lade.forward.recurrence import GatedNorm, RecurrencePlan, read_recurrence
-
-_POSITIONS = [0, 1, 2, 1_000_003, 1_000_004]  # of the watched forward
-_WATCHED = "lade_watched"
-_sdpa = AttentionInterface()["sdpa"]
+from lade.forward.watching import PRODUCTS, SDPA, Attended, Called, Watched, size_of, watch
+from lade.targets.layout import tree_layout
 
 # Arguments of attention that a plan contains, or that do not change the result.
 _HONOURED = {
@@ -44,7 +43,8 @@ _HONOURED = {
     "logits_to_keep",
 }
 _LINEARS = (nn.Linear, PackedLinear)
-_PRODUCTS = (*_LINEARS, Conv1D)
+_FEW = 1e-5  # mean square of states that norms are asked about
+_NUM_ASKED = 1001  # numbers of which an activation is asked
 _OTHER_SUM = "a layer adds something else to its states"
 _NOTHING = (nn.Dropout, nn.Identity)  # these change nothing when a text is generated
 _MIXING = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
@@ -262,7 +262,7 @@ class DecoderSizes(NamedTuple):
     num_experts: int  # maximum over layers, as the following
     num_chosen: int  # of a token
     expert_inner: int
-    has_windows: bool  # whether layers see only the last tokens
+    reach: float  # tokens of a text of which each layer sees all before it, at most
     factors: Callable[[Tensor], Tensor] | None  # of queries, by positions
     finish: Callable[[Tensor], Tensor]  # from the head's results to logits
 
@@ -272,6 +272,7 @@ class DecoderPlan(NamedTuple):
 
     sizes: DecoderSizes
     kinds: tuple[str, ...]  # of masks, by layer
+    spans: tuple[AttentionSpan | None, ...]  # by layer; None if it attends to nothing
     embedding: EmbeddingPlan
     inputs: InputsPlan | None
     layers: tuple[LayerPlan, ...]
@@ -279,12 +280,6 @@ class DecoderPlan(NamedTuple):
     transform: "TransformPlan | None"
     head: nn.Linear
     modules: tuple[nn.Module, ...]  # of the layers
-
-
-class _Call(NamedTuple):
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    out: Any
 
 
 class _Way(NamedTuple):
@@ -352,30 +347,6 @@ class _Caching:
         return cached[0], cached[1]
 
 
-class _Attention(NamedTuple):
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    kwargs: dict[str, Any]
-
-
-def _watched(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Attend as `sdpa`, and note the inputs in the watched view's module."""
-    kept = {name: each for name, each in kwargs.items() if name in ("scaling", "is_causal")}
-    out, _ = _sdpa(module, query, key, value, attention_mask, **kept)
-    noted = vars(module).setdefault(_WATCHED, [])
-    noted.append(_Attention(module, query, key, value, out, kwargs))
-    return out, None
-
-
-AttentionInterface.register(_WATCHED, _watched)
-AttentionMaskInterface.register(_WATCHED, AttentionMaskInterface()["sdpa"])
-
-
 @torch.no_grad()
 def read(model: Model) -> DecoderPlan:
     """Return the plan of a model.
@@ -383,57 +354,37 @@ def read(model: Model) -> DecoderPlan:
     Raises:
         UnsupportedForwardError: no plan describes the model, or user code takes part.
     """
-    require(not any(module.training for module in model.modules()), "it is in training mode")
-    view = apart(with_attention(model, _WATCHED))
-    # Hooks of the whole model and of its layers are called around jobs.
-    hooked: set[nn.Module] = set()
-    calls: dict[nn.Module, list[_Call]] = {}
-    for module in view.modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if module is not view and not all(map(is_hf_hook, hooks)):
-            hooked.add(module)
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
-        forward = vars(module).get("forward", module.forward)
-        is_usual = getattr(forward, "__func__", None) is type(module).forward
-        require(is_usual, "a module has a forward of its own")
-        module.register_forward_hook(
-            lambda module, args, kwargs, out: calls.setdefault(module, []).append(
-                _Call(args, kwargs, out)
-            ),
-            with_kwargs=True,
-        )
-    text = model.config.get_text_config(decoder=True)
-    taken = {*placeholders_of(model), getattr(text, "pad_token_id", None)}
-    ids = [each for each in range(text.vocab_size // 2, text.vocab_size) if each not in taken]
-    input_ids = torch.tensor([ids[: len(_POSITIONS)]], dtype=torch.int64, device="cpu")
-    # Some models scale queries by position, from thousands of tokens on; others have embeddings of
-    # some thousand positions.
-    last = getattr(text, "max_position_embeddings", None) or len(_POSITIONS)
-    for numbers in (_POSITIONS, [0, 1, 2, last - 2, last - 1]):
-        positions = torch.tensor([numbers], dtype=torch.int64, device=input_ids.device)
-        calls.clear()
-        attended = [vars(module).pop(_WATCHED, ()) for module in view.modules()]
-        with Attempt() as attempt:
-            output = view(input_ids=input_ids, position_ids=positions, use_cache=False)
-            break
-    require(attempt.failure is None, f"its forward fails: {attempt.failure}")
-    attended = [each for module in view.modules() for each in vars(module).get(_WATCHED, ())]
-    for module in view.modules():
-        module._forward_hooks.clear()
-    reader = _Reader(view, calls, input_ids, positions, attention_of(model))
-    plan = reader.plan(attended, output.logits)
+    watched = watch(model)
+    view, text = watched.view, model.config.get_text_config(decoder=True)
+    plan = _Reader(watched, attention_of(model)).plan()
     placeholders = [each for each in placeholders_of(model) if each < text.vocab_size]
     if placeholders:
         replaced = _replaced(view, plan.embedding.calls[0].module, placeholders)
         plan = plan._replace(embedding=plan.embedding._replace(replaced=replaced))
+    hooked = watched.hooked
     require(hooked <= {*plan.modules}, "its modules have hooks")
-    gives_states = all(isinstance(calls[each][0].out, Tensor) for each in plan.modules)
+    gives_states = all(isinstance(watched.calls[each][0].out, Tensor) for each in plan.modules)
     require(not hooked or gives_states, "its layers have hooks, and give more than states")
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(plan.layers)
+    _require_spans(model, kinds, plan.spans)
     originals = dict(zip(view.modules(), model.modules(), strict=True))
     of_model: DecoderPlan = _with_originals(plan._replace(kinds=tuple(kinds)), originals)
     return of_model
+
+
+def _require_spans(
+    model: Model, kinds: Sequence[str], spans: Sequence[AttentionSpan | None]
+) -> None:
+    """Refuse a model whose own masks show other tokens than those that are made for trees."""
+    try:
+        made = tree_layout(model).spans
+    except UnsupportedModelError as error:
+        raise UnsupportedForwardError(str(error)) from None
+    require(len(kinds) == len(spans), "its config has kinds of other layers")
+    is_one = len({*made.values()}) == 1
+    for kind, span in zip(kinds, spans, strict=True):
+        of_trees = next(iter(made.values())) if is_one else made.get(kind)
+        require(span in (None, of_trees), f"its masks show {span}, its config says {of_trees}")
 
 
 def _replaced(
@@ -480,16 +431,10 @@ def adapters_of(plan: DecoderPlan) -> Iterator[nn.Module]:
 class _Reader:
     """Finds the plan that explains the tensors between modules in one forward."""
 
-    def __init__(
-        self,
-        view: Model,
-        calls: dict[nn.Module, list[_Call]],
-        input_ids: Tensor,
-        positions: Tensor,
-        implementation: str | None,
-    ) -> None:
-        self._view, self._calls, self._implementation = view, calls, implementation
-        self._input_ids, self._positions = input_ids, positions
+    def __init__(self, watched: Watched, implementation: str | None) -> None:
+        view, self._calls, self._input_ids, self._positions, self._attended, *_ = watched
+        self._spans = watched.spans
+        self._view, self._logits, self._implementation = view, watched.logits, implementation
         self._parents = {
             child: module for module in view.modules() for child in module._modules.values()
         }
@@ -508,7 +453,8 @@ class _Reader:
             if found is not None:
                 self._adapted[module] = found
 
-    def plan(self, attended: list[_Attention], logits: Tensor) -> DecoderPlan:
+    def plan(self) -> DecoderPlan:
+        attended, logits = self._attended, self._logits
         require(bool(attended), "its attention is not transformers'")
         by_layer = {self._layer_of(each.module): each for each in attended}
         require(len(by_layer) == len(attended), "a layer attends several times")
@@ -533,7 +479,11 @@ class _Reader:
         require(is_whole, "its head gets other states than its layers give")
         finish = _finish_of(results, logits, self._view)
         inner = max(max(layer.inner, layer.of_inputs) for layer in layers)
-        has_windows = any(each.kwargs.get("sliding_window") for each in attended)
+        spans = self._spans
+        span_of = {
+            self._layer_of(each.module): span for each, span in zip(attended, spans, strict=True)
+        }
+        reach = min(each.num_slots or math.inf for each in spans)
         between = max(
             sum(added.first.out_features for each in layer.products if each for added in each.added)
             for layer in layers
@@ -565,9 +515,10 @@ class _Reader:
         of_latents = max((each.num_scratch() for each in latents), default=0)
         of_scratch = taps, of_recurrence, of_latents
         of_layers = *of_heads, inner, between, *of_mixing, *of_scratch, *of_experts
-        decoder = DecoderSizes(*of_layers, has_windows, factors, finish)
+        decoder = DecoderSizes(*of_layers, reach, factors, finish)
         plans = embedding, inputs, tuple(layers), norm, transform
-        return DecoderPlan(decoder, (), *plans, head, modules)
+        spans_seen = tuple(map(span_of.get, modules))
+        return DecoderPlan(decoder, (), spans_seen, *plans, head, modules)
 
     def _transform(self, states: Tensor, given: Tensor) -> TransformPlan | None:
         """Return what is between the last states and those that the head gets, besides a norm."""
@@ -578,7 +529,7 @@ class _Reader:
                 if type(module) is not nn.Linear or self._io(module)[1].shape != mine.shape:
                     continue
                 got, results = self._io(module)
-                activation = _activation_of(results, 1.0, mine)
+                activation = self._activation(results, 1.0, mine)
                 if activation is not None:
                     first = self._norm_between(states, got)
                     return TransformPlan(first and first.module, module, activation, last)
@@ -658,7 +609,7 @@ class _Reader:
                                 return InputsPlan(called, product, times, norm, scale)
         return None
 
-    def _call_of(self, module: nn.Module, call: _Call) -> CallPlan:
+    def _call_of(self, module: nn.Module, call: Called) -> CallPlan:
         """Return a call as a plan has it, if it gives the same for other states."""
         plan = self._planned(module, call)
         given = (*plan.args, *plan.kwargs.values())
@@ -671,11 +622,13 @@ class _Reader:
         require(torch.equal(module(*args, **kwargs), call.out), "it looks at more than tokens")
         return plan
 
-    def _planned(self, module: nn.Module, call: _Call) -> CallPlan:
+    def _planned(self, module: nn.Module, call: Called) -> CallPlan:
         """Return a call with placeholders for its tensors."""
 
         def kept(value: Any) -> Any:
             if isinstance(value, Tensor) and value.dtype == torch.int64:
+                if value.shape == self._input_ids.shape and bool((value == 1).all()):
+                    return None  # the mask, of a text without padding
                 if torch.equal(value, self._input_ids):
                     return words.TOKENS_GIVEN
                 if value.shape == (3, *self._positions.shape) and is_alike(value):
@@ -720,7 +673,7 @@ class _Reader:
     def _layer(
         self,
         layer: nn.Module,
-        attended: _Attention | None,
+        attended: Attended | None,
         states: Tensor,
     ) -> tuple[LayerPlan, Tensor]:
         """Return the plan of a layer, and its output states."""
@@ -788,7 +741,7 @@ class _Reader:
         for gate, out in permutations(linears, 2):
             rows, inner = self._io(gate)[1], self._io(out)[0]
             if rows.shape == inner.shape == given.shape:
-                activation = _activation_of(rows, given, inner)
+                activation = self._activation(rows, given, inner)
                 if activation is not None:
                     for each in (gate, out):
                         linears.remove(each)
@@ -798,7 +751,7 @@ class _Reader:
     def _attending(
         self,
         layer: nn.Module,
-        attended: _Attention,
+        attended: Attended,
         leaves: list[nn.Module],
     ) -> _Mixing:
         """Return the attention of a layer."""
@@ -833,7 +786,7 @@ class _Reader:
         )
 
     def _latent(
-        self, layer: nn.Module, attended: _Attention, leaves: list[nn.Module]
+        self, layer: nn.Module, attended: Attended, leaves: list[nn.Module]
     ) -> _Mixing | None:
         """Return attention to latents; None for another attention."""
         query, key, value = (
@@ -933,19 +886,23 @@ class _Reader:
         is_one = rows.shape[-1] == 3 * channels == 3 * out.num == 3 * given.shape[-1]
         require(is_one, reason)
         parts = rows.chunk(3, dim=-1)
-        for last in range(3):
-            first, second = (parts[each] for each in range(3) if each != last)
+        taken = self._io(out.around)[0]
+        # The convolution of a single token without a bias is one more factor.
+        is_factor = convolution.kernel_size == (1,) and convolution.bias is None
+        errors = {}
+        for which in range(1 if is_factor else 3):
+            first, second = (parts[each] for each in range(3) if each != which)
             made = convolved(convolution, (first * second)[0])
-            if is_near(parts[last] * made, self._io(out.around)[0]):
-                order = HeadOrder(1, (last, *(each for each in range(3) if each != last)))
-                products = into, None, None, None, out
-                done = {into.around, out.around, convolution}
-                turned, settings = (_STRAIGHT, _STRAIGHT), (1.0, 0.0, None)
-                made = self._results(out)
-                return _Mixing(
-                    products, given, made, order, turned, None, 0, settings, convolution, done
-                )
-        raise UnsupportedForwardError(reason)
+            errors[which] = difference(parts[which] * made, taken)
+        last = only(errors, tolerance(taken), taken.dtype)
+        if last is None:
+            raise UnsupportedForwardError(reason)
+        order = HeadOrder(1, (last, *(each for each in range(3) if each != last)))
+        products = into, None, None, None, out
+        done = {into.around, out.around, convolution}
+        turned, settings = (_STRAIGHT, _STRAIGHT), (1.0, 0.0, None)
+        made = self._results(out)
+        return _Mixing(products, given, made, order, turned, None, 0, settings, convolution, done)
 
     def _recurrent(self, convolution: nn.Conv1d, called: list[nn.Module]) -> _Mixing:
         """Return the recurrence of a layer: products, a convolution, a state, a gated norm."""
@@ -1024,7 +981,7 @@ class _Reader:
         require(not rest, f"{[type(each).__name__ for each in rest]} take part in a layer")
 
     def _projections(
-        self, attended: _Attention, leaves: list[nn.Module], sizes: tuple[int, int, int, int]
+        self, attended: Attended, leaves: list[nn.Module], sizes: tuple[int, int, int, int]
     ) -> tuple[list[ProductPlan], ProductPlan, Tensor, tuple[int, int]]:
         """Return the linear layers before attention and the one behind it.
 
@@ -1086,7 +1043,7 @@ class _Reader:
 
     def _ordered(
         self,
-        attended: _Attention,
+        attended: Attended,
         heads: Tensor,
         angles: tuple[Tensor, ...],
         gate: tuple[int, int],
@@ -1142,7 +1099,7 @@ class _Reader:
         """Return the plan of some columns of a linear layer, by default all."""
         linear, added = self._adapted.get(module, (module, ()))
         name = type(module).__name__
-        require(type(linear) in _PRODUCTS, f"{name} is not a plain linear layer")
+        require(type(linear) in PRODUCTS, f"{name} is not a plain linear layer")
         return ProductPlan(linear, first, num or size_of(linear)[0], module, added)
 
     def _additions(self, module: nn.Module) -> tuple[nn.Linear, tuple[AdditionPlan, ...]] | None:
@@ -1176,7 +1133,8 @@ class _Reader:
             return None
         for second, number in zip(seconds, times, strict=True):
             total = total + self._io(second)[1] * number
-        if not is_near(total.to(result.dtype), result):
+        is_sum = is_near(total.to(result.dtype), result) if seconds else torch.equal(total, result)
+        if not is_sum:
             return None
         added = zip(firsts, seconds, times, strict=True)
         return linears[0], tuple(AdditionPlan(*each) for each in added)
@@ -1225,7 +1183,7 @@ class _Reader:
                     return self._rotaries[id(made)], _parts_of(made.out)
         return None, ()
 
-    def _rotary_of(self, module: nn.Module, made: _Call) -> CallPlan:
+    def _rotary_of(self, module: nn.Module, made: Called) -> CallPlan:
         plan = self._planned(module, made)
         given = [*plan.args, *plan.kwargs.values()]
         num = given.count(words.POSITIONS_GIVEN) + given.count(words.AXES_GIVEN)
@@ -1259,21 +1217,19 @@ class _Reader:
         find_factors = _factors_of(self._view)
         for factors in (None, find_factors and find_factors(self._positions)):
             by = heads.new_ones(1) if factors is None else factors[:, None, :, None]
-            error, how, arrangement = min(
-                (
-                    difference(
-                        _turned_by(heads, arranged(angles, arrangement), how) * by.to(heads.dtype),
-                        turned,
-                    ),
-                    how,
-                    arrangement,
+            errors = {
+                (how, arrangement): difference(
+                    _turned_by(heads, arranged(angles, arrangement), how) * by.to(heads.dtype),
+                    turned,
                 )
                 for how in (words.HALVES, words.NEIGHBOURS, words.HALVES | words.SORTS)
                 for how in (how, how | words.WIDE)
                 for arrangement in _ARRANGEMENTS
-            )
-            if error <= tolerance(turned):
-                return _Turned(norm, how, arrangement, 1.0, factors is not None)
+            }
+            limit, dtype = tolerance(turned), turned.dtype
+            found = only(errors, limit, dtype, lambda way: (way[0] & ~words.WIDE, way[1]))
+            if found is not None:
+                return _Turned(norm, *found, 1.0, factors is not None)
         raise UnsupportedForwardError("queries change in another way than by angles")
 
     def _mlp(self, layer: nn.Module, linears: list[nn.Module]) -> _Mlp:
@@ -1305,6 +1261,21 @@ class _Reader:
         require(is_same, "experts, their router and what is shared get different states")
         return _Mlp(given, out.view_as(given), (*products,), activation, experts, inside)
 
+    def _activation(self, given: Tensor, times: Any, result: Tensor) -> int | None:
+        """Return the activation that turns numbers into a result, times others; None if none does.
+
+        In 16 bits, rounding may hide which one it is; a module that computes it is asked in 32.
+        """
+        ways = ACTIVATIONS
+        for module in self._calls if result.itemsize < 4 else ():
+            is_bare = not (module._parameters or module._modules or isinstance(module, _NOTHING))
+            if is_bare and any(_is_equal(mine, given) for mine, _ in self._ios(module)):
+                wide = torch.linspace(-8.0, 8.0, _NUM_ASKED, dtype=torch.float32, device="cpu")
+                made = module(wide)
+                ways = {which: make for which, make in ways.items() if is_near(make(wide), made)}
+        errors = {which: difference(make(given) * times, result) for which, make in ways.items()}
+        return only(errors, tolerance(result), result.dtype)
+
     def _dense(
         self, layer: nn.Module, linears: list[nn.Module]
     ) -> tuple[ProductPlan, ProductPlan | None, ProductPlan, int]:
@@ -1317,7 +1288,7 @@ class _Reader:
             require(is_same, "gate and up get different states")
             # Only the result shows which of the two is activated.
             inner = self._io(down.around)[0]
-            if _activation_of(self._results(gate), self._results(up), inner) is None:
+            if self._activation(self._results(gate), self._results(up), inner) is None:
                 gate, up = up, gate
         else:
             require(len(linears) == 2, f"a layer has {len(linears)} linear layers for its MLP")
@@ -1328,7 +1299,7 @@ class _Reader:
                     for first in (0, down.num_inputs)
                 )
         gated, upped = self._results(gate), 1.0 if up is None else self._results(up)
-        activation = _activation_of(gated, upped, self._io(down.around)[0])
+        activation = self._activation(gated, upped, self._io(down.around)[0])
         if activation is None:
             raise UnsupportedForwardError("its MLP has another activation")
         return gate, up, down, activation
@@ -1340,19 +1311,12 @@ def _scalar_of(layer: nn.Module, total: Tensor, result: Tensor) -> str | None:
     for name, each in layer._buffers.items():
         if each is not None and each.numel() == 1 and each.dtype is result.dtype:
             errors[name] = difference(total * each.to(total), result)
-    found = min(errors, key=errors.__getitem__)  # none, if it is 1
-    require(errors[found] <= tolerance(result), _OTHER_SUM)
-    return found
-
-
-def _activation_of(given: Tensor, times: Any, result: Tensor) -> int | None:
-    """Return the activation that turns numbers into a result, times others; None if none does."""
-    errors = {difference(make(given) * times, result): which for which, make in ACTIVATIONS.items()}
-    return errors[min(errors)] if min(errors) <= tolerance(result) else None
+    require(min(errors.values()) <= tolerance(result), _OTHER_SUM)
+    return only(errors, tolerance(result), result.dtype)
 
 
 def _settings_of(
-    attended: _Attention, implementation: str | None
+    attended: Attended, implementation: str | None
 ) -> tuple[float, float, nn.Module | None]:
     """Return scaling and softcap of attention, and the module with its sinks, if any."""
     settings = {name: each for name, each in attended.kwargs.items() if each is not None}
@@ -1401,11 +1365,11 @@ def _factors(
     return [float(each) for each in times[:, 0]]
 
 
-def _is_ignored(attended: _Attention, name: str) -> bool:
+def _is_ignored(attended: Attended, name: str) -> bool:
     """Return whether transformers' `sdpa`, as it is installed, ignores a setting."""
     large = (attended.module, 100 * attended.query, attended.key, attended.value, None)
     setting = {name: attended.kwargs[name]}
-    return torch.equal(_sdpa(*large, **setting)[0], _sdpa(*large)[0])
+    return torch.equal(SDPA(*large, **setting)[0], SDPA(*large)[0])
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -1440,6 +1404,10 @@ def _first_of(angles: Any) -> Any:
 def _is_between(given: Tensor, wanted: Tensor, mine: Tensor, out: Tensor) -> bool:
     """Return whether a norm has made some numbers of others."""
     return torch.equal(mine.flatten(), given) and torch.equal(out.flatten(), wanted)
+
+
+def _is_equal(mine: Any, other: Tensor) -> bool:
+    return isinstance(mine, Tensor) and torch.equal(mine, other)
 
 
 def _is_same(mine: Any, other: Any) -> bool:
@@ -1510,13 +1478,6 @@ def given_to(
     return [*map(put, plan.args)], {name: put(value) for name, value in plan.kwargs.items()}
 
 
-def size_of(linear: Any) -> tuple[int, int]:
-    """Return the numbers of columns and inputs of a linear layer."""
-    if isinstance(linear, Conv1D):
-        return linear.nf, linear.nx
-    return linear.out_features, linear.in_features
-
-
 def _orders(num_heads: int, num_key_heads: int) -> Iterator[HeadOrder]:
     """Yield possible orders of query, key and value heads; first one kind after another."""
     for num_groups in range(1, num_key_heads + 1):
@@ -1541,8 +1502,13 @@ def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> NormPlan:
         raise UnsupportedForwardError(f"{name} has other parameters than norms have")
     sizes = {each.numel() for each in (weight, bias) if each is not None}
     require(sizes <= {given.shape[-1]}, f"{name} has weights for each head")
+    # Small states show what is added to their squares.
+    small = given * (_FEW / float(given.float().square().mean())) ** 0.5
+    given, out = torch.cat((given, small)), torch.cat((out, module(small)))
     errors = {}
     for flags in range(0, 16, 2):
+        if flags & words.ADDS_ONE and weight is None:
+            continue
         wide = given.float()
         if flags & words.CENTERS:
             wide = wide - wide.mean(-1, keepdim=True)
@@ -1553,10 +1519,11 @@ def _norm_of(module: nn.Module, given: Tensor, out: Tensor) -> NormPlan:
             wide = wide * (weight.float() + (1.0 if flags & words.ADDS_ONE else 0.0))
         if bias is not None:
             wide = wide + bias.float()
-        errors[flags] = float((wide.to(given.dtype) - out).abs().max())
-    flags = min(errors, key=errors.__getitem__)
-    require(errors[flags] <= tolerance(out), f"{name} is no norm that is known")
-    return NormPlan(module, flags | words.IS_NORM, eps)
+        errors[flags] = difference(wide.to(given.dtype), out)
+    found = only(errors, tolerance(out), out.dtype, lambda flags: flags & ~words.ROUNDS)
+    if found is None:
+        raise UnsupportedForwardError(f"{name} is no norm that is known")
+    return NormPlan(module, found | words.IS_NORM, eps)
 
 
 def _factors_of(view: Model) -> Callable[[Tensor], Tensor] | None:

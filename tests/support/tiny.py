@@ -120,12 +120,14 @@ def tiny_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     attention: str | None = None,
+    widens: bool = False,
     **overrides: Any,
 ) -> Model:
     """Return a tiny causal LM on the CPU whose logits depend on the whole text.
 
     It is of a type of `causal_lm_types` or of a key of `VARIANTS`. `overrides` are fields of its
-    configuration, set before the others are shrunk. torch's own random state is left unchanged.
+    configuration, set before the others are shrunk. With `widens`, windows are of 16 tokens and
+    chunks of 32, else both of 8. torch's own random state is left unchanged.
 
     Raises:
         CannotBuild: it cannot be built, or its forward does not run; `NotText` by its type.
@@ -135,6 +137,10 @@ def tiny_model(
         raise NotText(f"{name}: {NOT_TEXT[model_type]}")
     config = tiny_config(name, **overrides)
     _replace_timm(config)
+    for part in (config, config.get_text_config(decoder=True)) if widens else ():
+        for field, value in [*vars(part).items()]:
+            if value == 8 and ("window" in field or "chunk" in field):
+                setattr(part, field, 16 if "window" in field else 32)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)

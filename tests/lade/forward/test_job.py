@@ -357,20 +357,6 @@ class Doubled(nn.Linear):
         return 2 * super().forward(inputs)
 
 
-def _double(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.__class__ = Doubled
-
-
-def _hook(model: Any) -> None:
-    model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: 2 * out)
-
-
-def _own_forward(model: Any) -> None:
-    layer = model.model.layers[0].mlp
-    plainly = layer.forward
-    layer.forward = lambda states: 2 * plainly(states)
-
-
 def _sparse(model: Any) -> None:
     layer = model.model.layers[0].mlp.down_proj
     layer.weight = nn.Parameter(layer.weight.relu().to_sparse_csr(), requires_grad=False)
@@ -386,9 +372,7 @@ def _transposed(model: Any) -> None:
     layer.weight = nn.Parameter(layer.weight.detach().T, requires_grad=False)
 
 
-REFUSED = {
-    each.__name__: each for each in (_double, _hook, _own_forward, _sparse, _negated, _transposed)
-}
+REFUSED = {each.__name__: each for each in (_sparse, _negated, _transposed)}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
@@ -413,7 +397,7 @@ def test_what_is_no_plain_decoder_is_left_to_torch(
     assert ran == []
     afresh = forwards_for(model)
     assert afresh is None or afresh.view(model) is model
-    if forwards is not None and change in ("_sparse", "_negated", "_transposed"):
+    if forwards is not None:
         assert forwards.view(model) is model
 
 

@@ -68,14 +68,6 @@ def test_llama_is_read_as_it_is() -> None:
         assert (mine.keys_of, mine.scalar) == (None, None)
 
 
-def test_a_number_beside_a_layer_is_no_factor() -> None:
-    for made in (torch.ones((), dtype=torch.int64), torch.ones(1), torch.ones(1).bfloat16()):
-        model = model_of("llama", torch.bfloat16)
-        for layer in model.model.layers:
-            layer.register_buffer("count", made)
-        assert {layer.scalar for layer in read(model).layers} == {None}
-
-
 def of_family(family: str, tells: Callable[[DecoderPlan], Any]) -> Any:
     return tells(read(model_of(family)))
 
