@@ -50,7 +50,7 @@ def _wrong(name: str, seed: int) -> Iterator[str]:
     model = tiny_model(name, seed=seed, dtype=torch.float32, widens=True)
     row = Row(name, name, type(model).__name__)
     with jobs_alone():
-        check_model(row, model, _CASES, seed, "eager", DecodeStats())
+        check_model(row, model, _CASES, seed, DecodeStats())
     yield from (f"{case}: {error}" for case, error in row.failures.items())
     yield from (str(each) for each in row.differences if each.gap is None or each.gap > _TIE)
     if (why := why_wrong(model)) is not None:
