@@ -1,8 +1,5 @@
-"""Candidate generators of transformers as drafters: their text, their trees and how far they go."""
+"""Candidate generators of transformers as drafters: their trees, and how far they go."""
 
-import copy
-from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,106 +7,18 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig
 from transformers.generation import candidate_generator as hf
 
 import lade
-from lade.drafters import AssistantModel, CallPool, Candidates, Merged
-from lade.drafters.candidates import config_for
+from lade.drafters import AssistantModel, Candidates
 from lade.drafting.drafter import DraftingCall
 from ngram_pool import SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
-from tests.lade.both import ONE, same_as_generate
-from tests.lade.shared import shared_model
 from tests.lade.tiny import paths_of, tiny_model
 
-STRICT = lade.Config(max_draft_tokens=8, strict_drafter=True)
 VOCAB_SIZE = 6
 Path = tuple[int, ...]
-
-# --- the text -----------------------------------------------------------------------------------
-
-
-def words(ids: list[int]) -> Any:
-    """Return a tokenizer of 97 words with these ids."""
-    tokenizer = Tokenizer(models.WordLevel({f"w{word}": id_ for word, id_ in enumerate(ids)}, "w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-MINE, THEIRS = words([*range(97)]), words([*reversed(range(97))])
-
-
-def reversed_twin(model: Any) -> Any:
-    """Return a copy whose tokens are those of `THEIRS`."""
-    twin = copy.deepcopy(model)
-    for layer in (twin.get_input_embeddings(), twin.get_output_embeddings()):
-        layer.weight.data = layer.weight.data.flip(0).clone()
-    return twin
-
-
-def early_exit(call: DraftingCall, input_ids: Any, processors: Any) -> Any:
-    twin, config = copy.deepcopy(call.model), config_for(call)
-    config.assistant_early_exit = 2
-    return hf.EarlyExitCandidateGenerator(input_ids, twin, config, {}, logits_processor=processors)
-
-
-def universal(call: DraftingCall, input_ids: Any, processors: Any) -> Any:
-    assistant = reversed_twin(call.model)
-    translator = hf.AssistantToTargetTranslator(MINE, THEIRS, 97, assistant)
-    return hf.UniversalSpeculativeDecodingGenerator(
-        *(input_ids, assistant, MINE, THEIRS, config_for(call), {}, translator)
-    )
-
-
-def looked_up(call: DraftingCall, input_ids: Any, processors: Any) -> Any:
-    return hf.PromptLookupCandidateGenerator(max_length=call.max_length, num_output_tokens=4)
-
-
-def assisted(call: DraftingCall, input_ids: Any, processors: Any, do_sample: bool = False) -> Any:
-    twin, config = copy.deepcopy(call.model), config_for(call)
-    config.do_sample = do_sample
-    return hf.AssistedCandidateGenerator(input_ids, twin, config, {}, logits_processor=processors)
-
-
-# Draws from the generator that the text is drawn from.
-sampling = partial(assisted, do_sample=True)
-
-
-@pytest.mark.parametrize("make", [assisted, early_exit, universal, looked_up, sampling])
-def test_a_generator_changes_no_text(make: Callable[..., Any]) -> None:
-    model, num_drafted = shared_model("llama", seed=1), 0
-    for drafter in (Candidates(make), Merged([CallPool(), Candidates(make)])):
-        for do_sample in (False, True):
-            options: dict[str, Any] = {"do_sample": do_sample, "max_new_tokens": 30}
-            _, got = same_as_generate(model, ONE, drafter=drafter, config=STRICT, **options)
-            num_drafted += got.stats.sources["candidates"].num_draft_tokens
-    assert num_drafted > 20
-
-
-def test_an_assistant_may_have_other_tokens() -> None:
-    """It is the same model, so all that it drafts is right."""
-    model = shared_model("llama", seed=1)
-    options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": None, "config": STRICT}
-    assistant = reversed_twin(model)
-    drafter = AssistantModel(assistant, THEIRS, target_tokenizer=MINE, length=4)
-    _, got = same_as_generate(model, ONE, drafter=drafter, **options)
-    assert got.stats.num_steps < 15
-    for name in ("assistant_lookbehind", "target_lookbehind"):
-        given: dict[str, Any] = {"assistant_tokenizer": THEIRS, "tokenizer": MINE, name: 5}
-        given |= {"assistant_model": assistant, "do_sample": False}
-        out = lade.generate(model, ONE, **options, **given)
-        assert torch.equal(out, got.sequences)
-
-
-def test_generators_that_need_the_targets_states_are_refused() -> None:
-    def needing(call: DraftingCall, input_ids: Any, processors: Any) -> Any:
-        return SimpleNamespace(requires_model_outputs=True)
-
-    with pytest.raises(lade.UnsupportedOptionError, match="SimpleNamespace drafts from hidden sta"):
-        same_as_generate(shared_model("llama"), ONE, drafter=Candidates(needing), config=STRICT)
-
 
 # --- which tree it is -----------------------------------------------------------------------------
 
@@ -210,22 +119,3 @@ def test_measured_drafts_are_as_long_as_is_fastest(right: float, forward: float)
         for num in range(1, 21)
     ]
     assert np.mean(lengths[100:]) == pytest.approx(1 + int(np.argmax(speeds)), rel=0.3, abs=1)
-
-
-@pytest.mark.parametrize(("schedule", "nums"), [("heuristic", {2, 4, 6}), ("constant", {0, 1, 2})])
-def test_a_schedule_of_transformers_is_followed(schedule: str, nums: set[int]) -> None:
-    """Drafts that are right become longer, or not; those at the end are cut."""
-    drafted = set[int]()
-
-    class Noting(AssistantModel):
-        def draft(self, *given: Any) -> Any:
-            draft = super().draft(*given)
-            drafted.add(int(draft.depths.max(initial=0)))
-            return draft
-
-    options: dict[str, Any] = {"num_assistant_tokens_schedule": schedule, "num_assistant_tokens": 2}
-    model, options["assistant_confidence_threshold"] = shared_model("llama", seed=1), 0.0
-    config = lade.Config(max_draft_tokens=40, strict_drafter=True)
-    wanted: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": None, "config": config}
-    same_as_generate(model, ONE, drafter=Noting(model, options=options), **wanted)
-    assert nums <= drafted if schedule == "heuristic" else drafted <= nums
