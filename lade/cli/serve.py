@@ -13,7 +13,7 @@ from lade.cli.loading import console, note, working
 from lade.cli.options import check_pools
 from lade.errors import UserError
 from lade.models.loading import LoadedModel
-from lade.server.hosts import is_local
+from lade.server.access import is_local
 from lade.server.options import ServerOptions
 
 

@@ -118,7 +118,7 @@ def serve(
         check_folder(keeps)
     read_keys = partial(keys_of, api_key or [], api_keys_file)
     from lade.config import Config
-    from lade.server.hosts import is_local
+    from lade.server.access import is_local
     from lade.server.options import ServerOptions
 
     keys = read_keys()
