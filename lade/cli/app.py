@@ -167,9 +167,9 @@ def demo(
     ruled out. Then plain generate, transformers' prompt lookup and lade answer six prompts.
     """
     loaded = loading.load(model)
-    from lade.cli.demo import run  # imports torch, in silence
+    from lade.cli.bench import demonstrate  # imports torch, in silence
 
-    run(loaded, prompt or [], max_new_tokens)
+    demonstrate(loaded, prompt or [], max_new_tokens)
 
 
 @app.command(rich_help_panel=_MEASURE)
@@ -212,14 +212,16 @@ def bench(
     - accepted: the share of draft tokens that were accepted.
     """
     from lade.bench.prompts import DEMO_PROMPTS, read_prompts
-    from lade.cli.bench import compare, compare_busy
 
     settings = Settings(max_new_tokens, temperature)
     chosen = read_prompts(prompts or DEMO_PROMPTS)
+    loaded = loading.load(model)
+    from lade.cli.bench import compare, compare_busy  # imports torch, in silence
+
     if busy:
-        compare_busy(loading.load(model), chosen, settings, json)
-        return
-    compare(loading.load(model), chosen, settings, json, shows_budget=budget)
+        compare_busy(loaded, chosen, settings, json)
+    else:
+        compare(loaded, chosen, settings, json, shows_budget=budget)
 
 
 @app.command(rich_help_panel=_PREPARE)

@@ -31,7 +31,6 @@ def run(
     """Chat until the user leaves; with `prewarms`, prewarm the model while it waits."""
     try:
         from lade.chat.terminal import Terminal, history_in
-        from lade.chat.view import THEME
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "prompt_toolkit", "cli") from None
     from platformdirs import user_data_path
@@ -46,7 +45,7 @@ def run(
     with drafting.open_pools(loaded) as pools:
         conversation = Conversation(loaded, settings=settings, pool=pools, system=system)
         history = history_in(user_data_path("lade", appauthor=False))
-        terminal = Terminal(conversation, Console(highlight=False, theme=THEME), history)
+        terminal = Terminal(conversation, Console(highlight=False), history)
         with ExitStack() as stack:
             if prewarms:
                 idle = IdlePrewarming(loaded.model, lambda: terminal.is_waiting)
